@@ -143,7 +143,7 @@ COST = {
     "dollars": 10.0,
     "dollars_per_step": 0.5,
     "dollars_regenerated_by_cause": {"late": 0.25, "gap": 0.0},
-    "reserved_only": {"step_s": 90.0, "dollars_per_step": 1.0, "break_even_price_per_hour": 3.0},
+    "reserved_only": {"seconds": 7100.0, "dollars": 20.0, "break_even_price_per_hour": 3.0},
 }
 FLEET = {
     "present": 3,
@@ -160,8 +160,8 @@ def test_cheaper_texts_weigh_one_more_worker_and_the_reserved_ones_alone(files: 
             "cost now. It costs $1.50 per hour: tokens would become cheaper."
         ),
         (
-            "With the reserved workers alone, a step would take about 90 s and cost $1.00: spot workers make the job "
-            "50 % cheaper. They pay below $3.00 per hour and worker."
+            "The reserved workers alone would have taken about 118 min and cost $20.00 so far: with spot workers the "
+            "job is 50 % cheaper. They pay below $3.00 per hour and worker."
         ),
         "Tokens regenerated: arrived after the sample had migrated: $0.25.",
         (

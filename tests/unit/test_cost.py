@@ -79,19 +79,18 @@ def test_cost_survives_the_stored_form_of_the_audit(world: World) -> None:
     assert (report["max_dollars"], report["budget_reached"]) == (3.0, False)
 
 
-def test_cost_without_spot_workers_is_estimated_once_a_step(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_step_without_spot_workers_is_estimated_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     estimates: list[tuple[float, float] | None] = [None, (90.0, 1.5), (80.0, 1.0)]
-    monkeypatch.setattr(cost, "step_without_spot", lambda _world, job: estimates.pop(0) if job.id == "a" else None)
-    charge(world, (0.0, 100.0), (10.0, 110.0), (20.0, 120.0))
-    report = cost_report(world.audits["a"], steps=2, max_dollars=None)
-    assert report["reserved_only"]["step_s"] == 90.0
+    monkeypatch.setattr(cost, "step_without_spot", lambda _world, _job: estimates.pop(0))
     world.jobs["a"].step = 1
+    charge(world, (0.0, 100.0), (10.0, 110.0), (20.0, 120.0))
+    assert cost_report(world.audits["a"], steps=1, max_dollars=None)["reserved_only"]["seconds"] == 90.0
+    world.jobs["a"].step = 3
     charge(world, (30.0, 130.0))
-    report = cost_report(world.audits["a"], steps=2, max_dollars=None)
-    assert report["reserved_only"] == {
-        "step_s": 80.0,
-        "dollars_per_step": 1.0,
-        "break_even_price_per_hour": pytest.approx(2 * 1.0 / (30.0 / HOUR_S)),
+    assert cost_report(world.audits["a"], steps=3, max_dollars=None)["reserved_only"] == {
+        "seconds": 90.0 + 2 * 80.0,
+        "dollars": 1.5 + 2 * 1.0,
+        "break_even_price_per_hour": pytest.approx(3.5 / (30.0 / HOUR_S)),
     }
 
 
@@ -99,11 +98,12 @@ def test_break_even_price_is_what_reserved_workers_alone_would_cost_more() -> No
     audit = Audit()
     audit.cost.charge("reserved", "k", 6.0, HOUR_S)
     assert cost_report(audit, steps=10, max_dollars=None)["reserved_only"] is None
-    audit.cost.reserved_only_step_s, audit.cost.reserved_only_dollars = 600.0, 1.0
+    audit.cost.add_estimate(10, 600.0, 1.0)
     assert cost_report(audit, steps=10, max_dollars=None)["reserved_only"]["break_even_price_per_hour"] is None
     audit.cost.charge("preemptible", "k", 0.5, 2 * HOUR_S)
     assert cost_report(audit, steps=10, max_dollars=None)["reserved_only"]["break_even_price_per_hour"] == 2.0
-    assert cost_report(audit, steps=5, max_dollars=None)["reserved_only"]["break_even_price_per_hour"] == 0.0
+    audit.cost.charge("reserved", "k", 6.0, HOUR_S)
+    assert cost_report(audit, steps=10, max_dollars=None)["reserved_only"]["break_even_price_per_hour"] == 0.0
 
 
 def test_cost_of_a_job_without_a_step_has_no_ratios() -> None:

@@ -145,12 +145,11 @@ export function cheaperTexts(job, rows, fleet, cost) {
     const idle = fleet.present - Math.ceil(fleet.target_workers ?? Infinity);
     if (idle > 0) texts.push(`${idle} of the ${fleet.present} spot workers do not shorten the steps: without them the job costs less.`);
   }
-  if (only && cost.dollars_per_step) {
-    const saved = 1 - cost.dollars_per_step / only.dollars_per_step;
-    const price = only.break_even_price_per_hour;
-    texts.push(`With the reserved workers alone, a step would take about ${duration(only.step_s)} and cost ` +
-      `${dollars(only.dollars_per_step)}: spot workers make the job ${Math.abs(Math.round(100 * saved))} % ` +
-      `${saved >= 0 ? "cheaper" : "more expensive"}.${price === null ? "" : ` They pay below ${dollars(price)} per hour and worker.`}`);
+  if (only) {
+    const saved = 1 - cost.dollars / only.dollars, price = only.break_even_price_per_hour;
+    texts.push(`The reserved workers alone would have taken about ${duration(only.seconds)} and cost ${dollars(only.dollars)} ` +
+      `so far: with spot workers the job is ${Math.abs(Math.round(100 * saved))} % ${saved >= 0 ? "cheaper" : "more expensive"}.` +
+      `${price === null ? "" : ` They pay below ${dollars(price)} per hour and worker.`}`);
   }
   for (const [cause, spent] of Object.entries(cost?.dollars_regenerated_by_cause ?? {})) {
     if (spent) texts.push(`Tokens ${CAUSES[cause] ?? cause}: ${dollars(spent)}.`);
