@@ -1,7 +1,6 @@
-"""Draw `docs/images/web-page.png`: the web page beside a Countdown job of 30 steps that loses a worker.
+"""Draw `docs/images/web-page.png`: the web page during a Countdown job of 30 steps that loses a worker.
 
-make test-browser    # installs Playwright
-PYTHONPATH=. .venv/bin/python docs/images/screenshot_page.py
+make screenshots
 """
 
 from __future__ import annotations

@@ -69,6 +69,17 @@ def test_page_shows_steps_a_killed_worker_and_samples_and_pauses_the_job(box: Bl
     sync_api.expect(page.locator("#state")).to_have_text("cancelled")
 
 
+def test_read_only_link_shows_the_fleet_and_no_button_that_acts(box: BlackBox, page: Page) -> None:
+    page.goto(box.command("page", "--read-only").strip())
+    sync_api.expect(page.locator("#worker-table")).to_contain_text("worker-1")
+    assert "token" not in page.url
+    assert page.get_by_role("button", name=re.compile("Drain|Scale")).all() == []
+    page.get_by_role("button", name="Log out").click()
+    page.fill("#token", box.token)
+    page.keyboard.press("Enter")
+    sync_api.expect(page.get_by_role("button", name="Drain").first).to_be_visible()
+
+
 def test_page_on_a_phone_does_not_scroll_sideways(box: BlackBox, page: Page) -> None:
     page.set_viewport_size({"width": 390, "height": 800})
     page.goto(f"{box.url}/#token={box.token}")

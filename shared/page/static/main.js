@@ -1,7 +1,7 @@
 // The page: asks the API every two seconds, follows the job's events, and draws what it learns. A report of a job is the
 // page with the answers in it, drawn once.
 
-import { ApiError, events, forgetToken, get, hasToken, post, present, report, setToken, takeTokenOfLink } from "./api.js";
+import { ApiError, events, forgetToken, get, hasToken, isReadOnly, post, present, report, setToken, takeTokenOfLink } from "./api.js";
 import { areas, gantt, lineChart, stepBars } from "./charts.js";
 import { el } from "./dom.js";
 import { auditRows, cheaperTexts, costText, CURVES, curve, dollars, duration, fleetText, number, preemptionText, stepText, timedSteps, waitingText, workerName } from "./facts.js";
@@ -25,6 +25,7 @@ function open() {
   view?.stop.abort();
   const show = (name) => $("view").replaceChildren($(name).content.cloneNode(true));
   $("logout").hidden = !hasToken() || report !== null;
+  document.body.classList.toggle("read-only", isReadOnly());
   if (!hasToken()) {
     view = null;
     show("login-view");
@@ -166,7 +167,7 @@ function drawWorkers(workers, fleet) {
     workerName(worker.id), `${worker.role === "reserved" ? "reserved" : "spot"}, ${worker.kind}`, worker.state,
     number(worker.weight_version), number(worker.running), number(worker.pending), number(worker.tokens_per_s), number(worker.price_per_hour),
     worker.waiting ? `${worker.waiting.for} (${duration((Date.now() - Date.parse(worker.waiting.since)) / 1000)}): ${worker.waiting.because}` : "",
-    el("button", { disabled: worker.state === "draining", onclick: () => act(`workers/${worker.id}/drain`,
+    el("button", { class: "act", disabled: worker.state === "draining", onclick: () => act(`workers/${worker.id}/drain`,
       `Drain ${workerName(worker.id)}? It hands its samples to other workers and exits.`) }, "Drain")]),
   "No worker: 'rlboost worker join' starts one.");
 }
@@ -275,7 +276,7 @@ async function loadSamples() {
 }
 
 function table(box, columns, rows, emptyText) {
-  if (!rows.length) return box.replaceChildren(el("p", { class: "muted" }, emptyText));
+  if (!rows.length) return box.replaceChildren(emptyText ? el("p", { class: "muted" }, emptyText) : "");
   if (box.contains(document.activeElement)) return; // keep the focus: the next answer draws it
   const right = rows[0].map((cell) => typeof cell === "string" && /^[\d.,-]+( s)?$/.test(cell));
   const kind = (cell, i) => (right[i] ? "n" : typeof cell === "string" && cell.length > 24 ? "text" : null);
