@@ -19,6 +19,7 @@ from rlboost.services.rollout_manager.domain.worker_worth import (
     paying_workers,
     speedup_of_one_more,
     step_duration_s,
+    step_without_spot,
     worth_of_one_more,
 )
 from rlboost.services.rollout_manager.domain.world import Now, World
@@ -173,6 +174,13 @@ def test_one_more_is_worth_nothing_from_the_target_on(world: World) -> None:
     worth = worth_of_one_more(world)
     assert worth
     assert worth["tokens_per_hour"] == worth["dollars_per_hour"] == 0.0
+
+
+def test_step_without_spot_workers_takes_the_reserved_ones_the_whole_work(world: World) -> None:
+    assert step_without_spot(world, world.jobs["j"]) is None
+    finish_step(world, work_s=300.0)
+    # A window of 300 s, 100 s of training, and the 20 s that no worker shortens, at 8 dollars per hour.
+    assert step_without_spot(world, world.jobs["j"]) == pytest.approx((420.0, 420.0 / HOUR_S * 8.0))
 
 
 # --- workers that pay for themselves ---
