@@ -200,8 +200,8 @@ class StoreClient:
 
         await self._request("PUT", f"/v1/chunks/{chunk.digest}", slices(), {"Content-Length": str(len(data))})
 
-    async def fetch(self, download: Download) -> None:
-        """Download the rest of a blob.
+    async def fetch(self, download: Download, keep: Callable[[], bool] = lambda: True) -> bool:
+        """Download the rest of a blob, call `keep` in the thread that received it, and return its result.
 
         The store may redirect to its object store, which is not sent the token.
 
@@ -211,7 +211,7 @@ class StoreClient:
         """
         path = f"/v1/chunks/{download.blob.digest}"
         try:
-            await self._downloader.download(f"{self.url}{path}", self._authorization(), download)
+            return await self._downloader.download(f"{self.url}{path}", self._authorization(), download, keep=keep)
         except DownloadFailed as error:
             raise StoreUnavailable(f"weight store at {self.url}: {error}") from error
         except BadStatus as error:
@@ -277,7 +277,7 @@ class StoreClient:
     def _authorization(self) -> str:
         return f"Bearer {self._access if isinstance(self._access, str) else self._access.credential}"
 
-    def _raise_for_status(self, status: int, what: str, *, redirected: bool = False) -> None:
+    def _raise_for_status(self, status: int, what: str, *, redirected: bool = False) -> NoReturn:
         if status == 401 and not redirected and not isinstance(self._access, str):
             raise StoreUnavailable(f"{what}; the worker waits for a new credential of the manager")
         _raise_for_status(status, what, redirected=redirected)
