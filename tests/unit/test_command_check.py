@@ -118,7 +118,7 @@ class Site:
         await self.bus.append(names.JOB_COMMANDS, job_created())
         await self.bus.append(names.JOB_REPORTS, running)
         await self.bus.append(names.WEIGHTS_COMMITTED, committed)
-        await self.manager.recover()
+        assert await self.manager.try_lead()
         await self.workers[0].join()
         await self.manager.turn()
 
