@@ -130,11 +130,9 @@ def step_times(**changes: float) -> StepTimes:
         "remote_wait_s": 0.0,
         "train_s": 20.0,
         "step_s": 60.0,
-        "remote_s": 50.0,
         "fleet": 4,
         "fleet_mean": 4.0,
         "steady": True,
-        "reserved": 2,
         "work_s": 220.0,
         "tokens": 6000,
         **changes,
@@ -234,7 +232,7 @@ def test_meter_counts_idle_time_only_with_preemptible_workers() -> None:
     meter.update(4.0, fleet=2, reserved=1, working=True)
     meter.update(6.0, fleet=2, reserved=1, working=False)
     measured = meter.measure(2.5, 0.5, 3.0, tokens=700)
-    assert (measured.remote_s, measured.remote_wait_s, measured.step_s) == (3.0, 2.0, 6.0)
+    assert (measured.remote_wait_s, measured.step_s) == (2.0, 6.0)
     assert measured.fleet_mean == pytest.approx(10 / 6)
     assert measured.tokens == 600
     assert not measured.steady

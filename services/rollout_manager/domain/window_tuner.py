@@ -124,14 +124,11 @@ class StepTimes:
     """Time in which the preemptible workers were idle."""
     train_s: float
     step_s: float
-    remote_s: float
-    """Time in which the preemptible workers generated."""
     fleet: int
     """Preemptible workers at the end."""
     fleet_mean: float
     steady: bool
     """No preemptible worker joined or left."""
-    reserved: int
     work_s: float
     """Worker-seconds of generation at full throughput, by all workers of the job."""
     tokens: int
@@ -144,8 +141,6 @@ class Meter:
 
     began_at: float
     at: float
-    busy_s: float = 0.0
-    """Preemptible workers were present and samples in flight."""
     idle_s: float = 0.0
     """Preemptible workers were present and no samples in flight."""
     work_s: float = 0.0
@@ -165,9 +160,7 @@ class Meter:
         self.workers_s += fleet * passed
         self.least = fleet if self.least is None else min(self.least, fleet)
         self.most = max(self.most, fleet)
-        if fleet and working:
-            self.busy_s += passed
-        elif fleet:
+        if fleet and not working:
             self.idle_s += passed
 
     def measure(self, window_s: float, train_wait_s: float, train_s: float, tokens: int) -> StepTimes:
@@ -179,11 +172,9 @@ class Meter:
             remote_wait_s=self.idle_s,
             train_s=train_s,
             step_s=step_s,
-            remote_s=self.busy_s,
             fleet=self.fleet,
             fleet_mean=self.workers_s / step_s if step_s > 0 else float(self.fleet),
             steady=self.least == self.most,
-            reserved=self.reserved,
             work_s=self.work_s,
             tokens=tokens - self.tokens_before,
         )
