@@ -1,4 +1,4 @@
-"""Interfaces of the rollout worker: inference engine, weights, drafts and preemption notices.
+"""Interfaces of the rollout worker: inference engine, weights, memory and preemption notices.
 
 Importing this module imports no inference library.
 """
@@ -240,7 +240,10 @@ class WeightSource(Protocol):
         Raises:
             NotFound: it does not exist, or has been deleted.
             BadSignature: the trainer has not signed it.
+            Corrupt: the source sent damaged bytes twice.
             Timeout: the source was unavailable for too long.
+            ConfigError: the source's URL is invalid, or the source forbids the download.
+            Fatal: the cache's disk is full, or the source rejected the request for another reason.
 
         """
 

@@ -208,21 +208,6 @@ class RedisBus:
         """See `Bus.length`."""
         return int(await self._call(self._redis.xlen(stream)))
 
-    async def first_id(self, stream: str) -> str | None:
-        """See `Bus.first_id`."""
-        rows = await self._call(self._redis.xrange(stream, count=1))
-        return as_text(rows[0][0]) if rows else None
-
-    async def last_id(self, stream: str) -> str:
-        """See `Bus.last_id`."""
-        try:
-            info = await self._call(self._redis.xinfo_stream(stream))
-        except Fatal as error:
-            if "no such key" in str(error):
-                return START
-            raise
-        return as_text(info["last-generated-id"])
-
     async def increment(self, key: str) -> int:
         """See `Bus.increment`."""
         return int(await self._call(self._redis.incr(key)))

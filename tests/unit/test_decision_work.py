@@ -25,7 +25,7 @@ from rlboost.services.rollout_manager.domain.scheduling.rebalance import (
     is_balanced,
     select_migrations,
 )
-from rlboost.services.rollout_manager.domain.throughput_model import ENOUGH, Profile
+from rlboost.services.rollout_manager.domain.throughput_model import MIN_OBSERVATIONS, Profile
 from rlboost.services.rollout_manager.domain.world import Now
 from tests.support.builders import worker_joined
 
@@ -84,7 +84,7 @@ SHAPES: st.SearchStrategy[Shape] = st.lists(
 @pytest.fixture(scope="module")
 def known() -> Profile:
     profile = Profile()
-    for running in (1, 4, 16, 64) * ENOUGH:
+    for running in (1, 4, 16, 64) * MIN_OBSERVATIONS:
         profile.observe(running, 100 * running, running / (0.02 + 0.002 * running))
     return profile
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from rlboost.services.rollout_manager.domain.engine_profiles import engine_profiles
-from rlboost.services.rollout_manager.domain.throughput_model import ENOUGH
+from rlboost.services.rollout_manager.domain.throughput_model import MIN_OBSERVATIONS
 from rlboost.services.rollout_manager.domain.world import World
 from rlboost.services.trainer.domain.metrics import Durations, ScoredGroup, StepTally
 from rlboost.services.trainer.domain.profile_recorder import RECENT_STEPS, ProfileRecorder
@@ -86,7 +86,7 @@ def test_engine_profile_has_the_medians_of_the_workers_of_a_kind() -> None:
         worker = world.fleet.join(worker_joined(name, kind="sim", price_per_hour=price, slots=8), now=0.0)
         assert worker
         world.fleet.assign(worker, ("j", 0))
-        for _ in range(ENOUGH + 1):
+        for _ in range(MIN_OBSERVATIONS + 1):
             beat = heartbeat(name, state="ready", batch=4.0, step_s=0.04, update_s=update_s, update_pause_s=0.1)
             world.fleet.on_heartbeat(worker, beat, 0.0)
     (found,) = engine_profiles(world, "j")
@@ -103,5 +103,5 @@ def test_engine_profile_that_is_not_finite_is_left_out(value: float) -> None:
     assert worker
     world.fleet.assign(worker, ("j", 0))
     worker.update_s = 1.0
-    worker.profile.observed, worker.profile.each_s = ENOUGH, value
+    worker.profile.observed, worker.profile.each_s = MIN_OBSERVATIONS, value
     assert engine_profiles(world, "j") == []

@@ -126,7 +126,7 @@ class Renewal:
         self.credentials = StoreCredentials(self.manager, TOKEN, life_s=LIFE_S, clock=lambda: self.now)
 
     async def start(self) -> None:
-        await self.manager.recover()
+        assert await self.manager.try_lead()
         await self.bus.append(names.WORKER_HEARTBEATS, worker_joined("w-1"))
         await self.manager.turn()
 
@@ -154,7 +154,7 @@ async def test_recovered_manager_renews_all_credentials() -> None:
     renewal = Renewal()
     await renewal.start()
     assert len(await renewal.sent()) == 1
-    await renewal.manager.recover()
+    assert await renewal.manager.try_lead()
     assert len(await renewal.sent()) == 2
 
 

@@ -17,8 +17,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from itertools import islice
 
-from rlboost.services.rollout_manager.domain.frame_columns import NO_VERSION, ExpectedRows, Row, Selection, limits_of
-from rlboost.services.rollout_manager.domain.frame_rows import TOKEN_BYTES, decode_frames
+from rlboost.services.rollout_manager.domain.frame_decoder import TOKEN_BYTES, decode_frames
+from rlboost.services.rollout_manager.domain.row_selection import NO_VERSION, ExpectedRows, Row, Selection, limits_of
 from rlboost.services.rollout_manager.domain.sample import Sample
 from rlboost.shared.columns import F32, I32, U32, U64, ints, length
 from rlboost.shared.errors import Unprocessable
