@@ -17,7 +17,7 @@ from tests.support.black_box import ROOT, black_box
 
 PAGE_OPEN_MS = 45_000
 """The page draws tokens/s of the time in which it is open."""
-WIDTH, HEIGHT = 1180, 1900
+WIDTH, HEIGHT = 1180, 1722
 
 
 def main() -> None:
