@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import itertools
 import os
@@ -97,9 +98,16 @@ def s3_url(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Import all test modules without the garbage collector, which takes a third of the time."""
+    """Import all test modules without the garbage collector, which takes a third of the time.
+
+    It does not scan what they have created later, either: a full collection, which vLLM asks for several times as it
+    starts, would take half a second.
+    """
     with gc_paused():
-        return (yield)
+        result = yield
+        gc.collect()
+        gc.freeze()
+    return result
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -125,7 +133,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 _LONG_FILES = (
-    # Half a minute or more of one process, or, of unit tests, ten seconds; the longest first.
+    # Half a minute or more of one process, or, of unit tests, ten seconds; the longest first. Those of `make test-long`
+    # are the first two.
+    *("test_http_conformance.py", "test_faults.py"),
     *("test_evaluation.py", "test_command_line.py", "test_local_system.py", "test_gpu_layout.py"),
     *("test_mixed_fleet.py", "test_megatron.py", "test_two_jobs.py"),
     *("test_succession.py", "test_rollout_manager.py", "test_rollout_worker.py", "test_vllm_engine.py"),
