@@ -76,6 +76,11 @@ def job_of(sample: int) -> int:
     return sample >> JOB_SHIFT
 
 
+def step_of(sample: int) -> int:
+    """Return the step in a packed sample or group id."""
+    return sample >> (_GROUP_BITS + _MEMBER_BITS) & ((1 << _STEP_BITS) - 1)
+
+
 def request_group(job: int, number: int) -> int:
     """Return the group id of a client's request, numbered below `MAX_REQUESTS`."""
     step, group = divmod(number, MAX_GROUPS_PER_STEP)
