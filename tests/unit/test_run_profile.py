@@ -24,7 +24,7 @@ def tally(*, train_s: float = 2.0, engines: tuple[EngineProfile, ...] = (ENGINE,
     samples = tuple(sample_finished(tokens) for tokens in range(1, lengths + 1))
     groups = [ScoredGroup(samples, (0.0,) * lengths, prompt=pack([1] * tokens, I32)) for tokens in (3, 4)]
     times = Durations(seeding_s=1.0, wait_s=3.0, train_s=train_s, step_s=10.0)
-    return StepTally(scored=groups, durations=times, engines=engines)
+    return StepTally(scored=groups, durations=times, engines=engines, scoring_s=[0.1, 0.3])
 
 
 def sample_finished(n_tokens: int) -> SampleFinished:
@@ -39,7 +39,7 @@ def test_profile_has_the_measurements_of_the_steps() -> None:
     assert profile is not None
     assert profile.engines == (ENGINE,)
     assert profile.train_s_per_token == 2.0 / (2 * 15 + 5 * (3 + 4))
-    assert (profile.step_s, profile.update_s) == (10.0, 4.0)
+    assert (profile.step_s, profile.update_s, profile.reward_s) == (10.0, 4.0, pytest.approx(0.2))
     assert profile.prompt_tokens == (3, 4)
     quantiles = dict(profile.completion_quantiles)
     assert (quantiles[0.0], quantiles[0.5], quantiles[1.0]) == (1.0, 3.0, 5.0)
