@@ -17,8 +17,9 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3; do \
 # Several engines share the cores: with a thread a core each they would fight over them.
 export OMP_NUM_THREADS ?= 1
 
-# Test processes: one per core. Each runs whole files, in the order of tests/conftest.py.
-TEST_PROCESSES ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cores : 8)))
+# Test processes: three for two cores, since many tests wait most of the time. Each runs whole files, in the order of
+# tests/conftest.py.
+TEST_PROCESSES ?= $(shell n=$$(($$(getconf _NPROCESSORS_ONLN) * 3 / 2)); echo $$((n < 8 ? n : 8)))
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --ignore tests/browser
 
 .DEFAULT_GOAL := help

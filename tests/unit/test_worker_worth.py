@@ -12,7 +12,7 @@ from rlboost.services.rollout_manager.domain.apply_messages import apply_message
 from rlboost.services.rollout_manager.domain.fleet import Worker
 from rlboost.services.rollout_manager.domain.lifetimes import Lifetimes, availability
 from rlboost.services.rollout_manager.domain.seeding import Window
-from rlboost.services.rollout_manager.domain.throughput_model import ENOUGH
+from rlboost.services.rollout_manager.domain.throughput_model import MIN_OBSERVATIONS
 from rlboost.services.rollout_manager.domain.window_tuner import Meter, WindowTuner
 from rlboost.services.rollout_manager.domain.worker_worth import (
     Offer,
@@ -72,7 +72,7 @@ def test_worker_that_pulls_weights_counts_nothing(world: World) -> None:
 
 def test_profiled_worker_counts_by_throughput_and_not_by_samples() -> None:
     worker = Worker(worker_joined(slots=64), 0.0, batch_cap=64)
-    for running in (1, 8, 64) * ENOUGH:
+    for running in (1, 8, 64) * MIN_OBSERVATIONS:
         worker.profile.observe(running, 0, running / (0.02 + 0.001 * running))
     worker.on_heartbeat(heartbeat(running=16), 1.0)
     assert worker.utilization() == pytest.approx((16 / 0.036) / (64 / 0.084), rel=1e-3)
