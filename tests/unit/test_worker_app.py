@@ -307,7 +307,7 @@ async def test_suspension_during_a_load_frees_the_preserved_kv_cache(rig: Rig) -
     await rig.manager.send(worker, UseVersion(job_id=JOB, version=1, in_flight="keep"))
     await eventually(lambda: rig.engine.kept_kv == [True, True])
     await rig.manager.send(worker, Suspend(step=1))
-    await eventually(lambda: "suspended" in rig.generator._pause_reasons)
+    await eventually(lambda: "suspended" in rig.generator.pause_reasons)
     rig.engine.may_load.set()
     await rig.manager.until(worker, "suspended")
     assert rig.engine.kept_kv == [True, True, False]
@@ -749,7 +749,7 @@ async def test_stop_during_a_load_is_quick(rig: Rig, *, suspended: bool) -> None
     await eventually(lambda: rig.engine.loads == 2)
     if suspended:
         await rig.manager.send(worker, Suspend(step=1))
-        await eventually(lambda: "suspended" in rig.generator._pause_reasons)
+        await eventually(lambda: "suspended" in rig.generator.pause_reasons)
     rig.stop.set()
     stopwatch = Stopwatch()
     await eventually(lambda: _left(rig))
