@@ -13,6 +13,7 @@ import typer
 
 from rlboost.commands.common import DEFAULT_STATE, EXIT_FAILED, JsonOption, StateOption, command, print_json
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.importing import pip_install
 
 if TYPE_CHECKING:
     from rlboost.local.chaos import ChaosEvent
@@ -140,8 +141,8 @@ def down(state: StateOption = DEFAULT_STATE, as_json: JsonOption = False) -> Non
         typer.echo(f"stopped the system in {state}" if stopped else f"no system ran in {state}")
 
 
-def require_packages(*packages: str, needs: str = "rlboost[local]") -> None:
-    """Check for required packages before starting anything; `needs` is the extra that has them.
+def require_packages(*packages: str, extra: str = "local") -> None:
+    """Check for required packages before starting anything; `extra` has them.
 
     Raises:
         ConfigError: names the missing packages.
@@ -149,7 +150,7 @@ def require_packages(*packages: str, needs: str = "rlboost[local]") -> None:
     """
     missing = [name for name in packages if not _is_installed(name)]
     if missing:
-        raise ConfigError(f"this needs {', '.join(missing)}: pip install '{needs}'")
+        raise ConfigError(f"this needs {', '.join(missing)}: {pip_install(extra)}")
 
 
 def _is_installed(module: str) -> bool:

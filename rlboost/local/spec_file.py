@@ -13,6 +13,7 @@ import yaml
 from pydantic import ConfigDict, Field, ValidationError, field_validator
 
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.importing import pip_install
 from rlboost.shared.job import strict_yaml
 from rlboost.shared.validation import Section, describe
 
@@ -127,8 +128,13 @@ def load(cls: type[S], file: Path | None, options: Mapping[str, Any]) -> S:
     try:
         return cls.model_validate({**(_read(file) if file else {}), **given})
     except ValidationError as error:
-        source = str(file) if file else "options"
-        raise ConfigError(f"{source}: {'; '.join(describe(error, cls))}") from error
+        raise ConfigError("; ".join(_located(line, given, file) for line in describe(error, cls))) from error
+
+
+def _located(line: str, options: Mapping[str, Any], file: Path | None) -> str:
+    """Return an error about a key with the name of its option, or with the file that has it."""
+    key, _, text = line.partition(": ")
+    return f"--{key.replace('_', '-')}: {text}" if key in options else f"{file}: {line}"
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -155,5 +161,5 @@ def require_engine(engine: str) -> None:
     if engine == "vllm" and importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             "--engine vllm needs vllm: 'make install-vllm' on a machine without a GPU, "
-            "pip install 'rlboost[vllm]' on one with"
+            f"{pip_install('vllm')} on one with"
         )

@@ -181,7 +181,7 @@ def test_host_is_one_address_and_this_machine_alone_by_default() -> None:
     assert options(1).host == "127.0.0.1"
     assert options(1).redis_port == 0
     for host in "0.0.0.0", "my-machine":
-        with pytest.raises(ConfigError, match="host: "):
+        with pytest.raises(ConfigError, match=r"^--host: "):
             load(SystemSpec, None, {"host": host})
 
 
