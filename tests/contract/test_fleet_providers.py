@@ -107,7 +107,7 @@ REQUESTS = {
     "AWS": ["aws autoscaling set-desired-capacity --auto-scaling-group-name h100 --desired-capacity 3"],
     "Google Cloud": ["gcloud compute instance-groups managed resize h100 --size 3 --zone ZONE"],
     "Azure": ["az vmss scale --name h100 --new-capacity 3 --resource-group GROUP --no-wait"],
-    "Slurm": ["squeue -h -n h100 -o %A", *["sbatch -J h100 worker.sh"] * 2],
+    "Slurm": ["squeue -h -n h100 -o %A", *["sbatch -J h100 deploy/slurm/worker.sh"] * 2],
 }
 
 
@@ -123,7 +123,7 @@ async def test_documented_command_requests_the_number_of_its_kind(
     with (tmp_path / "squeue").open("a") as running:
         running.write("echo 7001\n")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    await ShellCommand(DOCUMENTED[service]).scale("h100", 3)
+    await ShellCommand(DOCUMENTED[service]).scale("h100", 17)  # on 3 machines with 8 workers each
     assert log.read_text().splitlines() == REQUESTS[service]
 
 
