@@ -17,13 +17,14 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3; do \
 # Several engines share the cores: with a thread a core each they would fight over them.
 export OMP_NUM_THREADS ?= 1
 
-# Test processes: one per core. Each runs whole files, in the order of tests/conftest.py.
-TEST_PROCESSES ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cores : 8)))
+# Test processes: three for two cores, since many tests wait most of the time. Each runs whole files, in the order of
+# tests/conftest.py.
+TEST_PROCESSES ?= $(shell n=$$(($$(getconf _NPROCESSORS_ONLN) * 3 / 2)); echo $$((n < 8 ? n : 8)))
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --ignore tests/browser
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm demo test test-long test-browser test-network test-docker check audit fmt docs chaos bench gpu \
-	up down clean
+.PHONY: help install install-vllm demo test test-long test-browser test-network test-docker check audit fmt screenshots docs \
+	chaos bench gpu up down clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)$$/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -76,6 +77,10 @@ audit: $(INSTALLED) ## compare the images' pinned packages with known vulnerabil
 fmt: $(INSTALLED) ## format the code, and mend what the linter can
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+screenshots: $(INSTALLED) ## draw the documentation's picture of the web page from a running job; needs Chromium
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[browser]'
+	PYTHONPATH=. $(BIN)/python docs/images/screenshot_page.py
 
 docs: $(DOCS_INSTALLED) ## build the documentation's site into build/site; a broken link or anchor is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

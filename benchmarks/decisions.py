@@ -8,7 +8,8 @@ requested in their place, so as many are placed as have ended. Figures, each the
 
 - `decide_us`: all that is decided in a turn, per placed sample;
 - `turn_us`: the same with the reading of the turn's messages (frames, requests, the manager's own records);
-- `heartbeat_us`: reading one heartbeat of a worker with all its samples.
+- `heartbeat_us`: reading one heartbeat of a worker with all its samples;
+- `reference_us`: a fixed loop, which is slower too on a busy machine. Compare figures by their ratio to it.
 """
 
 from __future__ import annotations
@@ -145,8 +146,17 @@ def _ended(worker: str, sample: int, attempt: int) -> TokenFrame:
     )
 
 
+def reference_s() -> float:
+    """Return the processor time of a loop of 100 additions, the mean of 1,000 such loops."""
+    began = time.process_time()
+    total = 0
+    for number in range(100_000):
+        total += number
+    return (time.process_time() - began) / 1_000
+
+
 def measure(load: Load, ended: int, turns: int) -> dict[str, float]:
-    """Return microseconds per placed sample, of the decisions and of whole turns, and per heartbeat."""
+    """Return microseconds per placed sample, of the decisions and of whole turns, per heartbeat and of the loop."""
     turn_s = 0.0
     decide_s, placed = load.manager.decide_s, load.placed
     for _ in range(turns):
@@ -165,6 +175,7 @@ def measure(load: Load, ended: int, turns: int) -> dict[str, float]:
         "decide_us": 1e6 * decide_s / placed,
         "turn_us": 1e6 * turn_s / placed,
         "heartbeat_us": 1e6 * heartbeats_s / len(load.manager.world.fleet.workers),
+        "reference_us": 1e6 * reference_s(),
     }
 
 

@@ -203,12 +203,6 @@ class Bus(Protocol):
     async def length(self, stream: str) -> int:
         """Return the number of entries."""
 
-    async def first_id(self, stream: str) -> str | None:
-        """Return the id of the oldest entry, None when the stream is empty."""
-
-    async def last_id(self, stream: str) -> str:
-        """Return the id of the newest entry ever added, including trimmed ones; `START` if there was none."""
-
     async def increment(self, key: str) -> int:
         """Add 1 to a counter and return the new value."""
 

@@ -11,7 +11,6 @@ from itertools import islice
 
 from rlboost.shared.bus import (
     LONGEST_LEASE_S,
-    START,
     Ack,
     Append,
     AppendRaw,
@@ -242,17 +241,6 @@ class MemoryBus:
         """See `Bus.length`."""
         self._check()
         return len(self._streams[stream].entries)
-
-    async def first_id(self, stream: str) -> str | None:
-        """See `Bus.first_id`."""
-        self._check()
-        return next(iter(self._streams[stream].entries), None)
-
-    async def last_id(self, stream: str) -> str:
-        """See `Bus.last_id`."""
-        self._check()
-        last = self._streams[stream].last
-        return f"{last}-0" if last else START
 
     async def increment(self, key: str) -> int:
         """See `Bus.increment`."""

@@ -66,6 +66,17 @@ class SampleId(NamedTuple):
         return f"{self.job}/{'e' if self.is_eval else ''}{self.step}/{self.group}/{self.member}"
 
 
+class WeightsRef(NamedTuple):
+    """Names a job's weights of one version."""
+
+    job_id: str
+    version: int
+
+    def __str__(self) -> str:
+        """Return the text for logs and error messages."""
+        return f"version {self.version} of job {self.job_id}"
+
+
 def group_of(sample: int) -> int:
     """Return the group's id: the packed id of its sample 0."""
     return sample & ~(MAX_GROUP_SIZE - 1)
@@ -74,6 +85,11 @@ def group_of(sample: int) -> int:
 def job_of(sample: int) -> int:
     """Return the job number in a packed sample or group id."""
     return sample >> JOB_SHIFT
+
+
+def step_of(sample: int) -> int:
+    """Return the step in a packed sample or group id."""
+    return sample >> (_GROUP_BITS + _MEMBER_BITS) & ((1 << _STEP_BITS) - 1)
 
 
 def request_group(job: int, number: int) -> int:

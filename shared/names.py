@@ -101,7 +101,7 @@ def job_resampled(job_id: str) -> str:
 
 
 def job_audit(job_id: str) -> str:
-    """Hash: the audit's counters, with the log position that they cover."""
+    """Hash: `counters` -> the job's audit (JSON). `MANAGER_CURSORS` has the position in the log that it covers."""
     return f"{PREFIX}job:{job_id}:audit"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -41,19 +41,28 @@ class Waits:
 
     def __init__(self) -> None:
         """Start with none."""
-        self._active: dict[int, WaitStatus] = {}
+        self._active: dict[int, tuple[WaitStatus, Callable[[], str]]] = {}
         self._numbers = itertools.count()
 
     @asynccontextmanager
-    async def on(self, subject: str, *, because: str, limit_s: float) -> AsyncIterator[None]:
+    async def on(
+        self, subject: str, *, because: str, limit_s: float, progress: Callable[[], str] = str
+    ) -> AsyncIterator[None]:
         """List a wait while the body runs, for at most `limit_s` seconds.
+
+        Args:
+            subject: what is waited for.
+            because: the reason.
+            limit_s: maximum duration.
+            progress: returns how far it is, which is added to the reason whenever the wait is listed; "" adds nothing.
 
         Raises:
             Timeout: the body took longer.
 
         """
         number = next(self._numbers)
-        self._active[number] = WaitStatus(subject=subject, because=because, since=time.time(), limit_s=limit_s)
+        wait = WaitStatus(subject=subject, because=because, since=time.time(), limit_s=limit_s)
+        self._active[number] = (wait, progress)
         try:
             async with asyncio.timeout(limit_s) as timer:
                 yield
@@ -68,4 +77,9 @@ class Waits:
 
     def current(self) -> list[WaitStatus]:
         """Return the current waits, oldest first."""
-        return sorted(self._active.values(), key=lambda wait: wait.since)
+        waits = sorted(self._active.values(), key=lambda active: active[0].since)
+        return [_with_progress(wait, progress()) for wait, progress in waits]
+
+
+def _with_progress(wait: WaitStatus, text: str) -> WaitStatus:
+    return wait.model_copy(update={"because": f"{wait.because}: {text}"}) if text else wait

@@ -1,11 +1,11 @@
-"""Draw `docs/images/web-page.png`: the web page beside a Countdown job of 30 steps that loses a worker.
+"""Draw `docs/images/web-page.png`: the web page during a Countdown job of 30 steps that loses a worker.
 
-make test-browser    # installs Playwright
-PYTHONPATH=. .venv/bin/python docs/images/screenshot_page.py
+make screenshots
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -15,17 +15,21 @@ from playwright.sync_api import sync_playwright
 
 from tests.support.black_box import ROOT, black_box
 
-WIDTH, HEIGHT = 1180, 1360
+PAGE_OPEN_MS = 45_000
+"""The page draws tokens/s of the time in which it is open."""
+WIDTH, HEIGHT = 1180, 1722
 
 
 def main() -> None:
     """Run the job and draw the page shortly before its end."""
     spec = {**yaml.safe_load((ROOT / "examples/countdown/job.yaml").read_text()), "steps": 30}
+    spec["elastic"]["seeding"] = "auto"
+    os.environ["RLBOOST_WORKER_PRICE_PER_HOUR"] = "0.8"
     with tempfile.TemporaryDirectory() as folder, black_box(Path(folder) / "state", workers=3) as box:
         job_id = box.submit(spec)
         box.until_step(job_id, 14, within_s=600)
         box.kill("preemptible")
-        box.until_step(job_id, 24, within_s=600)
+        box.until_step(job_id, 20, within_s=600)
         with sync_playwright() as playwright:
             browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
             page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
@@ -33,6 +37,7 @@ def main() -> None:
             page.locator("#jobs a").first.click()
             page.select_option("#span", "120")
             page.locator("#samples mark").first.wait_for()
+            page.wait_for_timeout(PAGE_OPEN_MS)
             page.screenshot(path=Path(__file__).parent / "web-page.png")
             browser.close()
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rlboost.commands.common import EXIT_FAILED, EXIT_INTERRUPTED
+from rlboost.commands.common import EXIT_FAILED, EXIT_INTERRUPTED, JsonOption, print_json
 from rlboost.commands.up import SERVICE_PACKAGES, Engine, require_packages
 
 _STATE = Path(".rlboost/demo")
@@ -18,7 +19,7 @@ def register(app: typer.Typer) -> None:
     app.command()(demo)
 
 
-def demo(
+def demo(  # noqa: PLR0913, PLR0917 - the options of a command
     steps: Annotated[int | None, typer.Option(min=3, help="Training steps; the job file's 60 if not given.")] = None,
     workers: Annotated[int | None, typer.Option(min=0, help="Preemptible workers at the start; default 3.")] = None,
     autoscale: Annotated[
@@ -32,10 +33,12 @@ def demo(
     ] = None,
     chaos: Annotated[bool, typer.Option("--chaos/--no-chaos", help="Preempt workers and add others.")] = True,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the job and of the preemption schedule.")] = 0,
+    as_json: JsonOption = False,
 ) -> None:
     """Train a small model on this machine while spot workers are killed, and account for every sample.
 
-    Fails if the job fails, if accuracy does not rise, or if the audit does not balance.
+    Fails if the job fails, if accuracy does not rise, or if the audit does not balance. With --json it prints the
+    result as JSON, and progress on standard error.
     """
     from rich.console import Console  # noqa: PLC0415 - keeps --help quick
 
@@ -44,20 +47,25 @@ def demo(
     from rlboost.local.spec_file import require_engine  # noqa: PLC0415 - likewise
     from rlboost.local.system_layout import initial_workers  # noqa: PLC0415 - likewise
     from rlboost.report.checks import checks  # noqa: PLC0415 - likewise
+    from rlboost.report.page import write  # noqa: PLC0415 - likewise
+    from rlboost.report.run_report import report_of  # noqa: PLC0415 - likewise
 
-    require_packages(*SERVICE_PACKAGES, "matplotlib")
+    require_packages(*SERVICE_PACKAGES)
     require_engine(engine.value)
-    console = Console()
+    console = Console(stderr=as_json)
     first_workers = initial_workers(workers, autoscale)
     record = run(DemoOptions(state, steps, first_workers, chaos, seed, engine.value, autoscale), console)
     if record is None:
         typer.echo("rlboost: the demo was stopped; nothing of it runs any more", err=True)
         raise typer.Exit(EXIT_INTERRUPTED)
     console.print(summary(record))
-    from rlboost.report.page import write  # noqa: PLC0415 - needs matplotlib, which nothing before does
-
-    page = write(record, out or state / "report")
-    typer.echo(f"\nreport: {page.absolute()}\nrecord: {record_file(state).absolute()}")
-    if not all(check.held for check in checks(record)):
+    page, found = write(report_of(record), out or state / "report"), checks(record)
+    files = {"report": str(page.absolute()), "record": str(record_file(state).absolute())}
+    if as_json:
+        guarantees = [asdict(check) for check in found]
+        print_json({"job": record.job, "guarantees": guarantees, "audit": record.audit, "cost": record.cost, **files})
+    else:
+        typer.echo("\n" + "\n".join(f"{name}: {path}" for name, path in files.items()))
+    if not all(check.held for check in found):
         typer.echo(f"rlboost: a guarantee was violated; the logs are in {state / 'logs'}", err=True)
         raise typer.Exit(EXIT_FAILED)

@@ -14,18 +14,17 @@ from rlboost.local.cpus import n_cpus
 from rlboost.local.fork_server import FORK_SERVER
 from rlboost.local.state import ProcessRecord
 from rlboost.local.supervisor import ClusterEvent
+from rlboost.report.answers import shown_samples
 from rlboost.report.record import (
     Action,
     Change,
     JobEvent,
-    Journey,
     Machine,
     Observation,
     ProcessEvent,
     Record,
     SeenWorker,
 )
-from rlboost.shared.ids import worker_name
 
 _KINDS = {
     "trainer": "trainer",
@@ -104,12 +103,10 @@ class Recorder:
         """Replace the metrics rows."""
         self.record.steps = rows
 
-    def journey(self, worker: str, samples: Iterable[Mapping[str, Any]]) -> None:
-        """Retain the most instructive sample that a preempted worker started and another worker finished."""
-        moved = [sample for sample in samples if _went_on_from(worker, sample["spans"])]
-        best = max(moved, key=_worth_showing, default=None)
-        if best is not None:
-            self.record.journeys.append(Journey(**{name: best[name] for name in Journey.model_fields}))
+    def samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
+        """Retain the most instructive samples of a step, counted from 1."""
+        if shown := shown_samples(samples):
+            self.record.samples[step] = [dict(sample) for sample in shown]
 
     def cpu(self, processes: Iterable[ProcessRecord], seconds: Mapping[str, float], own_s: float) -> None:
         """Set the CPU seconds by process, and this process's own."""
@@ -122,12 +119,3 @@ class Recorder:
         """Write the record."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(self.record.model_dump_json(indent=1) + "\n", encoding="utf-8")
-
-
-def _went_on_from(worker: str, spans: Iterable[tuple[str, int, int]]) -> bool:
-    makers = [worker_name(span[0]) for span in spans]
-    return worker in makers[:-1]
-
-
-def _worth_showing(sample: Mapping[str, Any]) -> tuple[float, int, int]:
-    return sample["reward"] or 0.0, len(sample["spans"]), sample["n_tokens"]

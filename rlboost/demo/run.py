@@ -29,7 +29,7 @@ from rlboost.demo.schedule import plan
 from rlboost.local.cluster import LocalCluster
 from rlboost.local.processes import LocalOptions
 from rlboost.local.supervisor import ClusterEvent
-from rlboost.report.record import Change, Observation, Record, Settings
+from rlboost.report.record import Observation, Record, Settings
 from rlboost.shared.errors import Fatal
 from rlboost.shared.messages import ENDED
 
@@ -37,7 +37,8 @@ LOOK_EVERY_S = 0.5
 STALL_LIMIT_S = 300.0
 """Longest step before the run is aborted."""
 _LAST_EVENT_LIMIT_S = 5.0
-_JOURNEYS = 3
+_STEPS_WITH_SAMPLES = 6
+"""Most steps with a preemption whose samples are retained."""
 _RESERVED = 1
 _SCALE_IN_DELAY_S = "60"
 """The default would outlast the demo."""
@@ -117,8 +118,8 @@ class Demo:
         self._phase = "starting"
         self._job_id = ""
         self._has_all_events = asyncio.Event()
-        self._unseen: list[Change] = []
-        """Preemptions whose samples have not been fetched yet."""
+        self._unseen: set[int] = set()
+        """Steps, from 0, with a preemption whose samples have not been fetched yet."""
 
     async def run(self) -> None:
         """Run from an empty state folder to completion."""
@@ -156,6 +157,10 @@ class Demo:
             await self._watch(client, cluster)
             self.record.job_ended_at = time.time()
             self.record.audit = await asyncio.to_thread(client.jobs.audit, self._job_id)
+            self.record.cost = await asyncio.to_thread(client.jobs.cost, self._job_id)
+            self.record.spec = await asyncio.to_thread(client.jobs.spec, self._job_id)
+            last = len(self.record.training_rows) - 1
+            self._recorder.samples(last + 1, await asyncio.to_thread(client.jobs.samples, self._job_id, last))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LAST_EVENT_LIMIT_S):
                     await self._has_all_events.wait()
@@ -192,16 +197,14 @@ class Demo:
                 case "join":
                     name = cluster.join_worker()
             self._recorder.changed(time.time(), seen.step, change.planned.action, name)
-            if change.planned.action != "join":
-                self._unseen.append(self.record.changes[-1])
+            if change.planned.action != "join" and len(self.record.samples) < _STEPS_WITH_SAMPLES:
+                self._unseen.add(seen.step)
 
     async def _look_at_samples(self, client: Client, step: int) -> None:
-        """Fetch samples of preempted workers after their step is done, a few times per run."""
-        for change in [change for change in self._unseen if change.step < step]:
-            self._unseen.remove(change)
-            if len(self.record.journeys) < _JOURNEYS:
-                samples = await asyncio.to_thread(client.jobs.samples, self._job_id, change.step)
-                self._recorder.journey(change.worker, samples)
+        """Fetch the samples of steps with a preemption after they are done: those of early steps are not retained."""
+        for due in {due for due in self._unseen if due < step}:
+            self._unseen.remove(due)
+            self._recorder.samples(due + 1, await asyncio.to_thread(client.jobs.samples, self._job_id, due))
 
     # --- events and display --------------------------------------------------------------------------------------
 

@@ -57,7 +57,7 @@ def simulated_job(spec: RlJob, profile: RunProfile) -> SimulatedJob:
         group_size=spec.algorithm.group_size,
         prompt_tokens=profile.prompt_tokens,
         micro_batch=spec.algorithm.group_size,  # the trainer trains each group as soon as it is scored
-        reward_s=0.0,
+        reward_s=profile.reward_s,
     )
 
 

@@ -1,144 +1,116 @@
-"""The report: one self-contained HTML page, and its figures as PNG files.
-
-A pure function of the record: the same libraries produce the same bytes.
-"""
+"""A report: the web page with the API's answers about one job in it, as one file that needs no network."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from html import escape
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Literal
 
-from matplotlib.figure import Figure
-
-from rlboost.report import figures, tables
-from rlboost.report.checks import checks
-from rlboost.report.fleet import fleet
-from rlboost.report.record import Record
-from rlboost.report.style import look, png, svg
-from rlboost.report.template import DEMO, PAGE
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.page.files import STATIC
 
-Source = TypeVar("Source")
+_IMPORT = re.compile(r'^import \{[^}]*\} from "\./([\w.]+)";\n', re.MULTILINE)
+_EXPORT = re.compile(r"^export ", re.MULTILINE)
 
 
-class Section(NamedTuple, Generic[Source]):
-    """A figure with its caption."""
+@dataclass(frozen=True)
+class Table:
+    """A table that only a report has."""
 
-    name: str
     title: str
-    draw: Callable[[Source], Figure]
-    caption: str
+    rows: Sequence[Sequence[str]]
+    place: Literal["checks", "appendix"] = "checks"
+    """The element that it is in: above the charts, or at the end."""
 
 
-SECTIONS = (
-    Section(
-        name="learning",
-        title="What it learned",
-        draw=figures.learning,
-        caption="Held-out problems are distinct from all training problems and are answered at temperature 1. The "
-        "policy mainly learns to keep searching instead of answering early or giving up, so completions become longer.",
-    ),
-    Section(
-        name="fleet",
-        title="What happened to the fleet",
-        draw=fleet,
-        caption="One row per worker. Crosses are kills without notice, triangles are notices. Each dark line leads "
-        "from a preempted worker to the one that resumed its samples; small ticks are samples that the reserved engine "
-        "hands over at each step, when the trainer takes the device.",
-    ),
-    Section(
-        name="steps",
-        title="Where each step's time went",
-        draw=figures.steps,
-        caption="The trainer's view: seeding by the reserved engine, waiting for samples, training, and publishing "
-        "the new weights.",
-    ),
-    Section(
-        name="tokens",
-        title="Cost of migration",
-        draw=figures.tokens,
-        caption="A migrated sample keeps its tokens. Tokens are regenerated if they arrive after their sample has "
-        "migrated. Tokens that a killed worker had not sent yet, at most one flush interval, never reach the log and "
-        "are not counted.",
-    ),
-)
+@dataclass(frozen=True)
+class Report:
+    """What the page shows instead of asking the API. Times are Unix seconds; steps count from 1."""
+
+    at: float
+    """When the answers were given."""
+    job: str
+    """The job's id."""
+    text: str
+    """Stands above everything else."""
+    answers: Mapping[str, Any]
+    """JSON answers by path below `/v1`, without the query."""
+    events: Sequence[Mapping[str, Any]] = ()
+    """The job's events, oldest first."""
+    samples: Mapping[int, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    """Samples by step: see `answers.shown_samples`."""
+    throughput: Sequence[tuple[float, Mapping[str, float]]] = ()
+    """(time, tokens/s by worker)."""
+    tables: Sequence[Table] = ()
 
 
-def write(record: Record, out: Path) -> Path:
-    """Write `index.html` and `figures/*.png` into a folder; return the page's path."""
-    return write_page(out, render(record, draw(SECTIONS, record, out)))
+def job_answers(job: Mapping[str, Any], **parts: Any) -> dict[str, Any]:
+    """Return the answers that the page needs of one job; parts are named as in `GET /v1/jobs/{job_id}/PART`."""
+    base = f"jobs/{job['id']}"
+    return {"jobs": [job], base: job, **{f"{base}/{name}": answer for name, answer in parts.items()}}
 
 
-def draw(sections: Sequence[Section[Source]], source: Source, out: Path) -> dict[str, str]:
-    """Write each section's figure into a folder as PNG; return them as SVG elements by name.
-
-    Raises:
-        ConfigError: the folder cannot be written.
-
-    """
-    drawings: dict[str, str] = {}
-    with look(), writing(out):
-        (out / "figures").mkdir(parents=True, exist_ok=True)
-        for section in sections:
-            drawn = section.draw(source)
-            drawings[section.name] = svg(drawn, section.name)
-            (out / "figures" / f"{section.name}.png").write_bytes(png(drawn))
-    return drawings
-
-
-def write_page(out: Path, text: str) -> Path:
-    """Write `index.html`; return its path.
+def write(report: Report, out: Path) -> Path:
+    """Write `index.html` into a folder, which is created; return its path.
 
     Raises:
         ConfigError: it cannot be written.
 
     """
     page = out / "index.html"
-    with writing(out):
-        page.write_text(text, encoding="utf-8")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        page.write_text(render(report), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--out {out}: {error.strerror}: name a folder that can be written") from error
     return page
 
 
-@contextmanager
-def writing(out: Path) -> Iterator[None]:
-    """Report errors of the file system as errors of `--out`."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(f"--out {out}: {error.strerror}: name a folder that can be written") from error
-
-
-def render(record: Record, drawings: dict[str, str]) -> str:
-    """Return the page, given each figure as an SVG element by its name."""
-    held = all(check.held for check in checks(record))
-    return PAGE.substitute(
-        name=escape(str(record.job.get("name", "no job"))),
-        verdict="Every guarantee held" if held else "Some guarantees were violated",
-        verdict_class="good" if held else "bad",
-        intro=tables.intro(record),
-        warnings=tables.warnings(record.job),
-        cards=tables.cards(record),
-        body=DEMO.substitute(
-            guarantees=tables.guarantees(record),
-            sections=figure_sections(SECTIONS, drawings),
-            journeys=tables.journeys(record),
-            counters=tables.counters(record.audit),
-            cpu_time=tables.cpu_time(record),
-            settings=tables.settings(record),
-        ),
+def render(report: Report) -> str:
+    """Return the page as HTML. Its content security policy lets only the page's own script run."""
+    script = "\n" + "\n".join(_modules("main.js", set()))
+    style = "\n" + (STATIC / "style.css").read_text(encoding="utf-8")
+    icon = base64.b64encode((STATIC / "icon.svg").read_bytes()).decode()
+    data = json.dumps(asdict(report), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    policy = (
+        f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
     )
+    text = (STATIC / "index.html").read_text(encoding="utf-8")
+    for tag, inlined in (
+        (
+            '<meta charset="utf-8">',
+            f'<meta charset="utf-8">\n<meta http-equiv="Content-Security-Policy" content="{policy}">',
+        ),
+        ('<link rel="stylesheet" href="page/style.css">', f"<style>{style}</style>"),
+        ('<link rel="icon" href="page/icon.svg">', f'<link rel="icon" href="data:image/svg+xml;base64,{icon}">'),
+        (
+            '<script type="module" src="page/main.js"></script>',
+            f'<script type="application/json" id="report">{data}</script>\n<script type="module">{script}</script>',
+        ),
+    ):
+        before, found, after = text.partition(tag)
+        if not found:
+            raise ValueError(f"{STATIC / 'index.html'} has no {tag}")
+        text = before + inlined + after
+    return text
 
 
-def figure_sections(sections: Sequence[Section[Source]], drawings: dict[str, str]) -> str:
-    """Return the figures with their titles and captions."""
-    found = []
-    for section in sections:
-        title = escape(section.title)
-        found.append(
-            f'<section id="{section.name}"><h2>{title}</h2><figure role="img" aria-label="{title}">'
-            f"{drawings[section.name]}<figcaption>{escape(section.caption)}</figcaption></figure></section>"
-        )
-    return "\n".join(found)
+def _modules(name: str, seen: set[str]) -> list[str]:
+    """Return a module and those that it imports, each once and after its imports, as parts of one module."""
+    seen.add(name)
+    text = (STATIC / name).read_text(encoding="utf-8")
+    parts: list[str] = []
+    for imported in _IMPORT.findall(text):
+        if imported not in seen:
+            parts += _modules(imported, seen)
+    return [*parts, _EXPORT.sub("", _IMPORT.sub("", text))]
+
+
+def _digest(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from rlboost.services.rollout_manager.domain.scheduling.rebalance import PREFILL_FACTOR
+from rlboost.services.rollout_manager.domain.scheduling.rebalance import PREFILL_SPEEDUP
 
 ADMIT_UP_TO = 0.99
 """Share of the KV cache that an admission may fill, as with the watermark of vLLM V0."""
@@ -45,7 +45,7 @@ class EngineSpec:
 
     def with_assumed_prefill(self) -> EngineSpec:
         """Return this engine with the prefill throughput that the rollout manager assumes."""
-        return replace(self, prefill_tokens_per_s=PREFILL_FACTOR * self.tokens_per_s(self.slots, kv_per_sample=0))
+        return replace(self, prefill_tokens_per_s=PREFILL_SPEEDUP * self.tokens_per_s(self.slots, kv_per_sample=0))
 
     def plateau(self, kv_per_sample: float, share: float) -> int:
         """Return the smallest batch that reaches `share` of the best throughput (B in the paper)."""

@@ -13,8 +13,8 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from rlboost.report.style import BLUE, GREEN, INK, MUTED, ORANGE, PALE, PINK, RED, SKY, figure, look, png
 from rlboost.simulation.result import SimulationResult, StepResult
+from rlboost.simulation.style import BLUE, GREEN, INK, MUTED, ORANGE, PALE, PINK, RED, SKY, figure, look, png
 
 _COLORS = (MUTED, ORANGE, BLUE, GREEN, PINK, RED, SKY, INK)
 _LINES = ("-", "--", ":")

@@ -185,17 +185,6 @@ class Manager:
     async def _keep_lease(self) -> None:
         await self._bus.transact(self._leadership.recovery_renewal(self._now().mono), self._leadership.fence)
 
-    async def recover(self) -> None:
-        """Become the leader and rebuild the world.
-
-        Raises:
-            Fenced: another manager leads.
-            BusUnavailable: it is unknown who leads: try again.
-
-        """
-        if not await self.try_lead():
-            raise Fenced("another manager leads: wait until its lease expires")
-
     def _step_down(self, reason: str) -> None:
         self.recovered = False
         self.world = World(self._lease_s)

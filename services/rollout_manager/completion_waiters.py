@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rlboost.services.rollout_manager.domain.effects import Effect, Refuse
-from rlboost.services.rollout_manager.domain.frame_rows import TOKEN_BYTES
+from rlboost.services.rollout_manager.domain.frame_decoder import TOKEN_BYTES
 from rlboost.services.rollout_manager.domain.sample import Sample
 from rlboost.services.rollout_manager.domain.serving import Clients
 from rlboost.services.rollout_manager.domain.world import World

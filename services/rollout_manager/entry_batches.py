@@ -8,7 +8,7 @@ from itertools import groupby, islice
 import structlog
 
 from rlboost.shared.bus import Entry
-from rlboost.shared.errors import Unprocessable
+from rlboost.shared.errors import RLBoostError, Unprocessable
 from rlboost.shared.messages import TokenFrame
 
 log = structlog.get_logger(__name__)
@@ -20,7 +20,7 @@ Invalid = list[tuple[Entry, Unprocessable]]
 """Entries without an effect, each with its error."""
 
 
-class PoisonFound(Exception):
+class PoisonFound(RLBoostError):
     """Applying entries failed unexpectedly and may have left the world half changed: rebuild it, then apply the rest.
 
     The entries are noted in the `PoisonEntries` that the caller has passed, so that the next try gets past them.

@@ -72,7 +72,7 @@ class LeaderWatch(Protocol):
 # --- the model of a job, for the OpenAI endpoint ----------------------------------------------------------------------
 
 
-class TokenizationError(Exception):
+class TokenizationError(RLBoostError):
     """A text or a conversation cannot be tokenized; the text says why and what to do."""
 
 

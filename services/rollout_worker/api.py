@@ -44,7 +44,7 @@ class Metrics(Collector):
         yield _gauge(
             "pending", "Samples waiting for a slot or for their weights.", stats.pending + session.n_awaiting_weights
         )
-        version = session.serving[1] if session.serving else -1
+        version = session.serving.version if session.serving else -1
         yield _gauge("weight_version", "Version of the weights served; -1 before the first.", version)
         yield _gauge(
             "unsent_bytes", "Tokens that the log does not have yet.", connection.incarnation.outbox.unsent_bytes

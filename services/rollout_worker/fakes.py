@@ -11,7 +11,7 @@ import numpy as np
 
 from rlboost.services.rollout_worker.domain.kv_capacity import KvCapacity
 from rlboost.services.rollout_worker.domain.request_table import RequestTable
-from rlboost.services.rollout_worker.domain.requests import Emission, Key, Request
+from rlboost.services.rollout_worker.domain.requests import Emission, Request, RequestKey
 from rlboost.services.rollout_worker.domain.uniforms import uniforms
 from rlboost.services.rollout_worker.ports import EngineFailed, EngineStats, Sequences, StagedWeights
 from rlboost.shared.errors import BadSignature, Corrupt, Fatal, NotFound
@@ -85,13 +85,13 @@ class FakeEngine:
         self._catch_up()
         self._table.submit(requests)
 
-    def abort(self, keys: Iterable[Key]) -> None:
+    def abort(self, keys: Iterable[RequestKey]) -> None:
         """See `ports.Engine`."""
         self._catch_up()
         self._table.abort(keys)
         self._table.remove_aborted()
 
-    def release(self, keys: Iterable[Key]) -> None:
+    def release(self, keys: Iterable[RequestKey]) -> None:
         """See `ports.Engine`."""
         self._catch_up()
         self._table.release(keys)
@@ -107,7 +107,7 @@ class FakeEngine:
         self._catch_up(allow_closed=True)
         return EngineStats(self._table.n, len(self._table.pending), self._table.generated_total, self._table.version)
 
-    def running(self) -> set[Key]:
+    def running(self) -> set[RequestKey]:
         """See `ports.Engine`."""
         return {request.key for request in self._table.requests}
 

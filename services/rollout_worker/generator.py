@@ -27,7 +27,7 @@ import structlog
 
 from rlboost.services.rollout_worker.domain.parity import Precision, Verdict, judge
 from rlboost.services.rollout_worker.domain.progress import Progress
-from rlboost.services.rollout_worker.domain.requests import Emission, Key, Request
+from rlboost.services.rollout_worker.domain.requests import Emission, Request, RequestKey
 from rlboost.services.rollout_worker.ports import Engine, EngineFactory, EngineFailed, EngineStats, StagedWeights
 from rlboost.shared.errors import Corrupt, Fatal
 from rlboost.shared.model.experts import is_mixture
@@ -121,12 +121,12 @@ class Generator:
             self._engine.submit(requests)
             self._progress.on_submit(max((len(r.prompt) + len(r.tokens) for r in requests), default=0))
 
-    def abort(self, keys: Sequence[Key]) -> None:
+    def abort(self, keys: Sequence[RequestKey]) -> None:
         """See `Engine.abort`."""
         if self._engine is not None:
             self._engine.abort(keys)
 
-    def release(self, keys: Sequence[Key]) -> None:
+    def release(self, keys: Sequence[RequestKey]) -> None:
         """See `Engine.release`."""
         if self._engine is not None:
             self._engine.release(keys)
@@ -146,7 +146,7 @@ class Generator:
         names = ("kv_tokens", "kv_block_tokens", "max_request_tokens", "returns_routed_experts")
         return {name: getattr(self._engine, name) for name in names if self._engine is not None}
 
-    def running(self) -> set[Key]:
+    def running(self) -> set[RequestKey]:
         """See `Engine.running`."""
         return self._engine.running() if self._engine is not None else set()
 

@@ -17,7 +17,7 @@ import structlog
 from rlboost.services.rollout_worker.domain.frames import Outbox
 from rlboost.services.rollout_worker.domain.parity import Verdict
 from rlboost.services.rollout_worker.domain.requests import Emission
-from rlboost.services.rollout_worker.domain.session import Session, Weights
+from rlboost.services.rollout_worker.domain.session import Session
 from rlboost.services.rollout_worker.domain.throughput import DecodeMeter, Throughput
 from rlboost.services.rollout_worker.generator import Generator
 from rlboost.services.rollout_worker.ports import Join, Membership, Memory
@@ -27,6 +27,7 @@ from rlboost.shared.codec import encode
 from rlboost.shared.columns import I32, U64, length, pack
 from rlboost.shared.dead_letters import report_dead_letter
 from rlboost.shared.errors import BusUnavailable
+from rlboost.shared.ids import WeightsRef
 from rlboost.shared.log_buffer import BUFFER, LogBuffer
 from rlboost.shared.messages import (
     FINISH_RELEASED,
@@ -149,7 +150,7 @@ class ManagerConnection:
         """How long the last weight update took; 0 before the first."""
         self.memory = Memory()
         self.incarnation = _new_incarnation(membership, None)
-        self._reported: tuple[WorkerState, Weights | None] | None = None
+        self._reported: tuple[WorkerState, WeightsRef | None] | None = None
 
     @property
     def session(self) -> Session:
@@ -343,7 +344,7 @@ class ManagerConnection:
         if weights is None or not lines:
             return []
         times, texts = [line.at for line in lines], [line.text for line in lines]
-        return [WorkerLog(worker=self.incarnation.worker, job_id=weights[0], times=times, texts=texts)]
+        return [WorkerLog(worker=self.incarnation.worker, job_id=weights.job_id, times=times, texts=texts)]
 
     # --- events and dead letters --------------------------------------------------------------------------------------
 
@@ -357,22 +358,22 @@ class ManagerConnection:
             )
         )
 
-    async def report_weights_unavailable(self, weights: Weights, reason: str) -> None:
+    async def report_weights_unavailable(self, weights: WeightsRef, reason: str) -> None:
         """Emit an event: the assigned weights cannot be pulled."""
-        log.warning("weights_unavailable", job=weights[0], version=weights[1], reason=reason)
-        await self._emit_event(weights[0], "weights_unavailable", version=weights[1], reason=reason)
+        log.warning("weights_unavailable", job=weights.job_id, version=weights.version, reason=reason)
+        await self._emit_event(weights.job_id, "weights_unavailable", version=weights.version, reason=reason)
 
     async def report_parity_failure(self, version: int, verdict: Verdict) -> None:
         """Emit an event: the engine's log-probabilities differ from the trainer's."""
         if self.session.target is not None:
             fields = {"mean": verdict.mean, "worst": verdict.worst, "tolerated_mean": verdict.mean_tolerance}
-            await self._emit_event(self.session.target[0], "parity_check_failed", version=version, **fields)
+            await self._emit_event(self.session.target.job_id, "parity_check_failed", version=version, **fields)
 
     async def report_rebalance_recommendation(self, reason: str) -> None:
         """Emit an event, if a job is assigned: this machine is at elevated risk of preemption."""
         log.warning("rebalance_recommended", reason=reason)
         if self.session.target is not None:
-            await self._emit_event(self.session.target[0], "rebalance_recommended", reason=reason)
+            await self._emit_event(self.session.target.job_id, "rebalance_recommended", reason=reason)
 
     async def _emit_event(self, job_id: str, kind: str, **fields: str | float) -> None:
         worker = self.incarnation.worker
@@ -382,7 +383,7 @@ class ManagerConnection:
         await self.incarnation.bus.append(self.incarnation.reports, message)
 
 
-def _new_incarnation(membership: Membership, serving: Weights | None) -> Incarnation:
+def _new_incarnation(membership: Membership, serving: WeightsRef | None) -> Incarnation:
     return Incarnation(Session(membership.worker, serving), Outbox(membership.worker), membership.bus)
 
 

@@ -1,4 +1,4 @@
-"""Interfaces of the rollout worker: inference engine, weights, drafts and preemption notices.
+"""Interfaces of the rollout worker: inference engine, weights, memory and preemption notices.
 
 Importing this module imports no inference library.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rlboost.services.rollout_worker.domain.preemption import Notice, RebalanceRecommendation
-from rlboost.services.rollout_worker.domain.requests import Emission, Key, Request
+from rlboost.services.rollout_worker.domain.requests import Emission, Request, RequestKey
 from rlboost.shared.bus import Bus
 from rlboost.shared.errors import Fatal
 from rlboost.shared.model.parity import ParityReference
@@ -71,13 +71,13 @@ class Engine(Protocol):
 
         """
 
-    def abort(self, keys: Iterable[Key]) -> None:
+    def abort(self, keys: Iterable[RequestKey]) -> None:
         """Abort requests; unknown keys are ignored.
 
         No token of them is generated after the return. Earlier tokens stay drainable, without `finish`.
         """
 
-    def release(self, keys: Iterable[Key]) -> None:
+    def release(self, keys: Iterable[RequestKey]) -> None:
         """Abort requests that migrate to another worker: the last emission of each one has FINISH_RELEASED.
 
         That emission is made even if it has no token. A request that has already finished keeps its `finish`.
@@ -92,7 +92,7 @@ class Engine(Protocol):
     def stats(self) -> EngineStats:
         """Return the load."""
 
-    def running(self) -> set[Key]:
+    def running(self) -> set[RequestKey]:
         """Return the requests in each decode step; of a dead engine, those in its last step."""
 
     async def load_weights(
@@ -240,7 +240,10 @@ class WeightSource(Protocol):
         Raises:
             NotFound: it does not exist, or has been deleted.
             BadSignature: the trainer has not signed it.
+            Corrupt: the source sent damaged bytes twice.
             Timeout: the source was unavailable for too long.
+            ConfigError: the source's URL is invalid, or the source forbids the download.
+            Fatal: the cache's disk is full, or the source rejected the request for another reason.
 
         """
 

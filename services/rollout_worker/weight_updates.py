@@ -17,12 +17,12 @@ from contextlib import AbstractAsyncContextManager
 import structlog
 
 from rlboost.services.rollout_worker.domain.effects import Effect, PullWeights
-from rlboost.services.rollout_worker.domain.session import Weights
 from rlboost.services.rollout_worker.generator import Generator
 from rlboost.services.rollout_worker.manager_connection import ManagerConnection
 from rlboost.services.rollout_worker.ports import StagedWeights, WeightSource
 from rlboost.services.rollout_worker.startup_timer import StartupTimer
 from rlboost.shared.errors import BadSignature, Corrupt, NotFound, Timeout
+from rlboost.shared.ids import WeightsRef
 from rlboost.shared.waiting import Waits
 
 log = structlog.get_logger(__name__)
@@ -104,7 +104,7 @@ class WeightUpdates:
         self._flushed.set()
 
     async def _update(self, pull: PullWeights, apply: Callable[[Outcome], Awaitable[None]]) -> None:
-        session, weights, began = self._connection.session, (pull.job_id, pull.version), time.monotonic()
+        session, weights, began = self._connection.session, WeightsRef(pull.job_id, pull.version), time.monotonic()
         try:
             async with self._engine_wait(weights):  # an earlier load ends first
                 await self._generator.wait_for_load()
@@ -147,15 +147,14 @@ class WeightUpdates:
 
     async def _load(self, staged: StagedWeights, pull: PullWeights) -> None:
         on_unloaded, keep_kv = self._connection.session.on_weights_unloaded, pull.in_flight == "keep"
-        async with self._engine_wait((pull.job_id, pull.version)):
+        async with self._engine_wait(WeightsRef(pull.job_id, pull.version)):
             await self._generator.load(staged, pull.version, on_unloaded, keep_kv=keep_kv)
 
-    def _engine_wait(self, weights: Weights) -> AbstractAsyncContextManager[None]:
-        because = f"it loads version {weights[1]} of job {weights[0]}"
-        return self._waits.on("the inference engine", because=because, limit_s=LOAD_LIMIT_S)
+    def _engine_wait(self, weights: WeightsRef) -> AbstractAsyncContextManager[None]:
+        return self._waits.on("the inference engine", because=f"it loads {weights}", limit_s=LOAD_LIMIT_S)
 
     async def _report_unavailable(
-        self, weights: Weights, reason: str, apply: Callable[[Outcome], Awaitable[None]]
+        self, weights: WeightsRef, reason: str, apply: Callable[[Outcome], Awaitable[None]]
     ) -> None:
         connection, session = self._connection, self._connection.session
         await connection.retry_until_ok(
@@ -167,10 +166,10 @@ class WeightUpdates:
 
         await apply(unavailable)
 
-    async def _until_finished(self, weights: Weights) -> None:
+    async def _until_finished(self, weights: WeightsRef) -> None:
         """Wait until the samples in the engine have finished under its current weights, up to `finish_limit_s`."""
         session = self._connection.session
-        because = f"they finish under their weights before version {weights[1]} of job {weights[0]} is loaded"
+        because = f"they finish under their weights before {weights} is loaded"
         try:
             async with self._waits.on("the samples in flight", because=because, limit_s=self._finish_limit_s):
                 while session.n_submitted:

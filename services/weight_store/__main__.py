@@ -14,6 +14,7 @@ from rlboost.services.weight_store.adapters.origin import open_origin
 from rlboost.services.weight_store.api import create
 from rlboost.services.weight_store.app import WeightStore
 from rlboost.services.weight_store.chunk_response import find_chunk
+from rlboost.services.weight_store.chunk_upload import chunk_receiver
 from rlboost.services.weight_store.deltas import Deltas
 from rlboost.services.weight_store.derived_chunks import DerivedChunks
 from rlboost.services.weight_store.metrics import Metrics
@@ -22,7 +23,7 @@ from rlboost.services.weight_store.settings import Settings
 from rlboost.shared.http.file_sender import FileSender
 from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.server import bind, server_loop
-from rlboost.shared.http.store_credential import may_download, store_authenticator
+from rlboost.shared.http.store_credential import may_download, may_upload, store_authenticator
 from rlboost.shared.job_logs import log_sender
 from rlboost.shared.lifecycle import run_service, supervise
 from rlboost.shared.redis.bus import connect
@@ -67,10 +68,9 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
                 waits=waits,
                 metrics=metrics,
             )
-            files = None
-            if origin.open_chunk:
-                find = find_chunk(origin.open_chunk, partial(may_download, token=token, clock=time.time))
-                files = FileSender(find, metrics.bytes_out)
+            find = find_chunk(origin.open_chunk, partial(may_download, token=token, clock=time.time))
+            uploads = chunk_receiver(store, metrics, partial(may_upload, token=token))
+            files = FileSender(find, metrics.bytes_out, uploads=uploads)
             structlog.get_logger(__name__).info("serving", host=settings.host, port=sock.getsockname()[1])
             loops = {
                 **origin.loops,

@@ -153,7 +153,7 @@ class WeightStore:
             raise NotFound(f"version {version} of job {job_id} is not committed")
         return (await self._deltas.route(job_id, version, have, model.base)).encode()
 
-    async def put_chunk(self, digest: str, blocks: Sequence[bytes]) -> None:
+    async def put_chunk(self, digest: str, blocks: Sequence[bytes | memoryview]) -> None:
         """Store a chunk given as blocks.
 
         Raises:

@@ -14,12 +14,12 @@ from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.ports import LocalFile, Proxied, Redirect, Source
 from rlboost.shared.http.file_sender import FileRequest, Find, FoundFile
 from rlboost.shared.http.problem import Problem
-from rlboost.shared.weights.blob_response import BlobResponse, requested_digest
+from rlboost.shared.weights.blob_response import BlobResponse, digest_in
 
 _MEDIA_TYPE = "application/octet-stream"
 
 
-def find_chunk(open_chunk: Callable[[str], BinaryIO | None], authorized: Callable[[str], bool]) -> Find:
+def find_chunk(open_chunk: Callable[[str], BinaryIO | None] | None, authorized: Callable[[str], bool]) -> Find:
     """Return what `FileSender` needs for whole chunks.
 
     Args:
@@ -29,8 +29,8 @@ def find_chunk(open_chunk: Callable[[str], BinaryIO | None], authorized: Callabl
     """
 
     def find(request: FileRequest) -> FoundFile | None:
-        digest = requested_digest(request)
-        file = open_chunk(digest) if digest and authorized(request.authorization) else None
+        digest = digest_in(request.path)
+        file = open_chunk(digest) if open_chunk and digest and authorized(request.authorization) else None
         return FoundFile(file, digest) if file else None
 
     return find

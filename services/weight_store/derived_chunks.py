@@ -161,7 +161,7 @@ class DerivedChunks:
         base, delta = await self._chunks.read(edge.base), await self._chunks.read(edge.delta)
         return await asyncio.to_thread(codec.apply, base, delta)
 
-    async def put(self, digest: str, blocks: Sequence[bytes], now: float) -> None:
+    async def put(self, digest: str, blocks: Sequence[bytes | memoryview], now: float) -> None:
         """See `Chunks.put`."""
         await self._chunks.put(digest, blocks, now)
         self._forget(digest)

@@ -25,7 +25,7 @@ class MemoryChunks:
     async def sync(self) -> None:
         """See `Chunks.sync`."""
 
-    async def put(self, digest: str, blocks: Sequence[bytes], now: float) -> None:
+    async def put(self, digest: str, blocks: Sequence[bytes | memoryview], now: float) -> None:
         """See `Chunks.put`."""
         data = b"".join(blocks)
         if blake3(data).hexdigest() != digest:

@@ -72,7 +72,7 @@ class Chunks(Protocol):
     With an object store every method raises `StoreUnavailable` while it does not answer.
     """
 
-    async def put(self, digest: str, blocks: Sequence[bytes], now: float) -> None:
+    async def put(self, digest: str, blocks: Sequence[bytes | memoryview], now: float) -> None:
         """Store the concatenated blocks; an existing chunk is replaced.
 
         Raises:

@@ -36,7 +36,7 @@ class LimitedChunks:
         """See `Chunks.n_bytes`."""
         return await self._chunks.n_bytes()
 
-    async def put(self, digest: str, blocks: Sequence[bytes], now: float) -> None:
+    async def put(self, digest: str, blocks: Sequence[bytes | memoryview], now: float) -> None:
         """See `Chunks.put`."""
         n_bytes = sum(map(len, blocks))
         if self._used_bytes + n_bytes > self._max_bytes and self._clock() - self._reclaimed_at > _RECLAIM_INTERVAL_S:

@@ -1,11 +1,11 @@
-"""Answers downloads of files with sendfile(2) in threads, on the same port as an ASGI app.
+"""Answers downloads of files with sendfile(2), and uploads, in threads, on the same port as an ASGI app.
 
-An ASGI server copies every byte of a file through its event loop. Here the kernel copies from its page cache to the
-socket, and threads call it, so throughput grows with the cores.
+An ASGI server copies every byte of a body through its event loop. Here the kernel copies from its page cache to the
+socket, or from the socket to a buffer, and threads call it, so throughput grows with the cores.
 
-A new connection starts with a `FileConnection`. It answers the plain downloads of files that `FileSender` finds. The
-first other request, and everything after it, goes to the ASGI server: ranges, errors and redirects have one
-implementation, in the app.
+A new connection starts with a `FileConnection`. It answers the plain downloads of files that `FileSender` finds, and
+the plain uploads that its `BodyReceiver` accepts. The first other request, and everything after it, goes to the ASGI
+server, as does an upload that failed: ranges, errors and redirects have one implementation, in the app.
 """
 
 from __future__ import annotations
@@ -22,11 +22,15 @@ from typing import BinaryIO, NamedTuple
 import structlog
 from prometheus_client import Counter
 
+from rlboost.shared.errors import RLBoostError
+from rlboost.shared.http.body_receiver import BodyReceiver
+
 log = structlog.get_logger(__name__)
 
-_REQUEST = re.compile(rb"GET ([!-~]+) HTTP/1\.1\r\n((?:[!#-'*-.0-9A-Z^-z|~]+:[^\r\n]*\r\n)*)\r\n")
-_FOR_THE_APP = re.compile(r"range|if-.*|content-length|transfer-encoding|expect|upgrade|te")
-"""Headers that change the response to a download."""
+_REQUEST = re.compile(rb"(GET|PUT) ([!-~]+) HTTP/1\.1\r\n((?:[!#-'*-.0-9A-Z^-z|~]+:[^\r\n]*\r\n)*)\r\n")
+_FOR_THE_APP = re.compile(r"range|if-.*|transfer-encoding|expect|upgrade|te|content-(range|encoding)")
+"""Headers that change the response."""
+_LENGTH = re.compile(r"[0-9]{1,18}")
 _MAX_HEAD_BYTES = 16 << 10
 _IDLE_S = 60.0
 """How long a connection may wait for its next request."""
@@ -38,11 +42,13 @@ _MAX_THREADS = 8
 
 
 class FileRequest(NamedTuple):
-    """A plain download."""
+    """A plain download or upload."""
 
     path: str
     authorization: str
     """The header's value, empty without one."""
+    upload_bytes: int | None = None
+    """Size of an upload's body; None for a download."""
 
 
 class FoundFile(NamedTuple):
@@ -59,18 +65,27 @@ Find = Callable[[FileRequest], FoundFile | None]
 class FileSender:
     """The connections of one server, and the threads that send files on them."""
 
-    def __init__(self, find: Find, sent: Counter, *, slots: asyncio.Semaphore | None = None) -> None:
+    def __init__(
+        self,
+        find: Find,
+        sent: Counter,
+        *,
+        slots: asyncio.Semaphore | None = None,
+        uploads: BodyReceiver | None = None,
+    ) -> None:
         """Respond with the files that `find` opens.
 
         Args:
             find: opens a request's file.
             sent: counts bytes.
-            slots: limits concurrent responses; the app responds while it is locked.
+            slots: limits concurrent downloads; the app responds while it is locked.
+            uploads: receives uploads; None if the app does.
 
         """
         self.find = find
         self.sent = sent
         self.slots = slots or asyncio.Semaphore(1 << 30)
+        self.uploads = uploads
         self.threads = ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="send-file")
         self.connections: set[FileConnection] = set()
         self.is_closed = False
@@ -85,10 +100,12 @@ class FileSender:
             connection.abort()
         await asyncio.gather(*sending)
         self.threads.shutdown()
+        if self.uploads:
+            self.uploads.close()
 
 
 class FileConnection(asyncio.Protocol):
-    """One connection, until its first request that is not a plain download of a known file."""
+    """One connection, until its first request that is not a plain download of a known file or a plain upload."""
 
     def __init__(self, sender: FileSender, make_app_protocol: Callable[[], asyncio.Protocol]) -> None:
         """Hand the connection over to a protocol from `make_app_protocol` when the app must respond."""
@@ -131,12 +148,18 @@ class FileConnection(asyncio.Protocol):
         if b"\r\n\r\n" not in self._received and len(self._received) < _MAX_HEAD_BYTES:
             return
         request = parse(self._received)
-        if request is None or self._sender.slots.locked():
+        if request is None or not self._may_start(request):
             self._hand_over()
             return
         self._idle.cancel()
         self._transport.pause_reading()
-        self.task = asyncio.create_task(self._send(request, len(self._received)), name="send-file")
+        self.task = asyncio.create_task(self._complete(request), name="transfer-file")
+
+    def _may_start(self, request: FileRequest) -> bool:
+        if request.upload_bytes is None:
+            return not self._sender.slots.locked()
+        uploads = self._sender.uploads
+        return uploads is not None and uploads.accepts(request.path, request.authorization, request.upload_bytes)
 
     def _hand_over(self) -> None:
         self._idle.cancel()
@@ -146,12 +169,15 @@ class FileConnection(asyncio.Protocol):
         protocol.connection_made(self._transport)
         protocol.data_received(self._received)
 
-    async def _send(self, request: FileRequest, n_head: int) -> None:
+    async def _complete(self, request: FileRequest) -> None:
+        head, end, _ = self._received.partition(b"\r\n\r\n")
+        n_head = len(head + end)
+        is_download = request.upload_bytes is None
         try:
-            async with self._sender.slots:
-                is_sent = await self._send_file(request)
+            is_done = await (self._send_file(request) if is_download else self._receive_body(request, n_head))
         except (OSError, EOFError) as error:  # includes TimeoutError
-            log.info("download_broken_off", path=request.path, error=str(error) or type(error).__name__)
+            event = "download_broken_off" if is_download else "upload_broken_off"
+            log.info(event, path=request.path, error=str(error) or type(error).__name__)
             self._transport.abort()
             return
         finally:
@@ -159,14 +185,34 @@ class FileConnection(asyncio.Protocol):
         if self._transport.is_closing():
             return
         self._transport.resume_reading()
-        if not is_sent:
+        if not is_done:
             self._hand_over()
             return
         self._idle = asyncio.get_running_loop().call_later(_IDLE_S, self._transport.close)
         self._received = self._received[n_head:]
         self._respond()
 
+    async def _receive_body(self, request: FileRequest, n_head: int) -> bool:
+        uploads, n_bytes = self._sender.uploads, request.upload_bytes
+        assert uploads is not None
+        assert n_bytes is not None
+        head, start = self._received[:n_head], self._received[n_head:]
+        with self._own_socket() as self._sock:
+            async with uploads.receive(self._sock, start, n_bytes) as body:
+                try:
+                    await uploads.store(request.path, body)
+                except RLBoostError:
+                    self._received = head + body  # the app tries again, and reports the error
+                    return False
+        self._received = head
+        self._transport.write(b"HTTP/1.1 204 No Content\r\n\r\n")
+        return True
+
     async def _send_file(self, request: FileRequest) -> bool:
+        async with self._sender.slots:
+            return await self._send_found(request)
+
+    async def _send_found(self, request: FileRequest) -> bool:
         loop = asyncio.get_running_loop()
         found = await loop.run_in_executor(self._sender.threads, self._sender.find, request)
         if found is None:
@@ -202,20 +248,30 @@ def _head(n_bytes: int, etag: str) -> bytes:
     return "\r\n".join([*lines, "", ""]).encode()
 
 
-def parse(head: bytes) -> FileRequest | None:
-    """Return the plain download that these bytes are, None if they are another request."""
-    found = _REQUEST.fullmatch(head)
-    if found is None or len(head) > _MAX_HEAD_BYTES:
+def parse(received: bytes) -> FileRequest | None:
+    """Return the plain download, or upload, that these bytes are (the start of), None if they are another request."""
+    found = _REQUEST.match(received)
+    if found is None or found.end() > _MAX_HEAD_BYTES:
         return None
     headers: dict[str, str] = {}
-    for line in found[2].decode("latin-1").splitlines():
+    for line in found[3].decode("latin-1").splitlines():
         name, _, value = line.partition(":")
         if _FOR_THE_APP.fullmatch(name.lower()) or name.lower() in headers:
             return None
         headers[name.lower()] = value.strip()
     if headers.get("connection", "keep-alive").lower() != "keep-alive":
         return None
-    return FileRequest(found[1].decode("ascii"), headers.get("authorization", ""))
+    path, authorization, length = (
+        found[2].decode("ascii"),
+        headers.get("authorization", ""),
+        headers.get("content-length"),
+    )
+    n_body = len(received) - found.end()
+    if found[1] == b"GET":
+        return FileRequest(path, authorization) if length is None and not n_body else None
+    if length is None or not _LENGTH.fullmatch(length) or n_body > int(length):
+        return None
+    return FileRequest(path, authorization, int(length))
 
 
 def _send_some(sock: socket.socket, file: BinaryIO, at: int, end: int) -> int:

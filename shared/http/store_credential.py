@@ -52,3 +52,8 @@ def may_download(authorization: str, token: str, clock: Callable[[], float]) -> 
     """Return True if a request with this `Authorization` header may download weights."""
     principal = store_principal(bearer_token(authorization), token, clock())
     return principal is not None and principal.may("weights")
+
+
+def may_upload(authorization: str, token: str) -> bool:
+    """Return True if a request with this `Authorization` header may upload weights."""
+    return is_token(bearer_token(authorization), token)

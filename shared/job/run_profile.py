@@ -26,5 +26,7 @@ class RunProfile(BaseModel):
     """(probability, tokens) of the completions' lengths, both rising, from probability 0 to 1."""
     train_s_per_token: PositiveFloat
     """Computing on the trainer's device, for each token of the step's samples, prompts included."""
+    reward_s: NonNegativeFloat = 0.0
+    """Scoring a group: from its last sample to its rewards, with the wait for a free reward process."""
     update_s: NonNegativeFloat
     """From the last micro-batch of a step to its end: committing the weights, and what the trainer does besides."""

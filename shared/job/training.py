@@ -117,11 +117,6 @@ class TrainerSpec(Section):
             )
         if self.backend == "megatron" and self.context_parallel > 1:
             raise ValueError("context_parallel needs trainer.backend: torch; remove it, or raise tensor_parallel")
-        if self.backend == "megatron" and self.router_replay != "none":
-            raise ValueError(
-                f"router_replay: {self.router_replay} needs trainer.backend: torch, with data_parallel for several "
-                "processes: set that, or remove router_replay"
-            )
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ValueError("sequence_parallel is for tensor_parallel above 1: raise that, or remove it")
         if self.distributed_optimizer and self.data_parallel == 1:

@@ -18,7 +18,7 @@ ENDED_JOB_RETENTION_S = 7 * 24 * 3600.0
 
 @message
 class JobCommand(Message):
-    """REST or CLI -> manager and trainer: a command on a job. Idempotent on `command_id`."""
+    """REST or CLI -> manager and trainer: a command on a job. Idempotent on (job_id, action)."""
 
     command_id: str
     action: Literal["create", "pause", "resume", "cancel"]
@@ -44,11 +44,14 @@ class JobReport(Message):
 
 @message
 class StepReport(Message):
-    """Trainer -> manager: one training step is complete and its weights are committed. Idempotent on (job, step)."""
+    """Trainer -> manager: one training step is complete and its weights are committed. Idempotent on (job, step).
+
+    The evaluation after the last training step sends one, too.
+    """
 
     job_id: str
     step: Count
-    """The completed step, from 0; the next step is `step + 1`."""
+    """The completed step, from 0; the next step is `step + 1`. Of the last evaluation: the number of training steps."""
     metrics: dict[str, float]
     checkpointed_step: Count = 0
     """Samples of earlier steps will not be requested again."""

@@ -6,6 +6,7 @@ Only this package imports redis-py.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections import OrderedDict
@@ -17,12 +18,13 @@ import redis.asyncio as aioredis
 import stamina
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import (
+    AuthenticationError,
     ReadOnlyError,
     RedisError,
     ResponseError,
 )
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from rlboost.shared.bus import (
@@ -58,6 +60,18 @@ MAX_BLOCK_S = 2.0
 """The longest blocking read: well below the socket timeout, or a quiet stream would look like a dead server."""
 
 T = TypeVar("T")
+
+
+class NoConsumerGroup(Fatal):
+    """The stream or its consumer group does not exist."""
+
+
+class GroupExists(Fatal):
+    """The stream has this consumer group already."""
+
+
+_BY_CODE = {"NOGROUP": NoConsumerGroup, "BUSYGROUP": GroupExists}
+"""Errors by the code that begins the reply; redis-py has no classes for these."""
 
 
 class RedisBus:
@@ -103,7 +117,7 @@ class RedisBus:
             answer = await what
         except (RedisConnectionError, RedisTimeoutError, OSError) as error:
             text = str(error)
-            if "invalid username-password" in text or "Authentication" in type(error).__name__:
+            if isinstance(error, AuthenticationError):
                 raise CredentialRejected(f"Redis at {self.address} rejected the password: {text}") from error
             raise BusUnavailable(f"Redis at {self.address}: {text or type(error).__name__}") from error
         except ResponseError as error:
@@ -112,7 +126,8 @@ class RedisBus:
                 await self._redis.connection_pool.disconnect(inuse_connections=False)
             if advice := remedy(error):
                 raise BusUnavailable(f"Redis at {self.address} accepts no writes: {error}; {advice}") from error
-            raise Fatal(f"Redis at {self.address} rejected a command: {error}") from error
+            kind = _BY_CODE.get(str(error).partition(" ")[0], Fatal)
+            raise kind(f"Redis at {self.address} rejected a command: {error}") from error
         except RedisError as error:
             raise BusUnavailable(f"Redis at {self.address}: {error!r}") from error
         if task and task.cancelling() > cancels:
@@ -169,9 +184,7 @@ class RedisBus:
             reply = await self._call(
                 self._redis.xreadgroup(group, consumer, {stream: ">"}, count=count, block=_block_ms(block_s))
             )
-        except Fatal as error:
-            if "NOGROUP" not in str(error):
-                raise
+        except NoConsumerGroup:
             await self._create_group(stream, group)
             return await self.consume(stream, group, consumer, count=count, block_s=block_s)
         return await self._entries(_streams(reply), group)
@@ -207,21 +220,6 @@ class RedisBus:
     async def length(self, stream: str) -> int:
         """See `Bus.length`."""
         return int(await self._call(self._redis.xlen(stream)))
-
-    async def first_id(self, stream: str) -> str | None:
-        """See `Bus.first_id`."""
-        rows = await self._call(self._redis.xrange(stream, count=1))
-        return as_text(rows[0][0]) if rows else None
-
-    async def last_id(self, stream: str) -> str:
-        """See `Bus.last_id`."""
-        try:
-            info = await self._call(self._redis.xinfo_stream(stream))
-        except Fatal as error:
-            if "no such key" in str(error):
-                return START
-            raise
-        return as_text(info["last-generated-id"])
 
     async def increment(self, key: str) -> int:
         """See `Bus.increment`."""
@@ -280,11 +278,8 @@ class RedisBus:
         return dead_letter_op(stream, entry_id, self._name, reason, body, time.time(), to=self._dead_letters)
 
     async def _create_group(self, stream: str, group: str) -> None:
-        try:
+        with contextlib.suppress(GroupExists):
             await self._call(self._redis.xgroup_create(stream, group, id="0", mkstream=True))
-        except Fatal as error:
-            if "BUSYGROUP" not in str(error):
-                raise
 
     async def _entries(self, streams: Iterable[tuple[str, Any]], group: str | None = None) -> list[Entry]:
         found: list[Entry] = []

@@ -10,16 +10,14 @@ from fastapi.responses import FileResponse
 from prometheus_client import Counter
 from starlette.types import Message, Receive, Scope, Send
 
-from rlboost.shared.http.file_sender import FileRequest
-
 _READ_BYTES = 1 << 20
 _PATH = re.compile(r"/v1/chunks/([0-9a-f]{64})")
 
 
-def requested_digest(request: FileRequest) -> str:
-    """Return the digest of the requested blob, an empty string if the request is for something else."""
-    path = _PATH.fullmatch(request.path)
-    return path[1] if path else ""
+def digest_in(path: str) -> str:
+    """Return the digest of the blob at this path of a URL, an empty string if it is something else."""
+    found = _PATH.fullmatch(path)
+    return found[1] if found else ""
 
 
 class BlobResponse(FileResponse):

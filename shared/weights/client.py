@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple, NoReturn, Self, TypeVar
 from urllib.parse import urlsplit
@@ -27,7 +27,8 @@ from rlboost.shared.tls import client_verification
 from rlboost.shared.weights.access import WorkerAccess
 from rlboost.shared.weights.delta_graph import Edge, Route, VersionEdges
 from rlboost.shared.weights.download import Download
-from rlboost.shared.weights.http_download import BadStatus, BlobDownloader, DownloadFailed
+from rlboost.shared.weights.http_download import BadStatus, DownloadFailed
+from rlboost.shared.weights.http_upload import BlobTransfer
 from rlboost.shared.weights.manifest import ChunkRef, Manifest, Part, digest_of
 from rlboost.shared.weights.manifest_key import ManifestKey, check_manifest
 from rlboost.shared.weights.wire import (
@@ -48,7 +49,6 @@ _CONNECT_S = 5.0
 _STALL_S = 30.0
 _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_STALL_S)
 _JSON = {"Content-Type": "application/json"}
-_SLICE_BYTES = 1 << 20
 
 
 class _Answer(NamedTuple):
@@ -83,9 +83,7 @@ class StoreClient:
         _check_url(self.url)
         self._access = access
         self._session: aiohttp.ClientSession | None = None
-        self._downloader = BlobDownloader(
-            connect_s=_CONNECT_S, stall_s=_STALL_S, follow_redirects=True, use_proxies=True
-        )
+        self._blobs = BlobTransfer(connect_s=_CONNECT_S, stall_s=_STALL_S, follow_redirects=True, use_proxies=True)
 
     async def __aenter__(self) -> Self:
         return self
@@ -95,7 +93,7 @@ class StoreClient:
 
     async def close(self) -> None:
         """Release connections."""
-        self._downloader.close()
+        self._blobs.close()
         session, self._session = self._session, None
         if session is not None:
             await session.close()
@@ -192,16 +190,13 @@ class StoreClient:
         await self._request("HEAD", f"/v1/chunks/{digest}")
 
     async def put_chunk(self, chunk: ChunkRef, data: memoryview) -> None:
-        """Upload a chunk without copying it as a whole."""
+        """Upload a chunk without copying it."""
+        path = f"/v1/chunks/{chunk.digest}"
+        with self._translated_transfer(f"PUT {path}"):
+            await self._blobs.upload(f"{self.url}{path}", self._authorization(), data)
 
-        async def slices() -> AsyncIterator[memoryview]:
-            for start in range(0, len(data), _SLICE_BYTES):
-                yield data[start : start + _SLICE_BYTES]
-
-        await self._request("PUT", f"/v1/chunks/{chunk.digest}", slices(), {"Content-Length": str(len(data))})
-
-    async def fetch(self, download: Download) -> None:
-        """Download the rest of a blob.
+    async def fetch(self, download: Download, keep: Callable[[], bool] = lambda: True) -> bool:
+        """Download the rest of a blob, call `keep` in the thread that received it, and return its result.
 
         The store may redirect to its object store, which is not sent the token.
 
@@ -210,13 +205,8 @@ class StoreClient:
 
         """
         path = f"/v1/chunks/{download.blob.digest}"
-        try:
-            await self._downloader.download(f"{self.url}{path}", self._authorization(), download)
-        except DownloadFailed as error:
-            raise StoreUnavailable(f"weight store at {self.url}: {error}") from error
-        except BadStatus as error:
-            what = f"weight store at {self.url}: {_detail(error.body, f'GET {path}', error.status)}"
-            self._raise_for_status(error.status, what, redirected=error.redirected)
+        with self._translated_transfer(f"GET {path}"):
+            return await self._blobs.download(f"{self.url}{path}", self._authorization(), download, keep=keep)
 
     async def put_part(self, job_id: str, version: int, part: Part) -> None:
         """Upload the description of one rank's part."""
@@ -260,7 +250,7 @@ class StoreClient:
         self,
         method: str,
         path: str,
-        content: bytes | AsyncIterator[memoryview] | None = None,
+        content: bytes | None = None,
         headers: dict[str, str] | None = None,
     ) -> _Answer:
         headers = {"Authorization": self._authorization(), **(headers or {})}
@@ -274,10 +264,20 @@ class StoreClient:
                     )
                 return _Answer(body, response.headers.get("ETag", ""))
 
+    @contextmanager
+    def _translated_transfer(self, request: str) -> Iterator[None]:
+        try:
+            yield
+        except DownloadFailed as error:
+            raise StoreUnavailable(f"weight store at {self.url}: {error}") from error
+        except BadStatus as error:
+            what = f"weight store at {self.url}: {_detail(error.body, request, error.status)}"
+            self._raise_for_status(error.status, what, redirected=error.redirected)
+
     def _authorization(self) -> str:
         return f"Bearer {self._access if isinstance(self._access, str) else self._access.credential}"
 
-    def _raise_for_status(self, status: int, what: str, *, redirected: bool = False) -> None:
+    def _raise_for_status(self, status: int, what: str, *, redirected: bool = False) -> NoReturn:
         if status == 401 and not redirected and not isinstance(self._access, str):
             raise StoreUnavailable(f"{what}; the worker waits for a new credential of the manager")
         _raise_for_status(status, what, redirected=redirected)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractAsyncContextManager
 from typing import NamedTuple
 
 import structlog
 
+from rlboost.shared.progress import TransferProgress
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.client import StoreClient, retry_unavailable
 from rlboost.shared.weights.delta_graph import Edge, lists_of
@@ -84,6 +85,8 @@ class Publisher:
         self._limit_s = limit_s
         self._chunk_bytes = chunk_bytes
         self._encoder = DeltaEncoder() if deltas else None
+        self._part_bytes: dict[tuple[str, int], int] = {}
+        """(job, rank) -> size of its last part, which is that of the next one."""
 
     async def publish(self, job_id: str, version: int, rank: int, shards: Iterable[Shard]) -> Part:
         """Upload one rank's part. It becomes visible with `commit`, which takes its `digest`.
@@ -99,11 +102,14 @@ class Publisher:
         refs: list[ChunkRef] = []
         edges: list[Edge] = []
         base = self._encoder.begin(job_id, rank, version) if self._encoder else -1
+        progress = TransferProgress()
+        progress.total_bytes = self._part_bytes.get((job_id, rank), 0)
         updates = _with_deltas(_split(shards, self._chunk_bytes, entries), self._encoder)
         try:
-            async with self._wait(f"publish version {version} of job {job_id}, rank {rank}"):
+            async with self._wait(f"publish version {version} of job {job_id}, rank {rank}", progress.text):
                 async for window in self._windows(updates):
                     refs += [chunk.ref for chunk, _ in window]
+                    progress.done_bytes += sum(chunk.ref.n_bytes for chunk, _ in window)
                     edges += [delta.edge for _, delta in window if delta]
                 # An empty list is uploaded too: it links the version to its base.
                 encoded = lists_of(base, edges) if base >= 0 else []
@@ -116,6 +122,7 @@ class Publisher:
             raise
         if self._encoder:
             self._encoder.end(version, len(refs))
+        self._part_bytes[job_id, rank] = progress.done_bytes
         return part
 
     async def _windows(self, updates: Iterator[_ChunkUpdate]) -> AsyncIterator[list[_ChunkUpdate]]:
@@ -196,8 +203,9 @@ class Publisher:
         async with self._wait(f"unpin version {version} of job {job_id}"):
             await retry_unavailable(lambda: self._client.unpin(job_id, version))
 
-    def _wait(self, what: str) -> AbstractAsyncContextManager[None]:
-        return self._waits.on(f"the weight store at {self._client.url}", because=what, limit_s=self._limit_s)
+    def _wait(self, what: str, progress: Callable[[], str] = str) -> AbstractAsyncContextManager[None]:
+        subject = f"the weight store at {self._client.url}"
+        return self._waits.on(subject, because=what, limit_s=self._limit_s, progress=progress)
 
     async def _upload(self, blobs: list[_Blob], edges: Iterable[Edge] = ()) -> None:
         """Upload the blobs that the store lacks; chunks that `edges` lead to are derived by the store."""

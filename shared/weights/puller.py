@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 
 import structlog
 
+from rlboost.shared.progress import TransferProgress
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.assembly import Assembly, Transfer
 from rlboost.shared.weights.cache import Cache
@@ -82,6 +83,8 @@ class Puller:
         self._retained: list[_Retained] = []
         self.last = Transfer()
         """Statistics of the running pull, or of the last one."""
+        self._progress = TransferProgress()
+        """Of the same."""
         self._one_at_a_time = asyncio.Lock()
 
     def close(self) -> None:
@@ -104,7 +107,7 @@ class Puller:
 
         """
         because = f"pull version {version} of job {job_id}"
-        wait = self._waits.on(self._store, because=because, limit_s=self._limit_s)
+        wait = self._waits.on(self._store, because=because, limit_s=self._limit_s, progress=self._progress_text)
         async with wait, self._one_at_a_time:
             pulled = await self._pull(job_id, version)
         found: PulledVersion | None = None
@@ -113,9 +116,13 @@ class Puller:
         assert found is not None
         return found
 
+    def _progress_text(self) -> str:
+        self._progress.done_bytes = self.last.bytes_dense + self.last.bytes_delta
+        return self._progress.text()
+
     async def _pull(self, job_id: str, version: int) -> list[_Retained]:
         """Return the version, followed by its base version if it is an adapter."""
-        self.last = Transfer()
+        self.last, self._progress = Transfer(), TransferProgress()
         await self._seed_cache(job_id)
         pulled = [await self._pull_one(job_id, version)]
         while (base := pulled[-1].manifest.base_version) is not None:
@@ -150,6 +157,7 @@ class Puller:
         manifest = await retry_unavailable(lambda: self._client.manifest(job_id, version))
         retained = _Retained(manifest)
         chunk_plans = await self._plan(retained)
+        self._progress.total_bytes += sum(chunk_plan.n_bytes for chunk_plan in chunk_plans)
         self._source.offer([index for known in [*self._retained, retained] for index in known.indexes])
         await Assembly(self._source, self._cache, self.last).run(chunk_plans)
         retained.deltas = {edge.delta for chunk_plan in chunk_plans for edge in chunk_plan.path}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import structlog
@@ -71,8 +71,9 @@ class StoreSource:
         """
         for _ in range(2):
             download = Download(blob, self._buffers)
+            keep = partial(self._cache.store, blob, download.data)
             try:
-                await retry_unavailable(lambda: self._client.fetch(download))  # noqa: B023 - awaited at once
+                is_stored = await retry_unavailable(partial(self._client.fetch, download, keep))
             except Corrupt as error:
                 download.release()
                 log.warning("chunk_unusable", chunk=blob.digest, reason=str(error))
@@ -80,7 +81,6 @@ class StoreSource:
                 download.release()
                 return error
             else:
-                is_stored = await asyncio.to_thread(self._cache.store, blob, download.data)
                 download.release()
                 if is_stored:
                     return None

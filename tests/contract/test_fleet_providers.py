@@ -107,6 +107,7 @@ REQUESTS = {
     "AWS": ["aws autoscaling set-desired-capacity --auto-scaling-group-name h100 --desired-capacity 3"],
     "Google Cloud": ["gcloud compute instance-groups managed resize h100 --size 3 --zone ZONE"],
     "Azure": ["az vmss scale --name h100 --new-capacity 3 --resource-group GROUP --no-wait"],
+    "SkyPilot": ["sky jobs pool apply --async --yes --pool h100 --workers 3"],
     "Slurm": ["squeue -h -n h100 -o %A", *["sbatch -J h100 deploy/slurm/worker.sh"] * 2],
 }
 
@@ -116,15 +117,33 @@ async def test_documented_command_requests_the_number_of_its_kind(
     service: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = tmp_path / "requests"
-    for program in ("aws", "gcloud", "az", "squeue", "sbatch"):
+    for program in ("aws", "gcloud", "az", "sky", "squeue", "sbatch"):
         file = tmp_path / program
         file.write_text(f'#!/bin/sh\necho "{program} $*" >> {shlex.quote(str(log))}\n')
         file.chmod(0o755)
     with (tmp_path / "squeue").open("a") as running:
         running.write("echo 7001\n")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    await ShellCommand(DOCUMENTED[service]).scale("h100", 17)  # on 3 machines with 8 workers each
+    command = DOCUMENTED[service].replace("/tmp/", f"{tmp_path}/")
+    await ShellCommand(command).scale("h100", 17)  # on 3 machines with 8 workers each
     assert log.read_text().splitlines() == REQUESTS[service]
+
+
+async def test_documented_command_for_skypilot_makes_no_version_without_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, program = tmp_path / "requests", tmp_path / "sky"
+    program.write_text(f'#!/bin/sh\necho "$*" >> {shlex.quote(str(log))}\n[ "$9" != 9 ]\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    provider = ShellCommand(DOCUMENTED["SkyPilot"].replace("/tmp/", f"{tmp_path}/"))
+    for workers in (17, 24, 0, 17):  # 3, 3, 0 and 3 machines with 8 workers each
+        await provider.scale("h100", workers)
+    assert [line.rpartition(" ")[2] for line in log.read_text().splitlines()] == ["3", "0", "3"]
+    for _ in range(2):
+        with pytest.raises(ProviderFailed):
+            await provider.scale("h100", 72)
+    assert log.read_text().count("--workers 9") == 2
 
 
 def test_documented_command_for_aws_has_the_fields_of_its_api() -> None:

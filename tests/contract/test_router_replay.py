@@ -1,7 +1,8 @@
-"""Router replay (R3): experts that the torch engine selects, replayed by the torch backend and FSDP2."""
+"""Router replay (R3): experts that the torch engine selects, replayed by the torch backend, FSDP2 and megatron-core."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.loss.policy import clipped_loss
+from rlboost.services.trainer.domain.sums import routing
 from rlboost.services.trainer.domain.training_row import TrainingRow
 from rlboost.shared.columns import F32, I32, floats, ints, pack
 from rlboost.shared.errors import ConfigError
@@ -33,20 +35,25 @@ pytestmark = pytest.mark.timeout(600)
 SHAPE = RoutedShape(layers=3, experts_per_token=2, experts=8)
 OPTIMIZER = OptimizerSpec(lr=1e-3)
 LOSS = clipped_loss(0.2, 0.28)
+MEGATRON: dict[str, dict[str, Any]] = {
+    "tp2": {"tensor_parallel": 2, "sequence_parallel": True},
+    "pp2": {"pipeline_parallel": 2, "activation_checkpointing": True},
+    "ep2": {"data_parallel": 2, "expert_parallel": 2, "activation_checkpointing": True},
+}
 
 
-def trained(model: Path, *, dtype: str = "float32", **settings: Any) -> TorchPolicy:
-    policy = TorchPolicy(OPTIMIZER, temperature=1.0, dtype=dtype, device="cpu", replayed=SHAPE, **settings)
+def trained(model: Path, *, dtype: str = "float32", replayed: RoutedShape = SHAPE, **settings: Any) -> TorchPolicy:
+    policy = TorchPolicy(OPTIMIZER, temperature=1.0, dtype=dtype, device="cpu", replayed=replayed, **settings)
     policy.load_hf(model)
     return policy
 
 
-def with_experts(batch: Sequence[TrainingRow], seed: int = 0) -> list[TrainingRow]:
+def with_experts(batch: Sequence[TrainingRow], seed: int = 0, layers: int = SHAPE.layers) -> list[TrainingRow]:
     """Give each row but the first random experts for every trained token."""
     rng = random.Random(seed)
 
     def column(row: TrainingRow) -> bytes:
-        experts = [rng.sample(range(8), 2) for _ in range(row.n_loss_tokens * SHAPE.layers)]
+        experts = [rng.sample(range(8), 2) for _ in range(row.n_loss_tokens * layers)]
         return pack(np.array(experts).ravel(), np.dtype("u1"))
 
     return [batch[0], *(replace(row, routed_experts=column(row)) for row in batch[1:])]
@@ -115,6 +122,31 @@ def test_replay_in_ranks_matches_one_process(tmp_path: Path, layout: str) -> Non
         for policy in (one, many):
             policy.accumulate(batches, LOSS)
         assert many.step(1e-3) == pytest.approx(one.step(1e-3), rel=1e-4)
+
+
+@pytest.mark.parametrize("layout", MEGATRON)
+def test_replay_by_megatron_matches_one_process(tmp_path: Path, layout: str) -> None:
+    """With a load-balancing loss, and a reference model that replays the same experts."""
+    model = rank_policies.write(tmp_path / "model", "qwen3-moe")
+    shape = SHAPE._replace(layers=4)
+    batches = [with_experts(rows(7), layers=4), with_experts(with_loss_mask(rows(4, seed=3)), seed=1, layers=4)]
+    # Sequence parallelism routes a token of padding, which the load-balancing loss counts.
+    coefficient = 0.0 if layout == "tp2" else 0.1
+    settings: dict[str, Any] = {"replayed": shape, "reference": True, "router_aux_loss_coef": coefficient}
+    one = trained(model, **settings)
+    with rank_policies.policy(OPTIMIZER, **settings, **MEGATRON[layout]) as many:
+        many.load_hf(model)
+        # Each micro-batch of a rank has its own load-balancing loss.
+        parts = list(itertools.chain(*many._split(batches)))
+        for step in range(2):
+            for name in ("logprobs", "reference_logprobs"):
+                expected, found = (b"".join(getattr(policy, name)(batches)) for policy in (one, many))
+                np.testing.assert_allclose(floats(found), floats(expected), rtol=0, atol=1e-5 * 10**step)
+            expected_sums, sums = one.accumulate(parts, LOSS), many.accumulate(batches, LOSS)
+            assert sums["loss"] == pytest.approx(expected_sums["loss"], rel=1e-4, abs=1e-4)
+            if layout != "tp2":
+                assert routing(sums) == pytest.approx(routing(expected_sums), rel=1e-4)
+            assert many.step(1e-3) == pytest.approx(one.step(1e-3), rel=1e-4)
 
 
 @pytest.mark.parametrize("lora", [None, LoraSpec(targets=["q_proj"])], ids=["full", "lora"])

@@ -31,8 +31,8 @@ def test_a_short_demo_makes_its_preemptions_and_its_report(tmp_path: Path) -> No
         "worker_left",
         "samples_migrated",
     }
+    assert record.samples
     assert "Every guarantee held" in (tmp_path / "out/index.html").read_text(encoding="utf-8")
-    assert len(list((tmp_path / "out/figures").glob("*.png"))) == 4
 
 
 def test_a_signal_stops_everything(tmp_path: Path) -> None:

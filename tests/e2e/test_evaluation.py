@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +25,8 @@ pytestmark = pytest.mark.timeout(600)
 MAX_TOKENS = 96
 TIMES = 4
 """How often each problem is asked of a greedy evaluation: for as long as it takes to kill a worker in the middle."""
+N_PROBLEMS = 40
+"""Of the example's, where any will do."""
 JOB = str(EXAMPLE / "job.yaml")
 
 
@@ -46,6 +48,8 @@ class Trained(NamedTuple):
     observer: Observer
     folder: Path
     model: CountdownModel
+    problems: list[Decoded]
+    """Decoded greedily by `model`."""
 
 
 @pytest.fixture(scope="module")
@@ -60,12 +64,13 @@ def trained(box: BlackBox, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     out = folder / "version-1"
     said = box.command("export", job_id, "--version", "1", "--out", str(out))
     assert said == f"version 1 of {job_id} is in {out}\n"
-    return Trained(job_id, observer, out, CountdownModel(out))
+    model = CountdownModel(out)
+    return Trained(job_id, observer, out, model, model.clear_problems(MAX_TOKENS))
 
 
-def held_out(problems: Sequence[Decoded], folder: Path) -> str:
+def held_out(rows: Iterable[dict[str, Any]], folder: Path) -> str:
     """Return the override that makes these the held-out problems."""
-    (folder / "eval.jsonl").write_text("".join(json.dumps(problem.row) + "\n" for problem in problems))
+    (folder / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return f"data.eval={folder / 'eval.jsonl'}"
 
 
@@ -89,7 +94,11 @@ def test_greedy_evaluation_with_a_killed_worker_gives_the_models_accuracy(
     assert 0 < share(problems) < 1
     n_samples = TIMES * len(problems)
     pids = {process["name"]: process["pid"] for process in box.processes("preemptible")}
-    greedy = ("sampling.temperature=0", f"sampling.max_tokens={MAX_TOKENS}", held_out(problems, tmp_path))
+    greedy = (
+        "sampling.temperature=0",
+        f"sampling.max_tokens={MAX_TOKENS}",
+        held_out((problem.row for problem in problems), tmp_path),
+    )
     with box.start("eval", JOB, *greedy, f"--samples={n_samples}") as command:
         assert command.stderr is not None
         job_id = command.stderr.readline().removeprefix("created ").strip()
@@ -128,12 +137,14 @@ def name_of(worker: str) -> str:
     return worker.rpartition("-")[0]
 
 
-def test_pass_at_k_is_how_often_one_of_k_completions_passes(box: BlackBox, base: CountdownModel) -> None:
-    rows = [json.loads(line) for line in (EXAMPLE / "eval.jsonl").read_text().splitlines()]
+def test_pass_at_k_is_how_often_one_of_k_completions_passes(
+    box: BlackBox, base: CountdownModel, tmp_path: Path
+) -> None:
+    rows = [json.loads(line) for line in (EXAMPLE / "eval.jsonl").read_text().splitlines()[:N_PROBLEMS]]
     by_prompt: dict[tuple[int, ...], tuple[dict[str, Any], list[bool]]] = {
         tuple(base.tokenizer(row["prompt"])["input_ids"]): (row, []) for row in rows
     }
-    with box.start("eval", JOB, f"--samples={4 * len(rows)}", "--json") as command:
+    with box.start("eval", JOB, held_out(rows, tmp_path), f"--samples={4 * len(rows)}", "--json") as command:
         assert command.stderr is not None
         job_id = command.stderr.readline().removeprefix("created ").strip()
         with closing(Observer(box.redis_url, job_id)) as observer:
@@ -163,8 +174,12 @@ def test_an_exported_version_is_the_one_that_made_its_samples(trained: Trained, 
 
 
 def test_an_exported_folder_evaluates_as_it_decodes(box: BlackBox, trained: Trained, tmp_path: Path) -> None:
-    problems = trained.model.clear_problems(MAX_TOKENS)
-    greedy = ("sampling.temperature=0", f"sampling.max_tokens={MAX_TOKENS}", held_out(problems, tmp_path))
+    problems = trained.problems
+    greedy = (
+        "sampling.temperature=0",
+        f"sampling.max_tokens={MAX_TOKENS}",
+        held_out((problem.row for problem in problems), tmp_path),
+    )
     model = ("--model", str(trained.folder))
     report = json.loads(box.command("eval", trained.job_id, *greedy, *model, f"--samples={len(problems)}", "--json"))
     assert report["model"] == str(trained.folder)
@@ -175,7 +190,7 @@ def test_vllm_completes_text_with_an_exported_folder_as_transformers_does(traine
     vllm_engines.require()
     from vllm import SamplingParams  # noqa: PLC0415 - see require
 
-    problems = trained.model.clear_problems(MAX_TOKENS)[:32]
+    problems = trained.problems[:32]
     with vllm_engines.offline(trained.folder, slots=32) as engine:
         answers = engine.generate(
             [problem.row["prompt"] for problem in problems],

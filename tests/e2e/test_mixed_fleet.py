@@ -26,6 +26,10 @@ def running(box: BlackBox, name: str) -> bool:
     return any(w["id"].startswith(name) and w["running"] for w in box.get("/v1/workers"))
 
 
+def makers(observer: Observer) -> set[str]:
+    return {worker.rpartition("-")[0] for _, worker in list(observer.flushed)}
+
+
 def lives(process: Path) -> bool:
     try:
         return ") Z " not in (process / "stat").read_text()
@@ -47,27 +51,30 @@ def torch_worker(box: BlackBox, log: Path) -> Iterator[None]:
 
 def test_a_job_on_vllm_and_torch_workers_survives_the_death_of_one(tmp_path: Path) -> None:
     vllm_engines.require_installed()
-    spec = small_job(steps=16)
-    # Reserved engines could end the job before vLLM has started.
+    spec = small_job(steps=8)
     with black_box(tmp_path / "state", workers=1, reserved=0, engine="vllm") as box, ExitStack() as joined:
         job_id = box.submit(spec)
+        # The torch worker, which is ready much earlier, could end the job before vLLM has started.
+        box.command_job(job_id, "pause")
         with closing(Observer(box.redis_url, job_id)) as observer:
-            box.until(lambda: ready(box, "worker-1"), "the vllm worker is ready")
-            joined.enter_context(torch_worker(box, tmp_path / "joined.log"))  # it is ready in much less time
+            joined.enter_context(torch_worker(box, tmp_path / "joined.log"))
             box.until(lambda: ready(box, "by-hand"), "the torch worker is ready")
-            box.until(lambda: running(box, "worker-1"), "the vllm worker has samples")
+            box.until(lambda: ready(box, "worker-1"), "the vllm worker is ready", within_s=400)
             (worker,) = box.processes("preemptible")
             children = [Path("/proc", str(child)) for child in children_of(worker["pid"])]
             cores = [child for child in children if b"resource_tracker" not in (child / "cmdline").read_bytes()]
             assert cores
             assert not any(box.token.encode() in (core / "environ").read_bytes() for core in cores)
+            box.command_job(job_id, "resume")
+            box.until(lambda: "worker-1" in makers(observer), "the vllm worker has sent tokens")
+            box.until(lambda: running(box, "worker-1"), "the vllm worker has samples")
             box.kill("preemptible")
             box.until(lambda: not any(map(lives, cores)), "its engine core ended with it")
+            box.kill("preemptible", signal.SIGTERM)  # its successor would only load vLLM once more
             box.until_completed(job_id)
         audit = check(box, job_id, observer, spec)
         assert audit["preemptions"]["without_notice"] >= 1
-        makers = {worker.rpartition("-")[0] for _, worker in observer.flushed}
-        assert makers >= {"worker-1", "by-hand"}
+        assert makers(observer) >= {"worker-1", "by-hand"}
 
 
 @pytest.mark.long

@@ -160,7 +160,7 @@ async def test_any_damaged_record_of_a_job_quarantines_it(
 ) -> None:
     first, second = system.first, system.second
     first.start_worker("w1")
-    await second.request()
+    await second.request(max_tokens=4)
     await second.delivered(32)
     system.manager.kill()
     await system.redis.hset(names.JOBS, first.id, record)
@@ -176,7 +176,7 @@ async def test_any_damaged_record_of_a_job_quarantines_it(
     third = PlayedJob(system.bus, number=3)
     await third.create(system.http, system.manager.url, elastic={"seeding": "off"})
     first.start_worker("w2")
-    await third.request()
+    await third.request(max_tokens=4)
     assert all(isinstance(sample, SampleFinished) for sample in await third.delivered(32))
 
 

@@ -434,20 +434,24 @@ async def test_chunk_of_the_wrong_size_is_repaired_by_the_next_publish(
 
 
 async def test_pull_waits_for_a_lost_chunk_to_be_uploaded_again(
-    publisher: Publisher, puller: Puller, store: ServiceProcess, tmp_path: Path
+    publisher: Publisher, store: ServiceProcess, tmp_path: Path
 ) -> None:
     weights: Weights = {"w": np.arange(1000)}
     await publish(publisher, 0, weights)
     (chunk,) = chunk_files(tmp_path)
     chunk.unlink()
-    pulling = asyncio.create_task(puller.pull(JOB, 0), name="pull")
+    waits = Waits()
     async with StoreClient(store.url, TOKEN) as client:
+        puller = Puller(client, Cache(tmp_path / "worker"), waits, limit_s=60)
+        pulling = asyncio.create_task(puller.pull(JOB, 0), name="pull")
         damaged = await eventually(client.damaged)
+        assert [wait.because for wait in waits.current()] == [f"pull version 0 of job {JOB}: 0 B of 8 kB"]
         ((ref, data),) = chunks_among(shards_of(weights), damaged)
         await client.put_chunk(ref, memoryview(data))
         await pulling
         assert not await client.damaged()
-    await assert_pulls(puller, 0, weights)
+        await assert_pulls(puller, 0, weights)
+        puller.close()
 
 
 async def test_unavailable_store_is_waited_for_up_to_the_limit(store: ServiceProcess, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from rlboost.local.state import StateDir
-from tests.support.fork_server import ForkedProcess, TestForkServer, fork_server
+from tests.support.fork_server import ForkedProcess, TestForkServer, fork_server, popen_command
 
 ROOT = Path(__file__).parents[2]
 RLBOOST = [sys.executable, "-m", "rlboost"]
@@ -222,14 +222,7 @@ class BlackBox:
 
     def start(self, *args: str) -> subprocess.Popen[str]:
         """Begin `rlboost ARGS`, what it prints in pipes."""
-        return subprocess.Popen(
-            [*RLBOOST, *args, "--state", str(self.state)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env=_environment(),
-        )
+        return popen_command([*RLBOOST, *args, "--state", str(self.state)], cwd=ROOT, env=_environment())
 
     def command(self, *args: str, limit_s: float = 180) -> str:
         """Run `rlboost ARGS` and return what it prints; it must succeed."""
@@ -291,6 +284,10 @@ class BlackBox:
         headers = {"Idempotency-Key": uuid4().hex}
         job_id: str = self._ask("POST", "/v1/jobs", json=spec, headers=headers).json()["id"]
         return job_id
+
+    def command_job(self, job_id: str, action: str) -> None:
+        """Pause, resume or cancel a job."""
+        self._ask("POST", f"/v1/jobs/{job_id}/{action}")
 
     def processes(self, role: str | None = None) -> list[dict[str, Any]]:
         """Return the local processes that run, as `ps` does, only quicker to ask again and again."""

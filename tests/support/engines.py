@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from rlboost.services.rollout_worker.domain.requests import Emission, Key, Request
+from rlboost.services.rollout_worker.domain.requests import Emission, Request, RequestKey
 from rlboost.services.rollout_worker.ports import Engine
 from rlboost.shared.messages import FINISH_NONE, Sampling
 from tests.support.eventually import eventually
@@ -66,7 +66,7 @@ class Collector:
 
     def __init__(self, engine: Drained) -> None:
         self.engine = engine
-        self.of: dict[Key, Collected] = {}
+        self.of: dict[RequestKey, Collected] = {}
 
     def drain(self) -> list[Emission]:
         emissions = self.engine.drain()

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rlboost.local.fork_server import ForkServer
 from tests.support import megatron_cpu
-from tests.support.forking import RUN_TIME_VARIABLES, is_forkable
+from tests.support.forking import RUN_TIME_VARIABLES, ForkingPopen, is_forkable
 
 _START_LIMIT_S = 400.0
 _OUTPUT_LIMIT_S = 60.0
@@ -141,6 +141,15 @@ def output_of(module: str, env: Mapping[str, str], *arguments: str) -> bytes:
         output = out.read()
     assert process.wait(_OUTPUT_LIMIT_S) == 0, f"{module} {' '.join(arguments)}: its standard error says why"
     return output
+
+
+def popen_command(command: Sequence[str], *, env: Mapping[str, str], cwd: Path) -> subprocess.Popen[str]:
+    """Begin a command, its output in pipes, without its imports where that is possible."""
+    popen: type[subprocess.Popen[str]] = subprocess.Popen
+    forks = fork_server(env)
+    if forks is not None:
+        ForkingPopen.forks, popen = forks, ForkingPopen
+    return popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd, env=env)
 
 
 def popen_module(

@@ -76,15 +76,15 @@ def fork_children() -> ForkRequest | None:
         ours.close()
         return serve(theirs) or sys.exit()
     theirs.close()
-    _Popen.forks = _OwnForkServer(ours)
-    subprocess.Popen = _Popen  # type: ignore[misc]
+    ForkingPopen.forks = _OwnForkServer(ours)
+    subprocess.Popen = ForkingPopen  # type: ignore[misc]
     return None
 
 
-class _Popen(subprocess.Popen[Any]):
+class ForkingPopen(subprocess.Popen[Any]):
     """Forks a service, a rank, a fork server or the command line; executes everything else."""
 
-    forks: _OwnForkServer
+    forks: fork_server.ForkServer
 
     def _execute_child(self, args: Any, *rest: Any) -> None:
         # rest: executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell, p2cread,

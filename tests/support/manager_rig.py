@@ -26,7 +26,7 @@ class ManagerRig:
 
     async def start(self) -> None:
         """Lead, and create the job."""
-        await self.manager.recover()
+        assert await self.manager.try_lead()
         self.job = (await self.http.post("/jobs", json=job_file())).json()["id"]
 
     async def report(self, state: JobState) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 from rlboost.report.record import (
     Change,
     JobEvent,
-    Journey,
     Machine,
     Observation,
     PlannedChange,
@@ -124,6 +123,25 @@ def observations() -> list[Observation]:
     return found
 
 
+def sample(name: str, spans: list[tuple[str, int, int]], **changes: Any) -> dict[str, Any]:
+    """A sample of step 2 as the API shows it."""
+    text = "<think>3+8=11*4=44 ✓</think>3+8=11*4=44<eos>"
+    fields: dict[str, Any] = {
+        "sample": name,
+        "step": 2,
+        "is_eval": False,
+        "prompt": "<bos>3,8,4>44",
+        "completion": text,
+        "reward": 1.0,
+        "reason": "",
+        "finish": "stop",
+        "spans": [list(span) for span in spans],
+        "n_tokens": sum(n for _, _, n in spans),
+        "span_characters": [24, len(text) - 24],
+    }
+    return fields | changes
+
+
 def record(**changes: Any) -> Record:
     """The whole record, with fields replaced."""
     actions: list[tuple[float, int, Any, str]] = [
@@ -147,16 +165,7 @@ def record(**changes: Any) -> Record:
         "process_events": [ProcessEvent(at=at, kind=kinds[a], name=name, detail="") for at, _, a, name in actions],
         "job_events": job_events(),
         "observations": observations(),
-        "journeys": [
-            Journey(
-                sample="1/2/7/3",
-                step=2,
-                prompt="<bos>3,8,4>44",
-                completion="<think>3+8=11*4=44 ✓</think>3+8=11*4=44<eos>",
-                reward=1.0,
-                spans=[("worker-2-aaaa", 2, 11), ("worker-1-aaaa", 2, 9)],
-            )
-        ],
+        "samples": {3: [sample("1/2/7/3", [("worker-2-aaaa", 2, 11), ("worker-1-aaaa", 2, 9)])]},
         "audit": AUDIT,
         "cpu_s": {"trainer": 60.0, "reserved engine": 20.0, "spot engines": 80.0, "manager": 10.0, "this view": 2.0},
         "cpu_to_start_s": 20.0,
@@ -167,5 +176,5 @@ def record(**changes: Any) -> Record:
 def unfinished() -> Record:
     """A run that ended before there was anything to see."""
     nothing: dict[str, Any] = {"steps": [], "changes": [], "process_events": [], "job_events": [], "observations": []}
-    nothing |= {"journeys": [], "audit": {}, "cpu_s": {}, "job": {}}
+    nothing |= {"samples": {}, "audit": {}, "cpu_s": {}, "job": {}}
     return record(**nothing, ready_at=None, job_began_at=None, job_ended_at=None)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 _KV_CACHE_BYTES = 8 << 20
 _shared: dict[str, Any] = {}
 """vLLM's `AsyncLLM` by slots and configuration; at most one."""
+_forks: dict[str, Any] = {}
+"""The environment of the process that engine cores are forked from, once there is one."""
 
 
 def config(*, tied: bool = True) -> Any:
@@ -53,6 +55,31 @@ def require(device: str = "cpu") -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what vLLM's own imports warn of is not ours to mend
         VllmFactory(slots=1, device=device, dtype="float32").prepare()
+        if device == "cpu":
+            _fork_engine_cores()
+
+
+def _fork_engine_cores() -> None:
+    """Fork the engine cores that this process starts, from a process that has imported what they need.
+
+    One whose environment differs from the first one's is started as elsewhere, with its imports.
+    """
+    from vllm.v1.engine import utils  # noqa: PLC0415 - see require
+
+    if "environment" in _forks:
+        return
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"])
+    _forks["environment"] = None
+    spawning = utils.get_mp_context
+
+    def get_mp_context() -> Any:
+        spawned = spawning()
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+        _forks["environment"] = _forks["environment"] or environment
+        return context if _forks["environment"] == environment else spawned
+
+    utils.get_mp_context = get_mp_context
 
 
 async def start(config: Any, *, slots: int) -> VllmEngine:

@@ -24,7 +24,8 @@ class SlowToLoad(FakeEngine):
     """Loads weights only when it may."""
 
     def __init__(self, capacity: KvCapacity | None = None) -> None:
-        super().__init__(4, interval_s=0.001, capacity=capacity)
+        max_len = capacity.max_len if capacity else 1 << 17
+        super().__init__(4, max_len=max_len, interval_s=0.001, capacity=capacity)
         self.may_load = asyncio.Event()
         self.may_load.set()
         self.hangs = False

@@ -38,7 +38,7 @@ class System:
 @pytest.fixture
 async def system() -> AsyncIterator[System]:
     system = System()
-    await system.manager.recover()
+    assert await system.manager.try_lead()
     yield system
     await system.http.aclose()
 

@@ -392,6 +392,15 @@ def test_scale_sets_the_number_of_workers(rest: FakeRest) -> None:
     assert "'many' is not a number of workers" in rlboost("scale", "many").stderr
 
 
+def test_read_only_link_has_a_token_that_reads_and_expires(rest: FakeRest) -> None:
+    assert rlboost("page").stdout == "http://api.test/#token=secret\n"
+    assert not rest.requests
+    rest.on("POST /v1/tokens", ok({"id": "t", "secret": "abc", "scope": "read"}, 201))
+    assert rlboost("page", "--read-only").stdout == "http://api.test/#token=abc&read-only\n"
+    sent = json.loads(rest.requests[0].content)
+    assert (sent["scope"], sent["expires_s"]) == ("read", 7 * 86_400.0)
+
+
 @pytest.mark.parametrize("state", ["failed", "cancelled"])
 def test_following_fails_with_the_job(rest: FakeRest, state: str) -> None:
     write_job()

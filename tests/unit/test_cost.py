@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from rlboost.services.rollout_manager.domain import cost
 from rlboost.services.rollout_manager.domain.audit import Audit
 from rlboost.services.rollout_manager.domain.cost import charge_workers, cost_report
 from rlboost.services.rollout_manager.domain.jobs import Job
@@ -76,6 +77,33 @@ def test_cost_survives_the_stored_form_of_the_audit(world: World) -> None:
     assert report["dollars_regenerated"] == 1.0
     assert report["dollars_regenerated_by_cause"] == {"late": 1.0}
     assert (report["max_dollars"], report["budget_reached"]) == (3.0, False)
+
+
+def test_each_step_without_spot_workers_is_estimated_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    estimates: list[tuple[float, float] | None] = [None, (90.0, 1.5), (80.0, 1.0)]
+    monkeypatch.setattr(cost, "step_without_spot", lambda _world, _job: estimates.pop(0))
+    world.jobs["a"].step = 1
+    charge(world, (0.0, 100.0), (10.0, 110.0), (20.0, 120.0))
+    assert cost_report(world.audits["a"], steps=1, max_dollars=None)["reserved_only"]["seconds"] == 90.0
+    world.jobs["a"].step = 3
+    charge(world, (30.0, 130.0))
+    assert cost_report(world.audits["a"], steps=3, max_dollars=None)["reserved_only"] == {
+        "seconds": 90.0 + 2 * 80.0,
+        "dollars": 1.5 + 2 * 1.0,
+        "break_even_price_per_hour": pytest.approx(3.5 / (30.0 / HOUR_S)),
+    }
+
+
+def test_break_even_price_is_what_reserved_workers_alone_would_cost_more() -> None:
+    audit = Audit()
+    audit.cost.charge("reserved", "k", 6.0, HOUR_S)
+    assert cost_report(audit, steps=10, max_dollars=None)["reserved_only"] is None
+    audit.cost.add_estimate(10, 600.0, 1.0)
+    assert cost_report(audit, steps=10, max_dollars=None)["reserved_only"]["break_even_price_per_hour"] is None
+    audit.cost.charge("preemptible", "k", 0.5, 2 * HOUR_S)
+    assert cost_report(audit, steps=10, max_dollars=None)["reserved_only"]["break_even_price_per_hour"] == 2.0
+    audit.cost.charge("reserved", "k", 6.0, HOUR_S)
+    assert cost_report(audit, steps=10, max_dollars=None)["reserved_only"]["break_even_price_per_hour"] == 0.0
 
 
 def test_cost_of_a_job_without_a_step_has_no_ratios() -> None:

@@ -19,8 +19,13 @@ from benchmarks.decisions import Load
 from rlboost.services.rollout_manager.domain.fleet import Worker
 from rlboost.services.rollout_manager.domain.scheduler import REBALANCE_EVERY_S, rebalance
 from rlboost.services.rollout_manager.domain.scheduling.candidates import CandidatePool, has_capacity, set_batch_cap
-from rlboost.services.rollout_manager.domain.scheduling.rebalance import RunningSample, WorkerLoad, select_migrations
-from rlboost.services.rollout_manager.domain.throughput_model import ENOUGH, Profile
+from rlboost.services.rollout_manager.domain.scheduling.rebalance import (
+    RunningSample,
+    WorkerLoad,
+    is_balanced,
+    select_migrations,
+)
+from rlboost.services.rollout_manager.domain.throughput_model import MIN_OBSERVATIONS, Profile
 from rlboost.services.rollout_manager.domain.world import Now
 from tests.support.builders import worker_joined
 
@@ -79,7 +84,7 @@ SHAPES: st.SearchStrategy[Shape] = st.lists(
 @pytest.fixture(scope="module")
 def known() -> Profile:
     profile = Profile()
-    for running in (1, 4, 16, 64) * ENOUGH:
+    for running in (1, 4, 16, 64) * MIN_OBSERVATIONS:
         profile.observe(running, 100 * running, running / (0.02 + 0.002 * running))
     return profile
 
@@ -94,25 +99,42 @@ def fleet(shape: Shape, profile: Profile) -> list[Worker]:
     return workers
 
 
-@given(shape=SHAPES, changes=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 40)), max_size=8))
-def test_best_is_the_least_of_all_workers_ranked_anew(
-    known: Profile, shape: Shape, changes: list[tuple[int, int]]
+def rank(worker: Worker) -> tuple[float | str, ...]:
+    running, profile = worker.load + 1, worker.profile
+    step_s = profile.step_s(min(running, worker.batch_cap), worker.kv.held) / worker.speed
+    return max(0, running - worker.batch_cap), step_s, running / worker.joined.slots, worker.id
+
+
+def intervals(worker: Worker) -> tuple[float, float]:
+    load = worker.load, worker.batch_cap, worker.kv.held
+    more = worker.load + 1, worker.batch_cap, worker.kv.held
+    return (
+        worker.profile.token_interval_s(*load) / worker.speed,
+        worker.profile.token_interval_s(*more) / worker.speed,
+    )
+
+
+@given(shape=SHAPES, changes=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 40)) | st.none(), max_size=16))
+def test_pool_decides_as_if_all_workers_were_compared_anew(
+    known: Profile, shape: Shape, changes: list[tuple[int, int] | None]
 ) -> None:
-    pool, workers = CandidatePool(), fleet(shape, known)
-    for worker in workers:
+    pool, workers = CandidatePool(), {worker.id: worker for worker in fleet(shape, known)}
+    for worker in workers.values():
         pool.update(worker, known)
-    for number, load in changes:
-        worker = workers[number % len(workers)]
-        worker.samples = set(range(load))
-        pool.update(worker, known)
-
-    def rank(worker: Worker) -> tuple[float, ...]:
-        running = worker.load + 1
-        step_s = known.step_s(min(running, worker.batch_cap), worker.kv.held) / worker.speed
-        return max(0, running - worker.batch_cap), step_s, running / worker.joined.slots
-
-    expected = min(filter(has_capacity, workers), key=lambda worker: (*rank(worker), worker.id), default=None)
-    assert pool.best() == (expected and expected.id)
+    for change in changes:
+        best = pool.best()
+        if change is not None:
+            number, load = change
+            worker = list(workers.values())[number % len(workers)]
+            worker.samples = set(range(load))
+            pool.update(worker, known)
+        elif best is not None:  # it gets a sample
+            workers[best].samples.add(len(workers[best].samples))
+            pool.update(workers[best], known)
+        expected = min(filter(has_capacity, workers.values()), key=rank, default=None)
+        assert pool.best() == (expected and expected.id)
+        now_s, next_s = zip(*map(intervals, workers.values()), strict=True)
+        assert pool.is_balanced() == is_balanced(max(now_s), min(next_s))
 
 
 @given(shape=SHAPES)
@@ -125,4 +147,4 @@ def test_no_migration_pays_in_a_pool_that_is_balanced(known: Profile, shape: Sha
         WorkerLoad(w.id, w.batch_cap, w.load, w.kv.held, known, w.speed, partial(islice, running, w.load))
         for w in workers
     ]
-    assert not (pool.is_balanced and select_migrations(loads))
+    assert not (pool.is_balanced() and select_migrations(loads))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,17 @@ def test_a_violated_guarantee_fails_the_command_not_the_report(demo: Any, tmp_pa
     assert result.exit_code == 1
     assert "a guarantee was violated" in result.stderr
     assert (tmp_path / "elsewhere/index.html").exists()
+
+
+def test_demo_as_json_prints_nothing_else_on_standard_output(demo: Any, tmp_path: Path) -> None:
+    result, _ = demo(record(audit=AUDIT | {"delivered": 1}), "--json")
+    printed = json.loads(result.stdout)
+    assert result.exit_code == 1
+    assert (printed["job"]["state"], printed["audit"]["delivered"]) == ("completed", 1)
+    assert [one["guarantee"] for one in printed["guarantees"] if not one["held"]] == [
+        "Every sample was delivered, or dropped for a stated reason"
+    ]
+    assert printed["report"] == str(tmp_path / "report/index.html")
 
 
 def test_a_run_that_was_stopped_has_no_report(demo: Any, tmp_path: Path) -> None:

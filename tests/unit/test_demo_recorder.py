@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +12,7 @@ from rlboost.local.supervisor import ClusterEvent
 from rlboost.report.record import load
 from rlboost.shared.errors import ConfigError
 from tests.support.fake_rest import job
-from tests.support.synthetic_record import record, unfinished
+from tests.support.synthetic_record import record, sample, unfinished
 
 WORKER = {
     "id": "worker-1-abcd",
@@ -57,34 +56,19 @@ def test_recorder_keeps_the_order_of_events_and_changes() -> None:
     assert made.applied("kill") == 1
 
 
-def sample(*spans: tuple[str, int, int]) -> dict[str, Any]:
-    text = {
-        "sample": "1/2/3/4",
-        "step": 2,
-        "prompt": "p",
-        "completion": "c",
-        "reward": 1.0,
-        "reason": "",
-        "attempts": 2,
-    }
-    return {**text, "spans": [list(span) for span in spans], "n_tokens": sum(span[2] for span in spans)}
-
-
-def test_the_retained_journey_is_of_a_migrated_sample() -> None:
+def test_recorder_retains_samples_in_each_order_of_the_page() -> None:
     recorder = Recorder(unfinished())
-    recorder.journey(
-        "worker-2",
-        [
-            sample(("worker-2-a", 2, 50)),
-            sample(("worker-1-a", 2, 50), ("worker-2-a", 2, 60)),
-            sample(("worker-2-a", 2, 10), ("worker-3-a", 2, 20)),
-            sample(("worker-2-a", 2, 30), ("worker-3-a", 2, 20)),
-            {**sample(("worker-2-a", 2, 90), ("worker-3-a", 2, 90)), "reward": 0.0},
-        ],
-    )
-    assert [journey.spans for journey in recorder.record.journeys] == [[("worker-2-a", 2, 30), ("worker-3-a", 2, 20)]]
-    recorder.journey("worker-9", [sample(("worker-1-a", 2, 5))])
-    assert len(recorder.record.journeys) == 1
+    rows = [sample(str(i), [("worker-1-a", 2, 5)], reward=i / 100) for i in range(40)]
+    rows[20]["spans"] = [["worker-2-a", 2, 3], ["worker-1-a", 2, 2]]
+    rows[30] |= {"reward": 9.0, "is_eval": True}
+    recorder.samples(3, rows)
+    assert [row["sample"] for row in recorder.record.samples[3]] == [
+        *(str(i) for i in range(8)),
+        "20",
+        *(str(i) for i in range(32, 40)),
+    ]
+    recorder.samples(4, [])
+    assert list(recorder.record.samples) == [3]
 
 
 def test_processor_time_is_summed_by_kind_of_process() -> None:
@@ -106,7 +90,7 @@ def test_a_record_is_read_back_as_it_was_written(tmp_path: Path) -> None:
 def test_load_refuses_a_file_that_is_not_a_record(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no\.json: No such file or directory: name the record\.json of a run"):
         load(tmp_path / "no.json")
-    for text, complaint in (("[", "Invalid JSON"), (json.dumps({"format": 2}), "format")):
+    for text, complaint in (("[", "Invalid JSON"), (json.dumps({"format": 1}), "format")):
         (tmp_path / "bad.json").write_text(text)
         with pytest.raises(ConfigError, match=rf"bad\.json is not the record of a run: .*{complaint}"):
             load(tmp_path / "bad.json")

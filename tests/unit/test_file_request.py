@@ -38,3 +38,30 @@ def test_parse_returns_path_and_credential_of_a_plain_download() -> None:
 )
 def test_parse_leaves_any_other_request_to_the_app(request_: bytes) -> None:
     assert parse(request_) is None
+
+
+UPLOAD = PLAIN.replace(b"GET", b"PUT").replace(b"Host: store", b"Content-Length: 12")
+
+
+def test_parse_returns_the_size_of_a_plain_upload() -> None:
+    for received in (b"", b"a part", b"twelve bytes"):
+        assert parse(UPLOAD + received) == FileRequest("/v1/chunks/ab", "Bearer t", 12)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        UPLOAD + b"thirteen byte",
+        UPLOAD.replace(b"12", b"-1"),
+        UPLOAD.replace(b"12", b"1_2"),
+        UPLOAD.replace(b"12", "\u00b2".encode("latin-1")),
+        UPLOAD.replace(b"12", b""),
+        UPLOAD.replace(b"12", b"12\r\nContent-Length: 12"),
+        UPLOAD.replace(b"12", b"12\r\nTransfer-Encoding: chunked"),
+        UPLOAD.replace(b"12", b"12\r\nExpect: 100-continue"),
+        UPLOAD.replace(b"12", b"12\r\nContent-Range: bytes 0-11/24"),
+        UPLOAD.replace(b"12", b"12\r\nContent-Encoding: gzip"),
+    ],
+)
+def test_parse_leaves_any_other_upload_to_the_app(request_: bytes) -> None:
+    assert parse(request_) is None

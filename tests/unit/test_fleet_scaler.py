@@ -58,7 +58,7 @@ class System:
         self.job = ""
 
     async def start(self) -> None:
-        await self.manager.recover()
+        assert await self.manager.try_lead()
         self.job = (await self.http.post("/jobs", json=job_file())).json()["id"]
         await self.bus.append(names.JOB_REPORTS, JobReport(job_id=self.job, state="running", step=0))
         await self.manager.turn()
@@ -128,7 +128,7 @@ async def test_workers_leave_before_the_provider_stops_any(system: System) -> No
 async def test_operators_number_survives_a_new_leader_and_auto_ends_it(system: System) -> None:
     answer = await system.http.post("/fleet/scale", json={"workers": 3})
     assert answer.json() == {"workers": 3}
-    await system.manager.recover()
+    assert await system.manager.try_lead()
     await system.pass_s(1)
     assert (await system.fleet())["workers"] == len(system.present) == 3
     await system.http.post("/fleet/scale", json={"workers": "auto"})

@@ -65,6 +65,6 @@ async def test_metrics_that_are_no_numbers_are_left_out_and_the_job_survives_a_r
     assert row == {"step": 0, "reward/mean": 0.5}
     successor = Manager(system.bus, lease_s=1.0, redis_limit_s=1.0)
     await system.manager._leadership.resign()
-    await successor.recover()
+    assert await successor.try_lead()
     assert successor.world.jobs[system.job].latest == {"reward/mean": 0.5}
     assert not successor.world.quarantined

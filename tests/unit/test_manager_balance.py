@@ -44,7 +44,7 @@ class Site:
             for number, length in groups:
                 request = group_requested(number, job_id=job_id, job_no=no, n=8, max_tokens=length)
                 await self.bus.append(names.rollouts_requested(job_id), request)
-        await self.manager.recover()
+        assert await self.manager.try_lead()
 
     async def join(self, speed: float, slots: int) -> str:
         name = f"w{len(self.workers)}"

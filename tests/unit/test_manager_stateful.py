@@ -199,7 +199,8 @@ class Spot(RuleBasedStateMachine):
     def redis_loses_unread_commands(self, data: st.DataObject) -> None:
         worker = data.draw(st.sampled_from(self.workers))
         commands = names.worker_commands(worker.id)
-        self.run(self.bus.trim(commands, after(self.run(self.bus.last_id(commands)))))
+        if entries := self.run(read_all(self.bus, commands)):
+            self.run(self.bus.trim(commands, after(entries[-1].id)))
 
     def _has_late(self, worker: SimWorker) -> bool:
         return any(other is worker for other, _ in self.late)

@@ -246,7 +246,7 @@ async def test_counters_of_an_ended_job_stay_and_a_standby_has_none() -> None:
     def delivered() -> float | None:
         return registry.get_sample_value("rlboost_tokens_total", {"fate": "delivered"})
 
-    await manager.recover()
+    assert await manager.try_lead()
     manager.world.audits["a"].tokens_delivered = 3
     manager.world.audits["b"].tokens_delivered = 4
     assert delivered() == 7.0
@@ -255,5 +255,5 @@ async def test_counters_of_an_ended_job_stay_and_a_standby_has_none() -> None:
     manager._step_down("a test")
     assert delivered() is None
     assert registry.get_sample_value("rlboost_cost_dollars_total") is None
-    await manager.recover()
+    assert await manager.try_lead()
     assert delivered() == 7.0

@@ -44,7 +44,7 @@ async def test_worker_that_died_before_redis_clock_stepped_back_is_lost() -> Non
     for message in job_running():
         stream = {"JobCommand": names.JOB_COMMANDS, "JobReport": names.JOB_REPORTS}
         await bus.append(stream.get(message.tag, names.WEIGHTS_COMMITTED), message)
-    await manager.recover()
+    assert await manager.try_lead()
     await SimWorker(bus, "w1").join()
     await manager.turn()
     redis_clock -= 3600.0

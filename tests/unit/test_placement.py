@@ -28,7 +28,7 @@ from rlboost.services.rollout_manager.domain.scheduling.fair_share import (
 from rlboost.services.rollout_manager.domain.scheduling.length_estimates import LengthEstimates
 from rlboost.services.rollout_manager.domain.scheduling.queue import OLDEST_GROUP_EVERY, SampleQueue
 from rlboost.services.rollout_manager.domain.scheduling.rebalance import RunningSample, WorkerLoad, select_migrations
-from rlboost.services.rollout_manager.domain.throughput_model import ENOUGH, Profile
+from rlboost.services.rollout_manager.domain.throughput_model import MIN_OBSERVATIONS, Profile
 from rlboost.shared.columns import I32, pack
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import Sampling
@@ -37,7 +37,7 @@ from tests.support.builders import group_requested, worker_joined
 
 def profile(fixed_s: float, each_s: float) -> Profile:
     made = Profile()
-    for running in (1, 4, 16, 64) * int(ENOUGH):
+    for running in (1, 4, 16, 64) * int(MIN_OBSERVATIONS):
         made.observe(running, 0, running / (fixed_s + each_s * running))
     return made
 

@@ -85,6 +85,12 @@ def test_engines_generate_during_a_download_of_weights_and_not_in_the_pause() ->
     assert hours[2] == hours[1], "a profile without the pause"
 
 
+def test_step_is_longer_where_scoring_takes_long() -> None:
+    slow = PROFILE.model_copy(update={"reward_s": 1.0})
+    (plan,), (slow_plan,) = (plans_of(profile, max_workers=0) for profile in (PROFILE, slow))
+    assert slow_plan.hours.mean > plan.hours.mean
+
+
 def test_prediction_repeats() -> None:
     assert plans_of(max_workers=1) == plans_of(max_workers=1)
 

@@ -170,7 +170,7 @@ async def survives(entries: list[tuple[str, bytes]]) -> Rig:
     for _ in range(2):
         rig.clock += 1.5
         await rig.manager.turn()
-    await rig.manager.recover()
+    assert await rig.manager.try_lead()
     await rig.manager.turn()
     return rig
 
@@ -228,7 +228,7 @@ async def test_entry_that_fails_unexpectedly_is_dead_lettered_once(monkeypatch: 
             rig.bus, lease_s=2.0, redis_limit_s=9.0, clock=lambda: Now(rig.clock, rig.clock), leader_lease_s=1e6
         )
         rig.clock += 2e6
-        await rig.manager.recover()
+        assert await rig.manager.try_lead()
         for worker in rig.workers.values():
             await worker.beat()
     for _ in range(4):
@@ -239,7 +239,7 @@ async def test_entry_that_fails_unexpectedly_is_dead_lettered_once(monkeypatch: 
     assert sorted(message.sample for message in delivered) == [SAMPLE, SAMPLE + 1]
     audit = rig.manager.world.audits["j"]
     assert (audit.requested, audit.delivered) == (2, 2)
-    await rig.manager.recover()
+    assert await rig.manager.try_lead()
     assert len(await dead_letters(rig)) == 1
 
 
@@ -350,6 +350,6 @@ async def test_job_whose_metrics_are_not_finite_can_be_read_again() -> None:
     report = StepReport(job_id="j", step=0, metrics={"loss": float("nan"), "reward": 1.0, "kl": float("inf")})
     await rig.bus.append(names.JOB_REPORTS, report)
     await rig.turn()
-    await rig.manager.recover()
+    assert await rig.manager.try_lead()
     assert not rig.manager.world.quarantined
     assert rig.manager.world.jobs["j"].latest == {"reward": 1.0}

@@ -51,7 +51,7 @@ class Stage:
         await self.bus.append(names.JOB_COMMANDS, create)
         await self.bus.append(names.JOB_REPORTS, report)
         await self.bus.append(names.WEIGHTS_COMMITTED, committed)
-        await self.manager.recover()
+        assert await self.manager.try_lead()
         await self.manager.turn()
         await self.bus.append(
             names.rollouts_requested(JOB),
@@ -68,7 +68,7 @@ class Stage:
 
     async def restart(self) -> None:
         self.manager = self.successor()
-        await self.manager.recover()
+        assert await self.manager.try_lead()
 
     async def record(self) -> str:
         return await self.bus.hash_get(names.JOBS, JOB) or ""

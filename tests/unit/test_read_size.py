@@ -103,7 +103,7 @@ async def test_recovery_reads_large_samples_a_few_at_a_time(bus: Metered) -> Non
 
 async def test_manager_relays_large_reports_a_few_at_a_time(bus: Metered) -> None:
     manager = Manager(bus, lease_s=2.0, redis_limit_s=9.0, record=manager_record("127.0.0.1", 1, "here"))
-    await manager.recover()
+    assert await manager.try_lead()
     workers = [(await manager.identities.create("w", "preemptible", manager.write))[0] for _ in range(2)]
     for worker in workers:
         await bus.append(names.worker_reports(worker), worker_joined(worker))

@@ -132,7 +132,7 @@ class System:
             job_running(), (names.JOB_COMMANDS, names.JOB_REPORTS, names.WEIGHTS_COMMITTED), strict=True
         ):
             await self.bus.append(stream, message)
-        await self.manager.recover()
+        assert await self.manager.try_lead()
         await self.manager.turn()
 
     async def worker(self) -> SimWorker:
@@ -173,7 +173,7 @@ async def test_manager_killed_at_any_call_relays_everything_once(system: System,
             await system.turn(worker)
         except Killed:
             system.manager = system.new_manager()
-            await system.manager.recover()
+            assert await system.manager.try_lead()
     assert system.bus.calls_left < 0, "it was not killed"
     finished = [m for m in await system.messages(names.rollouts_finished("j")) if isinstance(m, SampleFinished)]
     assert [len(m.tokens) // 4 for m in finished] == [8, 8]
@@ -189,7 +189,7 @@ async def test_commands_are_not_compared_while_a_short_read_left_entries(
     for number in range(BATCH // MIN_BATCH):  # so many workers that each read is short
         record = IdentityRecord(role="preemptible").model_dump_json()
         await system.bus.transact([HashSet(names.WORKER_IDENTITIES, {f"w-{number}": record})])
-    await system.manager.recover()
+    assert await system.manager.try_lead()
     postponed: list[bool] = []
     monkeypatch.setattr(system.manager.world.fleet, "restart_command_checks", lambda: postponed.append(True))
     await system.manager.turn()
@@ -206,7 +206,7 @@ async def test_superseded_manager_relays_nothing(system: System) -> None:
     successor = system.new_manager(2)
     await system.bus.transact([HashSet(names.MANAGER_CURSORS, {})])
     system.bus._leases.pop(names.MANAGER_LEASE)
-    await successor.recover()
+    assert await successor.try_lead()
     await worker.report(FRAME.model_copy(update={"worker": worker.id}))
     pending = await system.messages(names.worker_reports(worker.id))
     with pytest.raises(Fenced):
@@ -286,7 +286,7 @@ async def test_new_leader_restores_forgotten_users_and_removes_unknown(system: S
     worker = await system.worker()
     secrets = dict(system.users.secrets)
     system.users.secrets = {"of-a-worker-without-an-identity": ""}
-    await system.new_manager().recover()
+    assert await system.new_manager().try_lead()
     assert system.users.secrets == secrets
     assert set(secrets) == {worker.id}
 

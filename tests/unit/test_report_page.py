@@ -1,89 +1,86 @@
+"""Reports are the web page with a job's data in it: one file that refers to nothing else."""
+
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from rlboost.cli import app
 from rlboost.demo.recorder import Recorder
-from rlboost.report.page import SECTIONS, render, write
+from rlboost.report.page import render, write
 from rlboost.report.record import Record
-from tests.support.synthetic_record import record, unfinished
+from rlboost.report.run_report import report_of
+from rlboost.shared.page.files import STATIC
+from tests.support.synthetic_record import record, sample, unfinished
+
+DATA = re.compile(r'<script type="application/json" id="report">(.*?)</script>', re.DOTALL)
 
 
-@pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(record(), tmp_path_factory.mktemp("report"))
+def data_of(html: str) -> Any:
+    (text,) = DATA.findall(html)
+    return json.loads(text)
 
 
-def test_the_page_has_every_section_and_figure(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    found = re.findall(r'<section id="(\w+)">', text)
-    assert found == ["audit", "learning", "fleet", "steps", "tokens", "journeys", "counters", "cpu_time", "settings"]
-    assert text.count("<svg") == text.count("</svg>") == len(SECTIONS) == 4
-    assert "Every guarantee held" in text
-    assert "3,276 requested = 3,276 delivered + 0 dropped" in text
-    assert "<b>worker-2</b> 11 tokens → <b>worker-1</b> 9 tokens" in text
+def test_report_has_every_part_of_the_page_and_the_answers() -> None:
+    html = render(report_of(record()))
+    for name in ("main.js", "history.js", "api.js", "style.css"):
+        last_line = (STATIC / name).read_text(encoding="utf-8").strip().splitlines()[-1]
+        assert last_line.removeprefix("export ") in html, name
+    data = data_of(html)
+    assert data["answers"]["jobs/countdown-abc/audit"]["delivered"] == 3276
+    assert len(data["answers"]["jobs/countdown-abc/metrics"]) == 13
+    assert data["samples"]["3"][0]["spans"][0][0] == "worker-2-aaaa"
+    assert [table["title"] for table in data["tables"]] == ["Guarantees", "Processor time", "This run"]
+    assert data["text"].startswith("Every guarantee held. 12 steps of GRPO")
 
 
-def test_the_page_needs_nothing_from_outside(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    assert not re.search(r"<(script|link|img|iframe|image)\b", text)
-    assert not re.search(r"url\((?!#)", text)
-    references = re.findall(r'(?:src|(?<!xlink:)href|xlink:href)="([^"]*)"', text)
-    assert all(reference.startswith("#") for reference in references)
+def test_report_refers_to_nothing_outside_and_imports_no_module() -> None:
+    html = render(report_of(record()))
+    assert not re.search(r"""(?:src|href)="(?!#|data:)""", html)
+    assert not re.search(r"url\(", html)
+    assert not re.search(r"^(import|export) ", html, re.MULTILINE)
+    assert html.count("</script>") == 2
 
 
-def test_the_ids_of_the_figures_do_not_meet_on_the_page(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    clips = re.findall(r'<clipPath id="(\w+)"', text)
-    assert len(clips) == len(set(clips))
-
-
-def test_each_figure_is_there_as_a_picture(page: Path) -> None:
-    pictures = sorted((page.parent / "figures").iterdir())
-    assert [picture.name for picture in pictures] == ["fleet.png", "learning.png", "steps.png", "tokens.png"]
-    assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
-
-
-def test_the_same_record_gives_the_same_bytes(page: Path, tmp_path: Path) -> None:
-    again = write(record(), tmp_path)
-    assert again.read_bytes() == page.read_bytes()
-    for name in ("fleet", "steps"):
-        first, second = (folder / "figures" / f"{name}.png" for folder in (page.parent, tmp_path))
-        assert first.read_bytes() == second.read_bytes()
-
-
-def test_the_page_has_the_warnings_that_held_at_the_end() -> None:
-    made = record()
-    made.job["warnings"] = ["nothing <learned>"]
-    page = render(made, {section.name: "" for section in SECTIONS})
-    assert "Warning: nothing &lt;learned&gt;" in page
-    assert "Warning:" not in render(record(), {section.name: "" for section in SECTIONS})
+def test_kills_and_starts_of_workers_are_events_of_the_report() -> None:
+    events = data_of(render(report_of(record())))["events"]
+    added = [(event["kind"], event["fields"]["worker"]) for event in events if event["source"] == "demo"]
+    assert added == [
+        ("worker_killed", "worker-2-aaaa"),
+        ("worker_started", "worker-4-aaaa"),
+        ("worker_started", "worker-5-aaaa"),
+    ]
+    assert [event["at"] for event in events] == sorted(event["at"] for event in events)
 
 
 def quiet() -> Record:
-    made = record(changes=[], planned=[], journeys=[])
+    made = record(changes=[], planned=[], samples={})
     made.settings.chaos = False
     return made
 
 
 @pytest.mark.parametrize("made", [unfinished(), quiet()], ids=["unfinished", "quiet"])
-def test_a_run_with_little_to_show_has_a_report_too(made: Record, tmp_path: Path) -> None:
-    text = write(made, tmp_path).read_text(encoding="utf-8")
-    assert ("Some guarantees were violated" in text) == (not made.steps)
-    assert "No retained sample had more than one worker" in text
+def test_a_run_with_little_to_show_has_a_report_too(made: Record) -> None:
+    text = data_of(render(report_of(made)))["text"]
+    assert text.startswith("Some guarantees were violated" if not made.steps else "Every guarantee held")
 
 
 def test_report_escapes_foreign_text() -> None:
-    made = record()
-    made.journeys[0].completion = "<script>alert(1)</script>"
-    made.job["name"] = "<b>$name"
-    text = render(made, {section.name: "<svg></svg>" for section in SECTIONS})
-    assert "<script" not in text
-    assert "&lt;b&gt;$name" in text
+    spans = [("worker-1-aaaa", 2, 1)]
+    made = record(samples={3: [sample("1", spans, completion="</script><script>alert(1)</script>")]})
+    html = render(report_of(made))
+    assert html.count("<script") == 2
+    assert "alert(1)</script>" in data_of(html)["samples"]["3"][0]["completion"]
+
+
+def test_the_same_record_gives_the_same_bytes(tmp_path: Path) -> None:
+    first, second = (write(report_of(record()), tmp_path / name) for name in ("a", "b"))
+    assert first.read_bytes() == second.read_bytes()
 
 
 def test_the_command_makes_a_report_from_a_file(tmp_path: Path) -> None:
@@ -92,7 +89,7 @@ def test_the_command_makes_a_report_from_a_file(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["report", str(file), "--out", str(out)])
     assert result.exit_code == 0, result.output
     assert result.stdout.strip() == str(out / "index.html")
-    assert (out / "index.html").exists()
+    assert data_of((out / "index.html").read_text(encoding="utf-8"))["job"] == "countdown-abc"
 
 
 def test_report_refuses_a_file_that_is_not_a_record(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from rlboost.shared.messages import FINISH_RELEASED, FINISH_STOP, SampleFinished
 from rlboost.shared.routed_experts import RoutedShape
 from tests.support import builders
 from tests.support.builders import group_id, group_requested
-from tests.support.jobs import job, job_file
+from tests.support.jobs import job_file
 
 SHAPE = RoutedShape(layers=3, experts_per_token=2, experts=8)
 GROUP = group_id()
@@ -108,11 +108,6 @@ def test_frames_are_split_by_their_experts() -> None:
     found = sent(*(emission(GROUP + i, 0, 2, FINISH_STOP, half) for i in range(3)))
     assert [frame.routed_experts for frame in found] == [half] * 3
     assert [frame.routed_experts for frame in sent(emission(GROUP, 0, 2))] == [b""]
-
-
-def test_replay_with_megatron_is_rejected() -> None:
-    with pytest.raises(ConfigError, match=r"router_replay: R3 needs trainer\.backend: torch"):
-        job(trainer={"backend": "megatron", "router_replay": "R3"})
 
 
 def test_replay_without_generated_samples_is_rejected() -> None:

@@ -13,7 +13,7 @@ from rlboost.services.rollout_manager.domain.scheduler import (
     rebalance,
     reclaim,
 )
-from rlboost.services.rollout_manager.domain.throughput_model import ENOUGH
+from rlboost.services.rollout_manager.domain.throughput_model import MIN_OBSERVATIONS
 from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.shared.columns import I32, U64, ints, pack
 from rlboost.shared.messages import Admitted, Message, Release, Restated, Revoke, SampleDropped
@@ -91,7 +91,7 @@ def test_sample_that_has_run_ignores_its_preferred_worker() -> None:
 def test_rebalance_waits_for_the_releases_under_way() -> None:
     world = world_with()
     apply(world, worker_joined("w", slots=64), heartbeat("w", version=STEP))
-    for running in (1, 4, 16, 64) * ENOUGH:
+    for running in (1, 4, 16, 64) * MIN_OBSERVATIONS:
         world.fleet.workers["w"].profile.observe(running, 100 * running, running / (0.02 + 0.002 * running))
     apply(world, group_requested(step=STEP, n=32, max_tokens=1000))
     assert owner(world) == "w"

@@ -8,9 +8,9 @@ import pytest
 
 from rlboost.services.rollout_manager.domain.seeding import View, Window
 from rlboost.services.rollout_manager.domain.window_tuner import (
-    ETA,
+    FLEET_CHANGE_DIVISOR,
     NEWEST_STEP_WEIGHT,
-    UNSTEADY,
+    WAIT_DIFFERENCE_DIVISOR,
     Meter,
     StepTimes,
     WindowTuner,
@@ -130,11 +130,9 @@ def step_times(**changes: float) -> StepTimes:
         "remote_wait_s": 0.0,
         "train_s": 20.0,
         "step_s": 60.0,
-        "remote_s": 50.0,
         "fleet": 4,
         "fleet_mean": 4.0,
         "steady": True,
-        "reserved": 2,
         "work_s": 220.0,
         "tokens": 6000,
         **changes,
@@ -145,17 +143,17 @@ def step_times(**changes: float) -> StepTimes:
 def test_window_grows_when_trainer_waits_and_shrinks_when_workers_wait() -> None:
     tuner = WindowTuner()
     tuner.learn(step_times(train_wait_s=12.0))
-    assert tuner.window_s == pytest.approx(10.0 + 12.0 / ETA)
+    assert tuner.window_s == pytest.approx(10.0 + 12.0 / WAIT_DIFFERENCE_DIVISOR)
     tuner = WindowTuner()
     tuner.learn(step_times(remote_wait_s=8.0))
-    assert tuner.window_s == pytest.approx(10.0 - 8.0 / ETA)
+    assert tuner.window_s == pytest.approx(10.0 - 8.0 / WAIT_DIFFERENCE_DIVISOR)
 
 
 def test_minimum_wait_of_the_workers_does_not_count() -> None:
     tuner = WindowTuner()
     tuner.learn(step_times(train_wait_s=10.0, remote_wait_s=15.0))
     assert tuner.min_wait_s == 15.0
-    assert tuner.window_s == pytest.approx(10.0 + 10.0 / ETA)
+    assert tuner.window_s == pytest.approx(10.0 + 10.0 / WAIT_DIFFERENCE_DIVISOR)
     tuner.learn(step_times(train_wait_s=0.0, remote_wait_s=15.0))
     assert tuner.window_s == 10.0
 
@@ -173,7 +171,7 @@ def test_one_step_at_most_halves_or_doubles_the_window() -> None:
 def test_step_with_fleet_changes_counts_less() -> None:
     tuner = WindowTuner()
     tuner.learn(step_times(train_wait_s=12.0, steady=False))
-    assert tuner.window_s == pytest.approx(10.0 + 12.0 / ETA / UNSTEADY)
+    assert tuner.window_s == pytest.approx(10.0 + 12.0 / WAIT_DIFFERENCE_DIVISOR / FLEET_CHANGE_DIVISOR)
 
 
 def test_small_difference_of_waits_changes_nothing() -> None:
@@ -234,7 +232,7 @@ def test_meter_counts_idle_time_only_with_preemptible_workers() -> None:
     meter.update(4.0, fleet=2, reserved=1, working=True)
     meter.update(6.0, fleet=2, reserved=1, working=False)
     measured = meter.measure(2.5, 0.5, 3.0, tokens=700)
-    assert (measured.remote_s, measured.remote_wait_s, measured.step_s) == (3.0, 2.0, 6.0)
+    assert (measured.remote_wait_s, measured.step_s) == (2.0, 6.0)
     assert measured.fleet_mean == pytest.approx(10 / 6)
     assert measured.tokens == 600
     assert not measured.steady

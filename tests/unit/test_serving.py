@@ -33,7 +33,7 @@ class Rig:
         self.groups = 0
 
     async def start(self, *workers: str, slots: int = 4) -> None:
-        await self.manager.recover()
+        assert await self.manager.try_lead()
         create = JobCommand(command_id="c", action="create", job_id="j", job_no=1, spec_json=to_json(job()))
         await self.bus.append(names.JOB_COMMANDS, create)
         await self.bus.append(names.JOB_REPORTS, JobReport(job_id="j", state="running", step=0))

@@ -42,7 +42,7 @@ class UnavailableAtFirst(MemoryBus):
 async def test_leader_writes_its_protocol() -> None:
     bus = MemoryBus()
     await check_leader(bus)
-    await manager(bus).recover()
+    assert await manager(bus).try_lead()
     assert await stored(bus) == {"number": str(PROTOCOL)}
     await check_leader(bus)
 
@@ -83,7 +83,7 @@ async def test_newer_manager_continues_older_state_and_dismisses_its_workers(mon
     for module in ("fleet", "apply_messages"):
         monkeypatch.setattr(f"rlboost.services.rollout_manager.domain.{module}.PROTOCOL", PROTOCOL + 1)
     leader = manager(bus)
-    await leader.recover()
+    assert await leader.try_lead()
     await leader.turn()
     assert await stored(bus) == {"number": str(PROTOCOL + 1)}
     assert set(leader.world.fleet.workers) == {"newer"}
@@ -97,7 +97,7 @@ async def test_trainer_stops_once_a_manager_of_another_protocol_leads(monkeypatc
     monkeypatch.setattr(state_protocol, "_CHECK_EVERY_S", 0.001)
     watching = asyncio.create_task(leader_check(bus)(asyncio.Event()))
     await eventually(lambda: not bus.is_unavailable)
-    await manager(bus).recover()
+    assert await manager(bus).try_lead()
     await bus.transact([HashSet(names.PROTOCOL, {"number": str(PROTOCOL + 1)})])
     with pytest.raises(ConfigError, match=f"the manager has protocol {PROTOCOL + 1} and this process {PROTOCOL}"):
         await watching

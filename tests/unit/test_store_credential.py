@@ -21,6 +21,7 @@ from rlboost.shared.http.store_credential import (
     credential_holder,
     issue_store_credential,
     may_download,
+    may_upload,
     store_authenticator,
 )
 from rlboost.shared.http.token_signature import sign
@@ -126,7 +127,7 @@ class Renewal:
         self.credentials = StoreCredentials(self.manager, TOKEN, life_s=LIFE_S, clock=lambda: self.now)
 
     async def start(self) -> None:
-        await self.manager.recover()
+        assert await self.manager.try_lead()
         await self.bus.append(names.WORKER_HEARTBEATS, worker_joined("w-1"))
         await self.manager.turn()
 
@@ -154,7 +155,7 @@ async def test_recovered_manager_renews_all_credentials() -> None:
     renewal = Renewal()
     await renewal.start()
     assert len(await renewal.sent()) == 1
-    await renewal.manager.recover()
+    assert await renewal.manager.try_lead()
     assert len(await renewal.sent()) == 2
 
 
@@ -166,3 +167,8 @@ def test_files_are_sent_to_holders_of_a_valid_token_only() -> None:
     assert may(f"bearer {TOKEN}")
     assert not may(f"Bearer {CREDENTIAL}", NOW + LIFE_S)
     assert not any(may(authorization) for authorization in ("", "Bearer ", CREDENTIAL, "Bearer other"))
+
+
+def test_files_are_received_from_holders_of_the_systems_token_only() -> None:
+    assert may_upload(f"Bearer {TOKEN}", TOKEN)
+    assert not any(may_upload(given, TOKEN) for given in (f"Bearer {CREDENTIAL}", "", "Bearer ", TOKEN, "Bearer other"))

@@ -22,9 +22,10 @@ from rlboost.services.rollout_worker.domain.effects import (
     SubmitSamples,
     SuspendEngine,
 )
-from rlboost.services.rollout_worker.domain.requests import Emission, Key
+from rlboost.services.rollout_worker.domain.requests import Emission, RequestKey
 from rlboost.services.rollout_worker.domain.session import Session
 from rlboost.shared.columns import U32, U64, pack
+from rlboost.shared.ids import WeightsRef
 from rlboost.shared.messages import (
     FINISH_RELEASED,
     FINISH_STOP,
@@ -49,15 +50,15 @@ def assignment(sample: int, attempt: int = 1) -> Assignment:
     )
 
 
-def assign(*keys: Key, version: int = 0, job: str = "j") -> Assign:
+def assign(*keys: RequestKey, version: int = 0, job: str = "j") -> Assign:
     return Assign(job_id=job, version=version, samples=[assignment(*key) for key in keys])
 
 
-def revoke(*keys: Key) -> Revoke:
+def revoke(*keys: RequestKey) -> Revoke:
     return Revoke(samples=pack([key[0] for key in keys], U64), attempts=pack([key[1] for key in keys], U32))
 
 
-def release(*keys: Key) -> Release:
+def release(*keys: RequestKey) -> Release:
     return Release(samples=pack([key[0] for key in keys], U64), attempts=pack([key[1] for key in keys], U32))
 
 
@@ -69,7 +70,7 @@ def ended(sample: int, attempt: int = 1, error: str = "") -> Emission:
     return Emission(sample, attempt, 0, [5], [-1.0], 0, 0 if error else FINISH_STOP, error)
 
 
-def submitted(actions: Sequence[Effect]) -> list[Key]:
+def submitted(actions: Sequence[Effect]) -> list[RequestKey]:
     return [(a.sample, a.attempt) for action in actions if isinstance(action, SubmitSamples) for a in action.samples]
 
 
@@ -81,7 +82,7 @@ def state(session: Session) -> str:
 def ready() -> Session:
     session = Session("w")
     assert session.on_command(use(0)) == [PullWeights("j", 0)]
-    assert session.on_weights_loaded(("j", 0)) == []
+    assert session.on_weights_loaded(WeightsRef("j", 0)) == []
     return session
 
 
@@ -90,7 +91,7 @@ def test_a_worker_joins_pulls_and_is_ready() -> None:
     assert state(session) == "joining"
     assert session.on_command(use(0)) == [PullWeights("j", 0)]
     assert state(session) == "pulling"
-    session.on_weights_loaded(("j", 0))
+    session.on_weights_loaded(WeightsRef("j", 0))
     assert (state(session), session.serving) == ("ready", ("j", 0))
 
 
@@ -180,7 +181,7 @@ def test_release_of_samples_awaiting_weights_reports_them_unstarted(ready: Sessi
     ready.on_command(use(1))
     ready.on_command(assign((7, 1), (8, 1), version=1))
     assert ready.on_command(release((6, 1), (7, 1))) == [ReleaseRequests(((6, 1),)), ReleaseUnstarted((assignment(7),))]
-    assert submitted(ready.on_weights_loaded(("j", 1))) == [(8, 1)]
+    assert submitted(ready.on_weights_loaded(WeightsRef("j", 1))) == [(8, 1)]
 
 
 def test_a_released_sample_may_come_back_with_a_higher_attempt(ready: Session) -> None:
@@ -202,8 +203,8 @@ def test_samples_do_not_start_with_weights_that_were_replaced_meanwhile(ready: S
     ready.on_command(use(1))
     ready.on_command(use(2))
     ready.on_command(assign((7, 1), version=2))
-    assert ready.on_weights_loaded(("j", 1)) == []
-    assert submitted(ready.on_weights_loaded(("j", 2))) == [(7, 1)]
+    assert ready.on_weights_loaded(WeightsRef("j", 1)) == []
+    assert submitted(ready.on_weights_loaded(WeightsRef("j", 2))) == [(7, 1)]
 
 
 def test_samples_assigned_before_the_weights_are_there_start_with_them(ready: Session) -> None:
@@ -211,7 +212,7 @@ def test_samples_assigned_before_the_weights_are_there_start_with_them(ready: Se
     assert ready.on_command(assign((7, 1), (8, 1), version=1)) == []
     assert ready.n_awaiting_weights == 2
     assert ready.on_command(revoke((8, 1))) == []
-    assert submitted(ready.on_weights_loaded(("j", 1))) == [(7, 1)]
+    assert submitted(ready.on_weights_loaded(WeightsRef("j", 1))) == [(7, 1)]
     assert ready.n_awaiting_weights == 0
 
 
@@ -260,7 +261,7 @@ def test_a_suspended_worker_pulls_and_stays_suspended(ready: Session) -> None:
     ready.on_engine_suspended()
     assert ready.on_command(use(1)) == [PullWeights("j", 1)]
     assert state(ready) == "suspended"
-    ready.on_weights_loaded(("j", 1))
+    ready.on_weights_loaded(WeightsRef("j", 1))
     assert (state(ready), ready.serving) == ("suspended", ("j", 1))
 
 
@@ -278,7 +279,7 @@ def test_new_version_of_the_same_job_keeps_held_samples(ready: Session) -> None:
     ready.on_command(assign((7, 1)))
     assert ready.on_command(use(1)) == [PullWeights("j", 1)]
     ready.on_weights_unloaded()
-    ready.on_weights_loaded(("j", 1))
+    ready.on_weights_loaded(WeightsRef("j", 1))
     assert ready.held == {7: 1}
 
 
@@ -298,7 +299,7 @@ def test_samples_of_several_versions_are_held_together(ready: Session) -> None:
         ready.on_command(use(version))
         assert ready.on_command(assign((7 + version, 1), version=version)) == []
         ready.on_weights_unloaded()
-        assert submitted(ready.on_weights_loaded(("j", version))) == [(7 + version, 1)]
+        assert submitted(ready.on_weights_loaded(WeightsRef("j", version))) == [(7 + version, 1)]
     assert ready.held == {7: 1, 8: 1, 9: 1}
 
 
@@ -313,7 +314,7 @@ def test_another_jobs_version_releases_held_samples(ready: Session) -> None:
 
 def test_unavailable_weights_leave_the_loaded_ones(ready: Session) -> None:
     ready.on_command(use(1))
-    assert ready.on_weights_unavailable(("j", 1), "retired") == []
+    assert ready.on_weights_unavailable(WeightsRef("j", 1), "retired") == []
     assert (state(ready), ready.serving) == ("ready", ("j", 0))
     assert ready.on_command(use(1)) == [PullWeights("j", 1)]
 
@@ -321,28 +322,28 @@ def test_unavailable_weights_leave_the_loaded_ones(ready: Session) -> None:
 def test_unavailable_first_version_leaves_the_worker_joining() -> None:
     session = Session("w")
     session.on_command(use(0))
-    session.on_weights_unavailable(("j", 0), "retired")
+    session.on_weights_unavailable(WeightsRef("j", 0), "retired")
     assert state(session) == "joining"
 
 
 def test_unavailable_weights_with_waiting_samples_rejoin(ready: Session) -> None:
     ready.on_command(use(1))
     ready.on_command(assign((7, 1), version=1))
-    assert ready.on_weights_unavailable(("j", 1), "retired") == [Rejoin("retired")]
+    assert ready.on_weights_unavailable(WeightsRef("j", 1), "retired") == [Rejoin("retired")]
 
 
 def test_unavailable_weights_with_an_unloaded_engine_rejoin(ready: Session) -> None:
     ready.on_command(assign((7, 1)))
     ready.on_command(use(1))
     ready.on_weights_unloaded()
-    assert ready.on_weights_unavailable(("j", 1), "retired") == [Rejoin("retired")]
+    assert ready.on_weights_unavailable(WeightsRef("j", 1), "retired") == [Rejoin("retired")]
 
 
 def test_outdated_weight_outcome_changes_nothing(ready: Session) -> None:
     ready.on_command(use(1))
     ready.on_command(use(2))
-    assert ready.on_weights_unavailable(("j", 1), "retired") == []
-    assert ready.on_weights_loaded(("j", 1)) == []
+    assert ready.on_weights_unavailable(WeightsRef("j", 1), "retired") == []
+    assert ready.on_weights_loaded(WeightsRef("j", 1)) == []
     assert state(ready) == "pulling"
 
 
@@ -397,8 +398,8 @@ class Engine:
     """Holds what it was told to, and refuses what no engine would take."""
 
     def __init__(self) -> None:
-        self.keys: set[Key] = set()
-        self.returned: set[Key] = set()
+        self.keys: set[RequestKey] = set()
+        self.returned: set[RequestKey] = set()
         self.on_engine_suspended = False
 
     def carry_out(self, session: Session, actions: Sequence[Effect]) -> bool:

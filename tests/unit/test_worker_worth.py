@@ -12,13 +12,14 @@ from rlboost.services.rollout_manager.domain.apply_messages import apply_message
 from rlboost.services.rollout_manager.domain.fleet import Worker
 from rlboost.services.rollout_manager.domain.lifetimes import Lifetimes, availability
 from rlboost.services.rollout_manager.domain.seeding import Window
-from rlboost.services.rollout_manager.domain.throughput_model import ENOUGH
+from rlboost.services.rollout_manager.domain.throughput_model import MIN_OBSERVATIONS
 from rlboost.services.rollout_manager.domain.window_tuner import Meter, WindowTuner
 from rlboost.services.rollout_manager.domain.worker_worth import (
     Offer,
     paying_workers,
     speedup_of_one_more,
     step_duration_s,
+    step_without_spot,
     worth_of_one_more,
 )
 from rlboost.services.rollout_manager.domain.world import Now, World
@@ -71,7 +72,7 @@ def test_worker_that_pulls_weights_counts_nothing(world: World) -> None:
 
 def test_profiled_worker_counts_by_throughput_and_not_by_samples() -> None:
     worker = Worker(worker_joined(slots=64), 0.0, batch_cap=64)
-    for running in (1, 8, 64) * ENOUGH:
+    for running in (1, 8, 64) * MIN_OBSERVATIONS:
         worker.profile.observe(running, 0, running / (0.02 + 0.001 * running))
     worker.on_heartbeat(heartbeat(running=16), 1.0)
     assert worker.utilization() == pytest.approx((16 / 0.036) / (64 / 0.084), rel=1e-3)
@@ -173,6 +174,13 @@ def test_one_more_is_worth_nothing_from_the_target_on(world: World) -> None:
     worth = worth_of_one_more(world)
     assert worth
     assert worth["tokens_per_hour"] == worth["dollars_per_hour"] == 0.0
+
+
+def test_step_without_spot_workers_takes_the_reserved_ones_the_whole_work(world: World) -> None:
+    assert step_without_spot(world, world.jobs["j"]) is None
+    finish_step(world, work_s=300.0)
+    # A window of 300 s, 100 s of training, and the 20 s that no worker shortens, at 8 dollars per hour.
+    assert step_without_spot(world, world.jobs["j"]) == pytest.approx((420.0, 420.0 / HOUR_S * 8.0))
 
 
 # --- workers that pay for themselves ---

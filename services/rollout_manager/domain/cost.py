@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
+from rlboost.services.rollout_manager.domain.worker_worth import step_without_spot
+
 if TYPE_CHECKING:
     from rlboost.services.rollout_manager.domain.audit import Audit
     from rlboost.services.rollout_manager.domain.fleet import Worker
@@ -36,12 +38,24 @@ class Cost(BaseModel):
     """By role and kind."""
     budget_reached: bool = False
     """True once the job's remaining budget only just pays for draining its workers. It stays so."""
+    reserved_only_s: float = 0.0
+    """Estimated duration of the `estimated_steps` with the job's reserved workers alone."""
+    reserved_only_dollars: float = 0.0
+    """What that would have cost."""
+    estimated_steps: int = 0
 
     def charge(self, role: str, kind: str, price_per_hour: float, seconds: float) -> None:
         """Add the time of one worker."""
         time = self.workers.setdefault(f"{role} {kind}", WorkerTime(role=role, kind=kind))
         time.seconds += seconds
         time.dollars += seconds / _HOUR_S * price_per_hour
+
+    def add_estimate(self, steps: int, step_s: float, dollars: float) -> None:
+        """Add what the steps since the last estimate would have taken and cost without preemptible workers, each."""
+        new = steps - self.estimated_steps
+        self.reserved_only_s += new * step_s
+        self.reserved_only_dollars += new * dollars
+        self.estimated_steps = steps
 
     @property
     def dollars(self) -> float:
@@ -67,6 +81,8 @@ def charge_workers(world: World, now: Now) -> None:
             for worker in _workers_of(world, job):
                 cost.charge(worker.joined.role, worker.joined.kind, worker.joined.price_per_hour, elapsed_s)
         cost.charged_until = now.wall
+        if job.step > cost.estimated_steps and (estimate := step_without_spot(world, job)):
+            cost.add_estimate(job.step, *estimate)
         _check_budget(world, job, now)
 
 
@@ -136,6 +152,25 @@ def cost_report(audit: Audit, steps: int, max_dollars: float | None) -> dict[str
         "dollars_regenerated_by_cause": {
             cause: per_token * tokens for cause, tokens in audit.tokens_regenerated.items() if per_token is not None
         },
+        "reserved_only": _reserved_only(audit.cost),
+    }
+
+
+def _reserved_only(cost: Cost) -> dict[str, Any] | None:
+    """Return what the finished steps would have taken and cost without preemptible workers, None while unknown.
+
+    The break-even price is what an hour of a preemptible worker may cost for the job to cost as much as without any;
+    None before one has served it.
+    """
+    if not cost.reserved_only_dollars:
+        return None
+    spot_s = sum(time.seconds for time in cost.workers.values() if time.role == "preemptible")
+    reserved_dollars = sum(time.dollars for time in cost.workers.values() if time.role == "reserved")
+    saved = max(0.0, cost.reserved_only_dollars - reserved_dollars)
+    return {
+        "seconds": cost.reserved_only_s,
+        "dollars": cost.reserved_only_dollars,
+        "break_even_price_per_hour": _ratio(saved * _HOUR_S, spot_s),
     }
 
 

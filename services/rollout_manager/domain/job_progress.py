@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from rlboost.services.rollout_manager.domain.fleet import FleetCounts
 from rlboost.services.rollout_manager.domain.scheduling.length_estimates import LengthEstimates
 from rlboost.services.rollout_manager.domain.seeding import Window
-from rlboost.shared.ids import SampleId
+from rlboost.shared.ids import step_of
 
 
 @dataclass(slots=True)
@@ -46,15 +46,15 @@ class JobProgress:
 
     def is_delivered(self, sample_id: int) -> bool:
         """Return True if the sample was delivered or dropped."""
-        return sample_id in self.delivered.get(SampleId.unpack(sample_id).step, ())
+        return sample_id in self.delivered.get(step_of(sample_id), ())
 
     def on_delivered(self, sample_id: int) -> None:
         """Note that the requester of the sample has it, or knows that it was dropped."""
-        self.delivered[SampleId.unpack(sample_id).step].add(sample_id)
+        self.delivered[step_of(sample_id)].add(sample_id)
 
     def forget_delivered(self, sample_id: int) -> None:
         """Forget one delivered sample."""
-        step = SampleId.unpack(sample_id).step
+        step = step_of(sample_id)
         if step in self.delivered:
             self.delivered[step].discard(sample_id)
             if not self.delivered[step]:

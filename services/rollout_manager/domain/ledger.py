@@ -14,12 +14,11 @@ the same ledger as the live run, whatever the manager had already done:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
-from rlboost.services.rollout_manager.domain.frame_columns import NO_VERSION, ExpectedRows, Row, Selection, limits_of
-from rlboost.services.rollout_manager.domain.frame_rows import TOKEN_BYTES, decode_frames
+from rlboost.services.rollout_manager.domain.frame_decoder import TOKEN_BYTES, decode_frames
+from rlboost.services.rollout_manager.domain.row_selection import NO_VERSION, ExpectedRows, Row, Selection, limits_of
 from rlboost.services.rollout_manager.domain.sample import Sample
 from rlboost.shared.columns import F32, I32, U32, U64, ints, length
 from rlboost.shared.errors import Unprocessable
@@ -247,24 +246,21 @@ class Ledger:
         self.failed[message.sample] = message.reason
         return True
 
-    def close(self, sample_ids: Iterable[int]) -> list[Sample]:
-        """End samples; return those that were in flight."""
-        closed = []
-        for sample_id in sample_ids:
-            sample = self.samples.pop(sample_id, None)
-            if sample is None:
-                continue
-            self.finished.pop(sample_id, None)
-            self.failed.pop(sample_id, None)
-            self._by_age.pop(sample_id, None)
-            del self._by_slot[self._expected.forget(sample_id)]
-            self.tokens_live -= sample.n_tokens
-            group = sample.request.group
-            self.open_in_group[group] -= 1
-            if not self.open_in_group[group]:
-                del self.open_in_group[group]
-            closed.append(sample)
-        return closed
+    def close(self, sample_id: int) -> Sample | None:
+        """End a sample; return it, None if it is not in flight."""
+        sample = self.samples.pop(sample_id, None)
+        if sample is None:
+            return None
+        self.finished.pop(sample_id, None)
+        self.failed.pop(sample_id, None)
+        self._by_age.pop(sample_id, None)
+        del self._by_slot[self._expected.forget(sample_id)]
+        self.tokens_live -= sample.n_tokens
+        group = sample.request.group
+        self.open_in_group[group] -= 1
+        if not self.open_in_group[group]:
+            del self.open_in_group[group]
+        return sample
 
     def restate(self, message: Restated, entry_id: str) -> None:
         """Make the entry the oldest one that a replay needs for the sample; add the sample if the log was trimmed.

@@ -56,7 +56,7 @@ def _place_queue(world: World, requirement: Requirement, now: Now) -> None:
         sample.worker, sample.placed_at = worker.id, now.mono
         assigned.setdefault(worker.id, []).append(sample)
         worker.add(sample)
-        world.candidates.update(worker.id)
+        world.candidates.on_placed(worker)
     for sample in postponed:
         world.enqueue(sample)
     if not requirement.is_serving:
@@ -75,7 +75,8 @@ def _select_worker(
     A sample that no engine accepts goes to the best worker all the same: its engine reports the reason.
     """
     if not sample.failed_on:
-        worker = _preferred(world, requirement, sample) or best
+        prefers = sample.request.preferred_worker
+        worker = (_preferred(world, requirement, sample) if prefers else None) or best
         if admits(worker, sample):
             return worker
     members = [world.fleet.workers[i] for pool in pools for i in pool.members]
@@ -102,26 +103,27 @@ def _note_stall(world: World, requirement: Requirement, *, stalled: bool, now: N
 
 
 def _assign(world: World, worker: Worker, samples: list[Sample], now: Now) -> None:
+    ids, attempts, offsets, assignments = [], [], [], []
+    migrated = migrated_tokens = 0
     for sample in samples:
-        world.ledger.begin_attempt(sample, worker.id, sample.attempt + 1, sample.n_tokens)
+        n_tokens = sample.n_tokens
+        world.ledger.begin_attempt(sample, worker.id, sample.attempt + 1, n_tokens)
+        ids.append(sample.id)
+        attempts.append(sample.attempt)
+        offsets.append(n_tokens)
+        assignments.append(_assignment(sample))
+        if sample.attempt > 1:
+            migrated, migrated_tokens = migrated + 1, migrated_tokens + n_tokens
     world.outbox.record(
-        Placed(
-            worker=worker.id,
-            samples=pack([sample.id for sample in samples], U64),
-            attempts=pack([sample.attempt for sample in samples], U32),
-            offsets=pack([sample.offset for sample in samples], U32),
-        )
+        Placed(worker=worker.id, samples=pack(ids, U64), attempts=pack(attempts, U32), offsets=pack(offsets, U32))
     )
-    migrated = [sample for sample in samples if sample.attempt > 1]
     job_id = samples[0].request.job_id
     if migrated:
         worker.disturbed_at = now.mono
-        tokens = sum(sample.n_tokens for sample in migrated)
         audit = world.audits[job_id]
-        audit.migrations += len(migrated)
-        audit.tokens_saved += tokens
-        world.emit_event("samples_migrated", now, job_id, worker=worker.id, samples=len(migrated), tokens=tokens)
-    assignments = [_assignment(sample) for sample in samples]
+        audit.migrations += migrated
+        audit.tokens_saved += migrated_tokens
+        world.emit_event("samples_migrated", now, job_id, worker=worker.id, samples=migrated, tokens=migrated_tokens)
     world.outbox.send(worker.id, Assign(job_id=job_id, version=worker.version, samples=assignments))
     window = world.progress[job_id].window
     if window is not None and not is_served(samples[0].id):
@@ -151,7 +153,7 @@ def rebalance(world: World, now: Now) -> None:
     for (job_id, version), pool in world.candidates.by_serving().items():
         # Queued samples count in no load yet: they are placed first, then loads are compared again.
         queued = any(need.job_id == job_id and need.oldest <= version for need in world.queues)
-        if queued or pool.is_balanced or not releasing.isdisjoint(pool.members):
+        if queued or pool.is_balanced() or not releasing.isdisjoint(pool.members):
             continue
         workers = [world.fleet.workers[worker_id] for worker_id in sorted(pool.members)]
         if (job := world.jobs.get(job_id)) and job.spec.trainer.router_replay != "none":

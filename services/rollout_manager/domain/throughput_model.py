@@ -14,9 +14,9 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
-FORGET = 0.995
+OBSERVATION_DECAY = 0.995
 """Factor by which each new observation lowers the weight of earlier ones."""
-ENOUGH = 6
+MIN_OBSERVATIONS = 6
 """Observations before the model is used."""
 FIT_EVERY = 8
 """Observations between two fits after that."""
@@ -47,16 +47,16 @@ class Profile:
     @property
     def known(self) -> bool:
         """Return True if there were enough observations."""
-        return self.observed >= ENOUGH
+        return self.observed >= MIN_OBSERVATIONS
 
     def observe(self, running: float, tokens: float, tokens_per_s: float) -> None:
         """Take one observation: the samples in the batch, their tokens in the KV cache, and their joint throughput."""
         step_s = running / tokens_per_s
         row = np.array([1.0, running, tokens])
-        self._products = FORGET * self._products + np.outer(row, row) / step_s
-        self._targets = FORGET * self._targets + row
+        self._products = OBSERVATION_DECAY * self._products + np.outer(row, row) / step_s
+        self._targets = OBSERVATION_DECAY * self._targets + row
         self.observed += 1
-        if self.observed == ENOUGH or (self.known and self.observed % FIT_EVERY == 0):
+        if self.observed == MIN_OBSERVATIONS or (self.known and self.observed % FIT_EVERY == 0):
             self._fit()
 
     def _fit(self) -> None:

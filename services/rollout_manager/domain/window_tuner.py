@@ -21,13 +21,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-ETA = 2.0
-"""Divisor of the difference of the waits; the paper's released code has 3."""
-FLOOR_RISES = 0.2
-"""How far one step raises the workers' minimum wait; it falls at once."""
+WAIT_DIFFERENCE_DIVISOR = 2.0
+"""Divisor of the difference of the waits (eta in the paper, whose released code has 3)."""
+MIN_WAIT_RISE_FRACTION = 0.2
+"""How much of the difference one step adds to the workers' minimum wait, which falls at once."""
 NEWEST_STEP_WEIGHT = 0.5
 """Weight of the newest step in the number of workers worth having: heartbeats sample how busy workers are."""
-UNSTEADY = 1.5
+FLEET_CHANGE_DIVISOR = 1.5
 """A further divisor when workers joined or left: that influences the waits as well."""
 DEAD_BAND = 0.05
 """Differences below this fraction of the step are noise."""
@@ -74,12 +74,12 @@ class WindowTuner:
         """Learn from a completed step; return the inputs and the results as fields of an event."""
         noise_s = DEAD_BAND * seen.step_s
         if seen.train_wait_s > noise_s:
-            risen_s = self.min_wait_s + FLOOR_RISES * (seen.remote_wait_s - self.min_wait_s)
+            risen_s = self.min_wait_s + MIN_WAIT_RISE_FRACTION * (seen.remote_wait_s - self.min_wait_s)
             self.min_wait_s = min(seen.remote_wait_s, risen_s) if self.min_wait_s else seen.remote_wait_s
         difference = seen.train_wait_s - max(0.0, seen.remote_wait_s - self.min_wait_s)
-        change_s = difference / ETA if abs(difference) > noise_s else 0.0
+        change_s = difference / WAIT_DIFFERENCE_DIVISOR if abs(difference) > noise_s else 0.0
         if not seen.steady:
-            change_s /= UNSTEADY
+            change_s /= FLEET_CHANGE_DIVISOR
         # One step can mislead: it halves or doubles the window at most, or adds a quarter of the step.
         change_s = min(max(change_s, -seen.window_s / 2), max(seen.window_s, 0.25 * seen.step_s))
         self.window_s = max(0.0, seen.window_s + change_s)
@@ -124,14 +124,11 @@ class StepTimes:
     """Time in which the preemptible workers were idle."""
     train_s: float
     step_s: float
-    remote_s: float
-    """Time in which the preemptible workers generated."""
     fleet: int
     """Preemptible workers at the end."""
     fleet_mean: float
     steady: bool
     """No preemptible worker joined or left."""
-    reserved: int
     work_s: float
     """Worker-seconds of generation at full throughput, by all workers of the job."""
     tokens: int
@@ -144,8 +141,6 @@ class Meter:
 
     began_at: float
     at: float
-    busy_s: float = 0.0
-    """Preemptible workers were present and samples in flight."""
     idle_s: float = 0.0
     """Preemptible workers were present and no samples in flight."""
     work_s: float = 0.0
@@ -165,9 +160,7 @@ class Meter:
         self.workers_s += fleet * passed
         self.least = fleet if self.least is None else min(self.least, fleet)
         self.most = max(self.most, fleet)
-        if fleet and working:
-            self.busy_s += passed
-        elif fleet:
+        if fleet and not working:
             self.idle_s += passed
 
     def measure(self, window_s: float, train_wait_s: float, train_s: float, tokens: int) -> StepTimes:
@@ -179,11 +172,9 @@ class Meter:
             remote_wait_s=self.idle_s,
             train_s=train_s,
             step_s=step_s,
-            remote_s=self.busy_s,
             fleet=self.fleet,
             fleet_mean=self.workers_s / step_s if step_s > 0 else float(self.fleet),
             steady=self.least == self.most,
-            reserved=self.reserved,
             work_s=self.work_s,
             tokens=tokens - self.tokens_before,
         )

@@ -12,12 +12,13 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rlboost.services.rollout_manager.domain.fleet import Worker
-from rlboost.services.rollout_manager.domain.jobs import Job
-from rlboost.services.rollout_manager.domain.window_tuner import WindowTuner
-from rlboost.services.rollout_manager.domain.world import World
+if TYPE_CHECKING:
+    from rlboost.services.rollout_manager.domain.fleet import Worker
+    from rlboost.services.rollout_manager.domain.jobs import Job
+    from rlboost.services.rollout_manager.domain.window_tuner import WindowTuner
+    from rlboost.services.rollout_manager.domain.world import World
 
 _HOUR_S = 3600.0
 
@@ -67,10 +68,15 @@ def speedup_of_one_more(tuner: WindowTuner, workers: int, reserved: int, present
 
     The measured step, with `present` workers, also has a tail, pulls of weights and publishing, which none shortens.
     """
+    before_s, after_s = (expected_step_s(tuner, n, reserved, present) for n in (workers, workers + 1))
+    return before_s / after_s - 1.0
+
+
+def expected_step_s(tuner: WindowTuner, workers: int, reserved: int, present: int) -> float:
+    """Return how long a step would take with other than the `present` preemptible workers; infinity without any."""
     work_s, train_s = (tuner.target_workers or 0.0) * tuner.train_s, tuner.train_s
     overhead_s = max(0.0, tuner.step_s - step_duration_s(present, reserved, work_s, train_s))
-    before_s = step_duration_s(workers, reserved, work_s, train_s)
-    return (before_s + overhead_s) / (step_duration_s(workers + 1, reserved, work_s, train_s) + overhead_s) - 1.0
+    return step_duration_s(workers, reserved, work_s, train_s) + overhead_s
 
 
 def worth_of_one_more(world: World) -> dict[str, Any] | None:
@@ -108,6 +114,15 @@ def paying_workers(world: World, job: Job, offers: Iterable[Offer]) -> Counter[s
             found[offer.kind] += 1
             dollars += offer.price_per_hour
     return found
+
+
+def step_without_spot(world: World, job: Job) -> tuple[float, float] | None:
+    """Return seconds and dollars of a step with the job's reserved workers alone, None while that is unknown."""
+    reserved, preemptible = _workers_of(world, job)
+    if job.window_tuner.target_workers is None or not job.window_tuner.train_s or not reserved:
+        return None
+    step_s = expected_step_s(job.window_tuner, 0, len(reserved), len(preemptible))
+    return step_s, step_s / _HOUR_S * sum(worker.joined.price_per_hour for worker in reserved)
 
 
 def _workers_of(world: World, job: Job) -> tuple[list[Worker], list[Worker]]:

@@ -198,13 +198,16 @@ class World:
 
     def close(self, sample_ids: Iterable[int]) -> None:
         """End samples in the ledger and in every count that follows it."""
-        for sample in self.ledger.close(sample_ids):
+        for sample_id in sample_ids:
+            sample = self.ledger.close(sample_id)
+            if sample is None:
+                continue
             self._remove_from_owner(sample)
             requirement = requirement_of(sample)
             if self.in_flight.remove(requirement):
                 self.queues.pop(requirement, None)
-            self.served.pop(sample.id, None)
-            self.progress[sample.request.job_id].on_delivered(sample.id)
+            self.served.pop(sample_id, None)
+            self.progress[sample.request.job_id].on_delivered(sample_id)
 
     def forget_served(self, sample_ids: Iterable[int]) -> None:
         """Forget clients' samples whose end was read in the log: no later entry is about them."""
@@ -218,7 +221,8 @@ class World:
         job_id = sample.request.job_id
         if sample.failed_on:
             self.fleet.on_delivered(sample)
-        if self.progress[job_id].lengths.on_finished(sample) and (queue := self.queues.get(requirement_of(sample))):
+        is_longest = self.progress[job_id].lengths.on_finished(sample)
+        if is_longest and self.queues and (queue := self.queues.get(requirement_of(sample))):
             queue.set_estimate(sample.request.group, float(sample.n_tokens))
         group_done = self._close_one(sample)
         audit = self.audits[job_id]
@@ -229,7 +233,7 @@ class World:
             tokens=bytes(sample.tokens),
             logprobs=bytes(sample.logprobs),
             finish="stop" if sample.finish == FINISH_STOP else "length",
-            spans=list(sample.spans),
+            spans=sample.spans,
             attempts=sample.attempt,
             group_done=group_done,
             routed_experts=sample.routed_experts,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rlboost.services.rollout_worker.domain.requests import Key
+from rlboost.services.rollout_worker.domain.requests import RequestKey
 from rlboost.shared.messages import Assignment, InFlight
 
 
@@ -41,14 +41,14 @@ class SubmitSamples:
 class AbortRequests:
     """Abort requests in the engine."""
 
-    keys: tuple[Key, ...]
+    keys: tuple[RequestKey, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseRequests:
     """End requests in the engine; the last emission of each one carries FINISH_RELEASED."""
 
-    keys: tuple[Key, ...]
+    keys: tuple[RequestKey, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class ReleaseUnstarted:
 class SuspendEngine:
     """Pause the engine, flush all generated tokens, abort these requests; then call `Session.on_engine_suspended`."""
 
-    keys: tuple[Key, ...]
+    keys: tuple[RequestKey, ...]
 
 
 @dataclass(frozen=True, slots=True)

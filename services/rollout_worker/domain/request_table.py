@@ -16,8 +16,8 @@ import numpy.typing as npt
 from rlboost.services.rollout_worker.domain.kv_capacity import KvCapacity
 from rlboost.services.rollout_worker.domain.requests import (
     Emission,
-    Key,
     Request,
+    RequestKey,
     finish_at_start,
     require_new,
     validation_error,
@@ -288,7 +288,7 @@ class RequestTable:
                 self._emit(slot, finish=FINISH_STOP if stopped[slot] else FINISH_LENGTH)
         return self._remove(ended)
 
-    def abort(self, keys: Iterable[Key]) -> None:
+    def abort(self, keys: Iterable[RequestKey]) -> None:
         """Drop queued requests; mark running ones, which get no more tokens until `remove_aborted` removes them."""
         aborted = set(keys)
         self.pending = deque(request for request in self.pending if request.key not in aborted)
@@ -296,7 +296,7 @@ class RequestTable:
             if request.key in aborted:
                 self._slot_state["aborted"][slot] = True
 
-    def release(self, keys: Iterable[Key]) -> None:
+    def release(self, keys: Iterable[RequestKey]) -> None:
         """Abort requests; each one that was not aborted before gets a last emission with FINISH_RELEASED."""
         released = set(keys)
         for request in self.pending:

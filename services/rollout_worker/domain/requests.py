@@ -9,7 +9,7 @@ from rlboost.shared.errors import Conflict
 from rlboost.shared.messages import FINISH_LENGTH, FINISH_NONE, FINISH_STOP, Sampling
 from rlboost.shared.routed_experts import RoutedShape
 
-Key = tuple[int, int]
+RequestKey = tuple[int, int]
 """Identifies a request: (sample, attempt)."""
 
 
@@ -29,7 +29,7 @@ class Request:
     that resumes the sample generates the same tokens as the first worker would have."""
 
     @property
-    def key(self) -> Key:
+    def key(self) -> RequestKey:
         """Return (sample, attempt), which identifies the request in the engine."""
         return self.sample, self.attempt
 
@@ -56,7 +56,7 @@ class Emission:
     """At the end of a request that asks for it: the column of `shared.routed_experts` of the whole completion."""
 
 
-def require_new(requests: Iterable[Request], known: set[Key]) -> None:
+def require_new(requests: Iterable[Request], known: set[RequestKey]) -> None:
     """Check that no two requests have the same key, and none a known one; the keys are added to `known`.
 
     Raises:

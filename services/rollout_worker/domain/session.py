@@ -24,9 +24,10 @@ from rlboost.services.rollout_worker.domain.effects import (
     SubmitSamples,
     SuspendEngine,
 )
-from rlboost.services.rollout_worker.domain.requests import Emission, Key
+from rlboost.services.rollout_worker.domain.requests import Emission, RequestKey
 from rlboost.shared.columns import U32, U64, ints
 from rlboost.shared.command_digest import command_digest
+from rlboost.shared.ids import WeightsRef
 from rlboost.shared.messages import (
     FINISH_NONE,
     Assign,
@@ -44,9 +45,6 @@ from rlboost.shared.messages import (
     WorkerState,
 )
 
-Weights = tuple[str, int]
-"""Which weights: (job id, version)."""
-
 
 class Session:
     """The state of one incarnation.
@@ -57,12 +55,12 @@ class Session:
 
     """
 
-    def __init__(self, worker: str, serving: Weights | None = None) -> None:
+    def __init__(self, worker: str, serving: WeightsRef | None = None) -> None:
         self.worker = worker
         self.serving = serving
-        self.assigned: Weights | None = None
+        self.assigned: WeightsRef | None = None
         """The weights of the last `UseVersion`."""
-        self.target: Weights | None = None
+        self.target: WeightsRef | None = None
         """`assigned`, unless those are unavailable; they differ from `serving` while an update is under way."""
         self.held: dict[int, int] = {}
         """Sample -> attempt, of the samples that the engine has or will get."""
@@ -107,7 +105,7 @@ class Session:
         effects: list[Effect]
         match command:
             case UseVersion():
-                effects = self._use_version((command.job_id, command.version), command.in_flight)
+                effects = self._use_version(WeightsRef(command.job_id, command.version), command.in_flight)
             case Assign():
                 effects = self._assign(command)
             case Revoke():
@@ -130,12 +128,12 @@ class Session:
 
     # --- commands -----------------------------------------------------------------------------------------------------
 
-    def _use_version(self, weights: Weights, in_flight: InFlight) -> list[Effect]:
+    def _use_version(self, weights: WeightsRef, in_flight: InFlight) -> list[Effect]:
         self.assigned = weights
         if weights == self.target:
             return []
         released: list[Effect] = []
-        if self.target is not None and self.target[0] != weights[0]:
+        if self.target is not None and self.target.job_id != weights.job_id:
             # Another job's model cannot continue the held samples: they resume on a worker that serves theirs.
             released = self._release_keys(list(self.held.items()))
         self.target = weights
@@ -149,10 +147,10 @@ class Session:
         if (command.job_id, command.version) != self.target:
             reason = (
                 f"{len(command.samples)} samples were assigned for version {command.version} of job {command.job_id}, "
-                f"but the worker is assigned {_describe(self.target)}"
+                f"but the worker is assigned {self.target or 'nothing yet'}"
             )
             return [DeadLetterCommand(reason), Rejoin(reason)]
-        replaced: list[Key] = []
+        replaced: list[RequestKey] = []
         accepted: dict[int, Assignment] = {}
         for assignment in command.samples:
             if assignment.attempt <= self._accepted.get(assignment.sample, 0):
@@ -175,7 +173,7 @@ class Session:
 
     def _release(self, command: Release) -> list[Effect]:
         keys = dict(zip(ints(command.samples, U64), ints(command.attempts, U32), strict=True))
-        return self._release_keys([key for key in keys.items() if self.held.get(key[0]) == key[1]])
+        return self._release_keys([(i, attempt) for i, attempt in keys.items() if self.held.get(i) == attempt])
 
     def _suspend(self) -> list[Effect]:
         if self._suspended:
@@ -206,13 +204,13 @@ class Session:
         """Record that the engine's weights are being replaced: it serves none until `on_weights_loaded`."""
         self.serving = None
 
-    def on_weights_loaded(self, weights: Weights) -> list[Effect]:
+    def on_weights_loaded(self, weights: WeightsRef) -> list[Effect]:
         """Record that the engine has loaded these weights and that their digests match (invariant 5)."""
         self.serving = weights
         self._accepted = dict(self.held)
         return self._submit_awaiting() if weights == self.target else []
 
-    def on_weights_unavailable(self, weights: Weights, reason: str) -> list[Effect]:
+    def on_weights_unavailable(self, weights: WeightsRef, reason: str) -> list[Effect]:
         """Record that these weights cannot be pulled; keep the current ones until the next command."""
         if weights != self.target:
             return []
@@ -233,24 +231,21 @@ class Session:
         samples, self._awaiting_weights = tuple(self._awaiting_weights.values()), {}
         return [SubmitSamples(samples)] if samples else []
 
-    def _abort_keys(self, keys: Sequence[Key]) -> list[Effect]:
+    def _abort_keys(self, keys: Sequence[RequestKey]) -> list[Effect]:
         submitted, _ = self._drop(keys)
         return [AbortRequests(submitted)] if submitted else []
 
-    def _release_keys(self, keys: Sequence[Key]) -> list[Effect]:
+    def _release_keys(self, keys: Sequence[RequestKey]) -> list[Effect]:
         submitted, unstarted = self._drop(keys)
         return [
             *([ReleaseRequests(submitted)] if submitted else []),
             *([ReleaseUnstarted(unstarted)] if unstarted else []),
         ]
 
-    def _drop(self, keys: Sequence[Key]) -> tuple[tuple[Key, ...], tuple[Assignment, ...]]:
+    def _drop(self, keys: Sequence[RequestKey]) -> tuple[tuple[RequestKey, ...], tuple[Assignment, ...]]:
         """Stop holding samples; return those that the engine has, and those that it does not have yet."""
         for sample, _ in keys:
             del self.held[sample]
         unstarted = {s: self._awaiting_weights.pop(s) for s, _ in keys if s in self._awaiting_weights}
-        return tuple(key for key in keys if key[0] not in unstarted), tuple(unstarted.values())
-
-
-def _describe(weights: Weights | None) -> str:
-    return f"version {weights[1]} of job {weights[0]}" if weights else "nothing yet"
+        submitted = tuple((sample, attempt) for sample, attempt in keys if sample not in unstarted)
+        return submitted, tuple(unstarted.values())

@@ -9,8 +9,8 @@ from itertools import islice
 
 from rlboost.services.rollout_worker.domain.requests import (
     Emission,
-    Key,
     Request,
+    RequestKey,
     finish_at_start,
     require_new,
     validation_error,
@@ -50,7 +50,7 @@ class StreamedRequests:
         self._slots = slots
         self._max_len = max_len
         self._shape = shape
-        self._live: dict[Key, LiveRequest] = {}
+        self._live: dict[RequestKey, LiveRequest] = {}
         self._emissions: list[Emission] = []
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -94,14 +94,14 @@ class StreamedRequests:
         """Return True if the request has not ended."""
         return self._live.get(live.request.key) is live
 
-    def abort(self, keys: Iterable[Key]) -> list[LiveRequest]:
+    def abort(self, keys: Iterable[RequestKey]) -> list[LiveRequest]:
         """Remove requests and return them; their tokens stay drainable."""
         removed = [live for key in keys if (live := self._live.pop(key, None)) is not None]
         for live in removed:
             self._emit(live)
         return removed
 
-    def release(self, keys: Iterable[Key]) -> list[LiveRequest]:
+    def release(self, keys: Iterable[RequestKey]) -> list[LiveRequest]:
         """Remove requests and return them; the last emission of each has FINISH_RELEASED."""
         removed = [live for key in keys if (live := self._live.get(key)) is not None]
         for live in removed:
@@ -120,7 +120,7 @@ class StreamedRequests:
         return emissions
 
     @property
-    def running(self) -> set[Key]:
+    def running(self) -> set[RequestKey]:
         """The started requests that have a slot."""
         return set(islice((key for key, live in self._live.items() if live.is_started), self._slots))
 

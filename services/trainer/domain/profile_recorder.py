@@ -28,6 +28,7 @@ class _Step:
     tokens: int
     """Of all samples, prompts included."""
     train_s: float
+    reward_s: float
     update_s: float
     step_s: float
 
@@ -56,6 +57,7 @@ class ProfileRecorder:
                     completions=np.array(lengths, np.int32),
                     tokens=sum(lengths) + prompt_tokens,
                     train_s=times.train_s,
+                    reward_s=float(np.mean(tally.scoring_s)) if tally.scoring_s else 0.0,
                     update_s=max(0.0, times.step_s - waited_s - times.train_s),
                     step_s=times.step_s,
                 )
@@ -74,6 +76,7 @@ class ProfileRecorder:
             prompt_tokens=(min(prompts), max(prompts)),
             completion_quantiles=tuple(zip(_PROBABILITIES, quantiles, strict=True)),
             train_s_per_token=sum(step.train_s for step in steps) / sum(step.tokens for step in steps),
+            reward_s=float(np.mean([step.reward_s for step in steps])),
             update_s=float(np.mean([step.update_s for step in steps])),
         )
 

@@ -67,7 +67,7 @@ class JobResourcesFactory(Protocol):
     """Builds the resources of a job."""
 
     def __call__(self, spec: JobSpec, job_id: str) -> JobResources:
-        """Build them. Blocks, and uses neither the network nor other processes.
+        """Build them. Blocks; downloads the model if it is the id of one on the Hugging Face Hub.
 
         Raises:
             ConfigError: a file that the job names is missing or invalid.

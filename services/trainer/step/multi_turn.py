@@ -146,24 +146,29 @@ class Conversations:
     def answer(self) -> None:
         """Start a task for each complete turn that has no answer in the log."""
         for conversation in self.collector.take_unanswered():
-            name = f"answer-{SampleId.unpack(conversation.sample)}-{len(conversation.turns)}"
-            self._job.scoring.create_task(self._answer(conversation), name=name)
+            number = len(conversation.turns)
+            name = f"answer-{SampleId.unpack(conversation.sample)}-{number}"
+            self._job.scoring.create_task(self._answer(conversation, number), name=name)
 
     def release(self, group: int) -> None:
         """Discard the environments of a dropped group."""
         for member in range(self._planned[group].n):
             self._environments.release(group + member)
 
-    async def _answer(self, conversation: Conversation) -> None:
-        number, turn = len(conversation.turns), conversation.turns[-1].sample
-        group = group_of(conversation.sample)
-        if not self.collector.is_open(group):
+    async def _answer(self, conversation: Conversation, number: int) -> None:
+        """Answer turn `number`, counted from 1: the last one when the task was made.
+
+        When the task starts or the environment returns, the log may have had the answer of an earlier trainer process,
+        and further turns.
+        """
+        group, turn = group_of(conversation.sample), conversation.turns[number - 1].sample
+        if not self.collector.is_open(group) or len(conversation.answers) >= number:
             return
         try:
             results = await self._step_environment(conversation)
             await self._job.warn(self._job.faults.on_note(results[-1].warning))
             if len(conversation.answers) >= number:
-                return  # the log had the answer of an earlier trainer process
+                return
             if not self.collector.is_open(group):
                 self._environments.release(conversation.sample)
                 return

@@ -8,6 +8,7 @@ Ends when: the group has its score, or was dropped.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -53,7 +54,7 @@ class GroupScorer:
         if isinstance(outcome, DroppedGroup):
             await self._drop(outcome.group, outcome.reason, outcome.detail)
             return None
-        job, prompt = self._job, self._job.prompt(planned)
+        job, prompt, began = self._job, self._job.prompt(planned), time.monotonic()
         start = prompt.tokens if self._conversations is None else self._conversations.prompt_of(planned.id)
         scores = await job.resources.rewards.score(reward_batch(outcome, prompt, job.resources.data))
         scores = add_environment_rewards(scores, outcome, named=job.spec.reward is not None)
@@ -62,6 +63,8 @@ class GroupScorer:
         if scores.rewards is None:
             await self._drop(outcome.group, scores.reason, scores.detail)
             return None
+        if not planned.is_eval:
+            self._tally.scoring_s.append(time.monotonic() - began)
         return ScoredGroup(outcome.samples, scores.rewards, scores.parts, outcome.conversations, start)
 
     async def _drop(self, group: int, reason: str, detail: str) -> None:

@@ -66,7 +66,7 @@ class StoreDirectory:
         self._lock.close()
 
     @contextmanager
-    def written(self, blocks: Sequence[bytes], now: float | None) -> Iterator[Path]:
+    def written(self, blocks: Sequence[bytes | memoryview], now: float | None) -> Iterator[Path]:
         """Write a temporary file with this content and modification time, flushed to disk, for the body to rename.
 
         Raises:
@@ -106,11 +106,11 @@ class DiskChunks:
         """Return the path of a chunk, which may not exist."""
         return chunk_path(self._directory.root, digest)
 
-    async def put(self, digest: str, blocks: Sequence[bytes], now: float) -> None:
+    async def put(self, digest: str, blocks: Sequence[bytes | memoryview], now: float) -> None:
         """See `Chunks.put`. The digest is checked before anything is written."""
         await asyncio.to_thread(self._put, digest, blocks, now)
 
-    def _put(self, digest: str, blocks: Sequence[bytes], now: float) -> None:
+    def _put(self, digest: str, blocks: Sequence[bytes | memoryview], now: float) -> None:
         hasher = blake3()
         for block in blocks:
             hasher.update(block)

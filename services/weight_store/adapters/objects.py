@@ -78,7 +78,7 @@ class ObjectChunks:
     async def sync(self) -> None:
         """See `Chunks.sync`: an object is durable once it is put."""
 
-    async def put(self, digest: str, blocks: Sequence[bytes], now: float) -> None:
+    async def put(self, digest: str, blocks: Sequence[bytes | memoryview], now: float) -> None:
         """See `Chunks.put`. The digest is checked before anything is sent."""
         data = await asyncio.to_thread(_verified, digest, blocks)
         self._lease.check()
@@ -244,7 +244,7 @@ class ObjectDocuments:
         await self._bucket.remove([path])
 
 
-def _verified(digest: str, blocks: Sequence[bytes]) -> bytes:
+def _verified(digest: str, blocks: Sequence[bytes | memoryview]) -> bytes:
     data = b"".join(blocks)
     found = blake3(data).hexdigest()
     if found != digest:

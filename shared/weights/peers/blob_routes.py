@@ -14,7 +14,7 @@ from rlboost.shared.errors import NotFound
 from rlboost.shared.http.file_sender import FileRequest, FileSender, FoundFile
 from rlboost.shared.http.problem import Problem
 from rlboost.shared.http.token_signature import is_valid_signature
-from rlboost.shared.weights.blob_response import BlobResponse, requested_digest
+from rlboost.shared.weights.blob_response import BlobResponse, digest_in
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.manifest import Digest
 from rlboost.shared.weights.peers.transport import BUSY_STATUS
@@ -27,7 +27,7 @@ def blob_files(cache: Cache, peer_key: str, sent: Counter, slots: asyncio.Semaph
     """Return the sender of whole verified blobs; `sent` counts bytes."""
 
     def find(request: FileRequest) -> FoundFile | None:
-        digest = requested_digest(request)
+        digest = digest_in(request.path)
         if digest not in cache.verified or not _is_proof(request.authorization, peer_key, digest):
             return None
         file = cache.open_to_send(digest)

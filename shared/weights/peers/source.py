@@ -21,6 +21,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 
 import structlog
 
@@ -150,8 +151,8 @@ class PeerSource:
             return
         download = Download(pull.blobs[fetch.digest], self._buffers)
         try:
-            await self._transport.fetch(peer.url, download)
-            if not await asyncio.to_thread(self._cache.store, download.blob, download.data):
+            keep = partial(self._cache.store, download.blob, download.data)
+            if not await self._transport.fetch(peer.url, download, keep):
                 raise DigestMismatch(f"blob {fetch.digest} came with another digest")
         except PeerFailed as error:
             download.release()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
+from collections.abc import Callable
 
 from rlboost.shared.errors import Corrupt
 from rlboost.shared.http.token_signature import sign
@@ -66,8 +67,8 @@ class PeerTransport:
         """Release connections."""
         self._downloader.close()
 
-    async def fetch(self, url: str, download: Download) -> None:
-        """Fetch a whole blob; the caller checks its digest.
+    async def fetch(self, url: str, download: Download, keep: Callable[[], bool]) -> bool:
+        """Fetch a whole blob, call `keep`, which checks its digest, in the thread that received it; return its result.
 
         Raises:
             PeerFailed: or a subclass; `download` has the bytes received so far.
@@ -80,9 +81,15 @@ class PeerTransport:
             if took > _FAIR_S and download.n_bytes < took * self._fair_speed():
                 raise PeerSlow(f"{download.n_bytes / took:.0f} bytes/s")
 
+        def received() -> bool:
+            self._speeds.append(download.n_bytes / max(time.monotonic() - began, 1e-6))
+            return keep()
+
         proof = f"Bearer {sign(self._peer_key, 'chunk', digest)}"
         try:
-            await self._downloader.download(f"{url}/v1/chunks/{digest}", proof, download, check_speed)
+            return await self._downloader.download(
+                f"{url}/v1/chunks/{digest}", proof, download, check_speed, keep=received
+            )
         except Corrupt as error:
             raise DigestMismatch(str(error)) from error
         except Unreachable as error:
@@ -91,7 +98,6 @@ class PeerTransport:
             raise PeerFailed(str(error)) from error
         except BadStatus as error:
             raise _error(error.status, digest) from error
-        self._speeds.append(download.n_bytes / max(time.monotonic() - began, 1e-6))
 
     def _fair_speed(self) -> float:
         speeds = tuple(self._speeds)

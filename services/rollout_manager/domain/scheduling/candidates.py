@@ -69,34 +69,41 @@ class CandidatePool:
     heap: list[tuple[int, float, float, str, int]] = field(default_factory=list)
     newest: dict[str, int] = field(default_factory=dict)
     """Worker with capacity -> number of its valid entry."""
-    members: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """All workers that serve this, with capacity or not -> seconds between two tokens of one of their samples, as they
-    are loaded and with one more sample."""
+    members: dict[str, Worker] = field(default_factory=dict)
+    """All workers that serve this, with capacity or not."""
     entries: int = 0
+    _intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Member -> seconds between two tokens of one of its samples, as it is loaded and with one more sample."""
+    _changed: dict[str, Profile] = field(default_factory=dict)
+    """Members whose intervals are computed at the next comparison, each with its profile."""
 
     def update(self, worker: Worker, fallback: Profile) -> None:
         """Add a worker, or rank it again; `fallback` profiles an unknown kind."""
         profile = worker.profile if worker.profile.known else fallback
-        load, batch_cap, held = worker.load, max(1, worker.batch_cap), worker.kv.held
-        now_s = profile.token_interval_s(load, batch_cap, held) / worker.speed
-        next_s = profile.token_interval_s(load + 1, batch_cap, held) / worker.speed
-        self.members[worker.id] = now_s, next_s
+        self.members[worker.id] = worker
+        self._changed[worker.id] = profile
         if not has_capacity(worker):
             self.newest.pop(worker.id, None)
             return
         self.entries += 1
         self.newest[worker.id] = self.entries
-        over = max(0, load + 1 - worker.batch_cap)
-        step_s = profile.step_s(min(load + 1, batch_cap), held) / worker.speed
-        heapq.heappush(self.heap, (over, step_s, (load + 1) / worker.joined.slots, worker.id, self.entries))
-        if len(self.heap) > 4 * len(self.newest) + 64:
-            self.heap = [entry for entry in self.heap if self.newest.get(entry[3]) == entry[4]]
+        more, batch_cap = worker.load + 1, worker.batch_cap
+        over = more - batch_cap if more > batch_cap else 0
+        step_s = profile.step_s(max(1, more - over), worker.kv.held) / worker.speed
+        entry = over, step_s, more / worker.joined.slots, worker.id, self.entries
+        heap = self.heap
+        if heap and heap[0][3] == worker.id:  # superseded: the common case, as samples are placed on the best worker
+            heapq.heapreplace(heap, entry)
+            return
+        heapq.heappush(heap, entry)
+        if len(heap) > 4 * len(self.newest) + 64:
+            self.heap = [entry for entry in heap if self.newest.get(entry[3]) == entry[4]]
             heapq.heapify(self.heap)
 
     def remove(self, worker_id: str) -> None:
         """Remove a worker."""
-        self.members.pop(worker_id, None)
-        self.newest.pop(worker_id, None)
+        for by_worker in (self.members, self.newest, self._intervals, self._changed):
+            by_worker.pop(worker_id, None)
 
     def best(self) -> str | None:
         """Return the best worker, None if none has capacity."""
@@ -105,11 +112,19 @@ class CandidatePool:
             heapq.heappop(heap)
         return heap[0][3] if heap else None
 
-    @property
     def is_balanced(self) -> bool:
         """Return True if no migration between the members pays, as of their last updates."""
-        now_s, next_s = zip(*self.members.values(), strict=True)
+        for worker_id, profile in self._changed.items():
+            self._intervals[worker_id] = _intervals_of(self.members[worker_id], profile)
+        self._changed.clear()
+        now_s, next_s = zip(*self._intervals.values(), strict=True)
         return is_balanced(max(now_s), min(next_s))
+
+
+def _intervals_of(worker: Worker, profile: Profile) -> tuple[float, float]:
+    load, batch_cap, held = worker.load, max(1, worker.batch_cap), worker.kv.held
+    now_s = profile.token_interval_s(load, batch_cap, held) / worker.speed
+    return now_s, profile.token_interval_s(load + 1, batch_cap, held) / worker.speed
 
 
 def best_of(pools: Iterable[CandidatePool]) -> str | None:
@@ -146,7 +161,11 @@ class CandidatePools:
         self._refresh()
         return self._pools
 
-    def update(self, worker_id: str) -> None:
+    def on_placed(self, worker: Worker) -> None:
+        """Rank a member of a pool again that got a sample."""
+        self._pools[self._serving_of[worker.id]].update(worker, self._fleet.fallback_profile)
+
+    def _update(self, worker_id: str) -> None:
         """Put a worker into the pool that it belongs to now, with its current rank."""
         worker = self._fleet.workers.get(worker_id)
         serving = (worker.job_id, worker.version) if worker is not None and worker.generates else None
@@ -163,4 +182,4 @@ class CandidatePools:
     def _refresh(self) -> None:
         changed, self._changed = self._changed, {}
         for worker_id in changed:
-            self.update(worker_id)
+            self._update(worker_id)

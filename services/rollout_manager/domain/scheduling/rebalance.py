@@ -15,15 +15,15 @@ from rlboost.services.rollout_manager.domain.throughput_model import Profile
 
 HAND_OFF_S = 0.2
 """From the decision to migrate a sample to its first token on the other worker, without its prefill."""
-PREFILL_FACTOR = 8.0
+PREFILL_SPEEDUP = 8.0
 """How many times faster prefill is than the decoding of a full batch; a cautious figure."""
-MARGIN = 2.0
+MIN_GAIN_PER_COST = 2.0
 """A migration must save this many times its cost."""
 DEAD_BAND = 1.2
 """A worker gives samples only if their tokens take this many times longer than they would on another worker."""
-STALE = 0.9
-"""A fleet is compared in full from this share of the dead band: intervals of earlier heartbeats may be that wrong."""
-MIN_STAY = 20.0
+RECHECK_FRACTION = 0.9
+"""A fleet is compared in full from this fraction of the dead band: intervals of earlier heartbeats may err so much."""
+MIN_STAY_PER_COST = 20.0
 """A sample stays for this many times the cost of its migration: migrations slow workers down, which must not cause
 further migrations."""
 MAX_GIVERS = 8
@@ -64,7 +64,7 @@ class WorkerLoad:
 
     def prefill_s(self, tokens: int) -> float:
         """Return the seconds of a prefill of this many tokens, during which no other sample there gets a token."""
-        return tokens / (PREFILL_FACTOR * self.profile.tokens_per_s(self.batch_cap, self.tokens) * self.speed)
+        return tokens / (PREFILL_SPEEDUP * self.profile.tokens_per_s(self.batch_cap, self.tokens) * self.speed)
 
 
 def is_balanced(slowest_s: float, fastest_s: float) -> bool:
@@ -75,7 +75,7 @@ def is_balanced(slowest_s: float, fastest_s: float) -> bool:
         fastest_s: the shortest interval that a worker would have with one more sample.
 
     """
-    return slowest_s < STALE * DEAD_BAND * fastest_s
+    return slowest_s < RECHECK_FRACTION * DEAD_BAND * fastest_s
 
 
 def select_migrations(loads: Sequence[WorkerLoad]) -> dict[str, list[int]]:
@@ -107,6 +107,6 @@ def select_migrations(loads: Sequence[WorkerLoad]) -> dict[str, list[int]]:
 
 def _pays(sample: RunningSample, here_s: float, receiver: WorkerLoad) -> bool:
     cost_s = HAND_OFF_S + receiver.prefill_s(sample.tokens if sample.started else 0)
-    if sample.started and sample.on_worker_s < MIN_STAY * cost_s:
+    if sample.started and sample.on_worker_s < MIN_STAY_PER_COST * cost_s:
         return False
-    return sample.remaining_tokens * (here_s - receiver.token_s(1, sample.tokens)) > MARGIN * cost_s
+    return sample.remaining_tokens * (here_s - receiver.token_s(1, sample.tokens)) > MIN_GAIN_PER_COST * cost_s

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from rlboost.services.rollout_worker.adapters.engine.thread import EngineThread
 from rlboost.services.rollout_worker.domain.request_table import RequestTable
-from rlboost.services.rollout_worker.domain.requests import Emission, Key, Request
+from rlboost.services.rollout_worker.domain.requests import Emission, Request, RequestKey
 from rlboost.services.rollout_worker.ports import EngineStats, Sequences, StagedWeights
 from rlboost.shared.threads import run_in_thread
 
@@ -56,14 +56,14 @@ class ThreadedEngine(ABC):
             self._table.submit(requests)
             self._thread.lock.notify()
 
-    def abort(self, keys: Iterable[Key]) -> None:
+    def abort(self, keys: Iterable[RequestKey]) -> None:
         """See `ports.Engine`."""
         with self._thread.lock:
             self._thread.check_alive()
             self._table.abort(keys)
             self._thread.lock.notify()
 
-    def release(self, keys: Iterable[Key]) -> None:
+    def release(self, keys: Iterable[RequestKey]) -> None:
         """See `ports.Engine`."""
         with self._thread.lock:
             self._thread.check_alive()
@@ -84,7 +84,7 @@ class ThreadedEngine(ABC):
                 self._table.n, len(self._table.pending), self._table.generated_total, self._table.version
             )
 
-    def running(self) -> set[Key]:
+    def running(self) -> set[RequestKey]:
         """See `ports.Engine`."""
         with self._thread.lock:
             return {request.key for request in self._table.requests}

@@ -28,7 +28,7 @@ from rlboost.services.rollout_worker.adapters.torch.slot_cache import SlotCache
 from rlboost.services.rollout_worker.domain import prefixes
 from rlboost.services.rollout_worker.domain.kv_capacity import QUANTUM, KvCapacity
 from rlboost.services.rollout_worker.domain.request_table import Ints, RequestTable
-from rlboost.services.rollout_worker.domain.requests import Key
+from rlboost.services.rollout_worker.domain.requests import RequestKey
 from rlboost.services.rollout_worker.domain.uniforms import uniforms
 from rlboost.services.rollout_worker.ports import Sequences
 from rlboost.shared.errors import ConfigError
@@ -86,7 +86,7 @@ class TorchEngine(ThreadedEngine):
         capacity = KvCapacity(slots, max_len, _tokens_in(n_bytes, self._token_bytes))
         self._cache = SlotCache(capacity, DTYPES[dtype], self._device)
         self._cache_is_stale = False
-        self._stale_keys: set[Key] = set()
+        self._stale_keys: set[RequestKey] = set()
         """Requests whose cache has keys and values of older weights; other slots must not copy them."""
         self._steps = 0
         self.prefilled_tokens_total = 0

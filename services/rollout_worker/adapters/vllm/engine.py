@@ -26,7 +26,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from rlboost.services.rollout_worker.adapters.vllm.arguments import VllmOptions, check_device, engine_args
 from rlboost.services.rollout_worker.adapters.vllm.load_errors import decode_load_error
 from rlboost.services.rollout_worker.adapters.vllm.model_folder import model_folder
-from rlboost.services.rollout_worker.domain.requests import Emission, Key, Request
+from rlboost.services.rollout_worker.domain.requests import Emission, Request, RequestKey
 from rlboost.services.rollout_worker.domain.streamed_requests import LiveRequest, StreamedRequests
 from rlboost.services.rollout_worker.domain.uniforms import stream_seed
 from rlboost.services.rollout_worker.ports import EngineFailed, EngineStats, Sequences, StagedWeights
@@ -108,12 +108,12 @@ class VllmEngine:
         self._requests.submit(requests)
         self._start_streams()
 
-    def abort(self, keys: Iterable[Key]) -> None:
+    def abort(self, keys: Iterable[RequestKey]) -> None:
         """See `ports.Engine`."""
         self._check_alive()
         self._end_streams(self._requests.abort(keys))
 
-    def release(self, keys: Iterable[Key]) -> None:
+    def release(self, keys: Iterable[RequestKey]) -> None:
         """See `ports.Engine`."""
         self._check_alive()
         self._end_streams(self._requests.release(keys))
@@ -129,7 +129,7 @@ class VllmEngine:
         requests = self._requests
         return EngineStats(requests.n_running, requests.n_pending, requests.generated_total, requests.version)
 
-    def running(self) -> set[Key]:
+    def running(self) -> set[RequestKey]:
         """See `ports.Engine`."""
         return self._requests.running
 

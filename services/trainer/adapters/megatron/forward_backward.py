@@ -20,7 +20,7 @@ from torch import Tensor, distributed
 
 from rlboost.services.trainer.adapters.megatron.layers import PackedRows
 from rlboost.services.trainer.adapters.megatron.model import MegatronModel
-from rlboost.services.trainer.adapters.megatron.routing import Routers
+from rlboost.services.trainer.adapters.megatron.routing import RoutedBatch, Routers
 from rlboost.services.trainer.adapters.ranks.packed import (
     NO_BALANCING,
     Balancing,
@@ -29,7 +29,10 @@ from rlboost.services.trainer.adapters.ranks.packed import (
     pack_rows,
     unpack_rows,
 )
-from rlboost.services.trainer.adapters.torch.batch import DUMMY_ROWS, Packed, packed
+from rlboost.services.trainer.adapters.torch.batch import DUMMY_ROWS, Packed, packed, replayed
+from rlboost.services.trainer.adapters.torch.routing import Replay
+from rlboost.services.trainer.domain.training_row import TrainingRow
+from rlboost.shared.routed_experts import RoutedShape
 
 _DUMMY = pack_rows(DUMMY_ROWS)
 
@@ -37,11 +40,26 @@ _DUMMY = pack_rows(DUMMY_ROWS)
 class PipelineForwardBackward:
     """`ForwardBackward` of one rank."""
 
-    def __init__(self, model: MegatronModel, temperature: float, balancing: Balancing = NO_BALANCING) -> None:
-        """Use `model`; `temperature` divides the logits; `balancing` is for a mixture of experts."""
+    def __init__(
+        self,
+        model: MegatronModel,
+        temperature: float,
+        balancing: Balancing = NO_BALANCING,
+        replayed: RoutedShape | None = None,
+    ) -> None:
+        """Register hooks on the routers of a mixture of experts.
+
+        Args:
+            model: this rank's part of the model.
+            temperature: divides the logits.
+            balancing: for a mixture of experts.
+            replayed: the shape of the rows' routed experts, which replace those of the routers.
+
+        """
         self._model = model
         self._balancing = balancing
-        self._routers = Routers(model.chunk)
+        self._replayed = replayed
+        self._routers = Routers(model.chunk, replays=replayed is not None)
         self._temperature = temperature
         self._is_last = parallel_state.is_pipeline_last_stage()
         self._is_first_of_tensor = parallel_state.get_tensor_model_parallel_rank() == 0
@@ -103,10 +121,11 @@ class PipelineForwardBackward:
         self, batches: Iterator[tuple[int, PackedBatch]], chunk: Any, *, loss: Callable[[int, Tensor], Tensor]
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, float]]]]:
         index, batch = next(batches)
-        rows = _packed(batch, self._model.config)
+        rows = unpack_rows(batch)
+        tokens = _packed(rows, self._model.config)
         device = _device()
-        ids, at, cu_seqlens = (torch.from_numpy(part).to(device) for part in (rows.ids, rows.predicts, rows.boundaries))
-        lengths = tuple(np.diff(rows.boundaries).tolist())
+        ids, cu_seqlens, at = (torch.from_numpy(part).to(device) for part in tokens)
+        lengths = tuple(np.diff(tokens.boundaries).tolist())
         packed_seq_params = PackedRows(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,
@@ -115,7 +134,8 @@ class PipelineForwardBackward:
             max_seqlen_kv=max(lengths),
             lengths=lengths,
         )
-        self._routers.set_loss_factor(None if batch is _DUMMY else self._balancing.factor(batch) / len(rows.ids))
+        factor = None if batch is _DUMMY else self._balancing.factor(batch) / len(ids)
+        self._routers.begin(RoutedBatch(factor, self._replay(rows, tokens)))
         output = chunk(ids[None], torch.zeros_like(ids)[None], None, packed_seq_params=packed_seq_params)
 
         def loss_of_logits(logits: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
@@ -123,6 +143,20 @@ class PipelineForwardBackward:
             return loss(index, logprobs), torch.tensor(len(at), dtype=torch.int, device=device), {}
 
         return output, loss_of_logits
+
+    def _replay(self, rows: Sequence[TrainingRow], tokens: Packed) -> Replay | None:
+        """Return the recorded experts of the tokens that this rank routes."""
+        if self._replayed is None or (found := replayed(rows, tokens.predicts, self._replayed)) is None:
+            return None
+        at, experts = found
+        first, end = 0, len(tokens.ids)
+        if self._model.config.sequence_parallel:
+            each = end // self._model.config.tensor_model_parallel_size
+            first = each * parallel_state.get_tensor_model_parallel_rank()
+            end = first + each
+        own = slice(*np.searchsorted(at, [first, end]))
+        positions, recorded = (torch.from_numpy(part).to(_device()) for part in (at[own] - first, experts[own]))
+        return Replay(positions, recorded.long())
 
     def _logprobs_of(self, logits: Tensor, ids: Tensor, at: Tensor) -> Tensor:
         """Return log-probabilities of the tokens after positions `at`; `logits` [tokens, this rank's vocabulary]."""
@@ -139,11 +173,11 @@ def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def _packed(batch: PackedBatch, config: Any) -> Packed:
+def _packed(rows: Sequence[TrainingRow], config: Any) -> Packed:
     """Return the rows of a micro-batch, and with sequence parallelism a row of padding."""
-    rows = packed(unpack_rows(batch))
-    if config.sequence_parallel and (n_padding := -len(rows.ids) % config.tensor_model_parallel_size):
+    tokens = packed(rows)
+    if config.sequence_parallel and (n_padding := -len(tokens.ids) % config.tensor_model_parallel_size):
         # Each rank gets the same number of tokens.
-        end = np.int32(len(rows.ids) + n_padding)
-        return rows._replace(ids=np.pad(rows.ids, (0, n_padding)), boundaries=np.append(rows.boundaries, end))
-    return rows
+        end = np.int32(len(tokens.ids) + n_padding)
+        return tokens._replace(ids=np.pad(tokens.ids, (0, n_padding)), boundaries=np.append(tokens.boundaries, end))
+    return tokens

@@ -50,13 +50,13 @@ class MegatronRank(RankEngine):
         )
         return Trainable(
             model_shard,
-            PipelineForwardBackward(model_shard, self._temperature, self._balancing),
+            PipelineForwardBackward(model_shard, self._temperature, self._balancing, self._replayed),
             MegatronOptimizerState(model_shard, self._local_value),
         )
 
     def _build_reference(self, model: dict[str, Any]) -> tuple[Model, ForwardBackward]:
         model_shard = MegatronModel(ModelShape(*model["shape"]), self._layout, self._coordinates, self._dtype)
-        return model_shard, PipelineForwardBackward(model_shard, self._temperature)
+        return model_shard, PipelineForwardBackward(model_shard, self._temperature, replayed=self._replayed)
 
     @property
     def _part_number(self) -> int | None:

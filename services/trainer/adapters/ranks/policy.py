@@ -91,8 +91,7 @@ class RanksPolicy(ABC):
             reference: whether losses get the log-probabilities of the weights that `load_hf` loaded. It costs another
                 copy of them on the devices, and another forward pass.
             aggregation: the loss's, by which the load-balancing loss of a mixture of experts is weighted.
-            replayed: the shape of rows' routed experts, which replace those of the routers of policy and reference;
-                FSDP2 only.
+            replayed: the shape of rows' routed experts, which replace those of the routers of policy and reference.
             max_logits: logits that a rank has at a time; FSDP2 only.
             folder: parent of scratch directories; the system's temporary directory if None. Ranks on other machines
                 must have it under the same path.

@@ -8,6 +8,7 @@ export function svg(tag, attributes = {}, ...children) {
   return fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
 }
 
+export const PAINTS = ["blue", "orange", "green", "pink", "sky", "red"];
 export const color = (name) => `var(--${name})`;
 
 function fill(element, attributes, children) {

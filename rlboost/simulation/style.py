@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from io import BytesIO, StringIO
+from io import BytesIO
 from typing import Any
 
 import matplotlib as mpl
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 BLUE, SKY, GREEN, ORANGE, RED, PINK = "#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7"
@@ -33,7 +32,6 @@ _RC: Any = {
     "legend.fontsize": 8.5,
     "legend.frameon": False,
     "savefig.facecolor": "white",
-    "svg.fonttype": "path",
     "text.color": INK,
     "xtick.color": PALE,
     "xtick.labelcolor": MUTED,
@@ -52,21 +50,6 @@ def look() -> Iterator[None]:
 def figure(height_in: float) -> Figure:
     """Return an empty figure of the page's width."""
     return Figure(figsize=(WIDTH_IN, height_in))
-
-
-def say_empty(axes: Axes, text: str) -> None:
-    """Write in an empty figure why it is empty."""
-    axes.set_axis_off()
-    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=MUTED)
-
-
-def svg(drawn: Figure, name: str) -> str:
-    """Return the figure as a deterministic SVG element."""
-    out = StringIO()
-    with mpl.rc_context({"svg.hashsalt": name}):
-        drawn.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
-    text = out.getvalue()
-    return text[text.index("<svg") :]
 
 
 def png(drawn: Figure) -> bytes:

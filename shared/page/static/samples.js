@@ -1,11 +1,10 @@
 // The sample browser: each part of a completion in the color of the worker and weight version that generated it.
 
-import { get } from "./api.js";
-import { color, el } from "./dom.js";
+import { report, samplesOf } from "./api.js";
+import { color, el, PAINTS } from "./dom.js";
 import { completionParts, number, workerName } from "./facts.js";
 
-const COLORS = ["blue", "orange", "green", "pink", "red", "sky"];
-const SHOWN = 8;
+const SHOWN = 8; // of each order; a report has no others: rlboost/report/answers.py
 const ORDERS = {
   best: (a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity),
   worst: (a, b) => (a.reward ?? Infinity) - (b.reward ?? Infinity),
@@ -13,11 +12,14 @@ const ORDERS = {
 };
 
 export async function showSamples(box, jobId, step, order) {
-  const found = (await get(`jobs/${jobId}/samples?step=${step - 1}`)).filter((sample) => !sample.is_eval);
-  if (!found.length) return box.replaceChildren(el("p", { class: "muted" }, `No samples of step ${step} are retained.`));
+  const found = (await samplesOf(jobId, step)).filter((sample) => !sample.is_eval);
+  if (!found.length) {
+    const others = report ? ` This report has those of the steps ${Object.keys(report.samples).join(", ") || "-"}.` : "";
+    return box.replaceChildren(el("p", { class: "muted" }, `No samples of step ${step} are retained.${others}`));
+  }
   const rows = found.sort(ORDERS[order]).slice(0, SHOWN);
   box.replaceChildren(
-    el("p", { class: "muted" }, `${rows.length} of ${found.length} samples of step ${step}.`), ...rows.map(sampleView));
+    el("p", { class: "muted" }, `${rows.length}${report ? "" : ` of ${found.length}`} sample${found.length > 1 ? "s" : ""} of step ${step}.`), ...rows.map(sampleView));
 }
 
 function sampleView(sample) {
@@ -37,5 +39,5 @@ function sampleView(sample) {
 function paint(sample, span) {
   const makers = [...new Set(sample.spans.map(([worker, version]) => `${worker} ${version}`))];
   const [worker, version] = sample.spans[span];
-  return color(COLORS[makers.indexOf(`${worker} ${version}`) % COLORS.length]);
+  return color(PAINTS[makers.indexOf(`${worker} ${version}`) % PAINTS.length]);
 }

@@ -1,6 +1,10 @@
-// The REST API. The token is kept for this browser tab only.
+// The REST API. The token is kept for this browser tab only. A report of a job (rlboost/report/page.py) is this page with
+// the API's answers in it: {at, job, text, answers: {path: answer}, events, samples, throughput, tables}, `at` in seconds.
 
-const KEY = "rlboost-token";
+const KEY = "rlboost-token", READ_ONLY = "rlboost-read-only";
+
+export const report = JSON.parse(document.getElementById("report")?.textContent ?? "null");
+export const present = () => (report ? report.at * 1000 : Date.now());
 
 export class ApiError extends Error {
   constructor(status, message) {
@@ -9,24 +13,39 @@ export class ApiError extends Error {
   }
 }
 
-// Take the token of a link `#token=...` and remove it from the address.
+// Take the token of a link `#token=...` and remove it from the address. With `&read-only` buttons that act are hidden;
+// it is the token's scope that refuses them.
 export function takeTokenOfLink() {
-  const token = new URLSearchParams(location.hash.slice(1)).get("token");
+  const link = new URLSearchParams(location.hash.slice(1)), token = link.get("token");
   if (token) {
     setToken(token);
+    if (link.has("read-only")) sessionStorage.setItem(READ_ONLY, "1");
     history.replaceState(null, "", location.pathname + "#/");
   }
 }
 
-export const hasToken = () => sessionStorage.getItem(KEY) !== null;
-export const setToken = (token) => sessionStorage.setItem(KEY, token);
-export const forgetToken = () => sessionStorage.removeItem(KEY);
+export const hasToken = () => report !== null || sessionStorage.getItem(KEY) !== null;
+export const isReadOnly = () => report !== null || sessionStorage.getItem(READ_ONLY) !== null;
+export const setToken = (token) => (forgetToken(), sessionStorage.setItem(KEY, token));
+export const forgetToken = () => [KEY, READ_ONLY].forEach((key) => sessionStorage.removeItem(key));
 
-export const get = async (path, signal) => (await request("GET", path, { signal })).json();
+// Return an answer as JSON; in a report null where it has none.
+export async function get(path, signal) {
+  if (report) return report.answers[path.split("?")[0]] ?? null;
+  return (await request("GET", path, { signal })).json();
+}
+
+// Return the samples of a step, counted from 1.
+export async function samplesOf(jobId, step) {
+  if (report) return report.samples[step] ?? [];
+  return get(`jobs/${jobId}/samples?step=${step - 1}`);
+}
+
 export const post = async (path, body) => (await request("POST", path, { body })).json();
 
 // Yield a job's events {id, kind, at, source, fields} until it has ended.
 export async function* events(jobId, lastId, signal) {
+  if (report) return yield* report.events;
   const headers = lastId ? { "Last-Event-ID": lastId } : {};
   const response = await request("GET", `jobs/${jobId}/events`, { headers, signal });
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rlboost.services.rollout_manager.domain.frame_rows import (
+from rlboost.services.rollout_manager.domain.frame_decoder import (
     TOKEN_BYTES,
     FrameRows,
     Ints,

@@ -1,0 +1,24 @@
+"""Receive chunks, past the app."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rlboost.services.weight_store.app import WeightStore
+from rlboost.services.weight_store.metrics import Metrics
+from rlboost.shared.http.body_receiver import BodyReceiver
+from rlboost.shared.weights.blob_response import digest_in
+from rlboost.shared.weights.manifest import CHUNK_BYTES
+
+
+def chunk_receiver(store: WeightStore, metrics: Metrics, authorized: Callable[[str], bool]) -> BodyReceiver:
+    """Return what receives plain uploads of chunks; `authorized` takes their `Authorization` header."""
+
+    def accepts(path: str, authorization: str) -> bool:
+        return bool(digest_in(path)) and authorized(authorization)
+
+    async def put(path: str, body: memoryview) -> None:
+        await store.put_chunk(digest_in(path), [body])
+        metrics.bytes_in.inc(len(body))
+
+    return BodyReceiver(accepts, put, max_bytes=CHUNK_BYTES)

@@ -1,0 +1,212 @@
+// What the page says about a job, as pure functions of the API's answers. Times are milliseconds of the Unix epoch.
+
+export const PARTS = [
+  ["time/seeding_s", "reserved workers generate", "orange"],
+  ["time/wait_s", "waiting for samples", "grey"],
+  ["time/train_s", "training", "blue"],
+  ["time/publish_s", "publishing weights", "green"],
+];
+export const STATE_COLORS = {
+  joining: "grey", pulling: "orange", ready: "green", suspended: "sky", draining: "pink", silent: "red",
+};
+export const CURVES = {
+  reward: ["reward/mean", "perplexity", "dpo/accuracy", "loss"],
+  evaluation: ["eval/pass@1", "eval/reward_mean", "eval/perplexity", "eval/loss"],
+  length: ["completions/mean_length", "eval/mean_length"],
+  throughput: ["perf/tokens_per_s"],
+};
+
+export const workerName = (id) => id.replace(/-[^-]*$/, "") || id;
+
+export function duration(seconds) {
+  if (seconds < 10) return `${seconds.toFixed(1)} s`;
+  if (seconds < 120) return `${Math.round(seconds)} s`;
+  if (seconds < 7200) return `${Math.round(seconds / 60)} min`;
+  return `${(seconds / 3600).toFixed(1)} h`;
+}
+
+export function number(value) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "-";
+  if (Number.isInteger(value) || Math.abs(value) >= 1000) return Math.round(value).toLocaleString("en");
+  return value.toPrecision(3);
+}
+
+// The points [step, value] of the first of these metrics that the job reports. Training steps count from 1; an evaluation
+// counts as of the steps before it.
+export function curve(rows, names) {
+  const name = names.find((one) => rows.some((row) => one in row)) ?? names[0];
+  const first = name.startsWith("eval/") ? 0 : 1;
+  return { name, points: rows.filter((row) => name in row).map((row) => [row.step + first, row[name]]) };
+}
+
+// The rows of steps whose time is known; the row after the last step has only an evaluation.
+export const timedSteps = (rows, job) => rows.filter((row) => row["time/step_s"] && row.step < (job.steps || Infinity));
+
+// One sentence on what a job waits for: what, why, since when, until when.
+export function waitingText(job, now) {
+  const wait = job.waiting;
+  if (!wait) return job.finished_at ? "" : job.state === "paused" ? "Paused." : "Not waiting.";
+  const since = duration((now - Date.parse(wait.since)) / 1000);
+  const limit = wait.limit_s ? `; limit ${duration(wait.limit_s)}` : "";
+  return `Waiting for ${wait.for}: ${wait.because} (for ${since}${limit}).`;
+}
+
+// Why a step took as long as it did: its parts, how it differs from the ten steps before it, and what happened meanwhile.
+export function stepText(rows, step, incidents) {
+  const row = rows.find((one) => one.step === step - 1), total = row?.["time/step_s"];
+  if (!total) return "";
+  const partsOf = (one) => [...PARTS.map(([key, label]) => [label, one[key] ?? 0]), ["other", otherTime(one)]];
+  const shares = partsOf(row).sort((a, b) => b[1] - a[1]).filter(([, s]) => s / total >= 0.01)
+    .map(([label, s]) => `${label} ${Math.round((100 * s) / total)} %`);
+  let text = `Step ${step} took ${duration(total)}: ${shares.join(", ")}.`;
+  const before = rows.filter((one) => one.step < row.step && one["time/step_s"]).slice(-10);
+  if (before.length >= 3) {
+    const usual = median(before.map((one) => one["time/step_s"])), delta = total - usual;
+    if (Math.abs(delta) > 0.2 * usual) {
+      const changes = partsOf(row).map(([label, s], i) => [label, s - median(before.map((one) => partsOf(one)[i][1]))]);
+      const [label, most] = changes.reduce((a, b) => (Math.sign(delta) * b[1] > Math.sign(delta) * a[1] ? b : a));
+      const word = delta > 0 ? "longer" : "less";
+      text += ` That is ${duration(Math.abs(delta))} ${word} than the median of the ${before.length} steps before, ` +
+        `mostly ${label} (${duration(Math.abs(most))} ${word}).`;
+    }
+    const lengths = before.map((one) => one["completions/mean_length"]), length = row["completions/mean_length"];
+    if (length && lengths.every((one) => one)) {
+      const ratio = length / median(lengths);
+      if (Math.abs(ratio - 1) > 0.2) text += ` Completions were ${Math.round(100 * Math.abs(ratio - 1))} % ${ratio > 1 ? "longer" : "shorter"} than then.`;
+    }
+  }
+  if ("eval/mean_length" in row || "eval/reward_mean" in row) text += " It includes an evaluation.";
+  return incidents.length ? `${text} During it ${incidents.join("; ")}.` : text;
+}
+
+export const otherTime = (row) => Math.max(0, row["time/step_s"] - PARTS.reduce((sum, [key]) => sum + (row[key] ?? 0), 0));
+
+function median(values) {
+  const sorted = [...values].sort((a, b) => a - b), middle = sorted.length >> 1;
+  return sorted.length % 2 ? sorted[middle] : (sorted[middle - 1] + sorted[middle]) / 2;
+}
+
+// What preemptions cost, from the audit.
+export function preemptionText(audit) {
+  if (!audit) return "";
+  const n = sum(audit.preemptions), lost = sum(audit.tokens_regenerated);
+  const kinds = Object.entries(audit.preemptions).map(([kind, count]) => `${count} ${kind.replaceAll("_", " ")}`).join(", ");
+  const share = audit.tokens_generated ? ((100 * lost) / audit.tokens_generated).toFixed(2) : "0";
+  return `${n ? `${n} preemption${n > 1 ? "s" : ""} (${kinds})` : "No preemption so far"}. ` +
+    `${number(audit.migrations)} samples moved to another worker and kept ${number(audit.tokens_saved)} tokens; ` +
+    `${number(lost)} tokens (${share} %) were generated again. ` +
+    `${number(audit.requested)} samples requested, ${number(audit.delivered)} delivered, ${number(audit.duplicates)} duplicates, ` +
+    `${number(sum(audit.dropped))} dropped.`;
+}
+
+const sum = (counts) => Object.values(counts).reduce((total, n) => total + n, 0);
+
+const CAUSES = {
+  late: "regenerated: arrived after the sample had migrated",
+  sample_over: "discarded: arrived after the sample was complete",
+  gap: "regenerated: arrived after lost tokens",
+  dropped: "generated for a sample that was dropped",
+};
+
+// Every counter of the audit as [name, value].
+export function auditRows(audit) {
+  return [
+    ["samples requested", audit.requested], ["samples delivered", audit.delivered],
+    ...Object.entries(audit.dropped).map(([reason, n]) => [`samples dropped: ${reason}`, n]),
+    ["samples in flight", audit.in_flight],
+    ["tokens generated", audit.tokens_generated], ["tokens delivered", audit.tokens_delivered],
+    ...Object.entries(audit.tokens_regenerated).map(([cause, n]) => [`tokens ${CAUSES[cause] ?? cause}`, n]),
+    ["tokens kept by migrated samples", audit.tokens_saved], ["migrations", audit.migrations],
+    ["frames sent twice, cut", audit.duplicates],
+    ["preemptions with notice", audit.preemptions.with_notice ?? 0],
+    ["preemptions without notice", audit.preemptions.without_notice ?? 0],
+  ].map(([name, n]) => [name, number(n)]);
+}
+
+// What a job cost, from GET /cost, as 'rlboost status' says it; empty without prices.
+export function costText(cost) {
+  if (!cost?.dollars) return "";
+  const kinds = cost.workers.map(({ role, kind, hours, dollars: d }) => `${role} ${kind} ${dollars(d)} for ${hours.toFixed(2)} h`);
+  const limit = cost.max_dollars ? ` of at most ${dollars(cost.max_dollars)}` : "";
+  return `${dollars(cost.dollars)}${limit}: ${kinds.join(", ")}. ${dollars(cost.dollars_per_step)} a step, ` +
+    `${dollars(cost.dollars_per_1000_samples)} per 1,000 samples. Migration saved ${dollars(cost.dollars_saved_by_migration)} of tokens; ` +
+    `${dollars(cost.dollars_regenerated)} were regenerated.`;
+}
+
+// What would make the job cheaper, one sentence each.
+export function cheaperTexts(job, rows, fleet, cost) {
+  const texts = [], worth = fleet?.worth_of_one_more, only = cost?.reserved_only;
+  if (worth?.job_id === job.id) {
+    const value = worth.dollars_per_hour ? `, worth ${dollars(worth.dollars_per_hour)} per hour at what tokens cost now` : "";
+    const verdict = worth.dollars_per_hour > worth.price_per_hour ? "cheaper" : "more expensive";
+    const price = worth.price_per_hour ? `. It costs ${dollars(worth.price_per_hour)} per hour: tokens would become ${verdict}` : "";
+    texts.push(worth.tokens_per_hour < 1 ? "One more spot worker would not shorten the steps." :
+      `One more spot worker would generate ${number(Math.round(worth.tokens_per_hour))} more tokens per hour${value}${price}.`);
+    const idle = fleet.present - Math.ceil(fleet.target_workers ?? Infinity);
+    if (idle > 0) texts.push(`${idle} of the ${fleet.present} spot workers do not shorten the steps: without them the job costs less.`);
+  }
+  if (only) {
+    const saved = 1 - cost.dollars / only.dollars, price = only.break_even_price_per_hour;
+    texts.push(`The reserved workers alone would have taken about ${duration(only.seconds)} and cost ${dollars(only.dollars)} ` +
+      `so far: with spot workers the job is ${Math.abs(Math.round(100 * saved))} % ${saved >= 0 ? "cheaper" : "more expensive"}.` +
+      `${price === null ? "" : ` They pay below ${dollars(price)} per hour and worker.`}`);
+  }
+  for (const [cause, spent] of Object.entries(cost?.dollars_regenerated_by_cause ?? {})) {
+    if (spent) texts.push(`Tokens ${CAUSES[cause] ?? cause}: ${dollars(spent)}.`);
+  }
+  const equal = rows.findLast((row) => "frac_reward_zero_std" in row)?.frac_reward_zero_std ?? 0;
+  if (equal >= 0.3) {
+    texts.push(`In the last step ${Math.round(100 * equal)} % of the groups had equal rewards, from which GRPO learns nothing: ` +
+      "prompts that the model sometimes solves (data.curriculum) use more of what is generated.");
+  }
+  return texts;
+}
+
+export function dollars(value) {
+  if (value === null) return "-";
+  return `$${value >= 1 || value === 0 ? value.toFixed(2) : value.toPrecision(2)}`;
+}
+
+export function fleetText(fleet) {
+  if (!fleet) return "";
+  const wanted = fleet.target_workers;
+  const worth = wanted === null ? "" :
+    wanted > fleet.present ? `; up to ${wanted} would shorten the steps` : `; more than ${wanted} would not shorten the steps`;
+  return `${fleet.present} spot and ${fleet.reserved} reserved workers generate ${number(fleet.tokens_per_s)} tokens/s${worth}.` +
+    scalingText(fleet.autoscaling);
+}
+
+// What the fleet costs and what autoscaling does; empty without prices and pools.
+function scalingText({ workers, limited_by: limit, dollars_per_hour: price, max_dollars_per_hour: most, pools }) {
+  const cost = price || most !== null ? ` It costs ${dollars(price)} per hour${most === null ? "" : ` of at most ${dollars(most)}`}.` : "";
+  if (!pools.length) return cost;
+  const kinds = pools.map((pool) => `${pool.target ?? "-"} of at most ${pool.max_workers} ${pool.kind}`);
+  const errors = pools.filter((pool) => pool.error).map((pool) => ` Provider: ${pool.error}`);
+  return `${cost} Autoscaling (${workers}): ${kinds.join(", ")}${limit ? `; limited by ${limit}` : ""}.${errors.join("")}`;
+}
+
+// A completion as parts {text, span}: span indexes `sample.spans`, null where its worker is not known.
+export function completionParts(sample) {
+  const text = sample.completion, lengths = sample.span_characters;
+  if (sample.spans.length === 1) return [{ text, span: 0 }];
+  if (!lengths) return [{ text, span: null }];
+  const total = lengths.reduce((sum, n) => sum + n, 0);
+  const cut = total !== text.length ? text.match(/\n\[[\d,]+ characters cut\]\n/) : null;
+  const parts = [];
+  const add = (from, to, offset) => {
+    let start = 0;
+    lengths.forEach((n, span) => {
+      const [a, b] = [Math.max(from, start), Math.min(to, start + n)];
+      if (a < b) parts.push({ text: text.slice(a - offset, b - offset), span });
+      start += n;
+    });
+  };
+  if (!cut) add(0, total, 0);
+  else {
+    const end = cut.index + cut[0].length, missing = total - (text.length - cut[0].length);
+    add(0, cut.index, 0);
+    parts.push({ text: cut[0], span: null });
+    add(cut.index + missing, total, cut.index + missing - end);
+  }
+  return parts;
+}

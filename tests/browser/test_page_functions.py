@@ -1,0 +1,181 @@
+"""The page's pure functions, in a real browser, with its files served alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from rlboost.shared.page.files import STATIC
+from tests.support.synthetic_record import JOB_AT, KILLED_AT, LEFT_AT, MISSED_AT, NOTICED_AT, job_events, told
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page, Route
+
+pytest.importorskip("playwright.sync_api", reason="run 'make test-browser', which installs it")
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
+HOST = "http://page.test"
+
+
+@pytest.fixture
+def files(page: Page) -> Page:
+    """A page from which modules can be imported."""
+
+    def serve(route: Route) -> None:
+        name = route.request.url.removeprefix(f"{HOST}/")
+        if name:
+            route.fulfill(path=STATIC / name)
+        else:
+            route.fulfill(body="<!doctype html>", content_type="text/html")
+
+    page.route(f"{HOST}/**", serve)
+    page.goto(f"{HOST}/")
+    return page
+
+
+def call(page: Page, module: str, code: str, *arguments: Any) -> Any:
+    """Return the value of an expression of a module's exports `m` and of arguments `a`."""
+    script = f"async (a) => {{ const m = await import('/{module}'); return {code}; }}"
+    return page.evaluate(script, list(arguments))
+
+
+def events(*more: Any) -> list[dict[str, Any]]:
+    return [event.model_dump() for event in sorted([*job_events(), *more], key=lambda event: event.at)]
+
+
+def test_texts_of_completions_are_never_markup(files: Page) -> None:
+    parts = files.evaluate(
+        """async () => {
+          const { el } = await import("/dom.js");
+          const { completionParts } = await import("/facts.js");
+          const sample = { completion: "<img src=x onerror=alert(1)>", spans: [["w-1", 0, 3], ["w-2", 0, 5]],
+                           span_characters: [4, 24] };
+          const pre = el("pre", {}, ...completionParts(sample).map(({ text }) => el("mark", {}, text)));
+          return [pre.querySelectorAll("img").length, ...completionParts(sample).map(({ text }) => text)];
+        }"""
+    )
+    assert parts == [0, "<img", " src=x onerror=alert(1)>"]
+
+
+def test_completion_parts_of_a_cut_completion_keep_their_workers(files: Page) -> None:
+    sample = {
+        "completion": "aaabb\n[4 characters cut]\nbcccc",
+        "spans": [["w-1", 0, 3], ["w-2", 0, 7], ["w-3", 0, 4]],
+        "span_characters": [3, 7, 4],
+    }
+    code = "m.completionParts(a[0]).map(({ text, span }) => `${span}:${text.trim()}`)"
+    assert call(files, "facts.js", code, sample) == ["0:aaa", "1:bb", "null:[4 characters cut]", "1:b", "2:cccc"]
+
+
+def test_lives_of_workers_show_notices_kills_and_the_time_until_a_loss_is_detected(files: Page) -> None:
+    killed = told(KILLED_AT, "worker_killed", worker="worker-2-aaaa")
+    spans_of = "([name, life]) => [name, life.spans.map((s) => [s.state, s.from, s.to])]"
+    code = f"Object.fromEntries([...m.lives(a[0])].map({spans_of}))"
+    spans = call(files, "history.js", code, events(killed))
+    ms = 1000
+    assert spans["worker-2"][-2:] == [
+        ["ready", (JOB_AT + 1) * ms, KILLED_AT * ms],
+        ["silent", KILLED_AT * ms, MISSED_AT * ms],
+    ]
+    assert spans["worker-1"][-1] == ["draining", NOTICED_AT * ms, LEFT_AT * ms]
+    assert spans["worker-3"][0][0] == "joining"
+    assert spans["worker-3"][-1] == ["ready", (JOB_AT + 1) * ms, None]
+
+
+def test_samples_resumed_bit_by_bit_are_one_migration(files: Page) -> None:
+    code = "m.migrations(a[0]).filter((one) => one.cause !== 'suspended').map((one) => [one.from, one.to, one.samples, "
+    code += "one.tokens])"
+    assert call(files, "history.js", code, events()) == [
+        ["worker-2", "worker-1", 30, 1500],
+        ["worker-2", "worker-3", 20, 1000],
+        ["worker-1", "worker-3", 20, 900],
+    ]
+
+
+def test_samples_that_finished_are_not_looked_for_in_a_later_step(files: Page) -> None:
+    made = [
+        told(1.0, "samples_unassigned", worker="worker-2-a", samples=9, tokens=90, cause="lost"),
+        told(1.0, "samples_migrated", worker="worker-1-a", samples=5, tokens=50),
+        told(2.0, "seeding_started", step=3),
+        told(3.0, "samples_unassigned", worker="worker-1-a", samples=2, tokens=20, cause="left"),
+        told(3.0, "samples_migrated", worker="worker-3-a", samples=2, tokens=20),
+    ]
+    code = "m.migrations(a[0]).map((one) => [one.from, one.to, one.samples])"
+    found = call(files, "history.js", code, [event.model_dump() for event in made])
+    assert found == [["worker-2", "worker-1", 5], ["worker-1", "worker-3", 2]]
+
+
+def test_preemptions_have_their_step_and_the_time_until_their_samples_resumed(files: Page) -> None:
+    begins = [told(JOB_AT + 2 + 5 * step - 1, "seeding_started", step=step) for step in range(12)]
+    code = "m.preemptions(a[0]).map((p) => [p.worker, p.step, p.noticed, p.samples, p.tokens, p.resumed_s])"
+    found = call(files, "history.js", code, events(*begins))
+    assert found == [["worker-2", 3, False, 50, 2500, pytest.approx(0.6)], ["worker-1", 7, True, 20, 900, 0]]
+    texts = call(files, "history.js", "m.stepIncidents(a[0], 3)", events(*begins))
+    assert texts == ["worker-2 was preempted without notice; 50 samples moved"]
+    assert call(files, "history.js", "m.stepIncidents(a[0], 2)", events(*begins)) == []
+
+
+def step(number: int, wait_s: float, length: float = 100.0) -> dict[str, float]:
+    return {
+        "step": number - 1,
+        "time/step_s": wait_s + 2.0,
+        "time/wait_s": wait_s,
+        "time/train_s": 2.0,
+        "completions/mean_length": length,
+    }
+
+
+def test_step_text_says_why_a_step_took_longer_than_those_before(files: Page) -> None:
+    rows = [*(step(n, 2.0) for n in range(1, 6)), step(6, 8.0, length=150.0)]
+    text = call(files, "facts.js", "m.stepText(a[0], 6, ['worker-2 joined'])", rows)
+    assert text == (
+        "Step 6 took 10 s: waiting for samples 80 %, training 20 %. "
+        "That is 6.0 s longer than the median of the 5 steps before, mostly waiting for samples (6.0 s longer). "
+        "Completions were 50 % longer than then. "
+        "During it worker-2 joined."
+    )
+    usual = call(files, "facts.js", "m.stepText(a[0], 5, [])", rows)
+    assert usual == "Step 5 took 4.0 s: waiting for samples 50 %, training 50 %."
+
+
+COST = {
+    "dollars": 10.0,
+    "dollars_per_step": 0.5,
+    "dollars_regenerated_by_cause": {"late": 0.25, "gap": 0.0},
+    "reserved_only": {"seconds": 7100.0, "dollars": 20.0, "break_even_price_per_hour": 3.0},
+}
+FLEET = {
+    "present": 3,
+    "target_workers": 4.2,
+    "worth_of_one_more": {"job_id": "j", "tokens_per_hour": 5e5, "dollars_per_hour": 2.0, "price_per_hour": 1.5},
+}
+
+
+def test_cheaper_texts_weigh_one_more_worker_and_the_reserved_ones_alone(files: Page) -> None:
+    code = "m.cheaperTexts({ id: 'j' }, [{ frac_reward_zero_std: 0.5 }], a[0], a[1])"
+    assert call(files, "facts.js", code, FLEET, COST) == [
+        (
+            "One more spot worker would generate 500,000 more tokens per hour, worth $2.00 per hour at what tokens "
+            "cost now. It costs $1.50 per hour: tokens would become cheaper."
+        ),
+        (
+            "The reserved workers alone would have taken about 118 min and cost $20.00 so far: with spot workers the "
+            "job is 50 % cheaper. They pay below $3.00 per hour and worker."
+        ),
+        "Tokens regenerated: arrived after the sample had migrated: $0.25.",
+        (
+            "In the last step 50 % of the groups had equal rewards, from which GRPO learns nothing: prompts that the "
+            "model sometimes solves (data.curriculum) use more of what is generated."
+        ),
+    ]
+
+
+def test_cheaper_texts_name_workers_that_do_not_shorten_the_steps(files: Page) -> None:
+    worth = {"job_id": "j", "tokens_per_hour": 0, "dollars_per_hour": 0, "price_per_hour": 1.5}
+    fleet = {"present": 5, "target_workers": 2.1, "worth_of_one_more": worth}
+    assert call(files, "facts.js", "m.cheaperTexts({ id: 'j' }, [], a[0], null)", fleet) == [
+        "One more spot worker would not shorten the steps.",
+        "2 of the 5 spot workers do not shorten the steps: without them the job costs less.",
+    ]
+    assert call(files, "facts.js", "m.cheaperTexts({ id: 'other' }, [], a[0], null)", fleet) == []

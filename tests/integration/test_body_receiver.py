@@ -1,0 +1,138 @@
+"""Uploads to a server that also runs an app, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from fastapi import FastAPI, Request, Response
+from prometheus_client import CollectorRegistry, Counter
+
+from rlboost.shared.errors import Unprocessable
+from rlboost.shared.http.body_receiver import BodyReceiver
+from rlboost.shared.http.file_sender import FileSender
+from rlboost.shared.http.server import bind, server_loop
+from rlboost.shared.weights.http_download import BadStatus, DownloadFailed
+from rlboost.shared.weights.http_upload import BlobTransfer
+from tests.support.eventually import eventually
+
+DATA = os.urandom(3 << 20)
+AUTHORIZED = {"Authorization": "Bearer t"}
+
+
+class Site:
+    """A server that receives uploads of at most 4 MiB to `/file`, and an app that answers with what it received."""
+
+    def __init__(self) -> None:
+        self.stored: list[bytes] = []
+        self.rejects = False
+        self.uploads = BodyReceiver(
+            lambda path, given: (path, given) == ("/file", "Bearer t"), self.store, max_bytes=4 << 20
+        )
+        sent = Counter("sent", "bytes", registry=CollectorRegistry())
+        self.files = FileSender(lambda _: None, sent, uploads=self.uploads)
+        self.app = FastAPI()
+        self.sock = bind("127.0.0.1", 0)
+        self.sock.listen()  # so that a client may connect before the server runs
+        self.url = f"http://127.0.0.1:{self.sock.getsockname()[1]}"
+
+        @self.app.put("/file")
+        async def put(request: Request) -> Response:
+            return Response(b"the app received %d" % len(await request.body()), 422 if self.rejects else 200)
+
+        @self.app.get("/file")
+        async def get() -> Response:
+            return Response(b"from the app")
+
+    async def store(self, _: str, body: memoryview) -> None:
+        if self.rejects:
+            raise Unprocessable("another digest")
+        self.stored.append(bytes(body))
+
+
+@pytest.fixture
+async def site() -> AsyncIterator[Site]:
+    site, stop = Site(), asyncio.Event()
+    serving = asyncio.create_task(server_loop(site.app, site.sock, files=site.files)(stop), name="site")
+    yield site
+    stop.set()
+    await serving
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[BlobTransfer]:
+    client = BlobTransfer(connect_s=5.0, stall_s=30.0, follow_redirects=True, use_proxies=False)
+    yield client
+    client.close()
+
+
+async def test_uploads_go_past_the_app_on_one_connection(site: Site) -> None:
+    async with httpx.AsyncClient(headers=AUTHORIZED) as http:
+        for data in (DATA, b"", DATA[:10]):
+            assert (await http.put(f"{site.url}/file", content=data)).status_code == 204
+        assert len(site.files.connections) == 1
+        assert (await http.get(f"{site.url}/file")).content == b"from the app"
+    assert site.stored == [DATA, b"", DATA[:10]]
+
+
+async def test_concurrent_uploads_do_not_share_a_buffer(site: Site, client: BlobTransfer) -> None:
+    blobs = [os.urandom(1 << 20) for _ in range(40)]
+    await asyncio.gather(*(client.upload(f"{site.url}/file", "Bearer t", memoryview(blob)) for blob in blobs))
+    assert sorted(site.stored) == sorted(blobs)
+
+
+@pytest.mark.parametrize(
+    ("headers", "n_bytes"),
+    [
+        ({"Authorization": "Bearer other"}, 10),
+        ({}, 10),
+        ({**AUTHORIZED, "Expect": "100-continue"}, 10),
+        (AUTHORIZED, 5 << 20),
+    ],
+)
+async def test_any_other_upload_is_answered_by_the_app(site: Site, headers: dict[str, str], n_bytes: int) -> None:
+    async with httpx.AsyncClient(headers=headers) as http:
+        response = await http.put(f"{site.url}/file", content=bytes(n_bytes))
+    assert (response.content, site.stored) == (b"the app received %d" % n_bytes, [])
+
+
+async def test_rejected_upload_is_answered_by_the_app_with_its_whole_body(site: Site, client: BlobTransfer) -> None:
+    site.rejects = True
+    with pytest.raises(BadStatus) as error:
+        await client.upload(f"{site.url}/file", "Bearer t", memoryview(DATA))
+    assert (error.value.status, error.value.body) == (422, b"the app received %d" % len(DATA))
+
+
+async def test_upload_that_breaks_off_stores_nothing_and_frees_its_place(site: Site) -> None:
+    with socket.create_connection(site.sock.getsockname()) as sock:
+        sock.sendall(b"PUT /file HTTP/1.1\r\nAuthorization: Bearer t\r\nContent-Length: 1000\r\n\r\nhalf")
+        await eventually(lambda: site.uploads._n_active == 1)
+    await eventually(lambda: site.uploads._n_active == 0 and not site.files.connections)
+    assert site.stored == []
+
+
+async def test_cancelled_upload_ends_its_thread(client: BlobTransfer) -> None:
+    """The server accepts the connection and never reads."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        upload = asyncio.create_task(client.upload(url, "", memoryview(bytes(64 << 20))), name="upload")
+        connection, _ = await asyncio.to_thread(silent.accept)
+        with connection:
+            await asyncio.to_thread(connection.recv, 10)
+            upload.cancel()
+            await asyncio.wait({upload})
+            await asyncio.to_thread(client._threads.shutdown)
+
+
+async def test_upload_to_a_server_that_closes_the_connection_fails(client: BlobTransfer) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        upload = asyncio.create_task(client.upload(url, "", memoryview(DATA)), name="upload")
+        connection, _ = await asyncio.to_thread(server.accept)
+        connection.close()
+        with pytest.raises(DownloadFailed):
+            await upload
