@@ -54,13 +54,13 @@ def up(  # noqa: PLR0913, PLR0917 - the options of a command
     workers: Annotated[int | None, typer.Option(help="Preemptible workers; default 3, on GPUs none.")] = None,
     autoscale: Annotated[
         int | None,
-        typer.Option(help="Autoscale preemptible workers up to this number: add one only if it shortens steps."),
+        typer.Option(help="Autoscale spot workers up to this number: add one only if it shortens steps."),
     ] = None,
     trainers: Annotated[int | None, typer.Option(help="Trainers, default 1; each runs one job at a time.")] = None,
     engine: Annotated[Engine | None, typer.Option(help="Inference engine; default torch, on GPUs vllm.")] = None,
     gpus: GpusOption = None,
     trainer_gpus: Annotated[
-        str | None, typer.Option(help="GPUs of the trainers; default: those that no preemptible worker uses.")
+        str | None, typer.Option(help="GPUs of the trainers; default: those that no spot worker uses.")
     ] = None,
     tensor_parallel: TensorParallelOption = None,
     gpu_memory_utilization: Annotated[
@@ -85,11 +85,11 @@ def up(  # noqa: PLR0913, PLR0917 - the options of a command
 ) -> None:
     """Start everything on this machine: Redis, weight store, manager, trainer and workers.
 
-    With --trainers 2, two jobs run at once: reserved workers are divided among the trainers, preemptible workers
+    With --trainers 2, two jobs run at once: reserved workers are divided among the trainers, spot workers
     are shared.
 
     With --gpus, each process sees only its own GPUs: trainers divide --trainer-gpus, reserved workers share them,
-    and each preemptible worker has its own.
+    and each spot worker has its own.
 
     A process that dies is restarted; with --standby another manager takes over meanwhile. A spot worker that was
     drained or preempted is not restarted. Service settings in the environment
@@ -164,7 +164,7 @@ def _warn_of_fleet(reserved: int, workers: int) -> None:
     if reserved == workers == 0:
         typer.echo("rlboost: warning: no workers: jobs wait until one joins ('rlboost worker join')", err=True)
     elif reserved == 0:
-        typer.echo("rlboost: warning: no reserved worker: jobs wait whenever no preemptible worker is there", err=True)
+        typer.echo("rlboost: warning: no reserved worker: jobs wait whenever no spot worker is there", err=True)
 
 
 def _schedule(file: Path, options: LocalOptions) -> list[ChaosEvent]:

@@ -79,7 +79,7 @@ class SystemSpec(MachineSpec):
     """A system on one machine: `rlboost up cluster.yaml`."""
 
     trainer_gpus: str = ""
-    """GPUs of the trainers; empty: those that no preemptible worker uses."""
+    """GPUs of the trainers; empty: those that no spot worker uses."""
     trainers: int = Field(1, ge=1)
     """Trainers; each runs one job at a time."""
     reserved: int | None = Field(None, ge=0)
@@ -87,7 +87,7 @@ class SystemSpec(MachineSpec):
     workers: int | None = Field(None, ge=0)
     """Preemptible workers; by default 3, on GPUs none."""
     autoscale: int = Field(0, ge=0)
-    """Most preemptible workers: their number follows the number worth having. 0: it stays as it is."""
+    """Most spot workers: their number follows the number worth having. 0: it stays as it is."""
     host: str = ""
     """Address of this machine that workers on other machines can reach; empty: this machine only."""
     port: int = Field(0, ge=0, le=65535)

@@ -76,8 +76,8 @@ def describe_import_error(path: str, kind: str, error: BaseException) -> str:
     if not f"{module}.".startswith(f"{error.name}."):
         return f"{problem}; install it, or fix {module}"
     return (
-        f"{problem}, searched from {Path.cwd()}; start the trainer in a folder from which 'import {module}' works, or "
-        "add that folder to PYTHONPATH"
+        f"{problem}, searched from {Path.cwd()}; name it from there, as jobs.{module} in a subfolder jobs, start the "
+        f"trainer in a folder from which 'import {module}' works, or add that folder to PYTHONPATH"
     )
 
 

@@ -195,8 +195,8 @@ def test_a_missing_module_is_reported_with_the_folder(folder: Path) -> None:
     [problem] = check(reward={"function": "my_rewards:score"})
     assert problem == (
         "reward.function: my_rewards:score cannot be imported: ModuleNotFoundError: No module named 'my_rewards', "
-        f"searched from {folder}; start the trainer in a folder from which 'import my_rewards' works, or add that "
-        "folder to PYTHONPATH"
+        f"searched from {folder}; name it from there, as jobs.my_rewards in a subfolder jobs, start the trainer in a "
+        "folder from which 'import my_rewards' works, or add that folder to PYTHONPATH"
     )
 
 
