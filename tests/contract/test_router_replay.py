@@ -228,6 +228,42 @@ async def test_replay_lowers_the_mismatch_of_an_engine_in_bfloat16(tmp_path: Pat
     assert found["replay"] < 0.5 * found["none"]
 
 
+async def learned(folder: Path, *, replays: bool, steps: int = 10) -> tuple[list[float], float]:
+    """Return each step's mean reward, and the mean `mismatch_kl`, of a mixture trained in bfloat16.
+
+    The reward is the fraction of tokens in the first half of the vocabulary; groups are of eight.
+    """
+    model = tiny_models.make(tiny_models.CONFIGS["qwen3-moe"])
+    model.save_pretrained(folder / "model")
+    policy = trained(folder / "model", dtype="bfloat16")
+    engine = TorchEngine(tiny_models.save_config(model.config, folder), slots=32, dtype="bfloat16")
+    rewards, sums = [], []
+    for step in range(steps):
+        weights = tiny_models.weights(policy._model)
+        await engine.load_weights(step, Staged((name, tensor.bfloat16()) for name, tensor in weights))
+        ids = range(32 * step, 32 * step + 32)
+        requests = [request(i, prompt=[3 + i // 8 % 4], max_tokens=24, routed_experts=SHAPE) for i in ids]
+        made = await run(engine, requests)
+        scores = np.array([np.mean(np.array(one.tokens) < tiny_models.VOCABULARY // 2) for one in made]).reshape(-1, 8)
+        advantages = (scores - scores.mean(1, keepdims=True)) / (scores.std(1, keepdims=True) + 1e-4)
+        batch = [
+            replace(training_row(asked, one), advantage=float(advantage))
+            for asked, one, advantage in zip(requests, made, advantages.ravel(), strict=True)
+        ]
+        sums.append(policy.accumulate([batch if replays else [replace(r, routed_experts=b"") for r in batch]], LOSS))
+        policy.step(5e-3)
+        rewards.append(float(scores.mean()))
+    await engine.close()
+    return rewards, sum(s["mismatch_kl"] for s in sums) / sum(s["tokens"] for s in sums)
+
+
+async def test_tiny_mixture_learns_and_replay_lowers_the_mismatch(tmp_path: Path) -> None:
+    replayed, mismatch = await learned(tmp_path / "replay", replays=True)
+    _, mismatch_without = await learned(tmp_path / "none", replays=False)
+    assert np.mean(replayed[-3:]) > np.mean(replayed[:3]) + 0.1
+    assert mismatch < 0.5 * mismatch_without
+
+
 def test_jobs_without_a_supported_mixture_are_rejected(tmp_path: Path) -> None:
     assert require_replayable(write_model(tmp_path / "moe", "qwen3-moe"), 100) == SHAPE
     with pytest.raises(ConfigError, match=r"trainer\.router_replay is for mixtures of experts"):

@@ -14,6 +14,7 @@ from rlboost.services.rollout_manager.settings import Settings
 from rlboost.shared import logs, names
 from rlboost.shared.bus import START, Entry
 from rlboost.shared.fakes import MemoryBus
+from rlboost.shared.ids import WeightsRef
 from rlboost.shared.job_logs import log_ops, log_sender
 from rlboost.shared.log_buffer import BUFFER, MAX_BUFFERED, MAX_CHARACTERS, MAX_TAKEN, LogBuffer
 from rlboost.shared.messages import Event, WorkerLog
@@ -93,7 +94,7 @@ async def test_worker_sends_its_lines_once_it_has_a_job() -> None:
     logged(buffer, "listening", port=8703)
     await rig.connection.send_heartbeat()
     assert not await rig.manager.received(WorkerLog)
-    rig.connection.session.serving = (JOB, 0)
+    rig.connection.session.serving = WeightsRef(JOB, 0)
     await rig.connection.send_heartbeat()
     (log,) = await rig.manager.received(WorkerLog)
     assert (log.job_id, log.texts) == (JOB, ["info listening port=8703"])
