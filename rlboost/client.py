@@ -108,7 +108,7 @@ class Client:
         return fleet
 
     def scale(self, workers: int | None) -> None:
-        """Set the number of preemptible workers; None: the number worth having."""
+        """Set the number of spot workers; None: the number worth having."""
         self.request("POST", "/fleet/scale", json={"workers": "auto" if workers is None else workers})
 
     def close(self) -> None:

@@ -15,9 +15,10 @@ import structlog
 from rlboost.client import Client
 from rlboost.export_folder import NewFolder, copy_files, write_adapter, write_model
 from rlboost.shared.errors import ConfigError, NotFound
+from rlboost.shared.importing import pip_install
 
 _PULL_LIMIT_S = 3600.0
-_NEEDS = "needs torch and transformers on this machine: pip install 'rlboost[worker]'"
+_NEEDS = f"needs torch and transformers on this machine: {pip_install('worker')}"
 _SMALL_FILES = ["*.json", "*.model", "*.jinja", "*.txt"]
 
 
@@ -151,7 +152,7 @@ async def _pulled(url: str, token: str, request: ExportRequest, base: Path | Non
                 stored = stored_version(pulled)
                 await asyncio.to_thread(write_model, base, stored.config_json, stored.tensors(), to)
         except NotFound as error:
-            raise ConfigError(f"version {version} was removed just now: ask again ({error})") from error
+            raise ConfigError(f"version {version} was removed just now: run the command again ({error})") from error
         finally:
             puller.close()
     return version

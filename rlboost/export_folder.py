@@ -135,7 +135,9 @@ def _copy(folder: Path, which: Callable[[], list[Path]], to: NewFolder) -> None:
         for place in files:
             place.open("rb").close()
     except OSError as error:
-        raise ConfigError(f"{place} cannot be read: {error.strerror or error}: mend that and ask again") from error
+        raise ConfigError(
+            f"{place} cannot be read: {error.strerror or error}: correct that, then run the command again"
+        ) from error
     with to.writing():
         for file in files:
             shutil.copyfile(file, to.scratch / file.name)

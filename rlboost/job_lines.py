@@ -73,9 +73,24 @@ def end_line(job: Mapping[str, Any], logs: str) -> str:
 
 
 def cost_line(cost: Mapping[str, Any]) -> str:
-    """Format `GET /v1/jobs/{job_id}/cost` as the web page does; empty without prices."""
-    if not cost.get("dollars"):
-        return ""
+    """Format `GET /v1/jobs/{job_id}/cost` as the web page does, and kinds without a price if there is a budget.
+
+    It is empty without prices and budget.
+    """
+    text = _spent(cost) if cost.get("dollars") else ""
+    if cost.get("max_dollars") is None:
+        return text
+    free = [f"{of['role']} {of['kind']}" for of in cost["workers"] if of["hours"] and not of["dollars"]]
+    if not free:
+        return text
+    warning = (
+        f"Without a price, and so not counted by elastic.max_dollars: {', '.join(free)}: set "
+        "RLBOOST_WORKER_PRICE_PER_HOUR there."
+    )
+    return f"{text} {warning}".lstrip()
+
+
+def _spent(cost: Mapping[str, Any]) -> str:
     spent = dollars(cost["dollars"]) + (f" of at most {dollars(cost['max_dollars'])}" if cost["max_dollars"] else "")
     kinds = [f"{of['role']} {of['kind']} {dollars(of['dollars'])} for {of['hours']:.2f} h" for of in cost["workers"]]
     return (

@@ -1,4 +1,4 @@
-"""The garbage collector, and context managers for importing large libraries."""
+"""The garbage collector, context managers for importing large libraries, and how to install what is missing."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+
+def pip_install(extra: str) -> str:
+    """Return the command that installs an extra of this package, which is on no package index."""
+    return f"pip install -c constraints.txt -e '.[{extra}]' in the clone of rlboost"
 
 
 @contextmanager

@@ -37,7 +37,7 @@ WORKER_IDENTITIES = PREFIX + "workers.identities"
 FLEET = PREFIX + "fleet"
 """Hash: worker id -> its last record (JSON), from which a restarted manager recovers the fleet."""
 FLEET_SCALE = PREFIX + "fleet.scale"
-"""Hash: `workers` -> the number of preemptible workers that the operator set, or `auto`."""
+"""Hash: `workers` -> the number of spot workers that the operator set, or `auto`."""
 PROTOCOL = PREFIX + "protocol"
 """Hash: `number` -> the protocol of the manager that led last."""
 

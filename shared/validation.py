@@ -43,6 +43,24 @@ _EXPECTED = {
     "enum": "{expected}",
 }
 """Type of pydantic's error -> the expected value."""
+_SHOWS_VALUE = {
+    "int_type",
+    "int_parsing",
+    "int_parsing_size",
+    "int_from_float",
+    "float_type",
+    "float_parsing",
+    "finite_number",
+    "greater_than",
+    "greater_than_equal",
+    "less_than",
+    "less_than_equal",
+    "literal_error",
+    "enum",
+}
+"""Types of pydantic's errors that show the rejected value; texts may be secrets."""
+_MAX_SHOWN = 40
+"""Characters of a rejected value."""
 _MESSAGES = {
     "missing": "missing: give it",
     "extra_forbidden": "unknown key: remove it or fix its spelling",
@@ -93,10 +111,15 @@ def first_error(error: ValidationError, whole: str = "the file") -> str:
     return f"{'.'.join(map(str, first['loc'])) or whole}: {first['msg']}"
 
 
-def one_of(*words: str) -> str:
-    """Return the text of an error about a field that takes one of these words."""
+def one_of(given: object, words: Sequence[str]) -> str:
+    """Return the text of an error about a field that takes one of these words, at least two, and was given another."""
     *others, last = map(repr, words)
-    return f"should be {', '.join(others)} or {last}; nothing else is supported"
+    choice = f"{', '.join(others)} or {last}"
+    if not isinstance(given, str):
+        return f"should be {choice}"
+    similar = difflib.get_close_matches(given, words, 1)
+    hint = f"did you mean {similar[0]!r}? Use" if similar else "use"
+    return f"{_shown(given)} is unknown: {hint} {choice}"
 
 
 def off_is_no_boolean(value: object) -> object:
@@ -164,16 +187,32 @@ def _problems(field: Place, items: Sequence[ErrorDetails]) -> Iterator[tuple[Pla
         # The union member with an invalid part is the one that was meant.
         yield from (((*field, *item["loc"][depth + 1 :]), _text(item)) for item in inner)
     else:
-        yield field, "should be " + ", or ".join(_expected(item) or _text(item) for item in items)
+        expected = ", or ".join(_expected(item) or _text(item) for item in items)
+        yield field, f"should be {expected}{_instead(items[0])}"
 
 
 def _text(item: ErrorDetails) -> str:
     if message := _MESSAGES.get(item["type"]):
         return message
+    words = re.findall(r"'([^']*)'", item["ctx"]["expected"]) if item["type"] in {"literal_error", "enum"} else []
+    if len(words) > 1:
+        return one_of(item["input"], words)
     if expected := _expected(item):
-        only = "; nothing else is supported" if item["type"] == "literal_error" else ""
-        return f"should be {expected}{only}"
+        return f"should be {expected}{_instead(item)}"
     return item["msg"].removeprefix("Value error, ")
+
+
+def _instead(item: ErrorDetails) -> str:
+    """Return the rejected value as the end of an error about a number or a choice; empty for other values."""
+    given = item["input"]
+    is_shown = isinstance(given, int | float | str) and not isinstance(given, bool)
+    return f", not {_shown(given)}" if is_shown and item["type"] in _SHOWS_VALUE else ""
+
+
+def _shown(given: object) -> str:
+    """Return a value for an error; a long text is cut."""
+    text = repr(given)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}...{text[0]}"
 
 
 def _expected(item: ErrorDetails) -> str:

@@ -30,5 +30,7 @@ trap 'rlboost down --state "$SHARED/state"' EXIT
 for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
     srun --nodes 1 --ntasks 1 --nodelist "$node" --overlap rlboost trainer join --url "tcp://$address:8702" --name "$node" &
 done
-# Workers join from other machines, with `rlboost token create --scope worker`: the job waits until there is one.
+# Workers are other jobs of Slurm: this job waits until there is one.
+(umask 077 && rlboost token create --scope worker --name slurm --state "$SHARED/state" > "$SHARED/join-token")
+echo "start workers: RLBOOST_URL=http://$address:8700 TOKEN_FILE=$SHARED/join-token sbatch deploy/slurm/worker.sh"
 rlboost run "$job" --state "$SHARED/state" --follow

@@ -24,7 +24,7 @@ def demo(  # noqa: PLR0913, PLR0917 - the options of a command
     workers: Annotated[int | None, typer.Option(min=0, help="Preemptible workers at the start; default 3.")] = None,
     autoscale: Annotated[
         int,
-        typer.Option(min=0, help="Autoscale preemptible workers up to this number: add one only if it shortens steps."),
+        typer.Option(min=0, help="Autoscale spot workers up to this number: add one only if it shortens steps."),
     ] = 0,
     engine: Annotated[Engine, typer.Option(help="Inference engine.")] = Engine.TORCH,
     state: Annotated[Path, typer.Option(help="Folder for the run; data of an earlier demo in it is deleted.")] = _STATE,

@@ -31,7 +31,7 @@ def plan(  # noqa: PLR0913, PLR0917 - the options of a command
     prices: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Dollars per hour; those of the run's workers if not given.")
     ] = None,
-    max_workers: Annotated[int, typer.Option(min=1, help="Largest fleet of preemptible workers.")] = 6,
+    max_workers: Annotated[int, typer.Option(min=1, help="Largest fleet of spot workers.")] = 6,
     seeds: Annotated[int, typer.Option(min=1, help="Simulations of each fleet.")] = 3,
     startup_s: Annotated[float, typer.Option(min=0, help="Seconds from an instance's request to its join.")] = 120.0,
     max_dollars: Annotated[float | None, typer.Option(min=0, help="Budget: choose the fastest fleet in it.")] = None,

@@ -1,4 +1,4 @@
-"""`rlboost scale`: the number of preemptible workers."""
+"""`rlboost scale`: the number of spot workers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def scale(
     state: StateOption = DEFAULT_STATE,
     as_json: JsonOption = False,
 ) -> None:
-    """Set the number of preemptible workers, within the limits of the manager's pools and of dollars per hour.
+    """Set the number of spot workers, within the limits of the manager's pools and of dollars per hour.
 
     Needs a manager that can start workers: 'rlboost up --autoscale N', or RLBOOST_MANAGER_POOLS.
     """
@@ -32,7 +32,7 @@ def scale(
     if as_json:
         print_json(autoscaling)
         return
-    typer.echo(f"preemptible workers: {'as many as are worth having' if workers == 'auto' else workers}")
+    typer.echo(f"spot workers: {'as many as are worth having' if workers == 'auto' else workers}")
     for pool in autoscaling["pools"]:
         typer.echo(f"  {pool['kind']}: {pool['present']} present, at most {pool['max_workers']}")
         if pool["error"]:

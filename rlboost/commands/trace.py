@@ -33,7 +33,7 @@ def trace(state: StateOption = DEFAULT_STATE) -> None:
     """
     import asyncio  # noqa: PLC0415 - keeps --help quick
 
-    require_packages("opentelemetry.exporter.otlp.proto.http", needs="rlboost[otel]")
+    require_packages("opentelemetry.exporter.otlp.proto.http", extra="otel")
     from rlboost.shared.redis.bus import connect  # noqa: PLC0415 - likewise
     from rlboost.tracing.follow import follow  # noqa: PLC0415 - likewise
     from rlboost.tracing.otlp import OtlpTraces  # noqa: PLC0415 - likewise

@@ -13,6 +13,7 @@ import typer
 
 from rlboost.commands.common import DEFAULT_STATE, EXIT_FAILED, JsonOption, StateOption, command, print_json
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.importing import pip_install
 
 if TYPE_CHECKING:
     from rlboost.local.chaos import ChaosEvent
@@ -53,13 +54,13 @@ def up(  # noqa: PLR0913, PLR0917 - the options of a command
     workers: Annotated[int | None, typer.Option(help="Preemptible workers; default 3, on GPUs none.")] = None,
     autoscale: Annotated[
         int | None,
-        typer.Option(help="Autoscale preemptible workers up to this number: add one only if it shortens steps."),
+        typer.Option(help="Autoscale spot workers up to this number: add one only if it shortens steps."),
     ] = None,
     trainers: Annotated[int | None, typer.Option(help="Trainers, default 1; each runs one job at a time.")] = None,
     engine: Annotated[Engine | None, typer.Option(help="Inference engine; default torch, on GPUs vllm.")] = None,
     gpus: GpusOption = None,
     trainer_gpus: Annotated[
-        str | None, typer.Option(help="GPUs of the trainers; default: those that no preemptible worker uses.")
+        str | None, typer.Option(help="GPUs of the trainers; default: those that no spot worker uses.")
     ] = None,
     tensor_parallel: TensorParallelOption = None,
     gpu_memory_utilization: Annotated[
@@ -84,11 +85,11 @@ def up(  # noqa: PLR0913, PLR0917 - the options of a command
 ) -> None:
     """Start everything on this machine: Redis, weight store, manager, trainer and workers.
 
-    With --trainers 2, two jobs run at once: reserved workers are divided among the trainers, preemptible workers
+    With --trainers 2, two jobs run at once: reserved workers are divided among the trainers, spot workers
     are shared.
 
     With --gpus, each process sees only its own GPUs: trainers divide --trainer-gpus, reserved workers share them,
-    and each preemptible worker has its own.
+    and each spot worker has its own.
 
     A process that dies is restarted; with --standby another manager takes over meanwhile. A spot worker that was
     drained or preempted is not restarted. Service settings in the environment
@@ -140,8 +141,8 @@ def down(state: StateOption = DEFAULT_STATE, as_json: JsonOption = False) -> Non
         typer.echo(f"stopped the system in {state}" if stopped else f"no system ran in {state}")
 
 
-def require_packages(*packages: str, needs: str = "rlboost[local]") -> None:
-    """Check for required packages before starting anything; `needs` is the extra that has them.
+def require_packages(*packages: str, extra: str = "local") -> None:
+    """Check for required packages before starting anything; `extra` has them.
 
     Raises:
         ConfigError: names the missing packages.
@@ -149,7 +150,7 @@ def require_packages(*packages: str, needs: str = "rlboost[local]") -> None:
     """
     missing = [name for name in packages if not _is_installed(name)]
     if missing:
-        raise ConfigError(f"this needs {', '.join(missing)}: pip install '{needs}'")
+        raise ConfigError(f"this needs {', '.join(missing)}: {pip_install(extra)}")
 
 
 def _is_installed(module: str) -> bool:
@@ -163,7 +164,7 @@ def _warn_of_fleet(reserved: int, workers: int) -> None:
     if reserved == workers == 0:
         typer.echo("rlboost: warning: no workers: jobs wait until one joins ('rlboost worker join')", err=True)
     elif reserved == 0:
-        typer.echo("rlboost: warning: no reserved worker: jobs wait whenever no preemptible worker is there", err=True)
+        typer.echo("rlboost: warning: no reserved worker: jobs wait whenever no spot worker is there", err=True)
 
 
 def _schedule(file: Path, options: LocalOptions) -> list[ChaosEvent]:

@@ -93,7 +93,7 @@ def _drain_warning(worker_id: str, workers: Sequence[Mapping[str, Any]]) -> str:
         return f"{worker_id} was the last worker: jobs wait until another joins ('rlboost worker join')"
     if role == "reserved" and "reserved" not in roles.values():
         return (
-            f"{worker_id} was the last reserved worker: jobs now wait whenever no preemptible worker is there; "
+            f"{worker_id} was the last reserved worker: jobs now wait whenever no spot worker is there; "
             "'rlboost worker join --role reserved' adds one, and a restart of the local system brings it back"
         )
     return ""

@@ -55,7 +55,7 @@ class DemoOptions:
     seed: int = 0
     engine: Literal["torch", "vllm"] = "torch"
     autoscale: int = 0
-    """Most preemptible workers, whose number follows the manager's autoscaling; 0: a join follows each preemption."""
+    """Most spot workers, whose number follows the manager's autoscaling; 0: a join follows each preemption."""
 
 
 def run(options: DemoOptions, console: Console) -> Record | None:

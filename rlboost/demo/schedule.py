@@ -23,7 +23,7 @@ def plan(steps: int, workers: int, seed: int) -> list[PlannedChange]:
 
     Args:
         steps: steps of the job.
-        workers: initial preemptible workers; with none the schedule is empty.
+        workers: initial spot workers; with none the schedule is empty.
         seed: makes the schedule reproducible.
 
     """

@@ -85,10 +85,17 @@ def _version(distribution: str) -> str:
 
 def _redis_server() -> Finding:
     try:
-        return Finding("redis-server", "ok", str(redis_server.find()))
+        program = redis_server.find()
     except ConfigError as error:
         advice = str(error).partition(": ")[2]
         return Finding("redis-server", "warning", "not installed, and 'rlboost up' needs it", advice)
+    try:
+        done = subprocess.run(  # noqa: S603 - the server that 'rlboost up' starts
+            [str(program), "--version"], capture_output=True, text=True, timeout=_IMPORT_LIMIT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Finding("redis-server", "warning", f"{program} does not run: {error}", "install Redis 7 or newer")
+    return rules.redis_server(str(program), done.stdout)
 
 
 def _is_in_use(port: int) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from rlboost.local.gpus import Gpu
+from rlboost.shared.importing import pip_install
 
 Status = Literal["ok", "warning", "problem"]
 
@@ -21,6 +23,8 @@ _CLOCK_WARNING_S = 3.0
 _CLOCK_PROBLEM_S = 300.0
 """Object stores reject requests signed with a clock that is this far off or somewhat more."""
 TESTED_VLLM = "0.32"
+_SAFE_REDIS = 7
+"""Major version from which Redis tells reading a key from writing it."""
 
 
 @dataclass(frozen=True)
@@ -61,13 +65,13 @@ def gpus(found: Sequence[Gpu], error: str, *, has_driver: bool) -> Finding:
 def torch(library: Library, n_gpus: int) -> Finding:
     """Compare torch's build with the machine."""
     if not library.version:
-        return Finding("torch", "problem", "not installed", "pip install 'rlboost[local]'")
+        return Finding("torch", "problem", "not installed", pip_install("local"))
     if library.error:
         return Finding("torch", "problem", f"{library.version} cannot be imported: {library.error}", "install it again")
     build = f"CUDA {library.cuda}" if library.cuda else "CPU"
     text = f"{library.version}, {build} build"
     if n_gpus and not library.cuda:
-        advice = "install torch without PyTorch's CPU index (unset PIP_EXTRA_INDEX_URL)"
+        advice = f"in a new environment, without PIP_EXTRA_INDEX_URL: {pip_install('local,vllm')}"
         return Finding("torch", "problem", f"{text}, and this machine has {n_gpus} GPUs", advice)
     if n_gpus and library.n_devices == 0:
         advice = f"check CUDA_VISIBLE_DEVICES, and whether the driver supports CUDA {library.cuda}"
@@ -80,7 +84,7 @@ def torch(library: Library, n_gpus: int) -> Finding:
 
 def vllm(library: Library, n_gpus: int) -> Finding:
     """Judge whether vLLM can be the engine of this machine."""
-    how = "pip install 'rlboost[vllm]'" if n_gpus else "'make install-vllm'"
+    how = pip_install("vllm") if n_gpus else "'make install-vllm'"
     if not library.version:
         status: Status = "warning" if n_gpus else "ok"
         advice = f"on GPUs the torch engine is several times slower: {how}" if n_gpus else ""
@@ -94,6 +98,18 @@ def vllm(library: Library, n_gpus: int) -> Finding:
     if not library.version.startswith(f"{TESTED_VLLM}."):
         return Finding("vllm", "warning", text, f"only vLLM {TESTED_VLLM} is tested: {how}")
     return Finding("vllm", "ok", text)
+
+
+def redis_server(program: str, version_line: str) -> Finding:
+    """Judge Redis by what `redis-server --version` prints, such as `Redis server v=7.2.4 sha=...`."""
+    version = re.search(r"\bv=((\d+)[\d.]*)", version_line)
+    if version is None:
+        return Finding("redis-server", "warning", f"{program}, of an unknown version", "install Redis 7 or newer")
+    text = f"{version[1]}, {program}"
+    if int(version[2]) < _SAFE_REDIS:
+        advice = "enough for one machine; before other machines join, install Redis 7 or newer: it isolates workers"
+        return Finding("redis-server", "warning", text, advice)
+    return Finding("redis-server", "ok", text)
 
 
 def disk(folder: str, free_bytes: int) -> Finding:

@@ -18,6 +18,7 @@ from rlboost.services.trainer.adapters.ranks.layout import Layout, require_divis
 from rlboost.shared.data.rows import is_remote
 from rlboost.shared.data.shards import names
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.importing import pip_install
 from rlboost.shared.job.run_log import lacking
 from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.model.experts import require_known_experts, require_mixture, require_replayable
@@ -155,13 +156,13 @@ def _check_layers(model: Path) -> None:
 
 def _other_libraries(spec: JobSpec) -> Iterator[str]:
     if spec.adapter is not None and not _is_installed("peft"):
-        yield "elastic.weights: lora needs PEFT: pip install 'rlboost[trainer]'"
+        yield f"elastic.weights: lora needs PEFT: {pip_install('trainer')}"
     if spec.trainer.backend == "megatron" and not _is_installed("megatron"):
-        yield "trainer.backend: megatron needs megatron-core: pip install 'rlboost[megatron]'"
+        yield f"trainer.backend: megatron needs megatron-core: {pip_install('megatron')}"
     for field, source, _ in spec.data.rows:
         remote = [name for name in names(source) if is_remote(name)]
         if remote and not _is_installed("datasets"):
-            yield f"{field}: {remote[0]} needs the library datasets: pip install 'rlboost[data]'"
+            yield f"{field}: {remote[0]} needs the library datasets: {pip_install('data')}"
 
 
 def _is_installed(*libraries: str) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rlboost.jobs.memory import TrainedModel, state_bytes, trained_model
+from rlboost.jobs.model_path import is_hub_id, nearest
 from rlboost.jobs.model_size import ModelSize, size_of
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import JobSpec
@@ -45,7 +46,10 @@ def estimate(spec: JobSpec, longest_sample: int = 0) -> Estimate:
     """
     if spec.kind == "eval":
         raise ConfigError("a job of kind eval trains nothing: give a job of kind rl or sft")
-    config = read_config(Path(spec.model).expanduser())
+    folder = Path(spec.model).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(_no_folder(spec.model))
+    config = read_config(folder)
     size, trainer = size_of(config.get("text_config", config)), spec.trainer
     longest_sample = longest_sample or (spec.sampling.max_tokens if spec.kind == "rl" else 0)
     n_tokens = max(trainer.micro_batch_tokens // trainer.data_parallel, longest_sample)
@@ -57,6 +61,14 @@ def estimate(spec: JobSpec, longest_sample: int = 0) -> Estimate:
         update = update_memory(size, model, trainer, n_tokens)
         found = {**update._asdict(), "total": update.total}
     return Estimate(size.total, size.active, trainer.n_ranks, n_tokens, found)
+
+
+def _no_folder(model: str) -> str:
+    if is_hub_id(model):
+        how = f"download its settings: 'hf download {model} config.json --local-dir DIR', and add model=DIR"
+    else:
+        how = "name the folder with the model's config.json" + (f" ({found})" if (found := nearest(model)) else "")
+    return f"model: there is no folder {model}: {how}"
 
 
 class UpdateMemory(NamedTuple):

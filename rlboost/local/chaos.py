@@ -103,7 +103,7 @@ def generate(
 
     """
     if not nodes:
-        raise ConfigError("a chaos schedule needs at least one preemptible worker: start with --workers 1 or more")
+        raise ConfigError("a chaos schedule needs at least one spot worker: start with --workers 1 or more")
     draw = random.Random(seed)  # noqa: S311 - a schedule, not a secret
     spacing_s = duration_s / preemptions if preemptions else 0.0
     first = draw.randrange(2)

@@ -54,7 +54,7 @@ _FORK_SERVER_LIMIT_S = 180.0
 class LocalCluster:
     """On entry everything is ready; on exit everything has stopped, in order.
 
-    A process that dies is restarted on its own port. A preemptible worker that was preempted (`kill`, `notice`) or
+    A process that dies is restarted on its own port. A spot worker that was preempted (`kill`, `notice`) or
     drained is not restarted, as its machine is gone; `join_worker` adds a new one.
 
     Args:
@@ -218,7 +218,7 @@ class LocalCluster:
     # --- operations -----------------------------------------------------------------------------------------------
 
     def join_worker(self) -> str:
-        """Start one more preemptible worker; return its name immediately, before it is ready.
+        """Start one more spot worker; return its name immediately, before it is ready.
 
         Raises:
             Conflict: the system uses GPUs, and none is free.
@@ -242,7 +242,7 @@ class LocalCluster:
         return name
 
     async def _follow_autoscaling(self) -> None:
-        """Start preemptible workers that are missing from the manager's target; the manager drains those beyond it."""
+        """Start spot workers that are missing from the manager's target; the manager drains those beyond it."""
         with Client(self.url, self.token, retry_for_s=0.0, read_timeout_s=_READ_TIMEOUT_S) as client:
             while True:
                 with suppress(
@@ -258,11 +258,11 @@ class LocalCluster:
         await self._supervisor.until_ready(name)
 
     def kill(self, name: str) -> None:
-        """Send SIGKILL. A preemptible worker is not restarted; any other process is."""
+        """Send SIGKILL. A spot worker is not restarted; any other process is."""
         self._supervisor.kill(name)
 
     def notice(self, name: str) -> None:
-        """Send a preemption notice (SIGTERM) to a preemptible worker; SIGKILL follows after 30 s."""
+        """Send a preemption notice (SIGTERM) to a spot worker; SIGKILL follows after 30 s."""
         self._supervisor.notice(name)
 
 

@@ -68,7 +68,7 @@ class Layout:
     placements: Mapping[str, Placement] = field(default_factory=dict)
     """By process name."""
     worker_groups: tuple[Placement, ...] = ()
-    """The groups of preemptible workers, including those that no initial worker uses."""
+    """The groups of spot workers, including those that no initial worker uses."""
     trainers: tuple[str, ...] = ()
     """Names of the processes that train."""
 
@@ -95,7 +95,7 @@ class Layout:
         return min(max(n_cpus // max(n_uses, 1), 1), _MAX_THREADS)
 
     def free_group(self, in_use: Collection[Placement]) -> Placement:
-        """Return a preemptible worker's group that is not in use.
+        """Return a spot worker's group that is not in use.
 
         Raises:
             Conflict: there is none.
@@ -103,7 +103,7 @@ class Layout:
         """
         free = next((group for group in self.worker_groups if group not in in_use), None)
         if free is None:
-            raise Conflict("no GPU is free for another preemptible worker: give the system more --gpus")
+            raise Conflict("no GPU is free for another spot worker: give the system more --gpus")
         return free
 
 
@@ -124,7 +124,7 @@ def plan(
         trainer_gpus: those of the trainers.
         trainers: the trainers' names.
         reserved: name of each reserved worker -> name of its trainer.
-        workers: names of the preemptible workers.
+        workers: names of the spot workers.
         tensor_parallel: number of GPUs per engine.
         memory_fraction: part of a trainer's GPU for all reserved engines on it together.
 
@@ -138,7 +138,7 @@ def plan(
     groups = groups_of(others, tensor_parallel)
     if len(workers) > len(groups):
         raise ConfigError(
-            f"{len(workers)} preemptible workers with {n_gpus(tensor_parallel)} each do not fit on the "
+            f"{len(workers)} spot workers with {n_gpus(tensor_parallel)} each do not fit on the "
             f"{n_gpus(len(others))} that the trainer does not use: lower --workers, or give fewer --trainer-gpus"
         )
     placements |= dict(zip(workers, groups, strict=False))
@@ -169,7 +169,7 @@ def groups_of(gpus: Sequence[Gpu], tensor_parallel: int, memory_fraction: float 
 
 def _trainers(gpus: Sequence[Gpu], trainers: Sequence[str]) -> dict[str, Placement]:
     if not gpus:
-        raise ConfigError("the preemptible workers leave no GPU to the trainer: lower --workers, or give more --gpus")
+        raise ConfigError("the spot workers leave no GPU to the trainer: lower --workers, or give more --gpus")
     each, left = divmod(len(gpus), len(trainers))
     if left:
         raise ConfigError(

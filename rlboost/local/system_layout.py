@@ -31,7 +31,7 @@ def local_options(spec: SystemSpec, state: Path) -> LocalOptions:
 
 
 def initial_workers(workers: int | None, autoscale: int) -> int:
-    """Return the number of preemptible workers to start with.
+    """Return the number of spot workers to start with.
 
     Args:
         workers: the number that was requested, if any.

@@ -43,7 +43,7 @@ def worker_kinds(profile: RunProfile) -> list[EngineProfile]:
     """
     kinds = [engine for engine in profile.engines if engine.role == "preemptible"]
     if not kinds:
-        raise ConfigError("the profile has no throughput of a preemptible worker: run some steps with one first")
+        raise ConfigError("the profile has no throughput of a spot worker: run some steps with one first")
     return kinds
 
 

@@ -169,4 +169,4 @@ def load(path: Path) -> Record:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}: name the record.json of a run") from error
     except ValidationError as error:
-        raise ConfigError(f"{path} is no record of a run: {first_error(error)}") from error
+        raise ConfigError(f"{path} is not the record of a run: {first_error(error)}") from error

@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from rlboost.shared.importing import pip_install
 from rlboost.shared.user_code.reward_call import ground_truth
 
 try:
     from math_verify import parse, verify
 except ImportError as error:
-    raise ImportError("mathematics is checked by math-verify: pip install 'rlboost[math]'") from error
+    raise ImportError(f"mathematics is checked by math-verify: {pip_install('math')}") from error
 
 LIMIT_S = 1
 """For parsing one answer, and for comparing it; math-verify counts whole seconds."""

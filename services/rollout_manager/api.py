@@ -86,7 +86,7 @@ def build(
         extensions: add routes under `/v1`.
         error_format_for_other_paths: takes the first parts of this module's paths under `/v1`; returns the format of
             the errors of all other routes.
-        scaler: decides the number of preemptible workers; one without a provider when None.
+        scaler: decides the number of spot workers; one without a provider when None.
 
     """
     token = settings.token.get_secret_value()
@@ -226,7 +226,7 @@ def _times(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 class Scale(BaseModel):
-    """The number of preemptible workers."""
+    """The number of spot workers."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -295,7 +295,7 @@ def _add_fleet(router: APIRouter, manager: Manager, settings: Settings, scaler: 
     @router.post("/fleet/scale", tags=["fleet"], responses=problems(409))
     @needs("admin")
     async def scale(body: Scale) -> dict[str, Any]:
-        """Set the number of preemptible workers, or let it follow the number worth having (`auto`)."""
+        """Set the number of spot workers, or let it follow the number worth having (`auto`)."""
         if not scaler.has_pools:
             detail = (
                 "this manager cannot start workers: set RLBOOST_MANAGER_POOLS, or start with 'rlboost up --autoscale N'"

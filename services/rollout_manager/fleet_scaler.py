@@ -1,4 +1,4 @@
-"""Keeps the number of preemptible workers at what autoscaling decides, and the fleet's cost below its limit.
+"""Keeps the number of spot workers at what autoscaling decides, and the fleet's cost below its limit.
 
 Consumes: the fleet and the jobs of the manager's world, and the operator's number.
 Produces: drains of surplus workers, with the manager's next transaction; requests to the provider, which are repeated
@@ -93,7 +93,7 @@ class FleetScaler:
         }
 
     async def set_workers(self, workers: int | None, write: Callable[[Sequence[Op]], Awaitable[None]]) -> None:
-        """Set the number of preemptible workers, None for automatic; `write` writes to the bus."""
+        """Set the number of spot workers, None for automatic; `write` writes to the bus."""
         text = AUTO if workers is None else str(workers)
         await write([HashSet(names.FLEET_SCALE, {_FIELD: text})])
         self._fixed = workers

@@ -48,7 +48,7 @@ class ProviderFailed(RLBoostError):
 
 
 class FleetProvider(Protocol):
-    """Starts and stops machines with preemptible workers."""
+    """Starts and stops machines with spot workers."""
 
     async def scale(self, kind: str, workers: int) -> None:
         """Have this many workers of a kind, started or starting. Repeating a request changes nothing.

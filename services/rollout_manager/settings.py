@@ -45,7 +45,7 @@ class Settings(ServiceSettings):
     serve_limit_s: float = Field(600.0, gt=0, description="time limit of a completion requested over REST")
     pools: list[Pool] = Field(
         [],
-        description="kinds of preemptible workers that autoscaling may start, preferred first, as JSON, such as "
+        description="kinds of spot workers that autoscaling may start, preferred first, as JSON, such as "
         '`[{"kind": "h100", "max_workers": 8, "price_per_hour": 2.5}]`; without any there is no autoscaling',
     )
     provider: Literal["none", "command", "kubernetes"] = Field(
@@ -63,7 +63,7 @@ class Settings(ServiceSettings):
     max_dollars_per_hour: float | None = Field(
         None,
         ge=0,
-        description="maximum dollars per hour of all workers together; further preemptible workers are drained",
+        description="maximum dollars per hour of all workers together; further spot workers are drained",
     )
     scale_in_delay_s: float = Field(
         300.0, ge=0, description="autoscaling: how long fewer workers must be enough before the fleet shrinks"

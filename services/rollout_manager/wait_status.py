@@ -24,7 +24,7 @@ def job_wait_status(world: World, job: Job) -> dict[str, Any] | None:
     if job.ended:
         return None
     if job.state == "pending":
-        return public_wait(*_trainer_of_pending(world), job.created_at)
+        return public_wait(*_trainer_of_pending(world, job), job.created_at)
     progress = world.progress.get(job.id)
     if progress is None or progress.trainer_renewed_at is None:
         return None  # this manager has not read the trainer's lease yet
@@ -36,8 +36,8 @@ def job_wait_status(world: World, job: Job) -> dict[str, Any] | None:
         because = f"samples are queued and no worker can take them: {_why_none(world.fleet)}"
         if world.audits[job.id].cost.budget_reached:
             because = (
-                f"its budget (elastic.max_dollars: {job.spec.elastic.max_dollars:g}) pays for no more preemptible "
-                "workers: add reserved workers, or cancel it and continue from its model in another job"
+                f"its budget (elastic.max_dollars: {job.spec.elastic.max_dollars:g}) pays for no more spot workers: "
+                "add reserved workers, or cancel it and continue from its model in another job"
             )
         limit_s = _limit_of_stall(progress, progress.stalled_since)
         return public_wait("a worker that is ready with this job's weights", because, progress.stalled_since, limit_s)
@@ -76,16 +76,17 @@ def _limit_of_stall(progress: JobProgress, since: float) -> float | None:
     return float(waiting["since"] + waiting["limit_s"] - since)
 
 
-def _trainer_of_pending(world: World) -> tuple[str, str]:
+def _trainer_of_pending(world: World, pending: Job) -> tuple[str, str]:
     """Return what a pending job waits for and why: the jobs that hold the trainers, by state."""
     holders = [job for job in world.jobs.active() if job.state != "pending"]
     if not holders:
-        return "a trainer to take the job", "none has taken it; its events tell if none can read its job file"
+        because = f"no trainer has taken it: check 'rlboost ps'; 'rlboost logs {pending.id}' shows if none can read it"
+        return "a trainer to take the job", because
     held_by = ", ".join(f"{job.id} ({job.state})" for job in holders)
     trainers = "the trainer, which holds" if len(holders) == 1 else "a trainer; they hold"
     because = "a trainer runs one job at a time"
     if paused := next((job.id for job in holders if job.state == "paused"), None):
-        because += f": 'rlboost resume {paused}' lets that job end, 'rlboost cancel {paused}' gives up on it"
+        because += f": 'rlboost resume {paused}' continues that job, 'rlboost cancel {paused}' ends it"
     return f"{trainers} {held_by}", because
 
 

@@ -26,7 +26,11 @@ class Settings(ServiceSettings):
     trainer: str = Field("", description="reserved: name of that trainer; may be empty if there is only one trainer")
     name: str = Field("", pattern=r"^[A-Za-z0-9._-]*$", description="prefix of the worker's id; empty = host name")
     kind: str = Field("", description="kind of machine, for throughput profiles; empty = engine and device")
-    price_per_hour: float = Field(0.0, ge=0, description="price of this worker's machine or share of one, in dollars")
+    price_per_hour: float = Field(
+        0.0,
+        ge=0,
+        description="dollars per hour of this worker: the price of its machine divided by the machine's workers",
+    )
 
     engine: Literal["torch", "vllm"] = Field("torch", description="inference engine")
     device: str = Field("cpu", description="the engine's device, in torch's notation")

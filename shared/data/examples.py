@@ -64,14 +64,14 @@ def example_of(values: dict[str, Any], prompt_key: str, completion_key: str) -> 
 def _example(values: dict[str, Any], prompt_key: str, completion_key: str) -> Example:
     if completion_key in values:
         if prompt_key not in values:
-            raise ConfigError(f"no key {prompt_key!r} ({_keys(values)}): mend it, or set data.prompt_key")
+            raise ConfigError(f"no key {prompt_key!r} ({_keys(values)}): correct it, or set data.prompt_key")
         return _pair(values[prompt_key], values[completion_key], prompt_key, completion_key)
     conversation = values.get(prompt_key, values.get(MESSAGES))
     if is_messages(conversation) and conversation[-1]["role"] == ASSISTANT:
         return _split(without_nulls(conversation))
     raise ConfigError(
-        f"no key {completion_key!r}, nor chat messages that end with the assistant's ({_keys(values)}): mend it, or "
-        "set data.completion_key"
+        f"no key {completion_key!r}, nor chat messages that end with the assistant's ({_keys(values)}): correct it, "
+        "or set data.completion_key"
     )
 
 
@@ -86,11 +86,11 @@ def _tools(given: object) -> Tools:
         try:
             given = json.loads(given or "[]")
         except ValueError as error:
-            raise ConfigError(f"{TOOLS!r} is no JSON: {error}") from error
+            raise ConfigError(f"{TOOLS!r} is not JSON: {error}") from error
     if given is None:
         return ()
     if not isinstance(given, list) or not all(isinstance(tool, dict) for tool in given):
-        raise ConfigError(f"{TOOLS!r} is no list of JSON schemas: give ToolEnvironment.tools, or their JSON text")
+        raise ConfigError(f"{TOOLS!r} is not a list of JSON schemas: give ToolEnvironment.tools, or their JSON text")
     if _has_nulls(given):
         raise ConfigError(f"{TOOLS!r} has keys that are null, as tables add them: give the schemas as JSON text")
     return given
@@ -105,7 +105,7 @@ def _has_nulls(value: Any) -> bool:
 def _pair(prompt: object, completion: object, prompt_key: str, completion_key: str) -> Example:
     if isinstance(prompt, str):
         if not isinstance(completion, str):
-            raise ConfigError(f"{completion_key!r} is no text, but {prompt_key!r} is: give both as text or as messages")
+            raise ConfigError(f"{completion_key!r} is not text, but {prompt_key!r} is: give both as text or messages")
         return TextExample(prompt, completion)
     if not is_messages(prompt):
         raise ConfigError(f"{prompt_key!r} is neither text nor a list of chat messages with a role")

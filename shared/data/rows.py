@@ -13,12 +13,13 @@ from typing import Any, NamedTuple, TypeGuard
 
 from rlboost.shared.data.shards import FILE_KINDS, Source, names, shards
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.importing import pip_install
 
 _OTHER_FILES = {".arrow", ".csv", ".gz", ".json", ".tsv", ".txt", ".yaml", ".yml", ".zst"}
 _ID = re.compile(r"[\w.-]+/[\w.-]+")
 _SAVED = ("dataset_dict.json", "dataset_info.json")
 """One of them lies in a folder that `Dataset.save_to_disk` made."""
-_INSTALL = "install it with: pip install 'rlboost[data]'"
+_INSTALL = f"install it with: {pip_install('data')}"
 
 
 class Row(NamedTuple):
@@ -104,7 +105,7 @@ def _jsonl(source: str, path: Path) -> Iterator[Row]:
                     raise BadRow(source, f"line {number}", "a JSON object is expected")
                 yield Row(source, f"line {number}", values)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ConfigError(f"{source} is no gzip file that can be read: {error}: write it again") from error
+        raise ConfigError(f"{source} is not a gzip file that can be read: {error}: write it again") from error
     except OSError as error:
         raise ConfigError(f"{source}: {error.strerror or error}: name a file that the trainer can read") from error
     except UnicodeDecodeError as error:
@@ -131,7 +132,7 @@ def _parquet(source: str, path: Path) -> Iterator[Row]:
     except FileNotFoundError as error:
         raise ConfigError(f"{source}: No such file or directory: name a file that the trainer can read") from error
     except (ArrowException, OSError) as error:
-        raise ConfigError(f"{source} is no parquet file that can be read: {error}") from error
+        raise ConfigError(f"{source} is not a parquet file that can be read: {error}") from error
 
 
 def _dataset(source: str, path: Path, split: str, subset: str | None) -> Iterator[Row]:

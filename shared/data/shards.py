@@ -47,7 +47,7 @@ def is_here(name: str) -> bool:
 def shards(name: str) -> list[str]:
     """Return the files of one name, in the order of their names, in which numbers count as numbers.
 
-    What is no pattern and no folder of shards is returned as it is, whatever it may be. A folder is one of shards if
+    A name that is neither a pattern nor a folder of shards is returned as it is. A folder is one of shards if
     nothing but files of `FILE_KINDS` is in it, save what begins with `.` or `_`, and no name tells of a split.
 
     Raises:
@@ -61,7 +61,7 @@ def shards(name: str) -> list[str]:
         return [name]
     if found := _matches(name):
         return found
-    raise ConfigError(f"{name}: no file matches: mend the pattern, or name files that the trainer can read")
+    raise ConfigError(f"{name}: no file matches: correct the pattern, or name files that the trainer can read")
 
 
 def _matches(name: str) -> list[str]:

@@ -43,12 +43,12 @@ class _FleetSpec(Section):
     """How workers are shared out."""
 
     seeding: Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal["auto", "off"] = "auto"
-    """Seconds that the reserved workers generate at the start of a step while there are preemptible workers. `auto`:
+    """Seconds that the reserved workers generate at the start of a step while there are spot workers. `auto`:
     the manager learns it for each fleet size; `off`: not at all."""
     share: float = Field(1.0, gt=0, allow_inf_nan=False)
-    """Share of the preemptible workers, relative to those of other jobs."""
+    """Share of the spot workers, relative to those of other jobs."""
     max_dollars: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """Budget: preemptible workers are drained before the job has cost this much. Reserved ones continue."""
+    """Budget: spot workers are drained before the job has cost this much. Reserved ones continue."""
 
     @field_validator("seeding", mode="before")
     @classmethod

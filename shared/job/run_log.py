@@ -6,6 +6,7 @@ from importlib.util import find_spec
 
 from pydantic import Field
 
+from rlboost.shared.importing import pip_install
 from rlboost.shared.validation import Section
 
 
@@ -35,7 +36,7 @@ def lacking(spec: LogSpec) -> list[str]:
     """Return one line per enabled library that is not installed; imports nothing."""
     enabled = {"wandb": spec.wandb is not None, "tensorboard": spec.tensorboard}
     return [
-        f"log.{name} needs {name}: install it with: pip install 'rlboost[logs]'"
+        f"log.{name} needs {name}: install it with: {pip_install('logs')}"
         for name, is_enabled in enabled.items()
         if is_enabled and find_spec(name) is None
     ]

@@ -93,8 +93,8 @@ class _TrainingJob(BaseJob):
     def _adapter_matches_weights(self) -> Self:
         if self.lora is not None and self.elastic.weights != "lora":
             raise ValueError(
-                f"there is a section lora, but elastic.weights is {self.elastic.weights!r}: set elastic.weights to "
-                "lora to train an adapter, or remove the section to train the whole model"
+                f"elastic.weights: {self.elastic.weights} trains the whole model, but there is a section lora: set "
+                "elastic.weights to lora to train an adapter, or remove the section"
             )
         if self.elastic.weights == "lora" and not self.trainer.in_one_process:
             raise ValueError(
@@ -165,9 +165,9 @@ class RlJob(_TrainingJob, _RewardedJob):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.eval is not None and self.data.eval is None:
-            raise ValueError("eval is set but data.eval is not: name the file of held-out prompts, or remove eval")
+            raise ValueError("data.eval: missing, and eval is set: name the file of held-out prompts, or remove eval")
         if self.algorithm.updates_per_step > self.data.prompts_per_step:
-            raise ValueError("algorithm.updates_per_step is larger than data.prompts_per_step: lower it")
+            raise ValueError("algorithm.updates_per_step: more than data.prompts_per_step: lower it")
         if self.data.prompts_per_step * self.algorithm.group_size < 2:
             raise ValueError("algorithm.group_size: a step of one sample has nothing to compare with: raise it")
         if self.algorithm.critic is not None and not self.trainer.in_one_process:
@@ -259,7 +259,7 @@ def _job(raw: object, *, is_stored: bool) -> JobSpec:
         raise ConfigError(_NO_MAPPING)
     kind = raw.get("kind", "rl")
     if not isinstance(kind, str) or kind not in _KINDS:
-        raise InvalidJob([f"kind: {one_of(*_KINDS)}"])
+        raise InvalidJob([f"kind: {one_of(kind, list(_KINDS))}"])
     spec = _KINDS[kind]
     applicable, inapplicable = _split_by_kind(spec, raw)
     if is_stored and isinstance(algorithm := applicable.get("algorithm"), dict):

@@ -13,7 +13,7 @@ from rlboost.shared.ids import JOB_ID_PATTERN
 def _whole(item_bytes: int) -> Callable[[bytes], bytes]:
     def check(column: bytes) -> bytes:
         if len(column) % item_bytes:
-            raise ValueError(f"a column of {len(column)} bytes, which is no multiple of {item_bytes}")
+            raise ValueError(f"a column of {len(column)} bytes, which is not a multiple of {item_bytes}")
         return column
 
     return check

@@ -42,7 +42,9 @@ def read_config(model: Path) -> dict[str, Any]:
     try:
         config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model {model}: config.json cannot be read: {error}") from error
+        raise ConfigError(
+            f"model {model}: config.json cannot be read: {getattr(error, 'strerror', None) or error}"
+        ) from error
     if not isinstance(config, dict):
         raise ConfigError(f"model {model}: config.json is not a JSON object")
     return config

@@ -67,7 +67,7 @@ def describe_import_error(path: str, kind: str, error: BaseException) -> str:
     if isinstance(error, ForbiddenFunction):
         return f"{path} is not allowed: {reason}"
     if isinstance(error, InvalidUserFunction):
-        return f"{path} is no {kind}: {reason}"
+        return f"{path} is not {'an' if kind[0] in 'aeiou' else 'a'} {kind}: {reason}"
     module = path.partition(":")[0]
     place = place_of(error)
     problem = f"{path} cannot be imported: {type(error).__name__}: {reason}" + (f" ({place})" if place else "")
@@ -76,8 +76,8 @@ def describe_import_error(path: str, kind: str, error: BaseException) -> str:
     if not f"{module}.".startswith(f"{error.name}."):
         return f"{problem}; install it, or fix {module}"
     return (
-        f"{problem}, searched from {Path.cwd()}; start the trainer in a folder from which 'import {module}' works, or "
-        "add that folder to PYTHONPATH"
+        f"{problem}, searched from {Path.cwd()}; name it from there, as jobs.{module} in a subfolder jobs, start the "
+        f"trainer in a folder from which 'import {module}' works, or add that folder to PYTHONPATH"
     )
 
 

@@ -101,7 +101,7 @@ def test_folder_with_splits_or_other_files_needs_the_datasets_library(
         ("data/x-*.jsonl", r"^data/x-\*\.jsonl: no file matches"),
         (["data/1.jsonl", "data/none.jsonl"], r"^data/none\.jsonl: No such file"),
         ("data/*.jsonl", r"^data/2\.jsonl, line 2: not JSON"),
-        ("data/*.gz", r"^data/3\.jsonl\.gz is no gzip file that can be read"),
+        ("data/*.gz", r"^data/3\.jsonl\.gz is not a gzip file that can be read"),
         ("data/*.csv", r"^data/4\.csv: only \.jsonl, \.jsonl\.gz, \.parquet files are read"),
     ],
 )

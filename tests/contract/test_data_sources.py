@@ -127,7 +127,7 @@ def test_a_row_without_the_key_an_empty_table_and_a_date_are_named(model: Path, 
     with pytest.raises(ConfigError, match="has no prompts"):
         load(model, source)
     (tmp_path / "train.parquet").write_bytes(b"no parquet at all")
-    with pytest.raises(ConfigError, match="is no parquet file"):
+    with pytest.raises(ConfigError, match="is not a parquet file"):
         load(model, source)
     with pytest.raises(ConfigError, match="No such file"):
         load(model, str(tmp_path / "nowhere.parquet"))

@@ -229,8 +229,8 @@ async def test_unserializable_row_is_a_reason(start: Start) -> None:
 @pytest.mark.parametrize(
     ("function", "arguments", "text"),
     [
-        ("Missing", {}, "environment.function: tests.support.environments:Missing is no environment"),
-        ("Silent", {}, "is no environment: it returns a Silent, which has no method step"),
+        ("Missing", {}, "environment.function: tests.support.environments:Missing is not an environment"),
+        ("Silent", {}, "is not an environment: it returns a Silent, which has no method step"),
         ("Game", {"m": 1}, "unexpected keyword argument 'm'"),
     ],
 )

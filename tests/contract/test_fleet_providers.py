@@ -108,7 +108,7 @@ REQUESTS = {
     "Google Cloud": ["gcloud compute instance-groups managed resize h100 --size 3 --zone ZONE"],
     "Azure": ["az vmss scale --name h100 --new-capacity 3 --resource-group GROUP --no-wait"],
     "SkyPilot": ["sky jobs pool apply --async --yes --pool h100 --workers 3"],
-    "Slurm": ["squeue -h -n h100 -o %A", *["sbatch -J h100 worker.sh"] * 2],
+    "Slurm": ["squeue -h -n h100 -o %A", *["sbatch -J h100 deploy/slurm/worker.sh"] * 2],
 }
 
 
@@ -125,7 +125,7 @@ async def test_documented_command_requests_the_number_of_its_kind(
         running.write("echo 7001\n")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     command = DOCUMENTED[service].replace("/tmp/", f"{tmp_path}/")
-    await ShellCommand(command).scale("h100", 3)
+    await ShellCommand(command).scale("h100", 17)  # on 3 machines with 8 workers each
     assert log.read_text().splitlines() == REQUESTS[service]
 
 
@@ -137,12 +137,12 @@ async def test_documented_command_for_skypilot_makes_no_version_without_a_change
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     provider = ShellCommand(DOCUMENTED["SkyPilot"].replace("/tmp/", f"{tmp_path}/"))
-    for workers in (3, 3, 0, 3):
+    for workers in (17, 24, 0, 17):  # 3, 3, 0 and 3 machines with 8 workers each
         await provider.scale("h100", workers)
     assert [line.rpartition(" ")[2] for line in log.read_text().splitlines()] == ["3", "0", "3"]
     for _ in range(2):
         with pytest.raises(ProviderFailed):
-            await provider.scale("h100", 9)
+            await provider.scale("h100", 72)
     assert log.read_text().count("--workers 9") == 2
 
 

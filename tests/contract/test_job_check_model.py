@@ -16,6 +16,7 @@ from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.adapters.user_code.curriculum import load_skip_function
 from rlboost.services.trainer.adapters.user_code.loss import load_loss
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.importing import pip_install
 from rlboost.shared.job.spec import parse
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
 from tests.contract.test_packing import CONVOLUTION, write
@@ -177,7 +178,7 @@ def test_check_loads_trainer_functions_like_the_trainer(folder: Path, monkeypatc
         "algorithm.loss: mine:two takes (batch, more), but is called with (batch): missing a required argument: 'more'"
     )
     assert loss == trainers_words(lambda: load_loss("mine:two"))
-    assert skips.startswith("data.curriculum.function: mine:none is no function: mine has no 'none'")
+    assert skips.startswith("data.curriculum.function: mine:none is not a function: mine has no 'none'")
     assert skips == trainers_words(lambda: load_skip_function("mine:none", []))
 
 
@@ -193,10 +194,10 @@ def test_missing_libraries_are_warnings_if_a_trainer_can_run_here(monkeypatch: p
     }
     assert check(**asked) == []
     assert jobcheck.check(Path("job.yaml"), []).warnings == [
-        "log.wandb needs wandb: install it with: pip install 'rlboost[logs]'",
-        "log.tensorboard needs tensorboard: install it with: pip install 'rlboost[logs]'",
-        "trainer.backend: megatron needs megatron-core: pip install 'rlboost[megatron]'",
-        "data.train: openai/gsm8k needs the library datasets: pip install 'rlboost[data]'",
+        f"log.wandb needs wandb: install it with: {pip_install('logs')}",
+        f"log.tensorboard needs tensorboard: install it with: {pip_install('logs')}",
+        f"trainer.backend: megatron needs megatron-core: {pip_install('megatron')}",
+        f"data.train: openai/gsm8k needs the library datasets: {pip_install('data')}",
     ]
     there.clear()
     found = jobcheck.check(Path("job.yaml"), [])

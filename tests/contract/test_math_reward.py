@@ -94,4 +94,4 @@ def test_a_ground_truth_that_was_not_parsed_in_time_is_parsed_again(monkeypatch:
 def test_a_missing_library_names_the_extra_to_install() -> None:
     code = "import sys; sys.modules['math_verify'] = None; import rlboost.rewards.math"
     done: Any = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "pip install 'rlboost[math]'" in done.stderr
+    assert "pip install -c constraints.txt -e '.[math]'" in done.stderr

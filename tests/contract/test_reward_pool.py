@@ -169,7 +169,7 @@ async def test_hanging_group_blocks_only_its_process(start: Start) -> None:
         ("no.such.module:f", "PYTHONPATH"),
         (f"{FUNCTIONS}:no_such_function", "no_such_function"),
         (f"{FUNCTIONS}:lenghts", "has no 'lenghts'; did you mean 'lengths'?"),
-        (f"{FUNCTIONS}:NOT_A_FUNCTION", "is no reward function: it is of the type int"),
+        (f"{FUNCTIONS}:NOT_A_FUNCTION", "is not a reward function: it is of the type int"),
         ("antigravity_of_nobody:f", "import antigravity_of_nobody"),
     ],
 )

@@ -225,6 +225,18 @@ def test_unknown_model_is_named(tmp_path: Path) -> None:
         estimate(parse(job(tmp_path, {k: v for k, v in QWEN3_235B.items() if k != "moe_intermediate_size"})))
 
 
+@pytest.mark.parametrize(
+    ("model", "advice"),
+    [("nowhere", "name the folder with the model's config.json"), ("Qwen/Qwen3-0.6B", "'hf download Qwen/Qwen3-0.6B")],
+)
+def test_model_that_is_no_folder_error_says_what_to_do(tmp_path: Path, model: str, advice: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        estimate(parse({**job(tmp_path, {}), "model": model}))
+    assert str(caught.value).startswith(f"model: there is no folder {model}: ")
+    assert advice in str(caught.value)
+    assert "Errno" not in str(caught.value)
+
+
 def test_command_prints_a_table_and_json(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     file.write_text(yaml.safe_dump(job(tmp_path, QWEN3_235B, data_parallel=64)))

@@ -101,7 +101,7 @@ def test_a_job_that_would_fail_is_refused_before_it_is_created(system: tuple[Com
     *_, function, folder = lines = refused.splitlines()
     assert len(lines) == 4  # the data is not in this folder either
     assert f"not from {ROOT / 'examples/countdown'}" in folder
-    assert function.endswith("my_reward:scor is no reward function: my_reward has no 'scor'; did you mean 'score'?")
+    assert function.endswith("my_reward:scor is not a reward function: my_reward has no 'scor'; did you mean 'score'?")
     with Client(config["url"], config["token"]) as client:
         assert client.jobs.list() == []
 

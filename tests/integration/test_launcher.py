@@ -401,7 +401,7 @@ async def test_a_preempted_worker_stays_away_and_another_one_joins(tmp_path: Pat
 
 async def test_notice_to_a_service_and_kill_of_a_missing_process_are_refused(tmp_path: Path) -> None:
     async with running(tmp_path) as watched:
-        with pytest.raises(Conflict, match="manager is not a preemptible worker"):
+        with pytest.raises(Conflict, match="manager is not a spot worker"):
             watched.cluster.notice("manager")
         with pytest.raises(Conflict, match="there is no process 'worker-9'"):
             watched.cluster.kill("worker-9")

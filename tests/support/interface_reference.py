@@ -27,7 +27,7 @@ _METRIC_CLASSES = {"Counter", "Gauge", "CounterMetricFamily", "GaugeMetricFamily
 _EMITTERS = {"emit_event", "_emit_event"}
 EVENTS: Mapping[str, str] = {
     "adapter_saved": "the LoRA adapter of a completed job is in its folder",
-    "budget_reached": "the job has cost nearly `elastic.max_dollars`: no preemptible worker serves it any more",
+    "budget_reached": "the job has cost nearly `elastic.max_dollars`: no spot worker serves it any more",
     "checkpoint_failed": "a checkpoint could not be written",
     "checkpoint_saved": "a checkpoint is complete",
     "disk_full": "a write of the job waits until its disk has space",
@@ -45,7 +45,7 @@ EVENTS: Mapping[str, str] = {
     "samples_migrated": "samples were handed back to resume on other workers",
     "samples_unassigned": "samples of a lost worker went back to the queue",
     "seeding_ended": "reserved workers stopped generating for the step",
-    "seeding_reopened": "reserved workers generate again, as no preemptible worker is left",
+    "seeding_reopened": "reserved workers generate again, as no spot worker is left",
     "seeding_started": "reserved workers generate at the start of a step",
     "seeding_window_closing": "reserved workers were asked to hand back their samples",
     "seeding_window_updated": "the learned window changed",

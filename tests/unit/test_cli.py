@@ -195,7 +195,7 @@ def test_a_dry_run_prints_the_whole_job_and_sends_nothing(rest: FakeRest) -> Non
         (["run", "none.yaml"], "job file none.yaml: No such file or directory"),
         (["run", "job.yaml", "steps"], "override 'steps' is not of the form a.b=value"),
         (["run", "job.yaml", "optimizer={lr: 1"], "override 'optimizer={lr: 1' does not parse"),
-        (["run", "job.yaml", "steps=0"], "job.yaml: steps: should be 1 or more"),
+        (["run", "job.yaml", "steps=0"], "job.yaml: steps: should be 1 or more, not 0"),
         (["run", "job.yaml", "stepz=1"], "job.yaml: stepz: unknown key: did you mean steps?"),
         (["run", "job.yaml", "stepz=1", "--no-check"], "job.yaml: stepz: unknown key: did you mean steps?"),
         (["run", "job.yaml", "stepz=1", "--dry-run"], "job.yaml: stepz: unknown key: did you mean steps?"),
@@ -270,7 +270,7 @@ def test_local_function_error_refuses_the_job_for_a_remote_system(rest: FakeRest
     assert result.exit_code == 2
     *warned, refused = result.stderr.splitlines()
     assert refused == (
-        "rlboost: job.yaml: reward.function: my_reward:scored is no reward function: my_reward has no 'scored'; "
+        "rlboost: job.yaml: reward.function: my_reward:scored is not a reward function: my_reward has no 'scored'; "
         "did you mean 'score'?"
     )
     assert len(warned) == 2
@@ -363,6 +363,20 @@ def test_follow_and_status_end_with_the_cost_of_the_job(rest: FakeRest) -> None:
     assert f"\ncost: {shown}\nj-1 completed: 3 steps\n" in rlboost("follow", "j-1").stdout
     assert shown in rlboost("status", "j-1").stdout
     assert json.loads(rlboost("follow", "j-1", "--json").stdout.splitlines()[0]) == {"cost": cost}
+
+
+def test_status_names_workers_that_a_budget_does_not_count(rest: FakeRest) -> None:
+    workers = [
+        {"role": "reserved", "kind": "h200", "hours": 1.0, "dollars": 4.0},
+        {"role": "preemptible", "kind": "h100", "hours": 5.0, "dollars": 0.0},
+    ]
+    rest.on("GET /v1/jobs/j-1", ok(job("running", 3)))
+    rest.on("GET /v1/jobs/j-1/metrics", ok([]))
+    rest.on("GET /v1/jobs/j-1/cost", ok({"dollars": 0.0, "max_dollars": 20.0, "workers": workers}))
+    shown = " ".join(rlboost("status", "j-1").stdout.split())
+    assert "not counted by elastic.max_dollars: preemptible h100: set RLBOOST_WORKER_PRICE_PER_HOUR" in shown
+    rest.on("GET /v1/jobs/j-1/cost", ok({"dollars": 0.0, "max_dollars": None, "workers": workers}))
+    assert "max_dollars" not in rlboost("status", "j-1").stdout
 
 
 def test_scale_sets_the_number_of_workers(rest: FakeRest) -> None:
@@ -724,7 +738,8 @@ def test_a_library_that_only_the_trainers_machine_needs_is_a_warning(monkeypatch
     assert (result.exit_code, result.stdout) == (0, "job.yaml: no problem found\n"), result.stderr
     assert result.stderr == (
         "rlboost: job.yaml: note: model: someone/somewhere is not a folder here: it is taken for a Hugging Face id\n"
-        "rlboost: job.yaml: warning: trainer.backend: megatron needs megatron-core: pip install 'rlboost[megatron]' "
+        "rlboost: job.yaml: warning: trainer.backend: megatron needs megatron-core: pip install "
+        "-c constraints.txt -e '.[megatron]' in the clone of rlboost "
         "(matters only if this machine trains the job)\n"
     )
     printed = json.loads(rlboost("config", "check", "job.yaml", "--json").stdout)
@@ -760,7 +775,7 @@ def test_each_missing_file_and_function_is_one_line() -> None:
     model, data, reward = json.loads(result.stdout)["problems"]
     assert model.startswith("model: there is no folder nowhere/at/all")
     assert data.startswith("data.train: none.jsonl: No such file")
-    assert reward.startswith("reward.function: my_reward:scored is no reward function")
+    assert reward.startswith("reward.function: my_reward:scored is not a reward function")
     assert "did you mean 'score'?" in reward
 
 

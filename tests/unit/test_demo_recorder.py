@@ -92,7 +92,7 @@ def test_load_refuses_a_file_that_is_not_a_record(tmp_path: Path) -> None:
         load(tmp_path / "no.json")
     for text, complaint in (("[", "Invalid JSON"), (json.dumps({"format": 1}), "format")):
         (tmp_path / "bad.json").write_text(text)
-        with pytest.raises(ConfigError, match=rf"bad\.json is no record of a run: .*{complaint}"):
+        with pytest.raises(ConfigError, match=rf"bad\.json is not the record of a run: .*{complaint}"):
             load(tmp_path / "bad.json")
 
 

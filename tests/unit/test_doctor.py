@@ -41,6 +41,21 @@ def test_torch_build_is_compared_with_the_machine(library: Library, n_gpus: int,
 
 
 @pytest.mark.parametrize(
+    ("printed", "status", "text"),
+    [
+        ("Redis server v=7.2.4 sha=00000000:0 malloc=jemalloc-5.3.0 bits=64", "ok", "7.2.4, /bin/redis-server"),
+        ("Redis server v=10.0 sha=0", "ok", "10.0, /bin/redis-server"),
+        ("Redis server v=6.2.14 sha=00000000:0", "warning", "6.2.14, /bin/redis-server"),
+        ("", "warning", "/bin/redis-server, of an unknown version"),
+    ],
+)
+def test_redis_before_version_7_is_a_warning(printed: str, status: str, text: str) -> None:
+    found = rules.redis_server("/bin/redis-server", printed)
+    assert (found.status, found.text) == (status, text)
+    assert bool(found.advice) == (status != "ok")
+
+
+@pytest.mark.parametrize(
     ("library", "n_gpus", "status"),
     [
         (Library("0.32.0", "cuda"), 8, "ok"),

@@ -55,8 +55,8 @@ def test_invalid_environment_section_is_refused(changes: dict[str, Any], problem
     ("function", "problem"),
     [
         ("Game", []),
-        ("Silent", ["is no environment: it returns a Silent, which has no method step"]),
-        ("Missing", ["Missing is no environment: tests.support.environments has no 'Missing'"]),
+        ("Silent", ["is not an environment: it returns a Silent, which has no method step"]),
+        ("Missing", ["Missing is not an environment: tests.support.environments has no 'Missing'"]),
     ],
 )
 def test_config_check_tries_the_environment(

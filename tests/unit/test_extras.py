@@ -12,8 +12,8 @@ from rlboost.commands.up import require_packages
 from rlboost.shared.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
-NAMED = re.compile(r"rlboost\[([\w,.-]+)\]")
-"""How a text names extras: rlboost[trainer,logs]."""
+NAMED = re.compile(r"(?:(?:rlboost|'\.)\[|pip_install\(['\"])([\w,.-]+)")
+"""How a text names extras: rlboost[trainer,logs], '.[trainer,logs]', pip_install("logs")."""
 TOPS = ("services", "shared", "rlboost", "examples", "benchmarks", "deploy", "docs")
 
 
@@ -33,5 +33,5 @@ def test_every_extra_that_a_text_names_exists() -> None:
 
 @pytest.mark.parametrize("module", ["rlboost.shared.no_such_module", "no_such_package.module"])
 def test_missing_module_is_named_with_its_extra(module: str) -> None:
-    with pytest.raises(ConfigError, match=rf"needs {module}: pip install 'rlboost\[local\]'"):
+    with pytest.raises(ConfigError, match=rf"needs {module}: pip install -c constraints.txt -e '\.\[local\]'"):
         require_packages("rlboost.shared", module)

@@ -130,10 +130,23 @@ def test_init_template_is_package_data() -> None:
     assert [name for name in others if not any(fnmatch(name, pattern) for pattern in patterns)] == []
 
 
+def test_job_of_a_subfolder_passes_with_names_from_the_folder_of_the_system() -> None:
+    rlboost("init", "jobs")
+    there = {
+        "model": "jobs/model",
+        "data.train": "jobs/train.jsonl",
+        "data.eval": "jobs/eval.jsonl",
+        "reward.function": "jobs.reward:score",
+    }
+    found = jobcheck.check(Path("jobs/job.yaml"), [f"{key}={name}" for key, name in there.items()])
+    assert found.problems == []
+
+
 def test_config_check_from_another_folder_names_the_cd_to_run() -> None:
     rlboost("init", "sums")
     found = rlboost("config", "check", "sums/job.yaml", code=2)
     assert "run 'cd sums' first" in found
+    assert "such as sums/train.jsonl and sums.reward:score" in found
     assert "optimizer.lr" not in found  # of a model that is not found, the size is not known
     Path("sums/job.yaml").rename("job.yaml")
     assert "first" not in rlboost("config", "check", "job.yaml", code=2)

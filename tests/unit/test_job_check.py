@@ -111,8 +111,8 @@ def test_each_of_several_functions_is_tried() -> None:
     assert check() == []
     names = ("score", "other", "compute_score", "none")
     missing, unfit = sorted(check(reward={"functions": [{"function": f"my_reward:{name}"} for name in names]}))
-    assert missing == "reward.function: my_reward:none is no reward function: my_reward has no 'none'"
-    assert unfit.startswith("reward.function: my_reward:other is no reward function: it takes (text)")
+    assert missing == "reward.function: my_reward:none is not a reward function: my_reward has no 'none'"
+    assert unfit.startswith("reward.function: my_reward:other is not a reward function: it takes (text)")
 
 
 def test_a_column_that_the_reward_needs_is_named_with_those_of_the_data(folder: Path) -> None:
@@ -195,8 +195,8 @@ def test_a_missing_module_is_reported_with_the_folder(folder: Path) -> None:
     [problem] = check(reward={"function": "my_rewards:score"})
     assert problem == (
         "reward.function: my_rewards:score cannot be imported: ModuleNotFoundError: No module named 'my_rewards', "
-        f"searched from {folder}; start the trainer in a folder from which 'import my_rewards' works, or add that "
-        "folder to PYTHONPATH"
+        f"searched from {folder}; name it from there, as jobs.my_rewards in a subfolder jobs, start the trainer in a "
+        "folder from which 'import my_rewards' works, or add that folder to PYTHONPATH"
     )
 
 

@@ -36,15 +36,15 @@ def test_minimal_job_of_each_kind_parses_and_round_trips(kind: str) -> None:
     ("kind", "changes", "text"),
     [
         ("rl", {"reward": None}, "reward: a job of kind rl needs it, or an environment"),
-        ("rl", {"steps": 0}, "steps: should be 1 or more"),
+        ("rl", {"steps": 0}, "steps: should be 1 or more, not 0"),
         ("rl", {"data": {}}, "data.train: missing: give it"),
-        ("sft", {"steps": 0}, "steps: should be 1 or more"),
+        ("sft", {"steps": 0}, "steps: should be 1 or more, not 0"),
         ("sft", {"data": {}}, "data.train: missing: give it"),
         ("eval", {"data": {}}, "data.eval: missing: give it"),
         ("eval", {"reward": None}, "reward: a job of kind eval needs it, or an environment"),
         ("eval", {"eval": None}, "eval: should be a section with the keys every, samples, pass_reward"),
-        ("eval", {"kind": "test"}, "kind: should be 'rl', 'sft' or 'eval'; nothing else is supported"),
-        ("eval", {"kind": ["sft"]}, "kind: should be 'rl', 'sft' or 'eval'; nothing else is supported"),
+        ("eval", {"kind": "test"}, "kind: 'test' is unknown: use 'rl', 'sft' or 'eval'"),
+        ("eval", {"kind": ["sft"]}, "kind: should be 'rl', 'sft' or 'eval'"),
     ],
 )
 def test_missing_setting_of_a_kind_is_named(kind: str, changes: dict[str, Any], text: str) -> None:
@@ -100,7 +100,7 @@ def test_inapplicable_and_invalid_settings_are_reported_together() -> None:
         parse({**JOBS["sft"], "sampling": {}, "steps": "many", "optimiser": {}})
     assert caught.value.problems == [
         "a job of kind sft generates nothing: remove sampling",
-        "steps: should be a whole number",
+        "steps: should be a whole number, not 'many'",
         "optimiser: unknown key: did you mean optimizer?",
     ]
     assert [field for field, _ in caught.value.fields] == ["sampling", "steps", "optimiser"]
@@ -154,7 +154,7 @@ def test_stored_dapo_job_without_resample_keeps_replacing_no_group() -> None:
 def test_invalid_setting_of_a_stored_job_is_reported() -> None:
     with pytest.raises(InvalidJob) as caught:
         parse_stored({**JOBS["sft"], "sampling": {}, "steps": 0})
-    assert str(caught.value) == "steps: should be 1 or more"
+    assert str(caught.value) == "steps: should be 1 or more, not 0"
 
 
 def test_an_evaluation_may_be_greedy_and_is_scored_at_a_temperature_that_can_be() -> None:

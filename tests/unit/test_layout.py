@@ -153,8 +153,8 @@ def test_threads_divide_the_cpus_by_uses_of_gpus() -> None:
             {"trainer_gpus": "0", "tensor_parallel": 2, "reserved": 1},
             "--tensor-parallel 2 is more than the 1 GPU of tr",
         ),
-        ({"workers": 5, "trainer_gpus": "0-3"}, "5 preemptible workers with 1 GPU each do not fit on the 4 GPUs"),
-        ({"workers": 8}, "the preemptible workers leave no GPU to the trainer"),
+        ({"workers": 5, "trainer_gpus": "0-3"}, "5 spot workers with 1 GPU each do not fit on the 4 GPUs"),
+        ({"workers": 8}, "the spot workers leave no GPU to the trainer"),
     ],
 )
 def test_impossible_layout_names_the_option_to_change(given: dict[str, Any], why: str) -> None:
@@ -181,7 +181,7 @@ def test_host_is_one_address_and_this_machine_alone_by_default() -> None:
     assert options(1).host == "127.0.0.1"
     assert options(1).redis_port == 0
     for host in "0.0.0.0", "my-machine":
-        with pytest.raises(ConfigError, match="host: "):
+        with pytest.raises(ConfigError, match=r"^--host: "):
             load(SystemSpec, None, {"host": host})
 
 

@@ -1,4 +1,4 @@
-"""The files that start machines of a trainer: deploy/multi-node."""
+"""The files that start machines of a trainer and workers: deploy/multi-node and deploy/slurm."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def test_system_file_sets_known_settings() -> None:
 
 
 def test_kubernetes_machines_set_known_settings_and_are_replaced() -> None:
-    machines: Any = yaml.safe_load((FOLDER / "kubernetes.yaml").read_text(encoding="utf-8"))
+    *services, machines = yaml.safe_load_all((FOLDER / "kubernetes.yaml").read_text(encoding="utf-8"))
+    assert machines["spec"]["serviceName"] in [service["metadata"]["name"] for service in services]
     spec = machines["spec"]
     (container,) = spec["template"]["spec"]["containers"]
     assert {variable["name"] for variable in container["env"]} <= known(MachineSettings)
@@ -40,7 +41,7 @@ def test_kubernetes_machines_set_known_settings_and_are_replaced() -> None:
     assert mounted == {volume["name"] for volume in spec["template"]["spec"]["volumes"]}
 
 
-@pytest.mark.parametrize("script", ["slurm.sh", "setup", "run"])
+@pytest.mark.parametrize("script", ["slurm.sh", "../slurm/worker.sh", "setup", "run"])
 def test_script_of_a_launch_file_is_valid_bash(script: str) -> None:
     task: Any = yaml.safe_load((FOLDER / "skypilot.yaml").read_text(encoding="utf-8"))
     text = task[script] if script in task else (FOLDER / script).read_text(encoding="utf-8")

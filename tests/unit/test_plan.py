@@ -145,7 +145,7 @@ def test_missing_price_is_refused() -> None:
 
 
 def test_profile_without_a_preemptible_worker_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no throughput of a preemptible worker"):
+    with pytest.raises(ConfigError, match="no throughput of a spot worker"):
         plans_of(PROFILE.model_copy(update={"engines": PROFILE.engines[1:]}))
 
 

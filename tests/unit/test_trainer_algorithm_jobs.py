@@ -361,8 +361,8 @@ def test_edited_loss_is_reloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ("path", "text"),
     [
         ("no_such_module:f", "cannot be imported: ModuleNotFoundError"),
-        ("rlboost.rewards.code:scores", "is no function: rlboost.rewards.code has no 'scores'; did you mean 'score'?"),
-        ("tests.support.eventually:LIMIT_S", "is no function: it is of the type float"),
+        ("rlboost.rewards.code:scores", "is not a function: rlboost.rewards.code has no 'scores'; did you mean"),
+        ("tests.support.eventually:LIMIT_S", "is not a function: it is of the type float"),
     ],
 )
 def test_a_loss_that_cannot_be_had_is_refused_by_name(path: str, text: str) -> None:

@@ -36,12 +36,12 @@ def complaint(**changes: Any) -> str:
         ({"name": ""}, "name: should be text with 1 or more characters"),
         ({"name": 65 * "x"}, "name: should be text with 64 characters at most"),
         ({"name": "a b"}, "name: should be text that matches ^[A-Za-z0-9][A-Za-z0-9._-]*$"),
-        ({"steps": "many"}, "steps: should be a whole number"),
-        ({"steps": 1.5}, "steps: should be a whole number"),
-        ({"steps": 1 << 22}, "steps: should be below 4194304"),
+        ({"steps": "many"}, "steps: should be a whole number, not 'many'"),
+        ({"steps": 1.5}, "steps: should be a whole number, not 1.5"),
+        ({"steps": 1 << 22}, "steps: should be below 4194304, not 4194304"),
         ({"data": "t.jsonl"}, "data: should be a section with the keys subset, prompt_key, max_prompt_tokens, train, "),
         ({"data": {}}, "data.train: missing: give it"),
-        ({"data": {"train": "t", "max_prompt_tokens": 0}}, "data.max_prompt_tokens: should be 1 or more"),
+        ({"data": {"train": "t", "max_prompt_tokens": 0}}, "data.max_prompt_tokens: should be 1 or more, not 0"),
         ({"reward": "m:f"}, "reward: should be a section with the keys function, url, style, "),
         ({"reward": {"functions": "m:f"}}, "reward.functions: should be a list"),
         ({"reward": {"functions": []}}, "reward.functions: should be a list with 1 or more entries"),
@@ -58,29 +58,38 @@ def complaint(**changes: Any) -> str:
             {"reward": {"function": "m:f", "arguments": {1: 2}}},
             "reward.arguments.1: a key should be text: put it in quotes",
         ),
-        ({"reward": {"function": "m:f", "workers": "two"}}, "reward.workers: should be a whole number"),
-        ({"sampling": {"temperature": "hot"}}, "sampling.temperature: should be a number"),
-        ({"sampling": {"top_p": 2}}, "sampling.top_p: should be 1 or less"),
+        ({"reward": {"function": "m:f", "workers": "two"}}, "reward.workers: should be a whole number, not 'two'"),
+        ({"sampling": {"temperature": "hot"}}, "sampling.temperature: should be a number, not 'hot'"),
+        ({"sampling": {"top_p": 2}}, "sampling.top_p: should be 1 or less, not 2"),
         ({"algorithm": "grpo"}, "algorithm: should be a section with the keys name, group_size, updates_per_step, "),
-        ({"algorithm": {"clip_high": float("inf")}}, "algorithm.clip_high: should be a finite number"),
-        ({"algorithm": {"tis_cap": "none"}}, "algorithm.tis_cap: should be a number, or 'off'"),
-        ({"algorithm": {"tis_cap": 0}}, "algorithm.tis_cap: should be above 0, or 'off'"),
-        ({"elastic": {"seeding": "atuo"}}, "elastic.seeding: should be a number, or 'auto' or 'off'"),
-        ({"elastic": {"seeding": -1}}, "elastic.seeding: should be 0 or more, or 'auto' or 'off'"),
+        ({"algorithm": {"clip_high": float("inf")}}, "algorithm.clip_high: should be a finite number, not inf"),
+        ({"algorithm": {"tis_cap": "none"}}, "algorithm.tis_cap: should be a number, or 'off', not 'none'"),
+        ({"algorithm": {"tis_cap": 0}}, "algorithm.tis_cap: should be above 0, or 'off', not 0"),
+        ({"elastic": {"seeding": "atuo"}}, "elastic.seeding: should be a number, or 'auto' or 'off', not 'atuo'"),
+        ({"elastic": {"seeding": -1}}, "elastic.seeding: should be 0 or more, or 'auto' or 'off', not -1"),
         ({"elastic": {"seeding": [1]}}, "elastic.seeding: should be a number, or 'auto' or 'off'"),
         ({"optimizer": {"betas": 0.9}}, "optimizer.betas: should be a list"),
         ({"optimizer": {"betas": []}}, "optimizer.betas: should be a list with 2 entries"),
         ({"optimizer": {"betas": [0.9]}}, "optimizer.betas: should be a list with 2 entries"),
         ({"optimizer": {"betas": [0.9, 0.9, 0.9]}}, "optimizer.betas: should be a list with 2 entries at most"),
-        ({"optimizer": {"betas": ["high", 0.9]}}, "optimizer.betas.0: should be a number"),
-        ({"lora": {"targets": "q"}}, "lora.targets: should be 'all-linear', or a list"),
+        ({"optimizer": {"betas": ["high", 0.9]}}, "optimizer.betas.0: should be a number, not 'high'"),
+        ({"lora": {"targets": "q"}}, "lora.targets: should be 'all-linear', or a list, not 'q'"),
         ({"lora": {"targets": []}}, "lora.targets: should be 'all-linear', or a list with 1 or more entries"),
         ({"lora": {"targets": ["q", 1]}}, "lora.targets.1: should be text"),
         ({"log": {"wandb": "runs"}}, "log.wandb: should be a section with the keys project, entity, group, tags"),
         ({"log": {"wandb": {"project": "p", "tags": "a"}}}, "log.wandb.tags: should be a list"),
         ({"log": {"wandb": {"project": "p", "tags": [1]}}}, "log.wandb.tags.0: should be text"),
         ({"log": {"tensorboard": "maybe"}}, "log.tensorboard: should be true or false"),
-        ({"trainer": {"backend": "x"}}, "trainer.backend: should be 'torch' or 'megatron'; nothing else is supported"),
+        ({"trainer": {"backend": "x"}}, "trainer.backend: 'x' is unknown: use 'torch' or 'megatron'"),
+        ({"trainer": {"backend": ["torch"]}}, "trainer.backend: should be 'torch' or 'megatron'"),
+        (
+            {"trainer": {"backend": "megatrn"}},
+            "trainer.backend: 'megatrn' is unknown: did you mean 'megatron'? Use 'torch' or 'megatron'",
+        ),
+        (
+            {"trainer": {"backend": 100 * "x"}},
+            f"trainer.backend: '{39 * 'x'}...' is unknown: use 'torch' or 'megatron'",
+        ),
         ({"trainer": {"batch": 1}}, "trainer.batch: unknown key: remove it or fix its spelling"),
     ],
 )
@@ -97,14 +106,14 @@ def test_non_text_key_is_refused() -> None:
 def test_several_wrong_fields_are_named_each() -> None:
     text = complaint(elastic={"seeding": "x", "seading": 1}, steps=0)
     assert text.split("; ") == [
-        "elastic.seeding: should be a number, or 'auto' or 'off'",
+        "elastic.seeding: should be a number, or 'auto' or 'off', not 'x'",
         "elastic.seading: unknown key: did you mean seeding?",
-        "steps: should be 1 or more",
+        "steps: should be 1 or more, not 0",
     ]
 
 
-def test_problem_of_the_whole_job_names_the_job() -> None:
-    assert complaint(eval={"every": 1}).startswith("job: eval is set but data.eval is not")
+def test_problem_of_two_sections_names_the_field_to_change() -> None:
+    assert complaint(eval={"every": 1}).startswith("data.eval: missing, and eval is set: name")
 
 
 INNER: dict[str, type[BaseModel]] = {

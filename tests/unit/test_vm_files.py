@@ -116,7 +116,7 @@ def test_options_of_a_cloud_config_are_valid(name: str, path: str, spec: type[Ma
 def test_secrets_of_a_spot_machine_are_readable_by_root_only() -> None:
     (environment,) = [file for file in cloud_config("spot-worker")["write_files"] if file["path"].endswith(".env")]
     assert environment["permissions"] == "0600"
-    settings = dict(line.split("=", 1) for line in environment["content"].splitlines())
+    settings = dict(line.split("=", 1) for line in environment["content"].splitlines() if line[0] != "#")
     own = {name.removeprefix(Settings.prefix).lower() for name in settings if name.startswith(Settings.prefix)}
     assert own <= set(Settings.model_fields)
     assert settings.keys() - {f"{Settings.prefix}{name.upper()}" for name in own} == {"RLBOOST_URL", "RLBOOST_TOKEN"}

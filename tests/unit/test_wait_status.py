@@ -54,7 +54,9 @@ def test_a_job_queued_after_running_ones_names_all() -> None:
 
 
 def test_a_job_that_no_trainer_took_points_to_its_events() -> None:
-    assert wait_of_queued()["for"] == "a trainer to take the job"
+    wait = wait_of_queued()
+    assert wait["for"] == "a trainer to take the job"
+    assert wait["because"].startswith("no trainer has taken it: check 'rlboost ps'; 'rlboost logs queued'")
 
 
 # --- stalls of a running job ------------------------------------------------------------------------------------------

@@ -111,7 +111,7 @@ def _info(new: Buffer, dtype: str) -> Info:
     name = dtype if dtype in WIDTHS else "bytes"
     n_bytes, width = len(memoryview(new).cast("B")), WIDTHS.get(name, 1)
     if n_bytes % width:
-        raise ValueError(f"{n_bytes} bytes are no whole number of {dtype}")
+        raise ValueError(f"{n_bytes} bytes are not a whole number of {dtype}")
     if n_bytes // width > MAX_VALUES:
         raise ValueError(f"{n_bytes // width} values are too many for one delta: split them into chunks")
     return Info(Kind.DENSE, name, n_bytes // width, n_bytes // width)

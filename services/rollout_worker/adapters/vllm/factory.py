@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rlboost.services.rollout_worker.adapters.vllm import plugin
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.importing import gc_paused
+from rlboost.shared.importing import gc_paused, pip_install
 from rlboost.shared.settings import environment_without_settings
 from rlboost.shared.tls import CA_VARIABLE
 
@@ -62,7 +62,7 @@ class VllmFactory:
         if importlib.util.find_spec("vllm") is None:
             raise ConfigError(
                 "the vllm engine needs vllm: 'make install-vllm' on a machine without a GPU, "
-                "pip install 'rlboost[vllm]' on one with"
+                f"{pip_install('vllm')} on one with"
             )
         self._slots = slots
         self._device = device

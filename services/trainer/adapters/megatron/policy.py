@@ -9,6 +9,7 @@ from typing import Any
 from rlboost.services.trainer.adapters.megatron.model_shape import require_divisible, shape_of
 from rlboost.services.trainer.adapters.ranks.policy import RanksPolicy
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.importing import pip_install
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
 
 
@@ -23,7 +24,7 @@ class MegatronPolicy(RanksPolicy):
 
         """
         if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
-            raise ConfigError("trainer.backend: megatron needs megatron-core: pip install 'rlboost[megatron]'")
+            raise ConfigError(f"trainer.backend: megatron needs megatron-core: {pip_install('megatron')}")
         super().__init__("megatron", spec, optimizer, **settings)
 
     def _model_arguments(self, source: Path, config: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.importing import pip_install
 from rlboost.shared.job.training import LoraSpec
 from rlboost.shared.model.lora_targets import check_targets
 
@@ -40,7 +41,7 @@ class Adapter:
         try:
             import peft  # noqa: PLC0415 - only jobs that train an adapter need it
         except ImportError as error:
-            raise ConfigError("elastic.weights: lora needs PEFT: pip install 'rlboost[trainer]'") from error
+            raise ConfigError(f"elastic.weights: lora needs PEFT: {pip_install('trainer')}") from error
         torch.manual_seed(seed)
         config = peft.LoraConfig(
             r=spec.rank,
