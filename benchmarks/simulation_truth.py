@@ -19,6 +19,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,7 @@ class Run:
         """Return the mean duration of as many simulated steps, over several seeds."""
         startup_s = statistics.mean(self.startup_s) if self.startup_s else 0.0
         machine = simulated_machine(worker_kinds(profile)[0], profile, FREE, startup_s=startup_s)
+        machine = replace(machine, notice_s=0.0)  # the workers are killed
         trace = FleetTrace(tuple(self.events), 1.5 * RECENT_STEPS * self.step_s)
         runs = [simulate_run(self.spec(), profile, machine, trace, seed) for seed in range(SEEDS)]
         return statistics.mean(statistics.mean(s.duration_s for s in run.steps[:RECENT_STEPS]) for run in runs)

@@ -83,7 +83,8 @@ class Machine:
     startup_s: float = 60.0
     """From an instance's request to its join: boot, image, engine. It is billed."""
     notice_s: float = 30.0
-    """Time from the preemption notice to an instance's end: 30 s on Google Cloud and Azure, 120 s on AWS."""
+    """Time from the preemption notice to an instance's end: 30 s on Google Cloud and Azure, 120 s on AWS;
+    0: it ends without one."""
 
     def publish_s(self, share: float) -> float:
         """Return the upload time of a version of which `share` is sent."""

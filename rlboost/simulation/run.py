@@ -151,7 +151,7 @@ class Simulation:
         for event in self.trace.events:
             if event.kind == "add":
                 added_s[event.instance] = event.at_s
-            elif event.at_s > 0.0 and self.env.policy.notices:
+            elif event.at_s > 0.0 and self.env.policy.notices and self.env.machine.notice_s:
                 notice_s = max(event.at_s - self.env.machine.notice_s, added_s[event.instance])
                 self.env.at(now + notice_s, partial(self._give_notice, event.instance))
             if event.at_s > 0.0:

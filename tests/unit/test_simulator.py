@@ -160,6 +160,12 @@ def test_simulation_without_migration_regenerates_tokens() -> None:
     assert without.decoded_tokens > 1.01 * without.generated_tokens
 
 
+def test_instances_get_no_notice_where_it_is_zero_seconds_long() -> None:
+    unannounced = simulated(POLICIES["rlboost"], machine=replace(MACHINE, notice_s=0.0))
+    assert unannounced.steps == simulated(ABLATIONS["no-notices"]).steps
+    assert unannounced.steps != simulated(POLICIES["rlboost"]).steps
+
+
 def test_simulation_with_the_same_seed_gives_the_same_result() -> None:
     def once(seed: int) -> SimulationResult:
         return simulated(POLICIES["rlboost"], seed=seed)
