@@ -56,6 +56,9 @@ from tests.support.eventually import eventually
 from tests.support.service_process import TOKEN, ServiceProcess
 
 _TRANSFERS = 8
+_SETTLE_S = 4.0
+"""The host of a virtual machine takes freed memory back after about 2 s, and to get it again costs processor time: this
+pause before every pull and `curl` keeps one from starting with memory that the one before has just freed."""
 _MODELS = {"8B": 8.0e9, "32B": 32.0e9, "235B": 235.0e9}
 _GBIT_PER_S = (10, 50, 400)
 _DELTA_SHARE = 0.0062
@@ -78,6 +81,7 @@ async def pull(url: str, directory: Path, version: int, *, shared: bool, overwri
             await Puller(client, cache, Waits(), source=source).pull(JOB, version)
             cache.prune(set(), [])
         puller = Puller(client, cache, Waits(), source=source)
+        await asyncio.sleep(_SETTLE_S)
         began, cpu = time.perf_counter(), cpu_s(resource.RUSAGE_SELF)
         await puller.pull(JOB, version)
         row = {"seconds": time.perf_counter() - began, "cpu_s": cpu_s(resource.RUSAGE_SELF) - cpu}
@@ -128,6 +132,7 @@ def nginx(root: Path) -> Iterator[tuple[str, int]]:
 
 
 def curl(url: str, worker: int, path: Path, gb: float) -> Row:
+    time.sleep(_SETTLE_S)
     began, client, server = time.perf_counter(), cpu_s(resource.RUSAGE_CHILDREN), cpu_s_of(worker)
     subprocess.run(["curl", "-sf", "-o", str(path), url], check=True)
     row = {

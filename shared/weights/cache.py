@@ -1,9 +1,8 @@
 """A cache of verified blobs (chunks and deltas) in files on this machine, named by digest.
 
-Files of removed chunks are overwritten with later chunks, to save the allocation of their pages: on a virtual machine
-it can cost more processor time than receiving and verifying the bytes. Only files that this process has written and
-never sent are overwritten: bytes that sendfile(2) has queued are read from the file until the peer has acknowledged
-them, even after the file is closed.
+Files of removed chunks are overwritten with later chunks, to save the allocation of their pages. Only files that this
+process has written and never sent are overwritten: bytes that sendfile(2) has queued are read from the file until the
+peer has acknowledged them, even after the file is closed.
 """
 
 from __future__ import annotations
