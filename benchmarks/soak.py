@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.support.system import System, rss_bytes
-from benchmarks.support.trainer import AskingTrainer
+from benchmarks.support.trainer import RequestingTrainer
 from benchmarks.support.workers import Fleet
 from rlboost.shared import names
 
@@ -48,7 +48,7 @@ class Soak:
         self._system = system
         self._random = random.Random(0)
         self._fleet = Fleet(system.url, WORKERS, SLOTS)
-        self._jobs: list[AskingTrainer] = []
+        self._jobs: list[RequestingTrainer] = []
         self._changed_at = time.monotonic()
         self.jobs_begun = self.workers_gone = self.samples = self.tokens = 0
 
@@ -70,13 +70,13 @@ class Soak:
             self.jobs_begun += 1
             self._jobs.append(self._new_job())
 
-    def _new_job(self) -> AskingTrainer:
+    def _new_job(self) -> RequestingTrainer:
         groups = WORKERS * SLOTS // 8 // JOBS_AT_ONCE
-        return AskingTrainer(
-            self._system.url, self.jobs_begun, groups=groups, groups_a_step=4, mean_tokens=128, seed=self.jobs_begun
+        return RequestingTrainer(
+            self._system.url, self.jobs_begun, groups=groups, groups_per_step=4, mean_tokens=128, seed=self.jobs_begun
         )
 
-    def _end(self, job: AskingTrainer) -> None:
+    def _end(self, job: RequestingTrainer) -> None:
         job.end()
         self._jobs.remove(job)
         self.samples += job.samples

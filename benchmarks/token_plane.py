@@ -37,7 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.support.system import System, cpu_s
-from benchmarks.support.trainer import GROUP_SIZE, AskingTrainer
+from benchmarks.support.trainer import GROUP_SIZE, RequestingTrainer
 from benchmarks.support.workers import Fleet, Frame, FrameWriter, Join, Sent
 
 SLOTS = 1024
@@ -69,7 +69,7 @@ class Case:
 
 def trainer(case: Case, pipe: Connection) -> None:
     """Ask and take until told to end; answer each question with (samples, tokens) delivered."""
-    job = AskingTrainer(case.url, 1, groups=IN_FLIGHT // GROUP_SIZE, groups_a_step=64, mean_tokens=MEAN_TOKENS)
+    job = RequestingTrainer(case.url, 1, groups=IN_FLIGHT // GROUP_SIZE, groups_per_step=64, mean_tokens=MEAN_TOKENS)
     pipe.send("ready")
     while True:
         job.step()

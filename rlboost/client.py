@@ -5,7 +5,7 @@
     for row in client.jobs.metrics(job["id"]): ...
 
 Every call is idempotent, so a call that finds the manager unavailable, for example during a restart, is retried for
-`patience_s`. A standby manager redirects each call to the leader.
+`retry_for_s`. A standby manager redirects each call to the leader.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Rows = list[Json]
 
 _AGAIN_S = 0.25
 _CONNECT_S = 5.0
-_SILENCE_S = 30.0
+_READ_TIMEOUT_S = 30.0
 _ID = re.compile(r"[\w.-]*\w[\w.-]*", re.ASCII)
 _UNAVAILABLE = httpx.codes.SERVICE_UNAVAILABLE.value
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
@@ -69,8 +69,8 @@ class Client:
     Args:
         url: of the manager, without `/v1`.
         token: the system's token, or an access token of sufficient scope.
-        patience_s: how long to retry when the manager does not answer or is unavailable.
-        silence_s: how long to wait for an answer to one request.
+        retry_for_s: how long to retry when the manager does not answer or is unavailable.
+        read_timeout_s: how long to wait for an answer to one request.
         transport: carries requests; tests pass one that needs no network.
 
     """
@@ -80,20 +80,20 @@ class Client:
         url: str,
         token: str,
         *,
-        patience_s: float = 10.0,
-        silence_s: float = _SILENCE_S,
+        retry_for_s: float = 10.0,
+        read_timeout_s: float = _READ_TIMEOUT_S,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         """Prepare a client; it connects at the first call."""
         self.url = url.rstrip("/")
         self._prefix = f"{httpx.URL(self.url).path.rstrip('/')}/v1"
-        self._patience_s = patience_s
+        self._retry_for_s = retry_for_s
         # A proxy named in the environment cannot reach this machine's own loopback.
         through_proxy = httpx.URL(self.url).host not in _LOOPBACK
         self._http = httpx.Client(
             base_url=f"{self.url}/v1",
             headers={"Authorization": f"Bearer {token}"},
-            timeout=httpx.Timeout(silence_s, connect=_CONNECT_S),
+            timeout=httpx.Timeout(read_timeout_s, connect=_CONNECT_S),
             trust_env=through_proxy,
             verify=client_verification(),
             transport=transport,
@@ -127,26 +127,26 @@ class Client:
         """Return the answer to one request under `/v1`; arguments are those of `httpx.Client.request`.
 
         Raises:
-            ClientError: the answer is an error, or there was none for `patience_s`.
+            ClientError: the answer is an error, or there was none for `retry_for_s`.
 
         """
-        return self._patiently(lambda: self._send(method, path, stream=False, **arguments))
+        return self._with_retries(lambda: self._send(method, path, stream=False, **arguments))
 
     @contextmanager
-    def stream(self, path: str, *, silence_s: float | None, **arguments: Any) -> Iterator[httpx.Response]:
+    def stream(self, path: str, *, read_timeout_s: float | None, **arguments: Any) -> Iterator[httpx.Response]:
         """Open a streamed response; arguments are those of `httpx.Client.build_request`.
 
         Args:
             path: under `/v1`.
-            silence_s: how long the server may send nothing; None for no limit.
+            read_timeout_s: how long the server may send nothing; None for no limit.
             arguments: the request's.
 
         Raises:
             ClientError: as for `request`; a stream that breaks off raises `httpx.TransportError` where it is read.
 
         """
-        timeout = httpx.Timeout(silence_s, connect=_CONNECT_S)
-        response = self._patiently(lambda: self._send("GET", path, stream=True, timeout=timeout, **arguments))
+        timeout = httpx.Timeout(read_timeout_s, connect=_CONNECT_S)
+        response = self._with_retries(lambda: self._send("GET", path, stream=True, timeout=timeout, **arguments))
         try:
             yield response
         finally:
@@ -169,8 +169,8 @@ class Client:
             url = f"{origin}{self._prefix}{path}"
         raise ClientError("No leader", f"{self.url}: the managers redirect to each other", _UNAVAILABLE)
 
-    def _patiently(self, call: Callable[[], httpx.Response]) -> httpx.Response:
-        limit = time.monotonic() + self._patience_s
+    def _with_retries(self, call: Callable[[], httpx.Response]) -> httpx.Response:
+        limit = time.monotonic() + self._retry_for_s
         while True:
             try:
                 return call()
@@ -265,9 +265,9 @@ class Jobs:
 
         A followed log does not resume after a broken connection, because its lines have no ids; `events` does.
         """
-        silence_s = None if follow else _SILENCE_S
+        read_timeout_s = None if follow else _READ_TIMEOUT_S
         parameters = {"follow": int(follow)}
-        with self._client.stream(f"{_path(job_id)}/logs", silence_s=silence_s, params=parameters) as response:
+        with self._client.stream(f"{_path(job_id)}/logs", read_timeout_s=read_timeout_s, params=parameters) as response:
             try:
                 yield from response.iter_lines()
             except httpx.TransportError as error:
@@ -281,7 +281,10 @@ class Jobs:
         while True:
             headers = {} if last_event_id is None else {"Last-Event-ID": last_event_id}
             with self._client.stream(
-                f"{_path(job_id)}/events", silence_s=_SILENCE_S, headers=headers, params={"follow": int(follow)}
+                f"{_path(job_id)}/events",
+                read_timeout_s=_READ_TIMEOUT_S,
+                headers=headers,
+                params={"follow": int(follow)},
             ) as response:
                 try:
                     for event in server_events(response.iter_lines()):

@@ -13,6 +13,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+_WRITE_BYTES = 64 << 10
+"""Of one write. Larger ones make the kernel allocate large pages, which it has to get back from the host of a virtual
+machine with free page reporting: 2 to 3 processor seconds per GB instead of 0.4."""
+
 
 def replace_file(
     path: Path, data: str | bytes | bytearray | memoryview, *, sync: bool = False, mode: int = 0o666
@@ -58,7 +62,10 @@ def temporary_file(
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.writelines(blocks)
+            for block in blocks:
+                data = memoryview(block)
+                for start in range(0, len(data), _WRITE_BYTES):
+                    file.write(data[start : start + _WRITE_BYTES])
             file.flush()
             if mtime_ns is not None:
                 os.utime(file.fileno(), ns=(mtime_ns, mtime_ns))

@@ -31,8 +31,12 @@ def command_digest(
 
     """
     mixed = _mix(np.asarray(samples, np.uint64) + _mix(np.asarray(attempts, np.uint64)))
-    total = int(mixed.sum(dtype=np.uint64)) + suspended * _SUSPENDED
-    return (total + (_hash(*weights) if weights else 0)) % MODULUS
+    total = int(mixed.sum(dtype=np.uint64))
+    if suspended:
+        total += _SUSPENDED
+    if weights:
+        total += _hash(*weights)
+    return total % MODULUS
 
 
 def _mix(values: _Hashes) -> _Hashes:

@@ -45,7 +45,8 @@ class LogBuffer:
         """Retain a line, and return it unchanged."""
         fields = " ".join(f"{name}={value}" for name, value in line.items() if name not in _OMITTED)
         text = self._without_secrets(f"{line.get('level', 'info')} {line.get('event', '')} {fields}".rstrip())
-        self._n_dropped += len(self._lines) == MAX_BUFFERED
+        if len(self._lines) == MAX_BUFFERED:
+            self._n_dropped += 1
         self._lines.append(LogLine(str(line.get("job") or ""), time.time(), text[:MAX_CHARACTERS]))
         return line
 

@@ -25,7 +25,7 @@ from rlboost.shared.job.spec import load
 from rlboost.shared.messages import ENDED
 
 _JOB = "examples/countdown/job.yaml"
-_ASK_AGAIN_S = 1.0
+_POLL_INTERVAL_S = 1.0
 _LIMIT_S = 420.0
 _TIMES = ("time/step_s", "time/seeding_s", "time/wait_s", "time/train_s", "time/publish_s")
 
@@ -57,7 +57,7 @@ async def _ended(client: Client, job_id: str) -> dict[str, Any]:
         shown: dict[str, Any] = await asyncio.to_thread(client.jobs.show, job_id)
         if shown["state"] in ENDED:
             return shown
-        await asyncio.sleep(_ASK_AGAIN_S)
+        await asyncio.sleep(_POLL_INTERVAL_S)
 
 
 def main() -> None:

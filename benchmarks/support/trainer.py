@@ -32,26 +32,28 @@ CHECKPOINT_EVERY = 2
 LEASE_MS = 10_000
 
 
-class AskingTrainer:
-    """One job. A step is so many groups; the next is asked for as groups of the last finish, without a barrier."""
+class RequestingTrainer:
+    """One job. A step has `groups_per_step` groups; a group that finishes is replaced at once, without a barrier."""
 
-    def __init__(self, url: str, no: int, *, groups: int, groups_a_step: int, mean_tokens: int, seed: int = 0) -> None:
+    def __init__(
+        self, url: str, no: int, *, groups: int, groups_per_step: int, mean_tokens: int, seed: int = 0
+    ) -> None:
         """Create the job, with `groups` groups in flight.
 
         Args:
             url: of Redis.
             no: the job's number, from 1.
-            groups: how many are kept in flight.
-            groups_a_step: after so many finished ones a step is reported.
-            mean_tokens: about the mean length of a sample; lengths are lognormal, of one group alike.
+            groups: how many are in flight.
+            groups_per_step: a step is reported after this many finished groups.
+            mean_tokens: about the mean length of a sample; lengths are lognormal, and similar within a group.
             seed: of the lengths.
 
         """
         self._client = redis.Redis.from_url(url)
         self._random = random.Random(seed)
         self.job_id, self._no = f"load-{no}", no
-        self._groups_a_step, self._mean_tokens = groups_a_step, mean_tokens
-        self._asked = self._done = self.steps_done = 0
+        self._groups_per_step, self._mean_tokens = groups_per_step, mean_tokens
+        self._requested = self._done = self.steps_done = 0
         self._open: Counter[int] = Counter()
         """Step -> groups of it in flight."""
         self._marks = ["0-0"]
@@ -84,8 +86,8 @@ class AskingTrainer:
                 done += self._take(msgpack.unpackb(fields[b"m"]))
         self._ask(done)
         self._done += done
-        while self._done >= self._groups_a_step:
-            self._done -= self._groups_a_step
+        while self._done >= self._groups_per_step:
+            self._done -= self._groups_per_step
             self._finish_step()
 
     def end(self) -> None:
@@ -111,8 +113,8 @@ class AskingTrainer:
     def _ask(self, groups: int) -> None:
         pipe = self._client.pipeline(transaction=False)
         for _ in range(groups):
-            step, group = divmod(self._asked, self._groups_a_step)
-            self._asked += 1
+            step, group = divmod(self._requested, self._groups_per_step)
+            self._requested += 1
             self._open[step] += 1
             length = int(self._mean_tokens * 0.73 * self._random.lognormvariate(0.0, 0.8))  # 0.73 = exp(-0.8 ** 2 / 2)
             request = GroupRequested(

@@ -40,11 +40,19 @@ class Ours:
     """What a step of a job does from the moment on at which its samples are there and scored."""
 
     def __init__(
-        self, model: Path, groups: list[list[TrainingRow]], micro_batch_tokens: int, device: str, dtype: str
+        self,
+        model: Path,
+        groups: list[list[TrainingRow]],
+        micro_batch_tokens: int,
+        device: str,
+        dtype: str,
+        *,
+        compiled: bool = False,
     ) -> None:
         self._groups, self._budget = groups, micro_batch_tokens
         self._loss = clipped_loss(LOW, HIGH)
-        self._policy = TorchPolicy(OptimizerSpec(lr=RATE), temperature=1.0, dtype=dtype, device=device)
+        spec = OptimizerSpec(lr=RATE)
+        self._policy = TorchPolicy(spec, temperature=1.0, dtype=dtype, device=device, compiled=compiled)
         self._policy.load_hf(model)
 
     def update(self) -> float:

@@ -70,7 +70,7 @@ def output_width() -> int | None:
     return None
 
 
-def connect(state: Path, *, patience_s: float = 10.0, silence_s: float = 30.0) -> Client:
+def connect(state: Path, *, retry_for_s: float = 10.0, read_timeout_s: float = 30.0) -> Client:
     """Return a client of the system named by RLBOOST_URL and RLBOOST_TOKEN, or of the one in the state folder.
 
     Raises:
@@ -80,7 +80,7 @@ def connect(state: Path, *, patience_s: float = 10.0, silence_s: float = 30.0) -
     from rlboost.client import Client  # noqa: PLC0415 - keeps --help quick
 
     url, token = endpoint(state)
-    return Client(url, token, patience_s=patience_s, silence_s=silence_s)
+    return Client(url, token, retry_for_s=retry_for_s, read_timeout_s=read_timeout_s)
 
 
 def endpoint(state: Path) -> tuple[str, str]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rlboost.client import Client
     from rlboost.follow import Change
 
-_SILENCE_S = 10.0
+_READ_TIMEOUT_S = 10.0
 """A manager that does not answer a poll for this time counts as lost."""
 
 
@@ -60,7 +60,7 @@ def follow(
 
 def connect_to_follow(state: Path) -> Client:
     """Return a client for `rlboost.follow.follow`, which retries by itself."""
-    return connect(state, patience_s=0.0, silence_s=_SILENCE_S)
+    return connect(state, retry_for_s=0.0, read_timeout_s=_READ_TIMEOUT_S)
 
 
 def cost_of(job_id: str, state: Path) -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ from rlboost.shared.errors import RLBoostError
 if TYPE_CHECKING:
     from rlboost.local.state import StateDir
 
-_PATIENCE_S = 10.0
+_RETRY_FOR_S = 10.0
 """Covers a restart of the manager."""
 
 
@@ -34,7 +34,7 @@ def ps(state: StateOption = DEFAULT_STATE, as_json: JsonOption = False) -> None:
     if not as_json and (shown := _processes(folder)):
         _print_processes(shown)
     try:
-        with connect(state, patience_s=_PATIENCE_S) as client:
+        with connect(state, retry_for_s=_RETRY_FOR_S) as client:
             jobs, workers = client.jobs.list(), client.workers.list()
     except RLBoostError:
         if as_json and (shown := _processes(folder)):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from rlboost.top.snapshot import Snapshot, SnapshotReader
 
-_SILENCE_S = 5.0
+_READ_TIMEOUT_S = 5.0
 """A manager that does not answer for this time counts as lost."""
 
 
@@ -73,7 +73,7 @@ def _redraw(console: Console, reader: SnapshotReader, state: Path, every_s: floa
 
     def read() -> Snapshot:
         # A new client each time: a restarted system may have another address and token.
-        with connect(state, patience_s=0.0, silence_s=_SILENCE_S) as client:
+        with connect(state, retry_for_s=0.0, read_timeout_s=_READ_TIMEOUT_S) as client:
             return reader.read(client)
 
     snapshot, problem = read(), ""

@@ -92,8 +92,8 @@ def _weight_store(client: httpx.Client, url: str) -> Finding:
 def _redis(url: str) -> Finding:
     parts = urlsplit(url)
     shown = f"{parts.hostname}:{parts.port or 6379}"
-    if complaint := asyncio.run(redis_server.complaint(url)):
-        return Finding("redis", "problem", f"{shown}: {complaint}", _advertised("ADVERTISED_REDIS_URL"))
+    if reason := asyncio.run(redis_server.not_ready_reason(url)):
+        return Finding("redis", "problem", f"{shown}: {reason}", _advertised("ADVERTISED_REDIS_URL"))
     return Finding("redis", "ok", shown)
 
 

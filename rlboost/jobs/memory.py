@@ -41,9 +41,9 @@ def state_bytes(model: TrainedModel, spec: TrainerSpec) -> int:
     """Return weights, optimizer state and gradients on each of the trainer's GPUs during an update.
 
     Per parameter: 16 bytes in float32 (weights 4, AdamW's moments 8, gradients 4), with Muon 12; 18 with megatron in
-    bfloat16 (a float32 master copy); 4 or 2 if frozen. FSDP2 divides them by `data_parallel` x `context_parallel`;
-    megatron by `tensor_parallel` x `pipeline_parallel`, those of experts also by `expert_parallel`; moments and master
-    copies by `data_parallel` with `distributed_optimizer`, of experts too.
+    bfloat16 (a float32 master copy); 4 or 2 if frozen. FSDP2 divides them by `fsdp_size`, by default `data_parallel` x
+    `context_parallel`; megatron by `tensor_parallel` x `pipeline_parallel`, those of experts also by `expert_parallel`;
+    moments and master copies by `data_parallel` with `distributed_optimizer`, of experts too.
     """
     return math.ceil(_on_each_gpu(model, *_per_parameter(model, spec), spec))
 
@@ -79,7 +79,7 @@ def _per_parameter(model: TrainedModel, spec: TrainerSpec) -> tuple[float, float
 def _on_each_gpu(model: TrainedModel, weights: float, optimizer: float, spec: TrainerSpec) -> float:
     """Return bytes on each GPU for this many bytes per parameter: of weights and gradients, and of the optimizer."""
     if spec.backend == "torch":
-        return model.n_parameters * (weights + optimizer) / spec.n_ranks
+        return model.n_parameters * (weights + optimizer) / spec.n_shards
     in_replica = model.n_parameters - model.n_in_experts * (1 - 1 / spec.expert_parallel)
     updated = model.n_parameters / spec.data_parallel if spec.distributed_optimizer else in_replica
     return (in_replica * weights + updated * optimizer) / (spec.tensor_parallel * spec.pipeline_parallel)

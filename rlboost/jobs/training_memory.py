@@ -112,7 +112,7 @@ def update_memory(size: ModelSize, model: TrainedModel, spec: TrainerSpec, n_tok
     logits += (2 if half else 1) * 4 * min(CHUNK_LOGITS, n_logits)
     n_cast = (1 if checkpointed else size.layers) * size.layer + size.vocabulary * size.hidden
     working = 2 * n_cast if half else 0
-    if spec.n_ranks > 1:
+    if spec.n_shards > 1:
         # The root's own parameters stay gathered for the whole pass, a layer's while it computes.
         working += 4 * (size.embeddings + size.layer)
     return UpdateMemory(state_bytes(model, spec), activations, layer if checkpointed else 0, logits, working)

@@ -45,7 +45,7 @@ _GRACE_S = 12.0
 """A worker may take 10 s to hand off after a stop (invariant 7)."""
 
 _FOLLOW_EVERY_S = 1.0
-_SILENCE_S = 5.0
+_READ_TIMEOUT_S = 5.0
 """Longest wait for the manager's target."""
 _FORK_SERVER_LIMIT_S = 180.0
 """Importing torch from a cold disk takes minutes on a small machine, and longer in several processes at once."""
@@ -243,7 +243,7 @@ class LocalCluster:
 
     async def _follow_autoscaling(self) -> None:
         """Start spot workers that are missing from the manager's target; the manager drains those beyond it."""
-        with Client(self.url, self.token, patience_s=0.0, silence_s=_SILENCE_S) as client:
+        with Client(self.url, self.token, retry_for_s=0.0, read_timeout_s=_READ_TIMEOUT_S) as client:
             while True:
                 with suppress(
                     ClientError, DiskFull

@@ -25,7 +25,7 @@ FORK_SERVER = "fork-server"
 MODULE = "rlboost.local.fork_server_process"
 _PR_SET_CHILD_SUBREAPER = 36
 _FORK_LIMIT_S = 10.0
-_ASK_AGAIN_S = 0.02
+_POLL_INTERVAL_S = 0.02
 
 RUN_TIME_VARIABLES = ("RLBOOST_", "CUDA_VISIBLE_DEVICES")
 """Prefixes of variables that no import reads; CUDA reads its variable when it is initialized, after the fork."""
@@ -95,7 +95,7 @@ class ForkServer:
         """Return when it is ready or has ended, at the latest after the limit."""
         limit = time.monotonic() + limit_s
         while not self.is_ready() and self._socket is not None and time.monotonic() < limit:  # noqa: ASYNC110 - no event says so
-            await asyncio.sleep(_ASK_AGAIN_S)
+            await asyncio.sleep(_POLL_INTERVAL_S)
 
     def is_ready(self, patience_s: float = 0.0) -> bool:
         """Return True if it has imported everything; block for this long until it has."""

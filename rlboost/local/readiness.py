@@ -17,12 +17,12 @@ class Readiness:
         """Create the client, which costs more than a probe."""
         self._http = httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False)  # a proxy cannot reach loopback
 
-    async def complaint(self, ready: HttpReady | RedisReady | None) -> str | None:
+    async def not_ready_reason(self, ready: HttpReady | RedisReady | None) -> str | None:
         """Return None if the process is ready, else the reason it is not."""
         if ready is None:
             return None
         if isinstance(ready, RedisReady):
-            return await redis_server.complaint(ready.url)
+            return await redis_server.not_ready_reason(ready.url)
         try:
             response = await self._http.get(ready.url)
         except httpx.TransportError as error:

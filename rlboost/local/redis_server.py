@@ -73,7 +73,7 @@ def configure(state: StateDir, port: int, host: str = LOOPBACK) -> tuple[tuple[s
     return (str(find()), str(state.path / "redis.conf")), f"redis://:{password}@{host}:{port}/0"
 
 
-async def complaint(url: str) -> str | None:
+async def not_ready_reason(url: str) -> str | None:
     """Return None if the server answers PING or asks for the password that the URL lacks, else the reason."""
     client = redis.asyncio.from_url(url, socket_timeout=_PING_TIMEOUT_S, socket_connect_timeout=_PING_TIMEOUT_S)
     try:

@@ -35,9 +35,10 @@ NOTICE_LEAD_S = 30.0
 """From a preemption notice until SIGKILL, as clouds give."""
 
 _KILL_LIMIT_S = 10.0
-_ASK_AGAIN_S = 0.1
-_SAVE_AGAIN_S = 1.0
-_LIVES_BEFORE_READY = 3
+_POLL_INTERVAL_S = 0.1
+_SAVE_INTERVAL_S = 1.0
+_MAX_STARTS = 3
+"""Of a process that has never been ready: `until_ready` fails when the last one has died."""
 _SHOWN_LINES = 15
 _DISK_FULL = "the disk is full: free space; until then Redis rejects writes, and rlboost ps shows an earlier state"
 
@@ -68,23 +69,23 @@ class _Slot:
     cpu_s: float = 0.0
     """CPU seconds of earlier runs."""
     note: str = ""
-    leaving: str = ""
+    stop_reason: str = ""
     """Why it is not restarted; empty while it is."""
     was_ready: bool = False
     ended_well: bool = False
     """Its process exited with 0, which is final."""
     killed: bool = False
     """True if its next exit is intended."""
-    asked_to_leave: asyncio.Event = field(default_factory=asyncio.Event)
+    stop_requested: asyncio.Event = field(default_factory=asyncio.Event)
     keeper: asyncio.Task[None] | None = None
 
     @property
     def over(self) -> bool:
         return self.keeper is not None and self.keeper.done()
 
-    def leave(self, why: str) -> None:
-        self.leaving = self.leaving or why
-        self.asked_to_leave.set()
+    def request_stop(self, why: str) -> None:
+        self.stop_reason = self.stop_reason or why
+        self.stop_requested.set()
 
     def record(self) -> ProcessRecord:
         started_at = datetime.fromtimestamp(self.child.started_at, UTC).isoformat(timespec="milliseconds")
@@ -146,7 +147,7 @@ class Supervisor:
         try:
             while True:
                 end = await slot.child.wait()
-                if self._gone_for_good(slot, end):
+                if self._is_final(slot, end):
                     return
                 wait_s = backoff.after(math.inf if slot.killed else end.alive_s)
                 slot.killed, slot.note = False, str(end)
@@ -156,8 +157,8 @@ class Supervisor:
                     self._emit("gave_up", slot, slot.note)
                     return
                 self._emit("died", slot, f"{end}; starts again in {wait_s:g} s")
-                if await until_stop(slot.asked_to_leave, wait_s):
-                    slot.note = slot.leaving
+                if await until_stop(slot.stop_requested, wait_s):
+                    slot.note = slot.stop_reason
                     self._emit("left", slot, slot.note)
                     return
                 slot.cpu_s += end.cpu_s
@@ -167,9 +168,9 @@ class Supervisor:
         finally:
             slot.child.send(signal.SIGKILL)  # only if this task was cancelled: otherwise the child is dead
 
-    def _gone_for_good(self, slot: _Slot, end: Exit) -> bool:
-        if slot.leaving or self._state.drained(slot.spec.name):
-            slot.note = slot.leaving or "drained"
+    def _is_final(self, slot: _Slot, end: Exit) -> bool:
+        if slot.stop_reason or self._state.drained(slot.spec.name):
+            slot.note = slot.stop_reason or "drained"
             self._emit("left", slot, f"{slot.note}: {end}")
             return True
         if end.code == EXIT_OK and not slot.spec.restart_after_success:
@@ -190,18 +191,18 @@ class Supervisor:
 
         """
         slot = self._slot(name)
-        complaint: str | None = "not asked yet"
+        reason: str | None = "not probed yet"
         try:
             async with self._waits.on(name, because="it is starting", limit_s=slot.spec.ready_limit_s):
-                while (complaint := await self._readiness.complaint(slot.spec.ready)) is not None:
+                while (reason := await self._readiness.not_ready_reason(slot.spec.ready)) is not None:
                     if slot.ended_well:
                         return
-                    if slot.over or (slot.restarts >= _LIVES_BEFORE_READY - 1 and not slot.child.alive):
+                    if slot.over or (slot.restarts >= _MAX_STARTS - 1 and not slot.child.alive):
                         raise StartFailed(_exit_report(slot, f"{name} did not start: {slot.note}"))
-                    await asyncio.sleep(_ASK_AGAIN_S)
+                    await asyncio.sleep(_POLL_INTERVAL_S)
         except Timeout as error:
             limit_s = slot.spec.ready_limit_s
-            raise StartFailed(_exit_report(slot, f"{name} was not ready in {limit_s:.0f} s: {complaint}")) from error
+            raise StartFailed(_exit_report(slot, f"{name} was not ready in {limit_s:.0f} s: {reason}")) from error
         slot.was_ready = True
         self._emit("ready", slot, f"after {time.time() - slot.child.started_at:.1f} s")
 
@@ -213,7 +214,7 @@ class Supervisor:
         if slot.over:
             return
         if slot.spec.role == "preemptible":
-            slot.leave("preempted without notice")
+            slot.request_stop("preempted without notice")
         slot.killed = True
         slot.child.send(signal.SIGKILL)
         self._emit("killed", slot)
@@ -239,7 +240,7 @@ class Supervisor:
         slots = [self._slot(name) for name in names]
         keepers = [slot.keeper for slot in slots if slot.keeper is not None and not slot.keeper.done()]
         for slot in slots:
-            slot.leave(why)
+            slot.request_stop(why)
             slot.child.send(signal.SIGTERM)
         if keepers:
             await asyncio.wait(keepers, timeout=grace_s)
@@ -287,7 +288,7 @@ class Supervisor:
 
     async def _save_later(self) -> None:
         while True:
-            await asyncio.sleep(_SAVE_AGAIN_S)
+            await asyncio.sleep(_SAVE_INTERVAL_S)
             if self._save():
                 return
 

@@ -74,7 +74,7 @@ def build(
     bus: Bus,
     settings: Settings,
     extensions: Iterable[Extension] = (),
-    error_format_besides: Callable[[Collection[str]], ErrorFormat] | None = None,
+    error_format_for_other_paths: Callable[[Collection[str]], ErrorFormat] | None = None,
     scaler: FleetScaler | None = None,
 ) -> FastAPI:
     """Return the manager's HTTP app.
@@ -84,8 +84,8 @@ def build(
         bus: the broker.
         settings: the manager's.
         extensions: add routes under `/v1`.
-        error_format_besides: takes the first parts of this module's paths under `/v1`; returns the format of the errors
-            of all other routes.
+        error_format_for_other_paths: takes the first parts of this module's paths under `/v1`; returns the format of
+            the errors of all other routes.
         scaler: decides the number of spot workers; one without a provider when None.
 
     """
@@ -105,7 +105,7 @@ def build(
     own_paths = {route.path.split("/")[2] for route in router.routes if isinstance(route, APIRoute)}
     for add_routes in extensions:
         add_routes(router, manager, bus, settings)
-    error_format = error_format_besides(own_paths) if error_format_besides else None
+    error_format = error_format_for_other_paths(own_paths) if error_format_for_other_paths else None
     app = create_app("RLBoost", guard=guard, ready=lambda: not_leading_reason(manager), error_format=error_format)
     app.include_router(router)
     return app

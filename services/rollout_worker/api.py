@@ -89,7 +89,7 @@ class NoticeBody(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     lead_s: float | None = Field(None, ge=0, description="seconds until the machine is gone; null = unknown")
-    reason: str = Field("rest", min_length=1, max_length=200, description="shown in events and logs")
+    reason: str = Field("requested over REST", min_length=1, max_length=200, description="shown in events and logs")
 
 
 def notice_routes(on_notice: Callable[[Notice], None], guard: Guard) -> APIRouter:

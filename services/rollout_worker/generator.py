@@ -21,10 +21,11 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import structlog
 
+from rlboost.services.rollout_worker.domain.engine_pause import EnginePause, PauseReason
 from rlboost.services.rollout_worker.domain.parity import Precision, Verdict, judge
 from rlboost.services.rollout_worker.domain.progress import Progress
 from rlboost.services.rollout_worker.domain.requests import Emission, Request, RequestKey
@@ -36,7 +37,6 @@ from rlboost.shared.threads import run_in_thread
 
 log = structlog.get_logger(__name__)
 
-PauseReason = Literal["suspended", "loading", "unsent", "shutdown"]
 _PARITY_LIMIT_S = 300.0
 """Time limit of one parity check: the first forward pass may compile kernels."""
 _NO_ENGINE = EngineStats(running=0, pending=0, tokens_generated_total=0, version=-1)
@@ -90,13 +90,7 @@ class Generator:
         self._loading: asyncio.Future[None] | None = None
         self._loaded_contents: Mapping[str, Hashable] = {}
         """`StagedWeights.contents` of the verified weights: the next load skips tensors that are equal."""
-        self._pause_reasons: set[PauseReason] = set()
-        self.is_paused = False
-        """True once the engine has confirmed that it has stopped decoding."""
-        self._keeps_kv = False
-        """While paused: True if the engine still has its KV cache."""
-        self._took_memory = False
-        """While paused: True if the engine has allocated device memory since, for a load or for the parity check."""
+        self._pause = EnginePause()
         self._transition = asyncio.Lock()
         """Held while the engine pauses, resumes or scores."""
 
@@ -104,6 +98,16 @@ class Generator:
     def exists(self) -> bool:
         """Return True if there is an engine. Before that, imports may block the whole process for seconds."""
         return self._engine is not None
+
+    @property
+    def is_paused(self) -> bool:
+        """Return True once the engine has confirmed that it has stopped decoding."""
+        return self._pause.is_paused
+
+    @property
+    def pause_reasons(self) -> frozenset[PauseReason]:
+        """Return why the engine does not decode, or will soon stop."""
+        return frozenset(self._pause.reasons)
 
     async def prepare(self) -> None:
         """Do the slow work that needs no model, such as imports.
@@ -170,7 +174,7 @@ class Generator:
         The KV cache stays only if every reason so far was given with `keep_kv`. For "suspended" the device must be
         free afterwards: a load under way ends first, and the memory that it took is given back.
         """
-        self._pause_reasons.add(reason)
+        self._pause.reasons.add(reason)
         if reason == "suspended":
             await self.wait_for_load()
         async with self._transition:
@@ -178,10 +182,9 @@ class Generator:
                 await self._suspend(keep_kv=keep_kv)
 
     async def _suspend(self, *, keep_kv: bool) -> None:
-        has_memory = self._keeps_kv or self._took_memory
-        if self._engine is not None and (not self.is_paused or (has_memory and not keep_kv)):
+        if self._engine is not None and self._pause.must_suspend(keep_kv=keep_kv):
             await self._engine.suspend(keep_kv=keep_kv)
-            self.is_paused, self._keeps_kv, self._took_memory = True, keep_kv, False
+            self._pause.on_suspended(keep_kv=keep_kv)
 
     async def resume(self, reason: PauseReason) -> None:
         """Remove a reason to pause; the engine decodes again when none is left.
@@ -190,14 +193,14 @@ class Generator:
             ParityCheckFailed: no other reason was left, and the loaded weights did not pass the parity check.
 
         """
-        if reason not in self._pause_reasons:
+        if reason not in self._pause.reasons:
             return
         async with self._transition:
-            if self._pause_reasons == {reason}:
+            if self._pause.is_only(reason):
                 await self._check_parity()
-            self._pause_reasons.discard(reason)
-            if self._engine is not None and not self._pause_reasons:
-                self.is_paused = False
+            self._pause.reasons.discard(reason)
+            if self._engine is not None and not self._pause.reasons:
+                self._pause.on_decoding()
                 self._progress.on_resume()
                 await self._engine.resume()
 
@@ -244,14 +247,14 @@ class Generator:
     async def _load(self, engine: Engine, weights: StagedWeights, version: int, *, keep_kv: bool) -> None:
         await self._load_verified(engine, weights, version, keep_kv=keep_kv)
         async with self._transition:
-            if self._pause_reasons != {"loading"}:
+            if not self._pause.is_only("loading"):
                 await self._suspend(keep_kv=False)
 
     async def _load_verified(self, engine: Engine, weights: StagedWeights, version: int, *, keep_kv: bool) -> None:
         contents = weights.contents
         names: set[str] | None = {name for name in contents if contents[name] != self._loaded_contents.get(name)}
         self._loaded_contents, self._unchecked = {}, None
-        self._took_memory = True
+        self._pause.on_memory_taken()
         if wrong := await engine.load_weights(version, weights, names, keep_kv=keep_kv):
             log.error("loaded_weights_differ", version=version, tensors=len(wrong), first=wrong[0])
             raise Corrupt(
@@ -271,7 +274,7 @@ class Generator:
 
         """
         async with self._transition:
-            if self._pause_reasons == {"loading"}:
+            if self._pause.is_only("loading"):
                 await self._check_parity()
 
     async def _check_parity(self) -> None:
@@ -279,12 +282,12 @@ class Generator:
         if reference is None or engine is None:
             return
         stats, began = engine.stats(), time.monotonic()
-        if self._keeps_kv and stats.running:
+        if self._pause.keeps_kv and stats.running:
             # Scoring needs the memory of the KV cache, which running requests keep: skip this version's check.
             self._unchecked = None
             log.info("parity_check_skipped", version=stats.version, running=stats.running)
             return
-        self._took_memory = True
+        self._pause.on_memory_taken()
         sequences = [(row.prompt, row.completion) for row in reference.rows]
         try:
             async with asyncio.timeout(self._parity_limit_s):
@@ -313,7 +316,7 @@ class Generator:
         if self._prepared is not None:
             await asyncio.shield(self._prepared)
         self._config_json = config_json
-        self.is_paused = False
+        self._pause.on_decoding()
         self._loaded_contents, self._unchecked = {}, None
         self._building = run_in_thread("engine-build", lambda: self._engines.build(config_json))
 

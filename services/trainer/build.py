@@ -176,6 +176,7 @@ def _engine(
         critic=_critic(spec),
         offload=spec.trainer.offload,
         activation_checkpointing=spec.trainer.activation_checkpointing,
+        compiled=spec.trainer.compile,
         router_aux_loss_coef=spec.trainer.router_aux_loss_coef,
         replayed=replayed,
     )

@@ -100,6 +100,8 @@ class _TrainingJob(BaseJob):
             raise ValueError(
                 "elastic.weights: lora needs trainer.backend: torch in one process; several train whole models"
             )
+        if self.elastic.weights == "lora" and self.trainer.compile:
+            raise ValueError("trainer.compile is for whole models, and elastic.weights is lora: remove compile")
         return self
 
     @model_validator(mode="after")

@@ -57,6 +57,9 @@ class TrainerSpec(Section):
     own."""
     activation_checkpointing: bool = False
     """Store only the input of each layer for the backward pass, and recompute the rest."""
+    compile: bool = False
+    """Compile the layers by `torch.compile`, with the first micro-batches of each start; only `torch` and dense models,
+    not with `elastic.weights: lora`."""
     router_aux_loss_coef: float = Field(0.0, ge=0, allow_inf_nan=False)
     """Weight of the load-balancing loss of a mixture of experts (arXiv 2101.03961), at the scale of transformers."""
     router_replay: Literal["none", "R3"] = "none"
@@ -74,6 +77,9 @@ class TrainerSpec(Section):
     context_parallel: int = Field(1, ge=1)
     """Processes that the tokens of each micro-batch are divided over, long samples included (Ulysses, arXiv
     2309.14509); divides the attention heads; only `torch`, where it also multiplies FSDP2's shards."""
+    fsdp_size: int = Field(0, ge=0)
+    """Neighboring processes that shard the model; each group of that many has a copy (HSDP); divides the number of
+    processes; 0: all; only `torch`."""
     expert_parallel: int = Field(1, ge=1)
     """Neighboring replicas that the experts of a mixture are divided over; divides `data_parallel` and the number of
     experts; only `megatron`."""
@@ -97,6 +103,11 @@ class TrainerSpec(Section):
         return self.tensor_parallel * self.pipeline_parallel * self.context_parallel * self.data_parallel
 
     @property
+    def n_shards(self) -> int:
+        """Return over how many processes FSDP2 shards the model."""
+        return self.fsdp_size or self.n_ranks
+
+    @property
     def fewest_nodes(self) -> int:
         """Return on how many machines the job can train at least."""
         return self.min_nodes or self.nodes
@@ -117,6 +128,10 @@ class TrainerSpec(Section):
             )
         if self.backend == "megatron" and self.context_parallel > 1:
             raise ValueError("context_parallel needs trainer.backend: torch; remove it, or raise tensor_parallel")
+        if self.backend == "megatron" and self.fsdp_size:
+            raise ValueError("fsdp_size needs trainer.backend: torch; megatron has distributed_optimizer: remove it")
+        if self.backend == "megatron" and self.compile:
+            raise ValueError("compile needs trainer.backend: torch: set that, or remove compile")
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ValueError("sequence_parallel is for tensor_parallel above 1: raise that, or remove it")
         if self.distributed_optimizer and self.data_parallel == 1:
@@ -130,6 +145,11 @@ class TrainerSpec(Section):
                 f"expert_parallel is {self.expert_parallel}, which does not divide data_parallel, which is "
                 f"{self.data_parallel}: experts are divided over replicas; change one of them"
             )
+        if self.n_ranks % self.n_shards:
+            raise ValueError(
+                f"fsdp_size is {self.fsdp_size}, which does not divide the {self.n_ranks} processes of data_parallel x "
+                "context_parallel: change one of them"
+            )
         if self.n_ranks % self.nodes:
             raise ValueError(
                 f"nodes is {self.nodes}, which does not divide the {self.n_ranks} processes of tensor_parallel x "
@@ -141,6 +161,11 @@ class TrainerSpec(Section):
             raise ValueError(
                 f"min_nodes below nodes needs whole replicas on each machine, but nodes is {self.nodes} and "
                 f"data_parallel {self.data_parallel}: make that a multiple of nodes, or remove min_nodes"
+            )
+        if self.fewest_nodes < self.nodes and self.fsdp_size and (n := self.n_ranks // self.nodes) % self.fsdp_size:
+            raise ValueError(
+                f"min_nodes below nodes needs a whole copy of the model on each machine, but fsdp_size is "
+                f"{self.fsdp_size} and a machine has {n} processes: lower it to a divisor, or remove min_nodes"
             )
         if self.fewest_nodes < self.nodes and (n := self.data_parallel // self.nodes) % self.expert_parallel:
             raise ValueError(

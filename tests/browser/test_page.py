@@ -39,7 +39,7 @@ def test_login_with_a_wrong_token_is_refused_and_with_the_right_one_works(box: B
     sync_api.expect(page.locator("#token")).to_be_visible()
 
 
-def test_page_shows_steps_a_killed_worker_and_samples_and_pauses_the_job(box: BlackBox, page: Page) -> None:
+def test_page_shows_steps_losses_waits_and_samples_and_pauses_the_job(box: BlackBox, page: Page) -> None:
     job_id = box.submit(small_job(steps=400))
     page.goto(f"{box.url}/#token={box.token}")
     page.get_by_role("link", name=job_id).first.click()
@@ -54,6 +54,15 @@ def test_page_shows_steps_a_killed_worker_and_samples_and_pauses_the_job(box: Bl
     sync_api.expect(page.locator("#gantt")).to_contain_text("✕")
     sync_api.expect(page.locator("#preemption-line")).to_contain_text("0 duplicates, 0 dropped")
     sync_api.expect(page.locator("#preemption-table")).to_contain_text("without notice")
+
+    trainer = box.processes("trainer")[0]["pid"]
+    os.kill(trainer, signal.SIGSTOP)
+    try:
+        sync_api.expect(page.locator("#waiting")).to_contain_text(
+            "Waiting for the trainer: it does not renew its lease"
+        )
+    finally:
+        os.kill(trainer, signal.SIGCONT)
 
     page.get_by_role("button", name="Pause").click()
     sync_api.expect(page.locator("#state")).to_have_text("paused")

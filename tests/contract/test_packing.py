@@ -26,7 +26,7 @@ from transformers import (
 from rlboost.services.trainer.adapters.torch import attention_choice
 from rlboost.services.trainer.adapters.torch.attention_choice import attention_of
 from rlboost.services.trainer.adapters.torch.logprobs import LogprobPass
-from rlboost.services.trainer.adapters.torch.packing import PACKED, attention
+from rlboost.services.trainer.adapters.torch.packing import PACKED, RowLengths, attention
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.loss.policy import clipped_loss
 from rlboost.shared.columns import floats, ints
@@ -228,7 +228,7 @@ def test_ranks_exchange_half_precision_under_autocast() -> None:
     group, one = _Recorder(), torch.randn(1, 2, 6, 8)
     with torch.autocast("cpu", torch.bfloat16):
         AttentionInterface()[PACKED](
-            None, one, one, one, None, cu_seq_lens_q=torch.tensor([0, 6]), row_lengths=(6,), context=group
+            None, one, one, one, None, cu_seq_lens_q=torch.tensor([0, 6]), row_lengths=RowLengths([6]), context=group
         )
     assert group.dtypes == {torch.bfloat16}
 

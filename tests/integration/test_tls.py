@@ -79,7 +79,7 @@ async def test_job_completes_over_https_and_rediss(
     )
 
     def submit() -> str:
-        with Client(url, TOKEN, patience_s=30) as client:
+        with Client(url, TOKEN, retry_for_s=30) as client:
             return str(client.jobs.create(small_job(steps=2))["id"])
 
     job_id = await asyncio.to_thread(submit)
@@ -122,7 +122,7 @@ async def test_client_connects_only_if_it_trusts_the_authority(
 
 async def jobs(system: System) -> list[dict[str, Any]]:
     def listed() -> list[dict[str, Any]]:
-        with Client(system.manager.url, TOKEN, patience_s=0) as client:
+        with Client(system.manager.url, TOKEN, retry_for_s=0) as client:
             return client.jobs.list()
 
     return await asyncio.to_thread(listed)

@@ -33,6 +33,7 @@ BATCHES = [rows(6, seed=1), with_loss_mask(rows(3, seed=2))]
 MEGATRON = {"backend": "megatron", "data_parallel": 2, "distributed_optimizer": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp4": {"data_parallel": 4},
+    "hsdp2 x 2": {"data_parallel": 4, "fsdp_size": 2},
     "tp2 x dp2": {**MEGATRON, "tensor_parallel": 2, "sequence_parallel": True},
     "pp2 x dp2": {**MEGATRON, "pipeline_parallel": 2},
     "ep2 x dp2": {**MEGATRON, "data_parallel": 4, "expert_parallel": 2},
@@ -90,11 +91,14 @@ async def test_two_machines_train_as_one_process(site: Site, tmp_path: Path, lay
                 agent.stop(signal.SIGKILL)
 
 
-async def test_training_resumes_on_one_machine_and_again_on_two(site: Site, model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["hsdp2 x 2", "tp2 x dp2"])
+async def test_training_resumes_on_one_machine_and_again_on_two(
+    site: Site, model: Path, tmp_path: Path, layout: str
+) -> None:
     """The network of one machine is cut: its connections stay open, and no packet arrives."""
     host, (first, second) = site
     expected = expected_steps(model, 3)
-    trainer = {"data_parallel": 4, "nodes": 2, "min_nodes": 1}
+    trainer = {**LAYOUTS[layout], "nodes": 2, "min_nodes": 1}
     checkpoints = [tmp_path / "0", tmp_path / "1"]
     async with trainer_machines(host) as (machines, url):
         agents = [join(url, namespace, tmp_path) for namespace in (first, second)]

@@ -46,7 +46,7 @@ class Observer:
         self._names = tuple(b'"%s"' % stream for stream in self._streams)
         self._job_id = job_id
         self.flushed: dict[tuple[int, str], dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
-        """(sample, worker) -> offset -> tokens, of every frame that was seen; more than one where it was made again."""
+        """(sample, worker) -> offset -> tokens, of every frame that was read; several where they were regenerated."""
         self.finished: dict[int, list[dict[str, Any]]] = defaultdict(list)
         self.admitted: dict[int, dict[str, Any]] = {}
         """Sample -> its group's request."""

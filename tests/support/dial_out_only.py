@@ -1,8 +1,8 @@
-"""A process that may only dial out, as behind NAT: it lives in a network of its own that nobody can reach.
+"""A process that can only open outgoing connections, as after NAT: its network namespace accepts none from outside.
 
 `python -m tests.support.dial_out_only SOCKET PORT... -- COMMAND...` makes a network namespace with nothing but a
-loopback device, listens there at `PORT`s, passes these sockets to who holds the other end of SOCKET, and becomes
-COMMAND. Connections that COMMAND makes to them are made again outside, by `Outside`; there is no way in.
+loopback device, listens there at `PORT`s, passes these sockets to the process at the other end of SOCKET, and
+becomes COMMAND. `Outside` forwards the connections that COMMAND opens to them; there are no incoming connections.
 """
 
 from __future__ import annotations

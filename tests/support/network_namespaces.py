@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 _SWITCH = "rlboost-switch"
-_HOST_LINK = "rlboost-host"
+HOST_LINK = "rlboost-host"
+"""This machine's interface in a network."""
 _NETWORK = "10.231.77"
 
 
@@ -28,6 +29,11 @@ class Namespace(NamedTuple):
     def unplug(self) -> None:
         """Cut it off from the network: packets are lost, and no connection is closed."""
         _ip("-n", _SWITCH, "link", "set", self.name, "down")
+
+    def sent_bytes(self) -> int:
+        """Return the number of bytes that it has sent to others."""
+        statistics = [*self.prefix, "cat", "/sys/class/net/eth0/statistics/tx_bytes"]
+        return int(subprocess.run(statistics, check=True, capture_output=True, text=True).stdout)
 
     def plug(self) -> None:
         """Connect it again."""
@@ -46,9 +52,9 @@ def network(n: int) -> Iterator[tuple[str, list[Namespace]]]:
             _ip("-n", name, "link", "set", "lo", "up")
         _ip("-n", _SWITCH, "link", "add", "switch", "type", "bridge")
         _ip("-n", _SWITCH, "link", "set", "switch", "up")
-        _ip("link", "add", _HOST_LINK, "type", "veth", "peer", "name", "host", "netns", _SWITCH)
-        _ip("address", "add", f"{_NETWORK}.1/24", "dev", _HOST_LINK)
-        _ip("link", "set", _HOST_LINK, "up")
+        _ip("link", "add", HOST_LINK, "type", "veth", "peer", "name", "host", "netns", _SWITCH)
+        _ip("address", "add", f"{_NETWORK}.1/24", "dev", HOST_LINK)
+        _ip("link", "set", HOST_LINK, "up")
         for i, machine in enumerate(machines):
             at = ("-n", machine.name)
             _ip(*at, "link", "add", "eth0", "type", "veth", "peer", "name", machine.name, "netns", _SWITCH)

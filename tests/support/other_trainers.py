@@ -158,6 +158,7 @@ NAMES: Mapping[str, Names] = {
         "`actor.gradient_checkpointing_enable`",
         "`model.ac`",
     ),
+    "trainer.compile": Names("`torch_compile`", "`actor.fsdp_config.use_torch_compile`", "", "`model.compile`"),
     "trainer.router_aux_loss_coef": Names("`model_init_kwargs.router_aux_loss_coef`"),
     "trainer.router_replay": Names("", "`actor.megatron.router_replay.mode`"),
     "trainer.seed": Names("`seed`", "`data.seed`", "`train.seed`", "`seed`"),
@@ -177,6 +178,7 @@ NAMES: Mapping[str, Names] = {
         "",
         "`model.cp`",
     ),
+    "trainer.fsdp_size": Names("", "`actor.fsdp_config.fsdp_size`"),
     "trainer.expert_parallel": Names("", "`actor.megatron.expert_model_parallel_size`", "", "`model.ep`"),
     "trainer.nodes": Names("`accelerate launch --num_machines`", "`trainer.nnodes`", "`actor.num_nodes`"),
     "elastic.max_staleness": Names(

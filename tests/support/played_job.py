@@ -32,7 +32,7 @@ class PlayedJob:
 
         Args:
             bus: an open one.
-            forgives_outages: a worker goes on when Redis is back; else its task fails.
+            forgives_outages: a worker continues when Redis is back; else its task fails.
             number: from 1.
 
         """
@@ -100,11 +100,11 @@ class PlayedJob:
             await asyncio.sleep(pace_s)
 
     def kill_worker(self, name: str) -> None:
-        """Nothing more is heard of it."""
+        """Stop a worker at once: it sends nothing more."""
         del self.tasks[name]
 
     async def stop_workers(self) -> None:
-        """They vanish without a word."""
+        """Stop all workers at once; none sends `WorkerLeft`."""
         tasks = list(self.tasks.values())
         self.tasks.clear()
         await asyncio.gather(*tasks)

@@ -32,7 +32,7 @@ def main(kind: str, *models: str) -> None:
     from tests.support.saved_bytes import saved_bytes  # noqa: PLC0415 - after megatron-core, as in a rank
 
     settings = {"temperature": 1.0, "dtype": "float32", "reference": False, "offload": "none"}
-    settings |= {"balancing": NO_BALANCING, "replayed": None, "max_logits": 1 << 27}
+    settings |= {"compile": False, "balancing": NO_BALANCING, "replayed": None, "max_logits": 1 << 27}
     with tempfile.TemporaryDirectory() as folder:
         engine: Any = make(
             rank=0,

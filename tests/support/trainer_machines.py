@@ -40,6 +40,11 @@ class MachineProcess:
         with log.open("ab") as output:
             self._process = subprocess.Popen([*prefix, *arguments], env={**os.environ, **own}, stderr=output)
 
+    @property
+    def pid(self) -> int:
+        """The process that starts the ranks."""
+        return self._process.pid
+
     def log(self) -> str:
         """Return all that it has printed."""
         return self._log.read_text()

@@ -168,12 +168,12 @@ class Rig:
             if not killed:
                 stop.set()
                 _, left = await asyncio.wait(loops, timeout=LIMIT_S)
-                assert not left, f"at the stop these went on: {left}"
+                assert not left, f"these tasks still run after the stop: {left}"
             for task in (*loops, *managers):
                 task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.gather(*loops, *managers)
-            # Only what was cancelled: another trainer's job goes on.
+            # Only what was cancelled: another trainer's job continues.
             if jobs := [t for t in asyncio.all_tasks() if t.get_name().startswith("job-") and t.cancelling()]:
                 await asyncio.wait(jobs, timeout=LIMIT_S)
             device.close()

@@ -56,7 +56,7 @@ T = TypeVar("T")
 
 
 class JoinServer:
-    """Answers `POST /v1/join` to whoever has the token, and lists the workers that joined as a manager does."""
+    """Answers `POST /v1/join` to clients with the token, and lists the workers that joined as a manager does."""
 
     def __init__(self, token: str, redis_url: str, weight_store_url: str, **more: object) -> None:
         joined = {
@@ -241,7 +241,7 @@ class WorkerManager:
         return worker
 
     async def until_generated(self, *keys: Key, tokens: int, within_s: float = LIMIT_S) -> dict[Key, Generated]:
-        """Wait until the log has so many tokens of each of these."""
+        """Wait until the log has at least `tokens` tokens of each of these requests."""
 
         async def generated() -> dict[Key, Generated]:
             rows = await self.generated()
@@ -253,13 +253,13 @@ class WorkerManager:
         return await eventually(generated, within_s=within_s)
 
     async def until_finished(self, *keys: Key, within_s: float = LIMIT_S) -> dict[Key, Generated]:
-        """Wait until the log has the end of each of these."""
+        """Wait until the log has the end of each of these requests."""
 
         async def generated() -> dict[Key, Generated]:
             rows = await self.generated()
             for key in keys:
                 assert key in rows, f"nothing of {key}"
-                assert rows[key].finish, f"{key} goes on after {rows[key].end} tokens"
+                assert rows[key].finish, f"{key} has not finished after {rows[key].end} tokens"
             return rows
 
         return await eventually(generated, within_s=within_s)

@@ -576,7 +576,7 @@ def test_ps_lists_processes_jobs_and_workers(rest: FakeRest) -> None:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ps, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(ps, "_RETRY_FOR_S", 0.0)
 
 
 @pytest.mark.usefixtures("impatient")

@@ -60,7 +60,7 @@ def test_an_error_without_a_problem_document_names_the_server(rest: FakeRest, cl
 def test_patience_ends(rest: FakeRest) -> None:
     rest.on("GET /v1/jobs", httpx.ConnectError("refused"))
     with pytest.raises(ClientError, match=r"http://api.test does not answer \(refused\)") as caught:
-        Client("http://api.test", "t", patience_s=0.0, transport=rest).jobs.list()
+        Client("http://api.test", "t", retry_for_s=0.0, transport=rest).jobs.list()
     assert caught.value.status is None
 
 

@@ -114,11 +114,11 @@ def asked(answer: Callable[[httpx.Request], httpx.Response]) -> dict[str, Findin
 
 @pytest.fixture(autouse=True)
 def redis_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def complaint(url: str) -> str | None:
+    async def not_ready_reason(url: str) -> str | None:
         assert url == JOINED["redis_url"]
         return "Connection refused"
 
-    monkeypatch.setattr(redis_server, "complaint", complaint)
+    monkeypatch.setattr(redis_server, "not_ready_reason", not_ready_reason)
 
 
 def test_reachable_system_is_checked_part_by_part() -> None:

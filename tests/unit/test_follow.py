@@ -100,7 +100,7 @@ class Systems:
         if system is None:
             raise ConfigError("the system does not run")
         self.tokens.append(f"token-{len(self.tokens)}")
-        return Client("http://api.test", self.tokens[-1], patience_s=0.0, transport=system)
+        return Client("http://api.test", self.tokens[-1], retry_for_s=0.0, transport=system)
 
 
 @pytest.fixture(autouse=True)

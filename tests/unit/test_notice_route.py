@@ -25,8 +25,8 @@ async def post(body: str, token: str = "token") -> tuple[int, list[Notice]]:
     ("body", "notice"),
     [
         ('{"lead_s": 11, "reason": "our fleet manager"}', Notice("our fleet manager", 11.0)),
-        ('{"lead_s": 0}', Notice("rest", 0.0)),
-        ("{}", Notice("rest")),
+        ('{"lead_s": 0}', Notice("requested over REST", 0.0)),
+        ("{}", Notice("requested over REST")),
     ],
 )
 async def test_a_notice_reaches_the_worker(body: str, notice: Notice) -> None:

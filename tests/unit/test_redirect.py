@@ -84,7 +84,7 @@ def test_client_retries_circular_redirects_until_its_limit() -> None:
     rest = FakeRest()
     rest.on("GET /v1/jobs", moved("http://two/v1/jobs"))
     with pytest.raises(ClientError, match="redirect to each other"):
-        Client("http://one", "secret", patience_s=0.0, transport=rest).jobs.list()
+        Client("http://one", "secret", retry_for_s=0.0, transport=rest).jobs.list()
     assert len(rest.requests) == 1 + MAX_REDIRECTS
 
 

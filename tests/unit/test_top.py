@@ -50,7 +50,7 @@ def drawn(shown: Snapshot, width: int = 80, height: int | None = None, **fields:
 
 
 def client(rest: FakeRest) -> Client:
-    return Client("http://manager", "t", patience_s=0.0, transport=rest)
+    return Client("http://manager", "t", retry_for_s=0.0, transport=rest)
 
 
 @pytest.fixture

@@ -250,7 +250,7 @@ async def test_cancelled_load_is_not_served_when_it_ends(rig: Rig) -> None:
 
 async def test_in_flight_finish_delays_the_load_until_samples_end(rig: Rig) -> None:
     worker = await rig.manager.ready_worker()
-    await rig.manager.send(worker, assign(1, max_tokens=300), assign(2, max_tokens=400))
+    await rig.manager.send(worker, assign(1, max_tokens=3000), assign(2, max_tokens=ENDLESS))
     await rig.manager.until_generated((1, 1), tokens=5)
     command = UseVersion(job_id=JOB, version=1, in_flight="finish")
     await rig.manager.send(worker, command, assign(3, version=1, max_tokens=20))
@@ -263,7 +263,7 @@ async def test_in_flight_finish_delays_the_load_until_samples_end(rig: Rig) -> N
 
 async def test_newer_version_replaces_one_that_waits_for_samples(rig: Rig) -> None:
     worker = await rig.manager.ready_worker()
-    await rig.manager.send(worker, assign(1, max_tokens=300))
+    await rig.manager.send(worker, assign(1, max_tokens=3000))
     await rig.manager.until_generated((1, 1), tokens=5)
     for version in (1, 2):
         await rig.manager.send(worker, UseVersion(job_id=JOB, version=version, in_flight="finish"))
@@ -277,7 +277,7 @@ async def test_in_flight_finish_waits_no_longer_than_its_limit() -> None:
     rig = Rig(finish_limit_s=0.05)
     running = asyncio.create_task(rig.worker.run({}), name="worker")
     worker = await rig.manager.ready_worker()
-    await rig.manager.send(worker, assign(1, max_tokens=4000))
+    await rig.manager.send(worker, assign(1, max_tokens=ENDLESS))
     await rig.manager.until_generated((1, 1), tokens=5)
     await rig.manager.send(worker, UseVersion(job_id=JOB, version=1, in_flight="finish"))
     await rig.manager.until(worker, "ready", 1)
@@ -290,7 +290,7 @@ async def test_in_flight_finish_waits_no_longer_than_its_limit() -> None:
 @pytest.mark.parametrize(("in_flight", "kept"), [("recompute", False), ("keep", True)])
 async def test_in_flight_keep_preserves_the_kv_cache(rig: Rig, in_flight: InFlight, kept: bool) -> None:
     worker = await rig.manager.ready_worker()
-    await rig.manager.send(worker, assign(1, max_tokens=4000))
+    await rig.manager.send(worker, assign(1, max_tokens=ENDLESS))
     await rig.manager.until_generated((1, 1), tokens=5)
     rig.engine.kept_kv.clear()
     await rig.manager.send(worker, UseVersion(job_id=JOB, version=1, in_flight=in_flight))
@@ -300,14 +300,14 @@ async def test_in_flight_keep_preserves_the_kv_cache(rig: Rig, in_flight: InFlig
 
 async def test_suspension_during_a_load_frees_the_preserved_kv_cache(rig: Rig) -> None:
     worker = await rig.manager.ready_worker()
-    await rig.manager.send(worker, assign(1, max_tokens=4000))
+    await rig.manager.send(worker, assign(1, max_tokens=ENDLESS))
     await rig.manager.until_generated((1, 1), tokens=5)
     rig.engine.may_load.clear()
     rig.engine.kept_kv.clear()
     await rig.manager.send(worker, UseVersion(job_id=JOB, version=1, in_flight="keep"))
     await eventually(lambda: rig.engine.kept_kv == [True, True])
     await rig.manager.send(worker, Suspend(step=1))
-    await eventually(lambda: "suspended" in rig.generator._pause_reasons)
+    await eventually(lambda: "suspended" in rig.generator.pause_reasons)
     rig.engine.may_load.set()
     await rig.manager.until(worker, "suspended")
     assert rig.engine.kept_kv == [True, True, False]
@@ -462,7 +462,7 @@ async def test_another_jobs_model_releases_the_held_samples_first(rig: Rig) -> N
 
 async def test_samples_of_two_versions_continue_under_a_third(rig: Rig) -> None:
     worker = await rig.manager.ready_worker()
-    await rig.manager.send(worker, assign(1, max_tokens=4000))
+    await rig.manager.send(worker, assign(1, max_tokens=ENDLESS))
     await rig.manager.until_generated((1, 1), tokens=5)
     await rig.manager.send(worker, UseVersion(job_id=JOB, version=1), assign(2, version=1, max_tokens=4000))
     await rig.manager.until_generated((2, 1), tokens=5)
@@ -530,7 +530,7 @@ async def test_full_outbox_pauses_the_engine(rig: Rig, monkeypatch: pytest.Monke
 
 async def test_dismissed_worker_rejoins_and_is_ready_without_a_pull(rig: Rig) -> None:
     worker = await rig.manager.ready_worker()
-    await rig.manager.send(worker, assign(1, max_tokens=4000))
+    await rig.manager.send(worker, assign(1, max_tokens=ENDLESS))
     await rig.manager.until_generated((1, 1), tokens=5)
     await rig.manager.send(worker, Dismissed(reason="lost"))
     again = await rig.manager.ready_worker(nth=2)
@@ -605,7 +605,7 @@ async def test_command_that_fails_unexpectedly_is_dead_lettered_and_rejoins(
 async def test_worker_that_redis_rejects_for_long_joins_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_app, "_REJECTION_LIMIT_S", 0.1)
     worker = await rig.manager.ready_worker()
-    await rig.manager.send(worker, assign(1, max_tokens=4000))
+    await rig.manager.send(worker, assign(1, max_tokens=ENDLESS))
     await rig.manager.until_generated((1, 1), tokens=5)
     rig.rejected = worker
     again = await rig.manager.ready_worker(nth=2)
@@ -618,7 +618,7 @@ async def test_worker_that_redis_rejects_for_long_joins_again(rig: Rig, monkeypa
 
 async def test_worker_that_redis_rejects_for_a_moment_continues(rig: Rig) -> None:
     worker = await rig.manager.ready_worker()
-    await rig.manager.send(worker, assign(1, max_tokens=4000))
+    await rig.manager.send(worker, assign(1, max_tokens=ENDLESS))
     await rig.manager.until_generated((1, 1), tokens=5)
     rig.rejected = worker
     await eventually(lambda: rig.connection.incarnation.outbox.unsent_bytes)
@@ -641,7 +641,7 @@ async def test_worker_sends_no_heartbeats_while_none_are_read(rig: Rig, monkeypa
 
 async def test_stop_sends_notice_flushes_and_leaves_in_this_order(rig: Rig) -> None:
     worker = await rig.manager.ready_worker()
-    await rig.manager.send(worker, assign(1, 2, max_tokens=4000))
+    await rig.manager.send(worker, assign(1, 2, max_tokens=ENDLESS))
     await rig.manager.until_generated((1, 1), tokens=5)
     rig.stop.set()
     await eventually(lambda: _left(rig))
@@ -658,7 +658,7 @@ async def _left(rig: Rig) -> bool:
 
 async def test_preemption_notice_is_forwarded_and_hands_off_at_once(rig: Rig) -> None:
     worker = await rig.manager.ready_worker()
-    await rig.manager.send(worker, assign(1, 2, max_tokens=4000))
+    await rig.manager.send(worker, assign(1, 2, max_tokens=ENDLESS))
     await rig.manager.until_generated((1, 1), tokens=5)
     rig.worker.on_preemption_notice(Notice("aws: terminate", 120.0))
     rig.worker.on_preemption_notice(Notice("another", 1.0))
@@ -683,7 +683,7 @@ async def test_shutdown_does_not_wait_for_a_stuck_engine(rig: Rig, monkeypatch: 
         await asyncio.Event().wait()
 
     worker = await rig.manager.ready_worker()
-    await rig.manager.send(worker, assign(1, max_tokens=4000))
+    await rig.manager.send(worker, assign(1, max_tokens=ENDLESS))
     await rig.manager.until_generated((1, 1), tokens=5)
     monkeypatch.setattr(rig.engine, "suspend", never)
     rig.worker.on_preemption_notice(Notice("aws: terminate", 2.0))
@@ -749,7 +749,7 @@ async def test_stop_during_a_load_is_quick(rig: Rig, *, suspended: bool) -> None
     await eventually(lambda: rig.engine.loads == 2)
     if suspended:
         await rig.manager.send(worker, Suspend(step=1))
-        await eventually(lambda: "suspended" in rig.generator._pause_reasons)
+        await eventually(lambda: "suspended" in rig.generator.pause_reasons)
     rig.stop.set()
     stopwatch = Stopwatch()
     await eventually(lambda: _left(rig))

@@ -152,7 +152,7 @@ async def test_suspension_between_load_and_parity_check_frees_the_device(
         await rig.manager.send(worker, UseVersion(job_id=JOB, version=2))
         await eventually(lambda: rig.connection.session.target == (JOB, 2))
     await rig.manager.send(worker, Suspend(step=1))
-    await eventually(lambda: "suspended" in rig.generator._pause_reasons)
+    await eventually(lambda: "suspended" in rig.generator.pause_reasons)
     n_beats = len(await rig.manager.received(WorkerHeartbeat))
     beats = await eventually(lambda: _more_than(rig, n_beats + 2))
     assert all(beat.state != "suspended" for beat in beats), "the weights are being read"

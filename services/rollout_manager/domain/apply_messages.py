@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 from rlboost.services.rollout_manager.domain.effects import (
     EmitEvent,
@@ -270,7 +271,7 @@ def _on_left(world: World, left: WorkerLeft, now: Now) -> None:
             _count_preemption(world, worker, "with_notice")
             running_at_failure = []  # a preemption: no sample is to blame
         running = [world.ledger.samples[i] for i in running_at_failure if i in worker.samples]
-        remove_worker(world, worker, now, lost=False, reason=left.reason)
+        remove_worker(world, worker, now, "left", reason=left.reason)
         for sample in suspects(running):
             # A record of the log: every replay counts it as this manager does.
             reason = "the engine of its worker died or hung"
@@ -295,28 +296,28 @@ def _on_worker_log(world: World, message: WorkerLog) -> None:
 def lose_worker(world: World, worker: Worker, now: Now) -> None:
     """Declare a worker dead: its lease ran out and its heartbeats stopped."""
     _count_preemption(world, worker, "with_notice" if worker.noticed else "without_notice")
-    remove_worker(world, worker, now, lost=True, reason="its lease ran out")
+    remove_worker(world, worker, now, "lost", reason="its lease ran out")
 
 
 def dismiss_mismatched(world: World, worker: Worker, now: Now) -> None:
     """Dismiss a worker that has missed commands: it joins again and is assigned everything anew."""
     reason = "it missed commands: what it holds differs from what it was assigned"
-    remove_worker(world, worker, now, lost=True, reason=reason)
+    remove_worker(world, worker, now, "lost", reason=reason)
 
 
 def dismiss_incompatible(world: World, worker: Worker, now: Now) -> None:
     """Dismiss a worker with another protocol, which an earlier manager had: it cannot join again."""
     reason = f"it has protocol {worker.joined.protocol} and the manager {PROTOCOL}: install the same version of rlboost"
-    remove_worker(world, worker, now, lost=True, reason=reason)
+    remove_worker(world, worker, now, "lost", reason=reason)
 
 
-def remove_worker(world: World, worker: Worker, now: Now, *, lost: bool, reason: str) -> None:
+def remove_worker(world: World, worker: Worker, now: Now, state: Literal["lost", "left"], *, reason: str) -> None:
     """Remove a worker and queue its samples."""
-    world.unassign_all(worker, now, "lost" if lost else "left")
-    world.fleet.remove(worker, "lost" if lost else "left", reason)
+    world.unassign_all(worker, now, state)
+    world.fleet.remove(worker, state, reason)
     world.candidates.mark_changed(worker)
     world.outbox.add(ForgetWorker(worker.id, reason))
-    world.emit_event("worker_lost" if lost else "worker_left", now, worker=worker.id, reason=reason)
+    world.emit_event("worker_lost" if state == "lost" else "worker_left", now, worker=worker.id, reason=reason)
 
 
 def _count_preemption(world: World, worker: Worker, kind: str) -> None:

@@ -87,7 +87,7 @@ class Job:
         }
 
 
-_LATEST = 1e11
+_MAX_UNIX_S = 1e11
 """Larger numbers are not taken for Unix seconds."""
 
 
@@ -156,7 +156,7 @@ def _number(fields: dict[str, Any], name: str) -> float | None:
     value = fields.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return value if math.isfinite(value) and 0 <= value < _LATEST else None
+    return value if math.isfinite(value) and 0 <= value < _MAX_UNIX_S else None
 
 
 _ADAPTER = TypeAdapter(Job)

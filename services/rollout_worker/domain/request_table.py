@@ -172,8 +172,7 @@ class RequestTable:
             ids = np.array(request.prompt + request.tokens, np.int64)
             error, finish = self._validation_error(request), finish_at_start(request)
             if error or finish:
-                where = request.sample, request.attempt, len(request.tokens)
-                self._emissions.append(Emission(*where, [], [], self._reported_version, finish, error))
+                self._emissions.append(request.emission_without_tokens(self._reported_version, finish, error))
                 continue
             self._start(request, ids)
             prefix = ids[:-1].tobytes()
@@ -301,8 +300,7 @@ class RequestTable:
         released = set(keys)
         for request in self.pending:
             if request.key in released:
-                where = request.sample, request.attempt, len(request.tokens)
-                self._emissions.append(Emission(*where, [], [], self._reported_version, FINISH_RELEASED))
+                self._emissions.append(request.emission_without_tokens(self._reported_version, FINISH_RELEASED))
         for slot, request in enumerate(self.requests):
             if request.key in released and not self._slot_state["aborted"][slot]:
                 self._emit(slot, finish=FINISH_RELEASED)
@@ -357,9 +355,18 @@ class RequestTable:
         if begin == end and finish == FINISH_NONE and not error:
             return
         tokens, logprobs = (array[slot, begin:end].tolist() for array in (self._tokens, self._logprobs))
-        where = request.sample, request.attempt, begin - len(request.prompt)
-        routed = self._routed_experts(slot) if finish in {FINISH_STOP, FINISH_LENGTH} else b""
-        self._emissions.append(Emission(*where, tokens, logprobs, self._reported_version, finish, error, routed))
+        emission = Emission(
+            sample=request.sample,
+            attempt=request.attempt,
+            offset=begin - len(request.prompt),
+            tokens=tokens,
+            logprobs=logprobs,
+            version=self._reported_version,
+            finish=finish,
+            error=error,
+            routed_experts=self._routed_experts(slot) if finish in {FINISH_STOP, FINISH_LENGTH} else b"",
+        )
+        self._emissions.append(emission)
         state["drained"] = end
 
     def _remove(self, ended: npt.NDArray[np.bool_]) -> SlotMoves:

@@ -33,6 +33,19 @@ class Request:
         """Return (sample, attempt), which identifies the request in the engine."""
         return self.sample, self.attempt
 
+    def emission_without_tokens(self, version: int, finish: int, error: str = "") -> Emission:
+        """Return the only emission of a request that has generated nothing."""
+        return Emission(
+            sample=self.sample,
+            attempt=self.attempt,
+            offset=len(self.tokens),
+            tokens=[],
+            logprobs=[],
+            version=version,
+            finish=finish,
+            error=error,
+        )
+
 
 @dataclass(slots=True)
 class Emission:

@@ -149,10 +149,16 @@ class StreamedRequests:
     ) -> None:
         if live.logprobs or finish != FINISH_NONE or error:
             offset = len(live.tokens) - len(live.logprobs)
-            where = live.request.sample, live.request.attempt, offset
-            self._emissions.append(
-                Emission(
-                    *where, live.tokens[offset:], live.logprobs, max(self.version, 0), finish, error, routed_experts
-                )
+            emission = Emission(
+                sample=live.request.sample,
+                attempt=live.request.attempt,
+                offset=offset,
+                tokens=live.tokens[offset:],
+                logprobs=live.logprobs,
+                version=max(self.version, 0),
+                finish=finish,
+                error=error,
+                routed_experts=routed_experts,
             )
+            self._emissions.append(emission)
             live.logprobs = []

@@ -1,6 +1,7 @@
-"""A causal language model of transformers, sharded over all ranks by FSDP2 (arXiv 2304.11277), and its AdamW.
+"""A causal language model of transformers, sharded by FSDP2 (arXiv 2304.11277), and its AdamW.
 
-Each rank has a range of rows of every parameter and of its moments. A layer's parameters are gathered only while the
+Each rank has a range of rows of every parameter and of its moments; with several groups of ranks (HSDP) each group has
+the whole model. A layer's parameters are gathered only while the
 layer computes. Gradients are summed over micro-batches and ranks, and divided once per update.
 """
 
@@ -21,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rlboost.services.trainer.adapters.ranks.offload import local_tensor
 from rlboost.services.trainer.adapters.ranks.tensor_slice import TensorSlice
 from rlboost.services.trainer.adapters.torch.activation_checkpointing import checkpoint_activations
+from rlboost.services.trainer.adapters.torch.compilation import compile_layers
 from rlboost.services.trainer.adapters.torch.experts import EXPERTS
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import OptimizerSpec
@@ -33,12 +35,12 @@ class FsdpWeightMap:
     def __init__(
         self, shapes: dict[str, tuple[int, ...]], rank: int, n_ranks: int, buffers: frozenset[str] = frozenset()
     ) -> None:
-        """Map for rank `rank`. Rows are divided as `torch.chunk` does: the last ranks may have fewer, or none.
+        """Map for a rank of a group that divides rows as `torch.chunk` does: its last ranks may have fewer, or none.
 
         Args:
             shapes: of all tensors, by name.
-            rank: the rank's number.
-            n_ranks: the number of ranks.
+            rank: the rank's number in the group.
+            n_ranks: the group's number of ranks.
             buffers: names of the tensors that every rank has whole.
 
         """
@@ -50,7 +52,7 @@ class FsdpWeightMap:
         self._slices = {name: _matrices(rows) for name, rows in self._rows.items()}
 
     def owns(self, name: str) -> bool:
-        """Return True: no other rank has the same rows. Rank 0 exports buffers, which every rank has whole."""
+        """Return True: no other rank of the group has the same rows. Its first exports buffers, which all have."""
         return self._is_first or name not in self._buffers
 
     def slices(self, name: str) -> list[TensorSlice]:
@@ -74,7 +76,15 @@ class FsdpModel:
     """One rank's shard of a model."""
 
     def __init__(
-        self, source: Path, device: str, attention: str, *, trained: bool, activation_checkpointing: bool = False
+        self,
+        source: Path,
+        device: str,
+        attention: str,
+        *,
+        n_shards: int,
+        trained: bool,
+        activation_checkpointing: bool = False,
+        compiled: bool = False,
     ) -> None:
         """Build it with uninitialized weights. A collective call of all ranks.
 
@@ -82,22 +92,30 @@ class FsdpModel:
             source: a Hugging Face directory; only its configuration is read.
             device: `cpu` or `cuda`.
             attention: the model's `attn_implementation`.
+            n_shards: neighboring ranks that share the model; divides the number of ranks.
             trained: whether parameters get gradients.
             activation_checkpointing: whether layers are recomputed in the backward pass.
+            compiled: whether layers are compiled.
 
         Raises:
             ConfigError: the directory holds no causal language model, or one that FSDP2 cannot shard.
 
         """
         self.module: Any = _sharded_module(
-            source, device, attention, trained=trained, activation_checkpointing=activation_checkpointing
+            source,
+            device,
+            attention,
+            n_shards=n_shards,
+            trained=trained,
+            activation_checkpointing=activation_checkpointing,
+            compiled=compiled,
         )
         self._parameters: list[tuple[str, Any]] = list(self.module.named_parameters())
         saved = self.module.state_dict()
         self._buffers = [(name, buffer) for name, buffer in self.module.named_buffers() if name in saved]
         shapes = {name: tuple(tensor.shape) for name, tensor in (*self._parameters, *self._buffers)}
         buffers = frozenset(name for name, _ in self._buffers)
-        self.weight_map = FsdpWeightMap(shapes, distributed.get_rank(), distributed.get_world_size(), buffers)
+        self.weight_map = FsdpWeightMap(shapes, distributed.get_rank() % n_shards, n_shards, buffers)
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the parameters, as `DTensor`, and the buffers that checkpoints have."""
@@ -113,10 +131,26 @@ class TrainedFsdpModel(FsdpModel):
     """One rank's shard of the trained model, with its optimizer."""
 
     def __init__(
-        self, source: Path, device: str, attention: str, optimizer: OptimizerSpec, *, activation_checkpointing: bool
+        self,
+        source: Path,
+        device: str,
+        attention: str,
+        optimizer: OptimizerSpec,
+        *,
+        n_shards: int,
+        activation_checkpointing: bool,
+        compiled: bool,
     ) -> None:
         """Build both. See `FsdpModel`."""
-        super().__init__(source, device, attention, trained=True, activation_checkpointing=activation_checkpointing)
+        super().__init__(
+            source,
+            device,
+            attention,
+            n_shards=n_shards,
+            trained=True,
+            activation_checkpointing=activation_checkpointing,
+            compiled=compiled,
+        )
         self._clip = optimizer.grad_clip
         self._dtensors = [parameter for _, parameter in self._parameters]
         self.optimizer = torch.optim.AdamW(
@@ -151,7 +185,16 @@ class TrainedFsdpModel(FsdpModel):
         return [self.optimizer]
 
 
-def _sharded_module(source: Path, device: str, attention: str, *, trained: bool, activation_checkpointing: bool) -> Any:
+def _sharded_module(
+    source: Path,
+    device: str,
+    attention: str,
+    *,
+    n_shards: int,
+    trained: bool,
+    activation_checkpointing: bool,
+    compiled: bool,
+) -> Any:
     try:
         config = AutoConfig.from_pretrained(source, local_files_only=True)
         # On the meta device: no rank ever holds whole weights, each reads its own rows.
@@ -163,10 +206,15 @@ def _sharded_module(source: Path, device: str, attention: str, *, trained: bool,
         raise ConfigError(f"model {source} cannot be loaded as a causal language model: {error}") from error
     module.tie_weights()
     module.requires_grad_(trained)
+    if compiled:
+        compile_layers(module, device)
     if activation_checkpointing:
         checkpoint_activations(module)
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    mesh = init_device_mesh(device, (distributed.get_world_size(),))
+    n_copies = distributed.get_world_size() // n_shards
+    # A mesh of two dimensions makes it HSDP: gradients are also summed over copies.
+    shape, names = ((n_copies, n_shards), ("copies", "shards")) if n_copies > 1 else ((n_shards,), ("shards",))
+    mesh = init_device_mesh(device, shape, mesh_dim_names=names)
     for sharded in (*module.get_decoder().layers, module):
         # The root too: by default it stays gathered until the backward pass, which a frozen model does not have.
         fully_shard(sharded, mesh=mesh, reshard_after_forward=True)

@@ -22,7 +22,10 @@ from rlboost.services.trainer.adapters.torch.logprobs import LogprobPass
 
 
 class FsdpRank(RankEngine):
-    """`RankEngine` on FSDP2. Ranks have disjoint shards of every tensor, and each its own samples or part of them."""
+    """`RankEngine` on FSDP2. Each rank has its own samples or part of them.
+
+    Ranks have disjoint shards of every tensor; with `trainer.fsdp_size` those of a group, and each group all of them.
+    """
 
     def _init_parallel(self, rank: int, layout: Layout) -> Coordinates:
         self._context: ContextGroup | None = None
@@ -46,13 +49,17 @@ class FsdpRank(RankEngine):
             self._device,
             model["attention"],
             self._optimizer,
+            n_shards=self._layout.n_shards,
             activation_checkpointing=self._activation_checkpointing,
+            compiled=self._compiled,
         )
         passes = self._passes_of(model_shard, balances=bool(self._balancing.coefficient))
         return Trainable(model_shard, passes, FsdpOptimizerState(model_shard.optimizer, self._local_value))
 
     def _build_reference(self, model: dict[str, Any]) -> tuple[Model, ForwardBackward]:
-        model_shard = FsdpModel(Path(model["source"]), self._device, model["attention"], trained=False)
+        model_shard = FsdpModel(
+            Path(model["source"]), self._device, model["attention"], n_shards=self._layout.n_shards, trained=False
+        )
         return model_shard, self._passes_of(model_shard)
 
     def _passes_of(self, model_shard: FsdpModel, *, balances: bool = False) -> FsdpForwardBackward:
@@ -70,7 +77,8 @@ class FsdpRank(RankEngine):
 
     @property
     def _part_number(self) -> int | None:
-        return distributed.get_rank()
+        rank = distributed.get_rank()
+        return rank if rank < self._layout.n_shards else None
 
     @property
     def _has_logprobs(self) -> bool:

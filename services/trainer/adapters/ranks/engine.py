@@ -66,7 +66,7 @@ class RankEngine(ABC):
             layout: degrees of parallelism.
             optimizer: the job's `OptimizerSpec`, as a mapping.
             settings: `temperature`, `dtype`, `reference` (keep a frozen copy of the loaded weights), `offload`,
-                `activation_checkpointing`, `balancing`, `replayed`, `max_logits`.
+                `activation_checkpointing`, `compile`, `balancing`, `replayed`, `max_logits`.
 
         """
         if device != "cpu":
@@ -88,6 +88,7 @@ class RankEngine(ABC):
         self._keeps_reference: bool = settings["reference"]
         self._offload: Offload = settings["offload"]
         self._activation_checkpointing: bool = settings["activation_checkpointing"]
+        self._compiled: bool = settings["compile"]
         self._balancing = Balancing(*settings["balancing"])
         self._replayed = RoutedShape(*settings["replayed"]) if settings["replayed"] else None
         self._max_logits: int = settings["max_logits"]

@@ -20,6 +20,9 @@ class Layout(NamedTuple):
     expert: int = 1
     """Neighboring data-parallel ranks that each hold a part of every layer's experts; divides `data`."""
 
+    fsdp_size: int = 0
+    """Neighboring ranks over which FSDP2 shards the model; 0: all."""
+
     @classmethod
     def of(cls, spec: TrainerSpec) -> Layout:
         """Return the layout that a job file requests."""
@@ -31,12 +34,18 @@ class Layout(NamedTuple):
             spec.distributed_optimizer,
             spec.context_parallel,
             spec.expert_parallel,
+            spec.fsdp_size,
         )
 
     @property
     def n_ranks(self) -> int:
         """The number of ranks."""
         return self.tensor * self.pipeline * self.context * self.data
+
+    @property
+    def n_shards(self) -> int:
+        """Over how many ranks FSDP2 shards the model."""
+        return self.fsdp_size or self.n_ranks
 
 
 class Coordinates(NamedTuple):

@@ -127,6 +127,7 @@ class RanksPolicy(ABC):
                 "reference": reference,
                 "offload": spec.offload,
                 "activation_checkpointing": spec.activation_checkpointing,
+                "compile": spec.compile,
                 "balancing": Balancing(spec.router_aux_loss_coef, aggregation),
                 "replayed": replayed,
                 "max_logits": max_logits,

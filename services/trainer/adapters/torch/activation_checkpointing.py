@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rlboost.shared.errors import ConfigError
+from rlboost.services.trainer.adapters.torch.layers import layers_of
+
+SETTING = "trainer.activation_checkpointing"
 
 
 def checkpoint_activations(model: Any) -> None:
@@ -25,7 +26,7 @@ def checkpoint_activations(model: Any) -> None:
         ConfigError: transformers does not mark the model's layers.
 
     """
-    for layer in _layers(model):
+    for layer in layers_of(model, SETTING):
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
@@ -41,14 +42,4 @@ def require_checkpointable(source: Path) -> None:
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source, local_files_only=True))
     except Exception:  # noqa: BLE001 - loading the model reports what is wrong with it
         return
-    _layers(model)
-
-
-def _layers(model: Any) -> list[Any]:
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not layers:
-        raise ConfigError(
-            f"trainer.activation_checkpointing: not supported for {type(model).__name__}, whose layers transformers "
-            "does not mark: remove the setting, and lower trainer.micro_batch_tokens to save memory"
-        )
-    return layers
+    layers_of(model, SETTING)

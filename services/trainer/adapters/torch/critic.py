@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModel
 from rlboost.services.trainer.adapters.torch import batch
 from rlboost.services.trainer.adapters.torch.activation_checkpointing import checkpoint_activations
 from rlboost.services.trainer.adapters.torch.attention_choice import attention_of
+from rlboost.services.trainer.adapters.torch.compilation import compile_layers
 from rlboost.services.trainer.adapters.torch.experts import EXPERTS
 from rlboost.services.trainer.adapters.torch.logprobs import in_dtype
 from rlboost.services.trainer.adapters.torch.packing import model_inputs, packs_rows, select_rows
@@ -45,6 +46,7 @@ class TorchCritic:
         dtype: torch.dtype,
         device: torch.device,
         activation_checkpointing: bool = False,
+        compiled: bool = False,
     ) -> None:
         """Load the base model in `source` and add a head of zeros, so that every value is 0.
 
@@ -70,6 +72,8 @@ class TorchCritic:
             raise ConfigError(f"model {source} cannot be loaded as a critic: {error}") from error
         self._packs = packs_rows(body)
         self._body: Any = body.to(device).eval()
+        if compiled:
+            compile_layers(self._body, str(device))
         if activation_checkpointing:
             checkpoint_activations(self._body)
         self._weight = torch.zeros(width, device=device, requires_grad=True)

@@ -6,7 +6,7 @@ large vocabulary, the logits of a long row would need more memory than everythin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -111,10 +111,7 @@ class LogprobPass:
     def _model_forward(self, *, positions: Tensor, targets: Tensor, **given: Any) -> Tensor:
         """Return the log-probabilities of `targets`, which the tokens at `positions` predict."""
         hidden = select_rows(self._model.base_model(**given).last_hidden_state[0], positions)
-        *earlier, last = zip(*(torch.split(part, self._chunk) for part in (hidden, targets)), strict=True)
-        # The backward pass begins with the last chunk, so its logits may wait for it; those of others are recomputed.
-        logprobs = [checkpoint(self._of_hidden, *chunk, use_reentrant=False) for chunk in earlier]
-        return torch.cat([*logprobs, self._of_hidden(*last)])
+        return in_chunks(self._of_hidden, hidden, targets, self._chunk)
 
     def _of_hidden(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Return log-probabilities of targets from the last layer's outputs, [tokens].
@@ -125,6 +122,13 @@ class LogprobPass:
         with _returning(self._model.base_model, hidden[None]):
             logits: Tensor = self._forward(use_cache=False).logits[0]
         return selected_logprobs(logits, targets, self._temperature)
+
+
+def in_chunks(of_hidden: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, targets: Tensor, n: int) -> Tensor:
+    """Return `of_hidden(hidden, targets)`, [tokens], computed for at most `n` tokens at a time."""
+    *earlier, last = zip(*(torch.split(part, n) for part in (hidden, targets)), strict=True)
+    # The backward pass begins with the last chunk, so its logits may wait for it; those of others are recomputed.
+    return torch.cat([*(checkpoint(of_hidden, *chunk, use_reentrant=False) for chunk in earlier), of_hidden(*last)])
 
 
 class _BodyOutput:

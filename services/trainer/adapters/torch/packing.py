@@ -28,6 +28,14 @@ _GROUP_TOKENS = 2048
 """Tokens, padded, of neighboring rows whose attention is one call: calls for many short rows would cost more."""
 
 
+class RowLengths:
+    """The number of tokens of each row. Not a tuple, for whose length torch.compile would compile layers again."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        """Hold the lengths."""
+        self.lengths = lengths
+
+
 def packs_rows(model: Any) -> bool:
     """Return True if the attention of a transformers model is `PACKED`, see `attention_choice.attention_of`."""
     return bool(model.config._attn_implementation == PACKED)  # noqa: SLF001 - it has no public name
@@ -60,7 +68,7 @@ def model_inputs(packed: Packed, ids: Tensor, *, packs: bool, context: ContextGr
         "position_ids": torch.from_numpy(positions[shard]).to(ids.device)[None],
         "context": context,
         "cu_seq_lens_q": ends,
-        "row_lengths": tuple(lengths.tolist()),
+        "row_lengths": RowLengths(lengths.tolist()),
         "use_cache": False,
     }
 
@@ -220,6 +228,7 @@ class _SelectedRows(torch.autograd.Function):
         return gradient.new_zeros(ctx.n_rows, *gradient.shape[1:]).index_copy_(0, positions, gradient), None
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
 def _attention_forward(  # noqa: PLR0913 - transformers' signature, and what `model_inputs` adds
     _module: torch.nn.Module,
     query: Tensor,
@@ -230,7 +239,7 @@ def _attention_forward(  # noqa: PLR0913 - transformers' signature, and what `mo
     scaling: float | None = None,
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
-    row_lengths: tuple[int, ...] = (),
+    row_lengths: RowLengths | None = None,
     context: ContextGroup | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
@@ -240,7 +249,7 @@ def _attention_forward(  # noqa: PLR0913 - transformers' signature, and what `mo
         ValueError: the layer needs something else than causal attention in a window, such as sinks.
 
     """
-    if cu_seq_lens_q is None:
+    if cu_seq_lens_q is None or row_lengths is None:
         raise ValueError("this attention needs cu_seq_lens_q: call the model with the arguments of model_inputs")
     others |= {"attention_mask": attention_mask}
     if unknown := sorted(k for k, v in others.items() if k not in _UNUSED and (isinstance(v, Tensor) or v)):
@@ -248,9 +257,9 @@ def _attention_forward(  # noqa: PLR0913 - transformers' signature, and what `mo
     q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
     window = sliding_window or 0
     if context is None:
-        return attention(q, k, v, cu_seq_lens_q, row_lengths, scaling, window)[None], None
+        return attention(q, k, v, cu_seq_lens_q, row_lengths.lengths, scaling, window)[None], None
     q, k, v = (context.tokens_of_heads(shard) for shard in _in_autocast_dtype(q, k, v))
-    result = attention(q, k, v, cu_seq_lens_q, row_lengths, scaling, window)
+    result = attention(q, k, v, cu_seq_lens_q, row_lengths.lengths, scaling, window)
     return context.heads_of_tokens(result)[None], None
 
 

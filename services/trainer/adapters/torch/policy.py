@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 from rlboost.services.trainer.adapters.torch.activation_checkpointing import checkpoint_activations
 from rlboost.services.trainer.adapters.torch.attention_choice import attention_of
 from rlboost.services.trainer.adapters.torch.batch import DUMMY_ROWS, columns, token_batch
+from rlboost.services.trainer.adapters.torch.compilation import compile_layers
 from rlboost.services.trainer.adapters.torch.critic import TorchCritic
 from rlboost.services.trainer.adapters.torch.experts import EXPERTS
 from rlboost.services.trainer.adapters.torch.logprobs import LogprobPass
@@ -63,6 +64,7 @@ class TorchPolicy:
         critic: CriticSpec | None = None,
         offload: Offload = "none",
         activation_checkpointing: bool = False,
+        compiled: bool = False,
         router_aux_loss_coef: float = 0.0,
         replayed: RoutedShape | None = None,
     ) -> None:
@@ -81,6 +83,7 @@ class TorchPolicy:
             critic: the value model to train along with the policy, if any.
             offload: what `offload` moves to host memory.
             activation_checkpointing: whether the layers of policy and critic are recomputed in the backward pass.
+            compiled: whether the layers of policy and critic are compiled.
             router_aux_loss_coef: weight of the load-balancing loss of a mixture of experts.
             replayed: the shape of rows' routed experts, which replace those of the routers of policy and reference.
 
@@ -97,6 +100,7 @@ class TorchPolicy:
         self._critic_spec = critic
         self._offload = offload
         self._activation_checkpointing = activation_checkpointing
+        self._compiled = compiled
         self._router_aux_loss_coef = router_aux_loss_coef
         self._replayed = replayed
         self._critic: TorchCritic | None = None
@@ -134,6 +138,8 @@ class TorchPolicy:
             self._model.eval()
         elif self._keeps_reference:
             self._reference = copy.deepcopy(self._model).requires_grad_(False)
+        if self._compiled:
+            compile_layers(self._model, str(self._device))
         if self._activation_checkpointing:
             checkpoint_activations(self._model)
         self._forward = self._logprob_pass(self._model, balances=bool(self._router_aux_loss_coef))
@@ -148,6 +154,7 @@ class TorchPolicy:
                 dtype=self._dtype,
                 device=self._device,
                 activation_checkpointing=self._activation_checkpointing,
+                compiled=self._compiled,
             )
         models = [self._model, *([self._reference] if self._reference is not None else [])]
         weights = [parameter for model in models for parameter in model.parameters()]
