@@ -136,7 +136,7 @@ def test_a_row_without_the_key_an_empty_table_and_a_date_are_named(model: Path, 
 def test_a_library_that_is_missing_is_named_with_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for library, source in (("pyarrow", "x.parquet"), ("datasets", str(tmp_path))):
         monkeypatch.setitem(sys.modules, library, None)
-        with pytest.raises(ConfigError, match=r"pip install 'rlboost\[data\]'"):
+        with pytest.raises(ConfigError, match=r"pip install -c constraints.txt -e '\.\[data\]'"):
             next(iter(read_rows(source)))
 
 

@@ -93,7 +93,7 @@ def test_missing_logger_library_is_rejected_by_name(
     tmp_path: Path, section: dict[str, Any], library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rlboost.shared.job.run_log.find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match=rf"log\.{library} needs {library}: .*rlboost\[logs\]"):
+    with pytest.raises(ConfigError, match=rf"log\.{library} needs {library}: .*'\.\[logs\]'"):
         openers(spec(log=section), "job-1", tmp_path)
 
 

@@ -199,5 +199,5 @@ def test_untied_head_may_have_an_adapter(tmp_path: Path) -> None:
 
 def test_missing_peft_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ConfigError, match=r"pip install 'rlboost\[trainer\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -c constraints.txt -e '\.\[trainer\]'"):
         engine(write_model(tmp_path / "model"))
