@@ -40,7 +40,6 @@ class Waits:
     """The current waits of one process."""
 
     def __init__(self) -> None:
-        """Start with none."""
         self._active: dict[int, tuple[WaitStatus, Callable[[], str]]] = {}
         self._numbers = itertools.count()
 

@@ -113,7 +113,6 @@ class Supervisor:
         on_event: Callable[[ClusterEvent], None],
         forks: ForkServer | None = None,
     ) -> None:
-        """Start with no slots."""
         self._state, self._tasks, self._on_event, self._forks = state, tasks, on_event, forks
         self._slots: dict[str, _Slot] = {}
         self._readiness = Readiness()
