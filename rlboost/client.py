@@ -49,7 +49,6 @@ class ClientError(RLBoostError):
     """
 
     def __init__(self, title: str, detail: str, status: int | None = None) -> None:
-        """Keep the parts."""
         super().__init__(f"{title}: {detail}")
         self.title, self.detail, self.status = title, detail, status
 
@@ -189,7 +188,6 @@ class Jobs:
     """`/v1/jobs`; ids are those that `create` returns. Every method may raise `ClientError`."""
 
     def __init__(self, client: Client) -> None:
-        """Use the client's connections."""
         self._client = client
 
     def create(self, spec: Mapping[str, Any], idempotency_key: str | None = None) -> Json:
@@ -308,7 +306,6 @@ class Workers:
     """`/v1/workers`. Every method may raise `ClientError`."""
 
     def __init__(self, client: Client) -> None:
-        """Use the client's connections."""
         self._client = client
 
     def list(self) -> Rows:
@@ -326,7 +323,6 @@ class Tokens:
     """`/v1/tokens`: access tokens of limited scope. Every method may raise `ClientError`."""
 
     def __init__(self, client: Client) -> None:
-        """Use the client's connections."""
         self._client = client
 
     def create(self, scope: str, *, name: str = "", expires_s: float | None = None) -> Json:

@@ -42,7 +42,7 @@ class DiskFull(Retryable):
     """A disk has no space left: what was to be written is still there, and can be written once space is free."""
 
 
-class Timeout(Retryable):
+class WaitTimedOut(Retryable):
     """A named wait reached its limit."""
 
 

@@ -32,7 +32,6 @@ class LogBuffer:
     """A processor of structlog that retains the lines that it sees."""
 
     def __init__(self) -> None:
-        """Start empty."""
         self._lines: deque[LogLine] = deque(maxlen=MAX_BUFFERED)
         self._secrets: tuple[str, ...] = ()
         self._n_dropped = 0

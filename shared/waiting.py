@@ -13,7 +13,7 @@ import structlog
 from prometheus_client import Counter
 from pydantic import BaseModel, ConfigDict
 
-from rlboost.shared.errors import Timeout
+from rlboost.shared.errors import WaitTimedOut
 from rlboost.shared.messages import public_wait
 
 log = structlog.get_logger(__name__)
@@ -40,7 +40,6 @@ class Waits:
     """The current waits of one process."""
 
     def __init__(self) -> None:
-        """Start with none."""
         self._active: dict[int, tuple[WaitStatus, Callable[[], str]]] = {}
         self._numbers = itertools.count()
 
@@ -57,7 +56,7 @@ class Waits:
             progress: returns how far it is, which is added to the reason whenever the wait is listed; "" adds nothing.
 
         Raises:
-            Timeout: the body took longer.
+            WaitTimedOut: the body took longer.
 
         """
         number = next(self._numbers)
@@ -70,7 +69,7 @@ class Waits:
             if timer.expired():
                 _TIMEOUTS.inc()
                 log.warning("wait_timed_out", subject=subject, because=because, limit_s=limit_s)
-                raise Timeout(f"waited {limit_s:.0f} s for {subject} ({because})") from error
+                raise WaitTimedOut(f"waited {limit_s:.0f} s for {subject} ({because})") from error
             raise
         finally:
             del self._active[number]

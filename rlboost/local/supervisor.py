@@ -27,7 +27,7 @@ from rlboost.local.processes import ProcessSpec
 from rlboost.local.readiness import Readiness
 from rlboost.local.state import ProcessRecord, StateDir
 from rlboost.shared.disk_space import is_full
-from rlboost.shared.errors import Conflict, Fatal, Timeout
+from rlboost.shared.errors import Conflict, Fatal, WaitTimedOut
 from rlboost.shared.lifecycle import EXIT_CONFIG, EXIT_OK, until_stop
 from rlboost.shared.waiting import Waits
 
@@ -113,7 +113,6 @@ class Supervisor:
         on_event: Callable[[ClusterEvent], None],
         forks: ForkServer | None = None,
     ) -> None:
-        """Start with no slots."""
         self._state, self._tasks, self._on_event, self._forks = state, tasks, on_event, forks
         self._slots: dict[str, _Slot] = {}
         self._readiness = Readiness()
@@ -200,7 +199,7 @@ class Supervisor:
                     if slot.over or (slot.restarts >= _MAX_STARTS - 1 and not slot.child.alive):
                         raise StartFailed(_exit_report(slot, f"{name} did not start: {slot.note}"))
                     await asyncio.sleep(_POLL_INTERVAL_S)
-        except Timeout as error:
+        except WaitTimedOut as error:
             limit_s = slot.spec.ready_limit_s
             raise StartFailed(_exit_report(slot, f"{name} was not ready in {limit_s:.0f} s: {reason}")) from error
         slot.was_ready = True

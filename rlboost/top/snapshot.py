@@ -57,7 +57,6 @@ class SnapshotReader:
     """Reads snapshots; of each job's metrics, only the rows since the last snapshot."""
 
     def __init__(self) -> None:
-        """Start without any job."""
         self._jobs: dict[str, JobSnapshot] = {}
         self._next_step: dict[str, int] = {}
 

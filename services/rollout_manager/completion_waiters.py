@@ -82,7 +82,6 @@ class CompletionWaiters:
     """All waiting clients of one manager."""
 
     def __init__(self) -> None:
-        """Start with none."""
         self.clients = Clients()
         self._waiters: dict[int, Waiter] = {}
 

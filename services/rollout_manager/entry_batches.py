@@ -31,7 +31,6 @@ class PoisonEntries:
     """The entries that one manager cannot apply. They are skipped, so that one entry never stops the manager."""
 
     def __init__(self) -> None:
-        """Start with none."""
         self._reasons: dict[tuple[str, str], str] = {}
         self._suspects: set[tuple[str, str]] = set()
         """Entries of failed batches, which are applied one by one."""

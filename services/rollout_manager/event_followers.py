@@ -42,7 +42,6 @@ class EventFollowers:
     """All followers of one manager."""
 
     def __init__(self, bus: Bus) -> None:
-        """Start with none."""
         self._bus = bus
         self._reads = asyncio.Semaphore(MAX_READS)
         self._turn = asyncio.Lock()

@@ -229,7 +229,7 @@ class Worker:
             command_tasks: cancelled first: no command takes effect afterwards.
 
         Raises:
-            Timeout: Redis was unavailable for too much of the grace.
+            WaitTimedOut: Redis was unavailable for too much of the grace.
 
         """
         connection, began = self._connection, time.monotonic()

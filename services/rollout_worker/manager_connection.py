@@ -161,7 +161,7 @@ class ManagerConnection:
         """Repeat an idempotent call while Redis is unavailable.
 
         Raises:
-            Timeout: Redis was unavailable for `REDIS_LIMIT_S`.
+            WaitTimedOut: Redis was unavailable for `REDIS_LIMIT_S`.
 
         """
 
@@ -310,7 +310,7 @@ class ManagerConnection:
             is_rejected: Redis no longer accepts this incarnation, so its unsent tokens are discarded.
 
         Raises:
-            Timeout: see `retry_until_ok`.
+            WaitTimedOut: see `retry_until_ok`.
             ConfigError: see `Join`.
 
         """

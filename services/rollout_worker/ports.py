@@ -241,7 +241,7 @@ class WeightSource(Protocol):
             NotFound: it does not exist, or has been deleted.
             BadSignature: the trainer has not signed it.
             Corrupt: the source sent damaged bytes twice.
-            Timeout: the source was unavailable for too long.
+            WaitTimedOut: the source was unavailable for too long.
             ConfigError: the source's URL is invalid, or the source forbids the download.
             Fatal: the cache's disk is full, or the source rejected the request for another reason.
 

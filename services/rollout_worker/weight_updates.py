@@ -21,7 +21,7 @@ from rlboost.services.rollout_worker.generator import Generator
 from rlboost.services.rollout_worker.manager_connection import ManagerConnection
 from rlboost.services.rollout_worker.ports import StagedWeights, WeightSource
 from rlboost.services.rollout_worker.startup_timer import StartupTimer
-from rlboost.shared.errors import BadSignature, Corrupt, NotFound, Timeout
+from rlboost.shared.errors import BadSignature, Corrupt, NotFound, WaitTimedOut
 from rlboost.shared.ids import WeightsRef
 from rlboost.shared.waiting import Waits
 
@@ -175,5 +175,5 @@ class WeightUpdates:
                 while session.n_submitted:
                     self._flushed.clear()
                     await self._flushed.wait()
-        except Timeout as error:
+        except WaitTimedOut as error:
             log.warning("in_flight_finish_timed_out", samples=session.n_submitted, reason=str(error))

@@ -36,7 +36,7 @@ from rlboost.services.trainer.job_streams import JobStreams, RetryingBus
 from rlboost.services.trainer.ports.resources import JobResourcesFactory
 from rlboost.shared import names
 from rlboost.shared.bus import START, Ack, Append, Bus, Entry, HashDelete, HashSet, Op
-from rlboost.shared.errors import BusUnavailable, ConfigError, Fenced, Timeout
+from rlboost.shared.errors import BusUnavailable, ConfigError, Fenced, WaitTimedOut
 from rlboost.shared.fenced_lease import FencedLease
 from rlboost.shared.ids import new_token
 from rlboost.shared.job import spec as job_spec
@@ -314,7 +314,7 @@ class Trainer:
         try:
             async with self._waits.on("the lease of the job", because=because, limit_s=self._timing.lease_limit_s):
                 await _first_of(job.owns_lease.wait(), job.superseded.wait())
-        except Timeout as error:
+        except WaitTimedOut as error:
             log.warning("job_superseded", job=job.job_id, reason=str(error))
             job.superseded.set()
 

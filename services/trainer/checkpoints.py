@@ -137,7 +137,7 @@ class Checkpoints:
         which may be newer by then, or deleted.
 
         Raises:
-            Fatal, Timeout: see `start_save`, `wait_until_saved`.
+            Fatal, WaitTimedOut: see `start_save`, `wait_until_saved`.
 
         """
         if self._starts_from_another_job:
@@ -149,7 +149,7 @@ class Checkpoints:
 
         Raises:
             Fatal: not enough memory or disk space for the copy, or the previous checkpoint could not be written.
-            Timeout: the previous checkpoint takes too long.
+            WaitTimedOut: the previous checkpoint takes too long.
 
         """
         await self.wait_until_saved()
@@ -163,7 +163,7 @@ class Checkpoints:
 
         Raises:
             Fatal: the checkpoint could not be written.
-            Timeout: it takes too long.
+            WaitTimedOut: it takes too long.
 
         """
         if self._writing is None:

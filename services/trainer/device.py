@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from rlboost.shared.errors import Fatal, Timeout
+from rlboost.shared.errors import Fatal, WaitTimedOut
 from rlboost.shared.waiting import Waits
 
 T = TypeVar("T")
@@ -114,5 +114,5 @@ class DeviceTurn:
         try:
             async with self._waits.on("the device", because=because, limit_s=self._limit_s):
                 await self._owned.wait()
-        except Timeout as error:
+        except WaitTimedOut as error:
             raise Fatal(f"{error}: check that the rollout manager runs, and that no worker hangs") from error

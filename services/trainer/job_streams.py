@@ -16,7 +16,7 @@ import structlog
 
 from rlboost.shared import names
 from rlboost.shared.bus import Append, Bus, Entry, Op
-from rlboost.shared.errors import BusUnavailable, Timeout
+from rlboost.shared.errors import BusUnavailable, WaitTimedOut
 from rlboost.shared.messages import Event
 from rlboost.shared.read_size import ReadSize
 from rlboost.shared.waiting import Waits
@@ -54,7 +54,7 @@ class RetryingBus:
         try:
             async with self._waits.on("Redis", because=str(first), limit_s=self._limit_s):
                 return await self._retry(call)
-        except Timeout as error:
+        except WaitTimedOut as error:
             raise BusUnavailable(f"{first}; gave up after {self._limit_s:.0f} s: start Redis again") from error
 
     async def _retry(self, call: Callable[[Bus], Awaitable[T]]) -> T:
@@ -133,7 +133,7 @@ class FinishedLog:
         """Wait for `what` until there is a next entry.
 
         Raises:
-            Timeout: none came within the limit.
+            WaitTimedOut: none came within the limit.
 
         """
         if not self._ahead:

@@ -94,7 +94,7 @@ class Publisher:
         `shards` is iterated in another thread, so it may copy from a device lazily.
 
         Raises:
-            Timeout: the store was unavailable for too long.
+            WaitTimedOut: the store was unavailable for too long.
             ValueError: a shard's shape, dtype and bytes do not agree.
 
         """
@@ -169,7 +169,7 @@ class Publisher:
 
         Raises:
             Conflict: the head is another version, the parts do not cover whole tensors, or the base is not retained.
-            Timeout: the store was unavailable for too long.
+            WaitTimedOut: the store was unavailable for too long.
 
         """
         request = CommitRequest(

@@ -102,7 +102,7 @@ class Puller:
             NotFound: the store does not have it (any more).
             BadSignature: the version's manifest is not signed with this system's key.
             Corrupt: the store sent a blob twice with another digest.
-            Timeout: the pull took longer than the limit.
+            WaitTimedOut: the pull took longer than the limit.
             Fatal: the cache's disk is full.
 
         """

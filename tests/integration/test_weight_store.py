@@ -26,7 +26,7 @@ from rlboost.shared.errors import (
     Conflict,
     NotFound,
     StoreUnavailable,
-    Timeout,
+    WaitTimedOut,
 )
 from rlboost.shared.http.store_credential import issue_store_credential
 from rlboost.shared.messages import WeightsCommitted
@@ -462,7 +462,7 @@ async def test_unavailable_store_is_waited_for_up_to_the_limit(store: ServicePro
         pulling = asyncio.create_task(puller.pull(JOB, 3), name="pull")
         await eventually(waits.current)
         assert waits.current()[0].because == "pull version 3 of job job-1"
-        with pytest.raises(Timeout, match=f"the weight store at {store.url} \\(pull version 3 of job job-1\\)"):
+        with pytest.raises(WaitTimedOut, match=f"the weight store at {store.url} \\(pull version 3 of job job-1\\)"):
             await pulling
         puller.close()
     assert waits.current() == []
@@ -553,7 +553,7 @@ async def test_full_disk_times_out_and_keeps_the_old_head(
     publisher = Publisher(client, Waits(), limit_s=3)
     small: Weights = {"w": np.arange(1000)}
     await publish(publisher, 0, small)
-    with pytest.raises(Timeout, match="publish version 1"):
+    with pytest.raises(WaitTimedOut, match="publish version 1"):
         await publish(publisher, 1, make_weights(1, 2 * CHUNK_BYTES))
     root = Path(full_store.env["RLBOOST_WEIGHT_STORE_DIR"])
     # Another upload may have been in progress when the first one failed: the store drops it after the disconnect.
@@ -565,7 +565,7 @@ async def test_full_disk_times_out_and_keeps_the_old_head(
     async def a_small_version_still_has_room() -> bool:
         try:
             await publish(publisher, 1, {"w": np.arange(1000) + 1})
-        except Timeout:
+        except WaitTimedOut:
             return False
         return True
 

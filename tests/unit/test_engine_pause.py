@@ -46,7 +46,7 @@ def test_engine_that_decodes_again_must_be_suspended_again() -> None:
     assert pause.must_suspend(keep_kv=True)
 
 
-def test_only_reason_is_told_from_one_of_two() -> None:
+def test_only_reason_is_distinguished_from_one_of_two() -> None:
     pause = EnginePause()
     pause.reasons.add("loading")
     assert pause.is_only("loading")

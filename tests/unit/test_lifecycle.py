@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from rlboost.shared import logs
-from rlboost.shared.errors import ConfigError, Retryable, Timeout
+from rlboost.shared.errors import ConfigError, Retryable, WaitTimedOut
 from rlboost.shared.lifecycle import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, LoopEnded, run_service, supervise
 from rlboost.shared.settings import ServiceSettings
 from rlboost.shared.waiting import Waits
@@ -91,7 +91,7 @@ async def test_waits_lists_a_wait_and_ends_it_at_its_limit() -> None:
             seen.extend(waits.current())
             await asyncio.Event().wait()
 
-    with pytest.raises(Timeout, match=r"for Redis \(a flush\)"):
+    with pytest.raises(WaitTimedOut, match=r"for Redis \(a flush\)"):
         await wait_for_ever()
     assert [wait.public().keys() for wait in seen] == [{"for", "because", "since", "limit_s"}]
     assert not waits.current()

@@ -24,7 +24,7 @@ from rlboost.services.rollout_manager.scrape_targets import scrape_targets
 from rlboost.services.trainer.metrics import SHOWN, observe_step
 from rlboost.shared import names
 from rlboost.shared.bus import HashSet
-from rlboost.shared.errors import Timeout
+from rlboost.shared.errors import WaitTimedOut
 from rlboost.shared.fakes import MemoryBus
 from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.server import create_app
@@ -232,7 +232,7 @@ async def test_waits_are_exported_with_their_age_and_their_timeouts() -> None:
         age_s, ratio = await scraped("rlboost_wait_oldest_seconds"), await scraped("rlboost_wait_limit_ratio")
         assert age_s > 0.0
         assert 0.0 < ratio < 1.0
-    with pytest.raises(Timeout):
+    with pytest.raises(WaitTimedOut):
         async with waits.on("Redis", because="a test", limit_s=0.0):
             await asyncio.Event().wait()
     assert await scraped("rlboost_wait_timeouts_total") == timeouts + 1

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rlboost.shared.errors import Timeout
+from rlboost.shared.errors import WaitTimedOut
 from rlboost.shared.progress import TransferProgress
 from rlboost.shared.waiting import Waits
 
@@ -49,6 +49,6 @@ async def test_listed_wait_has_its_present_progress_and_its_timeout_the_reason()
             assert [wait.because for wait in waits.current()] == ["pull version 3: 0 B of 5 B"]
             await asyncio.Event().wait()
 
-    with pytest.raises(Timeout, match=r"\(pull version 3\)"):
+    with pytest.raises(WaitTimedOut, match=r"\(pull version 3\)"):
         await pull()
     assert waits.current() == []

@@ -317,7 +317,10 @@ def remove_worker(world: World, worker: Worker, now: Now, state: Literal["lost",
     world.fleet.remove(worker, state, reason)
     world.candidates.mark_changed(worker)
     world.outbox.add(ForgetWorker(worker.id, reason))
-    world.emit_event("worker_lost" if state == "lost" else "worker_left", now, worker=worker.id, reason=reason)
+    if state == "lost":
+        world.emit_event("worker_lost", now, worker=worker.id, reason=reason)
+    else:
+        world.emit_event("worker_left", now, worker=worker.id, reason=reason)
 
 
 def _count_preemption(world: World, worker: Worker, kind: str) -> None:

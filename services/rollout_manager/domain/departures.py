@@ -16,7 +16,6 @@ class Departures:
     """Since when identities have no worker. A new leader counts from its start."""
 
     def __init__(self) -> None:
-        """Start empty."""
         self._absent_since: dict[str, float] = {}
 
     def due(self, workers: Collection[str], fleet: Fleet, now: float) -> list[str]:

@@ -169,7 +169,6 @@ class Outbox:
     """Collects the effects of one turn, in order."""
 
     def __init__(self) -> None:
-        """Start empty."""
         self.effects: list[Effect] = []
         self._closed: list[int] = []
 

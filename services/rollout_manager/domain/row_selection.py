@@ -111,7 +111,6 @@ class ExpectedRows:
     """
 
     def __init__(self) -> None:
-        """Start empty."""
         self._slot_of: dict[int, int] = {}
         self._free: list[int] = []
         self._used = 1

@@ -95,7 +95,6 @@ class ModelCache:
     """The models of jobs, least recently used first; a folder without a tokenizer is read again each time."""
 
     def __init__(self, load_model_files: LoadModelFiles) -> None:
-        """Start empty."""
         self._load = load_model_files
         self._models: OrderedDict[str, ServedModel] = OrderedDict()
 

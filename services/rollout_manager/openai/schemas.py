@@ -170,7 +170,6 @@ class Choice:
     """One completion as the client sees it, built from chunks."""
 
     def __init__(self, index: int, model: ServedModel, prompt: Sequence[int], body: CompletionBody | ChatBody) -> None:
-        """Start an empty choice."""
         self._index, self._model = index, model
         self._detokenizer = Detokenizer(model.decode, prompt, body.stops)
         self._has_logprobs = body.logprobs not in {None, False}

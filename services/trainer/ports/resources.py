@@ -27,7 +27,7 @@ class Machines(Protocol):
         """Wait until enough of them have joined. Call it before the engine loads.
 
         Raises:
-            Timeout: too few have joined.
+            WaitTimedOut: too few have joined.
 
         """
 

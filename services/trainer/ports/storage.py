@@ -66,7 +66,7 @@ class CheckpointStore(Protocol):
 class WeightPublisher(Protocol):
     """One job's weights in the weight store.
 
-    Every method retries while the store is unavailable, and raises `Timeout` once its limit has passed.
+    Every method retries while the store is unavailable, and raises `WaitTimedOut` once its limit has passed.
     """
 
     async def head(self) -> int:

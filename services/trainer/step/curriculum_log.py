@@ -16,7 +16,7 @@ from rlboost.services.trainer.job_streams import RetryingBus
 from rlboost.services.trainer.ports.resources import JobResources
 from rlboost.shared import names
 from rlboost.shared.bus import Fence, HashSet
-from rlboost.shared.errors import Fatal, Timeout
+from rlboost.shared.errors import Fatal, WaitTimedOut
 from rlboost.shared.job.spec import GeneratingJob
 from rlboost.shared.threads import run_in_thread
 from rlboost.shared.waiting import Waits
@@ -76,7 +76,7 @@ class DurableCurriculum:
         try:
             async with self._waits.on("the curriculum", because=because, limit_s=PLAN_LIMIT_S), self._lock:
                 return await run_in_thread("curriculum", call)
-        except Timeout as error:
+        except WaitTimedOut as error:
             raise Fatal(f"{error}: make data.curriculum.function faster, it is called for each prompt") from error
 
     def plan(self, step: int) -> PromptSelection:

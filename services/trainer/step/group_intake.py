@@ -26,7 +26,7 @@ from rlboost.services.trainer.step.group_requests import GroupRequests
 from rlboost.services.trainer.step.multi_turn import Conversations
 from rlboost.services.trainer.step.resampling_log import StepReplacements
 from rlboost.services.trainer.step.scoring import GroupScorer
-from rlboost.shared.errors import Fatal, Timeout
+from rlboost.shared.errors import Fatal, WaitTimedOut
 
 
 class GroupIntake:
@@ -177,7 +177,7 @@ class GroupIntake:
         try:
             async with self._job.waits.on("the rewards", because=because, limit_s=limit_s):
                 yield
-        except Timeout as error:
+        except WaitTimedOut as error:
             raise Fatal(f"{error}: make the reward function faster, or raise reward.workers") from error
 
     async def wait_until_decided(self) -> None:

@@ -35,7 +35,7 @@ from rlboost.services.trainer.step.context import JobContext
 from rlboost.shared import names
 from rlboost.shared.bus import Append, Op
 from rlboost.shared.columns import I32, ints, length, pack
-from rlboost.shared.errors import Fatal, Timeout
+from rlboost.shared.errors import Fatal, WaitTimedOut
 from rlboost.shared.ids import SampleId, group_of
 from rlboost.shared.job.environment import Message
 from rlboost.shared.job.reward import EnvironmentSpec
@@ -87,7 +87,7 @@ class Conversations:
         try:
             async with self._job.waits.on("the environment", because=because, limit_s=limit_s):
                 started = await asyncio.gather(*(self._start(group) for group in groups))
-        except Timeout as error:
+        except WaitTimedOut as error:
             raise Fatal(f"{error}: make reset of environment.function {self._spec.function} faster") from error
         stream = names.rollouts_finished(self._job.id)
         await self._job.streams.bus.transact([Append(stream, message) for message, _ in started])

@@ -15,7 +15,7 @@ from rlboost.services.trainer.domain.window import StepWindow
 from rlboost.services.trainer.job_streams import FinishedLog
 from rlboost.services.trainer.step.context import JobContext
 from rlboost.services.trainer.step.group_intake import GroupIntake
-from rlboost.shared.errors import Fatal, Timeout, Unprocessable
+from rlboost.shared.errors import Fatal, Unprocessable, WaitTimedOut
 
 log = structlog.get_logger(__name__)
 
@@ -77,7 +77,7 @@ class RolloutWindow:
         """
         try:
             await self._finished.wait(what, because)
-        except Timeout as error:
+        except WaitTimedOut as error:
             raise Fatal(f"{error}: check that a worker is ready to generate: 'rlboost worker list'") from error
         self._take()
 

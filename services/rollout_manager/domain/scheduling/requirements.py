@@ -30,7 +30,6 @@ class InFlight:
     """Counts the samples in flight by requirement, and those requested by step."""
 
     def __init__(self) -> None:
-        """Start empty."""
         self.by_requirement: dict[Requirement, int] = {}
         self.requested: dict[tuple[str, int], int] = {}
         """(Job id, step) -> samples of a step that is in flight, finished ones included."""

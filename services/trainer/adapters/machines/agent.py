@@ -26,7 +26,7 @@ from rlboost.services.trainer.adapters.machines.link import MACHINE, Link, conne
 from rlboost.services.trainer.adapters.machines.rank_channel import KEY_VARIABLE
 from rlboost.services.trainer.adapters.machines.settings import MachineSettings
 from rlboost.services.trainer.adapters.ranks.processes import rank_environment
-from rlboost.shared.errors import Retryable, Timeout
+from rlboost.shared.errors import Retryable, WaitTimedOut
 from rlboost.shared.lifecycle import until_stop
 
 log = structlog.get_logger(__name__)
@@ -47,7 +47,7 @@ class Agent:
 
         Raises:
             ConfigError: the trainer has another token, or its URL is invalid.
-            Timeout: the trainer was unreachable for too long.
+            WaitTimedOut: the trainer was unreachable for too long.
 
         """
         while not stop.is_set():
@@ -73,7 +73,9 @@ class Agent:
                 link = await connect(self._config.url, self._config.token.get_secret_value(), MACHINE, hello)
             except Retryable as error:
                 if time.monotonic() > limit:
-                    raise Timeout(f"waited {self._config.outage_limit_s:.0f} s for the trainer: {error}") from error
+                    raise WaitTimedOut(
+                        f"waited {self._config.outage_limit_s:.0f} s for the trainer: {error}"
+                    ) from error
                 if not unreachable:
                     unreachable = True
                     log.warning("trainer_unreachable", reason=str(error))

@@ -9,7 +9,7 @@ import time
 
 from rlboost.services.trainer.adapters.machines.registry import Session, TrainerMachines, describe
 from rlboost.services.trainer.adapters.ranks.layout import Layout
-from rlboost.shared.errors import Retryable, Timeout
+from rlboost.shared.errors import Retryable, WaitTimedOut
 from rlboost.shared.job.training import TrainerSpec
 from rlboost.shared.waiting import Waits
 
@@ -94,10 +94,10 @@ class JobMachines:
                 await asyncio.wait(ending, return_when=asyncio.FIRST_COMPLETED)
         except OSError as error:
             raise Retryable(f"a machine of the trainer was lost: {error}") from error
-        except Timeout as error:
+        except WaitTimedOut as error:
             missing = [rank for rank in range(session.n_ranks) if rank not in session.channels]
             where = describe(session, missing)
-            raise Timeout(f"ranks {missing} of the trainer did not start: see the output of {where}") from error
+            raise WaitTimedOut(f"ranks {missing} of the trainer did not start: see the output of {where}") from error
         finally:
             for wait in ending:
                 wait.cancel()

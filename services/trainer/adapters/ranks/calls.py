@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from rlboost.services.trainer.adapters.ranks import wire
 from rlboost.services.trainer.adapters.ranks.layout import Layout
-from rlboost.shared.errors import DiskFull, Retryable, Timeout
+from rlboost.shared.errors import DiskFull, Retryable, WaitTimedOut
 
 CALL_LIMIT_S = 3600.0
 """Limit of one call; a rank that takes longer hangs."""
@@ -165,7 +165,9 @@ class RankCalls:
                     if any("error" in body for body in results.values()):
                         return
                     missing = sorted(set(range(self._n)) - set(results))
-                    raise Timeout(f"ranks {missing} of the trainer did not answer '{name}' within {CALL_LIMIT_S:g} s")
+                    raise WaitTimedOut(
+                        f"ranks {missing} of the trainer did not answer '{name}' within {CALL_LIMIT_S:g} s"
+                    )
                 for key, _ in ready:
                     body = self._receive(key.data, name)
                     if "ask" in body:

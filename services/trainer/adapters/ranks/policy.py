@@ -288,7 +288,7 @@ class RanksPolicy(ABC):
             deltas: publish deltas too.
 
         Raises:
-            Timeout: the store was unavailable for longer than `limit_s`.
+            WaitTimedOut: the store was unavailable for longer than `limit_s`.
 
         """
         arguments = {"store": store, "job_id": job_id, "version": version, "limit_s": limit_s, "deltas": deltas}
