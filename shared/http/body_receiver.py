@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 
 _STALL_S = 30.0
 """How long a client may send no byte."""
-_MAX_UPLOADS = 16
-"""At a time. A slow one occupies a thread."""
+_MAX_UPLOADS = 32
+"""At a time, until they are stored. Each occupies a thread and a buffer; the app receives those beyond it."""
 
 
 class BodyReceiver:
@@ -43,30 +43,34 @@ class BodyReceiver:
         """End the threads; no upload may be in progress."""
         self._threads.shutdown()
 
-    def accepts(self, path: str, authorization: str, n_bytes: int) -> bool:
-        """Return False if the app must respond."""
-        return n_bytes <= self._max_bytes and self._n_active < _MAX_UPLOADS and self._accepts(path, authorization)
+    def try_reserve(self, path: str, authorization: str, n_bytes: int) -> bool:
+        """Reserve a place for an upload, which `receive` must follow; return False if the app must respond."""
+        if n_bytes > self._max_bytes or self._n_active >= _MAX_UPLOADS or not self._accepts(path, authorization):
+            return False
+        self._n_active += 1
+        return True
 
     @asynccontextmanager
     async def receive(self, sock: socket.socket, received: bytes, n_bytes: int) -> AsyncIterator[memoryview]:
-        """Receive a body that starts with `received`; it is valid in the context.
+        """Receive the body of a reserved upload, which starts with `received`; it is valid in the context.
 
         Raises:
             OSError: the connection broke, or the client sent nothing for too long.
             EOFError: the client closed the connection.
 
         """
-        buffer = self._free.pop() if self._free else bytearray(self._max_bytes)
-        self._n_active += 1
         try:
-            body = memoryview(buffer)[:n_bytes]
-            body[: len(received)] = received
-            work = asyncio.get_running_loop().run_in_executor
-            await work(self._threads, _receive_all, sock, body[len(received) :])
-            yield body
+            buffer = self._free.pop() if self._free else bytearray(self._max_bytes)
+            try:
+                body = memoryview(buffer)[:n_bytes]
+                body[: len(received)] = received
+                work = asyncio.get_running_loop().run_in_executor
+                await work(self._threads, _receive_all, sock, body[len(received) :])
+                yield body
+            finally:
+                self._free.append(buffer)
         finally:
             self._n_active -= 1
-            self._free.append(buffer)
 
 
 def _receive_all(sock: socket.socket, rest: memoryview) -> None:

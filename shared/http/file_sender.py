@@ -98,7 +98,7 @@ class FileSender:
             await asyncio.wait(sending, timeout=_STOP_S)
         for connection in list(self.connections):
             connection.abort()
-        await asyncio.gather(*sending)
+        await asyncio.gather(*sending, return_exceptions=True)
         self.threads.shutdown()
         if self.uploads:
             self.uploads.close()
@@ -145,6 +145,9 @@ class FileConnection(asyncio.Protocol):
 
     def _respond(self) -> None:
         """Respond to the request received so far, once it is complete."""
+        if self._sender.is_closed:
+            self._transport.close()
+            return
         if b"\r\n\r\n" not in self._received and len(self._received) < _MAX_HEAD_BYTES:
             return
         request = parse(self._received)
@@ -159,7 +162,7 @@ class FileConnection(asyncio.Protocol):
         if request.upload_bytes is None:
             return not self._sender.slots.locked()
         uploads = self._sender.uploads
-        return uploads is not None and uploads.accepts(request.path, request.authorization, request.upload_bytes)
+        return uploads is not None and uploads.try_reserve(request.path, request.authorization, request.upload_bytes)
 
     def _hand_over(self) -> None:
         self._idle.cancel()
@@ -178,6 +181,10 @@ class FileConnection(asyncio.Protocol):
         except (OSError, EOFError) as error:  # includes TimeoutError
             event = "download_broken_off" if is_download else "upload_broken_off"
             log.info(event, path=request.path, error=str(error) or type(error).__name__)
+            self._transport.abort()
+            return
+        except Exception:
+            log.exception("transfer_failed", path=request.path)
             self._transport.abort()
             return
         finally:
@@ -201,7 +208,9 @@ class FileConnection(asyncio.Protocol):
             async with uploads.receive(self._sock, start, n_bytes) as body:
                 try:
                     await uploads.store(request.path, body)
-                except RLBoostError:
+                except Exception as error:
+                    if not isinstance(error, RLBoostError):
+                        log.exception("upload_failed", path=request.path)
                     self._received = head + body  # the app tries again, and reports the error
                     return False
         self._received = head
@@ -254,18 +263,15 @@ def parse(received: bytes) -> FileRequest | None:
     if found is None or found.end() > _MAX_HEAD_BYTES:
         return None
     headers: dict[str, str] = {}
-    for line in found[3].decode("latin-1").splitlines():
+    for line in found[3].decode("latin-1").split("\r\n")[:-1]:
         name, _, value = line.partition(":")
         if _FOR_THE_APP.fullmatch(name.lower()) or name.lower() in headers:
             return None
-        headers[name.lower()] = value.strip()
+        headers[name.lower()] = value.strip(" \t")
     if headers.get("connection", "keep-alive").lower() != "keep-alive":
         return None
-    path, authorization, length = (
-        found[2].decode("ascii"),
-        headers.get("authorization", ""),
-        headers.get("content-length"),
-    )
+    path, authorization = found[2].decode("ascii"), headers.get("authorization", "")
+    length = headers.get("content-length")
     n_body = len(received) - found.end()
     if found[1] == b"GET":
         return FileRequest(path, authorization) if length is None and not n_body else None

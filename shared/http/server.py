@@ -175,9 +175,9 @@ def server_loop(
     """Return a loop that serves `app` on `sock` until the stop; active requests get 5 s to finish.
 
     Args:
-        app: responds to all requests but plain downloads of the files that `files` finds.
+        app: responds to all requests but those that `files` takes: plain downloads and uploads.
         sock: bound.
-        certificate: to serve HTTPS only. Then `app` responds to every request: sendfile(2) cannot encrypt.
+        certificate: to serve HTTPS only. Then `app` responds to every request: threads neither encrypt nor decrypt.
         files: closed at the stop.
 
     """

@@ -7,7 +7,14 @@ import http.client
 from collections.abc import Mapping
 from contextlib import suppress
 
-from rlboost.shared.weights.http_download import MAX_ERROR_BYTES, BadStatus, BlobDownloader, DownloadFailed, Exchange
+from rlboost.shared.weights.http_download import (
+    MAX_ERROR_BYTES,
+    BadStatus,
+    BlobDownloader,
+    DownloadFailed,
+    Exchange,
+    Unreachable,
+)
 
 _BLOCK_BYTES = 256 << 10
 """Sent within one timeout."""
@@ -41,6 +48,8 @@ class BlobTransfer(BlobDownloader):
                 self._give_back(url, connection, response)
         except (OSError, http.client.HTTPException) as error:
             raise DownloadFailed(str(error) or type(error).__name__) from error
+        except ValueError as error:
+            raise Unreachable(f"{url}: {error}") from error
         if not 200 <= response.status < 300:
             raise BadStatus(response.status, body, redirected=False)
 

@@ -29,7 +29,9 @@ class Site:
 
     def __init__(self) -> None:
         self.stored: list[bytes] = []
+        self.by_app: list[bytes] = []
         self.rejects = False
+        self.fails = False
         self.uploads = BodyReceiver(
             lambda path, given: (path, given) == ("/file", "Bearer t"), self.store, max_bytes=4 << 20
         )
@@ -42,7 +44,9 @@ class Site:
 
         @self.app.put("/file")
         async def put(request: Request) -> Response:
-            return Response(b"the app received %d" % len(await request.body()), 422 if self.rejects else 200)
+            body = await request.body()
+            self.by_app.append(body)
+            return Response(b"the app received %d" % len(body), 422 if self.rejects else 200)
 
         @self.app.get("/file")
         async def get() -> Response:
@@ -51,6 +55,8 @@ class Site:
     async def store(self, _: str, body: memoryview) -> None:
         if self.rejects:
             raise Unprocessable("another digest")
+        if self.fails:
+            raise OSError("input/output error")
         self.stored.append(bytes(body))
 
 
@@ -82,7 +88,9 @@ async def test_uploads_go_past_the_app_on_one_connection(site: Site) -> None:
 async def test_concurrent_uploads_do_not_share_a_buffer(site: Site, client: BlobTransfer) -> None:
     blobs = [os.urandom(1 << 20) for _ in range(40)]
     await asyncio.gather(*(client.upload(f"{site.url}/file", "Bearer t", memoryview(blob)) for blob in blobs))
-    assert sorted(site.stored) == sorted(blobs)
+    # The app has those beyond the limit.
+    assert sorted(site.stored + site.by_app) == sorted(blobs)
+    assert site.stored
 
 
 @pytest.mark.parametrize(
@@ -107,6 +115,13 @@ async def test_rejected_upload_is_answered_by_the_app_with_its_whole_body(site: 
     assert (error.value.status, error.value.body) == (422, b"the app received %d" % len(DATA))
 
 
+async def test_upload_whose_storing_fails_unexpectedly_is_answered_by_the_app(site: Site, client: BlobTransfer) -> None:
+    site.fails = True
+    await client.upload(f"{site.url}/file", "Bearer t", memoryview(DATA))
+    assert (site.stored, site.by_app) == ([], [DATA])
+    assert site.uploads._n_active == 0
+
+
 async def test_upload_that_breaks_off_stores_nothing_and_frees_its_place(site: Site) -> None:
     with socket.create_connection(site.sock.getsockname()) as sock:
         sock.sendall(b"PUT /file HTTP/1.1\r\nAuthorization: Bearer t\r\nContent-Length: 1000\r\n\r\nhalf")
@@ -115,8 +130,9 @@ async def test_upload_that_breaks_off_stores_nothing_and_frees_its_place(site: S
     assert site.stored == []
 
 
-async def test_cancelled_upload_ends_its_thread(client: BlobTransfer) -> None:
+async def test_cancelled_upload_ends_its_thread() -> None:
     """The server accepts the connection and never reads."""
+    client = BlobTransfer(connect_s=5.0, stall_s=3600.0, follow_redirects=True, use_proxies=False)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         upload = asyncio.create_task(client.upload(url, "", memoryview(bytes(64 << 20))), name="upload")
