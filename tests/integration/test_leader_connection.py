@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -63,6 +64,27 @@ async def test_leader_that_closes_and_refuses_has_died(connection: LeaderConnect
     leader.hang_up()
     async with asyncio.timeout(LONG_S / 2):
         assert await waiting
+
+
+async def test_reconnect_that_times_out_once_does_not_hide_the_death(
+    connection: LeaderConnection, leader: Leader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not await connection.has_died(leader.url, LIMIT_S)
+    attempts = 0
+
+    async def open_connection(*arguments: Any) -> Any:
+        nonlocal attempts
+        attempts += 1
+        if attempts == 1:
+            raise TimeoutError
+        return await real(*arguments)
+
+    real = asyncio.open_connection
+    monkeypatch.setattr(asyncio, "open_connection", open_connection)
+    await leader.refuse()
+    leader.hang_up()
+    assert await connection.has_died(leader.url, LONG_S)
+    assert attempts == 2
 
 
 async def test_leader_that_closes_and_still_listens_lives(connection: LeaderConnection, leader: Leader) -> None:

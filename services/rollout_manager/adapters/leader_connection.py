@@ -20,6 +20,7 @@ class LeaderConnection:
     def __init__(self) -> None:
         """Connect to nothing yet."""
         self._url = ""
+        """The last manager to which a connection was open."""
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
 
@@ -31,10 +32,10 @@ class LeaderConnection:
         """
         loop = asyncio.get_running_loop()
         limit = loop.time() + limit_s
-        if url != self._url or self._reader is None:
+        if url != self._url:
             await self._connect(url)
-        while self._reader is not None and (left_s := limit - loop.time()) > 0:
-            if not await _ends(self._reader, left_s):
+        while url == self._url and (left_s := limit - loop.time()) > 0:
+            if self._reader is not None and not await _ends(self._reader, left_s):
                 return False
             if await self._connect(url):
                 return True
