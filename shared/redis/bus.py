@@ -70,6 +70,11 @@ class GroupExists(Fatal):
     """The stream has this consumer group already."""
 
 
+def is_closed_transport(error: RuntimeError) -> bool:
+    """Return True for what uvloop raises when a program writes to a transport whose peer has closed it."""
+    return "the handler is closed" in str(error)
+
+
 _BY_CODE = {"NOGROUP": NoConsumerGroup, "BUSYGROUP": GroupExists}
 """Errors by the code that begins the reply; redis-py has no classes for these."""
 
@@ -130,6 +135,12 @@ class RedisBus:
             raise kind(f"Redis at {self.address} rejected a command: {error}") from error
         except RedisError as error:
             raise BusUnavailable(f"Redis at {self.address}: {error!r}") from error
+        except RuntimeError as error:
+            if not is_closed_transport(error):
+                raise
+            # redis-py does not expect it, and keeps the connection, whose handshake may be incomplete.
+            await self._redis.connection_pool.disconnect(inuse_connections=False)
+            raise BusUnavailable(f"Redis at {self.address} closed the connection") from error
         if task and task.cancelling() > cancels:
             # Before Python 3.12, asyncio.wait_for in redis-py's send can lose a cancellation that arrives as it ends.
             raise asyncio.CancelledError
