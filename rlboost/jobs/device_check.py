@@ -87,7 +87,7 @@ def _check_trainer(spec: JobSpec, model: memory.TrainedModel, devices: DeviceSum
     if needed > available:
         found.problems.append(
             f"model: the trainer needs {_gib(needed)} per GPU for weights, optimizer and gradients, and a GPU has "
-            f"{_gib(available)}: raise {_ranks(trainer)}, or see docs/gpu-memory.md"
+            f"{_gib(available)}: {_more_shards(trainer)}, or see docs/gpu-memory.md"
         )
         return
     resident = memory.generating_bytes(model, trainer)
@@ -102,6 +102,10 @@ def _ranks(trainer: TrainerSpec) -> str:
     """Return the keys whose product is the number of ranks."""
     degrees = ("tensor_parallel", "pipeline_parallel") if trainer.backend == "megatron" else ("context_parallel",)
     return f"trainer.data_parallel x {' x '.join(degrees)}"
+
+
+def _more_shards(trainer: TrainerSpec) -> str:
+    return "raise trainer.fsdp_size, or remove it" if trainer.fsdp_size else f"raise {_ranks(trainer)}"
 
 
 def _kv_token_bytes(config: dict[str, Any]) -> int:

@@ -104,7 +104,7 @@ class TrainerSpec(Section):
 
     @property
     def n_shards(self) -> int:
-        """Return over how many processes FSDP2 shards the model."""
+        """Return over how many processes FSDP2 shards the model; of no meaning with megatron."""
         return self.fsdp_size or self.n_ranks
 
     @property

@@ -51,7 +51,7 @@ def torch_worker(box: BlackBox, log: Path) -> Iterator[None]:
 
 def test_a_job_on_vllm_and_torch_workers_survives_the_death_of_one(tmp_path: Path) -> None:
     vllm_engines.require_installed()
-    spec = small_job(steps=8)
+    spec = small_job(steps=16)
     with black_box(tmp_path / "state", workers=1, reserved=0, engine="vllm") as box, ExitStack() as joined:
         job_id = box.submit(spec)
         # The torch worker, which is ready much earlier, could end the job before vLLM has started.

@@ -58,13 +58,14 @@ class GroupScorer:
         start = prompt.tokens if self._conversations is None else self._conversations.prompt_of(planned.id)
         scores = await job.resources.rewards.score(reward_batch(outcome, prompt, job.resources.data))
         scores = add_environment_rewards(scores, outcome, named=job.spec.reward is not None)
+        took_s = time.monotonic() - began
         if self._publish:
             await job.streams.publish_samples(sample_summaries(outcome, start, scores, job.resources.data))
         if scores.rewards is None:
             await self._drop(outcome.group, scores.reason, scores.detail)
             return None
         if not planned.is_eval:
-            self._tally.scoring_s.append(time.monotonic() - began)
+            self._tally.scoring_s.append(took_s)
         return ScoredGroup(outcome.samples, scores.rewards, scores.parts, outcome.conversations, start)
 
     async def _drop(self, group: int, reason: str, detail: str) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from torch import Tensor, distributed
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -81,7 +81,7 @@ class FsdpModel:
         device: str,
         attention: str,
         *,
-        n_shards: int,
+        mesh: DeviceMesh,
         trained: bool,
         activation_checkpointing: bool = False,
         compiled: bool = False,
@@ -92,7 +92,8 @@ class FsdpModel:
             source: a Hugging Face directory; only its configuration is read.
             device: `cpu` or `cuda`.
             attention: the model's `attn_implementation`.
-            n_shards: neighboring ranks that share the model; divides the number of ranks.
+            mesh: its last dimension are the ranks that share the model. A dimension before it makes it HSDP:
+                gradients are also summed over it.
             trained: whether parameters get gradients.
             activation_checkpointing: whether layers are recomputed in the backward pass.
             compiled: whether layers are compiled.
@@ -105,7 +106,7 @@ class FsdpModel:
             source,
             device,
             attention,
-            n_shards=n_shards,
+            mesh=mesh,
             trained=trained,
             activation_checkpointing=activation_checkpointing,
             compiled=compiled,
@@ -115,7 +116,7 @@ class FsdpModel:
         self._buffers = [(name, buffer) for name, buffer in self.module.named_buffers() if name in saved]
         shapes = {name: tuple(tensor.shape) for name, tensor in (*self._parameters, *self._buffers)}
         buffers = frozenset(name for name, _ in self._buffers)
-        self.weight_map = FsdpWeightMap(shapes, distributed.get_rank() % n_shards, n_shards, buffers)
+        self.weight_map = FsdpWeightMap(shapes, mesh.get_local_rank("shards"), mesh["shards"].size(), buffers)
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the parameters, as `DTensor`, and the buffers that checkpoints have."""
@@ -137,7 +138,7 @@ class TrainedFsdpModel(FsdpModel):
         attention: str,
         optimizer: OptimizerSpec,
         *,
-        n_shards: int,
+        mesh: DeviceMesh,
         activation_checkpointing: bool,
         compiled: bool,
     ) -> None:
@@ -146,7 +147,7 @@ class TrainedFsdpModel(FsdpModel):
             source,
             device,
             attention,
-            n_shards=n_shards,
+            mesh=mesh,
             trained=True,
             activation_checkpointing=activation_checkpointing,
             compiled=compiled,
@@ -190,7 +191,7 @@ def _sharded_module(
     device: str,
     attention: str,
     *,
-    n_shards: int,
+    mesh: DeviceMesh,
     trained: bool,
     activation_checkpointing: bool,
     compiled: bool,
@@ -211,10 +212,6 @@ def _sharded_module(
     if activation_checkpointing:
         checkpoint_activations(module)
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    n_copies = distributed.get_world_size() // n_shards
-    # A mesh of two dimensions makes it HSDP: gradients are also summed over copies.
-    shape, names = ((n_copies, n_shards), ("copies", "shards")) if n_copies > 1 else ((n_shards,), ("shards",))
-    mesh = init_device_mesh(device, shape, mesh_dim_names=names)
     for sharded in (*module.get_decoder().layers, module):
         # The root too: by default it stays gathered until the backward pass, which a frozen model does not have.
         fully_shard(sharded, mesh=mesh, reshard_after_forward=True)

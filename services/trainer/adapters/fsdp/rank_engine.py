@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from torch import distributed
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rlboost.services.trainer.adapters.fsdp.forward_backward import FsdpForwardBackward
 from rlboost.services.trainer.adapters.fsdp.model import FsdpModel, TrainedFsdpModel
 from rlboost.services.trainer.adapters.fsdp.state import FsdpOptimizerState
-from rlboost.services.trainer.adapters.ranks.engine import RankEngine
+from rlboost.services.trainer.adapters.ranks.engine import COLLECTIVE_LIMIT, RankEngine
 from rlboost.services.trainer.adapters.ranks.layout import Coordinates, Layout
 from rlboost.services.trainer.adapters.ranks.packed import pack_rows
 from rlboost.services.trainer.adapters.ranks.tensor_slice import TensorSlice
@@ -30,8 +31,9 @@ class FsdpRank(RankEngine):
     def _init_parallel(self, rank: int, layout: Layout) -> Coordinates:
         self._context: ContextGroup | None = None
         if layout.context > 1:
-            own, _ = distributed.new_subgroups(layout.context)
+            own, _ = distributed.new_subgroups(layout.context, timeout=COLLECTIVE_LIMIT)
             self._context = ContextGroup(own)
+        self._mesh = _mesh_of(self._device, layout)
         return Coordinates.of(rank, layout)
 
     def load_hf(self, model: dict[str, Any], files: list[str], shared: str) -> list[TensorSlice]:
@@ -49,7 +51,7 @@ class FsdpRank(RankEngine):
             self._device,
             model["attention"],
             self._optimizer,
-            n_shards=self._layout.n_shards,
+            mesh=self._mesh,
             activation_checkpointing=self._activation_checkpointing,
             compiled=self._compiled,
         )
@@ -57,9 +59,7 @@ class FsdpRank(RankEngine):
         return Trainable(model_shard, passes, FsdpOptimizerState(model_shard.optimizer, self._local_value))
 
     def _build_reference(self, model: dict[str, Any]) -> tuple[Model, ForwardBackward]:
-        model_shard = FsdpModel(
-            Path(model["source"]), self._device, model["attention"], n_shards=self._layout.n_shards, trained=False
-        )
+        model_shard = FsdpModel(Path(model["source"]), self._device, model["attention"], mesh=self._mesh, trained=False)
         return model_shard, self._passes_of(model_shard)
 
     def _passes_of(self, model_shard: FsdpModel, *, balances: bool = False) -> FsdpForwardBackward:
@@ -83,3 +83,18 @@ class FsdpRank(RankEngine):
     @property
     def _has_logprobs(self) -> bool:
         return self._context is None or self._context.is_first
+
+
+def _mesh_of(device: str, layout: Layout) -> DeviceMesh:
+    """Return the mesh of FSDP2: `shards`, of neighboring ranks, or (`copies`, `shards`) with several groups of them."""
+    n_shards = layout.n_shards
+    n_copies = layout.n_ranks // n_shards
+    if n_copies == 1:
+        return init_device_mesh(device, (n_shards,), mesh_dim_names=("shards",))
+    # Groups that `init_device_mesh` makes have the backend's own time limit.
+    ranks = torch.arange(layout.n_ranks).view(n_copies, n_shards)
+    groups = [
+        distributed.new_subgroups_by_enumeration(members.tolist(), timeout=COLLECTIVE_LIMIT)[0]
+        for members in (ranks.T, ranks)
+    ]
+    return DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=("copies", "shards"))

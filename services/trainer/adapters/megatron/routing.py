@@ -115,8 +115,9 @@ class Routers:
         with torch.no_grad():
             logits = router.gating(inputs[0]).flatten(0, -2).float()
             # The router's own selection, whatever is replayed.
-            routed = torch.bincount(logits.topk(router.topk).indices.flatten(), minlength=logits.shape[-1])
-            counted = torch.stack([torch.softmax(logits, -1).sum(0), routed.float()])
+            chosen = logits.topk(router.topk).indices
+            routed = torch.zeros_like(logits).scatter_(-1, chosen, 1.0).sum(0)
+            counted = torch.stack([torch.softmax(logits, -1).sum(0), routed])
             n_tokens = len(logits)
             if router.config.sequence_parallel:
                 distributed.all_reduce(counted, group=parallel_state.get_tensor_model_parallel_group())

@@ -50,8 +50,10 @@ def _require_compiler(device: str) -> None:
     """
     try:
         torch.compile(_cosine)(torch.zeros(2, device=device))
+    except torch.cuda.OutOfMemoryError:
+        raise
     except Exception as error:  # of the compiler, of its libraries, or of a missing compiler
-        reason = str(error).strip().splitlines()[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(
             f"{SETTING}: torch.compile does not work on this machine ({reason}): install a C++ compiler such as g++ "
             "where the trainer runs, or remove the setting"

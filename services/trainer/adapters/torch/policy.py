@@ -139,6 +139,7 @@ class TorchPolicy:
         elif self._keeps_reference:
             self._reference = copy.deepcopy(self._model).requires_grad_(False)
         if self._compiled:
+            torch.compiler.reset()  # the code of earlier jobs counts towards torch's limit of variants
             compile_layers(self._model, str(self._device))
         if self._activation_checkpointing:
             checkpoint_activations(self._model)
