@@ -31,6 +31,7 @@ for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
     srun --nodes 1 --ntasks 1 --nodelist "$node" --overlap rlboost trainer join --url "tcp://$address:8702" --name "$node" &
 done
 # Workers are other jobs of Slurm: this job waits until there is one.
-(umask 077 && rlboost token create --scope worker --name slurm --state "$SHARED/state" > "$SHARED/join-token")
+[ -s "$SHARED/join-token" ] ||
+    (umask 077 && rlboost token create --scope worker --name slurm --state "$SHARED/state" > "$SHARED/join-token")
 echo "start workers: RLBOOST_URL=http://$address:8700 TOKEN_FILE=$SHARED/join-token sbatch deploy/slurm/worker.sh"
 rlboost run "$job" --state "$SHARED/state" --follow
