@@ -210,9 +210,10 @@ def _instead(item: ErrorDetails) -> str:
 
 
 def _shown(given: object) -> str:
-    """Return a value for an error; a long text is cut."""
+    """Return a value for an error; a long one is cut."""
     text = repr(given)
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}...{text[0]}"
+    end = text[0] if isinstance(given, str) else ""
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}...{end}"
 
 
 def _expected(item: ErrorDetails) -> str:

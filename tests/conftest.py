@@ -104,8 +104,7 @@ def pytest_collection() -> Generator[None, object, object]:
     It does not scan what they have created later, either: a full collection, which vLLM asks for several times as it
     starts, would take half a second.
 
-    The compiled modules are written, whatever the environment says: compiling them takes as long as all else. Later
-    nothing is, since a test may replace a module of a user within the second that tells an old one from a new one.
+    The compiled modules are written, whatever the environment says: compiling them takes as long as all else.
     """
     with gc_paused(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "dont_write_bytecode", False)

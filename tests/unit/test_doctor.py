@@ -175,7 +175,7 @@ def test_doctor_on_a_gpu_machine_with_a_cpu_build_exits_with_1(tmp_path: Path, m
     assert result.exit_code == 1
     lines = result.stdout.splitlines()
     assert lines[0] == "ok       gpus: 2 x NVIDIA H100 80GB HBM3 (80 GiB), driver 570.86.15"
-    assert lines[1].startswith("problem  torch: 2.13.0+cpu, CPU build, and this machine has 2 GPUs -> install torch")
+    assert lines[1].startswith("problem  torch: 2.13.0+cpu, CPU build, and this machine has 2 GPUs -> in a new env")
     assert lines[2] == "ok       vllm: 0.32.0 for cuda"
     shown = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
     assert not shown["ok"]

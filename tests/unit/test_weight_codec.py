@@ -260,7 +260,7 @@ def test_magnitudes_of_any_size_end_anywhere_in_a_word(magnitudes: list[int], k:
     ("base", "new", "dtype", "kind", "text"),
     [
         (b"abcd", b"ab", "bfloat16", None, "the base has 4 bytes"),
-        (b"abc", b"abc", "bfloat16", None, "no whole number"),
+        (b"abc", b"abc", "bfloat16", None, "not a whole number"),
         (b"abcd", b"abce", "int32", Kind.RICE, "no steps"),
     ],
 )
