@@ -34,6 +34,12 @@ OPTIMIZER = OptimizerSpec(lr=1e-2)
 LOSS = clipped_loss(0.2, 0.28)
 
 
+@pytest.fixture(autouse=True)
+def compilation_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undo what a vLLM engine on the CPU sets in its process, which may be this one."""
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+
+
 def torch_policy(model: Path, *, compiled: bool, **settings: Any) -> TorchPolicy:
     policy = TorchPolicy(OPTIMIZER, temperature=0.8, dtype="float32", device="cpu", compiled=compiled, **settings)
     policy.load_hf(model)
