@@ -8,9 +8,9 @@ import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from urllib.parse import urljoin, urlsplit
 
 from rlboost.shared.weights.download import Download
@@ -42,6 +42,17 @@ class DownloadFailed(Exception):
 
 class Unreachable(DownloadFailed):
     """No connection could be made."""
+
+
+@contextmanager
+def transfer_errors(url: str) -> Iterator[None]:
+    """Translate the errors of a transfer from or to a URL into `DownloadFailed`."""
+    try:
+        yield
+    except (OSError, http.client.HTTPException) as error:
+        raise DownloadFailed(str(error) or type(error).__name__) from error
+    except ValueError as error:
+        raise Unreachable(f"{url}: {error}") from error
 
 
 class BlobDownloader:
@@ -108,13 +119,9 @@ class BlobDownloader:
             raise
 
     def _run(self, transfer: _Transfer, url: str, authorization: str, keep: Callable[[], bool]) -> bool:
-        try:
+        with transfer_errors(url):
             if not transfer.download.is_complete:
                 self._get(transfer, url, {"Authorization": authorization})
-        except (OSError, http.client.HTTPException) as error:
-            raise DownloadFailed(str(error) or type(error).__name__) from error
-        except ValueError as error:
-            raise Unreachable(f"{url}: {error}") from error
         return keep()
 
     def _get(self, transfer: _Transfer, url: str, headers: Mapping[str, str], *, redirected: bool = False) -> None:

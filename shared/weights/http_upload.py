@@ -7,14 +7,7 @@ import http.client
 from collections.abc import Mapping
 from contextlib import suppress
 
-from rlboost.shared.weights.http_download import (
-    MAX_ERROR_BYTES,
-    BadStatus,
-    BlobDownloader,
-    DownloadFailed,
-    Exchange,
-    Unreachable,
-)
+from rlboost.shared.weights.http_download import MAX_ERROR_BYTES, BadStatus, BlobDownloader, Exchange, transfer_errors
 
 _BLOCK_BYTES = 256 << 10
 """Sent within one timeout."""
@@ -40,16 +33,12 @@ class BlobTransfer(BlobDownloader):
             raise
 
     def _send(self, upload: _Upload, url: str, headers: Mapping[str, str]) -> None:
-        try:
+        with transfer_errors(url):
             connection, response = self._open(upload, url, headers)
             try:
                 body = response.read(MAX_ERROR_BYTES)
             finally:
                 self._give_back(url, connection, response)
-        except (OSError, http.client.HTTPException) as error:
-            raise DownloadFailed(str(error) or type(error).__name__) from error
-        except ValueError as error:
-            raise Unreachable(f"{url}: {error}") from error
         if not 200 <= response.status < 300:
             raise BadStatus(response.status, body, redirected=False)
 
