@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, distributed
 
-from rlboost.services.trainer.adapters.torch.routing import Balance, Replay, layer_balance
+from rlboost.services.trainer.adapters.torch.routing import Balance, Replay, layer_balance, times_selected
 from rlboost.services.trainer.domain import sums
 
 
@@ -33,6 +33,8 @@ class _ReplayedTopK:
         """Select experts for the layer with this number; the model's first is 0."""
         self._layer = layer
         self.replay: Replay | None = None
+        self.selected: Tensor | None = None
+        """The router's own selection in the newest pass, whatever was replayed: int64 [tokens, experts per token]."""
 
     def get_replay_topk(
         self,
@@ -52,10 +54,10 @@ class _ReplayedTopK:
             default_compute_topk: the router's own selection.
 
         """
-        selected, indices = default_compute_topk(scores, topk, num_groups, group_topk)
+        selected_scores, self.selected = default_compute_topk(scores, topk, num_groups, group_topk)
         if self.replay is None:
-            return selected, indices
-        indices = indices.index_copy(0, self.replay.at, self.replay.experts[:, self._layer])
+            return selected_scores, self.selected
+        indices = self.selected.index_copy(0, self.replay.at, self.replay.experts[:, self._layer])
         return scores.gather(1, indices), indices
 
 
@@ -109,15 +111,14 @@ class Routers:
         self._counts = batch.loss_factor is not None
         config.moe_aux_loss_coeff = (batch.loss_factor or 0.0) * config.moe_router_topk / config.num_layers * tensor
 
-    def _observe(self, router: Any, inputs: tuple[Tensor, ...], _output: tuple[Tensor, Tensor]) -> None:
+    def _observe(self, router: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
         if self._totals is None or not self._counts or not torch.is_grad_enabled():
             return
         with torch.no_grad():
             logits = router.gating(inputs[0]).flatten(0, -2).float()
-            # The router's own selection, whatever is replayed.
-            chosen = logits.topk(router.topk).indices
-            routed = torch.zeros_like(logits).scatter_(-1, chosen, 1.0).sum(0)
-            counted = torch.stack([torch.softmax(logits, -1).sum(0), routed])
+            replayed = router.router_replay
+            routed = output[1].sum(0) if replayed is None else times_selected(replayed.selected, logits.shape[-1])
+            counted = torch.stack([torch.softmax(logits, -1).sum(0), routed.float()])
             n_tokens = len(logits)
             if router.config.sequence_parallel:
                 distributed.all_reduce(counted, group=parallel_state.get_tensor_model_parallel_group())

@@ -57,6 +57,13 @@ def layer_balance(probabilities: Tensor, routed: Tensor, n_tokens: int) -> tuple
     return loss, n_experts * routed.max() / routed.sum()
 
 
+def times_selected(indices: Tensor, n_experts: int) -> Tensor:
+    """Return how often each expert was selected, float32 [experts], from the experts of each token."""
+    chosen = indices.flatten()
+    counts = torch.zeros(n_experts, device=chosen.device)
+    return counts.scatter_add_(0, chosen, torch.ones(len(chosen), device=chosen.device))
+
+
 class Replay(NamedTuple):
     """Recorded decisions for some tokens of a forward pass."""
 
@@ -114,9 +121,7 @@ class Routers:
         layers = []
         for gate, logits, indices in seen:
             probabilities = _probabilities(gate, logits[:n_tokens]).sum(0)
-            chosen = indices[:n_tokens].flatten()
-            ones = torch.ones(len(chosen), device=chosen.device)
-            routed = torch.zeros_like(probabilities).scatter_add_(0, chosen, ones)
+            routed = times_selected(indices[:n_tokens], len(probabilities))
             layers.append(layer_balance(probabilities, routed, n_tokens))
         return Balance.of_layers(layers, n_tokens)
 
