@@ -75,10 +75,9 @@ def _print_searched_folder(job_file: str, problems: Sequence[str]) -> None:
 
     folder = Path(job_file).parent
     if folder.absolute() != Path.cwd() and any(isinstance(problem, MissingHere) for problem in problems):
-        module = ".".join((*folder.parts, "reward"))
-        example = (
-            "" if folder.is_absolute() or ".." in folder.parts else f", such as {folder}/train.jsonl and {module}:score"
-        )
+        example = ""
+        if not folder.is_absolute() and ".." not in folder.parts:
+            example = f", such as {folder}/train.jsonl and {'.'.join(folder.parts)}.reward:score"
         typer.echo(
             f"rlboost: {job_file}: names are relative to the folder in which the trainer runs, and are searched from "
             f"the current folder, {Path.cwd()}, not from {folder}: name them from here{example}; or run "

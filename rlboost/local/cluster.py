@@ -245,9 +245,8 @@ class LocalCluster:
         """Start spot workers that are missing from the manager's target; the manager drains those beyond it."""
         with Client(self.url, self.token, retry_for_s=0.0, read_timeout_s=_READ_TIMEOUT_S) as client:
             while True:
-                with suppress(
-                    ClientError, DiskFull
-                ):  # the manager restarts, or waits for space: its next target counts
+                # The manager restarts, or there is no space for a log: its next target counts.
+                with suppress(ClientError, DiskFull):
                     pools = (await asyncio.to_thread(client.fleet))["autoscaling"]["pools"]
                     for _ in range((pools[0]["target"] or 0) - len(self._present_spot)):
                         self.join_worker()

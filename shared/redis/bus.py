@@ -70,13 +70,10 @@ class GroupExists(Fatal):
     """The stream has this consumer group already."""
 
 
-def is_closed_transport(error: RuntimeError) -> bool:
-    """Return True for what uvloop raises when a program writes to a transport whose peer has closed it."""
-    return "the handler is closed" in str(error)
-
-
 _BY_CODE = {"NOGROUP": NoConsumerGroup, "BUSYGROUP": GroupExists}
 """Errors by the code that begins the reply; redis-py has no classes for these."""
+_CLOSED_TRANSPORT = "the handler is closed"
+"""The end of uvloop's RuntimeError for a write to a connection that the peer has closed."""
 
 
 class RedisBus:
@@ -136,7 +133,7 @@ class RedisBus:
         except RedisError as error:
             raise BusUnavailable(f"Redis at {self.address}: {error!r}") from error
         except RuntimeError as error:
-            if not is_closed_transport(error):
+            if _CLOSED_TRANSPORT not in str(error):
                 raise
             # redis-py does not expect it, and keeps the connection, whose handshake may be incomplete.
             await self._redis.connection_pool.disconnect(inuse_connections=False)
