@@ -24,19 +24,11 @@ from rlboost.services.trainer.domain.training_row import TrainingRow
 from rlboost.services.trainer.ports.engine import PolicyEngine
 from rlboost.shared.job.training import OptimizerSpec
 from tests.support.network_namespaces import HOST_LINK, Namespace, network
-from tests.support.trainer_machines import TEMPERATURE, MachineProcess, policy_on, trainer_machines
+from tests.support.trainer_machines import DENSE_LAYOUTS, TEMPERATURE, MachineProcess, policy_on, trainer_machines
 
 RATE = 1e-5
 OPTIMIZER = OptimizerSpec(lr=RATE)
 LOSS = clipped_loss(0.2, 0.28)
-MEGATRON = {"backend": "megatron", "data_parallel": 2, "distributed_optimizer": True}
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "fsdp4": {"data_parallel": 4},
-    "hsdp2 x 2": {"data_parallel": 4, "fsdp_size": 2},
-    "tp2 x dp2": {**MEGATRON, "tensor_parallel": 2, "sequence_parallel": True},
-    "pp2 x dp2": {**MEGATRON, "pipeline_parallel": 2},
-}
-"""Each has two ranks on each of two nodes."""
 
 
 def compare(case: work.Case, n_rounds: int) -> Iterator[dict[str, Any]]:
@@ -46,7 +38,7 @@ def compare(case: work.Case, n_rounds: int) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder, _nodes() as (host, namespaces):
         model = work.write_model(case, Path(folder) / "model")
         one = TorchPolicy(OPTIMIZER, temperature=TEMPERATURE, dtype="float32", device="cpu")
-        for name, layout in LAYOUTS.items():
+        for name, layout in DENSE_LAYOUTS.items():
             one.load_hf(model)  # again, without the updates so far
             n_bytes = 4 * sum(parameter.numel() for parameter in one._parameters)  # noqa: SLF001 - no public count
             found = asyncio.run(_rounds(layout, n_rounds, one, model, batches, host, namespaces))

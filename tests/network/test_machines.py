@@ -22,7 +22,14 @@ from tests.contract.test_trainer_engine_contract import rows, with_loss_mask
 from tests.support import rank_policies
 from tests.support.eventually import eventually
 from tests.support.network_namespaces import Namespace, network
-from tests.support.trainer_machines import TEMPERATURE, MachineProcess, policy_on, trainer_machines
+from tests.support.trainer_machines import (
+    DENSE_LAYOUTS,
+    MEGATRON,
+    TEMPERATURE,
+    MachineProcess,
+    policy_on,
+    trainer_machines,
+)
 
 pytestmark = [pytest.mark.network, pytest.mark.timeout(600)]
 
@@ -30,12 +37,8 @@ RATE = 1e-3
 OPTIMIZER = OptimizerSpec(lr=RATE, weight_decay=0.1, betas=(0.9, 0.95), grad_clip=0.7)
 LOSS = clipped_loss(0.2, 0.28)
 BATCHES = [rows(6, seed=1), with_loss_mask(rows(3, seed=2))]
-MEGATRON = {"backend": "megatron", "data_parallel": 2, "distributed_optimizer": True}
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "fsdp4": {"data_parallel": 4},
-    "hsdp2 x 2": {"data_parallel": 4, "fsdp_size": 2},
-    "tp2 x dp2": {**MEGATRON, "tensor_parallel": 2, "sequence_parallel": True},
-    "pp2 x dp2": {**MEGATRON, "pipeline_parallel": 2},
+LAYOUTS = {
+    **DENSE_LAYOUTS,
     "ep2 x dp2": {**MEGATRON, "data_parallel": 4, "expert_parallel": 2},
     "ep4": {**MEGATRON, "data_parallel": 4, "expert_parallel": 4},
 }

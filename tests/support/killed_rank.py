@@ -1,4 +1,4 @@
-"""A job of several ranks, one of which is killed after the first checkpoint."""
+"""A job of several ranks, where one is killed after the first checkpoint."""
 
 from __future__ import annotations
 

@@ -27,6 +27,15 @@ TOKEN = "a token for tests"
 TEMPERATURE = 0.8
 _END_LIMIT_S = 60.0
 
+MEGATRON: dict[str, Any] = {"backend": "megatron", "data_parallel": 2, "distributed_optimizer": True}
+DENSE_LAYOUTS: dict[str, dict[str, Any]] = {
+    "fsdp4": {"data_parallel": 4},
+    "hsdp2 x 2": {"data_parallel": 4, "fsdp_size": 2},
+    "tp2 x dp2": {**MEGATRON, "tensor_parallel": 2, "sequence_parallel": True},
+    "pp2 x dp2": {**MEGATRON, "pipeline_parallel": 2},
+}
+"""Settings of `trainer` for a dense model on two machines of two ranks each."""
+
 
 class MachineProcess:
     """`rlboost trainer join` on this machine, or in a network namespace."""
