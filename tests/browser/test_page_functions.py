@@ -108,12 +108,14 @@ def test_samples_that_finished_are_not_looked_for_in_a_later_step(files: Page) -
 
 def test_preemptions_have_their_step_and_the_time_until_their_samples_resumed(files: Page) -> None:
     begins = [told(JOB_AT + 2 + 5 * step - 1, "seeding_started", step=step) for step in range(12)]
-    code = "m.preemptions(a[0]).map((p) => [p.worker, p.step, p.noticed, p.samples, p.tokens, p.resumed_s])"
+    found_in = "m.preemptions(a[0], m.migrations(a[0]))"
+    code = found_in + ".map((p) => [p.worker, p.step, p.noticed, p.samples, p.tokens, p.resumed_s])"
     found = call(files, "history.js", code, events(*begins))
     assert found == [["worker-2", 3, False, 50, 2500, pytest.approx(0.6)], ["worker-1", 7, True, 20, 900, 0]]
-    texts = call(files, "history.js", "m.stepIncidents(a[0], 3)", events(*begins))
+    incidents = f"m.stepIncidents(a[0], {found_in}, a[1])"
+    texts = call(files, "history.js", incidents, events(*begins), 3)
     assert texts == ["worker-2 was preempted without notice; 50 samples moved"]
-    assert call(files, "history.js", "m.stepIncidents(a[0], 2)", events(*begins)) == []
+    assert call(files, "history.js", incidents, events(*begins), 2) == []
 
 
 def step(number: int, wait_s: float, length: float = 100.0) -> dict[str, float]:

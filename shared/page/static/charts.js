@@ -47,8 +47,8 @@ export function lineChart(box, { name, points }, paint = "blue", dots = { points
   box.replaceChildren(chart);
 }
 
-// Draw the newest steps as bars of their parts, with the preemptions in each; `select` is called with the step, from 1,
-// that the pointer or an arrow key selects.
+// Draw the newest steps as bars of their parts, with the preemptions in each; `select` is called with the step under
+// the pointer, counted from 1.
 export function stepBars(box, rows, preempted, select) {
   const timed = rows.slice(-STEPS_SHOWN);
   if (!timed.length) return empty(box, "No step has ended yet.");
@@ -59,7 +59,7 @@ export function stepBars(box, rows, preempted, select) {
   for (const value of [0, longest / 2, longest]) {
     chart.append(line(left, y(value), width - right, y(value)), text(left - 6, y(value) + 4, duration(value), "end"));
   }
-    timed.forEach((row, i) => {
+  timed.forEach((row, i) => {
     let below = 0;
     const step = row.step + 1, x = left + i * slot, gap = Math.min(3, slot / 5);
     for (const [key, label, paint] of [...PARTS, ["other", "other", "line"]]) {

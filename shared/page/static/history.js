@@ -70,10 +70,11 @@ export function migrations(events) {
   return found;
 }
 
-// The preemptions, oldest first: {at, step, worker, noticed, samples, tokens, resumed_s}. `samples` were handed over with
-// `tokens`; the last that resumed did so after `resumed_s` (null: none did). `step` is null where it is not known.
-export function preemptions(events) {
-  const found = [], noticed = new Set(), handedOver = new Map(), moves = migrations(events), began = stepBegins(events);
+// The preemptions, oldest first: {at, step, worker, noticed, samples, tokens, resumed_s}; `moves` are the `migrations`.
+// `samples` were handed over with `tokens`; the last that resumed did so after `resumed_s` (null: none did). `step` is
+// null where it is not known.
+export function preemptions(events, moves) {
+  const found = [], noticed = new Set(), handedOver = new Map(), began = stepBegins(events);
   for (const { kind, at: seconds, fields } of events) {
     const at = seconds * 1000;
     if (kind === "worker_notice") noticed.add(fields.worker);
@@ -99,12 +100,12 @@ export function stepBegins(events) {
   return [...began];
 }
 
-// What happened during a step that can explain its time, as texts.
-export function stepIncidents(events, step) {
+// What happened during a step that can explain its time, as texts; `preempted` are the `preemptions`.
+export function stepIncidents(events, preempted, step) {
   const began = stepBegins(events), from = began.find(([one]) => one === step)?.[1];
   if (from === undefined) return [];
   const to = began.find(([one]) => one > step)?.[1] ?? Infinity, texts = [];
-  for (const one of preemptions(events).filter(({ at }) => at >= from && at < to)) {
+  for (const one of preempted.filter(({ at }) => at >= from && at < to)) {
     const moved = one.samples ? `; ${one.samples} samples moved` : "";
     texts.push(`${one.worker} was preempted ${one.noticed ? "with" : "without"} notice${moved}`);
   }

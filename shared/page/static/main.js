@@ -17,7 +17,7 @@ const ENDED = ["completed", "failed", "cancelled"];
 const ACTIONS = { pending: ["cancel"], running: ["pause", "cancel"], paused: ["resume", "cancel"] };
 
 const $ = (id) => document.getElementById(id);
-let view = null; // {jobId, rows, events, speeds, step, answers, stop: AbortController}; step: the selected one, null: the newest
+let view = null; // {jobId, rows, events, speeds, step, moves, preempted, answers, stop: AbortController}; step: the selected one, null: the newest
 
 // --- views -----------------------------------------------------------------------------------------------------------
 
@@ -34,7 +34,7 @@ function open() {
   }
   const jobId = decodeURIComponent(location.hash.match(/^#\/jobs\/([^/]+)$/)?.[1] ?? report?.job ?? "");
   const speeds = report?.throughput.map(([at, of]) => [at * 1000, of]) ?? [];
-  view = { jobId, rows: [], events: [], speeds, step: null, answers: null, stop: new AbortController() };
+  view = { jobId, rows: [], events: [], speeds, step: null, moves: [], preempted: [], answers: null, stop: new AbortController() };
   show(jobId ? "job-view" : "home-view");
   $("scale").addEventListener("submit", scale);
   document.title = jobId ? `${jobId} - RLBoost` : "RLBoost";
@@ -189,7 +189,8 @@ function drawJob({ rows, events: past, answers: { job, fleet, audit, cost, spec 
   lineChart($("evaluation"), curve(rows, CURVES.evaluation), "green");
   lineChart($("length"), curve(rows, [CURVES.length[0]]), "orange", curve(rows, [CURVES.length[1]]));
   lineChart($("throughput"), curve(timedSteps(rows, job), CURVES.throughput), "pink");
-  const preempted = preemptions(past);
+  view.moves = migrations(past);
+  const preempted = (view.preempted = preemptions(past, view.moves));
   stepBars($("steps"), timedSteps(rows, job), preempted, selectStep);
   selectStep(view.step);
   $("preemption-line").textContent = preemptionText(audit);
@@ -220,7 +221,7 @@ function drawActions(job) {
 function selectStep(step) {
   view.step = step;
   const steps = timedSteps(view.rows, view.answers.job), shown = step ?? (steps.at(-1)?.step ?? -1) + 1;
-  $("step-line").textContent = stepText(steps, shown, stepIncidents(view.events, shown));
+  $("step-line").textContent = stepText(steps, shown, stepIncidents(view.events, view.preempted, shown));
 }
 
 function selectByKey(event) {
@@ -252,7 +253,7 @@ function drawCards(job, rows, fleet, audit, cost, now) {
 function drawGantt() {
   const last = view.events.at(-1);
   const now = last?.kind === "job_state" && ENDED.includes(last.fields.state) ? last.at * 1000 : present();
-  const moves = migrations(view.events).filter(({ from, to }) => from !== to);
+  const moves = view.moves.filter(({ from, to }) => from !== to);
   const start = gantt($("gantt"), lives(view.events), moves, now - Number($("span").value) * 1000, now);
   areas($("speeds"), view.speeds, start ?? now, now);
 }
