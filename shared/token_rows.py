@@ -8,8 +8,8 @@ from rlboost.shared.columns import U8, U32, U64, ints
 from rlboost.shared.messages import TokenFrame
 
 
-def token_rows(frame: TokenFrame) -> Iterator[tuple[int, int, int, int, int]]:
-    """Return (sample, attempt, offset, count, finish) of each row; see `TokenFrame`.
+def token_rows(frame: TokenFrame) -> Iterator[tuple[int, int, int, int, int, int]]:
+    """Return (sample, attempt, offset, count, version, finish) of each row; see `TokenFrame`.
 
     Raises:
         ValueError: the columns differ in length, or are cut off.
@@ -20,6 +20,7 @@ def token_rows(frame: TokenFrame) -> Iterator[tuple[int, int, int, int, int]]:
         ints(frame.attempts, U32),
         ints(frame.offsets, U32),
         ints(frame.counts, U32),
+        ints(frame.versions, U32),
         ints(frame.finish, U8),
         strict=True,
     )

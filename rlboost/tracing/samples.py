@@ -180,7 +180,7 @@ class SampleTraces:
                 sample.attempts.append(_Attempt(message.worker, number, offset, at, at, offset))
 
     def _extend(self, frame: TokenFrame, at: float) -> None:
-        for sample_id, number, offset, count, finish in token_rows(frame):
+        for sample_id, number, offset, count, _version, finish in token_rows(frame):
             if attempt := self._attempt(sample_id, number, frame.worker):
                 attempt.ended_at, attempt.n_tokens = at, offset + count
                 attempt.end = _ENDS.get(finish, attempt.end)

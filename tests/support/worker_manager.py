@@ -14,7 +14,7 @@ import redis
 
 from rlboost.services.rollout_worker.ports import Membership
 from rlboost.shared.bus import START, Bus, Entry, HashSet, position
-from rlboost.shared.columns import I32, U8, U32, U64, floats, ints, pack
+from rlboost.shared.columns import I32, U32, U64, floats, ints, pack
 from rlboost.shared.http.store_credential import issue_store_credential
 from rlboost.shared.http.token_signature import peer_key
 from rlboost.shared.ids import new_token
@@ -45,6 +45,7 @@ from rlboost.shared.names import (
     worker_reports,
 )
 from rlboost.shared.protocol import PROTOCOL
+from rlboost.shared.token_rows import token_rows
 from rlboost.shared.weights.manifest_key import ManifestKey
 from tests.support.eventually import LIMIT_S, eventually
 
@@ -121,15 +122,7 @@ def fold(log: Sequence[Entry]) -> dict[Key, Generated]:
         if not isinstance(frame, TokenFrame):
             continue
         tokens, logprobs, start = ints(frame.tokens), floats(frame.logprobs), 0
-        for sample, attempt, offset, count, version, finish in zip(
-            ints(frame.samples, U64),
-            ints(frame.attempts, U32),
-            ints(frame.offsets, U32),
-            ints(frame.counts, U32),
-            ints(frame.versions, U32),
-            ints(frame.finish, U8),
-            strict=True,
-        ):
+        for sample, attempt, offset, count, version, finish in token_rows(frame):
             row = made.setdefault((sample, attempt), Generated(offset))
             assert offset <= row.end, f"sample {sample}: a gap between {row.end} and {offset}"
             known = min(row.end - offset, count)

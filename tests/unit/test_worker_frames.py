@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from rlboost.services.rollout_worker.domain.frames import UNSENT_BYTES, Outbox, frames
 from rlboost.services.rollout_worker.domain.requests import Emission
-from rlboost.shared.columns import U8, U32, U64, floats, ints
+from rlboost.shared.columns import floats, ints
 from rlboost.shared.messages import FINISH_LENGTH, FINISH_NONE, FINISH_STOP, SampleFailed, TokenFrame
+from rlboost.shared.token_rows import token_rows
 
 
 def piece(
@@ -29,15 +30,7 @@ Row = tuple[int, int, int, int, int, tuple[int, ...], tuple[float, ...]]
 
 def rows(frame: TokenFrame) -> list[Row]:
     tokens, logprobs, start, found = ints(frame.tokens), floats(frame.logprobs), 0, []
-    for sample, attempt, offset, count, version, finish in zip(
-        ints(frame.samples, U64),
-        ints(frame.attempts, U32),
-        ints(frame.offsets, U32),
-        ints(frame.counts, U32),
-        ints(frame.versions, U32),
-        ints(frame.finish, U8),
-        strict=True,
-    ):
+    for sample, attempt, offset, count, version, finish in token_rows(frame):
         end = start + count
         found.append((sample, attempt, offset, version, finish, tuple(tokens[start:end]), tuple(logprobs[start:end])))
         start = end

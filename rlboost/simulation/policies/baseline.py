@@ -206,7 +206,7 @@ class Baseline:
 
     def _frame(self, frame: TokenFrame) -> None:
         worker = self.workers.get(frame.worker)
-        for sample_id, attempt, offset, count, finish in token_rows(frame):
+        for sample_id, attempt, offset, count, _version, finish in token_rows(frame):
             sample = self.samples.get(sample_id)
             if sample is None or worker is None or attempt != sample.attempt or sample.finish:
                 continue
