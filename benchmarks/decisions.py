@@ -20,9 +20,7 @@ import random
 import time
 from collections.abc import Iterator
 
-from rlboost.shared.columns import F32, I32, U8, U32, U64, pack
 from rlboost.shared.ids import SampleId
-from rlboost.shared.importing import collect_garbage_rarely
 from rlboost.shared.messages import (
     FINISH_STOP,
     Assign,
@@ -34,6 +32,8 @@ from rlboost.shared.messages import (
     WorkerHeartbeat,
     WorkerJoined,
 )
+from rlboost.shared.process.importing import collect_garbage_rarely
+from rlboost.shared.wire.columns import F32, I32, U8, U32, U64, pack
 from rlboost.simulation import POLICIES, Lengths, SimulatedJob
 from rlboost.simulation.job import JOB_ID, JOB_NO
 from rlboost.simulation.policies.rlboost import DomainManager

@@ -19,10 +19,10 @@ from pathlib import Path
 from benchmarks.support.system import System
 from benchmarks.support.workers import FrameWriter, LoadWorker, Row
 from rlboost.services.rollout_manager.relay import relay
-from rlboost.shared import names
-from rlboost.shared.bus import START, Delete, Fence
 from rlboost.shared.messages import Role
 from rlboost.shared.redis.bus import RedisBus
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import START, Delete, Fence
 
 FRAMES_PER_WORKER = 64
 """Of each round."""

@@ -26,7 +26,7 @@ import numpy as np
 from benchmarks.support.system import System, rss_bytes
 from benchmarks.support.trainer import RequestingTrainer
 from benchmarks.support.workers import Fleet
-from rlboost.shared import names
+from rlboost.shared.streams import names
 
 WORKERS = 6
 SLOTS = 16

@@ -26,8 +26,8 @@ from benchmarks.support.weight_store import running_store
 from rlboost.services.rollout_worker.adapters.torch.factory import TorchFactory
 from rlboost.services.rollout_worker.domain.requests import Request
 from rlboost.services.rollout_worker.ports import Engine
-from rlboost.shared.lifecycle import loop_factory
 from rlboost.shared.messages import Sampling
+from rlboost.shared.process.lifecycle import loop_factory
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient

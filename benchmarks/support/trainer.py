@@ -11,9 +11,6 @@ from typing import Any
 import msgpack
 import redis
 
-from rlboost.shared import names
-from rlboost.shared.codec import encode
-from rlboost.shared.columns import I32, pack
 from rlboost.shared.ids import SampleId
 from rlboost.shared.job.spec import parse, to_json
 from rlboost.shared.messages import (
@@ -26,6 +23,9 @@ from rlboost.shared.messages import (
     StepReport,
     WeightsCommitted,
 )
+from rlboost.shared.streams import names
+from rlboost.shared.wire.codec import encode
+from rlboost.shared.wire.columns import I32, pack
 
 GROUP_SIZE = 8
 CHECKPOINT_EVERY = 2

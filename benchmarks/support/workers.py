@@ -20,10 +20,6 @@ import numpy as np
 import numpy.typing as npt
 import redis
 
-from rlboost.shared import names
-from rlboost.shared.bus import after
-from rlboost.shared.codec import decode, encode
-from rlboost.shared.columns import F32, I32, U8, U32, U64, ints, length, pack
 from rlboost.shared.messages import (
     FINISH_LENGTH,
     FINISH_RELEASED,
@@ -38,6 +34,10 @@ from rlboost.shared.messages import (
     WorkerJoined,
     WorkerLeft,
 )
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import after
+from rlboost.shared.wire.codec import decode, encode
+from rlboost.shared.wire.columns import F32, I32, U8, U32, U64, ints, length, pack
 
 BEAT_S = 0.5
 LEASE_MS = 5000

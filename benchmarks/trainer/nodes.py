@@ -18,9 +18,9 @@ import psutil
 
 from benchmarks.trainer import work
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.batching import pack
+from rlboost.services.trainer.domain.batches.batching import pack
+from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.domain.loss.policy import clipped_loss
-from rlboost.services.trainer.domain.training_row import TrainingRow
 from rlboost.services.trainer.ports.engine import PolicyEngine
 from rlboost.shared.job.training import OptimizerSpec
 from tests.support.network_namespaces import HOST_LINK, Namespace, network

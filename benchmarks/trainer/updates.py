@@ -10,11 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.batching import Accumulate, UpdatePlanner
+from rlboost.services.trainer.domain.batches.batching import Accumulate, UpdatePlanner
+from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.domain.loss.policy import clipped_loss
-from rlboost.services.trainer.domain.training_row import TrainingRow
-from rlboost.shared.columns import floats, ints
 from rlboost.shared.job.training import OptimizerSpec
+from rlboost.shared.wire.columns import floats, ints
 
 LOW, HIGH, RATE = 0.2, 0.28, 1e-5
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
-from rlboost.services.trainer.domain.training_row import TrainingRow
-from rlboost.shared.columns import F32, I32, pack
+from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.shared.wire.columns import F32, I32, pack
 
 GROUP_SIZE = 8
 QUANTILES = ((0.0, 12), (0.1, 22), (0.5, 62), (0.75, 122), (0.9, 202), (0.95, 256), (1.0, 256))

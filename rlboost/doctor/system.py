@@ -16,7 +16,7 @@ from rlboost.doctor.rules import Finding
 from rlboost.local import redis_server
 from rlboost.shared.errors import Conflict
 from rlboost.shared.http.redirect import MAX_REDIRECTS, redirected_origin
-from rlboost.shared.protocol import PROTOCOL, PROTOCOL_HEADER
+from rlboost.shared.messages.protocol import PROTOCOL, PROTOCOL_HEADER
 from rlboost.shared.tls import client_verification
 
 _TIMEOUT_S = 5.0

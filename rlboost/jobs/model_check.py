@@ -18,7 +18,6 @@ from rlboost.services.trainer.adapters.ranks.layout import Layout, require_divis
 from rlboost.shared.data.rows import is_remote
 from rlboost.shared.data.shards import names
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.importing import pip_install
 from rlboost.shared.job.run_log import lacking
 from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.model.experts import require_known_experts, require_mixture, require_replayable
@@ -30,6 +29,7 @@ from rlboost.shared.model.folder import (
     require_unquantized,
 )
 from rlboost.shared.model.lora_targets import check_targets
+from rlboost.shared.process.importing import pip_install
 
 _USER_CODE_SCRIPT = """
 import sys

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rlboost.local.state import Config, StateDir
 from rlboost.shared.errors import ConfigError, Fatal
-from rlboost.shared.lifecycle import EXIT_CONFIG
+from rlboost.shared.process.lifecycle import EXIT_CONFIG
 
 _STOP_LIMIT_S = 60.0
 _KILL_LIMIT_S = 5.0

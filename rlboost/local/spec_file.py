@@ -13,8 +13,8 @@ import yaml
 from pydantic import ConfigDict, Field, ValidationError, field_validator
 
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.importing import pip_install
 from rlboost.shared.job import strict_yaml
+from rlboost.shared.process.importing import pip_install
 from rlboost.shared.validation import Section, describe
 
 EngineName = Literal["torch", "vllm"]

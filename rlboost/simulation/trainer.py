@@ -6,7 +6,6 @@ from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
 
-from rlboost.shared.columns import I32, pack
 from rlboost.shared.ids import SampleId, group_of
 from rlboost.shared.messages import (
     GroupRequested,
@@ -18,6 +17,7 @@ from rlboost.shared.messages import (
     StepReport,
     WeightsCommitted,
 )
+from rlboost.shared.wire.columns import I32, pack
 from rlboost.simulation.environment import Environment
 from rlboost.simulation.job import JOB_ID, Group
 from rlboost.simulation.result import StepResult

@@ -15,12 +15,12 @@ from collections.abc import Callable, Collection, Sequence
 
 import structlog
 
-from rlboost.shared import names
-from rlboost.shared.bus import START, Bus, Entry, position
 from rlboost.shared.errors import BusUnavailable
-from rlboost.shared.lifecycle import until_stop
 from rlboost.shared.messages import Admitted
-from rlboost.shared.read_size import ReadSize
+from rlboost.shared.process.lifecycle import until_stop
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import START, Bus, Entry, position
+from rlboost.shared.streams.read_size import ReadSize
 from rlboost.tracing.samples import SampleTraces, Span
 
 log = structlog.get_logger(__name__)

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlboost.shared.columns import U32, U64, ints
 from rlboost.shared.ids import SampleId, is_served
 from rlboost.shared.messages import (
     ENDED,
@@ -28,7 +27,8 @@ from rlboost.shared.messages import (
     TokenFrame,
     WeightsCommitted,
 )
-from rlboost.shared.token_rows import token_rows
+from rlboost.shared.wire.columns import U32, U64, ints
+from rlboost.shared.wire.token_rows import token_rows
 
 MAX_SAMPLES = 200_000
 """Samples that are followed at once; beyond it the oldest are dropped."""

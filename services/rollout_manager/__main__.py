@@ -9,6 +9,7 @@ from functools import partial
 
 import structlog
 
+from rlboost.services.rollout_manager.access.worker_identities import WorkerIdentities
 from rlboost.services.rollout_manager.adapters.kubernetes import Kubernetes
 from rlboost.services.rollout_manager.adapters.leader_connection import LeaderConnection
 from rlboost.services.rollout_manager.adapters.model_files import load_model_files
@@ -25,12 +26,11 @@ from rlboost.services.rollout_manager.page.routes import add_page
 from rlboost.services.rollout_manager.ports import FleetProvider
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.services.rollout_manager.store_credentials import StoreCredentials
-from rlboost.services.rollout_manager.worker_identities import WorkerIdentities
 from rlboost.shared.http import server
-from rlboost.shared.importing import collect_garbage_rarely
-from rlboost.shared.job_logs import log_sender
-from rlboost.shared.lifecycle import run_service, supervise
+from rlboost.shared.process.importing import collect_garbage_rarely
+from rlboost.shared.process.lifecycle import run_service, supervise
 from rlboost.shared.redis.bus import RedisBus, connect
+from rlboost.shared.streams.job_logs import log_sender
 
 log = structlog.get_logger(__name__)
 

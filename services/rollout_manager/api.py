@@ -15,13 +15,7 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field
 
-from rlboost.services.rollout_manager.app import Manager
-from rlboost.services.rollout_manager.domain.jobs import Job, QuarantinedJob, to_json
-from rlboost.services.rollout_manager.domain.window_tuner import target_workers
-from rlboost.services.rollout_manager.domain.worker_worth import worth_of_one_more
-from rlboost.services.rollout_manager.fleet_scaler import FleetScaler
-from rlboost.services.rollout_manager.history_api import add_events, add_history, find_job, readable_job
-from rlboost.services.rollout_manager.join import (
+from rlboost.services.rollout_manager.access.join import (
     JoinAddresses,
     JoinAnswer,
     JoinRequest,
@@ -29,15 +23,19 @@ from rlboost.services.rollout_manager.join import (
     join,
     join_addresses,
 )
+from rlboost.services.rollout_manager.access.token_table import TokenTable
+from rlboost.services.rollout_manager.app import Manager
+from rlboost.services.rollout_manager.domain.allocation.worker_worth import worth_of_one_more
+from rlboost.services.rollout_manager.domain.jobs.record import Job, QuarantinedJob, to_json
+from rlboost.services.rollout_manager.domain.seeding.window_tuner import target_workers
+from rlboost.services.rollout_manager.fleet_scaler import FleetScaler
+from rlboost.services.rollout_manager.history_api import add_events, add_history, find_job, readable_job
 from rlboost.services.rollout_manager.leader_routes import leader_only, not_leading_reason, write
 from rlboost.services.rollout_manager.scrape_targets import ScrapeTarget, scrape_targets
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.services.rollout_manager.token_routes import add_token_routes
-from rlboost.services.rollout_manager.token_table import TokenTable
 from rlboost.services.rollout_manager.wait_status import job_wait_status, redis_wait
 from rlboost.services.rollout_manager.weights import weights_overview
-from rlboost.shared import names
-from rlboost.shared.bus import Append, Bus, HashSet
 from rlboost.shared.errors import BusUnavailable, StoreUnavailable
 from rlboost.shared.http.authentication import needs
 from rlboost.shared.http.documented import GUARDED, Responses, problems
@@ -50,7 +48,9 @@ from rlboost.shared.job.command_signature import signed
 from rlboost.shared.job.spec import InvalidJob, JobSpec, parse
 from rlboost.shared.job.spec import to_json as spec_to_json
 from rlboost.shared.messages import Drain, JobCommand, JobState
-from rlboost.shared.protocol import PROTOCOL_HEADER, UNNUMBERED
+from rlboost.shared.messages.protocol import PROTOCOL_HEADER, UNNUMBERED
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import Append, Bus, HashSet
 
 JOB_COMMANDS_MAX_LEN = 100_000
 IDEMPOTENCY_TTL_S = 24 * 3600.0

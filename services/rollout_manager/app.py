@@ -21,6 +21,7 @@ from typing import ClassVar
 
 import structlog
 
+from rlboost.services.rollout_manager.access.worker_identities import WorkerIdentities
 from rlboost.services.rollout_manager.bus_operations import bookkeeping, operations
 from rlboost.services.rollout_manager.completion_waiters import CompletionWaiters
 from rlboost.services.rollout_manager.domain.apply_messages import apply_frames, apply_message
@@ -32,12 +33,11 @@ from rlboost.services.rollout_manager.leadership import LEASE_S, Leadership, Man
 from rlboost.services.rollout_manager.ports import LeaderWatch
 from rlboost.services.rollout_manager.recovery import SHARED_STREAMS, dead_letter, recover
 from rlboost.services.rollout_manager.relay import relay
-from rlboost.services.rollout_manager.worker_identities import WorkerIdentities
-from rlboost.shared import names
-from rlboost.shared.bus import START, Bus, Entry, Op, RawEntry, Trim, after
 from rlboost.shared.errors import BusUnavailable, Fatal, Fenced
-from rlboost.shared.lifecycle import until_stop
-from rlboost.shared.read_size import ReadSize
+from rlboost.shared.process.lifecycle import until_stop
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import START, Bus, Entry, Op, RawEntry, Trim, after
+from rlboost.shared.streams.read_size import ReadSize
 
 log = structlog.get_logger(__name__)
 

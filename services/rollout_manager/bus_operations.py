@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Collection, Iterable, Mapping
 
-from rlboost.services.rollout_manager.domain.audit import Audit
 from rlboost.services.rollout_manager.domain.effects import (
     ClearQuarantine,
     DeadLetterEntry,
@@ -26,13 +25,14 @@ from rlboost.services.rollout_manager.domain.effects import (
     SaveWorker,
     Send,
 )
-from rlboost.services.rollout_manager.domain.jobs import to_json
-from rlboost.shared import names
-from rlboost.shared.bus import Append, Delete, Expire, HashDelete, HashSet, Op, Trim
-from rlboost.shared.codec import encode
-from rlboost.shared.dead_letters import dead_letter_op
-from rlboost.shared.job_logs import log_ops
+from rlboost.services.rollout_manager.domain.jobs.audit import Audit
+from rlboost.services.rollout_manager.domain.jobs.record import to_json
 from rlboost.shared.messages import ENDED_JOB_RETENTION_S, Dismissed
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import Append, Delete, Expire, HashDelete, HashSet, Op, Trim
+from rlboost.shared.streams.dead_letters import dead_letter_op
+from rlboost.shared.streams.job_logs import log_ops
+from rlboost.shared.wire.codec import encode
 
 _MAX_ENTRY_ID = f"{(1 << 64) - 1}-0"
 """The largest entry id; no stream reaches it."""

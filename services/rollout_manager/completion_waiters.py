@@ -18,14 +18,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rlboost.services.rollout_manager.domain.effects import Effect, Refuse
-from rlboost.services.rollout_manager.domain.frame_decoder import TOKEN_BYTES
-from rlboost.services.rollout_manager.domain.sample import Sample
 from rlboost.services.rollout_manager.domain.serving import Clients
+from rlboost.services.rollout_manager.domain.tokens.frame_decoder import TOKEN_BYTES
+from rlboost.services.rollout_manager.domain.tokens.sample import Sample
 from rlboost.services.rollout_manager.domain.world import World
-from rlboost.shared.columns import I32, floats, ints
 from rlboost.shared.errors import Rejected, Retryable
 from rlboost.shared.ids import group_of
 from rlboost.shared.messages import FINISH_NONE, FINISH_STOP, FinishReason, GroupRequested
+from rlboost.shared.wire.columns import I32, floats, ints
 
 IDLE_S = 1.0
 """How often `follow` yields None while there is nothing new."""

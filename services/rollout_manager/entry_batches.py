@@ -7,9 +7,9 @@ from itertools import groupby, islice
 
 import structlog
 
-from rlboost.shared.bus import Entry
 from rlboost.shared.errors import RLBoostError, Unprocessable
 from rlboost.shared.messages import TokenFrame
+from rlboost.shared.streams.bus import Entry
 
 log = structlog.get_logger(__name__)
 

@@ -15,8 +15,8 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rlboost.shared.bus import Bus, Entry, position
 from rlboost.shared.http.problem import Problem
+from rlboost.shared.streams.bus import Bus, Entry, position
 
 MAX_FOLLOWERS = 1024
 """Open streams of one manager; beyond it, requests are rejected with 429."""

@@ -18,14 +18,20 @@ from typing import Any
 import structlog
 
 from rlboost.services.rollout_manager.app import Manager
-from rlboost.services.rollout_manager.domain.autoscale import Autoscaler, present_workers, requested, surplus, view
+from rlboost.services.rollout_manager.domain.allocation.autoscale import (
+    Autoscaler,
+    present_workers,
+    requested,
+    surplus,
+    view,
+)
 from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.services.rollout_manager.ports import FleetProvider, ProviderFailed
 from rlboost.services.rollout_manager.settings import Settings
-from rlboost.shared import names
-from rlboost.shared.bus import Bus, HashSet, Op
 from rlboost.shared.errors import BusUnavailable
-from rlboost.shared.lifecycle import until_stop
+from rlboost.shared.process.lifecycle import until_stop
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import Bus, HashSet, Op
 
 log = structlog.get_logger(__name__)
 

@@ -11,16 +11,16 @@ from fastapi import APIRouter, Header, Query, Request
 from fastapi.responses import PlainTextResponse, StreamingResponse
 
 from rlboost.services.rollout_manager.app import Manager
-from rlboost.services.rollout_manager.domain.audit import Audit
-from rlboost.services.rollout_manager.domain.cost import cost_report
-from rlboost.services.rollout_manager.domain.jobs import Job, QuarantinedJob
+from rlboost.services.rollout_manager.domain.jobs.audit import Audit
+from rlboost.services.rollout_manager.domain.jobs.cost_report import cost_report
+from rlboost.services.rollout_manager.domain.jobs.record import Job, QuarantinedJob
 from rlboost.services.rollout_manager.event_followers import EventFollowers
-from rlboost.shared import names
-from rlboost.shared.bus import START, Bus, Entry
 from rlboost.shared.http.authentication import needs
 from rlboost.shared.http.documented import problems, success
 from rlboost.shared.http.problem import Problem
 from rlboost.shared.messages import Event
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import START, Bus, Entry
 
 _JOB = problems(404, 409)
 _CONTINUED = "\n    "

@@ -8,9 +8,9 @@ from typing import Any
 from fastapi import Request
 
 from rlboost.services.rollout_manager.app import Manager
-from rlboost.shared.bus import Op
 from rlboost.shared.errors import Fenced
 from rlboost.shared.http.problem import Problem
+from rlboost.shared.streams.bus import Op
 
 
 def not_leading_reason(manager: Manager) -> str | None:

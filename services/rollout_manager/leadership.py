@@ -1,7 +1,7 @@
 """Leader election among managers: one holds a lease that names it, under an epoch that fences every earlier leader.
 
 A leader acquires its own lease again after each write that had no reply: the write may still arrive, and the new epoch
-rejects it before the world is rebuilt. See `shared.fenced_lease`.
+rejects it before the world is rebuilt. See `shared.streams.fenced_lease`.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 import structlog
 from pydantic import BaseModel, ConfigDict
 
-from rlboost.shared import names
-from rlboost.shared.bus import Bus, Fence, Op
 from rlboost.shared.errors import BusUnavailable, ConfigError, Fenced
-from rlboost.shared.fenced_lease import FencedLease
 from rlboost.shared.http.server_url import server_url
 from rlboost.shared.http.token_signature import is_valid_signature, sign
 from rlboost.shared.ids import new_token
-from rlboost.shared.state_protocol import check_state
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import Bus, Fence, Op
+from rlboost.shared.streams.fenced_lease import FencedLease
+from rlboost.shared.streams.state_protocol import check_state
 
 log = structlog.get_logger(__name__)
 

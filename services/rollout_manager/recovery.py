@@ -15,9 +15,9 @@ from rlboost.services.rollout_manager.domain.apply_messages import (
     apply_message,
     apply_record,
 )
-from rlboost.services.rollout_manager.domain.audit import Audit
 from rlboost.services.rollout_manager.domain.effects import ClearQuarantine, DeadLetterEntry
-from rlboost.services.rollout_manager.domain.jobs import Job, QuarantinedJob, from_json
+from rlboost.services.rollout_manager.domain.jobs.audit import Audit
+from rlboost.services.rollout_manager.domain.jobs.record import Job, QuarantinedJob, from_json
 from rlboost.services.rollout_manager.domain.quarantine import detach_samples
 from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.services.rollout_manager.entry_batches import (
@@ -27,12 +27,12 @@ from rlboost.services.rollout_manager.entry_batches import (
     apply_each,
     apply_in_batches,
 )
-from rlboost.shared import names
-from rlboost.shared.bus import START, Bus, Entry, position
-from rlboost.shared.dead_letters import report_dead_letter
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.messages import WeightsCommitted, WorkerJoined
-from rlboost.shared.read_size import ReadSize
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import START, Bus, Entry, position
+from rlboost.shared.streams.dead_letters import report_dead_letter
+from rlboost.shared.streams.read_size import ReadSize
 from rlboost.shared.validation import describe
 
 log = structlog.get_logger(__name__)

@@ -11,12 +11,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 from rlboost.services.rollout_manager.domain.relay import Destination, destination
-from rlboost.shared import names
-from rlboost.shared.bus import AppendRaw, Op, RawEntry, Remove
-from rlboost.shared.codec import fields_of
-from rlboost.shared.dead_letters import MAX_DEAD_LETTERS, dead_letter_op, report_dead_letter
 from rlboost.shared.errors import Unprocessable
 from rlboost.shared.messages import Role
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import AppendRaw, Op, RawEntry, Remove
+from rlboost.shared.streams.dead_letters import MAX_DEAD_LETTERS, dead_letter_op, report_dead_letter
+from rlboost.shared.wire.codec import fields_of
 
 _STREAMS: dict[Destination, tuple[str, int | None]] = {
     "token_log": (names.TOKEN_LOG, None),

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel
 
-from rlboost.shared.bus import Bus
+from rlboost.shared.streams.bus import Bus
 from rlboost.shared.weights.peers.directory import list_peers
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from rlboost.services.rollout_manager.domain.autoscale import Pool
+from rlboost.services.rollout_manager.domain.allocation.autoscale import Pool
 from rlboost.shared.settings import ServiceSettings
 
 

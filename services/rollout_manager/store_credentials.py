@@ -16,8 +16,8 @@ from collections.abc import Callable
 from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.domain.world import World
 from rlboost.shared.http.store_credential import STORE_CREDENTIAL_LIFE_S, issue_store_credential
-from rlboost.shared.lifecycle import until_stop
 from rlboost.shared.messages import StoreCredential
+from rlboost.shared.process.lifecycle import until_stop
 
 _CHECK_INTERVAL_S = 1.0
 

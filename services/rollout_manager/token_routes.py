@@ -9,17 +9,17 @@ from fastapi import APIRouter
 from fastapi import Path as PathParameter
 from pydantic import BaseModel, ConfigDict, Field
 
+from rlboost.services.rollout_manager.access.token_table import TokenTable
 from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.domain.access_tokens import SECRET_BYTES, AccessToken, digest_of_secret
 from rlboost.services.rollout_manager.leader_routes import write
-from rlboost.services.rollout_manager.token_table import TokenTable
-from rlboost.shared import names
-from rlboost.shared.bus import HashDelete, HashSet
 from rlboost.shared.http.authentication import needs
 from rlboost.shared.http.documented import problems
 from rlboost.shared.http.problem import Problem
+from rlboost.shared.http.scopes import TokenScope
 from rlboost.shared.ids import new_token
-from rlboost.shared.scopes import TokenScope
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import HashDelete, HashSet
 
 _ID = r"^[0-9a-f]{8,32}$"
 TokenId = Annotated[str, PathParameter(pattern=_ID)]

@@ -27,10 +27,10 @@ from rlboost.services.rollout_worker.preemption_watch import PreemptionWatch
 from rlboost.services.rollout_worker.settings import Settings
 from rlboost.services.rollout_worker.startup_timer import StartupTimer, process_age_s
 from rlboost.services.rollout_worker.watchdog import Watchdog
-from rlboost.shared import cpu_affinity
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.lifecycle import Loop, run_service
-from rlboost.shared.threads import run_in_thread
+from rlboost.shared.process import cpu_affinity
+from rlboost.shared.process.lifecycle import Loop, run_service
+from rlboost.shared.process.threads import run_in_thread
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.access import WorkerAccess
 from rlboost.shared.weights.cache import Cache

@@ -35,11 +35,11 @@ from rlboost.services.rollout_worker.generator import Generator
 from rlboost.services.rollout_worker.manager_connection import RETRY_INTERVAL_S, ManagerConnection
 from rlboost.services.rollout_worker.startup_timer import StartupTimer
 from rlboost.services.rollout_worker.weight_updates import Outcome, WeightUpdates
-from rlboost.shared import names
-from rlboost.shared.bus import Entry
-from rlboost.shared.columns import ints
 from rlboost.shared.errors import BusUnavailable
 from rlboost.shared.messages import Assignment
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import Entry
+from rlboost.shared.wire.columns import ints
 
 log = structlog.get_logger(__name__)
 

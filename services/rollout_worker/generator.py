@@ -33,7 +33,7 @@ from rlboost.services.rollout_worker.ports import Engine, EngineFactory, EngineF
 from rlboost.shared.errors import Corrupt, Fatal
 from rlboost.shared.model.experts import is_mixture
 from rlboost.shared.model.parity import ParityReference
-from rlboost.shared.threads import run_in_thread
+from rlboost.shared.process.threads import run_in_thread
 
 log = structlog.get_logger(__name__)
 

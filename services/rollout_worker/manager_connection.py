@@ -21,14 +21,8 @@ from rlboost.services.rollout_worker.domain.session import Session
 from rlboost.services.rollout_worker.domain.throughput import DecodeMeter, Throughput
 from rlboost.services.rollout_worker.generator import Generator
 from rlboost.services.rollout_worker.ports import Join, Membership, Memory
-from rlboost.shared import names
-from rlboost.shared.bus import START, Append, Bus, Entry, Trim, after
-from rlboost.shared.codec import encode
-from rlboost.shared.columns import I32, U64, length, pack
-from rlboost.shared.dead_letters import report_dead_letter
 from rlboost.shared.errors import BusUnavailable
 from rlboost.shared.ids import WeightsRef
-from rlboost.shared.log_buffer import BUFFER, LogBuffer
 from rlboost.shared.messages import (
     FINISH_RELEASED,
     Assignment,
@@ -44,8 +38,14 @@ from rlboost.shared.messages import (
     WorkerLog,
     WorkerState,
 )
-from rlboost.shared.protocol import PROTOCOL
+from rlboost.shared.messages.protocol import PROTOCOL
+from rlboost.shared.process.log_buffer import BUFFER, LogBuffer
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import START, Append, Bus, Entry, Trim, after
+from rlboost.shared.streams.dead_letters import report_dead_letter
 from rlboost.shared.waiting import Waits
+from rlboost.shared.wire.codec import encode
+from rlboost.shared.wire.columns import I32, U64, length, pack
 
 log = structlog.get_logger(__name__)
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rlboost.services.rollout_worker.domain.preemption import Notice, RebalanceRecommendation
 from rlboost.services.rollout_worker.domain.requests import Emission, Request, RequestKey
-from rlboost.shared.bus import Bus
 from rlboost.shared.errors import Fatal
 from rlboost.shared.model.parity import ParityReference
+from rlboost.shared.streams.bus import Bus
 
 if TYPE_CHECKING:
     import torch

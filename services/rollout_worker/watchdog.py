@@ -17,7 +17,7 @@ import structlog
 
 from rlboost.services.rollout_worker.generator import Generator
 from rlboost.services.rollout_worker.ports import EngineFailed
-from rlboost.shared.lifecycle import until_stop
+from rlboost.shared.process.lifecycle import until_stop
 
 log = structlog.get_logger(__name__)
 

@@ -14,14 +14,14 @@ from rlboost.services.trainer.app import Limits, Trainer
 from rlboost.services.trainer.device import DeviceThread
 from rlboost.services.trainer.ports.resources import JobResources
 from rlboost.services.trainer.settings import Settings
-from rlboost.shared import cpu_affinity
 from rlboost.shared.http import server as http
-from rlboost.shared.importing import gc_paused
 from rlboost.shared.job.spec import JobSpec
-from rlboost.shared.job_logs import log_sender
-from rlboost.shared.lifecycle import run_service, supervise
+from rlboost.shared.process import cpu_affinity
+from rlboost.shared.process.importing import gc_paused
+from rlboost.shared.process.lifecycle import run_service, supervise
 from rlboost.shared.redis.bus import connect
-from rlboost.shared.state_protocol import check_leader, leader_check
+from rlboost.shared.streams.job_logs import log_sender
+from rlboost.shared.streams.state_protocol import check_leader, leader_check
 from rlboost.shared.waiting import Waits
 
 log = structlog.get_logger(__name__)

@@ -34,15 +34,15 @@ from rlboost.services.trainer.ending import Ending, ending_with
 from rlboost.services.trainer.job import LEASE_LIMIT_S, LEASE_TTL_S, ActiveJob, JobRun
 from rlboost.services.trainer.job_streams import JobStreams, RetryingBus
 from rlboost.services.trainer.ports.resources import JobResourcesFactory
-from rlboost.shared import names
-from rlboost.shared.bus import START, Ack, Append, Bus, Entry, HashDelete, HashSet, Op
 from rlboost.shared.errors import BusUnavailable, ConfigError, Fenced, WaitTimedOut
-from rlboost.shared.fenced_lease import FencedLease
 from rlboost.shared.ids import new_token
 from rlboost.shared.job import spec as job_spec
 from rlboost.shared.job.command_signature import is_signed
-from rlboost.shared.lifecycle import until_stop
 from rlboost.shared.messages import JobCommand, JobReport
+from rlboost.shared.process.lifecycle import until_stop
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import START, Ack, Append, Bus, Entry, HashDelete, HashSet, Op
+from rlboost.shared.streams.fenced_lease import FencedLease
 from rlboost.shared.waiting import Waits
 
 log = structlog.get_logger(__name__)

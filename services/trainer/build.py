@@ -24,10 +24,10 @@ from rlboost.services.trainer.adapters.user_code.curriculum import load_skip_fun
 from rlboost.services.trainer.adapters.user_code.log import UserCodeLog
 from rlboost.services.trainer.adapters.user_code.loss import load_loss
 from rlboost.services.trainer.adapters.weights import StorePublisher
+from rlboost.services.trainer.domain.batches.tokens import LossFn
 from rlboost.services.trainer.domain.loss.policy import PolicyLoss, job_loss
 from rlboost.services.trainer.domain.parity import build_probe
 from rlboost.services.trainer.domain.sft import sft_loss
-from rlboost.services.trainer.domain.tokens import LossFn
 from rlboost.services.trainer.ports.resources import JobResources
 from rlboost.services.trainer.settings import Settings
 from rlboost.shared.errors import ConfigError
@@ -35,10 +35,10 @@ from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.job.training import TrainerSpec
 from rlboost.shared.model.experts import require_replayable
-from rlboost.shared.routed_experts import RoutedShape
-from rlboost.shared.torch_device import require_device
+from rlboost.shared.process.torch_device import require_device
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.client import StoreClient
+from rlboost.shared.wire.routed_experts import RoutedShape
 
 
 def build_resources(

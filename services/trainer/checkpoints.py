@@ -20,10 +20,10 @@ from rlboost.services.trainer.job_streams import JobStreams
 from rlboost.services.trainer.ports.engine import Snapshot
 from rlboost.services.trainer.ports.resources import JobResources
 from rlboost.services.trainer.ports.storage import TrainState
-from rlboost.shared.bus import START
 from rlboost.shared.errors import ConfigError, Fatal
 from rlboost.shared.job.spec import JobSpec
-from rlboost.shared.threads import run_in_thread
+from rlboost.shared.process.threads import run_in_thread
+from rlboost.shared.streams.bus import START
 from rlboost.shared.waiting import Waits
 
 WRITE_LIMIT_S = 3600.0

@@ -37,11 +37,11 @@ from rlboost.services.trainer.step.resampling_log import DurableResampling
 from rlboost.services.trainer.step.run import StepRun
 from rlboost.services.trainer.step.sft import sft_step
 from rlboost.services.trainer.step.window import RolloutWindow
-from rlboost.shared import names
-from rlboost.shared.bus import Append
-from rlboost.shared.fenced_lease import FencedLease
 from rlboost.shared.job.spec import GeneratingJob, JobSpec, SftJob, to_json
 from rlboost.shared.messages import JobReport, JobState, StepReport
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import Append
+from rlboost.shared.streams.fenced_lease import FencedLease
 from rlboost.shared.waiting import Waits
 
 T = TypeVar("T")

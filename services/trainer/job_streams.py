@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 import stamina
 import structlog
 
-from rlboost.shared import names
-from rlboost.shared.bus import Append, Bus, Entry, Op
 from rlboost.shared.errors import BusUnavailable, WaitTimedOut
 from rlboost.shared.messages import Event
-from rlboost.shared.read_size import ReadSize
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import Append, Bus, Entry, Op
+from rlboost.shared.streams.read_size import ReadSize
 from rlboost.shared.waiting import Waits
 
 log = structlog.get_logger(__name__)

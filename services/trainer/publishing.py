@@ -16,13 +16,13 @@ from functools import partial
 import structlog
 
 from rlboost.services.trainer.device import DeviceThread
+from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.domain.parity import Probe, build_reference
-from rlboost.services.trainer.domain.training_row import TrainingRow
 from rlboost.services.trainer.job_streams import JobStreams
 from rlboost.services.trainer.ports.engine import Exported, Loaded, PolicyEngine
 from rlboost.services.trainer.ports.storage import WeightPublisher
-from rlboost.shared.columns import I32, pack
 from rlboost.shared.errors import Fatal
+from rlboost.shared.wire.columns import I32, pack
 
 log = structlog.get_logger(__name__)
 

@@ -41,9 +41,9 @@ from rlboost.services.weight_store.ended_jobs import EndedJobs
 from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.parts import assemble
 from rlboost.services.weight_store.ports import ChunksMissing, Documents, Source, StagedPart
-from rlboost.shared.bus import Bus
 from rlboost.shared.errors import BusUnavailable, Conflict, NotFound, StoreUnavailable, Undecodable
-from rlboost.shared.lifecycle import until_stop
+from rlboost.shared.process.lifecycle import until_stop
+from rlboost.shared.streams.bus import Bus
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.delta_graph import Edge
 from rlboost.shared.weights.manifest import ChunkRef, Manifest, Part, digest_of

@@ -14,7 +14,7 @@ from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.ports import LocalFile, Proxied, Redirect, Source
 from rlboost.shared.http.file_sender import FileRequest, Find, FoundFile
 from rlboost.shared.http.problem import Problem
-from rlboost.shared.weights.blob_response import BlobResponse, digest_in
+from rlboost.shared.weights.transfer.blob_response import BlobResponse, digest_in
 
 _MEDIA_TYPE = "application/octet-stream"
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from rlboost.services.weight_store.app import WeightStore
 from rlboost.services.weight_store.metrics import Metrics
 from rlboost.shared.http.body_receiver import BodyReceiver
-from rlboost.shared.weights.blob_response import digest_in
 from rlboost.shared.weights.manifest import CHUNK_BYTES
+from rlboost.shared.weights.transfer.blob_response import digest_in
 
 
 def chunk_receiver(store: WeightStore, metrics: Metrics, authorized: Callable[[str], bool]) -> BodyReceiver:

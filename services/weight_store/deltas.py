@@ -32,7 +32,7 @@ from rlboost.services.weight_store.domain.versions import Model
 from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.ports import Documents, StoreFull
 from rlboost.shared.errors import NotFound, StoreUnavailable, Undecodable, Unprocessable
-from rlboost.shared.lifecycle import until_stop
+from rlboost.shared.process.lifecycle import until_stop
 from rlboost.shared.weights import codec
 from rlboost.shared.weights.delta_graph import MAX_DOCUMENTS, Edge, EdgeList, Route, VersionEdges
 from rlboost.shared.weights.manifest import Manifest, digest_of

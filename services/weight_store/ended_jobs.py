@@ -6,10 +6,10 @@ import json
 import math
 from typing import Any
 
-from rlboost.shared.bus import Bus
 from rlboost.shared.errors import Conflict
 from rlboost.shared.messages import ENDED
-from rlboost.shared.names import JOBS, trainer_lease
+from rlboost.shared.streams.bus import Bus
+from rlboost.shared.streams.names import JOBS, trainer_lease
 
 
 class EndedJobs:

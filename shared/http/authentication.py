@@ -6,7 +6,7 @@ import hmac
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from rlboost.shared.scopes import Principal, Scope
+from rlboost.shared.http.scopes import Principal, Scope
 
 Authenticator = Callable[[str], Awaitable[Principal | None]]
 """Bearer token -> its holder; None if the token is unknown or has expired."""

@@ -19,7 +19,7 @@ from starlette.types import Message, Receive
 from rlboost.shared.http.authentication import Authenticator, bearer_token, needed_scope, system_token
 from rlboost.shared.http.failure_limit import FailureLimit
 from rlboost.shared.http.problem import Problem
-from rlboost.shared.scopes import Scope
+from rlboost.shared.http.scopes import Scope
 
 MAX_BODY_BYTES = 64 << 20
 """Of one request: more than any job file or chunk, and than the chunk list of a model of 235 B parameters."""

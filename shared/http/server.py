@@ -24,7 +24,7 @@ from rlboost.shared.http.file_sender import FileConnection, FileSender
 from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.problem import PROBLEM, Problem
 from rlboost.shared.http.wait_metrics import WaitMetrics
-from rlboost.shared.lifecycle import Loop
+from rlboost.shared.process.lifecycle import Loop
 from rlboost.shared.tls import ServerCertificate
 from rlboost.shared.waiting import Waits
 
@@ -215,5 +215,5 @@ def server_loop(
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Leave signals to `shared.lifecycle`."""
+        """Leave signals to `shared.process.lifecycle`."""
         yield

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rlboost.shared.http.authentication import Authenticator, bearer_token, is_token
+from rlboost.shared.http.scopes import Principal
 from rlboost.shared.http.token_signature import is_valid_signature, sign
-from rlboost.shared.scopes import Principal
 
 STORE_CREDENTIAL_LIFE_S = 3600.0
 _PREFIX = "weights"

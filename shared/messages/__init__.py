@@ -1,11 +1,11 @@
-"""All messages on the wire, frozen and tagged. `shared.codec` encodes them.
+"""All messages on the wire, frozen and tagged. `shared.wire.codec` encodes them.
 
 Rules, each held by `tests/unit/test_messages.py` and the golden bytes in `tests/golden`:
 
 - a message is a map `{"t": tag, field: value, ...}`; the tag names the class;
 - a field may be added with a default; no field is renamed, retyped or removed;
 - a reader ignores unknown fields, so an older service can read a newer message;
-- columns with one entry per token or sample are bytes (`shared.columns`), never lists;
+- columns with one entry per token or sample are bytes (`shared.wire.columns`), never lists;
 - a value that no service sends, such as a negative count or an infinite rate, does not decode.
 
 Times are Unix seconds, durations seconds, sizes bytes.

@@ -21,7 +21,7 @@ class Sampling(Message):
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] = 256
     stop_token_ids: Annotated[tuple[int, ...], Strict(False)] = ()
     routed_experts: Annotated[tuple[Count, ...], Strict(False)] = ()
-    """A `shared.routed_experts.RoutedShape` if the experts of each token are to be returned; empty if not."""
+    """A `shared.wire.routed_experts.RoutedShape` if the experts of each token are to be returned; empty if not."""
 
 
 @message
@@ -64,7 +64,7 @@ class SampleFinished(Message):
     group_done: bool
     """True on the last sample of its group to be delivered."""
     routed_experts: bytes = b""
-    """The column of `shared.routed_experts`; empty if not requested, or not known."""
+    """The column of `shared.wire.routed_experts`; empty if not requested, or not known."""
 
 
 @message

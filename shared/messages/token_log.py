@@ -67,7 +67,7 @@ class TokenFrame(Message):
     logprobs: bytes
     """float32 column: log-probability of each token under the distribution it was sampled from."""
     routed_experts: bytes = b""
-    """Columns of `shared.routed_experts`, concatenated. A row that ends its sample has that of the whole completion, if
+    """Columns of `wire.routed_experts`, concatenated. A row that ends its sample has that of the whole completion, if
     the request asks for it; all others have none."""
     routed_bytes: bytes = b""
     """uint32 column: the row's bytes of `routed_experts`; empty if no row has any."""

@@ -19,9 +19,9 @@ from rlboost.shared.messages.fields import (
     Seconds,
     Version,
 )
+from rlboost.shared.messages.protocol import UNNUMBERED_WORKER
 from rlboost.shared.messages.registry import Message, message
 from rlboost.shared.messages.requests import Sampling
-from rlboost.shared.protocol import UNNUMBERED_WORKER
 
 WorkerState = Literal["joining", "pulling", "ready", "suspended", "draining"]
 InFlight = Literal["recompute", "keep", "finish"]
@@ -139,7 +139,7 @@ class WorkerJoined(Message):
     startup_s: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.0
     """Age of the worker's process; 0 when it joins again, since this time is charged once."""
     protocol: Count = UNNUMBERED_WORKER
-    """The worker's `shared.protocol`."""
+    """The worker's `shared.messages.protocol`."""
 
 
 SAMPLES_OF_STEP = "samples of step"
@@ -192,7 +192,7 @@ class WorkerHeartbeat(Message):
     max_request_tokens: Count = 0
     """Longest sample, prompt and `max_tokens` together, that the engine accepts; 0 where it accepts any."""
     command_digest: PackedId = 0
-    """What the commands up to `last_command` have assigned, less samples that have ended: `shared.command_digest`."""
+    """What the commands up to `last_command` have assigned, less samples that have ended: `wire.command_digest`."""
     last_command: EntryId = ""
     """Entry id of the last command that was applied; empty from a worker that sends no digest."""
     waiting: Wait | None = None

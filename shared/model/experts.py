@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.model.folder import read_config, read_tensor_shapes
-from rlboost.shared.routed_experts import MAX_SAMPLE_BYTES, RoutedShape
+from rlboost.shared.wire.routed_experts import MAX_SAMPLE_BYTES, RoutedShape
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -27,7 +27,12 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from rlboost.shared.bus import (
+from rlboost.shared.errors import BusUnavailable, ConfigError, CredentialRejected, Fatal, Undecodable
+from rlboost.shared.messages import Message
+from rlboost.shared.redis.fenced_connection import FencedConnection
+from rlboost.shared.redis.lease_scripts import ACQUIRE_FENCED, JUDGE_LEASES
+from rlboost.shared.redis.remedies import remedy
+from rlboost.shared.streams.bus import (
     START,
     Ack,
     Append,
@@ -44,15 +49,10 @@ from rlboost.shared.bus import (
     Renew,
     Trim,
 )
-from rlboost.shared.codec import decode, encode
-from rlboost.shared.dead_letters import MAX_DEAD_LETTERS, dead_letter_op, report_dead_letter
-from rlboost.shared.errors import BusUnavailable, ConfigError, CredentialRejected, Fatal, Undecodable
-from rlboost.shared.messages import Message
-from rlboost.shared.names import DEAD_LETTERS
-from rlboost.shared.redis.fenced_connection import FencedConnection
-from rlboost.shared.redis.lease_scripts import ACQUIRE_FENCED, JUDGE_LEASES
-from rlboost.shared.redis.remedies import remedy
+from rlboost.shared.streams.dead_letters import MAX_DEAD_LETTERS, dead_letter_op, report_dead_letter
+from rlboost.shared.streams.names import DEAD_LETTERS
 from rlboost.shared.tls import CA_VARIABLE
+from rlboost.shared.wire.codec import decode, encode
 
 _FIELD = b"m"
 _SOCKET_TIMEOUT_S = 5.0
@@ -77,7 +77,7 @@ _CLOSED_TRANSPORT = "the handler is closed"
 
 
 class RedisBus:
-    """`shared.bus.Bus` on one Redis server."""
+    """`shared.streams.bus.Bus` on one Redis server."""
 
     def __init__(self, url: str, name: str = "rlboost", *, dead_letters: str = DEAD_LETTERS) -> None:
         """Create a connection pool; no connection is opened yet.

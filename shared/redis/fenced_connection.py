@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from rlboost.shared.bus import Fence
 from rlboost.shared.errors import Fenced
+from rlboost.shared.streams.bus import Fence
 
 Command = tuple[Any, ...]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlboost.shared.bus import LONGEST_LEASE_S
+from rlboost.shared.streams.bus import LONGEST_LEASE_S
 
 _SHORTEN = f"""
 local function shorten(lease)

@@ -26,11 +26,11 @@ from rlboost.shared.errors import (
 from rlboost.shared.tls import client_verification
 from rlboost.shared.weights.access import WorkerAccess
 from rlboost.shared.weights.delta_graph import Edge, Route, VersionEdges
-from rlboost.shared.weights.download import Download
-from rlboost.shared.weights.http_download import BadStatus, DownloadFailed
-from rlboost.shared.weights.http_upload import BlobTransfer
 from rlboost.shared.weights.manifest import ChunkRef, Manifest, Part, digest_of
 from rlboost.shared.weights.manifest_key import ManifestKey, check_manifest
+from rlboost.shared.weights.transfer.download import Download
+from rlboost.shared.weights.transfer.http_download import BadStatus, DownloadFailed
+from rlboost.shared.weights.transfer.http_upload import BlobTransfer
 from rlboost.shared.weights.wire import (
     ChunkDirectory,
     ChunkList,

@@ -12,10 +12,10 @@ import structlog
 from rlboost.shared.errors import Corrupt, NotFound, Unprocessable
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient, retry_unavailable
-from rlboost.shared.weights.download import Buffers, Download
 from rlboost.shared.weights.manifest import ChunkRef
 from rlboost.shared.weights.parallel import for_each
 from rlboost.shared.weights.peers.blob_index import BlobIndex
+from rlboost.shared.weights.transfer.download import Buffers, Download
 
 log = structlog.get_logger(__name__)
 

@@ -8,7 +8,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from rlboost.shared.bus import (
+from rlboost.shared.errors import BusUnavailable, ConfigError, Fatal, Fenced
+from rlboost.shared.messages import DeadLetter, Event, Resume, Suspend
+from rlboost.shared.redis.bus import RedisBus
+from rlboost.shared.streams.bus import (
     LONGEST_LEASE_S,
     START,
     Ack,
@@ -27,12 +30,9 @@ from rlboost.shared.bus import (
     after,
     position,
 )
-from rlboost.shared.codec import encode
-from rlboost.shared.errors import BusUnavailable, ConfigError, Fatal, Fenced
-from rlboost.shared.fakes import MemoryBus
-from rlboost.shared.messages import DeadLetter, Event, Resume, Suspend
-from rlboost.shared.names import DEAD_LETTERS
-from rlboost.shared.redis.bus import RedisBus
+from rlboost.shared.streams.fakes import MemoryBus
+from rlboost.shared.streams.names import DEAD_LETTERS
+from rlboost.shared.wire.codec import encode
 from tests.support.eventually import eventually
 
 S = "test:stream"

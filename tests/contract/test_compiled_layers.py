@@ -14,10 +14,10 @@ from torch._inductor import config as inductor_config
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.loss.policy import clipped_loss
 from rlboost.services.trainer.ports.engine import PolicyEngine
-from rlboost.shared.columns import F32, unpack
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.job.training import OptimizerSpec
+from rlboost.shared.wire.columns import F32, unpack
 from tests.contract.test_torch_critic import taught
 from tests.contract.test_trainer_engine_contract import rows
 from tests.support import rank_policies

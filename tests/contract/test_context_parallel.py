@@ -10,12 +10,12 @@ import pytest
 from transformers import LlamaConfig
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
+from rlboost.services.trainer.domain.batches.sums import EXPERT_LOAD, ROUTING_LOSS
 from rlboost.services.trainer.domain.loss.policy import clipped_loss
-from rlboost.services.trainer.domain.sums import EXPERT_LOAD, ROUTING_LOSS
 from rlboost.services.trainer.ports.engine import PolicyEngine
-from rlboost.shared.columns import F32, unpack
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import OptimizerSpec
+from rlboost.shared.wire.columns import F32, unpack
 from tests.contract.test_packing import CONVOLUTION, write
 from tests.contract.test_trainer_engine_contract import rows, with_loss_mask
 from tests.support import rank_policies

@@ -15,10 +15,10 @@ from pyarrow import parquet
 
 from rlboost.services.trainer.adapters.data import load_data
 from rlboost.services.trainer.ports.data import Data
-from rlboost.shared.columns import ints
 from rlboost.shared.data.rows import is_remote, read_rows
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import parse
+from rlboost.shared.wire.columns import ints
 from tests.support.model_folder import write_model, write_tokenizer
 
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}t90{% endif %}"

@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from rlboost.jobs.memory import TrainedModel, state_bytes
 from rlboost.jobs.model_size import ModelSize, size_of
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
+from rlboost.services.trainer.domain.batches.sums import EXPERT_LOAD, ROUTED_TOKENS, ROUTING_LOSS
 from rlboost.services.trainer.domain.loss.policy import clipped_loss
-from rlboost.services.trainer.domain.sums import EXPERT_LOAD, ROUTED_TOKENS, ROUTING_LOSS
 from rlboost.services.trainer.ports.engine import PolicyEngine
-from rlboost.shared.columns import F32, unpack
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
 from rlboost.shared.model.experts import split_experts
+from rlboost.shared.wire.columns import F32, unpack
 from tests.contract.test_megatron_policy import assert_close, assert_trained_equally, gradient_of, moment, values
 from tests.contract.test_ranks_offload import resident
 from tests.contract.test_trainer_engine_contract import bits, rows, with_loss_mask

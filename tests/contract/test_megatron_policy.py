@@ -24,15 +24,15 @@ from rlboost.services.trainer.adapters.ranks.policy import RanksPolicy
 from rlboost.services.trainer.adapters.ranks.sharded_tensors import SliceReader
 from rlboost.services.trainer.adapters.ranks.tensor_slice import TensorSlice
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
+from rlboost.services.trainer.domain.batches.sums import EXPERT_LOAD, ROUTED_TOKENS, ROUTING_LOSS
+from rlboost.services.trainer.domain.batches.tokens import TokenBatch
+from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.domain.loss.policy import clipped_loss, decoupled_loss
-from rlboost.services.trainer.domain.sums import EXPERT_LOAD, ROUTED_TOKENS, ROUTING_LOSS
-from rlboost.services.trainer.domain.tokens import TokenBatch
-from rlboost.services.trainer.domain.training_row import TrainingRow
 from rlboost.services.trainer.ports.engine import NotFinite, PolicyEngine
-from rlboost.shared.columns import F32, I32, pack, unpack
 from rlboost.shared.errors import ConfigError, Retryable
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
 from rlboost.shared.model.experts import split_experts
+from rlboost.shared.wire.columns import F32, I32, pack, unpack
 from tests.contract.test_trainer_engine_contract import rows, with_loss_mask
 from tests.support import rank_policies
 from tests.support.eventually import eventually

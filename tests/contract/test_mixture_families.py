@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.adapters.torch.routing import weights_of
+from rlboost.services.trainer.domain.batches.sums import routing
 from rlboost.services.trainer.domain.loss.policy import clipped_loss
-from rlboost.services.trainer.domain.sums import routing
-from rlboost.shared.columns import F32, floats, ints
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import OptimizerSpec
 from rlboost.shared.model.experts import FAMILIES, require_known_experts
+from rlboost.shared.wire.columns import F32, floats, ints
 from tests.contract.test_trainer_engine_contract import rows
 from tests.support import rank_policies, tiny_models
 from tests.support.engines import request, run

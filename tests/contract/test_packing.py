@@ -29,9 +29,9 @@ from rlboost.services.trainer.adapters.torch.logprobs import LogprobPass
 from rlboost.services.trainer.adapters.torch.packing import PACKED, RowLengths, attention
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.loss.policy import clipped_loss
-from rlboost.shared.columns import floats, ints
 from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
+from rlboost.shared.wire.columns import floats, ints
 from tests.contract.test_trainer_engine_contract import rows
 from tests.support.tiny_models import CONFIGS, MIXTURES, VOCABULARY, logprobs
 

@@ -16,14 +16,14 @@ from transformers import AutoModelForCausalLM
 
 from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
+from rlboost.services.trainer.domain.batches.sums import routing
+from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.domain.loss.policy import clipped_loss
-from rlboost.services.trainer.domain.sums import routing
-from rlboost.services.trainer.domain.training_row import TrainingRow
-from rlboost.shared.columns import F32, I32, floats, ints, pack
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
 from rlboost.shared.model.experts import require_replayable
-from rlboost.shared.routed_experts import RoutedShape
+from rlboost.shared.wire.columns import F32, I32, floats, ints, pack
+from rlboost.shared.wire.routed_experts import RoutedShape
 from tests.contract.test_trainer_engine_contract import rows, with_loss_mask
 from tests.support import rank_policies, tiny_models
 from tests.support.engines import Collected, request, run

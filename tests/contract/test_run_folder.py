@@ -10,13 +10,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlboost.services.trainer.adapters.log.folder import JobFolder
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
+from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.domain.loss.policy import clipped_loss
-from rlboost.services.trainer.domain.training_row import TrainingRow
-from rlboost.shared.columns import F32, I32, pack
 from rlboost.shared.errors import DiskFull, Fatal
 from rlboost.shared.job.run_profile import RunProfile
 from rlboost.shared.job.training import OptimizerSpec
 from rlboost.shared.weights.publisher import Shard
+from rlboost.shared.wire.columns import F32, I32, pack
 from tests.contract.test_trainer_engine_contract import rows
 from tests.support.model_folder import write_model, write_tokenizer
 from tests.support.small_disk import small_disk

@@ -13,9 +13,9 @@ from rlboost.environments import ToolEnvironment
 from rlboost.services.trainer.adapters.data import load_data
 from rlboost.services.trainer.adapters.environment_text import TokenizerChatFormatter
 from rlboost.services.trainer.ports.data import Data
-from rlboost.shared.columns import ints
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import parse
+from rlboost.shared.wire.columns import ints
 from tests.support.model_folder import write_model, write_tokenizer
 
 TURNS = (

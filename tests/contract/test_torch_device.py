@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.torch_device import require_device
+from rlboost.shared.process.torch_device import require_device
 
 
 def test_a_device_that_is_here_is_taken() -> None:

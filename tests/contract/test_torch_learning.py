@@ -15,9 +15,9 @@ from rlboost.services.trainer.domain.loss.policy import job_loss
 from rlboost.services.trainer.fakes.storage import MemoryWeights
 from rlboost.services.trainer.ports.resources import JobResources
 from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
-from rlboost.shared.columns import F32, I32, ints, pack
 from rlboost.shared.job.spec import JobSpec, RlJob
 from rlboost.shared.messages import GroupRequested, SampleFinished
+from rlboost.shared.wire.columns import F32, I32, ints, pack
 from tests.support.eventually import eventually
 from tests.support.model_folder import write_model
 from tests.support.tiny_models import VOCABULARY

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM
 from rlboost.services.trainer.adapters.log.folder import JobFolder
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.loss.policy import clipped_loss
-from rlboost.shared.columns import floats, ints
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
 from rlboost.shared.weights.publisher import Shard
 from rlboost.shared.weights.stored import AdaptedVersion
+from rlboost.shared.wire.columns import floats, ints
 from tests.contract.test_trainer_engine_contract import bits, rows, train
 from tests.support.model_folder import write_model
 from tests.support.staged_versions import pulled

@@ -19,11 +19,11 @@ from rlboost.services.trainer.domain.loss.policy import clipped_loss
 from rlboost.services.trainer.domain.sft import sft_loss
 from rlboost.services.trainer.ports.data import Prompt
 from rlboost.services.trainer.ports.resources import JobResources
-from rlboost.shared.columns import I32, pack
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.job.spec import JobSpec, parse
 from rlboost.shared.job.training import Offload, OptimizerSpec
+from rlboost.shared.wire.columns import I32, pack
 from tests.contract.test_torch_critic import taught
 from tests.contract.test_trainer_engine_contract import bits, rows
 from tests.support.eventually import eventually

@@ -16,16 +16,16 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 from rlboost.services.trainer import build
 from rlboost.services.trainer.adapters.torch.experts import EXPERTS
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
+from rlboost.services.trainer.domain.batches.tokens import TokenBatch
+from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.domain.loss.policy import clipped_loss, decoupled_loss
-from rlboost.services.trainer.domain.tokens import TokenBatch
-from rlboost.services.trainer.domain.training_row import TrainingRow
 from rlboost.services.trainer.ports.engine import NotFinite
 from rlboost.services.trainer.settings import Settings
-from rlboost.shared.columns import F32, I32, U8, floats, ints, pack
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import parse
 from rlboost.shared.job.training import OptimizerSpec
 from rlboost.shared.weights.publisher import Shard
+from rlboost.shared.wire.columns import F32, I32, U8, floats, ints, pack
 from tests.contract.test_trainer_engine_contract import rows, with_loss_mask
 from tests.support.model_folder import write_model
 from tests.support.small_job import small_job

@@ -14,13 +14,13 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
+from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.domain.loss.policy import job_loss
 from rlboost.services.trainer.domain.loss.preference import pair_losses, sequence_log_ratio
-from rlboost.services.trainer.domain.training_row import TrainingRow
-from rlboost.shared.columns import F32, ints, unpack
 from rlboost.shared.job.algorithm import PreferenceSpec
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
 from rlboost.shared.model.experts import split_experts
+from rlboost.shared.wire.columns import F32, ints, unpack
 from tests.contract.test_trainer_engine_contract import rows
 from tests.support.jobs import parse_rl
 from tests.support.model_folder import write_model

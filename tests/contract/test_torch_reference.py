@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
+from rlboost.services.trainer.domain.batches.tokens import TokenBatch
 from rlboost.services.trainer.domain.loss.policy import PolicyLoss
-from rlboost.services.trainer.domain.tokens import TokenBatch
-from rlboost.shared.columns import floats
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
+from rlboost.shared.wire.columns import floats
 from tests.contract.test_trainer_engine_contract import rows
 from tests.support.model_folder import write_model
 

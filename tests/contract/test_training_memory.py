@@ -19,12 +19,12 @@ from rlboost.jobs.memory import TrainedModel
 from rlboost.jobs.model_size import ModelSize, size_of
 from rlboost.jobs.training_memory import estimate, update_memory
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.training_row import TrainingRow
-from rlboost.shared.columns import F32, I32, pack
+from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import parse
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
 from rlboost.shared.model.experts import count_in_experts
+from rlboost.shared.wire.columns import F32, I32, pack
 from tests.support.saved_bytes import saved_bytes
 
 N_TOKENS = 512

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rlboost.services.trainer.domain.turns import TurnIds
+from rlboost.services.trainer.domain.groups.turns import TurnIds
 from rlboost.shared.ids import SampleId
 from tests.support.black_box import ROOT, BlackBox, Observer, black_box
 

@@ -16,8 +16,8 @@ from rlboost.shared.errors import Unprocessable
 from rlboost.shared.http.body_receiver import BodyReceiver
 from rlboost.shared.http.file_sender import FileSender
 from rlboost.shared.http.server import bind, server_loop
-from rlboost.shared.weights.http_download import BadStatus, DownloadFailed
-from rlboost.shared.weights.http_upload import BlobTransfer
+from rlboost.shared.weights.transfer.http_download import BadStatus, DownloadFailed
+from rlboost.shared.weights.transfer.http_upload import BlobTransfer
 from tests.support.eventually import eventually
 
 DATA = os.urandom(3 << 20)

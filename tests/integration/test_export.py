@@ -19,12 +19,12 @@ from rlboost import client, export_folder
 from rlboost.cli import app
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.adapters.weights import StorePublisher
+from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.domain.loss.policy import clipped_loss
-from rlboost.services.trainer.domain.training_row import TrainingRow
-from rlboost.shared.columns import F32, I32, pack, unpack
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.client import StoreClient
+from rlboost.shared.wire.columns import F32, I32, pack, unpack
 from tests.contract.test_trainer_engine_contract import rows
 from tests.support.fake_rest import FakeRest, job, ok, problem
 from tests.support.model_folder import write_model, write_tokenizer

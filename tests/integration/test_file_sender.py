@@ -18,9 +18,9 @@ from rlboost.shared.errors import Corrupt
 from rlboost.shared.http import file_sender
 from rlboost.shared.http.file_sender import FileRequest, FileSender, FoundFile
 from rlboost.shared.http.server import bind, server_loop
-from rlboost.shared.weights.download import Buffers, Download
-from rlboost.shared.weights.http_download import BadStatus, BlobDownloader, DownloadFailed, Unreachable
 from rlboost.shared.weights.manifest import ChunkRef, digest_of
+from rlboost.shared.weights.transfer.download import Buffers, Download
+from rlboost.shared.weights.transfer.http_download import BadStatus, BlobDownloader, DownloadFailed, Unreachable
 from tests.support.eventually import eventually
 
 DATA = os.urandom(3 << 20)

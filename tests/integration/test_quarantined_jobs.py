@@ -12,10 +12,10 @@ import pytest
 import redis.asyncio
 
 from rlboost.services.rollout_manager.recovery import read_all
-from rlboost.shared import names
-from rlboost.shared.columns import I32, ints
 from rlboost.shared.messages import Event, SampleFinished, StepReport
 from rlboost.shared.redis.bus import RedisBus
+from rlboost.shared.streams import names
+from rlboost.shared.wire.columns import I32, ints
 from tests.support.eventually import eventually
 from tests.support.played_job import PlayedJob
 from tests.support.redis_server import RedisServer

@@ -9,10 +9,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from rlboost.shared.bus import HashSet
 from rlboost.shared.errors import BusUnavailable, Fatal, RLBoostError
 from rlboost.shared.messages import Drain
 from rlboost.shared.redis.bus import RedisBus
+from rlboost.shared.streams.bus import HashSet
 
 
 @asynccontextmanager

@@ -17,14 +17,14 @@ from rlboost.services.trainer.fakes.rewards import FakeRewards
 from rlboost.services.trainer.fakes.storage import MemoryWeights
 from rlboost.services.trainer.ports.resources import JobResources
 from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
-from rlboost.shared import names
-from rlboost.shared.columns import ints
 from rlboost.shared.ids import SampleId
 from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.messages import Message, SampleFinished, SeedingEnded, SeedingReopened, WeightsCommitted
 from rlboost.shared.messages.jobs import ENDED
 from rlboost.shared.redis.bus import RedisBus
+from rlboost.shared.streams import names
 from rlboost.shared.weights.publisher import Shard
+from rlboost.shared.wire.columns import ints
 from tests.support.eventually import eventually
 from tests.support.played_job import PlayedJob
 from tests.support.redis_server import RedisServer

@@ -14,9 +14,6 @@ import pytest
 import redis.asyncio
 
 from rlboost.services.rollout_manager.api import IDEMPOTENCY_TTL_S
-from rlboost.shared import names
-from rlboost.shared.bus import HashSet
-from rlboost.shared.columns import I32, ints
 from rlboost.shared.messages import (
     JobReport,
     SampleDropped,
@@ -24,6 +21,9 @@ from rlboost.shared.messages import (
     SeedingReopened,
 )
 from rlboost.shared.redis.bus import RedisBus
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import HashSet
+from rlboost.shared.wire.columns import I32, ints
 from tests.support import played_job
 from tests.support.eventually import eventually
 from tests.support.played_job import PlayedJob

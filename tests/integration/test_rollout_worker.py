@@ -17,8 +17,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from rlboost.shared.bus import Entry, position
-from rlboost.shared.columns import U64, ints
 from rlboost.shared.messages import (
     FINISH_LENGTH,
     FINISH_RELEASED,
@@ -34,10 +32,12 @@ from rlboost.shared.messages import (
     WorkerJoined,
     WorkerLeft,
 )
-from rlboost.shared.names import WORKER_HEARTBEATS, job_events
 from rlboost.shared.redis.bus import RedisBus
+from rlboost.shared.streams.bus import Entry, position
+from rlboost.shared.streams.names import WORKER_HEARTBEATS, job_events
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.wire import NONCE_FILE
+from rlboost.shared.wire.columns import U64, ints
 from tests.support import published_model, tiny_models
 from tests.support.eventually import eventually
 from tests.support.fake_metadata import FakeMetadata

@@ -13,12 +13,12 @@ import httpx
 import pytest
 from openai import APIError, APITimeoutError, AuthenticationError, BadRequestError, ConflictError, NotFoundError, OpenAI
 
-from rlboost.shared import names
-from rlboost.shared.columns import I32, pack
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import GroupRequested, JobReport, Message, SampleFinished, Sampling
 from rlboost.shared.redis.bus import RedisBus
+from rlboost.shared.streams import names
 from rlboost.shared.weights.client import StoreClient
+from rlboost.shared.wire.columns import I32, pack
 from tests.support import published_model
 from tests.support.doc_snippets import blocks_in
 from tests.support.generated_docs import ROOT

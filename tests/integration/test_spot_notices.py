@@ -17,8 +17,8 @@ from rlboost.services.rollout_worker.generator import Generator
 from rlboost.services.rollout_worker.manager_connection import ManagerConnection, WorkerIdentity
 from rlboost.services.rollout_worker.ports import NoticeSource
 from rlboost.services.rollout_worker.preemption_watch import PreemptionWatch
-from rlboost.shared.fakes import MemoryBus
 from rlboost.shared.messages import PreemptionNotice, WorkerLeft
+from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.waiting import Waits
 from tests.support.eventually import eventually
 from tests.support.fake_metadata import EVENT_ID, Cloud, FakeMetadata

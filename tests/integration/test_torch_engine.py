@@ -21,8 +21,8 @@ from rlboost.services.rollout_worker.adapters.torch.slot_cache import SlotCache 
 from rlboost.services.rollout_worker.domain.parity import judge  # noqa: E402
 from rlboost.services.rollout_worker.domain.uniforms import uniforms  # noqa: E402
 from rlboost.services.trainer.domain.parity import build_probe, build_reference  # noqa: E402
-from rlboost.shared.columns import F32, pack  # noqa: E402
 from rlboost.shared.errors import ConfigError, StoreUnavailable  # noqa: E402
+from rlboost.shared.wire.columns import F32, pack  # noqa: E402
 from tests.support import tiny_models  # noqa: E402
 from tests.support.engine_updates import assert_the_step_of_a_load_parts_old_from_new  # noqa: E402
 from tests.support.engines import Collector, request, run  # noqa: E402

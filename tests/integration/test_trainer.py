@@ -15,9 +15,9 @@ import pytest
 from pyarrow import parquet
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from rlboost.shared import names
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import GroupRequested, JobReport, StepReport
+from rlboost.shared.streams import names
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient

@@ -17,11 +17,11 @@ from rlboost.services.trainer.adapters.machines.registry import Session, Trainer
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.loss.policy import clipped_loss
 from rlboost.services.trainer.ports.engine import PolicyEngine
-from rlboost.shared.columns import F32
 from rlboost.shared.errors import ConfigError, Retryable
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
 from rlboost.shared.tls import ServerCertificate
 from rlboost.shared.waiting import Waits
+from rlboost.shared.wire.columns import F32
 from tests.contract.test_trainer_engine_contract import rows
 from tests.support import rank_policies
 from tests.support.certificates import make_certificates

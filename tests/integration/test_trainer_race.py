@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from rlboost.services.trainer.app import Timing
-from rlboost.shared import names
-from rlboost.shared.bus import HashSet
 from rlboost.shared.messages import JobReport
 from rlboost.shared.redis.bus import RedisBus
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import HashSet
 from tests.support.eventually import eventually
 from tests.support.trainer_rig import JOB, Rig
 

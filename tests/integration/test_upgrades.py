@@ -10,12 +10,12 @@ from typing import Any
 import httpx
 import pytest
 
-from rlboost.shared import names
-from rlboost.shared.bus import START
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.protocol import PROTOCOL
+from rlboost.shared.messages.protocol import PROTOCOL
 from rlboost.shared.redis.bus import RedisBus
-from rlboost.shared.state_protocol import check_leader
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import START
+from rlboost.shared.streams.state_protocol import check_leader
 from tests.support.eventually import eventually
 from tests.support.played_job import PlayedJob
 from tests.support.redis_server import RedisServer

@@ -23,11 +23,11 @@ from fastapi.responses import StreamingResponse
 from prometheus_client import CollectorRegistry, Counter
 from structlog.testing import capture_logs
 
-from rlboost.shared.bus import Bus, HashSet
-from rlboost.shared.fakes import MemoryBus
 from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.server import bind, create_app, server_loop
-from rlboost.shared.names import WEIGHT_PEERS
+from rlboost.shared.streams.bus import Bus, HashSet
+from rlboost.shared.streams.fakes import MemoryBus
+from rlboost.shared.streams.names import WEIGHT_PEERS
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient

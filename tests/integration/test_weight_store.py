@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from rlboost.shared.bus import START, HashSet
 from rlboost.shared.errors import (
     BadSignature,
     BusUnavailable,
@@ -30,8 +29,9 @@ from rlboost.shared.errors import (
 )
 from rlboost.shared.http.store_credential import issue_store_credential
 from rlboost.shared.messages import WeightsCommitted
-from rlboost.shared.names import JOBS, WEIGHTS_COMMITTED
 from rlboost.shared.redis.bus import RedisBus
+from rlboost.shared.streams.bus import START, HashSet
+from rlboost.shared.streams.names import JOBS, WEIGHTS_COMMITTED
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.access import WorkerAccess
 from rlboost.shared.weights.cache import Cache

@@ -21,11 +21,11 @@ from rlboost.services.trainer.fakes.rewards import FakeRewards
 from rlboost.services.trainer.ports.data import Data, Prompt
 from rlboost.services.trainer.ports.resources import JobResources
 from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
-from rlboost.shared.columns import I32, pack
 from rlboost.shared.job.spec import JobSpec, RlJob
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.publisher import Shard
+from rlboost.shared.wire.columns import I32, pack
 from tests.support.engine_manager import EngineManager
 from tests.support.model_folder import write_model
 from tests.support.service_process import TOKEN, ServiceProcess

@@ -13,11 +13,11 @@ from redis.exceptions import NoPermissionError
 
 from rlboost.services.rollout_manager.adapters.redis_users import SETTING
 from rlboost.services.rollout_worker.adapters.manager_http import join
-from rlboost.shared import names
-from rlboost.shared.bus import START
 from rlboost.shared.errors import BusUnavailable, CredentialRejected
 from rlboost.shared.messages import DeadLetter
 from rlboost.shared.redis.bus import RedisBus
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import START
 from rlboost.shared.weights.peers.directory import PeerDirectory
 from tests.support.builders import token_frame
 from tests.support.eventually import eventually

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rlboost.shared.columns import F32, I32, U8, U32, U64, pack
 from rlboost.shared.ids import SampleId
 from rlboost.shared.job.spec import JobSpec, RlJob, to_json
 from rlboost.shared.messages import (
@@ -21,7 +20,8 @@ from rlboost.shared.messages import (
     WorkerHeartbeat,
     WorkerJoined,
 )
-from rlboost.shared.protocol import PROTOCOL
+from rlboost.shared.messages.protocol import PROTOCOL
+from rlboost.shared.wire.columns import F32, I32, U8, U32, U64, pack
 from tests.support.jobs import parse_rl
 
 Row = tuple[int, int, int, int, int, int]

@@ -18,17 +18,17 @@ from rlboost.services.rollout_worker.adapters.store_weights import StoreWeights
 from rlboost.services.rollout_worker.adapters.torch.factory import TorchFactory
 from rlboost.services.rollout_worker.domain.requests import Request
 from rlboost.services.rollout_worker.generator import Generator
-from rlboost.shared import names
-from rlboost.shared.bus import START, Append, Bus
-from rlboost.shared.columns import F32, I32, ints, pack
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import FINISH_STOP, GroupRequested, SampleFinished, SeedingEnded
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import START, Append, Bus
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.access import WorkerAccess
 from rlboost.shared.weights.assembly import Transfer
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.puller import Puller
+from rlboost.shared.wire.columns import F32, I32, ints, pack
 from tests.support.engines import Collected, Collector
 
 

@@ -11,7 +11,7 @@ import threading
 from rlboost.services.rollout_worker.__main__ import main
 from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine
 from rlboost.services.rollout_worker.settings import Settings
-from rlboost.shared.lifecycle import run_service
+from rlboost.shared.process.lifecycle import run_service
 
 HANGS_AFTER_TOKENS = 40
 

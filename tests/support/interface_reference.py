@@ -19,8 +19,8 @@ from rlboost.cli import app
 from rlboost.services.rollout_manager.api import build
 from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.settings import Settings
-from rlboost.shared.fakes import MemoryBus
 from rlboost.shared.http.guard import SCOPE_KEY
+from rlboost.shared.streams.fakes import MemoryBus
 from tests.support.generated_docs import ROOT, write_block
 
 _METRIC_CLASSES = {"Counter", "Gauge", "CounterMetricFamily", "GaugeMetricFamily", "SummaryMetricFamily", "_gauge"}

@@ -7,9 +7,9 @@ import httpx
 from rlboost.services.rollout_manager.api import build
 from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.settings import Settings
-from rlboost.shared import names
-from rlboost.shared.fakes import MemoryBus
 from rlboost.shared.messages import JobReport, JobState
+from rlboost.shared.streams import names
+from rlboost.shared.streams.fakes import MemoryBus
 from tests.support.jobs import job_file
 
 

@@ -22,11 +22,11 @@ from rlboost.services.trainer.ports.engine import Snapshot
 from rlboost.services.trainer.ports.resources import JobResources
 from rlboost.services.trainer.ports.storage import TrainState
 from rlboost.services.trainer.settings import Settings
-from rlboost.shared.bus import Append, Fence, HashSet, Op
 from rlboost.shared.ids import SampleId
-from rlboost.shared.lifecycle import run_service
 from rlboost.shared.messages import GroupRequested, StepReport
+from rlboost.shared.process.lifecycle import run_service
 from rlboost.shared.redis.bus import RedisBus, connect
+from rlboost.shared.streams.bus import Append, Fence, HashSet, Op
 from rlboost.shared.weights.publisher import Shard
 
 POINTS = (

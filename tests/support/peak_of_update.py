@@ -13,10 +13,10 @@ import peft  # noqa: F401 - imported by the optimizer's first step otherwise, wh
 from transformers import AutoModelForCausalLM  # noqa: F401 - likewise
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
+from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.domain.loss.policy import clipped_loss
-from rlboost.services.trainer.domain.training_row import TrainingRow
-from rlboost.shared.columns import F32, I32, pack
 from rlboost.shared.job.training import OptimizerSpec
+from rlboost.shared.wire.columns import F32, I32, pack
 
 LOSS = clipped_loss(0.2, 0.28)
 

@@ -10,13 +10,13 @@ from typing import Any
 import httpx
 
 from rlboost.services.rollout_manager.recovery import read_all
-from rlboost.shared import names
-from rlboost.shared.columns import I32, ints, pack
 from rlboost.shared.errors import BusUnavailable
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import GroupRequested, JobReport, Message, SampleFinished, Sampling, WeightsCommitted
 from rlboost.shared.messages.fields import Role
 from rlboost.shared.redis.bus import RedisBus
+from rlboost.shared.streams import names
+from rlboost.shared.wire.columns import I32, ints, pack
 from tests.support.eventually import eventually
 from tests.support.sim_worker import SimWorker, check_completion
 

@@ -20,15 +20,15 @@ from rlboost.services.trainer.device import DeviceThread
 from rlboost.services.trainer.domain.parity import build_probe
 from rlboost.services.trainer.job_streams import JobStreams, RetryingBus
 from rlboost.services.trainer.publishing import VersionPublisher
-from rlboost.shared import names
-from rlboost.shared.bus import START
-from rlboost.shared.columns import I32, pack
 from rlboost.shared.ids import SampleId
 from rlboost.shared.job.spec import parse
 from rlboost.shared.messages import Event, GroupRequested, JobReport, SampleDropped, SampleFinished, Sampling
 from rlboost.shared.redis.bus import RedisBus
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import START
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.client import StoreClient
+from rlboost.shared.wire.columns import I32, pack
 from tests.support import published_model, tiny_models
 from tests.support.eventually import eventually
 from tests.support.redis_server import RedisServer

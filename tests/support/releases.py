@@ -9,9 +9,9 @@ from typing import Any
 
 import msgpack
 
-from rlboost.shared import codec
 from rlboost.shared.messages import Message
-from rlboost.shared.protocol import PROTOCOL
+from rlboost.shared.messages.protocol import PROTOCOL
+from rlboost.shared.wire import codec
 
 ROOT = Path(__file__).parents[2]
 ADDED = "added_by_the_next_release"
@@ -28,7 +28,7 @@ def next_release(root: Path, *, protocol: int = PROTOCOL) -> Mapping[str, str]:
     for package in ("services", "shared", "rlboost", "examples"):
         shutil.copytree(ROOT / package, root / package, symlinks=True)
     _replace(root / "shared/messages/registry.py", _LAST_OF_BASE, f"{_LAST_OF_BASE}    {ADDED}: int = 7\n")
-    _replace(root / "shared/protocol.py", f"\nPROTOCOL = {PROTOCOL}\n", f"\nPROTOCOL = {protocol}\n")
+    _replace(root / "shared/messages/protocol.py", f"\nPROTOCOL = {PROTOCOL}\n", f"\nPROTOCOL = {protocol}\n")
     return environment(root)
 
 

@@ -15,9 +15,9 @@ from rlboost.services.trainer.domain.resampling import Replacements
 from rlboost.services.trainer.fakes.rewards import FakeRewards
 from rlboost.services.trainer.ports.resources import JobResources
 from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
-from rlboost.shared.columns import I32, unpack
 from rlboost.shared.job.spec import JobSpec, RlJob
 from rlboost.shared.messages import GroupRequested
+from rlboost.shared.wire.columns import I32, unpack
 from tests.support.scripted_manager import scripted
 from tests.support.trainer_rig import Rig, spec
 

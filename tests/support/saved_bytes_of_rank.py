@@ -14,9 +14,9 @@ from typing import Any
 from rlboost.services.trainer.adapters.ranks.layout import Layout
 from rlboost.services.trainer.adapters.ranks.packed import NO_BALANCING, pack_rows
 from rlboost.services.trainer.adapters.ranks.rank import engine_class
-from rlboost.services.trainer.domain.training_row import TrainingRow
-from rlboost.shared.columns import F32, I32, pack
+from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
+from rlboost.shared.wire.columns import F32, I32, pack
 
 N_TOKENS = 40
 ROW = TrainingRow(pack([3], I32), pack([4] * (N_TOKENS - 1), I32), pack([0.0] * (N_TOKENS - 1), F32), 1.0)

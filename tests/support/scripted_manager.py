@@ -8,12 +8,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rlboost.shared import names
-from rlboost.shared.bus import START, Append, Bus, Op
-from rlboost.shared.columns import F32, I32, pack
 from rlboost.shared.errors import BusUnavailable
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import EngineProfile, GroupRequested, SampleDropped, SampleFinished, SeedingEnded
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import START, Append, Bus, Op
+from rlboost.shared.wire.columns import F32, I32, pack
 
 Answer = SampleFinished | SampleDropped
 Script = Callable[[GroupRequested, int], Answer]

@@ -9,9 +9,6 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 
-from rlboost.shared.bus import START, Append, Bus
-from rlboost.shared.columns import F32, I32, U8, U32, U64, ints, pack
-from rlboost.shared.command_digest import command_digest
 from rlboost.shared.errors import BusUnavailable
 from rlboost.shared.messages import (
     FINISH_LENGTH,
@@ -35,15 +32,18 @@ from rlboost.shared.messages import (
     WorkerJoined,
     WorkerLeft,
 )
+from rlboost.shared.messages.protocol import PROTOCOL
 from rlboost.shared.messages.workers import WorkerState
-from rlboost.shared.names import (
+from rlboost.shared.streams.bus import START, Append, Bus
+from rlboost.shared.streams.names import (
     TOKEN_LOG,
     WORKER_HEARTBEATS,
     worker_commands,
     worker_lease,
     worker_reports,
 )
-from rlboost.shared.protocol import PROTOCOL
+from rlboost.shared.wire.columns import F32, I32, U8, U32, U64, ints, pack
+from rlboost.shared.wire.command_digest import command_digest
 
 RESIDENT_BYTES = 123_000_000
 """What each one says of its memory."""

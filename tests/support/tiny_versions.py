@@ -11,7 +11,7 @@ from rlboost.services.weight_store.deltas import Deltas
 from rlboost.services.weight_store.derived_chunks import DerivedChunks
 from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.ports import Chunks, Documents
-from rlboost.shared.fakes import MemoryBus
+from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.delta_graph import Edge, lists_of
 from rlboost.shared.weights.manifest import ChunkRef, Part, TensorEntry, digest_of

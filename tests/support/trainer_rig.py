@@ -11,8 +11,8 @@ from typing import Any
 
 from rlboost.services.trainer.app import Limits, Timing, Trainer
 from rlboost.services.trainer.device import DeviceThread
-from rlboost.services.trainer.domain.tokens import LossFn
-from rlboost.services.trainer.domain.training_row import TrainingRow
+from rlboost.services.trainer.domain.batches.tokens import LossFn
+from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.fakes.engine import FakeEngine
 from rlboost.services.trainer.fakes.rewards import FakeRewards
 from rlboost.services.trainer.fakes.storage import MemoryCheckpoints, MemoryFolder, MemoryWeights
@@ -20,14 +20,14 @@ from rlboost.services.trainer.ports.data import Data, Prompt
 from rlboost.services.trainer.ports.resources import JobResources
 from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
 from rlboost.services.trainer.ports.storage import CheckpointStore, TrainState
-from rlboost.shared import names
-from rlboost.shared.bus import START, Fence
-from rlboost.shared.columns import I32, pack
-from rlboost.shared.fakes import MemoryBus
 from rlboost.shared.job.command_signature import signed
 from rlboost.shared.job.spec import JobSpec, RlJob, to_json
 from rlboost.shared.messages import Event, JobCommand, JobReport, StepReport
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import START, Fence
+from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.waiting import Waits
+from rlboost.shared.wire.columns import I32, pack
 from tests.support.eventually import LIMIT_S, eventually
 from tests.support.jobs import parse_rl
 from tests.support.scripted_manager import ScriptedManager

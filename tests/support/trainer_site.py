@@ -12,14 +12,14 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from rlboost.shared import names
-from rlboost.shared.bus import START, Delete
 from rlboost.shared.errors import BusUnavailable
 from rlboost.shared.ids import SampleId
 from rlboost.shared.job.command_signature import signed
 from rlboost.shared.job.spec import parse, to_json
 from rlboost.shared.messages import Event, JobCommand, JobReport, StepReport
 from rlboost.shared.redis.bus import RedisBus
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import START, Delete
 from rlboost.shared.weights.client import StoreClient
 from tests.support.eventually import eventually
 from tests.support.redis_server import RedisServer

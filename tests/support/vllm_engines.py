@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from rlboost.services.rollout_worker.adapters.vllm.factory import VllmFactory, engine_core_environment
-from rlboost.shared.threads import run_in_thread
+from rlboost.shared.process.threads import run_in_thread
 
 if TYPE_CHECKING:
     from rlboost.services.rollout_worker.adapters.vllm.engine import VllmEngine

@@ -15,13 +15,13 @@ from pathlib import Path
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, Counter
 
-from rlboost.shared import logs
-from rlboost.shared.bus import HashSet
 from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.server import bind, create_app, server_loop
-from rlboost.shared.lifecycle import supervise
-from rlboost.shared.names import WEIGHT_PEERS
+from rlboost.shared.process import logs
+from rlboost.shared.process.lifecycle import supervise
 from rlboost.shared.redis.bus import connect
+from rlboost.shared.streams.bus import HashSet
+from rlboost.shared.streams.names import WEIGHT_PEERS
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient

@@ -13,8 +13,6 @@ from typing import TypeVar
 import redis
 
 from rlboost.services.rollout_worker.ports import Membership
-from rlboost.shared.bus import START, Bus, Entry, HashSet, position
-from rlboost.shared.columns import I32, U32, U64, floats, ints, pack
 from rlboost.shared.http.store_credential import issue_store_credential
 from rlboost.shared.http.token_signature import peer_key
 from rlboost.shared.ids import new_token
@@ -34,7 +32,9 @@ from rlboost.shared.messages import (
     WorkerHeartbeat,
     WorkerJoined,
 )
-from rlboost.shared.names import (
+from rlboost.shared.messages.protocol import PROTOCOL
+from rlboost.shared.streams.bus import START, Bus, Entry, HashSet, position
+from rlboost.shared.streams.names import (
     DEAD_LETTERS,
     TOKEN_LOG,
     WEIGHT_PEERS,
@@ -44,9 +44,9 @@ from rlboost.shared.names import (
     worker_commands,
     worker_reports,
 )
-from rlboost.shared.protocol import PROTOCOL
-from rlboost.shared.token_rows import token_rows
 from rlboost.shared.weights.manifest_key import ManifestKey
+from rlboost.shared.wire.columns import I32, U32, U64, floats, ints, pack
+from rlboost.shared.wire.token_rows import token_rows
 from tests.support.eventually import LIMIT_S, eventually
 
 JOB = "job"

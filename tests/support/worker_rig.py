@@ -11,11 +11,11 @@ from rlboost.services.rollout_worker.fakes import FakeEngine, FakeEngineFactory,
 from rlboost.services.rollout_worker.generator import Generator
 from rlboost.services.rollout_worker.manager_connection import ManagerConnection, WorkerIdentity
 from rlboost.services.rollout_worker.ports import Memory, StagedWeights
-from rlboost.shared.bus import Append, Fence, Op
 from rlboost.shared.errors import BusUnavailable, CredentialRejected
-from rlboost.shared.fakes import MemoryBus
 from rlboost.shared.messages import TokenFrame
-from rlboost.shared.names import worker_reports
+from rlboost.shared.streams.bus import Append, Fence, Op
+from rlboost.shared.streams.fakes import MemoryBus
+from rlboost.shared.streams.names import worker_reports
 from rlboost.shared.waiting import Waits
 from tests.support.worker_manager import JOB, WorkerManager, at_once
 

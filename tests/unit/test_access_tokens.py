@@ -17,8 +17,8 @@ from rlboost.commands import token as commands
 from rlboost.services.rollout_manager.api import build
 from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.settings import Settings
-from rlboost.shared import names
-from rlboost.shared.fakes import MemoryBus
+from rlboost.shared.streams import names
+from rlboost.shared.streams.fakes import MemoryBus
 from tests.support.fake_rest import FakeRest, ok, problem
 
 

@@ -6,20 +6,20 @@ import asyncio
 from types import SimpleNamespace
 from typing import cast
 
+from rlboost.services.trainer.domain.groups.turns import TurnIds
 from rlboost.services.trainer.domain.plan import PlannedGroup
-from rlboost.services.trainer.domain.turns import TurnIds
 from rlboost.services.trainer.fakes.environments import FakeChatFormatter, FakeEnvironments
 from rlboost.services.trainer.ports.data import Data, Prompt
 from rlboost.services.trainer.step.context import JobContext
 from rlboost.services.trainer.step.multi_turn import Conversations
-from rlboost.shared import names
-from rlboost.shared.bus import START
-from rlboost.shared.columns import F32, I32, pack
-from rlboost.shared.fakes import MemoryBus
 from rlboost.shared.ids import SampleId
 from rlboost.shared.job.environment import Message, Step
 from rlboost.shared.messages import GroupRequested, SampleFinished, Sampling, TurnAnswered
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import START
+from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.waiting import Waits
+from rlboost.shared.wire.columns import F32, I32, pack
 from tests.support.eventually import eventually
 from tests.support.trainer_rig import JOB, spec
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlboost.services.rollout_manager.domain.autoscale import (
+from rlboost.services.rollout_manager.domain.allocation.autoscale import (
     COOL_DOWN_S,
     Autoscaler,
     FleetView,
@@ -18,9 +18,9 @@ from rlboost.services.rollout_manager.domain.autoscale import (
     surplus,
     view,
 )
-from rlboost.services.rollout_manager.domain.fleet import Worker
-from rlboost.services.rollout_manager.domain.jobs import Job
-from rlboost.services.rollout_manager.domain.window_tuner import WindowTuner
+from rlboost.services.rollout_manager.domain.jobs.record import Job
+from rlboost.services.rollout_manager.domain.seeding.window_tuner import WindowTuner
+from rlboost.services.rollout_manager.domain.workers.fleet import Worker
 from rlboost.services.rollout_manager.domain.world import World
 from tests.support.builders import job_spec, worker_joined
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from rlboost.services.rollout_manager.bus_operations import bookkeeping, operations
 from rlboost.services.rollout_manager.domain.effects import ForgetWorker
-from rlboost.shared import names
-from rlboost.shared.bus import START, Append, HashSet
-from rlboost.shared.fakes import MemoryBus
 from rlboost.shared.messages import Dismissed, Suspend
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import START, Append, HashSet
+from rlboost.shared.streams.fakes import MemoryBus
 
 
 async def test_of_a_forgotten_worker_s_commands_only_the_dismissal_is_kept() -> None:

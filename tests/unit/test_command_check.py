@@ -8,15 +8,10 @@ from typing import Any, cast
 import pytest
 
 from rlboost.services.rollout_manager.app import Manager
-from rlboost.services.rollout_manager.domain.command_check import MIN_HEARTBEATS, CommandCheck
+from rlboost.services.rollout_manager.domain.workers.command_check import MIN_HEARTBEATS, CommandCheck
 from rlboost.services.rollout_manager.domain.world import Now
 from rlboost.services.rollout_manager.recovery import read_all
 from rlboost.services.rollout_worker.domain.session import Session
-from rlboost.shared import names
-from rlboost.shared.bus import START, after
-from rlboost.shared.columns import I32, U32, U64, ints, pack
-from rlboost.shared.command_digest import command_digest
-from rlboost.shared.fakes import MemoryBus
 from rlboost.shared.messages import (
     Assign,
     Assignment,
@@ -28,6 +23,11 @@ from rlboost.shared.messages import (
     Suspend,
     UseVersion,
 )
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import START, after
+from rlboost.shared.streams.fakes import MemoryBus
+from rlboost.shared.wire.columns import I32, U32, U64, ints, pack
+from rlboost.shared.wire.command_digest import command_digest
 from tests.support.builders import group_requested, job_created, job_running
 from tests.support.sim_worker import SimWorker, check_completion
 

@@ -7,10 +7,10 @@ import pytest
 from rlboost.services.rollout_manager.domain import compaction
 from rlboost.services.rollout_manager.domain.compaction import compact, forget_ended
 from rlboost.services.rollout_manager.domain.effects import ForgetJob, Record
-from rlboost.services.rollout_manager.domain.jobs import Job
+from rlboost.services.rollout_manager.domain.jobs.record import Job
 from rlboost.services.rollout_manager.domain.world import World
-from rlboost.shared.columns import U32, pack
 from rlboost.shared.messages import FINISH_STOP, JobState, Restated
+from rlboost.shared.wire.columns import U32, pack
 from tests.support.builders import group_id, group_requested, job_spec, placed, token_frame
 
 SPEC = job_spec()

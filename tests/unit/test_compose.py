@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 
 from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.server import create_app
-from rlboost.shared.lifecycle import supervise
+from rlboost.shared.process.lifecycle import supervise
 from rlboost.shared.settings import ServiceSettings, read
 
 ROOT = Path(__file__).parents[2]

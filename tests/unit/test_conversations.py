@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlboost.services.trainer.domain import plan
-from rlboost.services.trainer.domain.collector import DroppedGroup, Outcome, WholeGroup
-from rlboost.services.trainer.domain.conversation import Conversation
-from rlboost.services.trainer.domain.conversation_collector import ConversationCollector
-from rlboost.services.trainer.domain.turns import TurnIds
-from rlboost.shared.columns import F32, I32, U8, ints, pack
+from rlboost.services.trainer.domain.groups.collector import DroppedGroup, Outcome, WholeGroup
+from rlboost.services.trainer.domain.groups.conversation import Conversation
+from rlboost.services.trainer.domain.groups.conversation_collector import ConversationCollector
+from rlboost.services.trainer.domain.groups.turns import TurnIds
 from rlboost.shared.errors import ConfigError, Fatal, Unprocessable
 from rlboost.shared.ids import SampleId, group_of
 from rlboost.shared.messages import GroupOpened, Message, SampleDropped, SampleFinished, SeedingEnded, TurnAnswered
+from rlboost.shared.wire.columns import F32, I32, U8, ints, pack
 from tests.support.trainer_rig import spec
 
 IDS = TurnIds(n_groups=2, group_size=2, max_turns=3)

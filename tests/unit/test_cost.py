@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from rlboost.services.rollout_manager.domain import cost
-from rlboost.services.rollout_manager.domain.audit import Audit
-from rlboost.services.rollout_manager.domain.cost import charge_workers, cost_report
-from rlboost.services.rollout_manager.domain.jobs import Job
+from rlboost.services.rollout_manager.domain.allocation import charging
+from rlboost.services.rollout_manager.domain.allocation.charging import charge_workers
+from rlboost.services.rollout_manager.domain.jobs.audit import Audit
+from rlboost.services.rollout_manager.domain.jobs.cost_report import cost_report
+from rlboost.services.rollout_manager.domain.jobs.record import Job
 from rlboost.services.rollout_manager.domain.world import Now, World
 from tests.support.builders import job_spec, worker_joined
 
@@ -81,7 +82,7 @@ def test_cost_survives_the_stored_form_of_the_audit(world: World) -> None:
 
 def test_each_step_without_spot_workers_is_estimated_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     estimates: list[tuple[float, float] | None] = [None, (90.0, 1.5), (80.0, 1.0)]
-    monkeypatch.setattr(cost, "step_without_spot", lambda _world, _job: estimates.pop(0))
+    monkeypatch.setattr(charging, "step_without_spot", lambda _world, _job: estimates.pop(0))
     world.jobs["a"].step = 1
     charge(world, (0.0, 100.0), (10.0, 110.0), (20.0, 120.0))
     assert cost_report(world.audits["a"], steps=1, max_dollars=None)["reserved_only"]["seconds"] == 90.0

@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.decisions import Load
-from rlboost.services.rollout_manager.domain.fleet import Worker
 from rlboost.services.rollout_manager.domain.scheduler import REBALANCE_EVERY_S, rebalance
 from rlboost.services.rollout_manager.domain.scheduling.candidates import CandidatePool, has_capacity, set_batch_cap
 from rlboost.services.rollout_manager.domain.scheduling.rebalance import (
@@ -25,7 +24,8 @@ from rlboost.services.rollout_manager.domain.scheduling.rebalance import (
     is_balanced,
     select_migrations,
 )
-from rlboost.services.rollout_manager.domain.throughput_model import MIN_OBSERVATIONS, Profile
+from rlboost.services.rollout_manager.domain.workers.fleet import Worker
+from rlboost.services.rollout_manager.domain.workers.throughput_model import MIN_OBSERVATIONS, Profile
 from rlboost.services.rollout_manager.domain.world import Now
 from tests.support.builders import worker_joined
 

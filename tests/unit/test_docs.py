@@ -19,9 +19,10 @@ from rlboost.cli import app
 from rlboost.services.rollout_manager.api import build
 from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.settings import Settings as ManagerSettings
-from rlboost.shared import messages, names
-from rlboost.shared.fakes import MemoryBus
+from rlboost.shared import messages
 from rlboost.shared.job import spec as job_spec
+from rlboost.shared.streams import names
+from rlboost.shared.streams.fakes import MemoryBus
 from tests.support import architecture_diagram, interface_reference, job_reference, settings_reference
 from tests.support.doc_snippets import DOCS, blocks_in
 from tests.support.generated_docs import read_block

@@ -10,13 +10,13 @@ import yaml
 
 from rlboost.jobs import check as jobcheck
 from rlboost.services.rollout_manager.domain.apply_messages import apply_delivered
-from rlboost.services.rollout_manager.domain.sample import Sample
 from rlboost.services.rollout_manager.domain.scheduling.length_estimates import LengthEstimates
+from rlboost.services.rollout_manager.domain.tokens.sample import Sample
 from rlboost.services.rollout_manager.domain.world import World
-from rlboost.shared.columns import I32, pack
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import RlJob
 from rlboost.shared.messages import GroupOpened, TurnAnswered
+from rlboost.shared.wire.columns import I32, pack
 from tests.support import jobs
 from tests.support.builders import group_requested
 

@@ -10,16 +10,16 @@ import pytest
 
 from rlboost.services.rollout_manager.api import build
 from rlboost.services.rollout_manager.app import Manager
-from rlboost.services.rollout_manager.domain.autoscale import Pool
+from rlboost.services.rollout_manager.domain.allocation.autoscale import Pool
 from rlboost.services.rollout_manager.domain.world import Now
 from rlboost.services.rollout_manager.fleet_scaler import REPEAT_S, RETRY_S, FleetScaler
 from rlboost.services.rollout_manager.ports import ProviderFailed
 from rlboost.services.rollout_manager.settings import Settings
-from rlboost.shared import names
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.fakes import MemoryBus
 from rlboost.shared.messages import JobReport
 from rlboost.shared.settings import read
+from rlboost.shared.streams import names
+from rlboost.shared.streams.fakes import MemoryBus
 from tests.support.jobs import job_file
 from tests.support.sim_worker import SimWorker
 

@@ -18,11 +18,11 @@ from rlboost.services.rollout_manager.openai.routes import add_openai_routes
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.services.rollout_worker.api import notice_routes
 from rlboost.services.weight_store import api as store_api
-from rlboost.shared.fakes import MemoryBus
 from rlboost.shared.http.authentication import system_token
 from rlboost.shared.http.failure_limit import ADDRESSES_MAX, BURST, FailureLimit
 from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.server import create_app
+from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.waiting import Waits
 
 TOKEN = "token"

@@ -7,7 +7,7 @@ import importlib.util
 
 import pytest
 
-from rlboost.shared.importing import gc_paused, modules_hidden
+from rlboost.shared.process.importing import gc_paused, modules_hidden
 
 
 def test_gc_paused_resumes_after_a_failed_import() -> None:

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from rlboost.services.rollout_manager.app import Manager
-from rlboost.shared import names
-from rlboost.shared.bus import START
 from rlboost.shared.messages import JobCommand, StepReport
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import START
 from tests.support.manager_rig import ManagerRig
 
 

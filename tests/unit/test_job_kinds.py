@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from rlboost.jobs.evaluation import evaluation_of
-from rlboost.services.rollout_manager.domain.jobs import from_json as job_from_json
-from rlboost.services.rollout_manager.domain.jobs import to_json as job_to_json
+from rlboost.services.rollout_manager.domain.jobs.record import from_json as job_from_json
+from rlboost.services.rollout_manager.domain.jobs.record import to_json as job_to_json
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import EvalJob, InvalidJob, RlJob, parse, parse_stored, to_json
 from rlboost.shared.job.training import TrainerSpec

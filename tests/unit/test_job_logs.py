@@ -11,13 +11,14 @@ import structlog
 from rlboost.services.rollout_manager import event_followers
 from rlboost.services.rollout_manager.event_followers import in_order
 from rlboost.services.rollout_manager.settings import Settings
-from rlboost.shared import logs, names
-from rlboost.shared.bus import START, Entry
-from rlboost.shared.fakes import MemoryBus
 from rlboost.shared.ids import WeightsRef
-from rlboost.shared.job_logs import log_ops, log_sender
-from rlboost.shared.log_buffer import BUFFER, MAX_BUFFERED, MAX_CHARACTERS, MAX_TAKEN, LogBuffer
 from rlboost.shared.messages import Event, WorkerLog
+from rlboost.shared.process import logs
+from rlboost.shared.process.log_buffer import BUFFER, MAX_BUFFERED, MAX_CHARACTERS, MAX_TAKEN, LogBuffer
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import START, Entry
+from rlboost.shared.streams.fakes import MemoryBus
+from rlboost.shared.streams.job_logs import log_ops, log_sender
 from tests.support.manager_rig import ManagerRig
 from tests.support.worker_manager import JOB
 from tests.support.worker_rig import Rig

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from rlboost.services.rollout_manager.join import JoinRequest, join
+from rlboost.services.rollout_manager.access.join import JoinRequest, join
+from rlboost.services.rollout_manager.access.worker_identities import WorkerIdentities
 from rlboost.services.rollout_manager.settings import Settings
-from rlboost.services.rollout_manager.worker_identities import WorkerIdentities
-from rlboost.shared.fakes import MemoryBus
 from rlboost.shared.redis.bus import RedisBus
+from rlboost.shared.streams.fakes import MemoryBus
 from tests.support.worker_users import FakeUsers
 
 

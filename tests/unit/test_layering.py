@@ -17,22 +17,22 @@ LINKED = re.compile(r"rlboost\.(services|shared|examples)\b")
 HEAVY = ("torch", "transformers", "vllm", "megatron", "fastapi", "matplotlib")
 WIRE = {
     "shared.job.algorithm",
-    "shared.bus",
+    "shared.streams.bus",
     "shared.model.parity",
-    "shared.columns",
-    "shared.command_digest",
+    "shared.wire.columns",
+    "shared.wire.command_digest",
     "shared.job.curriculum",
     "shared.errors",
     "shared.ids",
     "shared.job.spec",
     "shared.job.fleet",
     "shared.messages",
-    "shared.protocol",
+    "shared.messages.protocol",
     "shared.job.reward",
     "shared.job.run_profile",
     "shared.job.training",
-    "shared.routed_experts",
-    "shared.scopes",
+    "shared.wire.routed_experts",
+    "shared.http.scopes",
     "shared.weights.delta_graph",
     "shared.weights.manifest",
 }
@@ -144,7 +144,7 @@ def test_adapters_see_ports_and_shared_only(service: str) -> None:
 
 
 ADAPTER_IMPORTS = {
-    "rollout_manager/join.py": {"services.rollout_manager.adapters.manifest_key"},
+    "rollout_manager/access/join.py": {"services.rollout_manager.adapters.manifest_key"},
     "rollout_manager/weights.py": {"services.rollout_manager.adapters.weight_store"},
 }
 """Functions without state that defer a slow import to their first call."""
@@ -181,7 +181,7 @@ def test_help_and_settings_need_no_heavy_library(service: str) -> None:
 
 def test_only_one_file_spells_the_names_of_streams() -> None:
     for path in SOURCES:
-        if path != ROOT / "shared" / "names.py":
+        if path != ROOT / "shared" / "streams" / "names.py":
             assert not re.search(r'"rlboost:\w', path.read_text(encoding="utf-8")), f"{path} spells a Redis name"
 
 

@@ -16,15 +16,15 @@ from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.domain.world import Now
 from rlboost.services.rollout_manager.leadership import RECOVERY_LEASE_S, ManagerRecord, manager_record
 from rlboost.services.rollout_manager.settings import Settings
-from rlboost.shared import names
-from rlboost.shared.bus import START, Append, Entry, position
 from rlboost.shared.errors import BusUnavailable, ConfigError, Fenced
-from rlboost.shared.fakes import MemoryBus
-from rlboost.shared.fenced_lease import FencedLease
 from rlboost.shared.job.spec import parse, to_json
 from rlboost.shared.messages import Event, JobCommand, Resume
-from rlboost.shared.protocol import PROTOCOL, PROTOCOL_HEADER
+from rlboost.shared.messages.protocol import PROTOCOL, PROTOCOL_HEADER
 from rlboost.shared.settings import read
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import START, Append, Entry, position
+from rlboost.shared.streams.fakes import MemoryBus
+from rlboost.shared.streams.fenced_lease import FencedLease
 from tests.support.eventually import eventually
 from tests.support.jobs import job_file
 

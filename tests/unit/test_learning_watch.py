@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from rlboost.services.rollout_manager.domain.apply_messages import apply_message
-from rlboost.services.rollout_manager.domain.jobs import Job, from_json, to_json
+from rlboost.services.rollout_manager.domain.jobs.record import Job, from_json, to_json
 from rlboost.services.rollout_manager.domain.world import Now, World
-from rlboost.services.trainer.domain import learning_health
+from rlboost.services.trainer.domain.learning import health
 from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
 from rlboost.services.trainer.step import scoring
-from rlboost.shared import names
-from rlboost.shared.bus import START, HashSet
 from rlboost.shared.messages import Event, StepReport
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import START, HashSet
 from tests.support.trainer_rig import JOB, Rig, spec
 
 
@@ -89,7 +89,7 @@ async def test_a_fault_of_the_watch_does_not_end_the_job(tmp_path: Path, monkeyp
     def fails(*_: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(learning_health, "RULES", (fails,))
+    monkeypatch.setattr(health, "RULES", (fails,))
     rig = Rig(tmp_path)
     await rig.bus.transact([HashSet(names.job_metrics(JOB), {"0": "not JSON"})])
     async with rig.trainer():

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from rlboost.services.rollout_manager.domain.ledger import Ledger
-from rlboost.services.rollout_manager.domain.sample import PAST_TOKENS
-from rlboost.shared.columns import U32, ints, pack
+from rlboost.services.rollout_manager.domain.tokens.ledger import Ledger
+from rlboost.services.rollout_manager.domain.tokens.sample import PAST_TOKENS
 from rlboost.shared.errors import Unprocessable
 from rlboost.shared.messages import FINISH_LENGTH, FINISH_STOP, Placed, SampleFailed, TokenFrame
+from rlboost.shared.wire.columns import U32, ints, pack
 from tests.support import builders
 from tests.support.builders import group_id, group_requested
 

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlboost.services.rollout_manager.domain.ledger import Ledger, Outcome
+from rlboost.services.rollout_manager.domain.tokens.ledger import Ledger, Outcome
 from rlboost.services.rollout_manager.entry_batches import PoisonEntries, apply_in_batches
-from rlboost.shared.bus import Entry
-from rlboost.shared.columns import I32, U32, U64, ints, pack
 from rlboost.shared.errors import Unprocessable
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import FINISH_RELEASED, FINISH_STOP, GroupRequested, Message, Placed, Sampling, TokenFrame
+from rlboost.shared.streams.bus import Entry
+from rlboost.shared.wire.columns import I32, U32, U64, ints, pack
 from tests.support.builders import Row, group_id, group_requested, placed, token_frame
 
 GROUPS = [group_id(job_no=job) for job in (1, 2)]

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from rlboost.shared import logs
 from rlboost.shared.errors import ConfigError, Retryable, WaitTimedOut
-from rlboost.shared.lifecycle import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, LoopEnded, run_service, supervise
+from rlboost.shared.process import logs
+from rlboost.shared.process.lifecycle import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, LoopEnded, run_service, supervise
 from rlboost.shared.settings import ServiceSettings
 from rlboost.shared.waiting import Waits
 

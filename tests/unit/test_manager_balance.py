@@ -9,8 +9,8 @@ import pytest
 
 from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.domain.world import Now
-from rlboost.shared import names
-from rlboost.shared.fakes import MemoryBus
+from rlboost.shared.streams import names
+from rlboost.shared.streams.fakes import MemoryBus
 from tests.support.builders import group_requested, job_created, job_running, job_spec
 from tests.support.sim_worker import SimWorker
 

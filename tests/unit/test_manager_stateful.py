@@ -19,17 +19,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rlboost.services.rollout_manager.app import Manager
-from rlboost.services.rollout_manager.domain.audit import Audit
-from rlboost.services.rollout_manager.domain.sample import FAILURES_LIMIT, WORKERS_LIMIT
+from rlboost.services.rollout_manager.domain.jobs.audit import Audit
 from rlboost.services.rollout_manager.domain.scheduler import reclaim
+from rlboost.services.rollout_manager.domain.tokens.sample import FAILURES_LIMIT, WORKERS_LIMIT
 from rlboost.services.rollout_manager.domain.world import Now
 from rlboost.services.rollout_manager.leadership import manager_record
 from rlboost.services.rollout_manager.recovery import read_all
-from rlboost.shared import names
-from rlboost.shared.bus import HashSet, after
-from rlboost.shared.columns import I32, ints
 from rlboost.shared.errors import BusUnavailable, Fenced
-from rlboost.shared.fakes import MemoryBus
 from rlboost.shared.job.spec import parse, to_json
 from rlboost.shared.messages import (
     GroupRequested,
@@ -40,6 +36,10 @@ from rlboost.shared.messages import (
     SampleFinished,
     StepReport,
 )
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import HashSet, after
+from rlboost.shared.streams.fakes import MemoryBus
+from rlboost.shared.wire.columns import I32, ints
 from tests.support.builders import group_requested, weights_committed
 from tests.support.sim_worker import SimWorker, check_completion
 

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from rlboost.shared.codec import decode, encode
-from rlboost.shared.columns import F32, I32, floats, ints, pack
 from rlboost.shared.errors import Undecodable
 from rlboost.shared.ids import SampleId, group_of, job_of
 from rlboost.shared.messages import Message, TokenFrame, registered
+from rlboost.shared.wire.codec import decode, encode
+from rlboost.shared.wire.columns import F32, I32, floats, ints, pack
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 M = TypeVar("M", bound=BaseModel)

@@ -22,13 +22,13 @@ from rlboost.services.rollout_manager.api import build
 from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.scrape_targets import scrape_targets
 from rlboost.services.trainer.metrics import SHOWN, observe_step
-from rlboost.shared import names
-from rlboost.shared.bus import HashSet
 from rlboost.shared.errors import WaitTimedOut
-from rlboost.shared.fakes import MemoryBus
 from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.server import create_app
 from rlboost.shared.http.token_signature import metrics_path, peer_key
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import HashSet
+from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.peers.directory import PeerDirectory
 from tests.support.interface_reference import metric_families

@@ -8,10 +8,10 @@ from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.domain import decide as decisions
 from rlboost.services.rollout_manager.domain.effects import Deliver
 from rlboost.services.rollout_manager.domain.world import Now, World
-from rlboost.shared import names
-from rlboost.shared.bus import LONGEST_LEASE_S
-from rlboost.shared.fakes import MemoryBus
 from rlboost.shared.messages import FINISH_STOP, SampleFinished
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import LONGEST_LEASE_S
+from rlboost.shared.streams.fakes import MemoryBus
 from tests.support.builders import group_id, group_requested, heartbeat, job_running, token_frame, worker_joined
 from tests.support.sim_worker import SimWorker
 from tests.unit.test_scheduler import NOW, apply

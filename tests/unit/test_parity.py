@@ -8,9 +8,9 @@ import pytest
 
 from rlboost.services.rollout_worker.domain.parity import FLOAT32_TOLERANCE, MAX_PER_MEAN, RELATIVE_TOLERANCE, judge
 from rlboost.services.trainer.domain.parity import COMMON_TOKENS, build_probe, build_reference
-from rlboost.shared.columns import F32, pack
 from rlboost.shared.errors import Fatal, Undecodable
 from rlboost.shared.model.parity import ParityReference, ScoredSequence
+from rlboost.shared.wire.columns import F32, pack
 
 
 def canary(

@@ -5,9 +5,9 @@ from itertools import combinations
 import pytest
 
 from rlboost.services.trainer.domain.metrics import ScoredGroup, StepTally
-from rlboost.services.trainer.domain.pass_at_k import pass_at_k, pass_rates
-from rlboost.shared.columns import F32, I32, pack
+from rlboost.services.trainer.domain.rewards.pass_at_k import pass_at_k, pass_rates
 from rlboost.shared.messages import SampleFinished
+from rlboost.shared.wire.columns import F32, I32, pack
 
 
 @pytest.mark.parametrize(("n", "n_passed"), [(1, 0), (1, 1), (5, 0), (5, 2), (6, 6)])

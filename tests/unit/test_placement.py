@@ -9,8 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlboost.services.rollout_manager.domain.fleet import Worker
-from rlboost.services.rollout_manager.domain.sample import Sample
 from rlboost.services.rollout_manager.domain.scheduling.candidates import (
     CandidatePool,
     admits,
@@ -28,10 +26,12 @@ from rlboost.services.rollout_manager.domain.scheduling.fair_share import (
 from rlboost.services.rollout_manager.domain.scheduling.length_estimates import LengthEstimates
 from rlboost.services.rollout_manager.domain.scheduling.queue import OLDEST_GROUP_EVERY, SampleQueue
 from rlboost.services.rollout_manager.domain.scheduling.rebalance import RunningSample, WorkerLoad, select_migrations
-from rlboost.services.rollout_manager.domain.throughput_model import MIN_OBSERVATIONS, Profile
-from rlboost.shared.columns import I32, pack
+from rlboost.services.rollout_manager.domain.tokens.sample import Sample
+from rlboost.services.rollout_manager.domain.workers.fleet import Worker
+from rlboost.services.rollout_manager.domain.workers.throughput_model import MIN_OBSERVATIONS, Profile
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import Sampling
+from rlboost.shared.wire.columns import I32, pack
 from tests.support.builders import group_requested, worker_joined
 
 

@@ -16,10 +16,6 @@ from rlboost.services.rollout_manager import app, recovery
 from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.domain.apply_messages import apply_frames
 from rlboost.services.rollout_manager.domain.world import Now
-from rlboost.shared import names
-from rlboost.shared.bus import START
-from rlboost.shared.codec import encode
-from rlboost.shared.columns import F32, I32, U8, U32, U64, pack
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import (
     Admitted,
@@ -43,6 +39,10 @@ from rlboost.shared.messages import (
     WorkerLeft,
     WorkerLog,
 )
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import START
+from rlboost.shared.wire.codec import encode
+from rlboost.shared.wire.columns import F32, I32, U8, U32, U64, pack
 from tests.support.builders import group_id, group_requested, job_created
 from tests.unit.test_serving import Rig
 

@@ -7,15 +7,11 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from rlboost.services.rollout_manager.app import Manager
-from rlboost.services.rollout_manager.domain.audit import Audit
-from rlboost.services.rollout_manager.domain.sample import FAILURES_LIMIT
+from rlboost.services.rollout_manager.domain.jobs.audit import Audit
+from rlboost.services.rollout_manager.domain.tokens.sample import FAILURES_LIMIT
 from rlboost.services.rollout_manager.domain.world import Now
 from rlboost.services.rollout_manager.leadership import manager_record
 from rlboost.services.rollout_manager.recovery import read_all
-from rlboost.shared import names
-from rlboost.shared.codec import decode
-from rlboost.shared.columns import I32, ints
-from rlboost.shared.fakes import MemoryBus
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import (
     DeadLetter,
@@ -27,6 +23,10 @@ from rlboost.shared.messages import (
     SampleFinished,
     Sampling,
 )
+from rlboost.shared.streams import names
+from rlboost.shared.streams.fakes import MemoryBus
+from rlboost.shared.wire.codec import decode
+from rlboost.shared.wire.columns import I32, ints
 from tests.support.builders import group_requested, job_running
 from tests.support.sim_worker import SimWorker, check_completion
 

@@ -10,8 +10,8 @@ import pytest
 VICTIM = """
 import asyncio, ctypes, os, sys
 from rlboost.services.trainer.children.child import Pipe
-from rlboost.shared.lifecycle import run_service
-from rlboost.shared.process_memory import protect_process_memory
+from rlboost.shared.process.lifecycle import run_service
+from rlboost.shared.process.memory import protect_process_memory
 from rlboost.shared.settings import ServiceSettings
 
 def readable(name):

@@ -7,15 +7,11 @@ import json
 import pytest
 
 from rlboost.services.rollout_manager.app import Manager
-from rlboost.services.rollout_manager.domain.audit import Audit
 from rlboost.services.rollout_manager.domain.compaction import compact
+from rlboost.services.rollout_manager.domain.jobs.audit import Audit
 from rlboost.services.rollout_manager.domain.world import Now
 from rlboost.services.rollout_manager.leadership import manager_record
 from rlboost.services.rollout_manager.recovery import read_all
-from rlboost.shared import names
-from rlboost.shared.bus import HashSet
-from rlboost.shared.columns import I32, ints
-from rlboost.shared.fakes import MemoryBus
 from rlboost.shared.job.spec import to_json
 from rlboost.shared.messages import (
     DeadLetter,
@@ -24,6 +20,10 @@ from rlboost.shared.messages import (
     Message,
     SampleFinished,
 )
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import HashSet
+from rlboost.shared.streams.fakes import MemoryBus
+from rlboost.shared.wire.columns import I32, ints
 from tests.support.builders import group_id, group_requested, job_running, job_spec
 from tests.support.sim_worker import SimWorker, check_completion
 

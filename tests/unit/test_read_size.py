@@ -11,13 +11,13 @@ from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.leadership import manager_record
 from rlboost.services.rollout_manager.recovery import read_all
 from rlboost.services.trainer.job_streams import FinishedLog, RetryingBus
-from rlboost.shared import names, read_size
-from rlboost.shared.bus import Entry, RawEntry
-from rlboost.shared.columns import F32, I32, pack
-from rlboost.shared.fakes import MemoryBus
 from rlboost.shared.messages import SampleFinished
-from rlboost.shared.read_size import ReadSize
+from rlboost.shared.streams import names, read_size
+from rlboost.shared.streams.bus import Entry, RawEntry
+from rlboost.shared.streams.fakes import MemoryBus
+from rlboost.shared.streams.read_size import ReadSize
 from rlboost.shared.waiting import Waits
+from rlboost.shared.wire.columns import F32, I32, pack
 from rlboost.tracing.follow import follow
 from rlboost.tracing.samples import Span
 from tests.support.builders import heartbeat, worker_joined

@@ -8,18 +8,14 @@ from typing import Any
 import msgpack
 import pytest
 
+from rlboost.services.rollout_manager.access.worker_identities import IdentityRecord, WorkerIdentities
 from rlboost.services.rollout_manager.app import BATCH, MIN_BATCH, Manager
-from rlboost.services.rollout_manager.domain.departures import ABSENT_RETENTION_S, LEFT_RETENTION_S
 from rlboost.services.rollout_manager.domain.relay import destination
+from rlboost.services.rollout_manager.domain.workers.departures import ABSENT_RETENTION_S, LEFT_RETENTION_S
 from rlboost.services.rollout_manager.domain.world import Now
 from rlboost.services.rollout_manager.leadership import manager_record
 from rlboost.services.rollout_manager.recovery import read_all
-from rlboost.services.rollout_manager.worker_identities import IdentityRecord, WorkerIdentities
-from rlboost.shared import names
-from rlboost.shared.bus import Entry, Fence, HashSet, Op, RawEntry
-from rlboost.shared.codec import encode, fields_of
 from rlboost.shared.errors import BusUnavailable, Fenced, Unprocessable
-from rlboost.shared.fakes import MemoryBus
 from rlboost.shared.messages import (
     Admitted,
     Closed,
@@ -32,6 +28,10 @@ from rlboost.shared.messages import (
     WorkerEvent,
     WorkerJoined,
 )
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import Entry, Fence, HashSet, Op, RawEntry
+from rlboost.shared.streams.fakes import MemoryBus
+from rlboost.shared.wire.codec import encode, fields_of
 from tests.support.builders import group_id, group_requested, job_created, job_running, placed, token_frame
 from tests.support.sim_worker import SimWorker
 from tests.support.worker_users import FakeUsers

@@ -7,13 +7,13 @@ import math
 import pytest
 
 from rlboost.services.rollout_manager.domain.engine_profiles import engine_profiles
-from rlboost.services.rollout_manager.domain.throughput_model import MIN_OBSERVATIONS
+from rlboost.services.rollout_manager.domain.workers.throughput_model import MIN_OBSERVATIONS
 from rlboost.services.rollout_manager.domain.world import World
 from rlboost.services.trainer.domain.metrics import Durations, ScoredGroup, StepTally
 from rlboost.services.trainer.domain.profile_recorder import RECENT_STEPS, ProfileRecorder
-from rlboost.shared.columns import I32, pack
 from rlboost.shared.job.run_profile import RunProfile
 from rlboost.shared.messages import EngineProfile, SampleFinished
+from rlboost.shared.wire.columns import I32, pack
 from tests.support.builders import engine_profile, heartbeat, worker_joined
 
 ENGINE = engine_profile("sim")

@@ -13,10 +13,10 @@ from rlboost.services.rollout_manager.domain.scheduler import (
     rebalance,
     reclaim,
 )
-from rlboost.services.rollout_manager.domain.throughput_model import MIN_OBSERVATIONS
+from rlboost.services.rollout_manager.domain.workers.throughput_model import MIN_OBSERVATIONS
 from rlboost.services.rollout_manager.domain.world import Now, World
-from rlboost.shared.columns import I32, U64, ints, pack
 from rlboost.shared.messages import Admitted, Message, Release, Restated, Revoke, SampleDropped
+from rlboost.shared.wire.columns import I32, U64, ints, pack
 from tests.support.builders import (
     group_id,
     group_requested,

@@ -14,21 +14,21 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
 from rlboost.services.rollout_manager import api as manager_api
+from rlboost.services.rollout_manager.access.token_table import REFRESH_S, TokenTable
 from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.domain.access_tokens import AccessToken, digest_of_secret
 from rlboost.services.rollout_manager.openai.routes import add_openai_routes
 from rlboost.services.rollout_manager.settings import Settings
-from rlboost.services.rollout_manager.token_table import REFRESH_S, TokenTable
 from rlboost.services.rollout_worker.api import notice_routes
 from rlboost.services.trainer import api as trainer_api
-from rlboost.shared import names
-from rlboost.shared.bus import HashDelete, HashSet
 from rlboost.shared.errors import BusUnavailable
-from rlboost.shared.fakes import MemoryBus
 from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.problem import Problem
+from rlboost.shared.http.scopes import Principal, TokenScope
 from rlboost.shared.http.server import create_app
-from rlboost.shared.scopes import Principal, TokenScope
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import HashDelete, HashSet
+from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.waiting import Waits
 
 SYSTEM = "system-token"

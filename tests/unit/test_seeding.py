@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from rlboost.services.rollout_manager.domain.seeding import View, Window
-from rlboost.services.rollout_manager.domain.window_tuner import (
+from rlboost.services.rollout_manager.domain.seeding.window import View, Window
+from rlboost.services.rollout_manager.domain.seeding.window_tuner import (
     FLEET_CHANGE_DIVISOR,
     NEWEST_STEP_WEIGHT,
     WAIT_DIFFERENCE_DIVISOR,

@@ -10,12 +10,12 @@ from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.completion_waiters import CompletionFailed, CompletionUnavailable, Waiter
 from rlboost.services.rollout_manager.domain.serving import GRACE_S
 from rlboost.services.rollout_manager.domain.world import Now
-from rlboost.shared import names
-from rlboost.shared.columns import I32, pack
-from rlboost.shared.fakes import MemoryBus
 from rlboost.shared.ids import MAX_REQUESTS, SampleId, is_served, job_of, request_group
 from rlboost.shared.job.spec import to_json
 from rlboost.shared.messages import GroupRequested, JobCommand, JobReport, SampleFailed, Sampling, WeightsCommitted
+from rlboost.shared.streams import names
+from rlboost.shared.streams.fakes import MemoryBus
+from rlboost.shared.wire.columns import I32, pack
 from tests.support.jobs import job
 from tests.support.sim_worker import SimWorker
 

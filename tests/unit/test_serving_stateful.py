@@ -12,12 +12,12 @@ from hypothesis.stateful import precondition, rule
 
 from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.completion_waiters import CompletionUnavailable, Waiter, next_chunk
-from rlboost.shared import names
-from rlboost.shared.bus import Append
-from rlboost.shared.columns import I32, pack
 from rlboost.shared.errors import BusUnavailable, Fenced
 from rlboost.shared.ids import MAX_STEPS, is_served, request_group
 from rlboost.shared.messages import GroupRequested, Sampling
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import Append
+from rlboost.shared.wire.columns import I32, pack
 from tests.support.sim_worker import check_completion
 from tests.unit.test_manager_stateful import JOBS, Spot
 

@@ -8,13 +8,13 @@ import pytest
 
 from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.leadership import manager_record
-from rlboost.shared import names, state_protocol
-from rlboost.shared.bus import START, HashSet
 from rlboost.shared.errors import BusUnavailable, ConfigError
-from rlboost.shared.fakes import MemoryBus
 from rlboost.shared.messages import Dismissed
-from rlboost.shared.protocol import OLDEST_STATE, PROTOCOL
-from rlboost.shared.state_protocol import check_leader, leader_check
+from rlboost.shared.messages.protocol import OLDEST_STATE, PROTOCOL
+from rlboost.shared.streams import names, state_protocol
+from rlboost.shared.streams.bus import START, HashSet
+from rlboost.shared.streams.fakes import MemoryBus
+from rlboost.shared.streams.state_protocol import check_leader, leader_check
 from tests.support.builders import worker_joined
 from tests.support.eventually import eventually
 
@@ -80,7 +80,7 @@ async def test_newer_manager_continues_older_state_and_dismisses_its_workers(mon
         joined = worker_joined(worker, protocol=protocol)
         await bus.transact([HashSet(names.FLEET, {worker: joined.model_dump_json()})])
     monkeypatch.setattr(state_protocol, "PROTOCOL", PROTOCOL + 1)
-    for module in ("fleet", "apply_messages"):
+    for module in ("workers.fleet", "apply_messages"):
         monkeypatch.setattr(f"rlboost.services.rollout_manager.domain.{module}.PROTOCOL", PROTOCOL + 1)
     leader = manager(bus)
     assert await leader.try_lead()

@@ -13,9 +13,6 @@ from fastapi.routing import APIRoute
 from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.store_credentials import StoreCredentials
 from rlboost.services.weight_store import api as store_api
-from rlboost.shared import names
-from rlboost.shared.bus import START
-from rlboost.shared.fakes import MemoryBus
 from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.store_credential import (
     credential_holder,
@@ -26,6 +23,9 @@ from rlboost.shared.http.store_credential import (
 )
 from rlboost.shared.http.token_signature import sign
 from rlboost.shared.messages import StoreCredential
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import START
+from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.waiting import Waits
 from tests.support.builders import worker_joined
 

@@ -7,10 +7,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from rlboost.shared import names
-from rlboost.shared.bus import Remove
-from rlboost.shared.columns import F32, I32, U8, U32, U64, pack
-from rlboost.shared.fakes import MemoryBus
 from rlboost.shared.ids import SampleId, request_group
 from rlboost.shared.messages import (
     FINISH_NONE,
@@ -26,6 +22,10 @@ from rlboost.shared.messages import (
     TokenFrame,
     WeightsCommitted,
 )
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import Remove
+from rlboost.shared.streams.fakes import MemoryBus
+from rlboost.shared.wire.columns import F32, I32, U8, U32, U64, pack
 from rlboost.tracing.follow import follow
 from rlboost.tracing.samples import SampleTraces, Span
 

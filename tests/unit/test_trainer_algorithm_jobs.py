@@ -15,18 +15,18 @@ import numpy as np
 import pytest
 
 from rlboost.services.trainer.adapters.user_code.loss import load_loss
-from rlboost.services.trainer.domain.critic import Experience, estimate
+from rlboost.services.trainer.domain.batches.tokens import LossFn
+from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.domain.plan import plan_step
-from rlboost.services.trainer.domain.tokens import LossFn
-from rlboost.services.trainer.domain.training_row import TrainingRow
+from rlboost.services.trainer.domain.rewards.critic import Experience, estimate
 from rlboost.services.trainer.fakes.engine import FakeEngine
 from rlboost.services.trainer.ports.engine import NotFinite
 from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
-from rlboost.shared.columns import F32, I32, length, unpack
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.ids import SampleId
 from rlboost.shared.job.algorithm import PRESETS
 from rlboost.shared.messages import GroupRequested
+from rlboost.shared.wire.columns import F32, I32, length, unpack
 from tests.support.scripted_manager import Answer, scripted
 from tests.support.trainer_rig import Rig, spec
 

@@ -20,12 +20,12 @@ from rlboost.services.trainer.adapters.ranks.packed import pack_rows, unpack_row
 from rlboost.services.trainer.adapters.ranks.processes import rank_environment
 from rlboost.services.trainer.adapters.ranks.sharded_tensors import SliceReader, write_slices
 from rlboost.services.trainer.adapters.ranks.tensor_slice import TensorSlice
-from rlboost.services.trainer.domain.spread import spread
-from rlboost.services.trainer.domain.training_row import TrainingRow
-from rlboost.shared.columns import I32, pack
+from rlboost.services.trainer.domain.batches.spread import spread
+from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import parse
 from rlboost.shared.job.training import TrainerSpec
+from rlboost.shared.wire.columns import I32, pack
 from tests.support.small_job import small_job
 
 SHAPE = ModelShape(

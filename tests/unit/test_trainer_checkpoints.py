@@ -14,11 +14,11 @@ from rlboost.services.trainer.domain.fingerprint import fingerprint
 from rlboost.services.trainer.fakes.storage import MemoryCheckpoints
 from rlboost.services.trainer.ports.engine import Snapshot
 from rlboost.services.trainer.ports.storage import TrainState
-from rlboost.shared import names
-from rlboost.shared.bus import START
 from rlboost.shared.errors import ConfigError, DiskFull, Fatal
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import SampleFinished
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import START
 from tests.support.eventually import eventually
 from tests.support.trainer_rig import JOB, Rig, spec
 

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from rlboost.services.trainer.domain.training_row import TrainingRow
+from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.fakes.environments import FakeChatFormatter, FakeEnvironments
 from rlboost.services.trainer.ports.resources import JobResources
 from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
-from rlboost.shared import names
-from rlboost.shared.bus import START
-from rlboost.shared.columns import F32, I32, U8, ints, length
 from rlboost.shared.ids import SampleId
 from rlboost.shared.job.environment import Environment, Message, Step
 from rlboost.shared.job.spec import JobSpec, parse
 from rlboost.shared.messages import Event, GroupRequested, SampleDropped, SampleFinished, TurnAnswered
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import START
+from rlboost.shared.wire.columns import F32, I32, U8, ints, length
 from tests.support.eventually import eventually
 from tests.support.scripted_manager import Answer, scripted
 from tests.support.trainer_rig import JOB, Rig, WatchedEngine, spec

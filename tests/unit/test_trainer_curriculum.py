@@ -21,15 +21,15 @@ from rlboost.services.trainer.domain.plan import prompt_indices
 from rlboost.services.trainer.job_streams import RetryingBus
 from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
 from rlboost.services.trainer.step.curriculum_log import DurableCurriculum
-from rlboost.shared import names
-from rlboost.shared.bus import START, Fence
-from rlboost.shared.columns import I32, unpack
 from rlboost.shared.errors import ConfigError, Fatal, Fenced
-from rlboost.shared.fakes import MemoryBus
 from rlboost.shared.ids import SampleId
 from rlboost.shared.job.spec import JobSpec, RlJob
 from rlboost.shared.messages import GroupRequested
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import START, Fence
+from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.waiting import Waits
+from rlboost.shared.wire.columns import I32, unpack
 from tests.support.eventually import eventually
 from tests.support.trainer_rig import JOB, Rig, spec, succession
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rlboost.services.trainer.device import DeviceThread, DeviceTurn
-from rlboost.services.trainer.domain.training_row import TrainingRow
+from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.fakes.engine import FakeEngine
 from rlboost.services.trainer.fakes.storage import MemoryWeights
 from rlboost.shared.waiting import Waits

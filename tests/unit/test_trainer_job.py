@@ -12,14 +12,11 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from rlboost.services.trainer.domain.tokens import LossFn
-from rlboost.services.trainer.domain.training_row import TrainingRow
+from rlboost.services.trainer.domain.batches.tokens import LossFn
+from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.fakes.engine import FakeEngine
 from rlboost.services.trainer.fakes.rewards import FakeRewards
 from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
-from rlboost.shared import names
-from rlboost.shared.bus import START
-from rlboost.shared.columns import I32, pack
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import (
@@ -30,6 +27,9 @@ from rlboost.shared.messages import (
     SeedingEnded,
     SeedingReopened,
 )
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import START
+from rlboost.shared.wire.columns import I32, pack
 from tests.support.builders import engine_profile
 from tests.support.eventually import eventually
 from tests.support.scripted_manager import Answer, scripted

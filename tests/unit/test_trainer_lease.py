@@ -10,10 +10,10 @@ import pytest
 
 from rlboost.services.trainer.app import Timing
 from rlboost.services.trainer.fakes.engine import FakeEngine
-from rlboost.shared import names
-from rlboost.shared.bus import Fence, HashSet
 from rlboost.shared.errors import ConfigError, Conflict
 from rlboost.shared.messages import JobReport
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import Fence, HashSet
 from tests.support.eventually import eventually
 from tests.support.trainer_rig import JOB, Rig
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from rlboost.services.trainer.domain.batches.tokens import TokenBatch
 from rlboost.services.trainer.domain.loss.importance import accepted, engine_ratios
 from rlboost.services.trainer.domain.loss.policy import PolicyLoss, clipped_loss, decoupled_loss, job_loss
-from rlboost.services.trainer.domain.tokens import TokenBatch
 from rlboost.shared.errors import Fatal
 from rlboost.shared.job.algorithm import PRESETS, RejectionLevel, RejectionSpec
 from rlboost.shared.job.spec import RlJob

@@ -6,8 +6,8 @@ import pytest
 
 from rlboost.services.trainer.domain.metrics import Durations, ScoredGroup, StepTally
 from rlboost.services.trainer.domain.utilization import Machine, flops_per_token, peak_flops
-from rlboost.shared.columns import F32, I32, pack
 from rlboost.shared.messages import SampleFinished
+from rlboost.shared.wire.columns import F32, I32, pack
 
 
 def sample(n: int, *, finish: str = "stop", logprob: float = -0.5, old: int = 0) -> SampleFinished:

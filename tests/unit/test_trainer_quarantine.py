@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from rlboost.services.trainer.app import Timing
-from rlboost.shared import names
-from rlboost.shared.bus import START
 from rlboost.shared.job import spec as job_spec
 from rlboost.shared.job.spec import JobSpec, to_json
 from rlboost.shared.messages import Event, JobCommand, JobReport
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import START
 from tests.support.eventually import eventually
 from tests.support.trainer_rig import JOB, Rig
 

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.domain.plan import check
 from rlboost.services.trainer.domain.resampling import Replacements, has_signal
-from rlboost.services.trainer.domain.training_row import TrainingRow
 from rlboost.services.trainer.fakes.rewards import FakeRewards
 from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
 from rlboost.shared.errors import ConfigError

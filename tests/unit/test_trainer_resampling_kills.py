@@ -14,14 +14,14 @@ from rlboost.services.trainer.domain.plan import plan_step
 from rlboost.services.trainer.job_streams import RetryingBus
 from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
 from rlboost.services.trainer.step.resampling_log import DurableResampling
-from rlboost.shared import names
-from rlboost.shared.bus import Fence, HashSet, Op
-from rlboost.shared.columns import I32, unpack
 from rlboost.shared.errors import Fenced
-from rlboost.shared.fakes import MemoryBus
 from rlboost.shared.ids import SampleId
 from rlboost.shared.job.environment import Step
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import Fence, HashSet, Op
+from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.waiting import Waits
+from rlboost.shared.wire.columns import I32, unpack
 from tests.support.eventually import eventually
 from tests.support.resampled_job import (
     EQUAL,

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
+from rlboost.services.trainer.domain.batches.tokens import LossFn, TokenBatch
 from rlboost.services.trainer.domain.sft import SftStep, sft_loss
-from rlboost.services.trainer.domain.tokens import LossFn, TokenBatch
 from rlboost.services.trainer.fakes.engine import FakeEngine
 from rlboost.services.trainer.ports.data import Prompt
 from rlboost.services.trainer.ports.engine import NotFinite
 from rlboost.services.trainer.ports.resources import JobResources
-from rlboost.shared.columns import I32, pack
 from rlboost.shared.job.spec import JobSpec, parse
 from rlboost.shared.messages import JobCommand
+from rlboost.shared.wire.columns import I32, pack
 from tests.support.eventually import eventually
 from tests.support.trainer_rig import JOB, Rig
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from rlboost.services.trainer.domain.tokens import LossFn
+from rlboost.services.trainer.domain.batches.tokens import LossFn
 from rlboost.services.trainer.fakes.engine import FakeEngine
-from rlboost.shared import names
-from rlboost.shared.bus import START
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import Event, GroupRequested
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import START
 from tests.support.eventually import eventually
 from tests.support.scripted_manager import Answer, scripted
 from tests.support.trainer_rig import JOB, Rig, spec

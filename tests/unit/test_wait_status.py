@@ -14,11 +14,11 @@ from rlboost.services.rollout_manager import wait_status
 from rlboost.services.rollout_manager.domain.apply_messages import apply_message
 from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.services.rollout_manager.wait_status import TRAINER_SILENCE_S, job_wait_status
-from rlboost.shared import names
-from rlboost.shared.bus import Delete
 from rlboost.shared.errors import BusUnavailable
 from rlboost.shared.messages import JobReport, JobState, UseVersion, Wait, WorkerHeartbeat, WorkerJoined, WorkerLeft
 from rlboost.shared.messages.workers import WorkerState
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import Delete
 from tests.support.builders import job_created
 from tests.support.eventually import eventually
 from tests.support.manager_rig import ManagerRig

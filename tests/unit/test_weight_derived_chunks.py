@@ -19,10 +19,10 @@ from rlboost.services.weight_store.derived_chunks import DerivedChunks
 from rlboost.services.weight_store.fakes import MemoryChunks, MemoryDocuments
 from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.ports import BadChunk, Proxied, StoreFull
-from rlboost.shared import names
-from rlboost.shared.bus import HashSet
 from rlboost.shared.errors import Conflict, NotFound, StoreUnavailable
-from rlboost.shared.fakes import MemoryBus
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import HashSet
+from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights import codec
 from rlboost.shared.weights.delta_graph import Edge, lists_of

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlboost.services.rollout_worker.adapters.peer_address import listen_address, peer_url
-from rlboost.shared.bus import HashSet, Renew
-from rlboost.shared.fakes import MemoryBus
-from rlboost.shared.names import WEIGHT_PEERS, weight_peer
+from rlboost.shared.streams.bus import HashSet, Renew
+from rlboost.shared.streams.fakes import MemoryBus
+from rlboost.shared.streams.names import WEIGHT_PEERS, weight_peer
 from rlboost.shared.weights.manifest import digest_of
 from rlboost.shared.weights.peers.blob_index import ALL, BlobIndex, bitmaps_of, blobs_in
 from rlboost.shared.weights.peers.directory import CLAIM_S, PeerDirectory

@@ -17,11 +17,11 @@ from rlboost.services.weight_store.domain.versions import Model, Version
 from rlboost.services.weight_store.fakes import MemoryChunks, MemoryDocuments
 from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.ports import StoreFull
-from rlboost.shared.bus import START
 from rlboost.shared.errors import Conflict, NotFound, StoreUnavailable, Undecodable
-from rlboost.shared.fakes import MemoryBus
 from rlboost.shared.messages import WeightsCommitted
-from rlboost.shared.names import WEIGHTS_COMMITTED
+from rlboost.shared.streams.bus import START
+from rlboost.shared.streams.fakes import MemoryBus
+from rlboost.shared.streams.names import WEIGHTS_COMMITTED
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.manifest import ChunkRef, Manifest, Part, TensorEntry, digest_of
 from rlboost.shared.weights.wire import CommitRequest

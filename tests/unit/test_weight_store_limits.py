@@ -9,9 +9,9 @@ import pytest
 from rlboost.services.weight_store.app import UPLOAD_GRACE_S, WeightStore
 from rlboost.services.weight_store.ports import StoreFull
 from rlboost.services.weight_store.quota import LimitedChunks
-from rlboost.shared.bus import HashSet
 from rlboost.shared.errors import Conflict, NotFound
-from rlboost.shared.names import JOBS, trainer_lease
+from rlboost.shared.streams.bus import HashSet
+from rlboost.shared.streams.names import JOBS, trainer_lease
 from rlboost.shared.weights.manifest import digest_of
 from tests.unit.test_weight_store_app import JOB, World, commit, publish
 

@@ -17,8 +17,6 @@ from rlboost.services.rollout_worker.domain.preemption import Notice, RebalanceR
 from rlboost.services.rollout_worker.domain.session import Session
 from rlboost.services.rollout_worker.fakes import FakeStagedWeights, FakeWeights
 from rlboost.services.rollout_worker.watchdog import Watchdog
-from rlboost.shared.bus import Delete
-from rlboost.shared.columns import U64, ints
 from rlboost.shared.errors import Corrupt, Fatal
 from rlboost.shared.messages import (
     FINISH_LENGTH,
@@ -40,7 +38,9 @@ from rlboost.shared.messages import (
     WorkerJoined,
     WorkerLeft,
 )
-from rlboost.shared.names import DEAD_LETTERS, WORKER_HEARTBEATS, job_events, worker_lease, worker_reports
+from rlboost.shared.streams.bus import Delete
+from rlboost.shared.streams.names import DEAD_LETTERS, WORKER_HEARTBEATS, job_events, worker_lease, worker_reports
+from rlboost.shared.wire.columns import U64, ints
 from tests.support.eventually import eventually
 from tests.support.stopwatch import Stopwatch
 from tests.support.worker_manager import JOB, assign, release, revoke

@@ -17,7 +17,7 @@ from rlboost.services.rollout_worker.generator import ParityCheckFailed
 from rlboost.services.rollout_worker.ports import Sequences
 from rlboost.shared.messages import Event, Resume, Suspend, UseVersion, WorkerHeartbeat, WorkerLeft
 from rlboost.shared.model.parity import ParityReference, ScoredSequence
-from rlboost.shared.names import job_events
+from rlboost.shared.streams.names import job_events
 from tests.support.eventually import eventually
 from tests.support.worker_manager import JOB, assign
 from tests.support.worker_rig import Rig, SlowToLoad

@@ -24,7 +24,6 @@ from rlboost.services.rollout_worker.domain.effects import (
 )
 from rlboost.services.rollout_worker.domain.requests import Emission, RequestKey
 from rlboost.services.rollout_worker.domain.session import Session
-from rlboost.shared.columns import U32, U64, pack
 from rlboost.shared.ids import WeightsRef
 from rlboost.shared.messages import (
     FINISH_RELEASED,
@@ -42,6 +41,7 @@ from rlboost.shared.messages import (
     UseVersion,
     WorkerLeft,
 )
+from rlboost.shared.wire.columns import U32, U64, pack
 
 
 def assignment(sample: int, attempt: int = 1) -> Assignment:

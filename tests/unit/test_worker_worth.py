@@ -8,13 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlboost.services.rollout_manager.domain.apply_messages import apply_message, lose_worker
-from rlboost.services.rollout_manager.domain.fleet import Worker
-from rlboost.services.rollout_manager.domain.lifetimes import Lifetimes, availability
-from rlboost.services.rollout_manager.domain.seeding import Window
-from rlboost.services.rollout_manager.domain.throughput_model import MIN_OBSERVATIONS
-from rlboost.services.rollout_manager.domain.window_tuner import Meter, WindowTuner
-from rlboost.services.rollout_manager.domain.worker_worth import (
+from rlboost.services.rollout_manager.domain.allocation.worker_worth import (
     Offer,
     paying_workers,
     speedup_of_one_more,
@@ -22,6 +16,12 @@ from rlboost.services.rollout_manager.domain.worker_worth import (
     step_without_spot,
     worth_of_one_more,
 )
+from rlboost.services.rollout_manager.domain.apply_messages import apply_message, lose_worker
+from rlboost.services.rollout_manager.domain.seeding.window import Window
+from rlboost.services.rollout_manager.domain.seeding.window_tuner import Meter, WindowTuner
+from rlboost.services.rollout_manager.domain.workers.fleet import Worker
+from rlboost.services.rollout_manager.domain.workers.lifetimes import Lifetimes, availability
+from rlboost.services.rollout_manager.domain.workers.throughput_model import MIN_OBSERVATIONS
 from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.shared.messages import Message, StepReport
 from tests.support.builders import heartbeat, job_running, worker_joined

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rlboost.shared.columns import I32, U32, U64, pack
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import (
     FINISH_NONE,
@@ -35,7 +34,8 @@ from rlboost.shared.messages import (
     WorkerJoined,
     WorkerLeft,
 )
-from rlboost.shared.token_rows import token_rows
+from rlboost.shared.wire.columns import I32, U32, U64, pack
+from rlboost.shared.wire.token_rows import token_rows
 from rlboost.simulation.environment import LEASE_S, generation_s
 from rlboost.simulation.job import JOB_ID, SimulatedJob
 from rlboost.simulation.machine import Machine

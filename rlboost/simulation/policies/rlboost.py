@@ -14,11 +14,11 @@ from collections.abc import Callable, Collection
 from rlboost.services.rollout_manager.domain.apply_messages import apply_frames, apply_message
 from rlboost.services.rollout_manager.domain.decide import decide
 from rlboost.services.rollout_manager.domain.effects import DeadLetterEntry, Deliver, Record, Send
-from rlboost.services.rollout_manager.domain.fleet import Worker
-from rlboost.services.rollout_manager.domain.sample import Sample
 from rlboost.services.rollout_manager.domain.scheduling.length_estimates import LengthEstimates
 from rlboost.services.rollout_manager.domain.scheduling.queue import SampleQueue, SampleQueues
 from rlboost.services.rollout_manager.domain.scheduling.requirements import requirement_of
+from rlboost.services.rollout_manager.domain.tokens.sample import Sample
+from rlboost.services.rollout_manager.domain.workers.fleet import Worker
 from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.shared.job.spec import parse
 from rlboost.shared.messages import (

@@ -9,7 +9,7 @@ from typing import get_args
 from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from rlboost.services.rollout_manager.domain.audit import Audit
+from rlboost.services.rollout_manager.domain.jobs.audit import Audit
 from rlboost.services.rollout_manager.ports import ManagerState
 from rlboost.shared.messages import JobState
 

@@ -9,9 +9,9 @@ from collections.abc import Collection, Sequence
 
 import structlog
 
-from rlboost.shared import names
 from rlboost.shared.errors import ConfigError, Fatal
 from rlboost.shared.redis.bus import RedisBus, as_text
+from rlboost.shared.streams import names
 
 log = structlog.get_logger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from rlboost.shared.scopes import Principal, TokenScope
+from rlboost.shared.http.scopes import Principal, TokenScope
 
 SECRET_BYTES = 32
 

@@ -16,14 +16,13 @@ from rlboost.services.rollout_manager.domain.effects import (
     SaveMetrics,
     SaveWorker,
 )
-from rlboost.services.rollout_manager.domain.fleet import Worker
-from rlboost.services.rollout_manager.domain.jobs import Job
-from rlboost.services.rollout_manager.domain.ledger import Outcome
+from rlboost.services.rollout_manager.domain.jobs.record import Job
 from rlboost.services.rollout_manager.domain.scheduling.poison import suspects
-from rlboost.services.rollout_manager.domain.seeding import Window
+from rlboost.services.rollout_manager.domain.seeding.window import Window
 from rlboost.services.rollout_manager.domain.step_windows import credit_generation, end_step
+from rlboost.services.rollout_manager.domain.tokens.ledger import Outcome
+from rlboost.services.rollout_manager.domain.workers.fleet import Worker
 from rlboost.services.rollout_manager.domain.world import Now, World
-from rlboost.shared.columns import U64, ints
 from rlboost.shared.errors import ConfigError, Unprocessable
 from rlboost.shared.ids import is_served, job_of
 from rlboost.shared.job.spec import JobSpec, parse_stored
@@ -56,7 +55,8 @@ from rlboost.shared.messages import (
     WorkerLeft,
     WorkerLog,
 )
-from rlboost.shared.protocol import PROTOCOL
+from rlboost.shared.messages.protocol import PROTOCOL
+from rlboost.shared.wire.columns import U64, ints
 
 
 def apply_message(world: World, message: Message, entry_id: str, now: Now) -> None:  # noqa: C901, PLR0912 - one flat table

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlboost.services.rollout_manager.domain.jobs import Job
-from rlboost.shared.columns import U64, pack
+from rlboost.services.rollout_manager.domain.jobs.record import Job
 from rlboost.shared.messages import Closed, Event, Message, Restated, WorkerJoined
+from rlboost.shared.wire.columns import U64, pack
 
 FAILED = "failed"
 """Cause of a dropped sample that failed on several workers."""

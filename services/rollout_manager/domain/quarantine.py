@@ -7,8 +7,8 @@ Its samples stay in the log with their tokens and without an owner; messages abo
 from __future__ import annotations
 
 from rlboost.services.rollout_manager.domain.world import World
-from rlboost.shared.columns import U32, U64, pack
 from rlboost.shared.messages import Placed
+from rlboost.shared.wire.columns import U32, U64, pack
 
 
 def detach_samples(world: World) -> None:

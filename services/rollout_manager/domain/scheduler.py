@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from rlboost.services.rollout_manager.domain.fleet import Worker
-from rlboost.services.rollout_manager.domain.kv_usage import tokens_of
-from rlboost.services.rollout_manager.domain.sample import Sample
 from rlboost.services.rollout_manager.domain.scheduling.candidates import (
     CandidatePool,
     admits,
@@ -17,10 +14,13 @@ from rlboost.services.rollout_manager.domain.scheduling.candidates import (
 from rlboost.services.rollout_manager.domain.scheduling.poison import worker_for_retry
 from rlboost.services.rollout_manager.domain.scheduling.rebalance import RunningSample, WorkerLoad, select_migrations
 from rlboost.services.rollout_manager.domain.scheduling.requirements import Requirement
+from rlboost.services.rollout_manager.domain.tokens.sample import Sample
+from rlboost.services.rollout_manager.domain.workers.fleet import Worker
+from rlboost.services.rollout_manager.domain.workers.kv_usage import tokens_of
 from rlboost.services.rollout_manager.domain.world import Now, World
-from rlboost.shared.columns import U32, U64, pack
 from rlboost.shared.ids import is_served
 from rlboost.shared.messages import Assign, Assignment, Placed, Release
+from rlboost.shared.wire.columns import U32, U64, pack
 
 REBALANCE_EVERY_S = 0.2
 """How often loads are compared while no sample is queued."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 from rlboost.services.rollout_manager.domain.engine_profiles import engine_profiles
-from rlboost.services.rollout_manager.domain.fleet import Worker
-from rlboost.services.rollout_manager.domain.job_progress import JobProgress
-from rlboost.services.rollout_manager.domain.jobs import Job
-from rlboost.services.rollout_manager.domain.seeding import View, Window
-from rlboost.services.rollout_manager.domain.window_tuner import Meter, Source
+from rlboost.services.rollout_manager.domain.jobs.job_progress import JobProgress
+from rlboost.services.rollout_manager.domain.jobs.record import Job
+from rlboost.services.rollout_manager.domain.seeding.window import View, Window
+from rlboost.services.rollout_manager.domain.seeding.window_tuner import Meter, Source
+from rlboost.services.rollout_manager.domain.workers.fleet import Worker
 from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.shared.messages import SeedingEnded, SeedingReopened, StepReport
 

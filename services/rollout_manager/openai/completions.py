@@ -25,7 +25,7 @@ from rlboost.services.rollout_manager.completion_waiters import (
     CompletionUnavailable,
     Waiter,
 )
-from rlboost.services.rollout_manager.domain.jobs import Job
+from rlboost.services.rollout_manager.domain.jobs.record import Job
 from rlboost.services.rollout_manager.openai.errors import error_object, openai_problem
 from rlboost.services.rollout_manager.openai.schemas import (
     ChatBody,
@@ -36,13 +36,13 @@ from rlboost.services.rollout_manager.openai.schemas import (
 )
 from rlboost.services.rollout_manager.openai.served_model import ServedModel
 from rlboost.services.rollout_manager.openai.sessions import Sessions, Turn
-from rlboost.shared import names
-from rlboost.shared.bus import Append
-from rlboost.shared.columns import I32, pack
 from rlboost.shared.errors import BusUnavailable, Fenced
 from rlboost.shared.http.problem import Problem
 from rlboost.shared.ids import MAX_REQUESTS, request_group
 from rlboost.shared.messages import GroupRequested, Sampling
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import Append
+from rlboost.shared.wire.columns import I32, pack
 
 MAX_SAMPLES_IN_FLIGHT = 1024
 """Samples of clients in flight, of all jobs; beyond it, requests are rejected with 429."""

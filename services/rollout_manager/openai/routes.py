@@ -10,7 +10,7 @@ from fastapi import APIRouter, Body, Header, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from rlboost.services.rollout_manager.app import Manager
-from rlboost.services.rollout_manager.domain.jobs import Job
+from rlboost.services.rollout_manager.domain.jobs.record import Job
 from rlboost.services.rollout_manager.openai.completions import CompletionRequest, CompletionService
 from rlboost.services.rollout_manager.openai.errors import openai_problem
 from rlboost.services.rollout_manager.openai.schemas import CompletionBody, parse_chat, parse_completion
@@ -18,9 +18,9 @@ from rlboost.services.rollout_manager.openai.served_model import ServedModel
 from rlboost.services.rollout_manager.openai.sessions import Sessions
 from rlboost.services.rollout_manager.ports import LoadModelFiles, TokenizationError
 from rlboost.services.rollout_manager.settings import Settings
-from rlboost.shared.bus import Bus
 from rlboost.shared.http.authentication import needs
 from rlboost.shared.http.documented import Responses, error_responses
+from rlboost.shared.streams.bus import Bus
 
 MODELS_CACHED = 8
 CLIENT_CLOSED_REQUEST = 499

@@ -16,9 +16,9 @@ from typing import Any
 
 from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.openai.served_model import ServedModel
-from rlboost.shared import names
-from rlboost.shared.bus import Bus, Delete, Expire, HashSet, Op
-from rlboost.shared.columns import I32, ints, pack
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import Bus, Delete, Expire, HashSet, Op
+from rlboost.shared.wire.columns import I32, ints, pack
 
 SESSION_TTL_S = 3600.0
 """How long a session is retained after its last turn."""

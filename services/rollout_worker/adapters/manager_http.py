@@ -7,12 +7,12 @@ import stamina
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rlboost.services.rollout_worker.ports import Membership
-from rlboost.shared import names
 from rlboost.shared.errors import ConfigError, Conflict, Retryable
 from rlboost.shared.http.redirect import MAX_REDIRECTS, redirected_origin
 from rlboost.shared.messages import Role
-from rlboost.shared.protocol import PROTOCOL, PROTOCOL_HEADER, UNNUMBERED
+from rlboost.shared.messages.protocol import PROTOCOL, PROTOCOL_HEADER, UNNUMBERED
 from rlboost.shared.redis.bus import connect
+from rlboost.shared.streams import names
 from rlboost.shared.tls import client_verification
 
 JOIN_LIMIT_S = 300.0

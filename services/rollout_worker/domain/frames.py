@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rlboost.services.rollout_worker.domain.requests import Emission
-from rlboost.shared.columns import F32, I32, U8, U32, U64, pack
 from rlboost.shared.messages import FINISH_NONE, Message, SampleFailed, TokenFrame
+from rlboost.shared.wire.columns import F32, I32, U8, U32, U64, pack
 
 FRAME_BYTES = 1 << 20
 """Maximum size of the columns of one frame, unless one sample's routed experts are larger."""

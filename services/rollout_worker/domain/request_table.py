@@ -24,7 +24,7 @@ from rlboost.services.rollout_worker.domain.requests import (
 )
 from rlboost.services.rollout_worker.domain.uniforms import as_u64
 from rlboost.shared.messages import FINISH_LENGTH, FINISH_NONE, FINISH_RELEASED, FINISH_STOP
-from rlboost.shared.routed_experts import RoutedShape
+from rlboost.shared.wire.routed_experts import RoutedShape
 
 Ints = npt.NDArray[np.int64]
 

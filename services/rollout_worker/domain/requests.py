@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rlboost.shared.errors import Conflict
 from rlboost.shared.messages import FINISH_LENGTH, FINISH_NONE, FINISH_STOP, Sampling
-from rlboost.shared.routed_experts import RoutedShape
+from rlboost.shared.wire.routed_experts import RoutedShape
 
 RequestKey = tuple[int, int]
 """Identifies a request: (sample, attempt)."""
@@ -66,7 +66,7 @@ class Emission:
     error: str = ""
     """Why the request cannot be generated; empty if it can. It is the request's last emission then."""
     routed_experts: bytes = b""
-    """At the end of a request that asks for it: the column of `shared.routed_experts` of the whole completion."""
+    """At the end of a request that asks for it: the column of `shared.wire.routed_experts` of the whole completion."""
 
 
 def require_new(requests: Iterable[Request], known: set[RequestKey]) -> None:

@@ -25,8 +25,6 @@ from rlboost.services.rollout_worker.domain.effects import (
     SuspendEngine,
 )
 from rlboost.services.rollout_worker.domain.requests import Emission, RequestKey
-from rlboost.shared.columns import U32, U64, ints
-from rlboost.shared.command_digest import command_digest
 from rlboost.shared.ids import WeightsRef
 from rlboost.shared.messages import (
     FINISH_NONE,
@@ -44,6 +42,8 @@ from rlboost.shared.messages import (
     UseVersion,
     WorkerState,
 )
+from rlboost.shared.wire.columns import U32, U64, ints
+from rlboost.shared.wire.command_digest import command_digest
 
 
 class Session:

@@ -16,7 +16,7 @@ from rlboost.services.rollout_worker.domain.requests import (
     validation_error,
 )
 from rlboost.shared.messages import FINISH_NONE, FINISH_RELEASED
-from rlboost.shared.routed_experts import RoutedShape
+from rlboost.shared.wire.routed_experts import RoutedShape
 
 
 @dataclass(slots=True, eq=False)

@@ -16,7 +16,6 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from rlboost.services.trainer.adapters.environment_text import TokenizerChatFormatter
 from rlboost.services.trainer.adapters.tokens import RowTokenizer
 from rlboost.services.trainer.ports.data import Data, Prompt
-from rlboost.shared.columns import I32, pack
 from rlboost.shared.data.examples import TextExample, example_of, without_nulls
 from rlboost.shared.data.rows import Row, is_messages, read_rows
 from rlboost.shared.data.shards import Source, shown
@@ -25,6 +24,7 @@ from rlboost.shared.job.data import SftDataSpec
 from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.model.folder import require_tokenizer
 from rlboost.shared.user_code.reward_call import RAW_ARGUMENTS, TRL_ARGUMENTS
+from rlboost.shared.wire.columns import I32, pack
 
 _MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 

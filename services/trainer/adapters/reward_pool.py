@@ -14,7 +14,7 @@ from typing import Any
 from rlboost.services.trainer.adapters.user_code.log import UserCodeLog
 from rlboost.services.trainer.adapters.user_code.process import UserCodeFault, UserCodeProcess, UserProgram, start_all
 from rlboost.services.trainer.domain.origins import origin_of
-from rlboost.services.trainer.domain.rewards import combine
+from rlboost.services.trainer.domain.rewards.combination import combine
 from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
 from rlboost.shared.job.reward import RewardPart, RewardSpec
 from rlboost.shared.waiting import Waits

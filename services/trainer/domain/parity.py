@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlboost.shared.columns import F32, unpack
 from rlboost.shared.errors import Fatal
 from rlboost.shared.model.parity import Dtype, ParityReference, ScoredSequence
+from rlboost.shared.wire.columns import F32, unpack
 
 ROWS, PROMPT_TOKENS, COMPLETION_TOKENS = 4, 8, 12
 """Small enough for a cheap forward pass; any wrong tensor changes the log-probabilities."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 
-from rlboost.services.trainer.domain.turns import TurnIds
+from rlboost.services.trainer.domain.groups.turns import TurnIds
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.ids import MAX_GROUP_SIZE, MAX_GROUPS_PER_STEP, SampleId
 from rlboost.shared.job.fleet import EvalSpec

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from rlboost.services.trainer.domain.metrics import ScoredGroup
-from rlboost.shared.columns import I32, length
 from rlboost.shared.job.algorithm import AlgorithmSpec
+from rlboost.shared.wire.columns import I32, length
 
 
 def shaped_rewards(group: ScoredGroup, spec: AlgorithmSpec, max_tokens: int) -> list[float]:

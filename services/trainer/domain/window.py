@@ -6,8 +6,7 @@ order, so a step that is trained again from the stream gets the same.
 
 from __future__ import annotations
 
-from rlboost.services.trainer.domain.collector import Outcome, StepCollector
-from rlboost.shared.bus import Entry, position
+from rlboost.services.trainer.domain.groups.collector import Outcome, StepCollector
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import (
     GroupOpened,
@@ -18,6 +17,7 @@ from rlboost.shared.messages import (
     SeedingReopened,
     TurnAnswered,
 )
+from rlboost.shared.streams.bus import Entry, position
 
 
 class StepWindow:

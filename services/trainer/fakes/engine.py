@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from rlboost.services.trainer.domain.tokens import LossFn
-from rlboost.services.trainer.domain.training_row import TrainingRow
+from rlboost.services.trainer.domain.batches.tokens import LossFn
+from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.ports.engine import Exported, Loaded, RankInfo, Snapshot
-from rlboost.shared.columns import F32, I32, U8, unpack
 from rlboost.shared.errors import Corrupt, Fatal
 from rlboost.shared.weights.publisher import Shard
+from rlboost.shared.wire.columns import F32, I32, U8, unpack
 
 _PEFT = "base_model.model."
 _PLACES = {"a.weight": slice(0, 2), "b.weight": slice(2, 4)}

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
-from rlboost.services.trainer.domain.tokens import LossFn
-from rlboost.services.trainer.domain.training_row import TrainingRow
+from rlboost.services.trainer.domain.batches.tokens import LossFn
+from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.shared.errors import Fatal
 from rlboost.shared.weights.publisher import Shard
 

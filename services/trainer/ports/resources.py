@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from rlboost.services.trainer.domain.batches.tokens import LossFn
 from rlboost.services.trainer.domain.curriculum import SkipFunction
 from rlboost.services.trainer.domain.parity import Probe
-from rlboost.services.trainer.domain.tokens import LossFn
 from rlboost.services.trainer.domain.utilization import UNKNOWN_MACHINE, Machine
 from rlboost.services.trainer.ports.data import Data
 from rlboost.services.trainer.ports.engine import Critic, PolicyEngine
@@ -17,7 +17,7 @@ from rlboost.services.trainer.ports.environments import Environments
 from rlboost.services.trainer.ports.rewards import RewardFunction
 from rlboost.services.trainer.ports.storage import CheckpointStore, RunFolder, TrainState, WeightPublisher
 from rlboost.shared.job.spec import JobSpec
-from rlboost.shared.routed_experts import RoutedShape
+from rlboost.shared.wire.routed_experts import RoutedShape
 
 
 class Machines(Protocol):

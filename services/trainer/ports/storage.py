@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from rlboost.services.trainer.domain.training_row import TrainingRow
+from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.ports.engine import Snapshot
-from rlboost.shared.bus import START
 from rlboost.shared.job.run_profile import RunProfile
+from rlboost.shared.streams.bus import START
 from rlboost.shared.weights.publisher import ChunkCopy, Shard
 
 

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from rlboost.services.trainer.device import DeviceThread
-from rlboost.services.trainer.domain.fault_warnings import FaultWarnings
+from rlboost.services.trainer.domain.groups.fault_warnings import FaultWarnings
 from rlboost.services.trainer.domain.plan import PlannedGroup
 from rlboost.services.trainer.job_streams import JobStreams
 from rlboost.services.trainer.ports.data import Prompt

@@ -14,11 +14,11 @@ from typing import TypeVar
 from rlboost.services.trainer.domain.curriculum import Curriculum, Means, PromptSelection
 from rlboost.services.trainer.job_streams import RetryingBus
 from rlboost.services.trainer.ports.resources import JobResources
-from rlboost.shared import names
-from rlboost.shared.bus import Fence, HashSet
 from rlboost.shared.errors import Fatal, WaitTimedOut
 from rlboost.shared.job.spec import GeneratingJob
-from rlboost.shared.threads import run_in_thread
+from rlboost.shared.process.threads import run_in_thread
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import Fence, HashSet
 from rlboost.shared.waiting import Waits
 
 PLAN_LIMIT_S = 300.0

@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from operator import itemgetter
 from statistics import fmean
 
-from rlboost.services.trainer.domain.collector import DroppedGroup, Outcome, StepCollector
+from rlboost.services.trainer.domain.groups.collector import DroppedGroup, Outcome, StepCollector
 from rlboost.services.trainer.domain.metrics import ScoredGroup, StepTally
 from rlboost.services.trainer.domain.plan import PlannedGroup, plan_step
 from rlboost.services.trainer.domain.schedule import learning_rate

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from rlboost.services.trainer.domain.plan import PlannedGroup
 from rlboost.services.trainer.step.context import JobContext
 from rlboost.services.trainer.step.multi_turn import Conversations
-from rlboost.shared import names
-from rlboost.shared.bus import Append
 from rlboost.shared.messages import GroupRequested, Sampling
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import Append
 
 _GROUPS_PER_TRANSACTION = 64
 """Bounds the size of a transaction with long prompts, and lets workers start while other environments are reset."""

@@ -14,14 +14,14 @@ from collections.abc import Mapping
 
 import structlog
 
-from rlboost.services.trainer.domain.learning_health import Change, LearningHealth
-from rlboost.services.trainer.domain.learning_rules import JobFacts
+from rlboost.services.trainer.domain.learning.health import Change, LearningHealth
+from rlboost.services.trainer.domain.learning.rules import JobFacts
 from rlboost.services.trainer.domain.metrics import StepTally
 from rlboost.services.trainer.job_streams import JobStreams, RetryingBus
 from rlboost.services.trainer.ports.data import Data
-from rlboost.shared import names
-from rlboost.shared.columns import ints
 from rlboost.shared.job.spec import JobSpec
+from rlboost.shared.streams import names
+from rlboost.shared.wire.columns import ints
 
 log = structlog.get_logger(__name__)
 

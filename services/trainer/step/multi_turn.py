@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 
-from rlboost.services.trainer.domain.conversation import Conversation
-from rlboost.services.trainer.domain.conversation_collector import ConversationCollector
+from rlboost.services.trainer.domain.groups.conversation import Conversation
+from rlboost.services.trainer.domain.groups.conversation_collector import ConversationCollector
 from rlboost.services.trainer.domain.plan import PlannedGroup, turn_ids
 from rlboost.services.trainer.ports.data import Prompt
 from rlboost.services.trainer.ports.environments import (
@@ -32,14 +32,14 @@ from rlboost.services.trainer.ports.environments import (
     StepResult,
 )
 from rlboost.services.trainer.step.context import JobContext
-from rlboost.shared import names
-from rlboost.shared.bus import Append, Op
-from rlboost.shared.columns import I32, ints, length, pack
 from rlboost.shared.errors import Fatal, WaitTimedOut
 from rlboost.shared.ids import SampleId, group_of
 from rlboost.shared.job.environment import Message
 from rlboost.shared.job.reward import EnvironmentSpec
 from rlboost.shared.messages import GroupOpened, GroupRequested, TurnAnswered
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import Append, Op
+from rlboost.shared.wire.columns import I32, ints, length, pack
 
 
 class Conversations:

@@ -16,10 +16,10 @@ from rlboost.services.trainer.domain.resampling import Replacements, has_signal
 from rlboost.services.trainer.domain.shaping import shaped_rewards
 from rlboost.services.trainer.job_streams import RetryingBus
 from rlboost.services.trainer.step.curriculum_log import DurableCurriculum
-from rlboost.shared import names
-from rlboost.shared.bus import Fence, HashDelete, HashSet
 from rlboost.shared.ids import SampleId
 from rlboost.shared.job.spec import JobSpec, RlJob
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import Fence, HashDelete, HashSet
 
 
 class DurableResampling:

@@ -14,16 +14,16 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
-from rlboost.services.trainer.domain.collector import DroppedGroup, Outcome, WholeGroup
+from rlboost.services.trainer.domain.groups.collector import DroppedGroup, Outcome, WholeGroup
 from rlboost.services.trainer.domain.metrics import ScoredGroup, StepTally
 from rlboost.services.trainer.domain.plan import PlannedGroup
 from rlboost.services.trainer.ports.data import Data, Prompt
 from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
 from rlboost.services.trainer.step.context import JobContext
 from rlboost.services.trainer.step.multi_turn import Conversations
-from rlboost.shared.columns import ints
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages.fields import Span
+from rlboost.shared.wire.columns import ints
 
 _TEXT_CHARS = 4_000
 """Published prompts and completions are cut to this length, in their middle: questions and answers are at the ends."""

@@ -10,18 +10,18 @@ import time
 from functools import partial
 
 from rlboost.services.trainer.device import DeviceThread
-from rlboost.services.trainer.domain import sums
-from rlboost.services.trainer.domain.batching import pack
+from rlboost.services.trainer.domain.batches import sums
+from rlboost.services.trainer.domain.batches.batching import pack
+from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.domain.plan import prompt_indices
 from rlboost.services.trainer.domain.schedule import learning_rate
 from rlboost.services.trainer.domain.sft import SftStep
-from rlboost.services.trainer.domain.training_row import TrainingRow
 from rlboost.services.trainer.ports.data import Prompt
 from rlboost.services.trainer.ports.engine import NotFinite
 from rlboost.services.trainer.ports.resources import JobResources
-from rlboost.shared.columns import I32, length
 from rlboost.shared.errors import Fatal
 from rlboost.shared.job.spec import SftJob
+from rlboost.shared.wire.columns import I32, length
 
 
 async def sft_step(spec: SftJob, resources: JobResources, device: DeviceThread, step: int) -> SftStep:

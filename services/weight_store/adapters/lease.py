@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from rlboost.shared.bucket import Bucket, Changed, Found, Register
 from rlboost.shared.errors import ConfigError, Fenced, NotFound, Retryable, StoreUnavailable
 from rlboost.shared.ids import new_token
-from rlboost.shared.lifecycle import until_stop
+from rlboost.shared.process.lifecycle import until_stop
 from rlboost.shared.waiting import Waits
 
 log = structlog.get_logger(__name__)

@@ -17,7 +17,7 @@ from rlboost.services.weight_store.adapters.objects import ObjectChunks, ObjectD
 from rlboost.services.weight_store.ports import Chunks, Documents
 from rlboost.shared.bucket import SCHEMES, Bucket, configuration
 from rlboost.shared.errors import ConfigError, Fatal, StoreUnavailable
-from rlboost.shared.lifecycle import Loop
+from rlboost.shared.process.lifecycle import Loop
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.wire import ChunkDirectory
 

@@ -14,10 +14,10 @@ from rlboost.shared.errors import NotFound
 from rlboost.shared.http.file_sender import FileRequest, FileSender, FoundFile
 from rlboost.shared.http.problem import Problem
 from rlboost.shared.http.token_signature import is_valid_signature
-from rlboost.shared.weights.blob_response import BlobResponse, digest_in
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.manifest import Digest
 from rlboost.shared.weights.peers.transport import BUSY_STATUS
+from rlboost.shared.weights.transfer.blob_response import BlobResponse, digest_in
 
 MAX_CONCURRENT = 16
 """Concurrent uploads of one peer, which also runs an engine."""

@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 import structlog
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
-from rlboost.shared.bus import Bus, Delete
-from rlboost.shared.names import WEIGHT_PEERS, weight_claim, weight_peer
+from rlboost.shared.streams.bus import Bus, Delete
+from rlboost.shared.streams.names import WEIGHT_PEERS, weight_claim, weight_peer
 
 log = structlog.get_logger(__name__)
 

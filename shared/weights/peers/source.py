@@ -26,9 +26,8 @@ from functools import partial
 import structlog
 
 from rlboost.shared.errors import BusUnavailable
-from rlboost.shared.lifecycle import until_stop
+from rlboost.shared.process.lifecycle import until_stop
 from rlboost.shared.weights.cache import Cache
-from rlboost.shared.weights.download import Buffers, Download
 from rlboost.shared.weights.manifest import ChunkRef
 from rlboost.shared.weights.peers import selection as rules
 from rlboost.shared.weights.peers.blob_index import BlobIndex, bitmaps_of, blobs_in
@@ -44,6 +43,7 @@ from rlboost.shared.weights.peers.transport import (
     PeerUnreachable,
 )
 from rlboost.shared.weights.source import Arrived, StoreSource, Traffic
+from rlboost.shared.weights.transfer.download import Buffers, Download
 
 log = structlog.get_logger(__name__)
 

@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 from rlboost.shared.errors import Corrupt
 from rlboost.shared.http.token_signature import sign
-from rlboost.shared.weights.download import Download
-from rlboost.shared.weights.http_download import BadStatus, BlobDownloader, DownloadFailed, Unreachable
+from rlboost.shared.weights.transfer.download import Download
+from rlboost.shared.weights.transfer.http_download import BadStatus, BlobDownloader, DownloadFailed, Unreachable
 
 BUSY_STATUS = 503
 _CONNECT_S = 2.0

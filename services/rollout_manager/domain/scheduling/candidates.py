@@ -12,11 +12,11 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from rlboost.services.rollout_manager.domain.fleet import Fleet, Serving, Worker
-from rlboost.services.rollout_manager.domain.sample import Sample
 from rlboost.services.rollout_manager.domain.scheduling.rebalance import is_balanced
 from rlboost.services.rollout_manager.domain.scheduling.requirements import Requirement, max_tokens_of
-from rlboost.services.rollout_manager.domain.throughput_model import Profile
+from rlboost.services.rollout_manager.domain.tokens.sample import Sample
+from rlboost.services.rollout_manager.domain.workers.fleet import Fleet, Serving, Worker
+from rlboost.services.rollout_manager.domain.workers.throughput_model import Profile
 
 PLATEAU = 0.9
 """A batch is on the plateau when it reaches this share of the throughput of all slots."""

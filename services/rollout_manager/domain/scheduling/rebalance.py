@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from rlboost.services.rollout_manager.domain.throughput_model import Profile
+from rlboost.services.rollout_manager.domain.workers.throughput_model import Profile
 
 HAND_OFF_S = 0.2
 """From the decision to migrate a sample to its first token on the other worker, without its prefill."""

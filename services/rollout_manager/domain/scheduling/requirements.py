@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from rlboost.services.rollout_manager.domain.sample import Sample
-from rlboost.shared.columns import length
+from rlboost.services.rollout_manager.domain.tokens.sample import Sample
 from rlboost.shared.ids import is_served
+from rlboost.shared.wire.columns import length
 
 ANY_VERSION = 1 << 32
 """Newer than every real version."""

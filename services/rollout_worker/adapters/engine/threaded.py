@@ -14,7 +14,7 @@ from rlboost.services.rollout_worker.adapters.engine.thread import EngineThread
 from rlboost.services.rollout_worker.domain.request_table import RequestTable
 from rlboost.services.rollout_worker.domain.requests import Emission, Request, RequestKey
 from rlboost.services.rollout_worker.ports import EngineStats, Sequences, StagedWeights
-from rlboost.shared.threads import run_in_thread
+from rlboost.shared.process.threads import run_in_thread
 
 if TYPE_CHECKING:
     import torch

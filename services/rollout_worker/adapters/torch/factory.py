@@ -6,7 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Literal
 
-from rlboost.shared.importing import gc_paused
+from rlboost.shared.process.importing import gc_paused
 
 if TYPE_CHECKING:
     from rlboost.services.rollout_worker.ports import Engine
@@ -34,7 +34,7 @@ class TorchFactory:
         """See `EngineFactory`."""
         with gc_paused():
             import rlboost.services.rollout_worker.adapters.torch.engine  # noqa: F401, PLC0415 - it imports torch
-        from rlboost.shared.torch_device import require_device  # noqa: PLC0415 - it imports torch
+        from rlboost.shared.process.torch_device import require_device  # noqa: PLC0415 - it imports torch
 
         require_device(self._device, "RLBOOST_WORKER_DEVICE")
 

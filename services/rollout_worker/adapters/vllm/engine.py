@@ -33,8 +33,8 @@ from rlboost.services.rollout_worker.ports import EngineFailed, EngineStats, Seq
 from rlboost.shared.errors import ConfigError, Fatal
 from rlboost.shared.messages import FINISH_LENGTH, FINISH_STOP
 from rlboost.shared.model.folder import require_unquantized
-from rlboost.shared.routed_experts import RoutedShape
-from rlboost.shared.threads import run_in_thread
+from rlboost.shared.process.threads import run_in_thread
+from rlboost.shared.wire.routed_experts import RoutedShape
 
 T = TypeVar("T")
 

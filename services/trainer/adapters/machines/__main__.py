@@ -7,7 +7,7 @@ import sys
 
 from rlboost.services.trainer.adapters.machines.agent import Agent
 from rlboost.services.trainer.adapters.machines.settings import MachineSettings
-from rlboost.shared.lifecycle import run_service, supervise
+from rlboost.shared.process.lifecycle import run_service, supervise
 
 
 async def main(config: MachineSettings, stop: asyncio.Event) -> None:

@@ -27,7 +27,7 @@ from rlboost.services.trainer.adapters.machines.rank_channel import KEY_VARIABLE
 from rlboost.services.trainer.adapters.machines.settings import MachineSettings
 from rlboost.services.trainer.adapters.ranks.processes import rank_environment
 from rlboost.shared.errors import Retryable, WaitTimedOut
-from rlboost.shared.lifecycle import until_stop
+from rlboost.shared.process.lifecycle import until_stop
 
 log = structlog.get_logger(__name__)
 

@@ -31,8 +31,8 @@ from rlboost.services.trainer.adapters.ranks.packed import (
 )
 from rlboost.services.trainer.adapters.torch.batch import DUMMY_ROWS, Packed, packed, replayed
 from rlboost.services.trainer.adapters.torch.routing import Replay
-from rlboost.services.trainer.domain.training_row import TrainingRow
-from rlboost.shared.routed_experts import RoutedShape
+from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.shared.wire.routed_experts import RoutedShape
 
 _DUMMY = pack_rows(DUMMY_ROWS)
 

@@ -9,8 +9,8 @@ from typing import Any
 from rlboost.services.trainer.adapters.megatron.model_shape import require_divisible, shape_of
 from rlboost.services.trainer.adapters.ranks.policy import RanksPolicy
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.importing import pip_install
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
+from rlboost.shared.process.importing import pip_install
 
 
 class MegatronPolicy(RanksPolicy):

@@ -13,7 +13,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, distributed
 
 from rlboost.services.trainer.adapters.torch.routing import Balance, Replay, layer_balance, times_selected
-from rlboost.services.trainer.domain import sums
+from rlboost.services.trainer.domain.batches import sums
 
 
 class RoutedBatch(NamedTuple):

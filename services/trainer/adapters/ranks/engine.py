@@ -29,11 +29,11 @@ from rlboost.services.trainer.adapters.ranks.trainable import MOMENTS, WEIGHT, F
 from rlboost.shared.disk_space import write_error
 from rlboost.shared.errors import ConfigError, Corrupt, DiskFull
 from rlboost.shared.job.training import Offload, OptimizerSpec
-from rlboost.shared.routed_experts import RoutedShape
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.manifest import digest_of
 from rlboost.shared.weights.publisher import Publisher, Shard, chunks_among
+from rlboost.shared.wire.routed_experts import RoutedShape
 
 COLLECTIVE_LIMIT = timedelta(minutes=30)
 """Timeout of a collective operation."""

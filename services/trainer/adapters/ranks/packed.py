@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.domain.loss.aggregation import divisor
-from rlboost.services.trainer.domain.training_row import TrainingRow
-from rlboost.shared.columns import I32, U8, ints, length, pack, unpack
+from rlboost.shared.wire.columns import I32, U8, ints, length, pack, unpack
 
 LossGradientFn = Callable[[int, Tensor], Tensor]
 """(index of the micro-batch, log-probabilities of its trained tokens) -> gradient of the loss with respect to them.

@@ -32,12 +32,11 @@ from rlboost.services.trainer.adapters.ranks.sharded_tensors import SliceReader,
 from rlboost.services.trainer.adapters.ranks.tensor_slice import TensorSlice
 from rlboost.services.trainer.adapters.torch.batch import token_batch
 from rlboost.services.trainer.adapters.torch.packing import one_row_each
-from rlboost.services.trainer.domain import sums
-from rlboost.services.trainer.domain.spread import spread
-from rlboost.services.trainer.domain.tokens import LossFn
-from rlboost.services.trainer.domain.training_row import TrainingRow
+from rlboost.services.trainer.domain.batches import sums
+from rlboost.services.trainer.domain.batches.spread import spread
+from rlboost.services.trainer.domain.batches.tokens import LossFn
+from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.ports.engine import Exported, Loaded, NotFinite, RankInfo, Snapshot
-from rlboost.shared.columns import F32, unpack
 from rlboost.shared.disk_space import write_error
 from rlboost.shared.errors import ConfigError, DiskFull, Fatal
 from rlboost.shared.job.algorithm import Aggregation
@@ -45,9 +44,10 @@ from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
 from rlboost.shared.model.experts import require_known_experts, require_mixture
 from rlboost.shared.model.folder import read_config, require_unquantized
 from rlboost.shared.model.logit_limits import MAX_LOGITS
-from rlboost.shared.routed_experts import RoutedShape
 from rlboost.shared.weights.manifest import ChunkRef, digest_of
 from rlboost.shared.weights.publisher import ChunkCopy, Shard
+from rlboost.shared.wire.columns import F32, unpack
+from rlboost.shared.wire.routed_experts import RoutedShape
 
 _BATCHES_PER_STAGE = 4
 """Parts into which a micro-batch is split per pipeline stage. With fewer the stages idle longer."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlboost.services.trainer.adapters.ranks import wire
 from rlboost.services.trainer.adapters.ranks.layout import Layout
-from rlboost.shared.importing import gc_paused, modules_hidden
+from rlboost.shared.process.importing import gc_paused, modules_hidden
 
 if TYPE_CHECKING:
     from rlboost.services.trainer.adapters.ranks.engine import RankEngine

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlboost.services.trainer.domain.tokens import TokenBatch
-from rlboost.services.trainer.domain.training_row import TrainingRow
-from rlboost.shared.columns import F32, I32, U8, length, pack, unpack
-from rlboost.shared.routed_experts import RoutedShape
+from rlboost.services.trainer.domain.batches.tokens import TokenBatch
+from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.shared.wire.columns import F32, I32, U8, length, pack, unpack
+from rlboost.shared.wire.routed_experts import RoutedShape
 
 Array = np.ndarray[Any, Any]
 

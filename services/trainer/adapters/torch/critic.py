@@ -22,8 +22,8 @@ from rlboost.services.trainer.adapters.torch.experts import EXPERTS
 from rlboost.services.trainer.adapters.torch.logprobs import in_dtype
 from rlboost.services.trainer.adapters.torch.packing import model_inputs, packs_rows, select_rows
 from rlboost.services.trainer.adapters.torch.state import load_state, snapshot_of
+from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.domain.loss.value import value_loss
-from rlboost.services.trainer.domain.training_row import TrainingRow
 from rlboost.services.trainer.ports.engine import Snapshot
 from rlboost.shared.errors import ConfigError, Corrupt
 from rlboost.shared.job.algorithm import CriticSpec

@@ -20,9 +20,9 @@ from rlboost.services.trainer.adapters.torch.context_parallel import ContextGrou
 from rlboost.services.trainer.adapters.torch.packing import model_inputs, packs_rows, select_rows
 from rlboost.services.trainer.adapters.torch.routing import Balance, Replay, Routers
 from rlboost.services.trainer.adapters.torch.selected_logprobs import selected_logprobs
-from rlboost.services.trainer.domain.training_row import TrainingRow
+from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.shared.model.logit_limits import MAX_LOGITS
-from rlboost.shared.routed_experts import RoutedShape
+from rlboost.shared.wire.routed_experts import RoutedShape
 
 
 def in_dtype(dtype: torch.dtype, device: torch.device) -> torch.autocast:

@@ -28,17 +28,17 @@ from rlboost.services.trainer.adapters.torch.offload import Offloader
 from rlboost.services.trainer.adapters.torch.optimizers import optimizers
 from rlboost.services.trainer.adapters.torch.packing import one_row_each, packs_rows
 from rlboost.services.trainer.adapters.torch.state import load_state, shards_of, snapshot_of, without_aliases, write_all
-from rlboost.services.trainer.domain import sums
-from rlboost.services.trainer.domain.tokens import LossFn
-from rlboost.services.trainer.domain.training_row import TrainingRow
+from rlboost.services.trainer.domain.batches import sums
+from rlboost.services.trainer.domain.batches.tokens import LossFn
+from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.ports.engine import Exported, Loaded, NotFinite, RankInfo, Snapshot
 from rlboost.shared.errors import ConfigError, Fatal
 from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.job.training import LoraSpec, Offload, OptimizerSpec
 from rlboost.shared.model.experts import require_known_experts, require_mixture, split_experts
 from rlboost.shared.model.folder import read_config, require_unquantized
-from rlboost.shared.routed_experts import RoutedShape
 from rlboost.shared.weights.publisher import Shard
+from rlboost.shared.wire.routed_experts import RoutedShape
 
 
 class TorchPolicy:

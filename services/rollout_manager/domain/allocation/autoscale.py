@@ -1,0 +1,220 @@
+"""Decides how many preemptible workers of each kind a provider should run, and which of those present to drain.
+
+The fleet follows the number of workers worth having, each of them worth its price. It grows at most once per
+`COOL_DOWN_S`, and shrinks only to the largest number that was desired within the last `scale_in_delay_s` (the
+stabilization window of Kubernetes' HorizontalPodAutoscaler). A number that the operator sets applies at once. Neither
+passes a limit of workers or dollars.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from rlboost.services.rollout_manager.domain.allocation.worker_worth import Offer, paying_workers
+from rlboost.services.rollout_manager.domain.jobs.record import Job
+from rlboost.services.rollout_manager.domain.seeding.window_tuner import target_workers
+from rlboost.services.rollout_manager.domain.workers.fleet import Worker
+from rlboost.services.rollout_manager.domain.world import World
+
+COOL_DOWN_S = 30.0
+"""Shortest time between two increases: what one adds is seen in the next steps only."""
+_ROUNDING = 1e-6
+"""Dollars by which a sum of prices may pass a limit, since floating-point numbers are rounded."""
+Limit = Literal["max_workers", "max_dollars_per_hour"]
+
+
+class Pool(BaseModel):
+    """A kind of preemptible worker that a provider can start."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """`RLBOOST_WORKER_KIND` of its workers, and the provider's name for it."""
+    max_workers: int = Field(ge=0)
+    price_per_hour: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """Dollars for one worker; where its workers report a higher price, theirs counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetView:
+    """What the number of workers depends on."""
+
+    desired: int | None
+    """Number of preemptible workers worth having; None: not known yet, so the fleet keeps its size, but one at least.
+    """
+    present: Mapping[str, int] = field(default_factory=dict)
+    """Kind -> preemptible workers that do not drain."""
+    price_per_hour: Mapping[str, float] = field(default_factory=dict)
+    """Kind -> the highest price that one of its workers has reported."""
+    other_dollars_per_hour: float = 0.0
+    """Price of the workers that are in no pool."""
+    paying: Mapping[str, int] = field(default_factory=dict)
+    """Kind -> workers among the desired ones that are worth their price."""
+
+
+def view(world: World, pools: Sequence[Pool]) -> FleetView:
+    """Return what the manager's world shows of the fleet. Jobs that are paused or out of budget want no workers."""
+    jobs = [j for j in world.jobs.active() if j.state == "running" and not world.audits[j.id].cost.budget_reached]
+    kinds = {pool.kind for pool in pools}
+    prices: dict[str, float] = {}
+    other = 0.0
+    for worker in world.fleet.workers.values():
+        if not _is_pooled(worker, kinds):
+            other += worker.joined.price_per_hour
+    for worker in (*world.fleet.workers.values(), *world.fleet.gone.values()):
+        kind = worker.joined.kind
+        prices[kind] = max(prices.get(kind, 0.0), worker.joined.price_per_hour)
+    paying = _paying(world, jobs, [(pool, _price(pool, prices)) for pool in pools])
+    desired = target_workers(job.window_tuner for job in jobs) if jobs else 0
+    # If all workers of all pools pay, the pools limit the fleet, and not the price.
+    if desired is not None and paying.total() < sum(pool.max_workers for pool in pools):
+        desired = min(desired, paying.total())
+    return FleetView(desired, present_workers(world, kinds), prices, other, paying)
+
+
+def _paying(world: World, jobs: Iterable[Job], pools: Iterable[tuple[Pool, float]]) -> Counter[str]:
+    """Return how many workers of each kind are worth their price; a worker that one job takes is left to no other."""
+    offers = [
+        Offer(pool.kind, pool.max_workers, price, world.fleet.availability_of(pool.kind)) for pool, price in pools
+    ]
+    found: Counter[str] = Counter()
+    for job in jobs:
+        left = [offer._replace(n_workers=offer.n_workers - found[offer.kind]) for offer in offers]
+        found += paying_workers(world, job, left) or Counter()
+    return found
+
+
+def _price(pool: Pool, reported: Mapping[str, float]) -> float:
+    """Return the price of a worker: the pool's, or what its workers report where that is higher."""
+    return max(pool.price_per_hour, reported.get(pool.kind, 0.0))
+
+
+def present_workers(world: World, kinds: Collection[str]) -> Counter[str]:
+    """Return how many preemptible workers of each kind do not drain."""
+    workers = world.fleet.workers.values()
+    return Counter(w.joined.kind for w in workers if _is_pooled(w, kinds) and w.state != "draining")
+
+
+class Autoscaler:
+    """Targets over time. Times are of the manager's clock.
+
+    Args:
+        pools: the kinds of workers, preferred first.
+        max_dollars_per_hour: most that all workers together may cost; None: no limit.
+        scale_in_delay_s: how long fewer workers must be enough before the fleet shrinks.
+
+    """
+
+    def __init__(self, pools: Sequence[Pool], max_dollars_per_hour: float | None, scale_in_delay_s: float) -> None:
+        self.pools = pools
+        self.targets: dict[str, int] = {}
+        """Kind -> workers; empty before the first decision."""
+        self.limited_by: Limit | None = None
+        """What keeps the fleet from more workers."""
+        self.max_dollars_per_hour = max_dollars_per_hour
+        self._scale_in_delay_s = scale_in_delay_s
+        self._began_at: float | None = None
+        self._grew_at = float("-inf")
+        self._desired: deque[tuple[float, int]] = deque()
+        """When how many workers were desired, of the last `scale_in_delay_s`; the numbers decrease."""
+
+    def decide(self, seen: FleetView, fixed: int | None, now: float) -> None:
+        """Set the targets.
+
+        Args:
+            seen: the fleet.
+            fixed: the operator's number of workers; None: the number worth having.
+            now: the time.
+
+        """
+        self._began_at = now if self._began_at is None else self._began_at
+        if fixed is None:
+            self.targets, self.limited_by = self._within_limits(self._followed(seen, now), seen, seen.paying)
+        else:
+            self.targets, self.limited_by = self._within_limits(fixed, seen, {})
+
+    def _followed(self, seen: FleetView, now: float) -> int:
+        """Return the number worth having, or as much of the change toward it as is due."""
+        assert self._began_at is not None
+        current = sum(self.targets.values())
+        is_new = now - self._began_at < self._scale_in_delay_s
+        if is_new:  # an earlier manager or the operator started these, for a reason that is not known here
+            current = max(current, sum(seen.present.values()))
+        desired = max(1, current) if seen.desired is None else seen.desired
+        while self._desired and self._desired[-1][1] <= desired:
+            self._desired.pop()
+        self._desired.append((now, desired))
+        while now - self._desired[0][0] > self._scale_in_delay_s:
+            self._desired.popleft()
+        if desired <= current:
+            return current if is_new else min(self._desired[0][1], current)
+        if now - self._grew_at < COOL_DOWN_S:
+            return current
+        self._grew_at = now
+        return desired
+
+    def _within_limits(
+        self, total: int, seen: FleetView, paying: Mapping[str, int]
+    ) -> tuple[dict[str, int], Limit | None]:
+        """Divide a number of workers among the pools in their order: first those that pay, then the others."""
+        targets, missing = {pool.kind: 0 for pool in self.pools}, total
+        limited_by: Limit = "max_workers"
+        limit = self.max_dollars_per_hour
+        left = float("inf") if limit is None else limit - seen.other_dollars_per_hour
+        first = [(pool, min(paying.get(pool.kind, 0), pool.max_workers)) for pool in self.pools]
+        for pool, most in (*first, *((pool, pool.max_workers) for pool in self.pools)):
+            price = _price(pool, seen.price_per_hour)
+            n = min(missing, most - targets[pool.kind])
+            if price and price * n > left + _ROUNDING:
+                n, limited_by = int(max(0.0, left + _ROUNDING) / price), "max_dollars_per_hour"
+            targets[pool.kind] += n
+            missing, left = missing - n, left - price * n
+        return targets, limited_by if missing else None
+
+
+def surplus(
+    workers: Iterable[Worker], targets: Mapping[str, int], max_dollars_per_hour: float | None
+) -> dict[str, str]:
+    """Return the preemptible workers to drain, with the reason.
+
+    Of a kind with too many, those with the fewest samples; while all workers cost too much, those that joined last.
+    """
+    workers = [worker for worker in workers if worker.state != "draining"]
+    drained = {}
+    for kind, target in targets.items():
+        members = [worker for worker in workers if _is_pooled(worker, {kind})]
+        members.sort(key=lambda worker: (len(worker.samples), -worker.joined.at))
+        for worker in members[: max(0, len(members) - target)]:
+            drained[worker.id] = f"scale-in: {target} workers of kind {kind} are enough"
+    if max_dollars_per_hour is None:
+        return drained
+    remaining = [worker for worker in workers if worker.id not in drained]
+    excess = sum(worker.joined.price_per_hour for worker in remaining) - max_dollars_per_hour
+    for worker in sorted(remaining, key=lambda worker: -worker.joined.at):
+        if excess > _ROUNDING and worker.joined.price_per_hour and not worker.reserved:
+            excess -= worker.joined.price_per_hour
+            drained[worker.id] = f"the workers cost more than {max_dollars_per_hour:g} dollars per hour"
+    return drained
+
+
+def requested(target: int, before: int | None, present: int) -> int:
+    """Return the number of workers of a kind to request from the provider.
+
+    A provider that is asked for fewer may stop any of them, so it is asked for fewer only as they leave.
+
+    Args:
+        target: how many there should be.
+        before: the last request; None: unknown.
+        present: workers of the kind that are there, those that drain included.
+
+    """
+    return max(target, present if before is None else min(before, present))
+
+
+def _is_pooled(worker: Worker, kinds: Collection[str]) -> bool:
+    return not worker.reserved and worker.joined.kind in kinds

@@ -1,0 +1,76 @@
+"""Charges jobs with the time of their workers, and checks what their budgets still pay for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rlboost.services.rollout_manager.domain.allocation.worker_worth import step_without_spot
+
+if TYPE_CHECKING:
+    from rlboost.services.rollout_manager.domain.jobs.record import Job
+    from rlboost.services.rollout_manager.domain.workers.fleet import Worker
+    from rlboost.services.rollout_manager.domain.world import Now, World
+
+CHARGE_EVERY_S = 1.0
+DRAIN_RESERVE_S = 30.0
+"""A budget always pays for this much more time of all the job's workers: until the next charge, a drain and an exit."""
+_HOUR_S = 3600.0
+
+
+def charge_workers(world: World, now: Now) -> None:
+    """Charge each active job with the time of its workers since the last charge, if that is due.
+
+    A worker costs from the start of its process until it is gone, except for time in which it serves no job. Time in
+    which no manager led is charged by the next one, for the workers that are still there.
+    """
+    last = world.periodic.charged_at
+    if last is not None and now.mono - last < CHARGE_EVERY_S:
+        return
+    world.periodic.charged_at = now.mono
+    for job in world.jobs.active():
+        cost = world.audits[job.id].cost
+        # Within one manager's life the monotonic clock counts: the system's may be set.
+        elapsed_s = now.mono - last if last is not None else max(0.0, now.wall - cost.charged_until)
+        if cost.charged_until:
+            for worker in _workers_of(world, job):
+                cost.charge(worker.joined.role, worker.joined.kind, worker.joined.price_per_hour, elapsed_s)
+        cost.charged_until = now.wall
+        if job.step > cost.estimated_steps and (estimate := step_without_spot(world, job)):
+            cost.add_estimate(job.step, *estimate)
+        _check_budget(world, job, now)
+
+
+def charge_startup(world: World, worker: Worker, job: Job) -> None:
+    """Charge a job that a worker begins to serve with the time before the worker joined, unless another job was."""
+    joined, seconds = worker.joined, worker.unbilled_startup_s
+    worker.unbilled_startup_s = 0.0
+    if seconds:
+        world.audits[job.id].cost.charge(joined.role, joined.kind, joined.price_per_hour, seconds)
+
+
+def has_budget(world: World, job: Job, worker: Worker | None = None) -> bool:
+    """Return True if the job's budget pays for its workers a while longer, and for one more worker if one is given."""
+    cost, limit = world.audits[job.id].cost, job.spec.elastic.max_dollars
+    if limit is None:
+        return True
+    if cost.budget_reached:
+        return False
+    per_hour = sum(member.joined.price_per_hour for member in _workers_of(world, job))
+    dollars = cost.dollars + DRAIN_RESERVE_S / _HOUR_S * per_hour
+    if worker is not None:
+        dollars += (DRAIN_RESERVE_S + worker.unbilled_startup_s) / _HOUR_S * worker.joined.price_per_hour
+    return dollars < limit
+
+
+def _check_budget(world: World, job: Job, now: Now) -> None:
+    cost = world.audits[job.id].cost
+    if not cost.budget_reached and not has_budget(world, job):
+        cost.budget_reached = True
+        world.emit_event(
+            "budget_reached", now, job.id, dollars=round(cost.dollars, 2), max_dollars=job.spec.elastic.max_dollars
+        )
+
+
+def _workers_of(world: World, job: Job) -> list[Worker]:
+    """Return the workers that the job pays for."""
+    return [worker for worker in world.fleet.workers.values() if (worker.job or worker.job_id) == job.id]

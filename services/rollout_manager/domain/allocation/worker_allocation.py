@@ -1,0 +1,157 @@
+"""Decides for each worker which job and version it serves, and for each reserved one whether it generates."""
+
+from __future__ import annotations
+
+from rlboost.services.rollout_manager.domain.allocation.charging import charge_startup, has_budget
+from rlboost.services.rollout_manager.domain.jobs.record import Job
+from rlboost.services.rollout_manager.domain.scheduling.fair_share import Demand, Member, reallocate, shares_of
+from rlboost.services.rollout_manager.domain.workers.fleet import FleetCounts, Worker
+from rlboost.services.rollout_manager.domain.world import Now, World
+from rlboost.shared.messages import Resume, Suspend, UseVersion
+
+REALLOCATE_EVERY_S = 0.25
+"""How often workers are reallocated among several jobs."""
+
+
+def allocate(world: World, now: Now) -> None:
+    """Command workers which version to serve, and count the workers of each job.
+
+    Looks at the workers only if something has changed that matters to it: see `_inputs`.
+    """
+    versions = {job.id: version for job in world.jobs.active() if (version := _version(world, job.id)) >= 0}
+    jobs = [world.jobs[job_id] for job_id in versions]
+    payers = [job for job in jobs if not world.audits[job.id].cost.budget_reached]
+    if len(payers) > 1 and now.mono - world.periodic.reallocated_at >= REALLOCATE_EVERY_S:
+        world.periodic.reallocated_at = now.mono
+        _reallocate(world, payers, versions, now)
+    if not _is_stale(world):
+        return
+    for worker in world.fleet.workers.values():
+        if worker.state == "draining":
+            continue
+        if job := _job_of(world, worker, jobs if worker.reserved else payers):
+            _use_version(world, worker, job, versions[job.id])
+        elif jobs and worker.job and not worker.reserved:  # others stay idle: a supervisor would restart them
+            world.drain(worker, now, "no job's budget pays for it any longer: see elastic.max_dollars")
+    for job in world.jobs.active():
+        world.progress[job.id].fleet = _count_workers(world, job)
+
+
+def activate_reserved(world: World) -> None:
+    """Command reserved workers to resume or suspend generation."""
+    if not _is_stale(world):
+        return
+    jobs = world.jobs.active()
+    for worker in world.fleet.workers.values():
+        if worker.reserved and worker.known and worker.state != "draining":
+            _activate(world, worker, next((job for job in jobs if job.id == worker.job), None))
+    world.periodic.allocation_inputs = _inputs(world)
+
+
+def _inputs(world: World) -> object:
+    """Return everything that the allocation of workers depends on; equal if nothing of it has changed."""
+    jobs = []
+    for job in world.jobs.active():
+        progress = world.progress[job.id]
+        window = progress.window and (progress.window.step, progress.window.phase)
+        budget_reached = world.audits[job.id].cost.budget_reached
+        jobs.append((job.id, job.state, job.trainer, progress.committed_version, window, budget_reached))
+    return world.fleet.revision, world.in_flight.revision, jobs
+
+
+def _is_stale(world: World) -> bool:
+    return world.periodic.allocation_inputs != _inputs(world)
+
+
+def _count_workers(world: World, job: Job) -> FleetCounts:
+    workers = [w for w in world.fleet.workers.values() if w.job == job.id and w.state != "draining"]
+    needs = [need for need in world.in_flight.of_job(job.id) if not need.is_serving]
+    reserved = [worker for worker in workers if worker.reserved]
+    ready = [w for w in workers if not w.reserved and any(w.serves(job.id, n.oldest, n.version) for n in needs)]
+    awake = [worker for worker in reserved if worker.state != "suspended"]
+    return FleetCounts(len(reserved), len(awake), len(workers) - len(reserved), len(ready))
+
+
+def _is_reserved_for(worker: Worker, job: Job) -> bool:
+    # Trainers and reserved workers without names: there is one trainer, which runs one job at a time.
+    return not worker.joined.trainer or not job.trainer or worker.joined.trainer == job.trainer
+
+
+def _version(world: World, job_id: str) -> int:
+    """Return the version to serve: the newest one, unless samples in flight require an older one."""
+    required = [need.version for need in world.in_flight.of_job(job_id)]
+    return min([world.committed_version(job_id), *required])
+
+
+def _job_of(world: World, worker: Worker, jobs: list[Job]) -> Job | None:
+    if worker.reserved:
+        candidates = [job for job in jobs if _is_reserved_for(worker, job)]
+        running = (job for job in candidates if job.state == "running")
+        return next(running, candidates[0] if candidates else None)
+    allocated = (job for job in jobs if job.id == worker.job)
+    return next(allocated, None) or next((job for job in jobs if has_budget(world, job, worker)), None)
+
+
+def _use_version(world: World, worker: Worker, job: Job, version: int) -> None:
+    if worker.assigned_version == (job.id, version):
+        return
+    charge_startup(world, worker, job)
+    world.fleet.assign(worker, (job.id, version))
+    world.candidates.mark_changed(worker)
+    world.outbox.send(worker.id, UseVersion(job_id=job.id, version=version, in_flight=job.spec.elastic.in_flight))
+
+
+def _activate(world: World, worker: Worker, job: Job | None) -> None:
+    progress = world.progress[job.id] if job else None
+    window = progress.window if progress else None
+    active = progress is not None and window is not None and window.uses_reserved(progress.fleet.preemptible)
+    if worker.assigned_active is active:
+        return
+    worker.assigned_active = active
+    world.candidates.mark_changed(worker)
+    step = window.step if window else 0
+    world.outbox.send(worker.id, Resume(step=step) if active else Suspend(step=step))
+
+
+# --- several jobs -----------------------------------------------------------------------------------------------------
+
+
+def _reallocate(world: World, jobs: list[Job], versions: dict[str, int], now: Now) -> None:
+    members = [
+        Member(worker.id, worker.job, len(worker.samples), worker.batch_cap)
+        for worker in world.fleet.workers.values()
+        if not worker.reserved and worker.state != "draining"
+    ]
+    if not members:
+        return
+    demands = [_demand(world, job, now) for job in jobs]
+    shares = shares_of(demands, members)
+    _note_jobs_below_share(world, demands, members, shares, now)
+    for worker_id, job_id in reallocate(demands, members, shares).items():
+        worker = world.fleet.workers[worker_id]
+        if not has_budget(world, world.jobs[job_id], worker):
+            continue
+        samples = len(worker.samples)
+        world.emit_event("worker_reassigned", now, job_id, worker=worker_id, before=worker.job, samples=samples)
+        _use_version(world, worker, world.jobs[job_id], versions[job_id])
+
+
+def _demand(world: World, job: Job, now: Now) -> Demand:
+    progress = world.progress[job.id]
+    needs = [need for need in world.in_flight.of_job(job.id) if need.oldest <= progress.committed_version]
+    assigned = sum(len(w.samples) for w in world.fleet.workers.values() if w.job == job.id)
+    samples = sum(world.in_flight.by_requirement[need] for need in needs)
+    since = now.mono if progress.below_share_since is None else progress.below_share_since
+    return Demand(job.id, job.spec.elastic.share, samples, max(0, samples - assigned), now.mono - since)
+
+
+def _note_jobs_below_share(
+    world: World, demands: list[Demand], members: list[Member], shares: dict[str, int], now: Now
+) -> None:
+    for demand in demands:
+        progress = world.progress[demand.job_id]
+        have = sum(member.job_id == demand.job_id for member in members)
+        if not demand.queued or have >= shares[demand.job_id]:
+            progress.below_share_since = None
+        elif progress.below_share_since is None:
+            progress.below_share_since = now.mono

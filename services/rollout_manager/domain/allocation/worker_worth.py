@@ -1,0 +1,149 @@
+"""What one more preemptible worker is worth, and how many pay for themselves.
+
+In the paper's model (section 4.1), reserved engines and workers generate during the seeding window, and the workers
+alone during training. A step's generation takes a fixed number of *worker-seconds at full throughput*, so a larger
+fleet needs a shorter window, until none is left: from `target_workers` (N_prem in the paper) on, one more is worth
+nothing. An upper estimate where long samples, and not throughput, decide when a step ends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from rlboost.services.rollout_manager.domain.jobs.record import Job
+    from rlboost.services.rollout_manager.domain.seeding.window_tuner import WindowTuner
+    from rlboost.services.rollout_manager.domain.workers.fleet import Worker
+    from rlboost.services.rollout_manager.domain.world import World
+
+_HOUR_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerWorth:
+    """What one more worker would change."""
+
+    job_id: str
+    tokens_per_hour: float
+    """Additional tokens delivered."""
+    dollars_per_hour: float
+    """What these tokens cost with the present workers. It pays if its price is lower."""
+    price_per_hour: float
+    """Mean price of the present preemptible workers; 0 if there are none."""
+
+
+class Offer(NamedTuple):
+    """Preemptible workers of one kind that can be had."""
+
+    kind: str
+    n_workers: int
+    price_per_hour: float
+    """Of one worker; 0: not known."""
+    availability: float
+    """Fraction of its time in which a worker generates: see `Fleet.availability_of`."""
+
+
+def step_duration_s(workers: float, reserved: float, work_s: float, train_s: float) -> float:
+    """Return how long window and training of a step take.
+
+    Args:
+        workers: number of preemptible workers.
+        reserved: number of reserved workers.
+        work_s: generation of a step in worker-seconds at full throughput.
+        train_s: training time of a step.
+
+    """
+    remaining_s = max(0.0, work_s - workers * train_s)
+    if not remaining_s:
+        return train_s
+    return remaining_s / (workers + reserved) + train_s if workers + reserved else math.inf
+
+
+def speedup_of_one_more(tuner: WindowTuner, workers: int, reserved: int, present: int) -> float:
+    """Return the relative gain in throughput by one more than `workers`; infinity if none would generate without it.
+
+    The measured step, with `present` workers, also has a tail, pulls of weights and publishing, which none shortens.
+    """
+    before_s, after_s = (expected_step_s(tuner, n, reserved, present) for n in (workers, workers + 1))
+    return before_s / after_s - 1.0
+
+
+def expected_step_s(tuner: WindowTuner, workers: int, reserved: int, present: int) -> float:
+    """Return how long a step would take with other than the `present` preemptible workers; infinity without any."""
+    work_s, train_s = (tuner.target_workers or 0.0) * tuner.train_s, tuner.train_s
+    overhead_s = max(0.0, tuner.step_s - step_duration_s(present, reserved, work_s, train_s))
+    return step_duration_s(workers, reserved, work_s, train_s) + overhead_s
+
+
+def worth_of_one_more(world: World) -> dict[str, Any] | None:
+    """Return what one more preemptible worker is worth to the job that gains most; None while that is unknown."""
+    known = [worth for job in world.jobs.active() if (worth := _worth(world, job)) is not None]
+    return asdict(max(known, key=lambda worth: worth.tokens_per_hour)) if known else None
+
+
+def paying_workers(world: World, job: Job, offers: Iterable[Offer]) -> Counter[str] | None:
+    """Return how many preemptible workers of each kind to have, each of them worth its price; None while unknown.
+
+    With each worker that pays, a token gets cheaper. Where a price is not known, workers are not weighed against it.
+
+    Args:
+        world: the fleet.
+        job: it wants the workers.
+        offers: the workers that can be had, preferred first.
+
+    """
+    tuner = job.window_tuner
+    if tuner.target_workers is None:
+        return None
+    target = math.ceil(tuner.target_workers)
+    reserved, preemptible = _workers_of(world, job)
+    prices = [worker.joined.price_per_hour for worker in reserved]
+    is_weighed = tuner.train_s and prices and all(prices)
+    dollars = sum(prices)
+    found: Counter[str] = Counter()
+    for offer in offers:
+        for _ in range(min(offer.n_workers, target - found.total())):
+            if is_weighed:
+                speedup = speedup_of_one_more(tuner, found.total(), len(reserved), len(preemptible))
+                if offer.availability * speedup * dollars < offer.price_per_hour:
+                    break
+            found[offer.kind] += 1
+            dollars += offer.price_per_hour
+    return found
+
+
+def step_without_spot(world: World, job: Job) -> tuple[float, float] | None:
+    """Return seconds and dollars of a step with the job's reserved workers alone, None while that is unknown."""
+    reserved, preemptible = _workers_of(world, job)
+    if job.window_tuner.target_workers is None or not job.window_tuner.train_s or not reserved:
+        return None
+    step_s = expected_step_s(job.window_tuner, 0, len(reserved), len(preemptible))
+    return step_s, step_s / _HOUR_S * sum(worker.joined.price_per_hour for worker in reserved)
+
+
+def _workers_of(world: World, job: Job) -> tuple[list[Worker], list[Worker]]:
+    """Return the job's reserved and preemptible workers that do not drain."""
+    workers = [worker for worker in world.fleet.workers.values() if worker.job == job.id and worker.state != "draining"]
+    return [worker for worker in workers if worker.reserved], [worker for worker in workers if not worker.reserved]
+
+
+def _worth(world: World, job: Job) -> WorkerWorth | None:
+    tuner = job.window_tuner
+    reserved, preemptible = _workers_of(world, job)
+    if tuner.target_workers is None or not tuner.train_s or not (reserved or preemptible):
+        return None
+    speedup = speedup_of_one_more(tuner, len(preemptible), len(reserved), len(preemptible))
+    kinds = Counter(worker.joined.kind for worker in preemptible)
+    available = sum(n * world.fleet.availability_of(kind) for kind, n in kinds.items())
+    share = available / len(preemptible) if preemptible else 1.0
+    prices = [worker.joined.price_per_hour for worker in preemptible]
+    return WorkerWorth(
+        job_id=job.id,
+        tokens_per_hour=speedup * share * tuner.tokens_per_s * _HOUR_S,
+        dollars_per_hour=speedup * share * sum(w.joined.price_per_hour for w in (*reserved, *preemptible)),
+        price_per_hour=sum(prices) / len(prices) if prices else 0.0,
+    )

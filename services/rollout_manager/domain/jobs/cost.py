@@ -1,0 +1,50 @@
+"""What a job costs: the time of the workers that serve it, and its price."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel
+
+_HOUR_S = 3600.0
+
+
+class WorkerTime(BaseModel):
+    """Time of the workers of one role and kind, and its price at the workers' `price_per_hour`."""
+
+    role: str
+    kind: str
+    seconds: float = 0.0
+    dollars: float = 0.0
+
+
+class Cost(BaseModel):
+    """Time of all workers that served one job."""
+
+    charged_until: float = 0.0
+    """Unix seconds; 0 before the first charge."""
+    workers: dict[str, WorkerTime] = {}
+    """By role and kind."""
+    budget_reached: bool = False
+    """True once the job's remaining budget only just pays for draining its workers. It stays so."""
+    reserved_only_s: float = 0.0
+    """Estimated duration of the `estimated_steps` with the job's reserved workers alone."""
+    reserved_only_dollars: float = 0.0
+    """What that would have cost."""
+    estimated_steps: int = 0
+
+    def charge(self, role: str, kind: str, price_per_hour: float, seconds: float) -> None:
+        """Add the time of one worker."""
+        time = self.workers.setdefault(f"{role} {kind}", WorkerTime(role=role, kind=kind))
+        time.seconds += seconds
+        time.dollars += seconds / _HOUR_S * price_per_hour
+
+    def add_estimate(self, steps: int, step_s: float, dollars: float) -> None:
+        """Add what the steps since the last estimate would have taken and cost without preemptible workers, each."""
+        new = steps - self.estimated_steps
+        self.reserved_only_s += new * step_s
+        self.reserved_only_dollars += new * dollars
+        self.estimated_steps = steps
+
+    @property
+    def dollars(self) -> float:
+        """Return the sum over all workers."""
+        return sum(time.dollars for time in self.workers.values())

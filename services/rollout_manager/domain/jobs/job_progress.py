@@ -1,0 +1,66 @@
+"""What the manager tracks of one job while it runs. All of it can be rebuilt from the streams."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from rlboost.services.rollout_manager.domain.scheduling.length_estimates import LengthEstimates
+from rlboost.services.rollout_manager.domain.seeding.window import Window
+from rlboost.services.rollout_manager.domain.workers.fleet import FleetCounts
+from rlboost.shared.ids import step_of
+
+
+@dataclass(slots=True)
+class JobProgress:
+    """One job's versions, steps, delivered samples, lengths and workers."""
+
+    committed_version: int = -1
+    """Newest committed weight version."""
+    requested_step: int = -1
+    """Newest step that groups were requested for."""
+    delivered: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    """Step -> samples delivered or dropped, for steps that may be requested again."""
+    lengths: LengthEstimates = field(default_factory=LengthEstimates)
+    window: Window | None = None
+    """The seeding window of the current step."""
+    fleet: FleetCounts = field(default_factory=FleetCounts)
+    stalled_since: float | None = None
+    """Since when (Unix) its samples are queued and no worker can take one."""
+    below_share_since: float | None = None
+    """Since when (manager's clock) it has samples queued and fewer workers than its fair share."""
+
+    trainer_status: str | None = None
+    """The value of the trainer's lease on the job (JSON), None if no trainer holds it."""
+    trainer_renewed_at: float | None = None
+    """When the lease was renewed last (Unix); without a renewal, when it was first missed; None before both."""
+    trainer_checked_at: float = 0.0
+    """When the lease was read last (Unix): no trainer is blamed for an outage of Redis."""
+
+    def on_trainer_status(self, status: str | None, now: float) -> None:
+        """Note the present value of the trainer's lease, which each renewal changes."""
+        self.trainer_checked_at = now
+        if self.trainer_renewed_at is None or (status is not None and status != self.trainer_status):
+            self.trainer_renewed_at = now
+        self.trainer_status = status
+
+    def is_delivered(self, sample_id: int) -> bool:
+        """Return True if the sample was delivered or dropped."""
+        return sample_id in self.delivered.get(step_of(sample_id), ())
+
+    def on_delivered(self, sample_id: int) -> None:
+        """Note that the requester of the sample has it, or knows that it was dropped."""
+        self.delivered[step_of(sample_id)].add(sample_id)
+
+    def forget_delivered(self, sample_id: int) -> None:
+        """Forget one delivered sample."""
+        step = step_of(sample_id)
+        if step in self.delivered:
+            self.delivered[step].discard(sample_id)
+            if not self.delivered[step]:
+                del self.delivered[step]
+
+    def forget_steps_before(self, step: int) -> None:
+        """Forget delivered samples of steps that are not requested again."""
+        for old in [old for old in self.delivered if old < step]:
+            del self.delivered[old]

@@ -1,0 +1,104 @@
+"""The seeding window (paper, section 4.1): how long the reserved engines generate at the start of each step.
+
+A step's phases: `open` (all engines generate), `closing` (the reserved engines are commanded to suspend), `ended` (they
+are suspended; the device is the trainer's). Without preemptible workers the window closes when all samples are
+generated, which is a plain co-located trainer. When preemptible workers leave and the remaining ones are too slow, or
+none remains, the window stays open or reopens. `window_tuner` decides the length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rlboost.services.rollout_manager.domain.seeding.window_tuner import Meter
+
+Reason = Literal["window", "finished", "no_reserved"]
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The inputs of a decision."""
+
+    now: float
+    in_flight: int
+    """Samples of the step in flight."""
+    requested: int
+    """Samples of the step in all."""
+    reserved_awake: int
+    """Reserved workers that are present and not suspended."""
+    reserved: int
+    preemptible_ready: int
+    """Preemptible workers that can generate for the step now."""
+    preemptible: int
+    """Preemptible workers that are present, ready or about to be."""
+    too_slow: bool = False
+    """Preemptible workers left, and the remaining ones would keep the trainer waiting for long."""
+
+
+@dataclass(slots=True)
+class Window:
+    """The window of one step. Times are on the manager's clock."""
+
+    step: int
+    length_s: float | None
+    """None: until half of the step's samples are finished."""
+    phase: Literal["open", "closing", "ended"] = "open"
+    began_at: float | None = None
+    """When the step's first sample was placed."""
+    reason: Reason = "window"
+    lasted_s: float = 0.0
+    """How long it lasted until it closed for the first time."""
+    reopened: bool = False
+    max_fleet: int = 0
+    """The largest number of preemptible workers during the step."""
+    too_slow: bool = False
+    """See `View`; as of the last check."""
+    checked_at: float = 0.0
+    meter: Meter | None = None
+    """Measures the step; None after a restart in its middle."""
+
+    def on_placed(self, now: float) -> None:
+        """Note that a sample was placed: the window begins with the first one."""
+        if self.began_at is None:
+            self.began_at = now
+
+    def length_so_far(self, now: float) -> float:
+        """Return the seconds since the window began."""
+        return 0.0 if self.began_at is None else now - self.began_at
+
+    def uses_reserved(self, preemptible: int) -> bool:
+        """Return True if the reserved engines should generate now."""
+        return self.phase == "open" and (self.length_s != 0 or preemptible == 0)
+
+    def advance(self, view: View) -> Literal["close", "end", "reopen"] | None:
+        """Enter the next phase if it is due, and return the transition."""
+        match self.phase:
+            case "open":
+                reason = self._close_reason(view)
+                if reason is not None:
+                    self.phase, self.reason = "closing", reason
+                    if not self.reopened:
+                        self.lasted_s = self.length_so_far(view.now)
+                    return "close"
+            case "closing":
+                if view.reserved_awake == 0:
+                    self.phase = "ended"
+                    return "end"
+            case "ended":
+                if view.in_flight and view.reserved and (view.preemptible == 0 or view.too_slow):
+                    self.phase, self.began_at, self.reopened = "open", view.now, True
+                    return "reopen"
+        return None
+
+    def _close_reason(self, view: View) -> Reason | None:
+        if view.in_flight == 0:
+            return "finished"
+        if view.reserved == 0 and view.preemptible:
+            return "no_reserved"
+        return "window" if view.preemptible_ready and not view.too_slow and self._time_is_over(view) else None
+
+    def _time_is_over(self, view: View) -> bool:
+        if self.length_s is None:
+            return view.in_flight * 2 <= view.requested
+        return self.length_s == 0 or (self.began_at is not None and view.now - self.began_at >= self.length_s)

@@ -1,0 +1,344 @@
+"""The token ledger: a fold over the token log (invariants 1 to 4).
+
+The log is one ordered stream. Applying a record twice has no effect, so a replay of the log from its oldest entry gives
+the same ledger as the live run, whatever the manager had already done:
+
+- `Admitted` adds a group's samples;
+- `Placed` begins an attempt of a sample at `offset` tokens: the new owner has exactly these, so tokens that an earlier
+  owner flushed after them are cut, and frames of earlier attempts no longer count;
+- `TokenFrame` extends samples; a row counts only from the current attempt's worker and where it meets the length;
+- `Closed` ends samples that were delivered or dropped;
+- `Restated` repeats one whole sample, so that the log before it may be trimmed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from itertools import islice
+
+from rlboost.services.rollout_manager.domain.tokens.frame_decoder import TOKEN_BYTES, decode_frames
+from rlboost.services.rollout_manager.domain.tokens.row_selection import (
+    NO_VERSION,
+    ExpectedRows,
+    Row,
+    Selection,
+    limits_of,
+)
+from rlboost.services.rollout_manager.domain.tokens.sample import Sample
+from rlboost.shared.errors import Unprocessable
+from rlboost.shared.ids import MAX_GROUP_SIZE, job_of, worker_name
+from rlboost.shared.messages import (
+    FINISH_NONE,
+    FINISH_RELEASED,
+    GroupRequested,
+    Placed,
+    Restated,
+    SampleFailed,
+    TokenFrame,
+)
+from rlboost.shared.wire.columns import F32, I32, U32, U64, ints, length
+
+INVALID = (
+    "its worker sent a token id outside the vocabulary, a log-probability that is not finite or above 0, more than "
+    "max_tokens tokens, a weight version that was not requested, or an unknown finish"
+)
+"""Reason of the failure of a sample with such tokens, which are not accepted."""
+MAX_ATTEMPTS = 1 << 31  # far more than a sample can have
+LOG_TOKEN_BYTES = I32.itemsize + F32.itemsize
+"""A token of the log: its id and its log-probability."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a batch of frames did, for the audit and for the world."""
+
+    accepted: dict[int, int] = field(default_factory=dict)
+    """Job number -> tokens that extended samples."""
+    grown: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    """Worker -> tokens that extended samples that it owns; empty: without an owner."""
+    refused: list[tuple[int, str, int]] = field(default_factory=list)
+    """(job number, cause, tokens) that were discarded."""
+    duplicates: dict[int, int] = field(default_factory=dict)
+    """Job number -> rows that repeated what the ledger had."""
+    gaps: list[int] = field(default_factory=list)
+    """Samples whose frame began after the ledger's end: tokens are missing, so they must be placed again."""
+    released: list[int] = field(default_factory=list)
+    """Samples that their owner has released with all their tokens."""
+    failed: list[int] = field(default_factory=list)
+    """Samples that failed because their owner sent rows that no engine sends."""
+
+
+class Ledger:
+    """All samples in flight."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self.samples: dict[int, Sample] = {}
+        self.open_in_group: dict[int, int] = {}
+        """Group id -> samples of it still in flight."""
+        self.finished: dict[int, None] = {}
+        """Complete samples that are not closed yet, in order of finishing."""
+        self.failed: dict[int, str] = {}
+        """Samples whose worker reported a failure of the sample itself, to be placed again or dropped."""
+        self.tokens_in_log = 0
+        """Tokens written to the log since the fold began; routed experts count as `LOG_TOKEN_BYTES` per token."""
+        self.tokens_live = 0
+        self._by_slot: dict[int, Sample] = {}
+        self._expected = ExpectedRows()
+        self._by_age: dict[int, None] = {}
+        """Samples in the order of their oldest log entries, once these are known."""
+
+    def knows(self, request: GroupRequested) -> bool:
+        """Return True if any sample of the group is in flight."""
+        return any(request.group + i in self.samples for i in range(request.n))
+
+    def admit(self, request: GroupRequested, entry_id: str) -> list[Sample]:
+        """Add the group's samples that are not in flight yet and return them.
+
+        Raises:
+            Unprocessable: the request has no valid group id or size, or an empty prompt.
+
+        """
+        if request.group % MAX_GROUP_SIZE or not 1 <= request.n <= MAX_GROUP_SIZE or not request.prompt:
+            raise Unprocessable(
+                f"group {request.group} of {request.n}: invalid group id, invalid size, or empty prompt"
+            )
+        added = []
+        for i in range(request.n):
+            sample_id = request.group + i
+            if sample_id in self.samples:
+                continue
+            sample = Sample(sample_id, request, entry_id, self.tokens_in_log)
+            self._add(sample)
+            added.append(sample)
+        return added
+
+    def set_admission_entry(self, request: GroupRequested, entry_id: str) -> None:
+        """Set the log entry of an admission, which was decided before it was written."""
+        for i in range(request.n):
+            sample = self.samples.get(request.group + i)
+            if sample is not None and not sample.first_id:
+                sample.first_id = entry_id
+                self._by_age[sample.id] = None
+
+    def _add(self, sample: Sample) -> None:
+        self.samples[sample.id] = sample
+        self.open_in_group[sample.request.group] = self.open_in_group.get(sample.request.group, 0) + 1
+        if sample.first_id:
+            self._by_age[sample.id] = None
+        slot = self._expect(sample)
+        self._expected.limit(slot, limits_of(sample.request))
+        self._by_slot[slot] = sample
+
+    def _expect(self, sample: Sample, version: int = NO_VERSION) -> int:
+        ended = sample.finish != FINISH_NONE
+        attempt = sample.attempt, sample.attempt_worker
+        return self._expected.expect(sample.id, *attempt, sample.n_tokens, ended=ended, version=version)
+
+    def place(self, message: Placed) -> list[tuple[Sample, int]]:
+        """Begin attempts; return each sample whose attempt rose, with the number of tokens that were cut.
+
+        Raises:
+            Unprocessable: the columns differ in length.
+
+        """
+        rows = list(_placements(message.samples, message.attempts, message.offsets))
+        placed = []
+        for sample_id, attempt, offset in rows:
+            sample = self.samples.get(sample_id)
+            if sample is not None and attempt > sample.attempt:
+                placed.append((sample, self.begin_attempt(sample, message.worker, attempt, offset)))
+        return placed
+
+    def begin_attempt(self, sample: Sample, worker: str, attempt: int, offset: int) -> int:
+        """Give a sample with its first `offset` tokens to a worker; return how many tokens were cut."""
+        cut = sample.cut(offset)
+        self.tokens_live -= cut
+        sample.worker = sample.attempt_worker = worker
+        sample.attempt, sample.offset = attempt, offset
+        if sample.finish == FINISH_NONE:
+            self.finished.pop(sample.id, None)
+        self.failed.pop(sample.id, None)
+        self._expect(sample)
+        return cut
+
+    def extend(self, *frames: TokenFrame) -> Outcome:
+        """Apply workers' tokens: consecutive frames of the log.
+
+        Raises:
+            Unprocessable: the columns of a frame differ in length, and nothing was changed; apply frames one by one
+                to find which.
+
+        """
+        rows = decode_frames(frames)
+        # The log is bounded in tokens, so routed experts count as tokens of the same size.
+        self.tokens_in_log += len(rows.tokens) + sum(len(frame.routed_experts) for frame in frames) // LOG_TOKEN_BYTES
+        return self._apply(self._expected.select(rows))
+
+    def _apply(self, rows: Selection) -> Outcome:
+        out = Outcome(accepted=rows.accepted)
+        self.tokens_live += sum(rows.accepted.values())
+        for sample_id, count in rows.refused:
+            cause = "late" if sample_id in self.samples else "sample_over"
+            out.refused.append((job_of(sample_id), cause, count))
+        for slot, worker, version, start in rows.new_spans:
+            self._by_slot[slot].begin_span(worker, version, start)
+        tokens, logprobs, grown = rows.tokens, rows.logprobs, out.grown
+        for slot, start, end in rows.appends:
+            sample = self._by_slot[slot]
+            sample.tokens += tokens[start:end]
+            sample.logprobs += logprobs[start:end]
+            grown[sample.worker] += (end - start) // TOKEN_BYTES
+        for slot, finish in rows.ended:
+            self._end(self._by_slot[slot], finish, out)
+        for slot, column in rows.routed:
+            self._by_slot[slot].routed_experts = column
+        for row in rows.irregular:
+            self._apply_irregular(self._by_slot[row.slot], row, out)
+        for slot, worker, count in rows.unusable:
+            sample = self._by_slot[slot]
+            out.refused.append((job_of(sample.id), "invalid", count))
+            failed = SampleFailed(worker=worker, sample=sample.id, attempt=sample.attempt, reason=INVALID)
+            if self.fail(failed):
+                out.failed.append(sample.id)
+        return out
+
+    def _apply_irregular(self, sample: Sample, row: Row, out: Outcome) -> None:
+        """Apply one row of a sample that does not simply continue: skip what is known, refuse what leaves a gap."""
+        count, have = len(row.tokens) // TOKEN_BYTES, sample.n_tokens
+        job = job_of(sample.id)
+        if row.offset > have:
+            out.refused.append((job, "gap", count))
+            out.gaps.append(sample.id)
+            return
+        known = count if sample.finish else min(count, have - row.offset)
+        if known:
+            out.duplicates[job] = out.duplicates.get(job, 0) + 1
+        if known < count:
+            sample.begin_span(row.worker, row.version, have)
+            sample.tokens += row.tokens[known * TOKEN_BYTES :]
+            sample.logprobs += row.logprobs[known * TOKEN_BYTES :]
+            self.tokens_live += count - known
+            out.grown[sample.worker] += count - known
+            out.accepted[job] = out.accepted.get(job, 0) + count - known
+            self._expect(sample, row.version)
+        if row.finish and self._end(sample, row.finish, out):
+            sample.routed_experts = row.routed_experts
+            self._expect(sample)
+
+    def _end(self, sample: Sample, finish: int, out: Outcome) -> bool:
+        """Note the end of a sample's tokens at a worker; return True if the sample is complete by that."""
+        if finish == FINISH_RELEASED:
+            out.released.append(sample.id)
+            return False
+        if sample.finish:
+            return False
+        sample.finish = finish
+        self.finished[sample.id] = None
+        return True
+
+    def fail(self, message: SampleFailed) -> bool:
+        """Count a failure of a sample, or one that it may have caused; return True if the message counts."""
+        sample = self.samples.get(message.sample)
+        if sample is None or not 0 < sample.attempt == message.attempt or message.sample in self.failed:
+            return False
+        if sample.finish or sample.attempt_worker not in {"", message.worker}:
+            return False
+        if sample.past_failure:
+            sample.failed_on = []
+        sample.failed_on.append(worker_name(message.worker))
+        sample.failed_at = sample.n_tokens
+        self.failed[message.sample] = message.reason
+        return True
+
+    def close(self, sample_id: int) -> Sample | None:
+        """End a sample; return it, None if it is not in flight."""
+        sample = self.samples.pop(sample_id, None)
+        if sample is None:
+            return None
+        self.finished.pop(sample_id, None)
+        self.failed.pop(sample_id, None)
+        self._by_age.pop(sample_id, None)
+        del self._by_slot[self._expected.forget(sample_id)]
+        self.tokens_live -= sample.n_tokens
+        group = sample.request.group
+        self.open_in_group[group] -= 1
+        if not self.open_in_group[group]:
+            del self.open_in_group[group]
+        return sample
+
+    def restate(self, message: Restated, entry_id: str) -> None:
+        """Make the entry the oldest one that a replay needs for the sample; add the sample if the log was trimmed.
+
+        Raises:
+            Unprocessable: its columns differ in length, or it is no sample of its request.
+
+        """
+        request = message.request
+        if request.group % MAX_GROUP_SIZE or not 0 <= message.sample - request.group < request.n:
+            raise Unprocessable(f"sample {message.sample} is not one of the {request.n} of group {request.group}")
+        n_tokens, n_logprobs = length(message.tokens), length(message.logprobs)
+        spanned = sum(n for _, _, n in message.spans)
+        if not n_tokens == n_logprobs == spanned:
+            raise Unprocessable(
+                f"sample {message.sample} is restated with {n_tokens} tokens, {n_logprobs} log-probabilities and spans "
+                f"over {spanned}"
+            )
+        tokens_before = self.tokens_in_log
+        self.tokens_in_log += n_tokens
+        sample = self.samples.get(message.sample)
+        if sample is None:
+            sample = Sample(
+                message.sample,
+                message.request,
+                entry_id,
+                tokens_before,
+                message.attempt,
+                message.worker,
+                bytearray(message.tokens),
+                bytearray(message.logprobs),
+                failed_on=list(message.failed_on),
+                failed_at=length(message.tokens),
+                attempt_worker=message.attempt_worker or message.worker,
+            )
+            start = 0
+            for worker, version, n in message.spans:
+                sample.begin_span(worker, version, start)
+                start += n
+            self._add(sample)
+            self.tokens_live += sample.n_tokens
+        elif sample.attempt == message.attempt and len(sample.tokens) == len(message.tokens):
+            # A frame or a placement between the decision to restate and the entry itself makes the entry
+            # insufficient: the older entries stay needed until the sample is restated again.
+            sample.first_id, sample.log_tokens_before = entry_id, tokens_before
+            self._by_age.pop(sample.id, None)
+            self._by_age[sample.id] = None
+
+    def restatement_of(self, sample: Sample) -> Restated:
+        """Return the record that restates a sample."""
+        return Restated(
+            request=sample.request,
+            sample=sample.id,
+            attempt=sample.attempt,
+            worker=sample.worker,
+            tokens=bytes(sample.tokens),
+            logprobs=bytes(sample.logprobs),
+            spans=list(sample.spans),
+            failures=len(sample.failed_on),
+            failed_on=list(sample.failed_on),
+            attempt_worker=sample.attempt_worker,
+        )
+
+    def oldest(self, n: int) -> list[Sample]:
+        """Return the `n` samples with the oldest first entries in the log, the oldest first."""
+        return [self.samples[sample_id] for sample_id in islice(self._by_age, n)]
+
+
+def _placements(samples: bytes, attempts: bytes, offsets: bytes) -> zip[tuple[int, int, int]]:
+    columns = ints(samples, U64), ints(attempts, U32), ints(offsets, U32)
+    if len({len(column) for column in columns}) != 1:
+        raise Unprocessable("a placement's columns differ in length")
+    if any(attempt >= MAX_ATTEMPTS for attempt in columns[1]):
+        raise Unprocessable(f"a placement's attempt is not below {MAX_ATTEMPTS}")
+    return zip(*columns, strict=True)

@@ -1,0 +1,359 @@
+"""The workers: their state, what they serve, their load, and which of them stopped sending heartbeats."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from rlboost.services.rollout_manager.domain.tokens.sample import Sample
+from rlboost.services.rollout_manager.domain.workers.command_check import CommandCheck
+from rlboost.services.rollout_manager.domain.workers.kv_usage import KvUsage
+from rlboost.services.rollout_manager.domain.workers.lifetimes import Lifetimes, availability
+from rlboost.services.rollout_manager.domain.workers.throughput_model import Profile, speed_after
+from rlboost.shared.messages import Wait, WorkerHeartbeat, WorkerJoined
+from rlboost.shared.messages.protocol import PROTOCOL
+
+State = Literal["joining", "pulling", "ready", "suspended", "draining", "lost", "left"]
+Serving = tuple[str, int]
+"""What a worker serves: (job id, weight version)."""
+
+DISTURBED_S = 2.0
+"""How long the prefill of migrated samples shows in a worker's measured throughput."""
+MIN_STEP_S, MAX_STEP_S = 1e-6, 1e4
+"""No engine's decode step takes less or more: such a report is wrong."""
+MAX_REFUTED = 3
+"""A worker is drained after it sent invalid tokens for this many samples that another worker then completed."""
+GONE_RETAINED = 200
+"""How many departed workers stay in the list that the REST API shows."""
+
+
+class FleetCounts(NamedTuple):
+    """Numbers of workers allocated to a job and not draining."""
+
+    reserved: int = 0
+    reserved_awake: int = 0
+    """Not suspended."""
+    preemptible: int = 0
+    preemptible_ready: int = 0
+    """Can generate for a step in flight now."""
+
+
+@dataclass(slots=True)
+class Worker:
+    """One incarnation of a worker."""
+
+    joined: WorkerJoined
+    id: str = field(init=False)
+    """Of the incarnation."""
+    last_seen_at: float
+    """When its last heartbeat was read (manager's clock)."""
+    state: State = "joining"
+    job_id: str = ""
+    version: int = -1
+    """The weight version that its engine has loaded, as it reports."""
+    tokens_per_s: float = 0.0
+    update_s: float = 0.0
+    """How long its last weight update took; 0 before the first."""
+    update_pause_s: float = 0.0
+    """Part of it in which the engine could not generate."""
+    last_heartbeat_at: float = 0.0
+    """Worker's clock, Unix seconds."""
+    resident_bytes: int = 0
+    device_used_bytes: int = 0
+    device_total_bytes: int = 0
+    """Memory as of its last heartbeat: of its process, and of its device; 0 where it is not known."""
+    known: bool = False
+    """False until this manager has read a heartbeat of it: until then its state is a guess."""
+    assigned_version: Serving | None = None
+    """The last (job, version) it was commanded to use."""
+    assigned_active: bool | None = None
+    """A reserved worker: whether it was last commanded to generate; None before the first command."""
+    noticed: bool = False
+    """It has sent a preemption notice."""
+    invalid_samples: set[int] = field(default_factory=set)
+    """Samples of which it sent rows that no engine sends, and which are not delivered yet."""
+    refuted: int = 0
+    """How many of these samples another worker completed, so that this worker is to blame and not the weights."""
+    drain_commanded: bool = False
+    """It was commanded to drain."""
+    unbilled_startup_s: float = 0.0
+    """Time before its join that no job was charged with yet."""
+    samples: set[int] = field(default_factory=set)
+    releasing: dict[int, float] = field(default_factory=dict)
+    """Members of `samples` that it was asked to release -> when (manager's clock)."""
+    profile: Profile = field(default_factory=Profile)
+    """Of its kind."""
+    speed: float = 1.0
+    """Relative to its kind."""
+    batch_cap: int = 0
+    """Samples it should run at once: its slots, or the batching plateau where that is less."""
+    headroom: int = 0
+    """Samples it queues in addition, so that a free slot is filled without a round trip."""
+    kv: KvUsage = field(default_factory=KvUsage)
+    max_request_tokens: int = 0
+    """Longest sample, prompt included, that its engine accepts; 0 where it accepts any."""
+    returns_routed_experts: bool = True
+    """Whether its engine accepts samples that ask for the experts of each token."""
+    disturbed_at: float = -math.inf
+    """When it was last assigned samples that need a long prefill (manager's clock)."""
+    waiting: Wait | None = None
+    """What it waits for, as of its last heartbeat."""
+    gone_reason: str = ""
+    """Why it has departed."""
+    commands: CommandCheck = field(default_factory=CommandCheck)
+    starting: bool = False
+    """This manager has seen it before it was ready for the first time."""
+    _last_running: int = 0
+
+    def __post_init__(self) -> None:
+        """Take the id and the capacity from the join message."""
+        self.id, self.kv.capacity = self.joined.worker, self.joined.kv_tokens
+
+    @property
+    def reserved(self) -> bool:
+        """Return True if it shares its device with the trainer."""
+        return self.joined.role == "reserved"
+
+    @property
+    def load(self) -> int:
+        """Return how many samples it holds and is not asked to release."""
+        return len(self.samples) - len(self.releasing)
+
+    @property
+    def job(self) -> str:
+        """Return the job that it was last commanded to serve; empty if none."""
+        return self.assigned_version[0] if self.assigned_version else ""
+
+    @property
+    def pending(self) -> int:
+        """Return how many of its samples wait for a slot."""
+        return max(0, len(self.samples) - self.joined.slots)
+
+    @property
+    def generates(self) -> bool:
+        """Return True if it can take samples now, of the job and for the version that it serves."""
+        settled = self.assigned_version is None or self.assigned_version == (self.job_id, self.version)
+        return self.state == "ready" and self.known and settled and self.assigned_active is not False
+
+    def expected_tokens_per_s(self) -> float:
+        """Return the throughput with a full batch, 0 while its kind is not profiled."""
+        if not self.profile.known or self.state == "draining":
+            return 0.0
+        return self.profile.tokens_per_s(self.batch_cap, self.batch_cap * self._tokens_each) * self.speed
+
+    @property
+    def _tokens_each(self) -> float:
+        """Return how many tokens of its KV cache one of its samples takes on average."""
+        return self.kv.held / len(self.samples) if self.samples else 0.0
+
+    @property
+    def age_s(self) -> float:
+        """Return how long it has existed, by its own clock."""
+        return max(0.0, self.last_heartbeat_at - self.joined.at)
+
+    def utilization(self) -> float:
+        """Return its throughput as a part of that of a full batch, by the batch in its last heartbeat."""
+        running, batch_cap = self._last_running, max(1, self.batch_cap)
+        if running >= batch_cap or not running:
+            return float(running > 0)
+        if not self.profile.known:
+            return running / batch_cap
+        full = self.profile.tokens_per_s(batch_cap, batch_cap * self._tokens_each)
+        return min(1.0, self.profile.tokens_per_s(running, running * self._tokens_each) / full)
+
+    def serves(self, job_id: str, oldest: int, newest: int) -> bool:
+        """Return True if it can generate for this job with one of these versions now."""
+        return self.generates and self.job_id == job_id and oldest <= self.version <= newest
+
+    def add(self, sample: Sample) -> None:
+        """Take a sample, and count its tokens."""
+        self.kv.add(sample, has_sibling=self._has_sibling(sample))
+        self.samples.add(sample.id)
+
+    def remove(self, sample: Sample) -> None:
+        """Remove a sample that it has, and its tokens."""
+        self.samples.remove(sample.id)
+        self.releasing.pop(sample.id, None)
+        self.kv.remove(sample, has_sibling=self._has_sibling(sample))
+
+    def _has_sibling(self, sample: Sample) -> bool:
+        request = sample.request
+        return bool(self.kv.block_tokens) and not self.samples.isdisjoint(
+            range(request.group, request.group + request.n)
+        )
+
+    def on_heartbeat(self, heartbeat: WorkerHeartbeat, now: float) -> State | None:
+        """Apply a heartbeat; return the previous state if the heartbeat changed it."""
+        before = self.state
+        self.last_seen_at, self.known, self.last_heartbeat_at = now, True, heartbeat.at
+        self.job_id, self.version, self.tokens_per_s = heartbeat.job_id, heartbeat.version, heartbeat.tokens_per_s
+        self.update_s, self.update_pause_s = heartbeat.update_s, heartbeat.update_pause_s
+        self.resident_bytes = heartbeat.resident_bytes
+        self.device_used_bytes, self.device_total_bytes = heartbeat.device_used_bytes, heartbeat.device_total_bytes
+        self.kv.capacity, self.kv.block_tokens = heartbeat.kv_tokens or self.joined.kv_tokens, heartbeat.kv_block_tokens
+        self.max_request_tokens = heartbeat.max_request_tokens
+        self.returns_routed_experts = heartbeat.returns_routed_experts
+        self.waiting = heartbeat.waiting
+        drains = self.noticed or self.drain_commanded
+        self.state = "draining" if drains else heartbeat.state
+        self._observe_throughput(heartbeat, now)
+        return before if before != self.state else None
+
+    def _observe_throughput(self, heartbeat: WorkerHeartbeat, now: float) -> None:
+        self._last_running = heartbeat.running
+        batch, step_s = heartbeat.batch, heartbeat.step_s
+        is_possible = 1.0 <= batch <= self.joined.slots and MIN_STEP_S < step_s < MAX_STEP_S
+        if is_possible and heartbeat.state == "ready" and now - self.disturbed_at > DISTURBED_S:
+            tokens_per_s, tokens = batch / step_s, batch * self._tokens_each
+            if self.profile.known:
+                self.speed = speed_after(self.speed, self.profile.tokens_per_s(batch, tokens), tokens_per_s)
+            self.profile.observe(batch, tokens, tokens_per_s)
+
+    def public(self) -> dict[str, Any]:
+        """Return the fields of the REST API, times as Unix seconds."""
+        return {
+            "id": self.id,
+            "role": self.joined.role,
+            "kind": self.joined.kind,
+            "state": self.state,
+            "job_id": self.job_id or None,
+            "weight_version": self.version if self.version >= 0 else None,
+            "slots": self.joined.slots,
+            "running": min(len(self.samples), self.joined.slots),
+            "pending": self.pending,
+            "tokens_per_s": self.tokens_per_s,
+            "batch": self.batch_cap or self.joined.slots,
+            "speed": round(self.speed, 3),
+            "resident_bytes": self.resident_bytes or None,
+            "device_used_bytes": self.device_used_bytes or None,
+            "device_total_bytes": self.device_total_bytes or None,
+            "price_per_hour": self.joined.price_per_hour,
+            "host": self.joined.host,
+            "pid": self.joined.pid,
+            "joined_at": self.joined.at,
+            "last_heartbeat_at": self.last_heartbeat_at or self.joined.at,
+            "waiting": self.waiting.public() if self.waiting else None,
+            "gone_reason": self.gone_reason or None,
+        }
+
+
+class Fleet:
+    """All present workers, and the most recent of the departed ones."""
+
+    def __init__(self, lease_s: float) -> None:
+        """Start empty. A worker is a suspect after `lease_s` without a heartbeat."""
+        self.lease_s = lease_s
+        self.workers: dict[str, Worker] = {}
+        self.gone: dict[str, Worker] = {}
+        self.profiles: dict[str, Profile] = {}
+        """Kind -> throughput of its workers, departed ones included."""
+        self.fallback_profile = Profile()
+        """For workers of a kind without a profile: the most observed profile of another kind."""
+        self.distrusted: list[Worker] = []
+        """Workers that other workers have refuted too often, to be rejected."""
+        self.incompatible: list[Worker] = []
+        """Workers with another protocol, which an earlier manager had, to be dismissed."""
+        self.lifetimes: dict[str, Lifetimes] = defaultdict(Lifetimes)
+        """By kind."""
+        self.revision = 0
+        """Rises with every change of who is present, in which state, serving what."""
+        self._suspects_at = -math.inf
+
+    def join(self, joined: WorkerJoined, now: float) -> Worker | None:
+        """Add a worker; None when it is known already."""
+        if joined.worker in self.workers or joined.worker in self.gone:
+            return None
+        profile = self.profiles.setdefault(joined.kind, Profile())
+        worker = self.workers[joined.worker] = Worker(joined, now, profile=profile, batch_cap=joined.slots)
+        self.revision += 1
+        if joined.protocol != PROTOCOL:
+            self.incompatible.append(worker)
+        return worker
+
+    def on_heartbeat(self, worker: Worker, heartbeat: WorkerHeartbeat, now: float) -> State | None:
+        """Apply a heartbeat; return the previous state if the heartbeat changed it."""
+        serving = worker.job_id, worker.version, worker.known
+        before = worker.on_heartbeat(heartbeat, now)
+        if before is not None or serving != (worker.job_id, worker.version, worker.known):
+            self.revision += 1
+        if worker.state == "joining":
+            worker.starting = True
+        elif worker.starting and worker.state == "ready":
+            worker.starting = False
+            self.lifetimes[worker.joined.kind].on_startup(worker.age_s)
+        if worker.profile.known and worker.profile.observed > self.fallback_profile.observed:
+            self.fallback_profile = worker.profile
+        return before
+
+    def on_notice(self, worker: Worker) -> None:
+        """Mark a worker as about to be preempted."""
+        worker.noticed, worker.state = True, "draining"
+        self.revision += 1
+
+    def on_preempted(self, worker: Worker) -> None:
+        """Count a preemption."""
+        self.lifetimes[worker.joined.kind].preemptions += 1
+
+    def preemptions_per_s(self, kind: str) -> float:
+        """Return the hazard of a worker of this kind."""
+        present_s = sum(worker.age_s for worker in self.workers.values() if worker.joined.kind == kind)
+        return self.lifetimes[kind].preemptions_per_s(present_s)
+
+    def availability_of(self, kind: str) -> float:
+        """Return the part of its time in which a worker of this kind generates."""
+        return availability(self.preemptions_per_s(kind), self.lifetimes[kind].startup_s)
+
+    def on_drain(self, worker: Worker) -> None:
+        """Mark a worker as commanded to drain."""
+        worker.drain_commanded, worker.state = True, "draining"
+        self.revision += 1
+
+    def on_delivered(self, sample: Sample) -> None:
+        """Blame the workers that sent invalid rows of a sample that another one completed."""
+        for worker in self.workers.values():
+            if sample.id in worker.invalid_samples:
+                worker.invalid_samples.discard(sample.id)
+                if sample.worker != worker.id:
+                    worker.refuted += 1
+                    if worker.refuted == MAX_REFUTED:
+                        self.distrusted.append(worker)
+
+    def assign(self, worker: Worker, serving: Serving) -> None:
+        """Note that a worker is commanded to use a version."""
+        worker.assigned_version = serving
+        self.revision += 1
+
+    def remove(self, worker: Worker, state: Literal["lost", "left"], reason: str) -> None:
+        """Move a worker to the departed ones."""
+        worker.state, worker.tokens_per_s, worker.waiting, worker.gone_reason = state, 0.0, None, reason
+        self.lifetimes[worker.joined.kind].departed_s += worker.age_s
+        self.gone[worker.id] = self.workers.pop(worker.id)
+        self.revision += 1
+        while len(self.gone) > GONE_RETAINED:
+            self.gone.pop(next(iter(self.gone)))
+
+    def suspects(self, now: float) -> list[str]:
+        """Return the workers silent for a lease's time; each is lost if its lease has run out too.
+
+        Looks at most twenty times per lease; a call in between returns an empty list.
+        """
+        if now - self._suspects_at < self.lease_s / 20:
+            return []
+        self._suspects_at = now
+        return [worker.id for worker in self.workers.values() if now - worker.last_seen_at > self.lease_s]
+
+    def mismatched(self) -> list[Worker]:
+        """Return the workers that differ persistently from what they were assigned."""
+        return [worker for worker in self.workers.values() if worker.commands.is_mismatched(self.lease_s)]
+
+    def restart_command_checks(self) -> None:
+        """Forget the differences seen so far: messages that explain them are not read yet."""
+        for worker in self.workers.values():
+            worker.commands.restart()
+
+    def reset_liveness(self, now: float) -> None:
+        """Give every worker a full lease from now on, after a time in which no heartbeat could be read."""
+        for worker in self.workers.values():
+            worker.last_seen_at = now

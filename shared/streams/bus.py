@@ -1,0 +1,245 @@
+"""The message bus as a protocol: the operations on streams, keys and leases that the services use.
+
+`redis.bus.RedisBus` is the real one, `streams.fakes.MemoryBus` the fake; `tests/contract/test_bus_contract.py`
+runs one suite against both. A write whose reply was lost may or may not have taken effect, and no implementation
+retries silently, so every caller is idempotent on its own ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rlboost.shared.messages import Message
+
+LONGEST_LEASE_S = 120.0
+"""No process takes a lease for longer. One with more time left was taken before the broker's clock stepped back:
+`judge_leases` and `acquire_fenced` shorten it, so that a dead holder does not count as alive for as long as the step.
+"""
+START = "0-0"
+"""The position before the first entry of any stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One message in a stream. Positions order entries: compare them with `position`."""
+
+    stream: str
+    id: str
+    message: Message
+    n_bytes: int = field(default=0, compare=False)
+    """Size of the encoded message."""
+
+
+@dataclass(frozen=True, slots=True)
+class RawEntry:
+    """One entry of a stream whose message is not decoded."""
+
+    stream: str
+    id: str
+    body: bytes
+
+    @property
+    def n_bytes(self) -> int:
+        """Return the size of the encoded message."""
+        return len(self.body)
+
+
+def after(entry_id: str) -> str:
+    """Return the smallest id after `entry_id`."""
+    ms, seq = position(entry_id)
+    return f"{ms}-{seq + 1}"
+
+
+def position(entry_id: str) -> tuple[int, int]:
+    """Return an entry id as (milliseconds, sequence), which compares in stream order."""
+    ms, _, seq = entry_id.partition("-")
+    return int(ms), int(seq or 0)
+
+
+# Operations of a transaction: either all of one call take effect, or none does.
+
+
+@dataclass(frozen=True, slots=True)
+class Append:
+    """Add a message to a stream; with `max_len`, trim the stream to about that many of its newest entries."""
+
+    stream: str
+    message: Message
+    max_len: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AppendRaw:
+    """Like `Append`, for an encoded message."""
+
+    stream: str
+    body: bytes
+    max_len: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Remove:
+    """Delete these entries of a stream."""
+
+    stream: str
+    ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ack:
+    """Mark entries of a consumer group as done; they stay in the stream until it is trimmed."""
+
+    stream: str
+    group: str
+    ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Trim:
+    """Delete every entry of a stream before the id `min_id`."""
+
+    stream: str
+    min_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class HashSet:
+    """Set fields of a hash."""
+
+    key: str
+    fields: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class HashDelete:
+    """Remove fields of a hash."""
+
+    key: str
+    fields: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Expire:
+    """Delete a key after `ttl_s` seconds."""
+
+    key: str
+    ttl_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """Remove a key."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Renew:
+    """Set a lease to `value` for `ttl_s` more seconds, by the broker's clock, regardless of its holder."""
+
+    lease: str
+    value: str
+    ttl_s: float
+
+
+Op = Append | AppendRaw | Remove | Ack | Trim | HashSet | HashDelete | Expire | Delete | Renew
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """Valid while the counter `key` is at `epoch`; `Bus.acquire_fenced` increments the counter."""
+
+    key: str
+    epoch: int
+
+
+class Bus(Protocol):
+    """Streams, small state and leases.
+
+    Every method raises `BusUnavailable` when the broker does not answer in time.
+    """
+
+    async def transact(self, ops: Sequence[Op], fence: Fence | None = None) -> None:
+        """Apply all operations atomically, in order. An empty sequence does nothing.
+
+        Raises:
+            Fenced: the fence is no longer valid, as checked within the transaction; no operation took effect.
+
+        """
+
+    async def append(self, stream: str, message: Message, max_len: int | None = None) -> str:
+        """Add one message and return its entry id."""
+
+    async def read(self, cursors: Mapping[str, str], *, count: int = 512, block_s: float = 0.0) -> list[Entry]:
+        """Return up to `count` entries per stream after each cursor, waiting up to `block_s` for the first.
+
+        An entry that does not decode is omitted, and copied to the dead-letter stream once per reader. It stays in its
+        stream, where a newer release can read it.
+        """
+
+    async def read_with_raw(
+        self, cursors: Mapping[str, str], raw_streams: Collection[str], *, count: int = 512, block_s: float = 0.0
+    ) -> tuple[list[Entry], list[RawEntry]]:
+        """Read like `read`, together with the entries of `raw_streams` from their start on, which are not decoded."""
+
+    async def consume(
+        self, stream: str, group: str, consumer: str, *, count: int = 64, block_s: float = 0.0
+    ) -> list[Entry]:
+        """Return new entries of a consumer group; a missing group is created at the start of the stream."""
+
+    async def claim(
+        self, stream: str, group: str, consumer: str, *, min_idle_s: float, count: int = 64
+    ) -> list[tuple[Entry, int]]:
+        """Claim entries that are unacknowledged for at least `min_idle_s`; return each with its delivery count."""
+
+    async def dead_letter(self, stream: str, group: str, entry: Entry, reason: str) -> None:
+        """Move an entry of a consumer group to the dead-letter stream and acknowledge it, atomically."""
+
+    async def trim(self, stream: str, min_id: str) -> None:
+        """Delete every entry before the id `min_id`."""
+
+    async def length(self, stream: str) -> int:
+        """Return the number of entries."""
+
+    async def increment(self, key: str) -> int:
+        """Add 1 to a counter and return the new value."""
+
+    async def hash_get(self, key: str, field: str) -> str | None:
+        """Return one field of a hash."""
+
+    async def hash_all(self, key: str) -> dict[str, str]:
+        """Return all fields of a hash."""
+
+    async def renew(self, lease: str, value: str, ttl_s: float) -> None:
+        """Set a lease to `value` for `ttl_s` more seconds, regardless of its holder."""
+
+    async def acquire(self, lease: str, value: str, ttl_s: float) -> bool:
+        """Take a lease for `ttl_s` seconds if it is free; return True if it has this value afterwards."""
+
+    async def lease_values(self, leases: Sequence[str]) -> list[str | None]:
+        """Return the value of each lease, None for one that is free or has expired."""
+
+    async def judge_leases(self, leases: Sequence[str]) -> list[str | None]:
+        """Return the values as `lease_values` does, to decide whether holders are alive. See `LONGEST_LEASE_S`."""
+
+    async def acquire_fenced(
+        self, lease: str, value: str, ttl_s: float, *, epoch: str, replacing: str | None
+    ) -> int | None:
+        """Take a lease and increment its epoch, atomically; every fence of an earlier epoch becomes invalid.
+
+        Args:
+            lease: the lease to take.
+            value: identifies the new holder.
+            ttl_s: the lease's lifetime unless it is renewed, by the broker's clock.
+            epoch: the key of a counter that does not expire.
+            replacing: a value of the lease that may be overwritten; None to take only a free lease.
+
+        Returns:
+            The new epoch; None if the lease has another value, in which case nothing changed.
+
+        """
+
+    async def close(self) -> None:
+        """Release connections."""

@@ -1,0 +1,303 @@
+"""An in-memory bus for unit tests and simulation: same contract as Redis, with fault injection."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from rlboost.shared.errors import BusUnavailable, Fenced, Undecodable
+from rlboost.shared.messages import DeadLetter, Message
+from rlboost.shared.streams.bus import (
+    LONGEST_LEASE_S,
+    Ack,
+    Append,
+    AppendRaw,
+    Delete,
+    Entry,
+    Expire,
+    Fence,
+    HashDelete,
+    HashSet,
+    Op,
+    RawEntry,
+    Remove,
+    Renew,
+    Trim,
+    position,
+)
+from rlboost.shared.streams.names import DEAD_LETTERS
+from rlboost.shared.wire.codec import decode, encode
+
+
+@dataclass
+class _Pending:
+    consumer: str
+    since: float
+    deliveries: int
+
+
+@dataclass
+class _Stream:
+    entries: dict[str, bytes] = field(default_factory=dict)
+    last: int = 0
+    cursors: dict[str, int] = field(default_factory=dict)
+    pending: dict[str, dict[str, _Pending]] = field(default_factory=lambda: defaultdict(dict))
+
+    def add(self, body: bytes) -> str:
+        self.last += 1
+        entry_id = f"{self.last}-0"
+        self.entries[entry_id] = body
+        return entry_id
+
+
+class MemoryBus:
+    """`shared.streams.bus.Bus` in one process. Entry ids count from `1-0`."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Start empty; `clock` drives leases and idle times."""
+        self._clock = clock
+        self._streams: dict[str, _Stream] = defaultdict(_Stream)
+        self._hashes: dict[str, dict[str, str]] = defaultdict(dict)
+        self._counters: dict[str, int] = defaultdict(int)
+        self._leases: dict[str, tuple[str, float]] = {}
+        self._undecodable: set[tuple[str, str]] = set()
+        self._changed = asyncio.Condition()
+        self.down = False
+        """While true, every call raises `BusUnavailable`."""
+        self.lose_next_reply = False
+        """The next transaction or lease acquisition takes effect, and its caller gets `BusUnavailable`."""
+        self.before_next_transaction: Callable[[], None] | None = None
+        """Called once, after a transaction was sent and before it takes effect."""
+
+    def _check(self) -> None:
+        if self.down:
+            raise BusUnavailable("the fake broker is down")
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def transact(self, ops: Sequence[Op], fence: Fence | None = None) -> None:
+        """See `Bus.transact`."""
+        if hook := self.before_next_transaction:
+            self.before_next_transaction = None
+            hook()
+        self._check()
+        if ops and fence is not None and self._counters[fence.key] != fence.epoch:
+            raise Fenced(f"{fence.key} is at {self._counters[fence.key]}, not at {fence.epoch}")
+        for op in ops:
+            self._apply(op)
+        await self._notify()
+        self._reply()
+
+    def _reply(self) -> None:
+        if self.lose_next_reply:
+            self.lose_next_reply = False
+            raise BusUnavailable("the reply was lost")
+
+    def _apply(self, op: Op) -> None:  # noqa: C901, PLR0912 - one flat table
+        match op:
+            case Append(stream, message, max_len):
+                self._apply(AppendRaw(stream, encode(message), max_len))
+            case AppendRaw(stream, body, max_len):
+                entries = self._streams[stream].entries
+                self._streams[stream].add(body)
+                while max_len is not None and len(entries) > max_len:
+                    entries.pop(next(iter(entries)))
+            case Remove(stream, ids):
+                for entry_id in ids:
+                    self._streams[stream].entries.pop(entry_id, None)
+            case Ack(stream, group, ids):
+                for entry_id in ids:
+                    self._streams[stream].pending[group].pop(entry_id, None)
+            case Trim(stream, min_id):
+                entries = self._streams[stream].entries
+                for entry_id in [i for i in entries if position(i) < position(min_id)]:
+                    del entries[entry_id]
+            case HashSet(key, fields):
+                self._hashes[key].update(fields)
+            case HashDelete(key, names):
+                for name in names:
+                    self._hashes[key].pop(name, None)
+            case Expire():
+                pass
+            case Delete(key):
+                self._streams.pop(key, None)
+                self._hashes.pop(key, None)
+                self._leases.pop(key, None)
+                self._counters.pop(key, None)
+            case Renew(lease, value, ttl_s):
+                self._leases[lease] = (value, self._clock() + ttl_s)
+
+    async def append(self, stream: str, message: Message, max_len: int | None = None) -> str:
+        """See `Bus.append`."""
+        await self.transact([Append(stream, message, max_len)])
+        return f"{self._streams[stream].last}-0"
+
+    async def append_raw(self, stream: str, body: bytes) -> None:
+        """Add bytes that may not decode to a message."""
+        self._streams[stream].add(body)
+        await self._notify()
+
+    async def _wait(self, find: Callable[[], list[Entry]], block_s: float) -> list[Entry]:
+        self._check()
+        found = find()
+        if found or block_s <= 0:
+            return found
+        try:
+            async with asyncio.timeout(block_s), self._changed:
+                while not found:
+                    await self._changed.wait()
+                    self._check()
+                    found = find()
+        except TimeoutError:
+            return []
+        return found
+
+    def _decode(self, stream: str, entry_id: str, group: str | None) -> Entry | None:
+        body = self._streams[stream].entries[entry_id]
+        try:
+            return Entry(stream, entry_id, decode(body), len(body))
+        except Undecodable as error:
+            if group is not None:
+                self._streams[stream].pending[group].pop(entry_id, None)
+            if (stream, entry_id) not in self._undecodable:
+                self._undecodable.add((stream, entry_id))
+                self._streams[DEAD_LETTERS].add(encode(self._letter(stream, entry_id, body, str(error))))
+            return None
+
+    @staticmethod
+    def _letter(stream: str, entry_id: str, body: bytes, reason: str) -> DeadLetter:
+        return DeadLetter(stream=stream, entry_id=entry_id, consumer="memory", reason=reason, body=body, at=0.0)
+
+    async def read(self, cursors: Mapping[str, str], *, count: int = 512, block_s: float = 0.0) -> list[Entry]:
+        """See `Bus.read`."""
+
+        def find() -> list[Entry]:
+            found: list[Entry] = []
+            for stream, cursor in cursors.items():
+                after = position(cursor)
+                ids = [entry_id for entry_id in self._streams[stream].entries if position(entry_id) > after]
+                found += islice((entry for i in ids if (entry := self._decode(stream, i, None))), count)
+            return found
+
+        return await self._wait(find, block_s)
+
+    async def read_with_raw(
+        self, cursors: Mapping[str, str], raw_streams: Collection[str], *, count: int = 512, block_s: float = 0.0
+    ) -> tuple[list[Entry], list[RawEntry]]:
+        """See `Bus.read_with_raw`."""
+        raw = [
+            RawEntry(stream, entry_id, body)
+            for stream in raw_streams
+            for entry_id, body in islice(self._streams[stream].entries.items(), count)
+        ]
+        return await self.read(cursors, count=count, block_s=0.0 if raw else block_s), raw
+
+    async def consume(
+        self, stream: str, group: str, consumer: str, *, count: int = 64, block_s: float = 0.0
+    ) -> list[Entry]:
+        """See `Bus.consume`."""
+
+        def find() -> list[Entry]:
+            state = self._streams[stream]
+            seen = state.cursors.setdefault(group, 0)
+            ids = [entry_id for entry_id in state.entries if position(entry_id)[0] > seen][:count]
+            for entry_id in ids:
+                state.cursors[group] = position(entry_id)[0]
+                state.pending[group][entry_id] = _Pending(consumer, self._clock(), 1)
+            return [entry for i in ids if (entry := self._decode(stream, i, group))]
+
+        return await self._wait(find, block_s)
+
+    async def claim(
+        self, stream: str, group: str, consumer: str, *, min_idle_s: float, count: int = 64
+    ) -> list[tuple[Entry, int]]:
+        """See `Bus.claim`."""
+        self._check()
+        claimed = []
+        for entry_id, held in list(self._streams[stream].pending[group].items())[:count]:
+            if self._clock() - held.since < min_idle_s:
+                continue
+            held.consumer, held.since, held.deliveries = consumer, self._clock(), held.deliveries + 1
+            if entry := self._decode(stream, entry_id, group):
+                claimed.append((entry, held.deliveries))
+        return claimed
+
+    async def dead_letter(self, stream: str, group: str, entry: Entry, reason: str) -> None:
+        """See `Bus.dead_letter`."""
+        letter = self._letter(stream, entry.id, encode(entry.message), reason)
+        await self.transact([Append(DEAD_LETTERS, letter), Ack(stream, group, (entry.id,))])
+
+    async def trim(self, stream: str, min_id: str) -> None:
+        """See `Bus.trim`."""
+        await self.transact([Trim(stream, min_id)])
+
+    async def length(self, stream: str) -> int:
+        """See `Bus.length`."""
+        self._check()
+        return len(self._streams[stream].entries)
+
+    async def increment(self, key: str) -> int:
+        """See `Bus.increment`."""
+        self._check()
+        self._counters[key] += 1
+        return self._counters[key]
+
+    async def hash_get(self, key: str, field: str) -> str | None:
+        """See `Bus.hash_get`."""
+        self._check()
+        return self._hashes[key].get(field)
+
+    async def hash_all(self, key: str) -> dict[str, str]:
+        """See `Bus.hash_all`."""
+        self._check()
+        return dict(self._hashes[key])
+
+    async def renew(self, lease: str, value: str, ttl_s: float) -> None:
+        """See `Bus.renew`."""
+        self._check()
+        self._leases[lease] = (value, self._clock() + ttl_s)
+
+    async def acquire(self, lease: str, value: str, ttl_s: float) -> bool:
+        """See `Bus.acquire`."""
+        (held,) = await self.lease_values([lease])
+        if held is None:
+            self._leases[lease] = (value, self._clock() + ttl_s)
+        self._reply()
+        return held in (None, value)
+
+    async def lease_values(self, leases: Sequence[str]) -> list[str | None]:
+        """See `Bus.lease_values`."""
+        self._check()
+        now = self._clock()
+        held = [self._leases.get(lease, ("", -1.0)) for lease in leases]
+        return [value if until > now else None for value, until in held]
+
+    async def judge_leases(self, leases: Sequence[str]) -> list[str | None]:
+        """See `Bus.judge_leases`."""
+        latest = self._clock() + LONGEST_LEASE_S
+        for lease in leases:
+            if lease in self._leases:
+                value, until = self._leases[lease]
+                self._leases[lease] = value, min(until, latest)
+        return await self.lease_values(leases)
+
+    async def acquire_fenced(
+        self, lease: str, value: str, ttl_s: float, *, epoch: str, replacing: str | None
+    ) -> int | None:
+        """See `Bus.acquire_fenced`."""
+        (held,) = await self.judge_leases([lease])
+        if held not in (None, replacing):
+            return None
+        self._leases[lease] = (value, self._clock() + ttl_s)
+        self._counters[epoch] += 1
+        self._reply()
+        return self._counters[epoch]
+
+    async def close(self) -> None:
+        """See `Bus.close`."""
