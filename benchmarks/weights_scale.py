@@ -192,7 +192,7 @@ def measure(options: argparse.Namespace, directory: Path) -> None:
             rows["write after publish 1 %"].append(whole)
         for _ in range(options.rounds):
             if shutil.which("nginx"):
-                (directory / "whole").write_bytes(weights.tobytes())
+                weights.tofile(directory / "whole")
                 with nginx(directory) as (url, worker):
                     rows["curl"].append(curl(f"{url}/whole", worker, directory / "copy", gb))
                 (directory / "whole").unlink()
