@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
-from rlboost.services.trainer.domain.parity import PROMPT_TOKENS, build_probe
+from rlboost.services.trainer.domain.parity_probe import PROMPT_TOKENS, build_probe
 
 VOCABULARY = 2048
 LOGIT_STDS = (0.5, 1.5, 4.5)

@@ -25,11 +25,11 @@ from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine
 from rlboost.services.rollout_worker.domain.requests import Request
 from rlboost.services.trainer.adapters.data import find_model, load_data
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
+from rlboost.services.trainer.domain.advantages.group_estimators import advantages
 from rlboost.services.trainer.domain.batches.batching import Accumulate, UpdatePlanner
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.domain.loss.policy import job_loss
 from rlboost.services.trainer.domain.plan import prompt_indices
-from rlboost.services.trainer.domain.rewards.advantages import advantages
 from rlboost.services.trainer.domain.schedule import learning_rate
 from rlboost.shared.job.spec import RlJob, load
 from rlboost.shared.messages import Sampling

@@ -50,8 +50,8 @@ from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.directory_source import DirectorySource
 from rlboost.shared.weights.publisher import Publisher
 from rlboost.shared.weights.puller import Puller
+from rlboost.shared.weights.rest_models import chunk_path
 from rlboost.shared.weights.source import StoreSource
-from rlboost.shared.weights.wire import chunk_path
 from tests.support.eventually import eventually
 from tests.support.service_process import TOKEN, ServiceProcess
 

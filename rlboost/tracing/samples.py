@@ -27,8 +27,8 @@ from rlboost.shared.messages import (
     TokenFrame,
     WeightsCommitted,
 )
+from rlboost.shared.messages.token_rows import token_rows
 from rlboost.shared.wire.columns import U32, U64, ints
-from rlboost.shared.wire.token_rows import token_rows
 
 MAX_SAMPLES = 200_000
 """Samples that are followed at once; beyond it the oldest are dropped."""

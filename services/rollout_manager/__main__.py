@@ -9,7 +9,7 @@ from functools import partial
 
 import structlog
 
-from rlboost.services.rollout_manager.access.worker_identities import WorkerIdentities
+from rlboost.services.rollout_manager.access.identities import WorkerIdentities
 from rlboost.services.rollout_manager.adapters.kubernetes import Kubernetes
 from rlboost.services.rollout_manager.adapters.leader_connection import LeaderConnection
 from rlboost.services.rollout_manager.adapters.model_files import load_model_files

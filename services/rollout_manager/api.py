@@ -25,9 +25,9 @@ from rlboost.services.rollout_manager.access.join import (
 )
 from rlboost.services.rollout_manager.access.token_table import TokenTable
 from rlboost.services.rollout_manager.app import Manager
-from rlboost.services.rollout_manager.domain.allocation.worker_worth import worth_of_one_more
+from rlboost.services.rollout_manager.domain.allocation.worth import worth_of_one_more
 from rlboost.services.rollout_manager.domain.jobs.record import Job, QuarantinedJob, to_json
-from rlboost.services.rollout_manager.domain.seeding.window_tuner import target_workers
+from rlboost.services.rollout_manager.domain.seeding.tuner import target_workers
 from rlboost.services.rollout_manager.fleet_scaler import FleetScaler
 from rlboost.services.rollout_manager.history_api import add_events, add_history, find_job, readable_job
 from rlboost.services.rollout_manager.leader_routes import leader_only, not_leading_reason, write

@@ -21,7 +21,7 @@ from typing import ClassVar
 
 import structlog
 
-from rlboost.services.rollout_manager.access.worker_identities import WorkerIdentities
+from rlboost.services.rollout_manager.access.identities import WorkerIdentities
 from rlboost.services.rollout_manager.bus_operations import bookkeeping, operations
 from rlboost.services.rollout_manager.completion_waiters import CompletionWaiters
 from rlboost.services.rollout_manager.domain.apply_messages import apply_frames, apply_message

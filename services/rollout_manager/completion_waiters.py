@@ -19,8 +19,8 @@ from typing import Literal
 
 from rlboost.services.rollout_manager.domain.effects import Effect, Refuse
 from rlboost.services.rollout_manager.domain.serving import Clients
-from rlboost.services.rollout_manager.domain.tokens.frame_decoder import TOKEN_BYTES
-from rlboost.services.rollout_manager.domain.tokens.sample import Sample
+from rlboost.services.rollout_manager.domain.token_log.frame_decoder import TOKEN_BYTES
+from rlboost.services.rollout_manager.domain.token_log.sample import Sample
 from rlboost.services.rollout_manager.domain.world import World
 from rlboost.shared.errors import Rejected, Retryable
 from rlboost.shared.ids import group_of

@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from rlboost.services.rollout_manager.domain.relay import Destination, destination
+from rlboost.services.rollout_manager.domain.relay_rules import Destination, destination
 from rlboost.shared.errors import Unprocessable
 from rlboost.shared.messages import Role
 from rlboost.shared.streams import names

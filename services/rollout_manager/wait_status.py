@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from rlboost.services.rollout_manager.domain.jobs.job_progress import JobProgress
+from rlboost.services.rollout_manager.domain.jobs.progress import JobProgress
 from rlboost.services.rollout_manager.domain.jobs.record import Job
 from rlboost.services.rollout_manager.domain.workers.fleet import Fleet, Worker
 from rlboost.services.rollout_manager.domain.world import World

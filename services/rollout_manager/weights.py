@@ -12,7 +12,7 @@ from rlboost.shared.streams.bus import Bus
 from rlboost.shared.weights.peers.directory import list_peers
 
 if TYPE_CHECKING:
-    from rlboost.shared.weights.wire import ModelInfo
+    from rlboost.shared.weights.rest_models import ModelInfo
 
 
 async def weights_overview(bus: Bus, store_url: str, token: str, workers: Iterable[Worker]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from rlboost.services.rollout_worker.adapters.store_weights import StoreWeights
 from rlboost.services.rollout_worker.adapters.torch.factory import TorchFactory
 from rlboost.services.rollout_worker.adapters.vllm.factory import VllmFactory, is_quantized
 from rlboost.services.rollout_worker.app import Worker, WorkerOptions
-from rlboost.services.rollout_worker.domain.parity import Precision
+from rlboost.services.rollout_worker.domain.parity_check import Precision
 from rlboost.services.rollout_worker.generator import Generator
 from rlboost.services.rollout_worker.manager_connection import ManagerConnection, WorkerIdentity
 from rlboost.services.rollout_worker.ports import EngineFactory, Membership, NoticeSource

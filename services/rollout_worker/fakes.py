@@ -15,7 +15,7 @@ from rlboost.services.rollout_worker.domain.requests import Emission, Request, R
 from rlboost.services.rollout_worker.domain.uniforms import uniforms
 from rlboost.services.rollout_worker.ports import EngineFailed, EngineStats, Sequences, StagedWeights
 from rlboost.shared.errors import BadSignature, Corrupt, Fatal, NotFound
-from rlboost.shared.model.parity import ParityReference
+from rlboost.shared.model.parity_reference import ParityReference
 from rlboost.shared.process.threads import run_in_thread
 
 if TYPE_CHECKING:

@@ -26,13 +26,13 @@ from typing import Any
 import structlog
 
 from rlboost.services.rollout_worker.domain.engine_pause import EnginePause, PauseReason
-from rlboost.services.rollout_worker.domain.parity import Precision, Verdict, judge
+from rlboost.services.rollout_worker.domain.parity_check import Precision, Verdict, judge
 from rlboost.services.rollout_worker.domain.progress import Progress
 from rlboost.services.rollout_worker.domain.requests import Emission, Request, RequestKey
 from rlboost.services.rollout_worker.ports import Engine, EngineFactory, EngineFailed, EngineStats, StagedWeights
 from rlboost.shared.errors import Corrupt, Fatal
 from rlboost.shared.model.experts import is_mixture
-from rlboost.shared.model.parity import ParityReference
+from rlboost.shared.model.parity_reference import ParityReference
 from rlboost.shared.process.threads import run_in_thread
 
 log = structlog.get_logger(__name__)

@@ -15,7 +15,7 @@ import stamina
 import structlog
 
 from rlboost.services.rollout_worker.domain.frames import Outbox
-from rlboost.services.rollout_worker.domain.parity import Verdict
+from rlboost.services.rollout_worker.domain.parity_check import Verdict
 from rlboost.services.rollout_worker.domain.requests import Emission
 from rlboost.services.rollout_worker.domain.session import Session
 from rlboost.services.rollout_worker.domain.throughput import DecodeMeter, Throughput

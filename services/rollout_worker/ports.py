@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rlboost.services.rollout_worker.domain.preemption import Notice, RebalanceRecommendation
 from rlboost.services.rollout_worker.domain.requests import Emission, Request, RequestKey
 from rlboost.shared.errors import Fatal
-from rlboost.shared.model.parity import ParityReference
+from rlboost.shared.model.parity_reference import ParityReference
 from rlboost.shared.streams.bus import Bus
 
 if TYPE_CHECKING:

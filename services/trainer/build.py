@@ -9,7 +9,6 @@ from rlboost.services.trainer.adapters.checkpoints.locations import CheckpointLo
 from rlboost.services.trainer.adapters.data import find_model, load_data
 from rlboost.services.trainer.adapters.environment_pool import EnvironmentPool
 from rlboost.services.trainer.adapters.fsdp.policy import FsdpPolicy
-from rlboost.services.trainer.adapters.log.folder import JobFolder
 from rlboost.services.trainer.adapters.log.sinks import openers
 from rlboost.services.trainer.adapters.machine import machine_of
 from rlboost.services.trainer.adapters.machines.launcher import JobMachines
@@ -19,14 +18,15 @@ from rlboost.services.trainer.adapters.no_reward import NoReward
 from rlboost.services.trainer.adapters.ranks.policy import RanksPolicy
 from rlboost.services.trainer.adapters.ranks.publisher import RanksPublisher
 from rlboost.services.trainer.adapters.reward_pool import RewardPool
+from rlboost.services.trainer.adapters.run_folder import JobFolder
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.adapters.user_code.curriculum import load_skip_function
 from rlboost.services.trainer.adapters.user_code.log import UserCodeLog
 from rlboost.services.trainer.adapters.user_code.loss import load_loss
 from rlboost.services.trainer.adapters.weights import StorePublisher
-from rlboost.services.trainer.domain.batches.tokens import LossFn
+from rlboost.services.trainer.domain.loss.inputs import LossFn
 from rlboost.services.trainer.domain.loss.policy import PolicyLoss, job_loss
-from rlboost.services.trainer.domain.parity import build_probe
+from rlboost.services.trainer.domain.parity_probe import build_probe
 from rlboost.services.trainer.domain.sft import sft_loss
 from rlboost.services.trainer.ports.resources import JobResources
 from rlboost.services.trainer.settings import Settings

@@ -31,9 +31,9 @@ from rlboost.services.trainer.ports.resources import JobResources, JobResourcesF
 from rlboost.services.trainer.ports.storage import TrainState
 from rlboost.services.trainer.publishing import VersionPublisher
 from rlboost.services.trainer.step.context import JobContext
-from rlboost.services.trainer.step.curriculum_log import DurableCurriculum
+from rlboost.services.trainer.step.durable_curriculum import DurableCurriculum
+from rlboost.services.trainer.step.durable_resampling import DurableResampling
 from rlboost.services.trainer.step.learning_watch import LearningWatch
-from rlboost.services.trainer.step.resampling_log import DurableResampling
 from rlboost.services.trainer.step.run import StepRun
 from rlboost.services.trainer.step.sft import sft_step
 from rlboost.services.trainer.step.window import RolloutWindow

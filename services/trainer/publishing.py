@@ -17,7 +17,7 @@ import structlog
 
 from rlboost.services.trainer.device import DeviceThread
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
-from rlboost.services.trainer.domain.parity import Probe, build_reference
+from rlboost.services.trainer.domain.parity_probe import Probe, build_reference
 from rlboost.services.trainer.job_streams import JobStreams
 from rlboost.services.trainer.ports.engine import Exported, Loaded, PolicyEngine
 from rlboost.services.trainer.ports.storage import WeightPublisher

@@ -47,7 +47,7 @@ from rlboost.shared.streams.bus import Bus
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.delta_graph import Edge
 from rlboost.shared.weights.manifest import ChunkRef, Manifest, Part, digest_of
-from rlboost.shared.weights.wire import CommitRequest
+from rlboost.shared.weights.rest_models import CommitRequest
 
 log = structlog.get_logger(__name__)
 

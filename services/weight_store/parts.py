@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from rlboost.services.weight_store.ports import Documents
 from rlboost.shared.errors import Conflict, NotFound
 from rlboost.shared.weights.manifest import Manifest, Part, digest_of
-from rlboost.shared.weights.wire import CommitRequest
+from rlboost.shared.weights.rest_models import CommitRequest
 
 
 async def assemble(documents: Documents, job_id: str, version: int, request: CommitRequest) -> Manifest:

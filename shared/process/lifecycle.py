@@ -17,7 +17,7 @@ import structlog
 
 from rlboost.shared.errors import ConfigError, Fatal, RLBoostError, leaves
 from rlboost.shared.process import logs
-from rlboost.shared.process.memory import protect_process_memory
+from rlboost.shared.process.dump_protection import protect_process_memory
 from rlboost.shared.settings import ServiceSettings, read
 from rlboost.shared.tls import CA_VARIABLE
 

@@ -28,10 +28,7 @@ from rlboost.shared.weights.access import WorkerAccess
 from rlboost.shared.weights.delta_graph import Edge, Route, VersionEdges
 from rlboost.shared.weights.manifest import ChunkRef, Manifest, Part, digest_of
 from rlboost.shared.weights.manifest_key import ManifestKey, check_manifest
-from rlboost.shared.weights.transfer.download import Download
-from rlboost.shared.weights.transfer.http_download import BadStatus, DownloadFailed
-from rlboost.shared.weights.transfer.http_upload import BlobTransfer
-from rlboost.shared.weights.wire import (
+from rlboost.shared.weights.rest_models import (
     ChunkDirectory,
     ChunkList,
     ChunkState,
@@ -42,6 +39,9 @@ from rlboost.shared.weights.wire import (
     ModelList,
     VersionInfo,
 )
+from rlboost.shared.weights.transfer.download import Download
+from rlboost.shared.weights.transfer.http_download import BadStatus, DownloadFailed
+from rlboost.shared.weights.transfer.http_upload import BlobTransfer
 
 T = TypeVar("T")
 

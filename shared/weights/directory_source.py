@@ -14,8 +14,8 @@ from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.manifest import ChunkRef
 from rlboost.shared.weights.parallel import for_each
 from rlboost.shared.weights.peers.blob_index import BlobIndex
+from rlboost.shared.weights.rest_models import ChunkDirectory
 from rlboost.shared.weights.source import Arrived, Source, Traffic
-from rlboost.shared.weights.wire import ChunkDirectory
 
 log = structlog.get_logger(__name__)
 

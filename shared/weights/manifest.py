@@ -161,7 +161,7 @@ class Manifest(Document):
     adapter_json: str = ""
     """Of an adapter version: PEFT's `adapter_config.json`."""
     parity_json: str = ""
-    """`shared.model.parity.ParityReference`: the trainer's log-probabilities of canary prompts under these weights."""
+    """A `ParityReference`: the trainer's log-probabilities of canary prompts under these weights."""
     signature: str = ""
     """Of `statement`, by the trainer: see `manifest_key`."""
 

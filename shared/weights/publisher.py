@@ -23,7 +23,7 @@ from rlboost.shared.weights.delta_graph import Edge, lists_of
 from rlboost.shared.weights.deltas import Chunk, Delta, DeltaEncoder
 from rlboost.shared.weights.manifest import CHUNK_BYTES, ChunkRef, Part, TensorEntry, digest_of
 from rlboost.shared.weights.parallel import for_each
-from rlboost.shared.weights.wire import CommitRequest, VersionInfo
+from rlboost.shared.weights.rest_models import CommitRequest, VersionInfo
 
 log = structlog.get_logger(__name__)
 

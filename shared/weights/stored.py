@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from rlboost.shared.errors import Corrupt, NotFound
-from rlboost.shared.model.parity import ParityReference
+from rlboost.shared.model.parity_reference import ParityReference
 from rlboost.shared.weights.lora import adapter_of
 from rlboost.shared.weights.manifest import Manifest, TensorEntry
 from rlboost.shared.weights.pulled import PulledVersion

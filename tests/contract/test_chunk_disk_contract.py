@@ -13,7 +13,7 @@ from rlboost.services.weight_store.adapters.disk import DiskChunks, StoreDirecto
 from rlboost.services.weight_store.ports import StoreFull
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.weights.manifest import digest_of
-from rlboost.shared.weights.wire import NONCE_FILE
+from rlboost.shared.weights.rest_models import NONCE_FILE
 
 DATA = b"some weights" * 1000
 

@@ -10,8 +10,8 @@ import pytest
 from transformers import LlamaConfig
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.batches.sums import EXPERT_LOAD, ROUTING_LOSS
 from rlboost.services.trainer.domain.loss.policy import clipped_loss
+from rlboost.services.trainer.domain.loss.sums import EXPERT_LOAD, ROUTING_LOSS
 from rlboost.services.trainer.ports.engine import PolicyEngine
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import OptimizerSpec

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from rlboost.jobs.memory import TrainedModel, state_bytes
 from rlboost.jobs.model_size import ModelSize, size_of
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.batches.sums import EXPERT_LOAD, ROUTED_TOKENS, ROUTING_LOSS
 from rlboost.services.trainer.domain.loss.policy import clipped_loss
+from rlboost.services.trainer.domain.loss.sums import EXPERT_LOAD, ROUTED_TOKENS, ROUTING_LOSS
 from rlboost.services.trainer.ports.engine import PolicyEngine
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
 from rlboost.shared.model.experts import split_experts

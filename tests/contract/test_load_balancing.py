@@ -14,8 +14,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter,
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.adapters.torch.routing import Routers
-from rlboost.services.trainer.domain.batches.sums import routing
 from rlboost.services.trainer.domain.loss.policy import PolicyLoss
+from rlboost.services.trainer.domain.loss.sums import routing
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import OptimizerSpec
 from tests.contract.test_trainer_engine_contract import rows, with_loss_mask

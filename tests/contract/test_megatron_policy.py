@@ -24,10 +24,10 @@ from rlboost.services.trainer.adapters.ranks.policy import RanksPolicy
 from rlboost.services.trainer.adapters.ranks.sharded_tensors import SliceReader
 from rlboost.services.trainer.adapters.ranks.tensor_slice import TensorSlice
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.batches.sums import EXPERT_LOAD, ROUTED_TOKENS, ROUTING_LOSS
-from rlboost.services.trainer.domain.batches.tokens import TokenBatch
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.services.trainer.domain.loss.inputs import TokenBatch
 from rlboost.services.trainer.domain.loss.policy import clipped_loss, decoupled_loss
+from rlboost.services.trainer.domain.loss.sums import EXPERT_LOAD, ROUTED_TOKENS, ROUTING_LOSS
 from rlboost.services.trainer.ports.engine import NotFinite, PolicyEngine
 from rlboost.shared.errors import ConfigError, Retryable
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.adapters.torch.routing import weights_of
-from rlboost.services.trainer.domain.batches.sums import routing
 from rlboost.services.trainer.domain.loss.policy import clipped_loss
+from rlboost.services.trainer.domain.loss.sums import routing
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import OptimizerSpec
 from rlboost.shared.model.experts import FAMILIES, require_known_experts

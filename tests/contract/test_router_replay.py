@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.batches.sums import routing
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.domain.loss.policy import clipped_loss
+from rlboost.services.trainer.domain.loss.sums import routing
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
 from rlboost.shared.model.experts import require_replayable

@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlboost.services.trainer.adapters.log.folder import JobFolder
+from rlboost.services.trainer.adapters.run_folder import JobFolder
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.domain.loss.policy import clipped_loss

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from rlboost.services.trainer.adapters.log import folder
-from rlboost.services.trainer.adapters.log.folder import JobFolder
+from rlboost.services.trainer.adapters import run_folder as folder
 from rlboost.services.trainer.adapters.log.run_log import RunLog
 from rlboost.services.trainer.adapters.log.sinks import openers
+from rlboost.services.trainer.adapters.run_folder import JobFolder
 from rlboost.shared.errors import ConfigError
 from tests.support import wandb_file
 from tests.support.eventually import LIMIT_S, eventually

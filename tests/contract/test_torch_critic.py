@@ -13,9 +13,9 @@ from transformers import AutoModel
 
 from rlboost.services.trainer.adapters.torch.critic import TorchCritic
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.batches.sums import add
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.domain.loss.policy import clipped_loss
+from rlboost.services.trainer.domain.loss.sums import add
 from rlboost.services.trainer.ports.engine import NotFinite
 from rlboost.shared.errors import ConfigError, Corrupt, Fatal
 from rlboost.shared.job.algorithm import CriticSpec

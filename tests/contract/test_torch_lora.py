@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlboost.services.trainer.adapters.log.folder import JobFolder
+from rlboost.services.trainer.adapters.run_folder import JobFolder
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.loss.policy import clipped_loss
 from rlboost.shared.errors import ConfigError

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 from rlboost.services.trainer import build
 from rlboost.services.trainer.adapters.torch.experts import EXPERTS
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.batches.tokens import TokenBatch
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.services.trainer.domain.loss.inputs import TokenBatch
 from rlboost.services.trainer.domain.loss.policy import clipped_loss, decoupled_loss
 from rlboost.services.trainer.ports.engine import NotFinite
 from rlboost.services.trainer.settings import Settings

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.batches.tokens import TokenBatch
+from rlboost.services.trainer.domain.loss.inputs import TokenBatch
 from rlboost.services.trainer.domain.loss.policy import PolicyLoss
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
 from rlboost.shared.wire.columns import floats

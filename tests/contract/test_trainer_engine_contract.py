@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.batches.sums import add
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.domain.loss.policy import clipped_loss
+from rlboost.services.trainer.domain.loss.sums import add
 from rlboost.services.trainer.fakes.engine import FakeEngine
 from rlboost.services.trainer.ports.engine import Exported, Loaded, PolicyEngine
 from rlboost.shared.errors import Corrupt, Fatal

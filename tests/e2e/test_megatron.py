@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlboost.shared.weights.wire import NONCE_FILE
+from rlboost.shared.weights.rest_models import NONCE_FILE
 from tests.support.black_box import Observer, black_box
 from tests.support.killed_rank import events_with_a_killed_rank
 from tests.support.megatron_cpu import python_path

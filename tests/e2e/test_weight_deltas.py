@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlboost.shared.weights.wire import NONCE_FILE
+from rlboost.shared.weights.rest_models import NONCE_FILE
 from tests.support.black_box import BlackBox, Observer, black_box
 from tests.support.small_job import check, small_job
 

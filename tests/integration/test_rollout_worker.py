@@ -36,7 +36,7 @@ from rlboost.shared.redis.bus import RedisBus
 from rlboost.shared.streams.bus import Entry, position
 from rlboost.shared.streams.names import WORKER_HEARTBEATS, job_events
 from rlboost.shared.weights.client import StoreClient
-from rlboost.shared.weights.wire import NONCE_FILE
+from rlboost.shared.weights.rest_models import NONCE_FILE
 from rlboost.shared.wire.columns import U64, ints
 from tests.support import published_model, tiny_models
 from tests.support.eventually import eventually

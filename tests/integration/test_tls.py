@@ -17,7 +17,7 @@ from rlboost.services.rollout_worker.adapters.manager_http import join
 from rlboost.shared.errors import BusUnavailable, ConfigError, StoreUnavailable
 from rlboost.shared.redis.bus import RedisBus
 from rlboost.shared.weights.client import StoreClient
-from rlboost.shared.weights.wire import ModelList
+from rlboost.shared.weights.rest_models import ModelList
 from tests.support.certificates import Certificates, make_certificates
 from tests.support.eventually import eventually
 from tests.support.redis_server import RedisServer

@@ -18,9 +18,9 @@ from rlboost.services.rollout_worker.adapters.torch import engine as torch_engin
 from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine  # noqa: E402
 from rlboost.services.rollout_worker.adapters.torch.sampling import sample  # noqa: E402
 from rlboost.services.rollout_worker.adapters.torch.slot_cache import SlotCache  # noqa: E402
-from rlboost.services.rollout_worker.domain.parity import judge  # noqa: E402
+from rlboost.services.rollout_worker.domain.parity_check import judge  # noqa: E402
 from rlboost.services.rollout_worker.domain.uniforms import uniforms  # noqa: E402
-from rlboost.services.trainer.domain.parity import build_probe, build_reference  # noqa: E402
+from rlboost.services.trainer.domain.parity_probe import build_probe, build_reference  # noqa: E402
 from rlboost.shared.errors import ConfigError, StoreUnavailable  # noqa: E402
 from rlboost.shared.wire.columns import F32, pack  # noqa: E402
 from tests.support import tiny_models  # noqa: E402

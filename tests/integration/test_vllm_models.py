@@ -14,10 +14,10 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import load_file  # noqa: E402 - only where torch is
 from transformers import DeepseekV3Config, Qwen3MoeConfig  # noqa: E402
 
-from rlboost.services.rollout_worker.domain.parity import judge  # noqa: E402 - only where torch is
-from rlboost.services.trainer.domain.parity import build_probe, build_reference  # noqa: E402
+from rlboost.services.rollout_worker.domain.parity_check import judge  # noqa: E402 - only where torch is
+from rlboost.services.trainer.domain.parity_probe import build_probe, build_reference  # noqa: E402
 from rlboost.shared.errors import ConfigError  # noqa: E402
-from rlboost.shared.model.parity import ParityReference  # noqa: E402
+from rlboost.shared.model.parity_reference import ParityReference  # noqa: E402
 from rlboost.shared.wire.columns import F32, pack  # noqa: E402
 from tests.support import tiny_models, vllm_engines  # noqa: E402
 from tests.support.engines import request, run  # noqa: E402

@@ -16,7 +16,7 @@ from rlboost.services.trainer.adapters.checkpoints.folder import CheckpointFolde
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.adapters.weights import StorePublisher
 from rlboost.services.trainer.domain.loss.policy import clipped_loss
-from rlboost.services.trainer.domain.parity import build_probe
+from rlboost.services.trainer.domain.parity_probe import build_probe
 from rlboost.services.trainer.fakes.rewards import FakeRewards
 from rlboost.services.trainer.ports.data import Data, Prompt
 from rlboost.services.trainer.ports.resources import JobResources

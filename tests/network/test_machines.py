@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.batches.sums import EXPERT_LOAD, ROUTED_TOKENS, ROUTING_LOSS
 from rlboost.services.trainer.domain.loss.policy import clipped_loss
+from rlboost.services.trainer.domain.loss.sums import EXPERT_LOAD, ROUTED_TOKENS, ROUTING_LOSS
 from rlboost.services.trainer.ports.engine import PolicyEngine
 from rlboost.shared.errors import Retryable
 from rlboost.shared.job.training import OptimizerSpec

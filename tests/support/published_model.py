@@ -9,7 +9,7 @@ from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.manifest import Part
 from rlboost.shared.weights.publisher import Publisher, Shard
-from rlboost.shared.weights.wire import CommitRequest
+from rlboost.shared.weights.rest_models import CommitRequest
 from tests.support import tiny_models
 
 MAX_LEN = 8192

@@ -17,7 +17,7 @@ import httpx
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.adapters.weights import StorePublisher
 from rlboost.services.trainer.device import DeviceThread
-from rlboost.services.trainer.domain.parity import build_probe
+from rlboost.services.trainer.domain.parity_probe import build_probe
 from rlboost.services.trainer.job_streams import JobStreams, RetryingBus
 from rlboost.services.trainer.publishing import VersionPublisher
 from rlboost.shared.ids import SampleId

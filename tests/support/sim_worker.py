@@ -32,6 +32,7 @@ from rlboost.shared.messages import (
     WorkerJoined,
     WorkerLeft,
 )
+from rlboost.shared.messages.command_digest import command_digest
 from rlboost.shared.messages.protocol import PROTOCOL
 from rlboost.shared.messages.workers import WorkerState
 from rlboost.shared.streams.bus import START, Append, Bus
@@ -43,7 +44,6 @@ from rlboost.shared.streams.names import (
     worker_reports,
 )
 from rlboost.shared.wire.columns import F32, I32, U8, U32, U64, ints, pack
-from rlboost.shared.wire.command_digest import command_digest
 
 RESIDENT_BYTES = 123_000_000
 """What each one says of its memory."""

@@ -15,7 +15,7 @@ from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.delta_graph import Edge, lists_of
 from rlboost.shared.weights.manifest import ChunkRef, Part, TensorEntry, digest_of
-from rlboost.shared.weights.wire import CommitRequest
+from rlboost.shared.weights.rest_models import CommitRequest
 
 JOB = "job-1"
 

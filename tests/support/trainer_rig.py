@@ -11,8 +11,8 @@ from typing import Any
 
 from rlboost.services.trainer.app import Limits, Timing, Trainer
 from rlboost.services.trainer.device import DeviceThread
-from rlboost.services.trainer.domain.batches.tokens import LossFn
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.services.trainer.domain.loss.inputs import LossFn
 from rlboost.services.trainer.fakes.engine import FakeEngine
 from rlboost.services.trainer.fakes.rewards import FakeRewards
 from rlboost.services.trainer.fakes.storage import MemoryCheckpoints, MemoryFolder, MemoryWeights

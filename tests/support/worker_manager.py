@@ -33,6 +33,7 @@ from rlboost.shared.messages import (
     WorkerJoined,
 )
 from rlboost.shared.messages.protocol import PROTOCOL
+from rlboost.shared.messages.token_rows import token_rows
 from rlboost.shared.streams.bus import START, Bus, Entry, HashSet, position
 from rlboost.shared.streams.names import (
     DEAD_LETTERS,
@@ -46,7 +47,6 @@ from rlboost.shared.streams.names import (
 )
 from rlboost.shared.weights.manifest_key import ManifestKey
 from rlboost.shared.wire.columns import I32, U32, U64, floats, ints, pack
-from rlboost.shared.wire.token_rows import token_rows
 from tests.support.eventually import LIMIT_S, eventually
 
 JOB = "job"

@@ -23,11 +23,11 @@ from rlboost.shared.messages import (
     Suspend,
     UseVersion,
 )
+from rlboost.shared.messages.command_digest import command_digest
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import START, after
 from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.wire.columns import I32, U32, U64, ints, pack
-from rlboost.shared.wire.command_digest import command_digest
 from tests.support.builders import group_requested, job_created, job_running
 from tests.support.sim_worker import SimWorker, check_completion
 

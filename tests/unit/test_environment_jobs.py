@@ -11,7 +11,7 @@ import yaml
 from rlboost.jobs import check as jobcheck
 from rlboost.services.rollout_manager.domain.apply_messages import apply_delivered
 from rlboost.services.rollout_manager.domain.scheduling.length_estimates import LengthEstimates
-from rlboost.services.rollout_manager.domain.tokens.sample import Sample
+from rlboost.services.rollout_manager.domain.token_log.sample import Sample
 from rlboost.services.rollout_manager.domain.world import World
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import RlJob

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from rlboost.services.rollout_manager.access.identities import WorkerIdentities
 from rlboost.services.rollout_manager.access.join import JoinRequest, join
-from rlboost.services.rollout_manager.access.worker_identities import WorkerIdentities
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.shared.redis.bus import RedisBus
 from rlboost.shared.streams.fakes import MemoryBus

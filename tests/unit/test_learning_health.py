@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rlboost.services.trainer.domain.learning.health import CLEAR_STEPS, Change, LearningHealth
-from rlboost.services.trainer.domain.learning.rules import WINDOW_STEPS, JobFacts
+from rlboost.services.trainer.domain.warnings.rules import WINDOW_STEPS, JobFacts
+from rlboost.services.trainer.domain.warnings.tracker import CLEAR_STEPS, Change, LearningHealth
 from rlboost.shared.job.spec import parse
 
 FACTS = JobFacts("j-1", prompts_per_step=32, group_size=8, limits="sampling.max_tokens is 256", eval_samples=200)

@@ -11,7 +11,7 @@ import pytest
 from rlboost.services.rollout_manager.domain.apply_messages import apply_message
 from rlboost.services.rollout_manager.domain.jobs.record import Job, from_json, to_json
 from rlboost.services.rollout_manager.domain.world import Now, World
-from rlboost.services.trainer.domain.learning import health
+from rlboost.services.trainer.domain.warnings import tracker as health
 from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
 from rlboost.services.trainer.step import scoring
 from rlboost.shared.messages import Event, StepReport

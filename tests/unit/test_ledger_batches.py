@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlboost.services.rollout_manager.domain.tokens.ledger import Ledger, Outcome
+from rlboost.services.rollout_manager.domain.token_log.ledger import Ledger, Outcome
 from rlboost.services.rollout_manager.entry_batches import PoisonEntries, apply_in_batches
 from rlboost.shared.errors import Unprocessable
 from rlboost.shared.ids import SampleId

@@ -9,7 +9,7 @@ from rlboost.shared.weights.access import WorkerAccess
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.manifest import ChunkRef, Manifest, Part, TensorEntry, digest_of
 from rlboost.shared.weights.manifest_key import ManifestKey, check_manifest
-from rlboost.shared.weights.wire import CommitRequest
+from rlboost.shared.weights.rest_models import CommitRequest
 
 KEY = ManifestKey("token")
 A, B = digest_of(b"a"), digest_of(b"b")

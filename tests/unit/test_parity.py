@@ -6,10 +6,15 @@ import math
 
 import pytest
 
-from rlboost.services.rollout_worker.domain.parity import FLOAT32_TOLERANCE, MAX_PER_MEAN, RELATIVE_TOLERANCE, judge
-from rlboost.services.trainer.domain.parity import COMMON_TOKENS, build_probe, build_reference
+from rlboost.services.rollout_worker.domain.parity_check import (
+    FLOAT32_TOLERANCE,
+    MAX_PER_MEAN,
+    RELATIVE_TOLERANCE,
+    judge,
+)
+from rlboost.services.trainer.domain.parity_probe import COMMON_TOKENS, build_probe, build_reference
 from rlboost.shared.errors import Fatal, Undecodable
-from rlboost.shared.model.parity import ParityReference, ScoredSequence
+from rlboost.shared.model.parity_reference import ParityReference, ScoredSequence
 from rlboost.shared.wire.columns import F32, pack
 
 

@@ -5,7 +5,7 @@ from itertools import combinations
 import pytest
 
 from rlboost.services.trainer.domain.metrics import ScoredGroup, StepTally
-from rlboost.services.trainer.domain.rewards.pass_at_k import pass_at_k, pass_rates
+from rlboost.services.trainer.domain.pass_at_k import pass_at_k, pass_rates
 from rlboost.shared.messages import SampleFinished
 from rlboost.shared.wire.columns import F32, I32, pack
 

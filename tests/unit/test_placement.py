@@ -26,7 +26,7 @@ from rlboost.services.rollout_manager.domain.scheduling.fair_share import (
 from rlboost.services.rollout_manager.domain.scheduling.length_estimates import LengthEstimates
 from rlboost.services.rollout_manager.domain.scheduling.queue import OLDEST_GROUP_EVERY, SampleQueue
 from rlboost.services.rollout_manager.domain.scheduling.rebalance import RunningSample, WorkerLoad, select_migrations
-from rlboost.services.rollout_manager.domain.tokens.sample import Sample
+from rlboost.services.rollout_manager.domain.token_log.sample import Sample
 from rlboost.services.rollout_manager.domain.workers.fleet import Worker
 from rlboost.services.rollout_manager.domain.workers.throughput_model import MIN_OBSERVATIONS, Profile
 from rlboost.shared.ids import SampleId

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.domain.jobs.audit import Audit
-from rlboost.services.rollout_manager.domain.tokens.sample import FAILURES_LIMIT
+from rlboost.services.rollout_manager.domain.token_log.sample import FAILURES_LIMIT
 from rlboost.services.rollout_manager.domain.world import Now
 from rlboost.services.rollout_manager.leadership import manager_record
 from rlboost.services.rollout_manager.recovery import read_all

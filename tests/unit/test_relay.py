@@ -8,9 +8,9 @@ from typing import Any
 import msgpack
 import pytest
 
-from rlboost.services.rollout_manager.access.worker_identities import IdentityRecord, WorkerIdentities
+from rlboost.services.rollout_manager.access.identities import IdentityRecord, WorkerIdentities
 from rlboost.services.rollout_manager.app import BATCH, MIN_BATCH, Manager
-from rlboost.services.rollout_manager.domain.relay import destination
+from rlboost.services.rollout_manager.domain.relay_rules import destination
 from rlboost.services.rollout_manager.domain.workers.departures import ABSENT_RETENTION_S, LEFT_RETENTION_S
 from rlboost.services.rollout_manager.domain.world import Now
 from rlboost.services.rollout_manager.leadership import manager_record

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlboost.services.rollout_manager.domain.tokens.ledger import Ledger
+from rlboost.services.rollout_manager.domain.token_log.ledger import Ledger
 from rlboost.services.rollout_worker.domain.frames import FRAME_BYTES, frames
 from rlboost.services.rollout_worker.domain.requests import Emission
 from rlboost.services.trainer.domain.groups.conversation import Conversation

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("rewards/critic", "curriculum", "metrics", "sft", "utilization")
+SOURCES = ("advantages/gae", "curriculum", "metrics", "sft", "utilization")
 ALONE = {"loss", "lr", "kl", "entropy", "grad_norm", "mismatch_kl", "frac_reward_zero_std", "perplexity"}
 """Metrics without a slash."""
 EXPECTED = (

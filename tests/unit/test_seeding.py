@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlboost.services.rollout_manager.domain.seeding.window import View, Window
-from rlboost.services.rollout_manager.domain.seeding.window_tuner import (
+from rlboost.services.rollout_manager.domain.seeding.tuner import (
     FLEET_CHANGE_DIVISOR,
     NEWEST_STEP_WEIGHT,
     WAIT_DIFFERENCE_DIVISOR,
@@ -16,6 +15,7 @@ from rlboost.services.rollout_manager.domain.seeding.window_tuner import (
     WindowTuner,
     target_workers,
 )
+from rlboost.services.rollout_manager.domain.seeding.window import View, Window
 
 
 def view(now: float, **changes: int) -> View:

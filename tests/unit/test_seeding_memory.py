@@ -7,8 +7,8 @@ import pytest
 from rlboost.services.rollout_manager.domain.apply_messages import apply_message
 from rlboost.services.rollout_manager.domain.effects import SaveJob
 from rlboost.services.rollout_manager.domain.jobs.record import Job, from_json, to_json
+from rlboost.services.rollout_manager.domain.seeding.tuner import Meter
 from rlboost.services.rollout_manager.domain.seeding.window import Window
-from rlboost.services.rollout_manager.domain.seeding.window_tuner import Meter
 from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.shared.job.spec import parse
 from rlboost.shared.messages import JobReport, StepReport

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from rlboost.services.trainer.adapters.user_code.loss import load_loss
-from rlboost.services.trainer.domain.batches.tokens import LossFn
+from rlboost.services.trainer.domain.advantages.gae import Experience, estimate
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.services.trainer.domain.loss.inputs import LossFn
 from rlboost.services.trainer.domain.plan import plan_step
-from rlboost.services.trainer.domain.rewards.critic import Experience, estimate
 from rlboost.services.trainer.fakes.engine import FakeEngine
 from rlboost.services.trainer.ports.engine import NotFinite
 from rlboost.services.trainer.ports.rewards import RewardBatch, Scores

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlboost.services.trainer.domain.batches.sums import add
+from rlboost.services.trainer.domain.advantages.group_estimators import NEED_THE_STEP, centred, estimate, leave_one_out
 from rlboost.services.trainer.domain.loss.aggregation import divisor, factor
 from rlboost.services.trainer.domain.loss.importance import masked, truncated
 from rlboost.services.trainer.domain.loss.kl import k1, k2, k3
-from rlboost.services.trainer.domain.rewards.advantages import NEED_THE_STEP, centred, estimate, leave_one_out
-from rlboost.services.trainer.domain.shaping import overlong_penalty
+from rlboost.services.trainer.domain.loss.sums import add
+from rlboost.services.trainer.domain.rewards.shaping import overlong_penalty
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import GROUPLESS, PRESETS, AlgorithmSpec, CriticSpec
 from rlboost.shared.job.spec import load, parse, to_json

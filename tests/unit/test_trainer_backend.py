@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rlboost.services.trainer.adapters.fsdp.model import FsdpWeightMap
 from rlboost.services.trainer.adapters.megatron.model_shape import ModelShape, require_divisible, shape_of
 from rlboost.services.trainer.adapters.megatron.weight_map import HEAD, MegatronWeightMap
-from rlboost.services.trainer.adapters.ranks import wire
+from rlboost.services.trainer.adapters.ranks import framing as wire
 from rlboost.services.trainer.adapters.ranks.layout import Coordinates, Layout
 from rlboost.services.trainer.adapters.ranks.packed import pack_rows, unpack_rows
 from rlboost.services.trainer.adapters.ranks.processes import rank_environment

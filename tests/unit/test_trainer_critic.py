@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlboost.services.trainer.domain.advantages.gae import Experience, estimate, gae, token_rewards
 from rlboost.services.trainer.domain.loss.value import value_loss
-from rlboost.services.trainer.domain.rewards.critic import Experience, estimate, gae, token_rewards
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 seeds = st.integers(0, 2**32 - 1)

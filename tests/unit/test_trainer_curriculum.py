@@ -20,7 +20,7 @@ from rlboost.services.trainer.domain.curriculum import Curriculum, SkipFunction
 from rlboost.services.trainer.domain.plan import prompt_indices
 from rlboost.services.trainer.job_streams import RetryingBus
 from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
-from rlboost.services.trainer.step.curriculum_log import DurableCurriculum
+from rlboost.services.trainer.step.durable_curriculum import DurableCurriculum
 from rlboost.shared.errors import ConfigError, Fatal, Fenced
 from rlboost.shared.ids import SampleId
 from rlboost.shared.job.spec import JobSpec, RlJob
@@ -272,7 +272,7 @@ async def test_a_function_that_takes_its_time_holds_up_nothing_else() -> None:
 async def test_a_function_that_never_answers_ends_the_job_and_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlboost.services.trainer.step.curriculum_log.PLAN_LIMIT_S", 0.1)
+    monkeypatch.setattr("rlboost.services.trainer.step.durable_curriculum.PLAN_LIMIT_S", 0.1)
     rig = Rig(tmp_path, job(function="m:f"))
     build, stop = rig.build, threading.Event()
     rig.build = lambda spec, job_id: replace(  # type: ignore[method-assign]

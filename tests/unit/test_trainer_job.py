@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from rlboost.services.trainer.domain.batches.tokens import LossFn
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.services.trainer.domain.loss.inputs import LossFn
 from rlboost.services.trainer.fakes.engine import FakeEngine
 from rlboost.services.trainer.fakes.rewards import FakeRewards
 from rlboost.services.trainer.ports.rewards import RewardBatch, Scores

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from rlboost.services.trainer.domain.batches.tokens import TokenBatch
 from rlboost.services.trainer.domain.loss.importance import accepted, engine_ratios
+from rlboost.services.trainer.domain.loss.inputs import TokenBatch
 from rlboost.services.trainer.domain.loss.policy import PolicyLoss, clipped_loss, decoupled_loss, job_loss
 from rlboost.shared.errors import Fatal
 from rlboost.shared.job.algorithm import PRESETS, RejectionLevel, RejectionSpec

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlboost.services.trainer.domain.advantages.group_estimators import advantages, standard_deviation
 from rlboost.services.trainer.domain.plan import check, epoch_order, last_step, plan_step, prompt_indices, spread
-from rlboost.services.trainer.domain.rewards.advantages import advantages, standard_deviation
 from rlboost.services.trainer.domain.schedule import learning_rate
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.ids import SampleId

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from rlboost.services.trainer.domain.batches.tokens import TokenBatch
+from rlboost.services.trainer.domain.loss.inputs import TokenBatch
 from rlboost.services.trainer.domain.loss.policy import job_loss
 from rlboost.services.trainer.domain.loss.preference import best_and_worst, numbers, pair_losses, sequence_log_ratio
 from rlboost.shared.job.algorithm import PreferenceSpec

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from rlboost.services.trainer.device import DeviceThread
-from rlboost.services.trainer.domain.parity import Probe, build_probe
+from rlboost.services.trainer.domain.parity_probe import Probe, build_probe
 from rlboost.services.trainer.fakes.engine import FakeEngine
 from rlboost.services.trainer.fakes.storage import MemoryWeights
 from rlboost.services.trainer.publishing import VersionPublisher
-from rlboost.shared.model.parity import ParityReference
+from rlboost.shared.model.parity_reference import ParityReference
 from rlboost.shared.weights.manifest import digest_of
 
 PROBE = build_probe(96, temperature=0.8, dtype="bfloat16")

@@ -13,7 +13,7 @@ import pytest
 from rlboost.services.trainer.domain.plan import plan_step
 from rlboost.services.trainer.job_streams import RetryingBus
 from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
-from rlboost.services.trainer.step.resampling_log import DurableResampling
+from rlboost.services.trainer.step.durable_resampling import DurableResampling
 from rlboost.shared.errors import Fenced
 from rlboost.shared.ids import SampleId
 from rlboost.shared.job.environment import Step

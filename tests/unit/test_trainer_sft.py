@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlboost.services.trainer.domain.batches.tokens import LossFn, TokenBatch
+from rlboost.services.trainer.domain.loss.inputs import LossFn, TokenBatch
 from rlboost.services.trainer.domain.sft import SftStep, sft_loss
 from rlboost.services.trainer.fakes.engine import FakeEngine
 from rlboost.services.trainer.ports.data import Prompt

@@ -23,7 +23,7 @@ from rlboost.shared.weights.delta_graph import Route, VersionEdges, lists_of
 from rlboost.shared.weights.deltas import Chunk, Delta, DeltaEncoder
 from rlboost.shared.weights.manifest import ChunkRef, Part, TensorEntry, digest_of
 from rlboost.shared.weights.plan import plan
-from rlboost.shared.weights.wire import CommitRequest
+from rlboost.shared.weights.rest_models import CommitRequest
 from tests.support.eventually import eventually
 
 JOB = "job-1"

@@ -27,7 +27,7 @@ from rlboost.shared.waiting import Waits
 from rlboost.shared.weights import codec
 from rlboost.shared.weights.delta_graph import Edge, lists_of
 from rlboost.shared.weights.manifest import ChunkRef, Part, TensorEntry, digest_of
-from rlboost.shared.weights.wire import CommitRequest
+from rlboost.shared.weights.rest_models import CommitRequest
 from tests.support.eventually import eventually
 
 JOB, VALUES, CHUNKS = "job-1", 5000, 3

@@ -24,7 +24,7 @@ from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.streams.names import WEIGHTS_COMMITTED
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.manifest import ChunkRef, Manifest, Part, TensorEntry, digest_of
-from rlboost.shared.weights.wire import CommitRequest
+from rlboost.shared.weights.rest_models import CommitRequest
 from tests.support.eventually import eventually
 
 JOB = "job-1"

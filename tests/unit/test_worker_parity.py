@@ -16,7 +16,7 @@ from rlboost.services.rollout_worker.fakes import FakeStagedWeights
 from rlboost.services.rollout_worker.generator import ParityCheckFailed
 from rlboost.services.rollout_worker.ports import Sequences
 from rlboost.shared.messages import Event, Resume, Suspend, UseVersion, WorkerHeartbeat, WorkerLeft
-from rlboost.shared.model.parity import ParityReference, ScoredSequence
+from rlboost.shared.model.parity_reference import ParityReference, ScoredSequence
 from rlboost.shared.streams.names import job_events
 from tests.support.eventually import eventually
 from tests.support.worker_manager import JOB, assign

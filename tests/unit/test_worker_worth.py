@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlboost.services.rollout_manager.domain.allocation.worker_worth import (
+from rlboost.services.rollout_manager.domain.allocation.worth import (
     Offer,
     paying_workers,
     speedup_of_one_more,
@@ -17,8 +17,8 @@ from rlboost.services.rollout_manager.domain.allocation.worker_worth import (
     worth_of_one_more,
 )
 from rlboost.services.rollout_manager.domain.apply_messages import apply_message, lose_worker
+from rlboost.services.rollout_manager.domain.seeding.tuner import Meter, WindowTuner
 from rlboost.services.rollout_manager.domain.seeding.window import Window
-from rlboost.services.rollout_manager.domain.seeding.window_tuner import Meter, WindowTuner
 from rlboost.services.rollout_manager.domain.workers.fleet import Worker
 from rlboost.services.rollout_manager.domain.workers.lifetimes import Lifetimes, availability
 from rlboost.services.rollout_manager.domain.workers.throughput_model import MIN_OBSERVATIONS

@@ -17,7 +17,7 @@ from rlboost.services.rollout_manager.domain.effects import DeadLetterEntry, Del
 from rlboost.services.rollout_manager.domain.scheduling.length_estimates import LengthEstimates
 from rlboost.services.rollout_manager.domain.scheduling.queue import SampleQueue, SampleQueues
 from rlboost.services.rollout_manager.domain.scheduling.requirements import requirement_of
-from rlboost.services.rollout_manager.domain.tokens.sample import Sample
+from rlboost.services.rollout_manager.domain.token_log.sample import Sample
 from rlboost.services.rollout_manager.domain.workers.fleet import Worker
 from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.shared.job.spec import parse

@@ -8,7 +8,7 @@ from urllib.parse import quote, urlsplit, urlunsplit
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rlboost.services.rollout_manager.access.worker_identities import WorkerIdentities, Write
+from rlboost.services.rollout_manager.access.identities import WorkerIdentities, Write
 from rlboost.services.rollout_manager.adapters.manifest_key import manifest_public_key
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.shared.http.problem import Problem

@@ -9,7 +9,7 @@ from rlboost.shared.errors import ConfigError, Fatal, StoreUnavailable
 
 if TYPE_CHECKING:
     from rlboost.shared.weights.client import StoreClient
-    from rlboost.shared.weights.wire import ModelInfo
+    from rlboost.shared.weights.rest_models import ModelInfo
 
 _LIMIT_S = 5.0
 

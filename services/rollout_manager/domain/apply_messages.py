@@ -20,7 +20,7 @@ from rlboost.services.rollout_manager.domain.jobs.record import Job
 from rlboost.services.rollout_manager.domain.scheduling.poison import suspects
 from rlboost.services.rollout_manager.domain.seeding.window import Window
 from rlboost.services.rollout_manager.domain.step_windows import credit_generation, end_step
-from rlboost.services.rollout_manager.domain.tokens.ledger import Outcome
+from rlboost.services.rollout_manager.domain.token_log.ledger import Outcome
 from rlboost.services.rollout_manager.domain.workers.fleet import Worker
 from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.shared.errors import ConfigError, Unprocessable

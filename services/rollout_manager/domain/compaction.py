@@ -5,7 +5,7 @@ Samples that have been in flight for long are restated at the tail of the log, s
 
 from __future__ import annotations
 
-from rlboost.services.rollout_manager.domain.tokens.ledger import Ledger
+from rlboost.services.rollout_manager.domain.token_log.ledger import Ledger
 from rlboost.services.rollout_manager.domain.world import World
 from rlboost.shared.messages import ENDED_JOB_RETENTION_S, FINISH_NONE
 

@@ -14,7 +14,7 @@ from rlboost.services.rollout_manager.domain.scheduling.candidates import (
 from rlboost.services.rollout_manager.domain.scheduling.poison import worker_for_retry
 from rlboost.services.rollout_manager.domain.scheduling.rebalance import RunningSample, WorkerLoad, select_migrations
 from rlboost.services.rollout_manager.domain.scheduling.requirements import Requirement
-from rlboost.services.rollout_manager.domain.tokens.sample import Sample
+from rlboost.services.rollout_manager.domain.token_log.sample import Sample
 from rlboost.services.rollout_manager.domain.workers.fleet import Worker
 from rlboost.services.rollout_manager.domain.workers.kv_usage import tokens_of
 from rlboost.services.rollout_manager.domain.world import Now, World

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 from rlboost.services.rollout_manager.domain.engine_profiles import engine_profiles
-from rlboost.services.rollout_manager.domain.jobs.job_progress import JobProgress
+from rlboost.services.rollout_manager.domain.jobs.progress import JobProgress
 from rlboost.services.rollout_manager.domain.jobs.record import Job
+from rlboost.services.rollout_manager.domain.seeding.tuner import Meter, Source
 from rlboost.services.rollout_manager.domain.seeding.window import View, Window
-from rlboost.services.rollout_manager.domain.seeding.window_tuner import Meter, Source
 from rlboost.services.rollout_manager.domain.workers.fleet import Worker
 from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.shared.messages import SeedingEnded, SeedingReopened, StepReport

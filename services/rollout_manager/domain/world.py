@@ -12,18 +12,18 @@ from typing import Any, NamedTuple
 
 from rlboost.services.rollout_manager.domain.effects import FAILED, EmitEvent, ForgetJob, Outbox, Refuse, SaveLength
 from rlboost.services.rollout_manager.domain.jobs.audit import Audit
-from rlboost.services.rollout_manager.domain.jobs.job_progress import JobProgress
+from rlboost.services.rollout_manager.domain.jobs.progress import JobProgress
 from rlboost.services.rollout_manager.domain.jobs.record import Job, QuarantinedJob
 from rlboost.services.rollout_manager.domain.scheduling.candidates import CandidatePools, set_batch_cap
 from rlboost.services.rollout_manager.domain.scheduling.queue import SampleQueues
 from rlboost.services.rollout_manager.domain.scheduling.requirements import InFlight, requirement_of
-from rlboost.services.rollout_manager.domain.tokens.ledger import Ledger, Outcome
-from rlboost.services.rollout_manager.domain.tokens.sample import Sample
+from rlboost.services.rollout_manager.domain.token_log.ledger import Ledger, Outcome
+from rlboost.services.rollout_manager.domain.token_log.sample import Sample
 from rlboost.services.rollout_manager.domain.workers.fleet import Fleet, Worker
 from rlboost.shared.ids import is_served, job_of
 from rlboost.shared.messages import FINISH_STOP, Drain, Event, GroupRequested, Revoke, SampleDropped, SampleFinished
+from rlboost.shared.messages.command_digest import command_digest
 from rlboost.shared.wire.columns import U32, U64, pack
-from rlboost.shared.wire.command_digest import command_digest
 
 
 class Now(NamedTuple):

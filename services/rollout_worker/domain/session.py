@@ -42,8 +42,8 @@ from rlboost.shared.messages import (
     UseVersion,
     WorkerState,
 )
+from rlboost.shared.messages.command_digest import command_digest
 from rlboost.shared.wire.columns import U32, U64, ints
-from rlboost.shared.wire.command_digest import command_digest
 
 
 class Session:

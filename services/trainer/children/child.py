@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import msgpack
 
-from rlboost.shared.process.memory import protect_process_memory
+from rlboost.shared.process.dump_protection import protect_process_memory
 
 LENGTH_BYTES = 4
 _PARENT_CHECK_S = 1.0

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rlboost.services.trainer.domain.batches.sums import routing
+from rlboost.services.trainer.domain.advantages.group_estimators import standard_deviation
 from rlboost.services.trainer.domain.groups.conversation import Conversation
-from rlboost.services.trainer.domain.rewards.advantages import standard_deviation
-from rlboost.services.trainer.domain.rewards.pass_at_k import pass_rates
+from rlboost.services.trainer.domain.loss.sums import routing
+from rlboost.services.trainer.domain.pass_at_k import pass_rates
 from rlboost.services.trainer.domain.utilization import UNKNOWN_MACHINE, Machine
 from rlboost.shared.messages import EngineProfile, SampleFinished
 from rlboost.shared.wire.columns import I32, floats, length

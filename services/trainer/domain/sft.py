@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rlboost.services.trainer.domain.batches.sums import routing
-from rlboost.services.trainer.domain.batches.tokens import TokenBatch
+from rlboost.services.trainer.domain.loss.inputs import TokenBatch
+from rlboost.services.trainer.domain.loss.sums import routing
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from rlboost.services.trainer.domain.batches.tokens import LossFn
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.services.trainer.domain.loss.inputs import LossFn
 from rlboost.services.trainer.ports.engine import Exported, Loaded, RankInfo, Snapshot
 from rlboost.shared.errors import Corrupt, Fatal
 from rlboost.shared.weights.publisher import Shard

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
-from rlboost.services.trainer.domain.batches.tokens import LossFn
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.services.trainer.domain.loss.inputs import LossFn
 from rlboost.shared.errors import Fatal
 from rlboost.shared.weights.publisher import Shard
 
@@ -70,7 +70,7 @@ class PolicyEngine(Protocol):
     def accumulate(self, batches: Sequence[Sequence[TrainingRow]], loss: LossFn) -> dict[str, float]:
         """Run forward and backward over micro-batches, adding unnormalized gradients; return the loss's sums.
 
-        `domain.sums.add` adds up the returned sums. An engine built with a reference passes reference log-probabilities
+        `loss.sums.add` adds up the returned sums. An engine built with a reference passes reference log-probabilities
         to the loss: those of the weights that `load_hf` loaded, or those that the rows carry. A critic trains along.
 
         Raises:

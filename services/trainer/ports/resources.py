@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from rlboost.services.trainer.domain.batches.tokens import LossFn
 from rlboost.services.trainer.domain.curriculum import SkipFunction
-from rlboost.services.trainer.domain.parity import Probe
+from rlboost.services.trainer.domain.loss.inputs import LossFn
+from rlboost.services.trainer.domain.parity_probe import Probe
 from rlboost.services.trainer.domain.utilization import UNKNOWN_MACHINE, Machine
 from rlboost.services.trainer.ports.data import Data
 from rlboost.services.trainer.ports.engine import Critic, PolicyEngine

@@ -90,7 +90,7 @@ class WeightPublisher(Protocol):
             expect: the head before the commit.
             base_version: for an adapter, the version of its base model, which is retained as long as this one.
             adapter_json: for an adapter, PEFT's `adapter_config.json`.
-            parity_json: what workers must reproduce, see `shared.model.parity`.
+            parity_json: what workers must reproduce, see `shared.model.parity_reference`.
 
         Raises:
             Conflict: another version is the head.

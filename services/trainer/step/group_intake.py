@@ -19,12 +19,12 @@ from statistics import fmean
 from rlboost.services.trainer.domain.groups.collector import DroppedGroup, Outcome, StepCollector
 from rlboost.services.trainer.domain.metrics import ScoredGroup, StepTally
 from rlboost.services.trainer.domain.plan import PlannedGroup, plan_step
+from rlboost.services.trainer.domain.rewards.shaping import length_penalties
 from rlboost.services.trainer.domain.schedule import learning_rate
-from rlboost.services.trainer.domain.shaping import length_penalties
 from rlboost.services.trainer.step.context import JobContext
+from rlboost.services.trainer.step.durable_resampling import StepReplacements
 from rlboost.services.trainer.step.group_requests import GroupRequests
 from rlboost.services.trainer.step.multi_turn import Conversations
-from rlboost.services.trainer.step.resampling_log import StepReplacements
 from rlboost.services.trainer.step.scoring import GroupScorer
 from rlboost.shared.errors import Fatal, WaitTimedOut
 

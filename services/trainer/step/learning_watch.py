@@ -1,6 +1,6 @@
 """Warns when a job's metrics show no learning, or damage.
 
-Applies `domain.learning_health` to each step, and emits what changes as events.
+Applies `domain.warnings.tracker` to each step, and emits what changes as events.
 
 Consumes: the metrics of each finished step; once, those that earlier trainers recorded, so that a successor repeats no
 warning. Produces: `warning` and `warning_cleared` events. Ends when: the job ends. An exception in this module
@@ -14,9 +14,9 @@ from collections.abc import Mapping
 
 import structlog
 
-from rlboost.services.trainer.domain.learning.health import Change, LearningHealth
-from rlboost.services.trainer.domain.learning.rules import JobFacts
 from rlboost.services.trainer.domain.metrics import StepTally
+from rlboost.services.trainer.domain.warnings.rules import JobFacts
+from rlboost.services.trainer.domain.warnings.tracker import Change, LearningHealth
 from rlboost.services.trainer.job_streams import JobStreams, RetryingBus
 from rlboost.services.trainer.ports.data import Data
 from rlboost.shared.job.spec import JobSpec

@@ -18,9 +18,9 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from rlboost.services.trainer.device import DeviceTurn
-from rlboost.services.trainer.domain.batches import sums
 from rlboost.services.trainer.domain.batches.batching import Accumulate, OptimizerStep, UpdatePlanner
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.services.trainer.domain.loss import sums
 from rlboost.services.trainer.domain.metrics import Durations, StepTally
 from rlboost.services.trainer.ports.engine import NotFinite
 from rlboost.services.trainer.step.context import JobContext

@@ -10,9 +10,9 @@ import time
 from functools import partial
 
 from rlboost.services.trainer.device import DeviceThread
-from rlboost.services.trainer.domain.batches import sums
 from rlboost.services.trainer.domain.batches.batching import pack
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.services.trainer.domain.loss import sums
 from rlboost.services.trainer.domain.plan import prompt_indices
 from rlboost.services.trainer.domain.schedule import learning_rate
 from rlboost.services.trainer.domain.sft import SftStep

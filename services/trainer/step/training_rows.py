@@ -15,14 +15,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rlboost.services.trainer.device import DeviceTurn
-from rlboost.services.trainer.domain.batches import sums
+from rlboost.services.trainer.domain.advantages import gae as critic
+from rlboost.services.trainer.domain.advantages.group_estimators import NEED_THE_STEP, estimate
 from rlboost.services.trainer.domain.batches.batching import pack
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
-from rlboost.services.trainer.domain.loss import preference
+from rlboost.services.trainer.domain.loss import preference, sums
 from rlboost.services.trainer.domain.metrics import ScoredGroup, StepTally
-from rlboost.services.trainer.domain.rewards import critic
-from rlboost.services.trainer.domain.rewards.advantages import NEED_THE_STEP, estimate
-from rlboost.services.trainer.domain.shaping import shaped_rewards
+from rlboost.services.trainer.domain.rewards.shaping import shaped_rewards
 from rlboost.services.trainer.ports.engine import Critic
 from rlboost.services.trainer.step.context import JobContext
 from rlboost.shared.job.algorithm import CriticSpec, PreferenceSpec

@@ -33,7 +33,7 @@ from rlboost.shared.atomic_file import replace_file, sync_path, temporary_file
 from rlboost.shared.errors import Fatal, NotFound
 from rlboost.shared.weights.directory_lock import lock_directory
 from rlboost.shared.weights.manifest import ChunkRef
-from rlboost.shared.weights.wire import NONCE_FILE, ChunkDirectory, chunk_path
+from rlboost.shared.weights.rest_models import NONCE_FILE, ChunkDirectory, chunk_path
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 

@@ -19,7 +19,7 @@ from rlboost.shared.bucket import SCHEMES, Bucket, configuration
 from rlboost.shared.errors import ConfigError, Fatal, StoreUnavailable
 from rlboost.shared.process.lifecycle import Loop
 from rlboost.shared.waiting import Waits
-from rlboost.shared.weights.wire import ChunkDirectory
+from rlboost.shared.weights.rest_models import ChunkDirectory
 
 log = structlog.get_logger(__name__)
 

@@ -15,9 +15,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rlboost.services.rollout_manager.domain.allocation.worker_worth import Offer, paying_workers
+from rlboost.services.rollout_manager.domain.allocation.worth import Offer, paying_workers
 from rlboost.services.rollout_manager.domain.jobs.record import Job
-from rlboost.services.rollout_manager.domain.seeding.window_tuner import target_workers
+from rlboost.services.rollout_manager.domain.seeding.tuner import target_workers
 from rlboost.services.rollout_manager.domain.workers.fleet import Worker
 from rlboost.services.rollout_manager.domain.world import World
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlboost.services.rollout_manager.domain.allocation.worker_worth import step_without_spot
+from rlboost.services.rollout_manager.domain.allocation.worth import step_without_spot
 
 if TYPE_CHECKING:
     from rlboost.services.rollout_manager.domain.jobs.record import Job

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from rlboost.services.rollout_manager.domain.seeding.window_tuner import WindowTuner
+from rlboost.services.rollout_manager.domain.seeding.tuner import WindowTuner
 from rlboost.shared.job.spec import StoredJob
 from rlboost.shared.messages import ENDED, JobState
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from rlboost.services.rollout_manager.domain.scheduling.rebalance import is_balanced
 from rlboost.services.rollout_manager.domain.scheduling.requirements import Requirement, max_tokens_of
-from rlboost.services.rollout_manager.domain.tokens.sample import Sample
+from rlboost.services.rollout_manager.domain.token_log.sample import Sample
 from rlboost.services.rollout_manager.domain.workers.fleet import Fleet, Serving, Worker
 from rlboost.services.rollout_manager.domain.workers.throughput_model import Profile
 

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from rlboost.services.rollout_manager.domain.tokens.sample import Sample
+from rlboost.services.rollout_manager.domain.token_log.sample import Sample
 
 NEWEST_EPOCH_WEIGHT = 0.5
 """Weight of the newest epoch in a prompt's mean."""

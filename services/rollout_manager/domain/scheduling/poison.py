@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rlboost.services.rollout_manager.domain.scheduling.candidates import has_capacity, least_loaded
-from rlboost.services.rollout_manager.domain.tokens.sample import Sample
+from rlboost.services.rollout_manager.domain.token_log.sample import Sample
 from rlboost.services.rollout_manager.domain.workers.fleet import Worker
 from rlboost.shared.ids import worker_name
 

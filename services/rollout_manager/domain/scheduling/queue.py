@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from rlboost.services.rollout_manager.domain.scheduling.length_estimates import LengthEstimates
 from rlboost.services.rollout_manager.domain.scheduling.requirements import Requirement, requirement_of
-from rlboost.services.rollout_manager.domain.tokens.sample import Sample
+from rlboost.services.rollout_manager.domain.token_log.sample import Sample
 
 OLDEST_GROUP_EVERY = 4
 

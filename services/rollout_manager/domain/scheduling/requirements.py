@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from rlboost.services.rollout_manager.domain.tokens.sample import Sample
+from rlboost.services.rollout_manager.domain.token_log.sample import Sample
 from rlboost.shared.ids import is_served
 from rlboost.shared.wire.columns import length
 

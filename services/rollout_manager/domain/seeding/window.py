@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from rlboost.services.rollout_manager.domain.seeding.window_tuner import Meter
+from rlboost.services.rollout_manager.domain.seeding.tuner import Meter
 
 Reason = Literal["window", "finished", "no_reserved"]
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from rlboost.shared.messages.command_digest import MODULUS
 from rlboost.shared.streams.bus import START
-from rlboost.shared.wire.command_digest import MODULUS
 
 MIN_HEARTBEATS = 3
 """How many heartbeats must show the same difference."""

@@ -7,7 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from rlboost.services.rollout_manager.domain.tokens.sample import Sample
+from rlboost.services.rollout_manager.domain.token_log.sample import Sample
 from rlboost.services.rollout_manager.domain.workers.command_check import CommandCheck
 from rlboost.services.rollout_manager.domain.workers.kv_usage import KvUsage
 from rlboost.services.rollout_manager.domain.workers.lifetimes import Lifetimes, availability

@@ -15,8 +15,8 @@ from rlboost.services.trainer.adapters.ranks.packed import Balancing, LossGradie
 from rlboost.services.trainer.adapters.torch.batch import DUMMY_ROWS
 from rlboost.services.trainer.adapters.torch.context_parallel import ContextGroup
 from rlboost.services.trainer.adapters.torch.logprobs import LogprobPass
-from rlboost.services.trainer.domain.batches import sums
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.services.trainer.domain.loss import sums
 
 
 class FsdpForwardBackward:

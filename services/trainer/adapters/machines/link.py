@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import msgpack
 
-from rlboost.services.trainer.adapters.ranks.wire import LENGTH_BYTES, pack
+from rlboost.services.trainer.adapters.ranks.framing import LENGTH_BYTES, pack
 from rlboost.shared.errors import ConfigError, Retryable
 from rlboost.shared.http.token_signature import is_valid_signature, sign
 from rlboost.shared.tls import ServerCertificate, verifying_context

@@ -13,7 +13,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, distributed
 
 from rlboost.services.trainer.adapters.torch.routing import Balance, Replay, layer_balance, times_selected
-from rlboost.services.trainer.domain.batches import sums
+from rlboost.services.trainer.domain.loss import sums
 
 
 class RoutedBatch(NamedTuple):
@@ -90,7 +90,7 @@ class Routers:
 
     @contextmanager
     def observed(self) -> Iterator[dict[str, float]]:
-        """Yield a dictionary that gets the sums of the forward passes within the context, see `domain.sums`."""
+        """Yield a dictionary that gets the sums of the forward passes within the context, see `domain.loss.sums`."""
         self._totals = {}
         try:
             yield self._totals

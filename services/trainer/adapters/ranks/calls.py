@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from rlboost.services.trainer.adapters.ranks import wire
+from rlboost.services.trainer.adapters.ranks import framing as wire
 from rlboost.services.trainer.adapters.ranks.layout import Layout
 from rlboost.shared.errors import DiskFull, Retryable, WaitTimedOut
 

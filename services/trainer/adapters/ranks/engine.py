@@ -182,7 +182,7 @@ class RankEngine(ABC):
         """Run forward and backward over micro-batches, asking the trainer for the gradient of the loss.
 
         Returns:
-            Sums about the routers of a mixture of experts, see `domain.sums`.
+            Sums about the routers of a mixture of experts, see `domain.loss.sums`.
 
         """
 

@@ -32,10 +32,10 @@ from rlboost.services.trainer.adapters.ranks.sharded_tensors import SliceReader,
 from rlboost.services.trainer.adapters.ranks.tensor_slice import TensorSlice
 from rlboost.services.trainer.adapters.torch.batch import token_batch
 from rlboost.services.trainer.adapters.torch.packing import one_row_each
-from rlboost.services.trainer.domain.batches import sums
 from rlboost.services.trainer.domain.batches.spread import spread
-from rlboost.services.trainer.domain.batches.tokens import LossFn
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.services.trainer.domain.loss import sums
+from rlboost.services.trainer.domain.loss.inputs import LossFn
 from rlboost.services.trainer.ports.engine import Exported, Loaded, NotFinite, RankInfo, Snapshot
 from rlboost.shared.disk_space import write_error
 from rlboost.shared.errors import ConfigError, DiskFull, Fatal

@@ -18,7 +18,7 @@ import traceback
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from rlboost.services.trainer.adapters.ranks import wire
+from rlboost.services.trainer.adapters.ranks import framing as wire
 from rlboost.services.trainer.adapters.ranks.layout import Layout
 from rlboost.shared.process.importing import gc_paused, modules_hidden
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlboost.services.trainer.domain.batches.tokens import TokenBatch
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.services.trainer.domain.loss.inputs import TokenBatch
 from rlboost.shared.wire.columns import F32, I32, U8, length, pack, unpack
 from rlboost.shared.wire.routed_experts import RoutedShape
 

@@ -28,9 +28,9 @@ from rlboost.services.trainer.adapters.torch.offload import Offloader
 from rlboost.services.trainer.adapters.torch.optimizers import optimizers
 from rlboost.services.trainer.adapters.torch.packing import one_row_each, packs_rows
 from rlboost.services.trainer.adapters.torch.state import load_state, shards_of, snapshot_of, without_aliases, write_all
-from rlboost.services.trainer.domain.batches import sums
-from rlboost.services.trainer.domain.batches.tokens import LossFn
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.services.trainer.domain.loss import sums
+from rlboost.services.trainer.domain.loss.inputs import LossFn
 from rlboost.services.trainer.ports.engine import Exported, Loaded, NotFinite, RankInfo, Snapshot
 from rlboost.shared.errors import ConfigError, Fatal
 from rlboost.shared.job.algorithm import CriticSpec

@@ -6,7 +6,7 @@ from typing import cast
 
 from torch import Tensor
 
-from rlboost.services.trainer.domain.batches.tokens import TokenBatch, TokenLoss
+from rlboost.services.trainer.domain.loss.inputs import TokenBatch, TokenLoss
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.user_code.errors import describe_error
 from rlboost.shared.user_code.functions import load_user_function

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlboost.services.trainer.domain.batches.sums import MAX_PREFIX, MISMATCH
-from rlboost.services.trainer.domain.batches.tokens import LossFn, TokenBatch, TokenLoss
 from rlboost.services.trainer.domain.loss.aggregation import divisor, factor
 from rlboost.services.trainer.domain.loss.clipping import Clipped, cispo_clip, ppo_clip, unclipped
 from rlboost.services.trainer.domain.loss.importance import RULES, accepted, engine_ratios
+from rlboost.services.trainer.domain.loss.inputs import LossFn, TokenBatch, TokenLoss
 from rlboost.services.trainer.domain.loss.kl import ESTIMATORS, k3
 from rlboost.services.trainer.domain.loss.ratios import sequence_ratios, token_ratios
+from rlboost.services.trainer.domain.loss.sums import MAX_PREFIX, MISMATCH
 from rlboost.shared.errors import Fatal
 from rlboost.shared.job.algorithm import (
     Aggregation,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlboost.services.trainer.domain.learning.rules import RULES, Finding, History, JobFacts, Row
+from rlboost.services.trainer.domain.warnings.rules import RULES, Finding, History, JobFacts, Row
 
 CLEAR_STEPS = 4
 """Steps in a row without a finding that end a warning. One more than the rules' window: a single good step among bad

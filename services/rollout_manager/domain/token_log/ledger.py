@@ -17,15 +17,15 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from itertools import islice
 
-from rlboost.services.rollout_manager.domain.tokens.frame_decoder import TOKEN_BYTES, decode_frames
-from rlboost.services.rollout_manager.domain.tokens.row_selection import (
+from rlboost.services.rollout_manager.domain.token_log.frame_decoder import TOKEN_BYTES, decode_frames
+from rlboost.services.rollout_manager.domain.token_log.row_selection import (
     NO_VERSION,
     ExpectedRows,
     Row,
     Selection,
     limits_of,
 )
-from rlboost.services.rollout_manager.domain.tokens.sample import Sample
+from rlboost.services.rollout_manager.domain.token_log.sample import Sample
 from rlboost.shared.errors import Unprocessable
 from rlboost.shared.ids import MAX_GROUP_SIZE, job_of, worker_name
 from rlboost.shared.messages import (

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlboost.shared.errors import Fatal
-from rlboost.shared.model.parity import Dtype, ParityReference, ScoredSequence
+from rlboost.shared.model.parity_reference import Dtype, ParityReference, ScoredSequence
 from rlboost.shared.wire.columns import F32, unpack
 
 ROWS, PROMPT_TOKENS, COMPLETION_TOKENS = 4, 8, 12

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from rlboost.services.rollout_manager.domain.jobs.record import Job
-    from rlboost.services.rollout_manager.domain.seeding.window_tuner import WindowTuner
+    from rlboost.services.rollout_manager.domain.seeding.tuner import WindowTuner
     from rlboost.services.rollout_manager.domain.workers.fleet import Worker
     from rlboost.services.rollout_manager.domain.world import World
 

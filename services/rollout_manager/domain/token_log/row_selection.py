@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rlboost.services.rollout_manager.domain.tokens.frame_decoder import (
+from rlboost.services.rollout_manager.domain.token_log.frame_decoder import (
     TOKEN_BYTES,
     FrameRows,
     Ints,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rlboost.shared.model.parity import Dtype, ParityReference
+from rlboost.shared.model.parity_reference import Dtype, ParityReference
 
 Precision = Literal[Dtype, "quantized"]
 """What an engine computes in."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rlboost.services.rollout_manager.domain.tokens.frame_decoder import TOKEN_BYTES
+from rlboost.services.rollout_manager.domain.token_log.frame_decoder import TOKEN_BYTES
 from rlboost.shared.messages import FINISH_NONE, GroupRequested
 
 WORKERS_LIMIT = 3

@@ -1,6 +1,6 @@
 """When to warn of faults in user code: the first dropped group of each reason, and each note that user code gives.
 
-`learning_rules.many_groups_dropped` warns of their number.
+`rules.many_groups_dropped` warns of their number.
 """
 
 from __future__ import annotations
