@@ -20,8 +20,8 @@ class Layout(NamedTuple):
     expert: int = 1
     """Neighboring data-parallel ranks that each hold a part of every layer's experts; divides `data`."""
 
-    n_shards: int = 1
-    """Over how many neighboring ranks FSDP2 shards the model; of no meaning with megatron."""
+    fsdp_size: int = 0
+    """Neighboring ranks over which FSDP2 shards the model; 0: all, however many remain after machines were lost."""
 
     @classmethod
     def of(cls, spec: TrainerSpec) -> Layout:
@@ -34,13 +34,18 @@ class Layout(NamedTuple):
             spec.distributed_optimizer,
             spec.context_parallel,
             spec.expert_parallel,
-            spec.n_shards,
+            spec.fsdp_size,
         )
 
     @property
     def n_ranks(self) -> int:
         """The number of ranks."""
         return self.tensor * self.pipeline * self.context * self.data
+
+    @property
+    def n_shards(self) -> int:
+        """Over how many ranks FSDP2 shards the model."""
+        return self.fsdp_size or self.n_ranks
 
 
 class Coordinates(NamedTuple):
