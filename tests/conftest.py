@@ -138,10 +138,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 _LONG_FILES = (
     # Half a minute or more of one process, or, of unit tests, ten seconds; the longest first. Those of `make test-long`
-    # are the first two.
-    *("test_http_conformance.py", "test_faults.py"),
-    *("test_evaluation.py", "test_command_line.py", "test_local_system.py", "test_gpu_layout.py"),
-    *("test_mixed_fleet.py", "test_megatron.py", "test_two_jobs.py"),
+    # are in the first two lines.
+    *("test_http_conformance.py", "test_faults.py", "test_expert_parallel.py", "test_mixed_fleet.py"),
+    *("test_two_jobs.py", "test_gpu_layout.py", "test_compiled_layers.py", "test_multi_node.py", "test_megatron.py"),
+    *("test_evaluation.py", "test_command_line.py", "test_local_system.py"),
     *("test_succession.py", "test_rollout_manager.py", "test_rollout_worker.py", "test_vllm_engine.py"),
     *("test_launcher.py", "test_quarantined_jobs.py", "test_weight_store.py", "test_trainer.py"),
     *("test_megatron_policy.py", "test_ranks_offload.py", "test_engine_contract.py"),

@@ -59,7 +59,7 @@ def steps(policy: PolicyEngine) -> list[float]:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"critic": CriticSpec(lr=5e-3)},
+        pytest.param({"critic": CriticSpec(lr=5e-3)}, marks=pytest.mark.long),
         {"reference": True, "activation_checkpointing": True},
     ],
     ids=["critic", "reference"],

@@ -39,6 +39,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ep2 x pp2": {"data_parallel": 2, "expert_parallel": 2, "pipeline_parallel": 2, "distributed_optimizer": True},
 }
 
+FOUR_RANKS = {name: pytest.mark.long for name in LAYOUTS if " x " in name}
+"""Four ranks compete for the processors of a small machine."""
 UNDIVIDED: dict[str, dict[str, Any]] = {
     "dp2": {"data_parallel": 2, "distributed_optimizer": True},
     "fsdp2": {"backend": "torch", "data_parallel": 2},
@@ -83,7 +85,7 @@ def logprobs(policy: PolicyEngine) -> Any:
     return np.concatenate([unpack(column, F32) for column in policy.logprobs(BATCHES)])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=FOUR_RANKS.get(name, ())) for name in LAYOUTS])
 def test_two_steps_with_divided_experts_match_one_process(model: Path, layout: str, tmp_path: Path) -> None:
     one = torch_policy(model)
     with rank_policies.policy(OPTIMIZER, **LAYOUTS[layout]) as many:
@@ -112,11 +114,21 @@ def test_two_steps_with_divided_experts_match_one_process(model: Path, layout: s
         np.testing.assert_allclose(logprobs(many), logprobs(one), rtol=0, atol=1e-5)
 
 
-def test_checkpoint_passes_through_layouts_with_and_without_divided_experts(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        ["ep2", "fsdp2", "dp2", "ep2"],
+        pytest.param(["ep2", "fsdp2", "ep2 x dp2", "dp2", "ep2 x tp2", "ep2"], marks=pytest.mark.long),
+    ],
+    ids=["two ranks", "two and four ranks"],
+)
+def test_checkpoint_passes_through_layouts_with_and_without_divided_experts(
+    model: Path, layouts: list[str], tmp_path: Path
+) -> None:
     """Each layout resumes from the checkpoint of the one before, with its moments, and takes a step."""
     one = torch_policy(model)
     before: dict[str, Any] = {}
-    for number, layout in enumerate(["ep2", "fsdp2", "ep2 x dp2", "dp2", "ep2 x tp2", "ep2"]):
+    for number, layout in enumerate(layouts):
         with rank_policies.policy(OPTIMIZER, **{**LAYOUTS, **UNDIVIDED}[layout]) as policy:
             policy.load_hf(model)
             if number:

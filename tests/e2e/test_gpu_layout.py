@@ -42,6 +42,7 @@ def environment(pid: int) -> dict[str, str]:
     return dict(line.partition("=")[::2] for line in Path(f"/proc/{pid}/environ").read_text().split("\0") if line)
 
 
+@pytest.mark.long
 async def test_up_with_a_cluster_file_gives_each_process_its_gpus(tmp_path: Path) -> None:
     vllm_engines.require_installed()
     path = f"{fake_gpus.install(tmp_path / 'bin', 2)}:{os.environ['PATH']}"

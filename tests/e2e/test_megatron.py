@@ -17,6 +17,7 @@ from tests.support.small_job import check, small_job
 pytestmark = pytest.mark.timeout(600)
 
 
+@pytest.mark.long
 def test_megatron_job_of_two_ranks_survives_a_killed_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", python_path())
     spec = small_job(steps=3, elastic={"weights": "delta"})

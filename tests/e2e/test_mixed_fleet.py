@@ -15,7 +15,7 @@ from tests.support.black_box import BlackBox, Observer, black_box, start_forked
 from tests.support.ranks import children_of
 from tests.support.small_job import check, small_job
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 
 def ready(box: BlackBox, name: str) -> bool:
@@ -77,7 +77,6 @@ def test_a_job_on_vllm_and_torch_workers_survives_the_death_of_one(tmp_path: Pat
         assert makers(observer) >= {"worker-1", "by-hand"}
 
 
-@pytest.mark.long
 def test_a_job_on_vllm_workers_alone_survives_the_death_of_one(tmp_path: Path) -> None:
     vllm_engines.require_installed()
     spec = small_job(steps=4)

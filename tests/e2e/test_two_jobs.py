@@ -11,7 +11,7 @@ import pytest
 from tests.support.black_box import BlackBox, Observer, black_box
 from tests.support.small_job import check, small_job
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 
 def reassigned(box: BlackBox, job: str) -> list[dict[str, Any]]:
