@@ -121,8 +121,10 @@ def _load_data(spec: JobSpec) -> None:
 def _check_cut(spec: JobSpec, model: Path) -> None:
     config = read_config(model)
     text = config.get("text_config", config)
-    given = {"num_experts": text.get("num_local_experts"), "tie_word_embeddings": False, "rope_parameters": {}, **text}
-    given["rope_parameters"] = {"rope_theta": 0.0, **(given["rope_parameters"] or {})}
+    given = {"num_experts": text.get("num_local_experts"), "tie_word_embeddings": False, **text}
+    # Before transformers 5 it was `rope_scaling`, and earlier its type was `type`.
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    given["rope_parameters"] = {"rope_theta": 0.0, "rope_type": rope.get("type", "default"), **rope}
     try:
         shape = megatron.shape_of(SimpleNamespace(**given))
     except AttributeError:

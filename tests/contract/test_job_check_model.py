@@ -154,6 +154,23 @@ def test_model_type_unsupported_by_megatron_is_named(folder: Path, monkeypatch: 
     assert problem.startswith("trainer.backend: megatron does not support model type gpt2")
 
 
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+def test_rotary_positions_unsupported_by_megatron_are_named(
+    key: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlboost.jobs.check.data_problem", lambda _: "")
+    config = json.loads((folder / "base/config.json").read_text())
+    del config["rope_parameters"]
+
+    def problems(rope_type: str) -> list[str]:
+        (folder / "base/config.json").write_text(json.dumps({**config, key: {"rope_type": rope_type, "factor": 2.0}}))
+        return check(trainer={"backend": "megatron"})
+
+    assert problems("llama3") == []
+    [problem] = problems("dynamic")
+    assert problem == "trainer.backend: megatron does not support rope type dynamic: use trainer.backend: torch"
+
+
 def test_model_without_activation_checkpointing_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlboost.jobs.check.data_problem", lambda _: "")
     asked = {"trainer": {"activation_checkpointing": True}}

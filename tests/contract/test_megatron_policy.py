@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -147,6 +148,23 @@ def test_ranks_three_steps_match_torch_backend(
             assert_close({name: 10 * value for name, value in moments.items()}, clipped, 1e-6)
     assert_trained_equally(values(many), values(one))
     np.testing.assert_allclose(logprobs(many), logprobs(one), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("rope", "layout"), [("linear", "dp2"), ("llama3", "tp2"), ("yarn", "pp2")])
+def test_scaled_rotary_positions_match_torch_backend(
+    policies: Policies, models: Callable[[str], Path], rope: str, layout: str, tmp_path: Path
+) -> None:
+    one, many = torch_policy(models(rope)), policies(layout)
+    many.load_hf(models(rope))
+    expected = logprobs(one)
+    np.testing.assert_allclose(logprobs(many), expected, rtol=0, atol=1e-5)
+    one.accumulate(BATCHES, LOSS)
+    many.accumulate(BATCHES, LOSS)
+    assert many.step(RATE) == pytest.approx(one.step(RATE), rel=1e-5)
+    unscaled = shutil.copytree(models(rope), tmp_path / "unscaled")
+    config = json.loads((unscaled / "config.json").read_text())
+    (unscaled / "config.json").write_text(json.dumps(config | {"rope_parameters": {"rope_theta": 1e4}}))
+    assert np.abs(logprobs(torch_policy(unscaled)) - expected).max() > 0.01
 
 
 def test_checkpoint_of_one_layout_resumes_in_another(
