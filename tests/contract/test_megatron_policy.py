@@ -38,7 +38,7 @@ from tests.contract.test_trainer_engine_contract import rows, with_loss_mask
 from tests.support import rank_policies
 from tests.support.eventually import eventually
 from tests.support.megatron_cpu import python_path
-from tests.support.model_folder import write_model
+from tests.support.model_folder import write_model, write_unmarked_model
 from tests.support.ranks import MODULE
 
 pytestmark = pytest.mark.timeout(600)
@@ -300,12 +300,24 @@ def test_ranks_reject_unsupported_models_by_name(policies: Policies, tmp_path: P
         policies("pp2").load_hf(write_model(tmp_path / "qwen3", "qwen3-tied"))
     with pytest.raises(ConfigError, match=r"sequence_parallel is false: a mixture of experts"):
         policies("tp2 x pp2").load_hf(rank_policies.write(tmp_path / "qwen3-moe", "qwen3-moe"))
+    with pytest.raises(ConfigError, match=r"trainer\.data_parallel, .*not supported for CTRL"):
+        policies("fsdp3").load_hf(write_unmarked_model(tmp_path / "unmarked"))
     with pytest.raises(ConfigError, match=str(tmp_path)):
         policies("tp2").load_hf(tmp_path)
     model = rank_policies.write(tmp_path / "model", "qwen2")
     (model / "model.safetensors").write_bytes(b"not tensors")
     with pytest.raises(ConfigError, match=str(model)):
         policies("tp2").load_hf(model)
+
+
+def test_fsdp_trains_a_model_whose_layers_have_another_name(policies: Policies, tmp_path: Path) -> None:
+    model = write_model(tmp_path, "gpt2")
+    one, many = torch_policy(model), policies("fsdp3")
+    many.load_hf(model)
+    for policy in (one, many):
+        policy.accumulate(BATCHES, LOSS)
+    assert many.step(RATE) == pytest.approx(one.step(RATE), rel=1e-5)
+    np.testing.assert_allclose(logprobs(many), logprobs(one), rtol=0, atol=1e-5)
 
 
 def test_rank_exits_when_the_trainer_has_ended() -> None:
