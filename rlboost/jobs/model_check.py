@@ -6,7 +6,8 @@ skipped if that library is not installed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,15 +59,11 @@ def model_problems(spec: JobSpec) -> list[str]:
         checks.append(lambda: require_replayable(model, spec.sampling.max_tokens))
     if spec.trainer.context_parallel > 1:
         checks.append(lambda: _check_heads(spec, model))
-        if _is_installed("torch", "transformers"):
-            checks.append(lambda: _check_packing(model))
     if (adapter := spec.adapter) is not None:
         checks.append(lambda: check_targets(adapter, read_tensor_shapes(model)))
     if spec.trainer.backend == "megatron":
         checks.append(lambda: _check_cut(spec, model))
-    elif spec.trainer.activation_checkpointing and _is_installed("torch", "transformers"):
-        checks.append(lambda: _check_layers(model))
-    return [problem for check in checks if (problem := _error_of(check))]
+    return _errors_of(checks) or _errors_of(_model_checks(spec, model))
 
 
 def n_parameters(spec: JobSpec) -> int | None:
@@ -121,8 +118,10 @@ def _load_data(spec: JobSpec) -> None:
 def _check_cut(spec: JobSpec, model: Path) -> None:
     config = read_config(model)
     text = config.get("text_config", config)
-    given = {"num_experts": text.get("num_local_experts"), "tie_word_embeddings": False, "rope_parameters": {}, **text}
-    given["rope_parameters"] = {"rope_theta": 0.0, **(given["rope_parameters"] or {})}
+    given = {"num_experts": text.get("num_local_experts"), "tie_word_embeddings": False, **text}
+    # Before transformers 5 it was `rope_scaling`, and earlier its type was `type`.
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    given["rope_parameters"] = {"rope_theta": 0.0, "rope_type": rope.get("type", "default"), **rope}
     try:
         shape = megatron.shape_of(SimpleNamespace(**given))
     except AttributeError:
@@ -136,22 +135,28 @@ def _check_heads(spec: JobSpec, model: Path) -> None:
         require_divisible_heads(n_heads, spec.trainer.context_parallel)
 
 
-def _check_packing(model: Path) -> None:
-    from transformers import AutoConfig  # noqa: PLC0415 - imports torch
+def _model_checks(spec: JobSpec, source: Path) -> list[Callable[[], object]]:
+    """Return the checks of settings that the code of some models does not support."""
+    trainer, adapter = spec.trainer, spec.adapter
+    used = {
+        "context_parallel": trainer.context_parallel > 1,
+        "data_parallel": not trainer.in_one_process,
+        "compile": trainer.compile,
+        "activation_checkpointing": trainer.activation_checkpointing,
+        "router_aux_loss_coef": trainer.router_aux_loss_coef > 0,
+        "router_replay": trainer.router_replay != "none",
+    }
+    keys = [key for key, is_used in used.items() if is_used]
+    if trainer.backend != "torch" or not (keys or adapter) or not _is_installed("torch", "transformers"):
+        return []
+    from rlboost.services.trainer.adapters import model_checks  # noqa: PLC0415 - imports torch
 
-    from rlboost.services.trainer.adapters.torch.attention_choice import attention_of, require_packed  # noqa: PLC0415
-
-    try:
-        config = AutoConfig.from_pretrained(model, local_files_only=True)
-    except Exception:  # noqa: BLE001 - loading the model reports what is wrong with it
-        return
-    require_packed(config, attention_of(config))
-
-
-def _check_layers(model: Path) -> None:
-    from rlboost.services.trainer.adapters.torch.activation_checkpointing import require_checkpointable  # noqa: PLC0415 - imports torch
-
-    require_checkpointable(model)
+    if (model := model_checks.model_without_weights(source)) is None:
+        return []
+    checks: list[Callable[[], object]] = [partial(model_checks.CHECKS[key], model) for key in keys]
+    if adapter is not None and _is_installed("peft"):
+        checks.append(partial(model_checks.require_adaptable, model, adapter))
+    return checks
 
 
 def _other_libraries(spec: JobSpec) -> Iterator[str]:
@@ -175,6 +180,10 @@ def _error_of(check: Callable[[], Any]) -> str:
     except ConfigError as error:
         return str(error)
     return ""
+
+
+def _errors_of(checks: Iterable[Callable[[], Any]]) -> list[str]:
+    return [error for check in checks if (error := _error_of(check))]
 
 
 def _needs_torch(problem: str) -> bool:

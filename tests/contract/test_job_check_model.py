@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -154,17 +155,79 @@ def test_model_type_unsupported_by_megatron_is_named(folder: Path, monkeypatch: 
     assert problem.startswith("trainer.backend: megatron does not support model type gpt2")
 
 
-def test_model_without_activation_checkpointing_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+def test_rotary_positions_unsupported_by_megatron_are_named(
+    key: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("rlboost.jobs.check.data_problem", lambda _: "")
-    asked = {"trainer": {"activation_checkpointing": True}}
-    assert check(**asked) == []
-    write_unmarked_model(folder / "base")
-    [problem] = check(**asked)
-    assert problem.startswith("trainer.activation_checkpointing: not supported for CTRLLMHead")
-    choices: dict[str, Any] = {"dtype": "float32", "device": "cpu", "activation_checkpointing": True}
-    engine = TorchPolicy(OptimizerSpec(), temperature=1.0, **choices)
-    assert problem == trainers_words(lambda: engine.load_hf(Path("base")))
-    assert check() == []
+    config = json.loads((folder / "base/config.json").read_text())
+    del config["rope_parameters"]
+
+    def problems(rope_type: str) -> list[str]:
+        (folder / "base/config.json").write_text(json.dumps({**config, key: {"rope_type": rope_type, "factor": 2.0}}))
+        return check(trainer={"backend": "megatron"})
+
+    assert problems("llama3") == []
+    [problem] = problems("dynamic")
+    assert problem == "trainer.backend: megatron does not support rope type dynamic: use trainer.backend: torch"
+
+
+@pytest.mark.parametrize(
+    ("write_base", "changes", "settings", "problem"),
+    [
+        (
+            write_unmarked_model,
+            {"trainer": {"activation_checkpointing": True}},
+            {"activation_checkpointing": True},
+            "trainer.activation_checkpointing: not supported for CTRLLMHead",
+        ),
+        (
+            lambda folder: rank_policies.write(folder / "mixture", "qwen3-moe"),
+            {"trainer": {"compile": True}},
+            {"compiled": True},
+            "trainer.compile: not supported for Qwen3MoeForCausalLM",
+        ),
+        (
+            lambda folder: write(CONVOLUTION, folder),
+            {"trainer": {"compile": True}},
+            {"compiled": True},
+            "trainer.compile: not supported for Lfm2ForCausalLM",
+        ),
+        (
+            lambda folder: write_model(folder, "gpt2"),
+            {"elastic": {"weights": "lora"}, "lora": {"targets": ["c_attn"]}},
+            {"lora": LoraSpec(targets=("c_attn",))},
+            "lora.targets: transformer.h.0.attn.c_attn is not a linear layer",
+        ),
+    ],
+    ids=["activation-checkpointing", "compile-experts", "compile-convolution", "lora"],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_setting_that_the_model_does_not_support_is_named(
+    write_base: Callable[[Path], Path],
+    changes: dict[str, Any],
+    settings: dict[str, Any],
+    problem: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rlboost.jobs.check.data_problem", lambda _: "")
+    if "lora" not in changes:
+        assert check(**changes) == []
+    model = write_tokenizer(write_base(folder / "other"))
+    [found] = check(model=str(model), **changes)
+    assert found.startswith(problem)
+    engine = TorchPolicy(OptimizerSpec(), temperature=1.0, dtype="float32", device="cpu", **settings)
+    assert found == trainers_words(lambda: engine.load_hf(model))
+    assert check(model=str(model)) == []
+
+
+def test_layers_that_fsdp_cannot_shard_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlboost.jobs.check.data_problem", lambda _: "")
+    asked = {"trainer": {"data_parallel": 2}}
+    assert check(model=str(write_tokenizer(write_model(folder / "gpt2", "gpt2"))), **asked) == []
+    [problem] = check(model=str(write_tokenizer(write_unmarked_model(folder / "unmarked"))), **asked)
+    assert problem.startswith("trainer.data_parallel, trainer.context_parallel: not supported for CTRLLMHead")
 
 
 def test_check_loads_trainer_functions_like_the_trainer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -37,7 +38,7 @@ from tests.contract.test_trainer_engine_contract import rows, with_loss_mask
 from tests.support import rank_policies
 from tests.support.eventually import eventually
 from tests.support.megatron_cpu import python_path
-from tests.support.model_folder import write_model
+from tests.support.model_folder import write_model, write_unmarked_model
 from tests.support.ranks import MODULE
 
 pytestmark = pytest.mark.timeout(600)
@@ -147,6 +148,23 @@ def test_ranks_three_steps_match_torch_backend(
             assert_close({name: 10 * value for name, value in moments.items()}, clipped, 1e-6)
     assert_trained_equally(values(many), values(one))
     np.testing.assert_allclose(logprobs(many), logprobs(one), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("rope", "layout"), [("linear", "dp2"), ("llama3", "tp2"), ("yarn", "pp2")])
+def test_scaled_rotary_positions_match_torch_backend(
+    policies: Policies, models: Callable[[str], Path], rope: str, layout: str, tmp_path: Path
+) -> None:
+    one, many = torch_policy(models(rope)), policies(layout)
+    many.load_hf(models(rope))
+    expected = logprobs(one)
+    np.testing.assert_allclose(logprobs(many), expected, rtol=0, atol=1e-5)
+    one.accumulate(BATCHES, LOSS)
+    many.accumulate(BATCHES, LOSS)
+    assert many.step(RATE) == pytest.approx(one.step(RATE), rel=1e-5)
+    unscaled = shutil.copytree(models(rope), tmp_path / "unscaled")
+    config = json.loads((unscaled / "config.json").read_text())
+    (unscaled / "config.json").write_text(json.dumps(config | {"rope_parameters": {"rope_theta": 1e4}}))
+    assert np.abs(logprobs(torch_policy(unscaled)) - expected).max() > 0.01
 
 
 def test_checkpoint_of_one_layout_resumes_in_another(
@@ -282,12 +300,24 @@ def test_ranks_reject_unsupported_models_by_name(policies: Policies, tmp_path: P
         policies("pp2").load_hf(write_model(tmp_path / "qwen3", "qwen3-tied"))
     with pytest.raises(ConfigError, match=r"sequence_parallel is false: a mixture of experts"):
         policies("tp2 x pp2").load_hf(rank_policies.write(tmp_path / "qwen3-moe", "qwen3-moe"))
+    with pytest.raises(ConfigError, match=r"trainer\.data_parallel, .*not supported for CTRL"):
+        policies("fsdp3").load_hf(write_unmarked_model(tmp_path / "unmarked"))
     with pytest.raises(ConfigError, match=str(tmp_path)):
         policies("tp2").load_hf(tmp_path)
     model = rank_policies.write(tmp_path / "model", "qwen2")
     (model / "model.safetensors").write_bytes(b"not tensors")
     with pytest.raises(ConfigError, match=str(model)):
         policies("tp2").load_hf(model)
+
+
+def test_fsdp_trains_a_model_whose_layers_have_another_name(policies: Policies, tmp_path: Path) -> None:
+    model = write_model(tmp_path, "gpt2")
+    one, many = torch_policy(model), policies("fsdp3")
+    many.load_hf(model)
+    for policy in (one, many):
+        policy.accumulate(BATCHES, LOSS)
+    assert many.step(RATE) == pytest.approx(one.step(RATE), rel=1e-5)
+    np.testing.assert_allclose(logprobs(many), logprobs(one), rtol=0, atol=1e-5)
 
 
 def test_rank_exits_when_the_trainer_has_ended() -> None:

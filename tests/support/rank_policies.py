@@ -45,6 +45,30 @@ MODELS: dict[str, Any] = {
         tie_word_embeddings=False,
     ),
 }
+_STEEP = {**_SIZES, "initializer_range": 0.2}
+"""With attention that depends more on positions."""
+SCALED_ROPE: dict[str, Any] = {
+    "linear": Qwen2Config(**_STEEP, vocab_size=96, rope_parameters={"rope_type": "linear", "factor": 4.0}),
+    # Of the four frequencies one stays, one is interpolated and two are divided.
+    "llama3": LlamaConfig(
+        **_STEEP,
+        vocab_size=97,
+        rope_parameters={
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "yarn": Qwen3Config(
+        **_STEEP,
+        vocab_size=96,
+        head_dim=16,
+        rope_parameters={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 40},
+    ),
+}
+"""Models with scaled rotary positions."""
 
 
 def write(directory: Path, family: str) -> Path:
@@ -52,7 +76,7 @@ def write(directory: Path, family: str) -> Path:
     if not directory.exists():
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            model: Any = AutoModelForCausalLM.from_config(MODELS[family])
+            model: Any = AutoModelForCausalLM.from_config((MODELS | SCALED_ROPE)[family])
             for name, parameter in model.named_parameters():
                 if parameter.ndim == 1:
                     torch.nn.init.normal_(parameter, mean=0.0 if name.endswith("bias") else 1.0, std=0.2)

@@ -193,7 +193,7 @@ def config(**changed: Any) -> SimpleNamespace:
     ("changed", "named"),
     [
         ({"model_type": "gpt2"}, "gpt2"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "yarn"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e6}}, "rope type longrope"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"use_sliding_window": True, "sliding_window": 4096}, "sliding window 4096"),
         ({"attention_bias": True}, "attention_bias"),

@@ -24,9 +24,12 @@ from rlboost.services.trainer.adapters.ranks.tensor_slice import TensorSlice
 from rlboost.services.trainer.adapters.torch.activation_checkpointing import checkpoint_activations
 from rlboost.services.trainer.adapters.torch.compilation import compile_layers
 from rlboost.services.trainer.adapters.torch.experts import EXPERTS
+from rlboost.services.trainer.adapters.torch.layers import layers_of
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import OptimizerSpec
 from rlboost.shared.model.experts import matrices, n_matrices, names_of_expert
+
+SETTING = "trainer.data_parallel, trainer.context_parallel"
 
 
 class FsdpWeightMap:
@@ -212,7 +215,7 @@ def _sharded_module(
     if activation_checkpointing:
         checkpoint_activations(module)
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    for sharded in (*module.get_decoder().layers, module):
+    for sharded in (*layers_of(module, SETTING), module):
         # The root too: by default it stays gathered until the backward pass, which a frozen model does not have.
         fully_shard(sharded, mesh=mesh, reshard_after_forward=True)
         # By default FSDP2 divides by the number of ranks.

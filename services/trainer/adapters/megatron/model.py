@@ -55,6 +55,8 @@ class MegatronModel:
             parallel_output=True,
             share_embeddings_and_output_weights=shape.tied,
         )
+        if shape.rope_frequencies:
+            self.chunk.rotary_pos_emb.inv_freq = torch.tensor(shape.rope_frequencies, dtype=torch.float32)
         if torch.cuda.is_available():
             self.chunk.cuda(torch.cuda.current_device())
         self._parameters: list[tuple[str, Tensor]] = list(self.chunk.named_parameters())
@@ -150,6 +152,8 @@ def _config(
         add_qkv_bias=shape.qkv_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
+        # Queries and keys both have the scale of the rotary positions.
+        softmax_scale=shape.rope_scale**2 * shape.head_size**-0.5,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,

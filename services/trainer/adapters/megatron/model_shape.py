@@ -8,6 +8,8 @@ from rlboost.services.trainer.adapters.ranks.layout import Layout
 from rlboost.shared.errors import ConfigError
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Those whose frequencies do not depend on the length of a row."""
 
 
 class ModelShape(NamedTuple):
@@ -35,6 +37,11 @@ class ModelShape(NamedTuple):
     experts_per_token: int = 0
     normalizes_routing: bool = True
     """Whether the weights of a token's experts add up to 1."""
+    rope_frequencies: tuple[float, ...] = ()
+    """Of scaled rotary positions: radians per token, for each pair of a head's dimensions. Empty if they are the powers
+    of `rope_theta`."""
+    rope_scale: float = 1.0
+    """Factor of rotated queries and keys."""
 
 
 def shape_of(config: Any) -> ModelShape:
@@ -50,8 +57,9 @@ def shape_of(config: Any) -> ModelShape:
             f"{', '.join(FAMILIES)}): use trainer.backend: torch"
         )
     rope = getattr(config, "rope_parameters", None) or {}
+    rope_type = rope.get("rope_type", "default")
     unsupported = {
-        "rope type": rope.get("rope_type", "default") != "default" and rope["rope_type"],
+        "rope type": rope_type not in _ROPE_TYPES and rope_type,
         "activation": config.hidden_act != "silu" and config.hidden_act,
         "sliding window": getattr(config, "use_sliding_window", False) and config.sliding_window,
         "attention_bias:": getattr(config, "attention_bias", False),

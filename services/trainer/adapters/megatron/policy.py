@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlboost.services.trainer.adapters.megatron.model_shape import require_divisible, shape_of
+from rlboost.services.trainer.adapters.megatron.rope import with_scaled_rope
 from rlboost.services.trainer.adapters.ranks.policy import RanksPolicy
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
@@ -29,6 +30,6 @@ class MegatronPolicy(RanksPolicy):
 
     def _model_arguments(self, source: Path, config: Any) -> dict[str, Any]:
         del source
-        shape = shape_of(config)
+        shape = with_scaled_rope(shape_of(config), config)
         require_divisible(shape, self._layout)
         return {"shape": shape}

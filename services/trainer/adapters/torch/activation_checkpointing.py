@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlboost.services.trainer.adapters.torch.layers import layers_of
 
@@ -28,18 +25,3 @@ def checkpoint_activations(model: Any) -> None:
     """
     for layer in layers_of(model, SETTING):
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-
-
-def require_checkpointable(source: Path) -> None:
-    """Check that `checkpoint_activations` supports the model in a Hugging Face directory. Reads no weights.
-
-    Raises:
-        ConfigError: it does not.
-
-    """
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source, local_files_only=True))
-    except Exception:  # noqa: BLE001 - loading the model reports what is wrong with it
-        return
-    layers_of(model, SETTING)

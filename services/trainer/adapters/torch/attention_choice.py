@@ -37,7 +37,7 @@ _SIZES = {"intermediate_size": 64, "moe_intermediate_size": 32, "vocab_size": 97
 _TOLERANCE = 1e-3
 
 
-def attention_of(config: Any) -> str:
+def attention_of(config: Any, *, warns: bool = True) -> str:
     """Return the attention with which a model is trained: its `attn_implementation`.
 
     It is `packing.PACKED` if layers mix tokens by causal attention only, and packed rows have the logits of separate
@@ -46,6 +46,7 @@ def attention_of(config: Any) -> str:
 
     Args:
         config: of a causal language model of transformers.
+        warns: log a warning if rows cannot be packed.
 
     """
     text = config.get_text_config()
@@ -57,7 +58,7 @@ def attention_of(config: Any) -> str:
     own = ["eager"] if getattr(text, "attn_logit_softcapping", None) else [*_FROM_TRANSFORMERS]
     choices = [PACKED, *own] if may_pack else own
     found = _first_matching(config, choices, rejected) or own[0]
-    if found != PACKED:
+    if warns and found != PACKED:
         log.warning("rows_not_packed", model_type=config.model_type, attention=found, reason=rejected[PACKED])
     return found
 

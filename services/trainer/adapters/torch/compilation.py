@@ -31,14 +31,25 @@ def compile_layers(model: Any, device: str) -> None:
         ConfigError: the model or the machine does not support it.
 
     """
+    layers = require_compilable(model)
+    _require_compiler(device)
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, dynamic=True)
+
+
+def require_compilable(model: Any) -> list[Any]:
+    """Return the layers that `compile_layers` compiles. The model may be on the meta device.
+
+    Raises:
+        ConfigError: the model does not support it.
+
+    """
     if routers_of(model) or not packs_rows(model):
         raise ConfigError(
             f"{SETTING}: not supported for {type(model).__name__}, whose layers are experts or compute more than "
             "causal attention: remove the setting"
         )
-    _require_compiler(device)
-    for layer in layers_of(model, SETTING):
-        layer.forward = torch.compile(layer.forward, dynamic=True)
+    return layers_of(model, SETTING)
 
 
 def _require_compiler(device: str) -> None:

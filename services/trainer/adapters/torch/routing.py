@@ -88,12 +88,7 @@ class Routers:
             ConfigError: there are none, and they are required.
 
         """
-        layers = routers_of(model)
-        if required and not layers:
-            raise ConfigError(
-                f"{type(model).__name__} has no routers that are known (a gate next to experts): remove "
-                "trainer.router_aux_loss_coef and trainer.router_replay"
-            )
+        layers = require_routers(model) if required else routers_of(model)
         self._unchecked = {gate for _, gate in layers} if required else set()
         self._required = required
         self._n_tokens: int | None = None
@@ -141,6 +136,21 @@ class Routers:
             return output
         replayed = indices.index_copy(0, self._replay.at, self._replay.experts[:, layer])
         return logits, weights_of(gate, logits, replayed).to(weights.dtype), replayed
+
+
+def require_routers(model: Any) -> list[tuple[int, Any]]:
+    """Return (layer, router) of a transformers model. The model may be on the meta device.
+
+    Raises:
+        ConfigError: there are none.
+
+    """
+    if layers := routers_of(model):
+        return layers
+    raise ConfigError(
+        f"{type(model).__name__} has no routers that are known (a gate next to experts): remove "
+        "trainer.router_aux_loss_coef and trainer.router_replay"
+    )
 
 
 def weights_of(gate: Any, logits: Tensor, indices: Tensor) -> Tensor:
