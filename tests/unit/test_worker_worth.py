@@ -16,9 +16,10 @@ from rlboost.services.rollout_manager.domain.allocation.worker_worth import (
     step_without_spot,
     worth_of_one_more,
 )
-from rlboost.services.rollout_manager.domain.apply_messages import apply_message, lose_worker
+from rlboost.services.rollout_manager.domain.apply_messages import apply_message
 from rlboost.services.rollout_manager.domain.seeding.window import Window
 from rlboost.services.rollout_manager.domain.seeding.window_tuner import Meter, WindowTuner
+from rlboost.services.rollout_manager.domain.worker_removal import lose_worker
 from rlboost.services.rollout_manager.domain.workers.fleet import Worker
 from rlboost.services.rollout_manager.domain.workers.lifetimes import Lifetimes, availability
 from rlboost.services.rollout_manager.domain.workers.throughput_model import MIN_OBSERVATIONS
