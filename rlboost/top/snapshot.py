@@ -33,6 +33,8 @@ class JobSnapshot:
     """Metrics of the last steps."""
     dollars: float = 0.0
     dollars_per_step: float | None = None
+    preemptions: int = 0
+    """Of workers that served the job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +82,13 @@ class SnapshotReader:
             self._next_step[job_id] = row["step"] + 1
             _add_row(job, row)
         try:
-            cost = client.jobs.cost(job_id)
+            cost, audit = client.jobs.cost(job_id), client.jobs.audit(job_id)
         except ClientError as error:
-            if error.status != httpx.codes.CONFLICT:  # a quarantined job's cost is not known
+            if error.status != httpx.codes.CONFLICT:  # those of a quarantined job are not known
                 raise
         else:
             job.dollars, job.dollars_per_step = cost["dollars"], cost["dollars_per_step"]
+            job.preemptions = sum(audit["preemptions"].values())
         return job
 
 

@@ -115,6 +115,8 @@ def _job(job: JobSnapshot, now: float, width: int) -> list[Text]:
     facts.append(remaining(record, job.recent))
     if job.dollars:
         facts.append(f"{dollars(job.dollars)} ({dollars(job.dollars_per_step)} a step)")
+    if job.preemptions:
+        facts.append(f"{job.preemptions} preemption{'s' if job.preemptions > 1 else ''}")
     head.append("".join(f"  {fact}" for fact in facts if fact), style="not bold")
     lines = [head]
     if record["error"]:

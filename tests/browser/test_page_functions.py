@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from rlboost.shared.page.files import STATIC
-from tests.support.synthetic_record import JOB_AT, KILLED_AT, LEFT_AT, MISSED_AT, NOTICED_AT, job_events, told
+from tests.support.synthetic_record import (
+    JOB,
+    JOB_AT,
+    KILLED_AT,
+    LEFT_AT,
+    MISSED_AT,
+    NOTICED_AT,
+    gone,
+    job_events,
+    told,
+)
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page, Route
@@ -71,8 +81,8 @@ def test_completion_parts_of_a_cut_completion_keep_their_workers(files: Page) ->
 def test_lives_of_workers_show_notices_kills_and_the_time_until_a_loss_is_detected(files: Page) -> None:
     killed = told(KILLED_AT, "worker_killed", worker="worker-2-aaaa")
     spans_of = "([name, life]) => [name, life.spans.map((s) => [s.state, s.from, s.to])]"
-    code = f"Object.fromEntries([...m.lives(a[0])].map({spans_of}))"
-    spans = call(files, "history.js", code, events(killed))
+    code = f"Object.fromEntries([...m.lives(a[0], a[1])].map({spans_of}))"
+    spans = call(files, "history.js", code, events(killed), JOB)
     ms = 1000
     assert spans["worker-2"][-2:] == [
         ["ready", (JOB_AT + 1) * ms, KILLED_AT * ms],
@@ -108,14 +118,40 @@ def test_samples_that_finished_are_not_looked_for_in_a_later_step(files: Page) -
 
 def test_preemptions_have_their_step_and_the_time_until_their_samples_resumed(files: Page) -> None:
     begins = [told(JOB_AT + 2 + 5 * step - 1, "seeding_started", step=step) for step in range(12)]
-    found_in = "m.preemptions(a[0], m.migrations(a[0]))"
+    found_in = "m.preemptions(a[0], m.migrations(a[0]), a[1])"
     code = found_in + ".map((p) => [p.worker, p.step, p.noticed, p.samples, p.tokens, p.resumed_s])"
-    found = call(files, "history.js", code, events(*begins))
+    found = call(files, "history.js", code, events(*begins), JOB)
     assert found == [["worker-2", 3, False, 50, 2500, pytest.approx(0.6)], ["worker-1", 7, True, 20, 900, 0]]
-    incidents = f"m.stepIncidents(a[0], {found_in}, a[1])"
-    texts = call(files, "history.js", incidents, events(*begins), 3)
+    incidents = f"m.stepIncidents(a[0], {found_in}, a[2], a[1])"
+    texts = call(files, "history.js", incidents, events(*begins), JOB, 3)
     assert texts == ["worker-2 was preempted without notice; 50 samples moved"]
-    assert call(files, "history.js", incidents, events(*begins), 2) == []
+    assert call(files, "history.js", incidents, events(*begins), JOB, 2) == []
+
+
+def test_workers_of_another_job_and_dismissed_ones_are_no_preemptions_of_a_job(files: Page) -> None:
+    at = JOB_AT
+    moved = {"worker": "worker-9-aaaa", "samples": 0}
+    seen = [
+        told(at, "seeding_started", step=0),
+        gone(at + 1, "worker_lost", "worker-6", "its lease ran out", "without_notice", "other"),
+        gone(at + 1, "worker_lost", "worker-7", "it missed commands", None),
+        told(at + 1, "worker_notice", worker="worker-8-aaaa", job_id="other", reason="sigterm", lead_s=30.0),
+        gone(at + 2, "worker_left", "worker-8", "sigterm", "with_notice", "other"),
+        told(at + 3, "worker_state", job_id="other", role="preemptible", state="ready", before="joining", **moved),
+        told(at + 4, "worker_reassigned", job_id=JOB, before="other", **moved),
+        told(at + 5, "worker_reassigned", job_id="other", before=JOB, **moved),
+        gone(at + 6, "worker_lost", "worker-9", "its lease ran out", "without_notice", "other"),
+        gone(at + 7, "worker_lost", "worker-5", "its lease ran out", "without_notice", ""),
+    ]
+    past = [event.model_dump() for event in seen]
+    assert call(files, "history.js", "m.preemptions(a[0], [], a[1]).map((p) => p.worker)", past, JOB) == ["worker-5"]
+    assert call(files, "history.js", "m.stepIncidents(a[0], [], 1, a[1])", past, JOB) == [
+        "worker-7 was lost (it missed commands)",
+        "worker-9 came from another job",
+        "worker-9 was given to another job",
+    ]
+    code = "m.lives(a[0], a[1]).get('worker-9').spans.map((span) => span.state)"
+    assert call(files, "history.js", code, past, JOB) == ["joining", "other job", "pulling", "other job"]
 
 
 def step(number: int, wait_s: float, length: float = 100.0) -> dict[str, float]:

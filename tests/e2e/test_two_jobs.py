@@ -15,7 +15,9 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 
 def reassigned(box: BlackBox, job: str) -> list[dict[str, Any]]:
-    return [event["fields"] for event in box.events(job) if event["kind"] == "worker_reassigned"]
+    """Return the events in which the job got a worker."""
+    changes = [event["fields"] for event in box.events(job) if event["kind"] == "worker_reassigned"]
+    return [change for change in changes if change["job_id"] == job]
 
 
 def workers_of(box: BlackBox, job: str) -> list[dict[str, Any]]:

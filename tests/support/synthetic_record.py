@@ -16,6 +16,7 @@ from rlboost.report.record import (
     Settings,
 )
 
+JOB = "countdown-abc"
 BEGAN_AT = 1_800_000_000.0
 READY_AT = BEGAN_AT + 10
 JOB_AT = BEGAN_AT + 11
@@ -58,7 +59,11 @@ def told(at: float, kind: str, **fields: Any) -> JobEvent:
 
 def state(at: float, name: str, now: str, before: str) -> JobEvent:
     role = "reserved" if name.startswith("reserved") else "preemptible"
-    return told(at, "worker_state", worker=f"{name}-aaaa", role=role, state=now, before=before)
+    return told(at, "worker_state", worker=f"{name}-aaaa", role=role, job_id=JOB, state=now, before=before)
+
+
+def gone(at: float, kind: str, name: str, reason: str, preempted: str | None, job_id: str = JOB) -> JobEvent:
+    return told(at, kind, worker=f"{name}-aaaa", job_id=job_id, reason=reason, preempted=preempted)
 
 
 def job_events() -> list[JobEvent]:
@@ -75,13 +80,13 @@ def job_events() -> list[JobEvent]:
         ]
     events += [
         told(MISSED_AT, "samples_unassigned", worker="worker-2-aaaa", samples=50, tokens=2500, cause="lost"),
-        told(MISSED_AT, "worker_lost", worker="worker-2-aaaa", reason="its lease ran out"),
+        gone(MISSED_AT, "worker_lost", "worker-2", "its lease ran out", "without_notice"),
         told(MISSED_AT, "samples_migrated", worker="worker-1-aaaa", samples=30, tokens=1500),
         told(MISSED_AT + 0.3, "samples_migrated", worker="worker-3-aaaa", samples=15, tokens=750),
         told(MISSED_AT + 0.6, "samples_migrated", worker="worker-3-aaaa", samples=5, tokens=250),
-        told(NOTICED_AT, "worker_notice", worker="worker-1-aaaa", reason="sigterm", lead_s=30.0),
+        told(NOTICED_AT, "worker_notice", worker="worker-1-aaaa", job_id=JOB, reason="sigterm", lead_s=30.0),
         told(LEFT_AT, "samples_unassigned", worker="worker-1-aaaa", samples=20, tokens=900, cause="left"),
-        told(LEFT_AT, "worker_left", worker="worker-1-aaaa", reason="sigterm"),
+        gone(LEFT_AT, "worker_left", "worker-1", "sigterm", "with_notice"),
         told(LEFT_AT, "samples_migrated", worker="worker-3-aaaa", samples=20, tokens=900),
         told(END_AT, "job_state", state="completed", before="running", error=""),
     ]
@@ -159,7 +164,7 @@ def record(**changes: Any) -> Record:
         "ready_at": READY_AT,
         "job_began_at": JOB_AT,
         "job_ended_at": END_AT,
-        "job": {"id": "countdown-abc", "name": "countdown", "state": "completed", "error": None},
+        "job": {"id": JOB, "name": "countdown", "state": "completed", "error": None},
         "steps": [row(step) for step in range(STEPS + 1)],
         "changes": [Change(at=at, step=step, action=action, worker=name) for at, step, action, name in actions],
         "process_events": [ProcessEvent(at=at, kind=kinds[a], name=name, detail="") for at, _, a, name in actions],

@@ -67,6 +67,7 @@ def test_snapshot_has_active_jobs_first_and_present_workers(rest: FakeRest) -> N
     for record in ended:
         rest.on(f"GET /v1/jobs/{record['id']}/metrics", ok([]))
         rest.on(f"GET /v1/jobs/{record['id']}/cost", ok({"dollars": 0.0, "dollars_per_step": None}))
+        rest.on(f"GET /v1/jobs/{record['id']}/audit", ok({"preemptions": {}}))
     seen = SnapshotReader().read(client(rest))
     assert [shown.record["id"] for shown in seen.jobs] == ["j-1", *(f"old-{i}" for i in range(JOBS_SHOWN - 1, 0, -1))]
     assert seen.hidden_jobs == 1
@@ -81,12 +82,14 @@ def test_reader_asks_only_for_new_steps(rest: FakeRest) -> None:
         ok([{"step": 2, "reward/mean": 0.3}]),
     )
     rest.on("GET /v1/jobs/j-1/cost", ok({"dollars": 1.5, "dollars_per_step": 0.75}))
+    rest.on("GET /v1/jobs/j-1/audit", ok({"preemptions": {"with_notice": 2, "without_notice": 1}}))
     reader = SnapshotReader()
     reader.read(client(rest))
     (seen,) = reader.read(client(rest)).jobs
     asked = [request.url.params["from_step"] for request in rest.requests if request.url.path.endswith("/metrics")]
     assert asked == ["0", "2"]
-    assert (seen.curve_name, seen.curve, seen.dollars) == ("reward/mean", [0.1, 0.2, 0.3], 1.5)
+    assert (seen.curve_name, seen.curve) == ("reward/mean", [0.1, 0.2, 0.3])
+    assert (seen.dollars, seen.preemptions) == (1.5, 3)
 
 
 def test_snapshot_of_a_quarantined_job_has_no_cost(rest: FakeRest) -> None:
@@ -99,11 +102,13 @@ def test_snapshot_of_a_quarantined_job_has_no_cost(rest: FakeRest) -> None:
 
 def test_view_shows_what_a_job_waits_for_and_what_it_costs() -> None:
     wait = {"for": "samples", "because": "3 of 8 are there", "since": "2026-01-01T00:00:00+00:00", "limit_s": 600.0}
-    lines = drawn(snapshot([running(waiting=wait)], [worker("w-1")]))
-    assert "j-1  running  step 2 of 3  about 2 s left (2 s a step)  $0.50 ($0.25 a step)" in lines
+    shown = running(waiting=wait)
+    shown.preemptions = 1
+    lines = drawn(snapshot([shown], [worker("w-1")]), width=100)
+    assert "j-1  running  step 2 of 3  about 2 s left (2 s a step)  $0.50 ($0.25 a step)  1 preemption" in lines
     assert "  reward/mean ▁█ 0 -> 1" in lines
     assert "  waiting for samples because 3 of 8 are there (60 s so far, 10 min at most)" in lines
-    assert lines[-1].split() == ["w-1", "spot", "ready", "3", "4", "0", "617", "0.40"]
+    assert lines[-1].split() == ["w-1", "spot", "torch-cpu", "ready", "3", "4", "0", "617", "0.40", "j-1"]
 
 
 @pytest.mark.parametrize(("width", "height"), [(40, 12), (80, 24), (120, 40), (200, 10)])

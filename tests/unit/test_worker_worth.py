@@ -16,15 +16,17 @@ from rlboost.services.rollout_manager.domain.allocation.worth import (
     step_without_spot,
     worth_of_one_more,
 )
-from rlboost.services.rollout_manager.domain.apply_messages import apply_message, lose_worker
+from rlboost.services.rollout_manager.domain.apply_messages import apply_message
 from rlboost.services.rollout_manager.domain.seeding.tuner import Meter, WindowTuner
 from rlboost.services.rollout_manager.domain.seeding.window import Window
+from rlboost.services.rollout_manager.domain.worker_removal import lose_worker
 from rlboost.services.rollout_manager.domain.workers.fleet import Worker
 from rlboost.services.rollout_manager.domain.workers.lifetimes import Lifetimes, availability
 from rlboost.services.rollout_manager.domain.workers.throughput_model import MIN_OBSERVATIONS
 from rlboost.services.rollout_manager.domain.world import Now, World
+from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.messages import Message, StepReport
-from tests.support.builders import heartbeat, job_running, worker_joined
+from tests.support.builders import heartbeat, job_running, job_spec, worker_joined
 
 HOUR_S = 3600.0
 
@@ -37,8 +39,12 @@ def apply(world: World, at: float, *messages: Message) -> None:
 @pytest.fixture
 def world() -> World:
     """A job in step 0, with one reserved worker at 8 dollars per hour and one spot worker at 1."""
+    return world_of(job_spec())
+
+
+def world_of(spec: JobSpec) -> World:
     world = World(lease_s=2.0)
-    apply(world, 0.0, *job_running())
+    apply(world, 0.0, *job_running(spec=spec))
     for name, role, price in (("own", "reserved", 8.0), ("spot", "preemptible", 1.0)):
         apply(world, 0.0, worker_joined(name, role=role, price_per_hour=price, kind=name, slots=8))
         world.fleet.assign(world.fleet.workers[name], ("j", 0))
@@ -176,11 +182,29 @@ def test_one_more_is_worth_nothing_from_the_target_on(world: World) -> None:
     assert worth["tokens_per_hour"] == worth["dollars_per_hour"] == 0.0
 
 
-def test_step_without_spot_workers_takes_the_reserved_ones_the_whole_work(world: World) -> None:
+def test_step_without_spot_workers_leaves_their_work_to_the_reserved_ones(world: World) -> None:
     assert step_without_spot(world, world.jobs["j"]) is None
+    meter(world).spot_work_s = 200.0
     finish_step(world, work_s=300.0)
     # A window of 300 s, 100 s of training, and the 20 s that no worker shortens, at 8 dollars per hour.
     assert step_without_spot(world, world.jobs["j"]) == pytest.approx((420.0, 420.0 / HOUR_S * 8.0))
+
+
+@pytest.mark.parametrize("seeding", ["auto", "off"])
+def test_step_without_spot_is_the_same_if_workers_join_in_its_middle(seeding: str) -> None:
+    """Two that generate for half of 220 s do what the reserved one would do in 220 s more."""
+    world = world_of(job_spec(elastic={"seeding": seeding}))
+    world.fleet.remove(world.fleet.workers["spot"], "left", "")
+    for at in range(221):
+        if at == 110:
+            for name in ("b", "c"):
+                apply(world, 110.0, worker_joined(name, slots=8), heartbeat(name, running=8))
+                world.fleet.assign(world.fleet.workers[name], ("j", 0))
+        elif at > 110:
+            apply(world, float(at), heartbeat("b", running=8), heartbeat("c", running=8))
+        meter(world).update(float(at), fleet=2 if at >= 110 else 0, reserved=1, working=True)
+    finish_step(world, work_s=meter(world).work_s)
+    assert step_without_spot(world, world.jobs["j"]) == pytest.approx((440.0, 440.0 / HOUR_S * 8.0))
 
 
 # --- workers that pay for themselves ---

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from typing import Literal
 
 from rlboost.services.rollout_manager.domain.effects import (
     EmitEvent,
@@ -21,7 +20,7 @@ from rlboost.services.rollout_manager.domain.scheduling.poison import suspects
 from rlboost.services.rollout_manager.domain.seeding.window import Window
 from rlboost.services.rollout_manager.domain.step_windows import credit_generation, end_step
 from rlboost.services.rollout_manager.domain.token_log.ledger import Outcome
-from rlboost.services.rollout_manager.domain.workers.fleet import Worker
+from rlboost.services.rollout_manager.domain.worker_removal import on_worker_left
 from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.shared.errors import ConfigError, Unprocessable
 from rlboost.shared.ids import is_served, job_of
@@ -55,7 +54,6 @@ from rlboost.shared.messages import (
     WorkerLeft,
     WorkerLog,
 )
-from rlboost.shared.messages.protocol import PROTOCOL
 from rlboost.shared.wire.columns import U64, ints
 
 
@@ -249,7 +247,8 @@ def _on_heartbeat(world: World, heartbeat: WorkerHeartbeat, now: Now) -> None:
         )
     if before is None:
         return
-    world.emit_event("worker_state", now, worker=worker.id, role=worker.joined.role, state=worker.state, before=before)
+    role, job_id = worker.joined.role, worker.job
+    world.emit_event("worker_state", now, worker=worker.id, role=role, job_id=job_id, state=worker.state, before=before)
     if worker.state == "suspended":
         # It flushed before it reported the state: all its tokens are in the ledger.
         world.unassign_all(worker, now, "suspended")
@@ -260,7 +259,9 @@ def _on_notice(world: World, notice: PreemptionNotice, now: Now) -> None:
     if worker is not None and not worker.noticed:
         world.fleet.on_notice(worker)
         world.candidates.mark_changed(worker)
-        world.emit_event("worker_notice", now, worker=worker.id, reason=notice.reason, lead_s=notice.lead_s)
+        world.emit_event(
+            "worker_notice", now, worker=worker.id, job_id=worker.job, reason=notice.reason, lead_s=notice.lead_s
+        )
 
 
 def _on_left(world: World, left: WorkerLeft, now: Now) -> None:
@@ -268,10 +269,9 @@ def _on_left(world: World, left: WorkerLeft, now: Now) -> None:
     if worker is not None:
         running_at_failure = ints(left.running_at_failure, U64)
         if worker.noticed:
-            _count_preemption(world, worker, "with_notice")
             running_at_failure = []  # a preemption: no sample is to blame
         running = [world.ledger.samples[i] for i in running_at_failure if i in worker.samples]
-        remove_worker(world, worker, now, "left", reason=left.reason)
+        on_worker_left(world, worker, now, left.reason)
         for sample in suspects(running):
             # A record of the log: every replay counts it as this manager does.
             reason = "the engine of its worker died or hung"
@@ -291,43 +291,6 @@ def _on_worker_log(world: World, message: WorkerLog) -> None:
     if message.job_id in world.jobs:
         lines = list(zip(message.times, message.texts, strict=False))
         world.outbox.add(EmitLogLines(message.job_id, message.worker, lines))
-
-
-def lose_worker(world: World, worker: Worker, now: Now) -> None:
-    """Declare a worker dead: its lease ran out and its heartbeats stopped."""
-    _count_preemption(world, worker, "with_notice" if worker.noticed else "without_notice")
-    remove_worker(world, worker, now, "lost", reason="its lease ran out")
-
-
-def dismiss_mismatched(world: World, worker: Worker, now: Now) -> None:
-    """Dismiss a worker that has missed commands: it joins again and is assigned everything anew."""
-    reason = "it missed commands: what it holds differs from what it was assigned"
-    remove_worker(world, worker, now, "lost", reason=reason)
-
-
-def dismiss_incompatible(world: World, worker: Worker, now: Now) -> None:
-    """Dismiss a worker with another protocol, which an earlier manager had: it cannot join again."""
-    reason = f"it has protocol {worker.joined.protocol} and the manager {PROTOCOL}: install the same version of rlboost"
-    remove_worker(world, worker, now, "lost", reason=reason)
-
-
-def remove_worker(world: World, worker: Worker, now: Now, state: Literal["lost", "left"], *, reason: str) -> None:
-    """Remove a worker and queue its samples."""
-    world.unassign_all(worker, now, state)
-    world.fleet.remove(worker, state, reason)
-    world.candidates.mark_changed(worker)
-    world.outbox.add(ForgetWorker(worker.id, reason))
-    if state == "lost":
-        world.emit_event("worker_lost", now, worker=worker.id, reason=reason)
-    else:
-        world.emit_event("worker_left", now, worker=worker.id, reason=reason)
-
-
-def _count_preemption(world: World, worker: Worker, kind: str) -> None:
-    world.fleet.on_preempted(worker)
-    for job in world.jobs.active():
-        if job.state in {"running", "paused"} and worker.job in {job.id, ""}:
-            world.audits[job.id].preemptions[kind] += 1
 
 
 # --- jobs -------------------------------------------------------------------------------------------------------------

@@ -10,12 +10,12 @@ from collections.abc import Iterable
 
 from rlboost.services.rollout_manager.domain.allocation.allocate import activate_reserved, allocate
 from rlboost.services.rollout_manager.domain.allocation.charging import charge_workers
-from rlboost.services.rollout_manager.domain.apply_messages import dismiss_incompatible, dismiss_mismatched, lose_worker
 from rlboost.services.rollout_manager.domain.effects import FAILED, DeadLetterSample
 from rlboost.services.rollout_manager.domain.scheduler import place_queued, rebalance
 from rlboost.services.rollout_manager.domain.serving import NO_CLIENTS, Clients, close_served
 from rlboost.services.rollout_manager.domain.step_windows import advance_window, begin_step
 from rlboost.services.rollout_manager.domain.token_log.sample import Sample
+from rlboost.services.rollout_manager.domain.worker_removal import dismiss_incompatible, dismiss_mismatched, lose_worker
 from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.shared.ids import SampleId, is_served
 from rlboost.shared.messages import Drain
@@ -95,7 +95,7 @@ def _drain_rejected(world: World, now: Now) -> None:
             world.revoke(world.ledger.samples[sample_id])
         world.unassign_all(worker, now, "invalid")
         world.outbox.send(worker.id, Drain(reason=reason))
-        world.emit_event("worker_rejected", now, worker=worker.id, reason=reason)
+        world.emit_event("worker_rejected", now, worker=worker.id, job_id=worker.job, reason=reason)
 
 
 def _retry_failed(world: World, now: Now) -> None:

@@ -113,16 +113,22 @@ def credit_generation(world: World, worker: Worker, now: Now) -> None:
     """Credit the step with what a worker has generated since its last heartbeat; to be called at the next one."""
     progress = world.progress.get(worker.job)
     if progress and progress.window and progress.window.meter:
-        progress.window.meter.work_s += worker.utilization() * min(now.mono - worker.last_seen_at, world.fleet.lease_s)
+        work_s = worker.utilization() * min(now.mono - worker.last_seen_at, world.fleet.lease_s)
+        progress.window.meter.work_s += work_s
+        if not worker.reserved:
+            progress.window.meter.spot_work_s += work_s
 
 
 def end_step(world: World, job: Job, report: StepReport, now: Now) -> None:
-    """Tune the length of the next window by a step whose weights are committed."""
+    """Measure a step whose weights are committed, and tune the length of the next window by it."""
     progress = world.progress.get(job.id)
     window = progress.window if progress else None
-    if window is None or window.meter is None or window.step != report.step or job.spec.elastic.seeding != "auto":
+    if progress is None or window is None or window.meter is None or window.step != report.step:
         return
     meter, window.meter = window.meter, None
+    progress.step_without_spot_s = meter.without_spot_s()
+    if job.spec.elastic.seeding != "auto":
+        return
     # Where no preemptible worker could take over in time, the window lasted longer: that must not lengthen the next.
     window_s = window.lasted_s if window.length_s is None else min(window.lasted_s, window.length_s)
     tokens = world.audits[job.id].tokens_delivered

@@ -95,10 +95,10 @@ class World:
         self.periodic = PeriodicDecisions()
         self.outbox = Outbox()
 
-    def emit_event(self, kind: str, now: Now, job_id: str | None = None, **fields: Any) -> None:
+    def emit_event(self, kind: str, now: Now, to_job: str | None = None, /, **fields: Any) -> None:
         """Append to the events of one job, or of every active one."""
         event = Event(kind=kind, at=now.wall, source="manager", fields=fields)
-        for job in [job_id] if job_id else [job.id for job in self.jobs.active()]:
+        for job in [to_job] if to_job else [job.id for job in self.jobs.active()]:
             self.outbox.add(EmitEvent(job, event))
 
     # --- jobs ---
@@ -178,11 +178,10 @@ class World:
         samples = [self.ledger.samples[i] for i in sorted(worker.samples)]
         for sample in samples:
             self.unassign(sample)
-        if samples:
-            tokens = sum(sample.n_tokens for sample in samples)
-            self.emit_event(
-                "samples_unassigned", now, worker=worker.id, samples=len(samples), tokens=tokens, cause=cause
-            )
+        for job_id in sorted({sample.request.job_id for sample in samples}):
+            of_job = [sample for sample in samples if sample.request.job_id == job_id]
+            n, tokens = len(of_job), sum(sample.n_tokens for sample in of_job)
+            self.emit_event("samples_unassigned", now, job_id, worker=worker.id, samples=n, tokens=tokens, cause=cause)
 
     def revoke(self, sample: Sample) -> None:
         """Command the owner of a sample, if it has one, to stop generating it."""
@@ -301,7 +300,7 @@ class World:
         self.fleet.on_drain(worker)
         self.candidates.mark_changed(worker)
         self.outbox.send(worker.id, Drain(reason=reason))
-        self.emit_event("worker_drained", now, worker=worker.id, reason=reason)
+        self.emit_event("worker_drained", now, worker=worker.id, job_id=worker.job, reason=reason)
 
     def recount_kv(self, worker: Worker) -> None:
         """Count a worker's tokens in the KV cache again."""

@@ -7,7 +7,7 @@ export const PARTS = [
   ["time/publish_s", "publishing weights", "green"],
 ];
 export const STATE_COLORS = {
-  joining: "grey", pulling: "orange", ready: "green", suspended: "sky", draining: "pink", silent: "red",
+  joining: "grey", pulling: "orange", ready: "green", suspended: "sky", draining: "pink", silent: "red", "other job": "line",
 };
 export const CURVES = {
   reward: ["reward/mean", "perplexity", "dpo/accuracy", "loss"],

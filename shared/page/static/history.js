@@ -2,12 +2,17 @@
 
 import { workerName } from "./facts.js";
 
+const OTHER_JOB = "other job";
 const GONE = { worker_lost: "lost", worker_left: "left" };
 
+// Return true if an event is not about a worker that served another job: every job is told of all workers.
+const concerns = (job, { job_id: served }) => !served || served === job;
+
 // The workers' lives: name -> {role, spans: [{state, from, to}], marks: [{at, text, end}]}. An open span has `to` null.
-// A worker whose first event is not that it joined was there when the events begin. A demo's report has the events
-// `worker_started` and `worker_killed` too: from its kill until its loss is detected, a worker is `silent`.
-export function lives(events) {
+// A worker that serves another job has the state `other job`. One whose first event is not that it joined was there when
+// the events begin. A demo's report has the events `worker_started` and `worker_killed` too: from its kill until its
+// loss is detected, a worker is `silent`.
+export function lives(events, job) {
   const workers = new Map();
   const change = (id, role, state, at) => {
     const name = workerName(id);
@@ -28,7 +33,9 @@ export function lives(events) {
     else if (kind === "worker_state") {
       if (stateOf(fields.worker) === "silent") continue;
       if (!stateOf(fields.worker)) change(fields.worker, fields.role, fields.before, events[0].at * 1000);
-      change(fields.worker, fields.role, fields.state, at);
+      change(fields.worker, fields.role, concerns(job, fields) ? fields.state : OTHER_JOB, at);
+    } else if (kind === "worker_reassigned") {
+      change(fields.worker, null, concerns(job, fields) ? "pulling" : OTHER_JOB, at);
     } else if (kind === "worker_notice") {
       change(fields.worker, null, "draining", at).marks.push({ at, text: `preemption notice: ${fields.reason}` });
     } else if (kind in GONE) {
@@ -70,21 +77,20 @@ export function migrations(events) {
   return found;
 }
 
-// The preemptions, oldest first: {at, step, worker, noticed, samples, tokens, resumed_s}; `moves` are the `migrations`.
-// `samples` were handed over with `tokens`; the last that resumed did so after `resumed_s` (null: none did). `step` is
-// null where it is not known.
-export function preemptions(events, moves) {
-  const found = [], noticed = new Set(), handedOver = new Map(), began = stepBegins(events);
+// The preemptions of a job's workers, oldest first: {at, step, worker, noticed, samples, tokens, resumed_s}; `moves` are
+// the `migrations`. `samples` were handed over with `tokens`; the last that resumed did so after `resumed_s` (null: none
+// did). `step` is null where it is not known.
+export function preemptions(events, moves, job) {
+  const found = [], handedOver = new Map(), began = stepBegins(events);
   for (const { kind, at: seconds, fields } of events) {
     const at = seconds * 1000;
-    if (kind === "worker_notice") noticed.add(fields.worker);
-    else if (kind === "samples_unassigned" && fields.cause !== "suspended") handedOver.set(fields.worker, { ...fields, at });
-    else if (kind === "worker_lost" || (kind === "worker_left" && noticed.has(fields.worker))) {
+    if (kind === "samples_unassigned" && fields.cause !== "suspended") handedOver.set(fields.worker, { ...fields, at });
+    else if (kind in GONE && fields.preempted && concerns(job, fields)) {
       const { samples = 0, tokens = 0, at: start } = handedOver.get(fields.worker) ?? {};
       const worker = workerName(fields.worker);
       const mine = moves.filter((move) => move.from === worker && move.start === start);
       const resumed = Math.max(...mine.map((move) => move.at));
-      found.push({ at, step: stepAt(began, at), worker, noticed: noticed.has(fields.worker), samples, tokens,
+      found.push({ at, step: stepAt(began, at), worker, noticed: fields.preempted === "with_notice", samples, tokens,
         resumed_s: mine.length ? (resumed - start) / 1000 : null });
     }
   }
@@ -101,7 +107,7 @@ export function stepBegins(events) {
 }
 
 // What happened during a step that can explain its time, as texts; `preempted` are the `preemptions`.
-export function stepIncidents(events, preempted, step) {
+export function stepIncidents(events, preempted, step, job) {
   const began = stepBegins(events), from = began.find(([one]) => one === step)?.[1];
   if (from === undefined) return [];
   const to = began.find(([one]) => one > step)?.[1] ?? Infinity, texts = [];
@@ -112,7 +118,11 @@ export function stepIncidents(events, preempted, step) {
   for (const { kind, at: seconds, fields } of events) {
     const at = seconds * 1000;
     if (at < from || at >= to) continue;
-    if (kind === "worker_joined") texts.push(`${workerName(fields.worker)} joined`);
+    if (kind === "worker_reassigned") texts.push(concerns(job, fields) ? `${workerName(fields.worker)} came from another job` :
+      fields.before === job ? `${workerName(fields.worker)} was given to another job` : "");
+    else if (!concerns(job, fields)) continue;
+    else if (kind === "worker_lost" && !fields.preempted) texts.push(`${workerName(fields.worker)} was lost (${fields.reason})`);
+    else if (kind === "worker_joined") texts.push(`${workerName(fields.worker)} joined`);
     else if (kind === "worker_drained") texts.push(`${workerName(fields.worker)} was drained (${fields.reason})`);
     else if (kind === "seeding_reopened") texts.push("no spot worker was left, and the reserved workers generated again");
     else if (kind === "disk_full") texts.push(`a disk was full (${fields.what})`);
@@ -120,7 +130,7 @@ export function stepIncidents(events, preempted, step) {
     else if (kind === "group_dropped") texts.push(`a group was dropped (${fields.reason})`);
   }
   const counted = new Map();
-  for (const text of texts) counted.set(text, (counted.get(text) ?? 0) + 1);
+  for (const text of texts.filter(Boolean)) counted.set(text, (counted.get(text) ?? 0) + 1);
   return [...counted].map(([text, n]) => (n > 1 ? `${text} (${n} times)` : text));
 }
 

@@ -190,7 +190,7 @@ function drawJob({ rows, events: past, answers: { job, fleet, audit, cost, spec 
   lineChart($("length"), curve(rows, [CURVES.length[0]]), "orange", curve(rows, [CURVES.length[1]]));
   lineChart($("throughput"), curve(timedSteps(rows, job), CURVES.throughput), "pink");
   view.moves = migrations(past);
-  const preempted = (view.preempted = preemptions(past, view.moves));
+  const preempted = (view.preempted = preemptions(past, view.moves, job.id));
   stepBars($("steps"), timedSteps(rows, job), preempted, selectStep);
   selectStep(view.step);
   $("preemption-line").textContent = preemptionText(audit);
@@ -221,7 +221,7 @@ function drawActions(job) {
 function selectStep(step) {
   view.step = step;
   const steps = timedSteps(view.rows, view.answers.job), shown = step ?? (steps.at(-1)?.step ?? -1) + 1;
-  $("step-line").textContent = stepText(steps, shown, stepIncidents(view.events, view.preempted, shown));
+  $("step-line").textContent = stepText(steps, shown, stepIncidents(view.events, view.preempted, shown, view.jobId));
 }
 
 function selectByKey(event) {
@@ -254,7 +254,7 @@ function drawGantt() {
   const last = view.events.at(-1);
   const now = last?.kind === "job_state" && ENDED.includes(last.fields.state) ? last.at * 1000 : present();
   const moves = view.moves.filter(({ from, to }) => from !== to);
-  const start = gantt($("gantt"), lives(view.events), moves, now - Number($("span").value) * 1000, now);
+  const start = gantt($("gantt"), lives(view.events, view.jobId), moves, now - Number($("span").value) * 1000, now);
   areas($("speeds"), view.speeds, start ?? now, now);
 }
 

@@ -132,7 +132,8 @@ def _reallocate(world: World, jobs: list[Job], versions: dict[str, int], now: No
         if not has_budget(world, world.jobs[job_id], worker):
             continue
         samples = len(worker.samples)
-        world.emit_event("worker_reassigned", now, job_id, worker=worker_id, before=worker.job, samples=samples)
+        before = worker.job
+        world.emit_event("worker_reassigned", now, worker=worker_id, job_id=job_id, before=before, samples=samples)
         _use_version(world, worker, world.jobs[job_id], versions[job_id])
 
 

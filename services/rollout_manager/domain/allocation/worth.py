@@ -117,11 +117,10 @@ def paying_workers(world: World, job: Job, offers: Iterable[Offer]) -> Counter[s
 
 
 def step_without_spot(world: World, job: Job) -> tuple[float, float] | None:
-    """Return seconds and dollars of a step with the job's reserved workers alone, None while that is unknown."""
-    reserved, preemptible = _workers_of(world, job)
-    if job.window_tuner.target_workers is None or not job.window_tuner.train_s or not reserved:
+    """Return seconds and dollars of the last measured step with the job's reserved workers alone, None before one."""
+    step_s, (reserved, _) = world.progress[job.id].step_without_spot_s, _workers_of(world, job)
+    if step_s is None or not reserved:
         return None
-    step_s = expected_step_s(job.window_tuner, 0, len(reserved), len(preemptible))
     return step_s, step_s / _HOUR_S * sum(worker.joined.price_per_hour for worker in reserved)
 
 

@@ -25,6 +25,8 @@ class JobProgress:
     window: Window | None = None
     """The seeding window of the current step."""
     fleet: FleetCounts = field(default_factory=FleetCounts)
+    step_without_spot_s: float | None = None
+    """How long the last measured step would have taken the reserved workers alone; None before one was measured."""
     stalled_since: float | None = None
     """Since when (Unix) its samples are queued and no worker can take one."""
     below_share_since: float | None = None

@@ -145,6 +145,8 @@ class Meter:
     """Preemptible workers were present and no samples in flight."""
     work_s: float = 0.0
     """See `StepTimes`."""
+    spot_work_s: float = 0.0
+    """The part of `work_s` that preemptible workers did."""
     tokens_before: int = 0
     """Delivered before the step."""
     workers_s: float = 0.0
@@ -162,6 +164,13 @@ class Meter:
         self.most = max(self.most, fleet)
         if fleet and not working:
             self.idle_s += passed
+
+    def without_spot_s(self) -> float | None:
+        """Return how long the step would have taken if the reserved workers had done the spot workers' work, too.
+
+        None without reserved workers. A step takes as much longer whenever in it the spot workers came and left.
+        """
+        return self.at - self.began_at + self.spot_work_s / self.reserved if self.reserved else None
 
     def measure(self, window_s: float, train_wait_s: float, train_s: float, tokens: int) -> StepTimes:
         """Return the measurements of the step that ends now; `tokens`: delivered since the job began."""
