@@ -20,6 +20,7 @@ from rlboost.commands import (
     memory,
     page,
     plan,
+    prices,
     ps,
     report,
     samples,
@@ -48,6 +49,7 @@ page.register(app)
 evaluation.register(app)
 export.register(app)
 plan.register(app)
+prices.register(app)
 ps.register(app)
 scale.register(app)
 doctor.register(app)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import botocore
 import botocore.session
 import pytest
 
@@ -17,8 +17,10 @@ from rlboost.services.rollout_manager.adapters.kubernetes import Kubernetes
 from rlboost.services.rollout_manager.adapters.shell_command import ShellCommand
 from rlboost.services.rollout_manager.ports import FleetProvider, ProviderFailed
 from rlboost.shared.errors import ConfigError
+from tests.support import aws_cli
 from tests.support.eventually import eventually
 from tests.support.kubernetes_server import KubernetesServer
+from tests.support.s3_server import S3Server
 
 
 class Site(NamedTuple):
@@ -146,13 +148,26 @@ async def test_documented_command_for_skypilot_makes_no_version_without_a_change
     assert log.read_text().count("--workers 9") == 2
 
 
-def test_documented_command_for_aws_has_the_fields_of_its_api() -> None:
-    _, group, operation, *options = shlex.split(REQUESTS["AWS"][0])
-    model = botocore.session.get_session().get_service_model(group)
-    (name,) = [name for name in model.operation_names if botocore.xform_name(name, "-") == operation]
-    fields = model.operation_model(name).input_shape.members
-    given = {option.removeprefix("--") for option in options[::2]}
-    assert given <= {botocore.xform_name(field, "-") for field in fields}
+async def test_documented_command_for_aws_scales_its_auto_scaling_group(
+    s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server is moto's, which has all services of AWS."""
+    for name, value in (s3_server.env | {"AWS_DEFAULT_REGION": "us-east-1"}).items():
+        monkeypatch.setenv(name, value)
+    client = botocore.session.get_session().create_client("autoscaling")
+    client.create_launch_configuration(
+        LaunchConfigurationName="spot", ImageId="ami-12c6146b", InstanceType="p5.48xlarge", SpotPrice="30"
+    )
+    sizes = {"MinSize": 0, "MaxSize": 4, "DesiredCapacity": 1, "AvailabilityZones": ["us-east-1a"]}
+    client.create_auto_scaling_group(AutoScalingGroupName="h100", LaunchConfigurationName="spot", **sizes)
+    program = tmp_path / "aws"
+    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(aws_cli.__file__)} "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for workers, machines in ((17, 3), (0, 0)):
+        await ShellCommand(DOCUMENTED["AWS"]).scale("h100", workers)
+        (group,) = client.describe_auto_scaling_groups(AutoScalingGroupNames=["h100"])["AutoScalingGroups"]
+        assert group["DesiredCapacity"] == len(group["Instances"]) == machines
 
 
 # --- Kubernetes ---------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The images and docker-compose.yml on a Docker engine: a job survives the loss of containers and of a network.
 
-Runs where an engine answers: `make test-docker`. RLBOOST_TEST_TORCH_INDEX is the build argument TORCH_INDEX.
+Runs where an engine answers: `make test-docker`. RLBOOST_TEST_TORCH_INDEX is the build argument TORCH_INDEX. The system
+listens on the address of Docker's default bridge, so that containers of another project reach it as other machines do.
 """
 
 from __future__ import annotations
@@ -10,116 +11,54 @@ import os
 import secrets
 import shutil
 import subprocess
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.support.small_job import samples_of, small_job
+from tests.support.compose_project import JOB_LIMIT_S, Compose, System, docker
+from tests.support.small_job import small_job
+from tests.unit.test_monitoring import ALERTS, BOARD
 
-ROOT = Path(__file__).parents[2]
-BUILD_LIMIT_S, UP_LIMIT_S, JOB_LIMIT_S = 1800, 300, 600
-MANAGER = "http://127.0.0.1:8700"
+BUILD_LIMIT_S, UP_LIMIT_S = 1800, 300
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(BUILD_LIMIT_S + UP_LIMIT_S + 3 * JOB_LIMIT_S)]
-
-
-class Compose:
-    """One compose project."""
-
-    def __init__(self, project: str, secrets: dict[str, str]) -> None:
-        self._command = ["docker", "compose", "--project-name", project]
-        self._environment = {**os.environ, **secrets}
-        self.network = f"{project}_default"
-        headers = {"Authorization": f"Bearer {secrets['RLBOOST_TOKEN']}"}
-        self._http = httpx.Client(base_url=MANAGER, headers=headers, timeout=10)
-
-    def __call__(self, *arguments: str, limit_s: float = 120) -> str:
-        """Run `docker compose ARGUMENTS` and return what it prints."""
-        return _run([*self._command, *arguments], self._environment, limit_s)
-
-    def close(self) -> None:
-        """Close the connections to the manager."""
-        self._http.close()
-
-    def containers(self, service: str) -> list[str]:
-        """Return the ids of a service's running containers."""
-        return self("ps", "--quiet", service).split()
-
-    def get(self, path: str) -> Any:
-        """GET from the manager as JSON, for a while again if it does not answer."""
-        found: list[Any] = []
-
-        def answered() -> bool:
-            try:
-                answer = self._http.get(path)
-            except httpx.TransportError:
-                return False
-            if answer.status_code == 200:
-                found.append(answer.json())
-            return bool(found)
-
-        self.until(answered, f"an answer to {path}")
-        return found[0]
-
-    def submit(self, spec: dict[str, Any]) -> str:
-        """Create a job; return its id."""
-        answer = self._http.post("/v1/jobs", json=spec)
-        assert answer.status_code == 201, answer.text
-        return str(answer.json()["id"])
-
-    def until(self, condition: Callable[[], bool], what: str, within_s: float = JOB_LIMIT_S) -> None:
-        """Wait for a condition."""
-        limit = time.monotonic() + within_s
-        while not condition():
-            assert time.monotonic() < limit, f"not within {within_s} s: {what}\n{self('logs', '--tail', '30')}"
-            time.sleep(0.5)
-
-    def until_step(self, job_id: str, step: int) -> None:
-        """Wait until a job has done so many steps."""
-        self.until(lambda: self.get(f"/v1/jobs/{job_id}")["step"] >= step, f"step {step} of {job_id}")
 
 
 def _engine_answers() -> bool:
     return subprocess.run(["docker", "info"], capture_output=True, check=False).returncode == 0
 
 
-def docker(*arguments: str) -> str:
-    return _run(["docker", *arguments], dict(os.environ), 120)
-
-
-def _run(command: list[str], environment: dict[str, str], limit_s: float) -> str:
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit_s, check=False
-    )
-    assert done.returncode == 0, f"{' '.join(command)}: {done.stdout[-2000:]}{done.stderr[-4000:]}"
-    return done.stdout
+@pytest.fixture(scope="module")
+def address() -> str:
+    """Return this machine's address on Docker's default bridge."""
+    if shutil.which("docker") is None or not _engine_answers():
+        pytest.skip("no Docker engine answers")
+    return docker("network", "inspect", "bridge", "--format", "{{(index .IPAM.Config 0).Gateway}}").strip()
 
 
 @pytest.fixture(scope="module")
-def compose() -> Iterator[Compose]:
-    if shutil.which("docker") is None or not _engine_answers():
-        pytest.skip("no Docker engine answers")
+def compose(address: str) -> Iterator[System]:
     named = ("RLBOOST_TOKEN", "RLBOOST_JOIN_TOKEN", "REDIS_PASSWORD")
-    project = Compose("rlboost-test", {name: secrets.token_hex(24) for name in named})
-    arguments = (
-        [f"--build-arg=TORCH_INDEX={os.environ['RLBOOST_TEST_TORCH_INDEX']}"]
-        if ("RLBOOST_TEST_TORCH_INDEX" in os.environ)
-        else []
-    )
-    project("build", *arguments, limit_s=BUILD_LIMIT_S)
+    variables = {name: secrets.token_hex(24) for name in named}
+    variables |= {  # as deploy/README.md has them
+        "PUBLISH_ON": address,
+        "ADVERTISED_REDIS_URL": f"redis://:{variables['REDIS_PASSWORD']}@{address}:6379/0",
+        "ADVERTISED_WEIGHT_STORE_URL": f"http://{address}:8701",
+    }
+    project = System("rlboost-test", variables, f"http://{address}:8700")
+    index = os.environ.get("RLBOOST_TEST_TORCH_INDEX")
+    project("build", *([] if index is None else [f"--build-arg=TORCH_INDEX={index}"]), limit_s=BUILD_LIMIT_S)
     try:
         project("up", "--detach", "--wait", "--scale", "spot=3", limit_s=UP_LIMIT_S)
         yield project
     finally:
         project.close()
-        project("down", "--volumes", "--timeout", "5", limit_s=UP_LIMIT_S)
+        project("--profile", "*", "down", "--volumes", "--timeout", "5", limit_s=UP_LIMIT_S)
 
 
-def test_job_survives_killed_containers_and_a_lost_network(compose: Compose) -> None:
+def test_job_survives_killed_containers_and_a_lost_network(compose: System) -> None:
     spec = small_job(steps=24)
     job_id = compose.submit(spec)
     compose.until_step(job_id, 2)
@@ -132,26 +71,124 @@ def test_job_survives_killed_containers_and_a_lost_network(compose: Compose) -> 
         compose.until_step(job_id, step)
         docker("kill", *compose.containers(service))
         compose("up", "--detach", "--no-recreate", service)  # an engine does not restart what was killed by hand
-    compose.until(lambda: compose.get(f"/v1/jobs/{job_id}")["state"] == "completed", f"the end of {job_id}")
-    audit = compose.get(f"/v1/jobs/{job_id}/audit")
-    assert audit["requested"] == audit["delivered"] == samples_of(spec)
-    assert not audit["dropped"]
-    assert audit["in_flight"] == 0
+    audit = compose.complete(job_id, spec)
     assert audit["preemptions"]["without_notice"] >= 2
 
 
-def test_job_continues_after_all_containers_were_removed(compose: Compose) -> None:
+def test_job_continues_after_all_containers_were_removed(compose: System) -> None:
     spec = small_job(steps=12, seed=1)
     job_id = compose.submit(spec)
     compose.until_step(job_id, 3)
     compose("down", "--timeout", "20", limit_s=UP_LIMIT_S)
     compose("up", "--detach", "--wait", "--scale", "spot=1", limit_s=UP_LIMIT_S)
-    compose.until(lambda: compose.get(f"/v1/jobs/{job_id}")["state"] == "completed", f"the end of {job_id}")
-    audit = compose.get(f"/v1/jobs/{job_id}/audit")
-    assert audit["requested"] == audit["delivered"] == samples_of(spec)
+    compose.complete(job_id, spec)
 
 
-def test_containers_have_no_root_user_no_capability_and_no_compiler(compose: Compose) -> None:
+def test_job_runs_on_workers_of_another_compose_project(compose: System) -> None:
+    """They know a URL and a join token. One is killed, then the other gets SIGTERM; the reserved worker finishes."""
+    token = compose.rlboost("token", "create", "--scope", "worker", "--name", "spot", "--expires", "1d")["secret"]
+    variables = {"RLBOOST_TOKEN": token, "RLBOOST_WORKER_URL": compose.url}
+    node = Compose("rlboost-test-node", variables, "tests/docker/spot-node.yml")
+
+    def on_node(state: str) -> list[dict[str, Any]]:
+        workers = compose.get("/v1/workers")
+        return [worker for worker in workers if (worker["kind"], worker["state"]) == ("spot-node", state)]
+
+    compose("up", "--detach", "--no-recreate", "--scale", "spot=0", "spot")
+    spec = small_job(steps=24, seed=2)
+    try:
+        node("up", "--detach", "--scale", "worker=2", limit_s=UP_LIMIT_S)
+        compose.until(lambda: len(compose.get("/v1/workers")) >= 3, "two workers of the other project")
+        job_id = compose.submit(spec)
+        compose.until(lambda: sum(bool(worker["running"]) for worker in on_node("ready")) == 2, "samples on both")
+        docker("kill", node.containers("worker")[0])
+        compose.until(lambda: bool(on_node("lost")), "the loss of the killed one")
+        compose.until(lambda: any(worker["running"] for worker in on_node("ready")), "samples on the other one")
+        before = compose.get(f"/v1/jobs/{job_id}/audit")["preemptions"].get("with_notice", 0)
+        node("down", "--timeout", "20", limit_s=UP_LIMIT_S)
+        audit = compose.complete(job_id, spec)
+    finally:
+        node("down", "--volumes", "--timeout", "5", limit_s=UP_LIMIT_S)
+    assert audit["preemptions"]["with_notice"] > before
+
+
+def test_standby_takes_over_from_a_killed_manager_and_back(compose: System) -> None:
+    compose("--profile", "standby", "up", "--detach", "--wait", "--no-recreate", "standby", limit_s=UP_LIMIT_S)
+    spec = small_job(steps=12, seed=3)
+    job_id = compose.submit(spec)
+    compose.until_step(job_id, 2)
+    docker("kill", *compose.containers("manager"))
+    at_standby = "http://standby:8700"
+    compose.until(lambda: compose.rlboost("status", job_id, url=at_standby)["step"] >= 5, "steps with the standby")
+    compose("up", "--detach", "--no-recreate", "manager")
+    docker("kill", *compose.containers("standby"))
+    compose.complete(job_id, spec)
+
+
+# --- the profile `monitoring` -----------------------------------------------------------------------------------------
+
+
+def _can_pull(service: str, compose: System) -> bool:
+    """Return True if the service's image is here, or a registry answers."""
+    try:
+        compose("--profile", "monitoring", "pull", "--policy", "missing", service, limit_s=UP_LIMIT_S)
+    except AssertionError:
+        return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def prometheus(compose: System) -> Iterator[httpx.Client]:
+    """Give a client of the running Prometheus: the published image, or Debian's where no registry answers."""
+    files = () if _can_pull("prometheus", compose) else ("docker-compose.yml", "tests/docker/debian-prometheus.yml")
+    project = Compose(compose.project, compose.variables, *files)
+    project("--profile", "monitoring", "up", "--detach", "--wait", "--no-deps", "prometheus", limit_s=UP_LIMIT_S)
+    with httpx.Client(base_url="http://127.0.0.1:9090/api/v1/", timeout=10) as client:
+        yield client
+
+
+def test_prometheus_scrapes_each_service_and_worker(compose: System, prometheus: httpx.Client) -> None:
+    compose("up", "--detach", "--wait", "--no-recreate", "--scale", "spot=1", limit_s=UP_LIMIT_S)
+
+    def scraped() -> set[str]:
+        found = prometheus.get("query", params={"query": "up == 1"}).raise_for_status().json()["data"]["result"]
+        targets = [one["metric"] for one in found]
+        return {target["instance"] if target["job"] == "worker" else target["job"] for target in targets}
+
+    workers = {worker["id"] for worker in compose.get("/v1/workers") if worker["state"] not in {"lost", "left"}}
+    assert len(workers) == 2
+    expected = {"manager", "weight-store", "trainer", *workers}
+    compose.until(lambda: expected <= scraped(), "all targets", within_s=120)
+    groups = prometheus.get("rules").raise_for_status().json()["data"]["groups"]
+    rules = {rule["name"]: rule for group in groups for rule in group["rules"]}
+    assert rules.keys() == {rule["alert"] for group in ALERTS["groups"] for rule in group["rules"]}
+    assert not [rule for rule in rules.values() if rule["health"] == "err"]
+
+
+def test_grafana_shows_the_board_with_data(address: str, compose: System, prometheus: httpx.Client) -> None:
+    if not _can_pull("grafana", compose):
+        pytest.skip("no registry answers: the image of Grafana is missing")
+    compose("--profile", "monitoring", "up", "--detach", "--no-deps", "grafana", limit_s=UP_LIMIT_S)
+    with httpx.Client(base_url=f"http://{address}:3000/api/", auth=("admin", compose.token), timeout=10) as grafana:
+
+        def has_started() -> bool:
+            try:
+                return grafana.get("health").is_success
+            except httpx.TransportError:
+                return False
+
+        compose.until(has_started, "Grafana", within_s=120)
+        board = grafana.get("dashboards/uid/rlboost").raise_for_status().json()["dashboard"]
+        assert [panel["title"] for panel in board["panels"]] == [panel["title"] for panel in BOARD["panels"]]
+        answer = grafana.get("datasources/proxy/uid/prometheus/api/v1/query", params={"query": "up"})
+        assert answer.raise_for_status().json()["data"]["result"]
+
+
+# --- images -----------------------------------------------------------------------------------------------------------
+
+
+def test_containers_have_no_root_user_no_capability_and_no_compiler(compose: System) -> None:
+    compose("up", "--detach", "--wait", "--no-recreate", "--scale", "spot=1", limit_s=UP_LIMIT_S)
     for service in ("manager", "weight-store", "trainer", "reserved", "spot"):
         container = compose.containers(service)[0]
         (config,) = json.loads(docker("inspect", container))
@@ -160,3 +197,15 @@ def test_containers_have_no_root_user_no_capability_and_no_compiler(compose: Com
         assert config["HostConfig"]["CapDrop"] == ["ALL"]
         found = docker("exec", container, "sh", "-c", "command -v gcc cc || true")
         assert not found.strip(), service
+
+
+def test_images_of_manager_and_weight_store_are_small(compose: System, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {image: _megabytes(image) for image in compose("config", "--images").split() if "rlboost" in image}
+    with capsys.disabled():
+        print("", *(f"{image}: {size} MB" for image, size in sorted(sizes.items())), sep="\n")
+    for image in ("rlboost-manager", "rlboost-weight-store"):
+        assert sizes[image] - _megabytes("python:3.11-slim") < 300
+
+
+def _megabytes(image: str) -> int:
+    return int(docker("image", "inspect", "--format", "{{.Size}}", image)) // 10**6

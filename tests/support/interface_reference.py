@@ -70,7 +70,7 @@ COMMAND_GROUPS: Mapping[str, tuple[str, ...]] = {
         *("logs", "samples", "report", "pause", "resume", "cancel"),
     ),
     "Models": ("export",),
-    "Planning": ("plan", "simulate"),
+    "Planning": ("plan", "prices", "simulate"),
     "Workers": ("worker list", "worker drain", "worker join"),
     "Training machines": ("trainer join",),
     "Tokens": ("token create", "token list", "token revoke"),

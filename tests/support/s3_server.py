@@ -36,7 +36,7 @@ class S3Server:
     def env_at(self, endpoint: str) -> dict[str, str]:
         """Return the same where the server is reached by another address."""
         return {
-            "AWS_ACCESS_KEY_ID": "a key for tests",
+            "AWS_ACCESS_KEY_ID": "key-for-tests",
             "AWS_SECRET_ACCESS_KEY": "its secret",
             "AWS_REGION": "us-east-1",
             "AWS_ENDPOINT_URL": endpoint,

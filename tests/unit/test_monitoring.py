@@ -118,6 +118,7 @@ def test_scrapes_reach_every_service_with_its_token(monkeypatch: pytest.MonkeyPa
                 scraped.add(name)
                 settings: Any = settings_of(name, monkeypatch)
                 assert (settings.port, settings.token.get_secret_value()) == (found["port"], token_of(scrape))
+                assert settings.host == "0.0.0.0"
     workers = {name for name in OURS if "RLBOOST_WORKER_URL" in FILE["services"][name]["environment"]}
     assert scraped | workers == set(OURS)
 
