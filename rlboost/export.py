@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import structlog
 
@@ -17,7 +17,11 @@ from rlboost.export_folder import NewFolder, copy_files, write_adapter, write_mo
 from rlboost.shared.errors import ConfigError, NotFound
 from rlboost.shared.process.importing import pip_install
 
+if TYPE_CHECKING:
+    from rlboost.shared.waiting import Waits
+
 _PULL_LIMIT_S = 3600.0
+_SHOW_EVERY_S = 2.0
 _NEEDS = f"needs torch and transformers on this machine: {pip_install('worker')}"
 _SMALL_FILES = ["*.json", "*.model", "*.jinja", "*.txt"]
 
@@ -141,9 +145,14 @@ async def _pulled(url: str, token: str, request: ExportRequest, base: Path | Non
     async with StoreClient(url, token) as client:
         version = _choose(request, await _retained_versions(client, request.job_id))
         cache = Cache(to.scratch.parent / "pulled")
-        puller = Puller(client, cache, Waits(), limit_s=_PULL_LIMIT_S)
+        waits = Waits()
+        puller = Puller(client, cache, waits, limit_s=_PULL_LIMIT_S)
         try:
-            pulled = await puller.pull(request.job_id, version)
+            showing = asyncio.create_task(_show(waits), name="export-progress")
+            try:
+                pulled = await puller.pull(request.job_id, version)
+            finally:
+                showing.cancel()
             if base is None:
                 if pulled.base is None:
                     raise ConfigError(f"version {version} of {request.job_id} is not an adapter: omit --adapter")
@@ -156,6 +165,14 @@ async def _pulled(url: str, token: str, request: ExportRequest, base: Path | Non
         finally:
             puller.close()
     return version
+
+
+async def _show(waits: Waits) -> None:
+    """Print to standard error, every few seconds, how far the pull is; runs until it is cancelled."""
+    while True:
+        await asyncio.sleep(_SHOW_EVERY_S)
+        for wait in waits.current():
+            print(f"rlboost: {wait.because}", file=sys.stderr, flush=True)
 
 
 async def _retained_versions(client: Any, job_id: str) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rlboost.client import Client, ClientError
@@ -88,7 +88,25 @@ def lines(sample: Sample, width: int) -> Iterator[str]:
         n_cut = len(completion) - 2 * half
         completion = f"{completion[:half]}\n[{n_cut:,} characters more; --json has them]\n{completion[-half:]}"
     yield from _labelled("prompt", prompt if len(prompt) <= _PROMPT_CHARS else "..." + prompt[-_PROMPT_CHARS:], width)
-    yield from _labelled("completion", completion, width)
+    if messages := sample.get("messages"):
+        for message in messages:
+            yield from _message_lines(message, width)
+    else:
+        yield from _labelled("completion", completion, width)
+
+
+def _message_lines(message: Mapping[str, Any], width: int) -> Iterator[str]:
+    """Yield a turn of the model with its tool calls, or the environment's answer."""
+    if message["role"] == "assistant":
+        if message["content"] or not message["tool_calls"]:
+            yield from _labelled("model", message["content"], width)
+        for call in message["tool_calls"]:
+            yield from _labelled("tool call", call, width)
+        return
+    reward = f"[reward {message['reward']:g}]" if message["reward"] else ""
+    ended = {"done": "[the conversation is over]", "cut": "[cut at a limit]"}.get(message["over"], "")
+    if text := " ".join(part for part in (message["content"], reward, ended) if part):
+        yield from _labelled("environment", text, width)
 
 
 def _labelled(label: str, text: str, width: int) -> Iterator[str]:

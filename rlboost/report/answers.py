@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +17,7 @@ from rlboost.report.page import Report, Table, job_answers
 SHOWN_PER_ORDER = 8
 """As in the page's `samples.js`."""
 MAX_SAMPLE_CHARACTERS = 4_000_000
-"""Of prompts and completions in a report: the newest steps are in it."""
+"""Of samples as JSON in a report: the newest steps are in it."""
 _WARNINGS_SHOWN = 50
 
 
@@ -58,7 +59,7 @@ def samples_by_step(samples: Iterable[Mapping[str, Any]]) -> dict[int, list[Mapp
     room = MAX_SAMPLE_CHARACTERS
     for step in sorted(by_step, reverse=True):
         shown = shown_samples(by_step[step])
-        room -= sum(len(sample["prompt"]) + len(sample["completion"]) for sample in shown)
+        room -= sum(len(json.dumps(sample)) for sample in shown)
         if room < 0:
             break
         if shown:

@@ -28,6 +28,8 @@ from rlboost.shared.waiting import Waits
 
 WRITE_LIMIT_S = 3600.0
 """How long the next checkpoint, or the job's end, waits for a checkpoint that is being written."""
+READ_LIMIT_S = 3600.0
+"""How long the newest checkpoint may take to be found, downloaded and verified."""
 
 
 class Checkpoints:
@@ -77,13 +79,18 @@ class Checkpoints:
         Raises:
             ConfigError: `trainer.resume` does not allow it, or the data has changed.
             Corrupt: the checkpoint does not fit the model, or no checkpoint verifies.
+            WaitTimedOut: it takes too long to read.
 
         """
         data, resume = self._resources.data, self._spec.trainer.resume
         self._data_digest = await self._device(
             lambda: fingerprint((row.tokens, row.completion, row.columns) for row in data.train)
         )
-        found = await self._device(self._resources.checkpoints.newest)
+        store = self._resources.checkpoints
+        async with self._waits.on(
+            "the newest checkpoint", because="it is read", limit_s=READ_LIMIT_S, progress=store.progress
+        ):
+            found = await self._device(store.newest)
         if resume == "never" and (found is not None or head > 0):
             raise ConfigError(
                 "the trainer was restarted during this job, and trainer.resume is 'never': create a new job"
@@ -169,7 +176,9 @@ class Checkpoints:
         if self._writing is None:
             return
         name = f"the {self._writing.get_name()}"
-        async with self._waits.on(name, because="it is still being written", limit_s=WRITE_LIMIT_S):
+        progress = self._resources.checkpoints.progress
+        because = "it is still being written"
+        async with self._waits.on(name, because=because, limit_s=WRITE_LIMIT_S, progress=progress):
             await asyncio.shield(self._writing)
         self._writing = None
 

@@ -78,6 +78,23 @@ def test_completion_parts_of_a_cut_completion_keep_their_workers(files: Page) ->
     assert call(files, "facts.js", code, sample) == ["0:aaa", "1:bb", "null:[4 characters cut]", "1:b", "2:cccc"]
 
 
+def test_turns_of_a_conversation_show_tool_calls_and_what_the_environment_rewards(files: Page) -> None:
+    call_text = '{"name": "add", "arguments": {"a": 1, "b": [2]}}'
+    messages = [
+        {"role": "assistant", "content": "", "tool_calls": [call_text, "{broken"], "spans": [["w-1", 0, 9]]},
+        {"role": "environment", "content": "3", "reward": 0, "over": ""},
+        {"role": "assistant", "content": "It is 3.", "tool_calls": [], "spans": [["w-1", 0, 4]]},
+        {"role": "environment", "content": "", "reward": 0.5, "over": "done"},
+    ]
+    code = "m.turns({ messages: a[0] }).map((t) => [t.who, t.text, t.calls, t.note])"
+    assert call(files, "facts.js", code, messages) == [
+        ["model, turn 1", "", ["add(a=1, b=[2])", "{broken"], ""],
+        ["environment", "3", [], ""],
+        ["model, turn 2", "It is 3.", [], ""],
+        ["environment", "", [], "reward 0.500, ended the conversation"],
+    ]
+
+
 def test_lives_of_workers_show_notices_kills_and_the_time_until_a_loss_is_detected(files: Page) -> None:
     killed = told(KILLED_AT, "worker_killed", worker="worker-2-aaaa")
     spans_of = "([name, life]) => [name, life.spans.map((s) => [s.state, s.from, s.to])]"

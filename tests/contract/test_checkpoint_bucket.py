@@ -78,6 +78,7 @@ def test_checkpoint_is_downloaded_exactly_on_another_machine(s3_url: str, tmp_pa
     assert found[0] == state(1_000_000)
     assert read(found[1]) == content(1_000_000)
     assert there.fallback() == state(15)
+    assert [store.progress().split(",")[0] for store in (here, there)] == ["5.01 kB of 5.01 kB"] * 2
     names = objects(s3_url)
     documents = sorted(name.rpartition("-")[0] for name in names if name.startswith("manifests"))
     assert documents == ["manifests/step-000015", "manifests/step-1000000"]

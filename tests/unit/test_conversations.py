@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +12,7 @@ from rlboost.services.trainer.domain import plan
 from rlboost.services.trainer.domain.groups.collector import DroppedGroup, Outcome, WholeGroup
 from rlboost.services.trainer.domain.groups.conversation import Conversation
 from rlboost.services.trainer.domain.groups.conversation_collector import ConversationCollector
+from rlboost.services.trainer.domain.groups.messages import messages_of
 from rlboost.services.trainer.domain.groups.turns import TurnIds
 from rlboost.shared.errors import ConfigError, Fatal, Unprocessable
 from rlboost.shared.ids import SampleId, group_of
@@ -18,6 +21,7 @@ from rlboost.shared.wire.columns import F32, I32, U8, ints, pack
 from tests.support.trainer_rig import spec
 
 IDS = TurnIds(n_groups=2, group_size=2, max_turns=3)
+CALL = '{"name": "add"}'
 GROUP, OTHER = SampleId(1, False, 4, 0, 0).pack(), SampleId(1, False, 4, 1, 0).pack()
 
 
@@ -49,6 +53,38 @@ def folded(collecting: ConversationCollector, *messages: Message) -> list[Outcom
 def alone(sample: int) -> list[Message]:
     """A conversation of one turn."""
     return [said(sample, 0, 5, 2), told(sample, 0, reward=1.0, over="done")]
+
+
+# --- as messages for people ---
+
+
+@pytest.mark.parametrize("tags_are_special", [True, False])
+def test_messages_of_a_conversation_have_tool_calls_and_answers(tags_are_special: bool) -> None:
+    texts = {
+        5: "I add.",
+        6: "<tool_call>",
+        7: CALL,
+        8: "</tool_call>",
+        9: "<end>",
+        10: "\ntool: 3\n",
+        11: "3",
+    }
+    special = {9, 6, 8} if tags_are_special else {9}
+
+    def decode(tokens: Sequence[int], skip_special: bool) -> str:
+        return "".join(texts[token] for token in tokens if not (skip_special and token in special))
+
+    conversation = Conversation(
+        GROUP,
+        [said(GROUP, 0, 5, 6, 7, 8, 6, 7, 8, 9), said(GROUP, 1, 11, 9)],
+        [told(GROUP, 0, 10), told(GROUP, 1, reward=1.0, over="done")],
+    )
+    assert messages_of(conversation, decode) == [
+        {"role": "assistant", "content": "I add.", "tool_calls": [CALL] * 2, "spans": [["w0", 4, 8]]},
+        {"role": "environment", "content": "tool: 3", "reward": 0.0, "over": ""},
+        {"role": "assistant", "content": "3", "tool_calls": [], "spans": [["w1", 4, 2]]},
+        {"role": "environment", "content": "", "reward": 1.0, "over": "done"},
+    ]
 
 
 # --- ids --------------------------------------------------------------------------------------------------------------

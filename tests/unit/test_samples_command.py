@@ -134,6 +134,21 @@ def test_a_sample_is_shown_with_reward_parts_group_and_finish(rest: FakeRest) ->
     ]
 
 
+def test_conversation_is_shown_turn_by_turn() -> None:
+    messages = [
+        {"role": "assistant", "content": "", "tool_calls": ['{"name": "add"}'], "spans": []},
+        {"role": "environment", "content": "3", "reward": 0.0, "over": ""},
+        {"role": "assistant", "content": "It is 3.", "tool_calls": [], "spans": []},
+        {"role": "environment", "content": "", "reward": 0.5, "over": "done"},
+    ]
+    assert list(lines(sample(0, 0, 0, 0.5, turns=2, messages=messages), WIDTH))[2:] == [
+        'tool call   {"name": "add"}',
+        "environment 3",
+        "model       It is 3.",
+        "environment [reward 0.5] [the conversation is over]",
+    ]
+
+
 def test_long_texts_fit_the_width_and_show_both_ends() -> None:
     prompt = "x" * 5_000 + "the question"
     completion = "first\n" + "word " * 2_000 + "\nanswer"

@@ -98,6 +98,10 @@ class MemoryCheckpoints:
         """See `CheckpointStore.fallback`."""
         return self._retained[0][0] if len(self._retained) == 2 else None
 
+    def progress(self) -> str:
+        """See `CheckpointStore.progress`."""
+        return ""
+
 
 class MemoryFolder:
     """A run folder in memory."""

@@ -62,6 +62,9 @@ class CheckpointStore(Protocol):
     def fallback(self) -> TrainState | None:
         """Return the oldest retained checkpoint once the store is full: entries before its position are not needed."""
 
+    def progress(self) -> str:
+        """Return how far the transfer of a checkpoint is, empty if there is none; callable at any time."""
+
 
 class WeightPublisher(Protocol):
     """One job's weights in the weight store.

@@ -15,6 +15,8 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from rlboost.services.trainer.domain.groups.collector import DroppedGroup, Outcome, WholeGroup
+from rlboost.services.trainer.domain.groups.conversation import Conversation
+from rlboost.services.trainer.domain.groups.messages import messages_of
 from rlboost.services.trainer.domain.metrics import ScoredGroup, StepTally
 from rlboost.services.trainer.domain.plan import PlannedGroup
 from rlboost.services.trainer.ports.data import Data, Prompt
@@ -27,6 +29,8 @@ from rlboost.shared.wire.columns import ints
 
 _TEXT_CHARS = 4_000
 """Published prompts and completions are cut to this length, in their middle: questions and answers are at the ends."""
+_MESSAGE_CHARS = 600
+"""As much of each message of a long conversation is published."""
 
 
 class GroupScorer:
@@ -131,13 +135,27 @@ def sample_summaries(group: WholeGroup, prompt: bytes, scores: Scores, data: Dat
                 "reason": scores.reason,
                 "finish": sample.finish,
                 "n_tokens": len(ints(sample.tokens)),
-                **({"turns": len(group.conversations[i].turns)} if group.conversations else {}),
                 "spans": [list(span) for span in sample.spans],
-                **({} if group.conversations else span_characters(tokens, sample.spans, data)),
+                **(
+                    conversation_fields(group.conversations[i], data)
+                    if group.conversations
+                    else span_characters(tokens, sample.spans, data)
+                ),
                 "attempts": sample.attempts,
             }
         )
     return rows
+
+
+def conversation_fields(conversation: Conversation, data: Data) -> dict[str, Any]:
+    """Return the number of turns, and the `messages_of` a conversation, each text cut in its middle."""
+    messages = messages_of(conversation, data.decode)
+    limit = max(_MESSAGE_CHARS, _TEXT_CHARS // len(messages))
+    for message in messages:
+        message["content"] = _without_middle(message["content"], limit)
+        if "tool_calls" in message:
+            message["tool_calls"] = [_without_middle(call, limit) for call in message["tool_calls"]]
+    return {"turns": len(conversation.turns), "messages": messages}
 
 
 def span_characters(tokens: Sequence[int], spans: Sequence[Span], data: Data) -> dict[str, list[int]]:
@@ -153,6 +171,6 @@ def _assistant(text: str) -> dict[str, Any]:
     return {"role": "assistant", "content": text}
 
 
-def _without_middle(text: str) -> str:
-    half, n_cut = _TEXT_CHARS // 2, len(text) - _TEXT_CHARS
+def _without_middle(text: str, limit: int = _TEXT_CHARS) -> str:
+    half, n_cut = limit // 2, len(text) - limit
     return text if n_cut <= 0 else f"{text[:half]}\n[{n_cut:,} characters cut]\n{text[-half:]}"

@@ -185,6 +185,28 @@ function scalingText({ workers, limited_by: limit, dollars_per_hour: price, max_
   return `${cost} Autoscaling (${workers}): ${kinds.join(", ")}${limit ? `; limited by ${limit}` : ""}.${errors.join("")}`;
 }
 
+// A conversation's messages as {who, text, calls, note, spans}; `calls` are tool calls like `add(a=1, b=2)`.
+export function turns(sample) {
+  let turn = 0;
+  return sample.messages.map(({ role, content, tool_calls: calls = [], spans = [], reward, over }) => {
+    if (role === "assistant") return { who: `model, turn ${++turn}`, text: content, calls: calls.map(callText), note: "", spans };
+    const ended = { done: "ended the conversation", cut: "cut: a limit was reached" }[over];
+    const note = [reward ? `reward ${number(reward)}` : "", ended ?? ""].filter(Boolean).join(", ");
+    return { who: "environment", text: content, calls: [], note, spans };
+  });
+}
+
+// A tool call as the model wrote it, in Python's form; as it is if it is no call.
+function callText(call) {
+  try {
+    const { name, arguments: given } = JSON.parse(call);
+    if (typeof name !== "string") return call;
+    return `${name}(${Object.entries(given ?? {}).map(([key, value]) => `${key}=${JSON.stringify(value)}`).join(", ")})`;
+  } catch {
+    return call;
+  }
+}
+
 // A completion as parts {text, span}: span indexes `sample.spans`, null where its worker is not known.
 export function completionParts(sample) {
   const text = sample.completion, lengths = sample.span_characters;

@@ -2,7 +2,7 @@
 
 import { report, samplesOf } from "./api.js";
 import { color, el, PAINTS } from "./dom.js";
-import { completionParts, number, workerName } from "./facts.js";
+import { completionParts, number, turns, workerName } from "./facts.js";
 
 const SHOWN = 8; // of each order; a report has no others: rlboost/report/answers.py
 const ORDERS = {
@@ -27,17 +27,27 @@ function sampleView(sample) {
   const turns = sample.turns ? `, ${sample.turns} turns` : "";
   const makers = sample.spans.map(([worker, version, n], span) =>
     el("li", {}, el("i", { style: { background: paint(sample, span) } }), `${workerName(worker)}, version ${version}: ${n} tokens`));
-  const texts = completionParts(sample).map(({ text, span }) =>
+  const texts = sample.messages ? [] : completionParts(sample).map(({ text, span }) =>
     el("mark", span === null ? {} : { style: { borderColor: paint(sample, span) }, title: makers[span].textContent }, text));
   return el("article", { class: "sample" },
     el("p", {}, el("b", {}, scored), `, ${sample.n_tokens} tokens, finish ${sample.finish}${turns}`),
     el("pre", { class: "muted", "aria-label": "prompt" }, sample.prompt),
-    el("pre", { "aria-label": "completion", tabindex: 0 }, ...texts),
-    el("ul", { class: "legend" }, ...makers));
+    sample.messages ? el("ol", { class: "turns", "aria-label": "conversation" }, ...turns(sample).map(turnView))
+      : el("pre", { "aria-label": "completion", tabindex: 0 }, ...texts),
+    sample.messages ? null : el("ul", { class: "legend" }, ...makers));
+
+  function turnView({ who, text, calls, note, spans }) {
+    const painted = new Map(spans.map(([worker, version]) => [`${workerName(worker)}, version ${version}`, paintOf(sample, worker, version)]));
+    const of = [...painted].map(([name, background]) => el("span", {}, el("i", { style: { background } }), name));
+    return el("li", {}, el("p", {}, el("b", {}, who), note ? ` ${note}` : "", ...of),
+      text || !(calls.length || note) ? el("pre", { class: spans.length ? null : "answer" }, text || "(empty)") : null,
+      ...calls.map((call) => el("pre", { class: "call" }, `calls ${call}`)));
+  }
 }
 
-function paint(sample, span) {
-  const makers = [...new Set(sample.spans.map(([worker, version]) => `${worker} ${version}`))];
-  const [worker, version] = sample.spans[span];
+const paint = (sample, span) => paintOf(sample, ...sample.spans[span]);
+
+function paintOf(sample, worker, version) {
+  const makers = [...new Set(sample.spans.map(([of, at]) => `${of} ${at}`))];
   return color(PAINTS[makers.indexOf(`${worker} ${version}`) % PAINTS.length]);
 }

@@ -42,6 +42,7 @@ from rlboost.shared.bucket import Bucket, Listed, NoCredentials, Refused, config
 from rlboost.shared.disk_space import write_error
 from rlboost.shared.errors import Fatal, NotFound, StoreUnavailable, leaves
 from rlboost.shared.ids import new_token
+from rlboost.shared.progress import TransferProgress
 
 log = structlog.get_logger(__name__)
 
@@ -76,12 +77,15 @@ class CheckpointBucket:
         self._bucket = Bucket(url)
         self._scratch = scratch
         self._limit_s = limit_s
+        self._transfer = TransferProgress()
+        """The present upload or download."""
         self._started_at = 0
         """When this trainer started, in seconds by the object store's clock; 0 until it has asked."""
 
     def save(self, state: TrainState, write: Snapshot) -> None:
         """See `CheckpointStore.save`."""
         name = name_of(state.step)
+        self._transfer = TransferProgress()
         try:
             self._remove_stale(state.step)
             with self._scratch_folder(state.step) as directory:
@@ -111,6 +115,10 @@ class CheckpointBucket:
         """See `CheckpointStore.fallback`."""
         return asyncio.run(self._fallback())
 
+    def progress(self) -> str:
+        """See `CheckpointStore.progress`."""
+        return self._transfer.text()
+
     def _remove_stale(self, step: int) -> None:
         """Remove scratch folders of earlier steps, downloads among them, and stale ones."""
         for folder in self._scratch.glob("*"):
@@ -139,6 +147,7 @@ class CheckpointBucket:
             await self._start_epoch()
         folder = f"{name_of(state.step)}-{self._started_at:010x}{new_token()}"
         manifest = await asyncio.to_thread(Manifest.of, directory, state, folder)
+        self._begin_transfer(manifest)
         await _run_concurrently(
             self._upload(directory / file, f"{_FILES}/{folder}/{_part(file, number)}", number)
             for file, digest in manifest.files.items()
@@ -160,6 +169,11 @@ class CheckpointBucket:
     async def _upload(self, file: Path, path: str, number: int) -> None:
         data = await asyncio.to_thread(_read_part, file, number)
         await self._retry_until_ok(lambda: self._bucket.put(path, data))
+        self._transfer.done_bytes += len(data)
+
+    def _begin_transfer(self, manifest: Manifest) -> None:
+        self._transfer = TransferProgress()
+        self._transfer.total_bytes = sum(digest.n_bytes for digest in manifest.files.values())
 
     async def _remove_old(self, newest: Manifest) -> None:
         """Remove all but the newest checkpoints, and files of earlier steps that no checkpoint has, of killed trainers.
@@ -236,6 +250,7 @@ class CheckpointBucket:
 
     async def _download_files(self, manifest: Manifest) -> tuple[TrainState, Path]:
         self._remove_stale(0)
+        self._begin_transfer(manifest)
         try:
             with self._scratch_folder(manifest.state.step, keep=True) as directory:
                 for name, digest in manifest.files.items():
@@ -254,6 +269,7 @@ class CheckpointBucket:
     async def _download(self, path: str, file: Path, number: int) -> None:
         found = await self._retry_until_ok(lambda: self._bucket.get(path))
         await asyncio.to_thread(_write_part, file, number, found.data)
+        self._transfer.done_bytes += len(found.data)
 
     async def _fallback(self) -> TrainState | None:
         names = await self._names()

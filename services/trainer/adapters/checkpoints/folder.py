@@ -86,6 +86,10 @@ class CheckpointFolder:
         except CORRUPT_ERRORS:
             return None
 
+    def progress(self) -> str:
+        """See `CheckpointStore.progress`. Nothing is transferred."""
+        return ""
+
     def _directories(self) -> list[Path]:
         """Return the finished checkpoints, newest first."""
         return sorted(self._folder.glob(f"{PREFIX}*"), key=lambda path: step_of(path.name), reverse=True)
