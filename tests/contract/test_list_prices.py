@@ -45,7 +45,8 @@ def item(sku: str, price: float, product: str = "Virtual Machines NDsr H100 v5 S
 AZURE = [
     [item("ND96isrH100v5", 98.32), item("ND96isrH100v5 Low Priority", 19.6)],
     [
-        item("ND96isrH100v5 Spot", 36.0, "Virtual Machines NDsr H100 v5 Series Windows"),
+        item("ND96isrH100v5 Spot", 30.0, "Virtual Machines NDsr H100 v5 Series Windows"),
+        item("ND96isrH100v5 Spot", 29.0, "NDsr H100 v5 Series Cloud Services"),
         item("ND96isrH100v5 Spot", 32.0),
     ],
 ]

@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 from collections.abc import Iterator
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ import httpx
 import promql_parser as promql
 import pytest
 import yaml
+from grafana_foundation_sdk.cog import plugins
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.dashboard import Dashboard
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from rlboost.services.rollout_manager.adapters.prometheus import WorldCollector
@@ -195,6 +199,35 @@ def test_board_and_data_source_agree_on_the_uid() -> None:
     ]
     assert {panel["datasource"]["uid"] for panel in BOARD["panels"]} == {source["uid"]}
     assert len({panel["id"] for panel in BOARD["panels"]}) == len(BOARD["panels"])
+
+
+def unknown_fields(board: dict[str, Any]) -> list[str]:
+    """Return what Grafana's schema of boards does not have, which Grafana would ignore."""
+    plugins.register_default_plugins()
+    read = json.loads(JSONEncoder().encode(Dashboard.from_json(board)))
+
+    def lost(given: Any, known: Any, place: str) -> Iterator[str]:
+        if isinstance(given, dict) and isinstance(known, dict):
+            for key, value in given.items():
+                yield from lost(value, known.get(key), f"{place}.{key}")
+        elif isinstance(given, list) and isinstance(known, list) and len(given) == len(known):
+            for index, value in enumerate(given):
+                yield from lost(value, known[index], f"{place}[{index}]")
+        elif given != known:
+            yield place
+
+    return list(lost(board, read, "board"))
+
+
+def test_board_has_only_fields_of_grafanas_schema() -> None:
+    assert unknown_fields(BOARD) == []
+    misspelled = deepcopy(BOARD)
+    misspelled["panels"][0]["targets"][0]["query"] = "up"
+    misspelled["panels"][3]["fieldConfig"]["defaults"]["custom"]["fill"] = 40
+    assert unknown_fields(misspelled) == [
+        "board.panels[0].targets[0].query",
+        "board.panels[3].fieldConfig.defaults.custom.fill",
+    ]
 
 
 # --- what the metrics count -------------------------------------------------------------------------------------------
