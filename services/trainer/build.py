@@ -71,9 +71,7 @@ def build_resources(
         replayed = require_replayable(model, spec.sampling.max_tokens)
     engine = _engine(config, spec, folder, own_machines, loss, replayed)
     skip_function = spec.data.curriculum.function if spec.data.curriculum else None
-    publisher = (
-        partial(RanksPublisher, policy=engine, token=token) if isinstance(engine, RanksPolicy) else StorePublisher
-    )
+    publisher = partial(RanksPublisher, token=token) if isinstance(engine, RanksPolicy) else StorePublisher
     return JobResources(
         engine=engine,
         model=model,
@@ -158,6 +156,8 @@ def _engine(
             spec.optimizer,
             temperature=temperature,
             device=config.device,
+            lora=spec.adapter,
+            seed=spec.trainer.seed,
             reference=reference,
             aggregation=loss.aggregation if isinstance(loss, PolicyLoss) else "token_mean",
             replayed=replayed,

@@ -96,9 +96,10 @@ class _TrainingJob(BaseJob):
                 f"elastic.weights: {self.elastic.weights} trains the whole model, but there is a section lora: set "
                 "elastic.weights to lora to train an adapter, or remove the section"
             )
-        if self.elastic.weights == "lora" and not self.trainer.in_one_process:
+        if self.elastic.weights == "lora" and self.trainer.backend == "megatron":
             raise ValueError(
-                "elastic.weights: lora needs trainer.backend: torch in one process; several train whole models"
+                "elastic.weights: lora needs trainer.backend: torch, which has data_parallel and context_parallel for "
+                "several processes; megatron trains whole models"
             )
         if self.elastic.weights == "lora" and self.trainer.compile:
             raise ValueError("trainer.compile is for whole models, and elastic.weights is lora: remove compile")

@@ -93,7 +93,7 @@ def three_steps(policy: RanksPolicy, folder: Path, *, offloaded: bool) -> list[A
             offload_if_asked()
         seen += [policy.step(RATE), bits(policy)]
         offload_if_asked()
-        seen += [bits(policy), policy.digests()]
+        seen += [bits(policy), rank_policies.digests(policy)]
         seen.append(policy.logprobs([batch]))
         if policy._keeps_reference:
             offload_if_asked()

@@ -34,6 +34,7 @@ Kept = Callable[[str, int], PolicyEngine]
 RANKS: dict[str, dict[str, Any]] = {
     "megatron-bfloat16": {"data_parallel": 2, "distributed_optimizer": True, "offload": "all"},
     "fsdp-bfloat16": {"backend": "torch", "data_parallel": 2, "offload": "optimizer"},
+    "fsdp-adapter": {"backend": "torch", "data_parallel": 2, "offload": "all", "lora": LoraSpec(rank=3)},
 }
 
 

@@ -92,7 +92,7 @@ def test_offload_of_ranks_frees_gpu_memory(model: Path, layout: str, offload: st
         policy.offload()
         at_rest = used(policy)
         list(policy.export_shards())
-        policy.digests()
+        rank_policies.digests(policy)
         policy.snapshot()(tmp_path)
         written = used(policy)
     for before, after in zip(awake, at_rest, strict=True):
@@ -117,7 +117,7 @@ def test_offload_between_calls_changes_no_bit(model: Path, layout: str, offload:
                     policy.offload()
                 out.append(policy.step(RATE))
                 policy.offload()
-                out += [policy.digests(), policy.logprobs([batch])]
+                out += [rank_policies.digests(policy), policy.logprobs([batch])]
                 policy.offload()
             policy.snapshot()(folder)
             policy.load_hf(model)

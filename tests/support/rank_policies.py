@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 from rlboost.services.trainer.adapters.fsdp.policy import FsdpPolicy
 from rlboost.services.trainer.adapters.megatron.policy import MegatronPolicy
 from rlboost.services.trainer.adapters.ranks.policy import RanksPolicy
+from rlboost.services.trainer.adapters.ranks.shards import RankShards
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
 from rlboost.shared.model.logit_limits import MAX_LOGITS
 from tests.support.megatron_cpu import python_path
@@ -84,12 +85,19 @@ def write(directory: Path, family: str) -> Path:
     return directory
 
 
+def digests(policy: RanksPolicy) -> dict[Any, str]:
+    """Return the digests of all shards of the model, which the ranks compute."""
+    shards = policy.export_shards("base")
+    assert isinstance(shards, RankShards)
+    return shards.digests()
+
+
 @contextmanager
 def policy(
     optimizer: OptimizerSpec, *, dtype: str = "float32", temperature: float = 1.0, device: str = "cpu", **settings: Any
 ) -> Iterator[RanksPolicy]:
-    """Yield a policy and close it; settings are those of `TrainerSpec`, and `reference`, `aggregation`, `replayed`,
-    `max_logits` and `folder`.
+    """Yield a policy and close it; settings are those of `TrainerSpec`, and `lora`, `seed`, `reference`, `aggregation`,
+    `replayed`, `max_logits` and `folder`.
 
     On CPUs megatron-core needs `tests.support.megatron_cpu`, which the ranks get by their environment.
     """
@@ -97,6 +105,7 @@ def policy(
     aggregation, replayed = settings.pop("aggregation", "token_mean"), settings.pop("replayed", None)
     max_logits = settings.pop("max_logits", MAX_LOGITS)
     folder = settings.pop("folder", None)
+    lora, seed = settings.pop("lora", None), settings.pop("seed", 0)
     spec = TrainerSpec(**{"backend": "megatron", "dtype": dtype, **settings})
     kind = MegatronPolicy if spec.backend == "megatron" else FsdpPolicy
     made = kind(
@@ -104,6 +113,8 @@ def policy(
         optimizer,
         temperature=temperature,
         device=device,
+        lora=lora,
+        seed=seed,
         reference=reference,
         aggregation=aggregation,
         replayed=replayed,

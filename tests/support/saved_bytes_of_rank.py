@@ -33,6 +33,7 @@ def main(kind: str, *models: str) -> None:
 
     settings = {"temperature": 1.0, "dtype": "float32", "reference": False, "offload": "none"}
     settings |= {"compile": False, "balancing": NO_BALANCING, "replayed": None, "max_logits": 1 << 27}
+    settings |= {"lora": None, "seed": 0}
     with tempfile.TemporaryDirectory() as folder:
         engine: Any = make(
             rank=0,
@@ -49,7 +50,8 @@ def main(kind: str, *models: str) -> None:
         files = [str(file) for file in Path(model).glob("*.safetensors")]
         engine.load_hf({"source": model, "shape": shape, "attention": "rlboost_packed"}, files, shared=model)
         found: list[int] = []
-        with saved_bytes(local_tensor(parameter) for _, parameter in engine._model.parameters()) as n_saved_bytes:
+        parameters = engine._policy.model.parameters()
+        with saved_bytes(local_tensor(parameter) for _, parameter in parameters) as n_saved_bytes:
 
             def ask(question: dict[str, Any]) -> dict[str, Any]:
                 found.append(n_saved_bytes())

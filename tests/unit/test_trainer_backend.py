@@ -86,8 +86,12 @@ def test_setting_without_its_prerequisite_is_rejected_by_name() -> None:
         trainer(backend="megatron", distributed_optimizer=True)
     with pytest.raises(ConfigError, match=r"lora needs trainer.backend: torch"):
         parse({**small_job(steps=1, elastic={"weights": "lora"}), "trainer": {"backend": "megatron"}})
-    with pytest.raises(ConfigError, match=r"lora needs trainer.backend: torch in one process"):
-        parse({**small_job(steps=1, elastic={"weights": "lora"}), "trainer": {"data_parallel": 2}})
+
+
+@pytest.mark.parametrize("setting", [{"data_parallel": 4, "nodes": 2, "fsdp_size": 2}, {"context_parallel": 2}])
+def test_adapter_trains_in_several_torch_processes(setting: dict[str, Any]) -> None:
+    job = parse({**small_job(steps=1, elastic={"weights": "lora"}), "trainer": setting})
+    assert job.adapter is not None
 
 
 @pytest.mark.parametrize(

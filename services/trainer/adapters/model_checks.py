@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlboost.services.trainer.adapters.fsdp.model import SETTING as FSDP
+from rlboost.services.trainer.adapters.fsdp.sharding import SETTING as FSDP
 from rlboost.services.trainer.adapters.torch.activation_checkpointing import SETTING as CHECKPOINTING
 from rlboost.services.trainer.adapters.torch.attention_choice import attention_of, require_packed
 from rlboost.services.trainer.adapters.torch.compilation import require_compilable
@@ -37,7 +37,7 @@ def require_adaptable(model: Any, adapter: LoraSpec) -> None:
         ConfigError: PEFT is not installed, or `lora.targets` names modules that cannot have an adapter.
 
     """
-    Adapter(model, dict(model.named_parameters()), adapter, seed=0)
+    Adapter(model, {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}, adapter)
 
 
 def model_without_weights(source: Path) -> Any:

@@ -1,35 +1,26 @@
-"""A causal language model of transformers, sharded by FSDP2 (arXiv 2304.11277), and its AdamW.
+"""One rank's shards of a model's tensors (FSDP2, arXiv 2304.11277), and their AdamW.
 
 Each rank has a range of rows of every parameter and of its moments; with several groups of ranks (HSDP) each group has
-the whole model. A layer's parameters are gathered only while the
-layer computes. Gradients are summed over micro-batches and ranks, and divided once per update.
+the whole model. Gradients are summed over micro-batches and ranks, and divided once per update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlboost.services.trainer.adapters.ranks.offload import local_tensor
 from rlboost.services.trainer.adapters.ranks.tensor_slice import TensorSlice
-from rlboost.services.trainer.adapters.torch.activation_checkpointing import checkpoint_activations
-from rlboost.services.trainer.adapters.torch.compilation import compile_layers
-from rlboost.services.trainer.adapters.torch.experts import EXPERTS
-from rlboost.services.trainer.adapters.torch.layers import layers_of
-from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import OptimizerSpec
 from rlboost.shared.model.experts import matrices, n_matrices, names_of_expert
 
-SETTING = "trainer.data_parallel, trainer.context_parallel"
+_NONE: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class FsdpWeightMap:
@@ -76,55 +67,27 @@ class FsdpWeightMap:
 
 
 class FsdpModel:
-    """One rank's shard of a model."""
+    """One rank's shards of some tensors: of a whole model, of one below an adapter, or of an adapter."""
 
     def __init__(
-        self,
-        source: Path,
-        device: str,
-        attention: str,
-        *,
-        mesh: DeviceMesh,
-        trained: bool,
-        activation_checkpointing: bool = False,
-        compiled: bool = False,
+        self, parameters: Mapping[str, Tensor], mesh: DeviceMesh, buffers: Mapping[str, Tensor] = _NONE
     ) -> None:
-        """Build it with uninitialized weights. A collective call of all ranks.
+        """Take the parameters of a module that `sharding` made.
 
         Args:
-            source: a Hugging Face directory; only its configuration is read.
-            device: `cpu` or `cuda`.
-            attention: the model's `attn_implementation`.
-            mesh: its last dimension are the ranks that share the model. A dimension before it makes it HSDP:
-                gradients are also summed over it.
-            trained: whether parameters get gradients.
-            activation_checkpointing: whether layers are recomputed in the backward pass.
-            compiled: whether layers are compiled.
-
-        Raises:
-            ConfigError: the directory holds no causal language model, or one that FSDP2 cannot shard.
+            parameters: by the names under which they are exported, as `DTensor`.
+            mesh: over which they are sharded.
+            buffers: those that checkpoints have.
 
         """
-        self.module: Any = _sharded_module(
-            source,
-            device,
-            attention,
-            mesh=mesh,
-            trained=trained,
-            activation_checkpointing=activation_checkpointing,
-            compiled=compiled,
-        )
-        self._parameters: list[tuple[str, Any]] = list(self.module.named_parameters())
-        saved = self.module.state_dict()
-        self._buffers = [(name, buffer) for name, buffer in self.module.named_buffers() if name in saved]
-        shapes = {name: tuple(tensor.shape) for name, tensor in (*self._parameters, *self._buffers)}
-        buffers = frozenset(name for name, _ in self._buffers)
-        self.weight_map = FsdpWeightMap(shapes, mesh.get_local_rank("shards"), mesh["shards"].size(), buffers)
+        self._tensors = {**parameters, **buffers}
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+        shards = mesh["shards"]
+        self.weight_map = FsdpWeightMap(shapes, shards.get_local_rank(), shards.size(), frozenset(buffers))
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the parameters, as `DTensor`, and the buffers that checkpoints have."""
-        yield from self._parameters
-        yield from self._buffers
+        yield from self._tensors.items()
 
     def put(self, parameter: Tensor, value: Tensor) -> None:
         """Overwrite this rank's rows of a parameter."""
@@ -132,31 +95,19 @@ class FsdpModel:
 
 
 class TrainedFsdpModel(FsdpModel):
-    """One rank's shard of the trained model, with its optimizer."""
+    """One rank's shards of the trained tensors, with their optimizer."""
 
     def __init__(
         self,
-        source: Path,
-        device: str,
-        attention: str,
+        parameters: Mapping[str, Tensor],
         optimizer: OptimizerSpec,
-        *,
         mesh: DeviceMesh,
-        activation_checkpointing: bool,
-        compiled: bool,
+        buffers: Mapping[str, Tensor] = _NONE,
     ) -> None:
-        """Build both. See `FsdpModel`."""
-        super().__init__(
-            source,
-            device,
-            attention,
-            mesh=mesh,
-            trained=True,
-            activation_checkpointing=activation_checkpointing,
-            compiled=compiled,
-        )
+        """See `FsdpModel`."""
+        super().__init__(parameters, mesh, buffers)
         self._clip = optimizer.grad_clip
-        self._dtensors = [parameter for _, parameter in self._parameters]
+        self._dtensors = list(parameters.values())
         self.optimizer = torch.optim.AdamW(
             self._dtensors, lr=optimizer.lr, betas=optimizer.betas, weight_decay=optimizer.weight_decay
         )
@@ -167,9 +118,8 @@ class TrainedFsdpModel(FsdpModel):
 
     def finish_gradients(self, divisor: int) -> float:
         """Divide the gradients by `divisor` and clip them; return their global norm before clipping."""
-        for parameter in self._dtensors:
-            if parameter.grad is not None:
-                parameter.grad.div_(divisor)
+        for gradient in self.gradients():
+            gradient.div_(divisor)
         norm: Any = torch.nn.utils.clip_grad_norm_(self._dtensors, self._clip)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
@@ -187,44 +137,6 @@ class TrainedFsdpModel(FsdpModel):
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """AdamW alone."""
         return [self.optimizer]
-
-
-def _sharded_module(
-    source: Path,
-    device: str,
-    attention: str,
-    *,
-    mesh: DeviceMesh,
-    trained: bool,
-    activation_checkpointing: bool,
-    compiled: bool,
-) -> Any:
-    try:
-        config = AutoConfig.from_pretrained(source, local_files_only=True)
-        # On the meta device: no rank ever holds whole weights, each reads its own rows.
-        with init_empty_weights(include_buffers=False):
-            module = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, attn_implementation=attention, experts_implementation=EXPERTS
-            )
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"model {source} cannot be loaded as a causal language model: {error}") from error
-    module.tie_weights()
-    module.requires_grad_(trained)
-    if compiled:
-        compile_layers(module, device)
-    if activation_checkpointing:
-        checkpoint_activations(module)
-    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    for sharded in (*layers_of(module, SETTING), module):
-        # The root too: by default it stays gathered until the backward pass, which a frozen model does not have.
-        fully_shard(sharded, mesh=mesh, reshard_after_forward=True)
-        # By default FSDP2 divides by the number of ranks.
-        sharded.set_force_sum_reduction_for_comms(True)
-        sharded.set_gradient_divide_factor(1.0)
-    module.to_empty(device=device)
-    for name, buffer in module.named_buffers():
-        buffer.copy_(buffers[name])
-    return module.eval()
 
 
 def _matrices(rows: TensorSlice) -> list[TensorSlice]:

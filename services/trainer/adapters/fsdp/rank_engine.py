@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rlboost.services.trainer.adapters.fsdp.forward_backward import FsdpForwardBackward
 from rlboost.services.trainer.adapters.fsdp.model import FsdpModel, TrainedFsdpModel
+from rlboost.services.trainer.adapters.fsdp.sharding import (
+    add_adapter,
+    empty_model,
+    prepare_layers,
+    saved_buffers,
+    shard,
+)
 from rlboost.services.trainer.adapters.fsdp.state import FsdpOptimizerState
-from rlboost.services.trainer.adapters.ranks.engine import COLLECTIVE_LIMIT, RankEngine
+from rlboost.services.trainer.adapters.ranks.engine import COLLECTIVE_LIMIT, AskTrainer, RankEngine
 from rlboost.services.trainer.adapters.ranks.layout import Coordinates, Layout
-from rlboost.services.trainer.adapters.ranks.packed import pack_rows
-from rlboost.services.trainer.adapters.ranks.tensor_slice import TensorSlice
-from rlboost.services.trainer.adapters.ranks.trainable import ForwardBackward, Model, Trainable
+from rlboost.services.trainer.adapters.ranks.packed import PackedBatch, pack_rows
+from rlboost.services.trainer.adapters.ranks.trainable import Frozen, Trainable
 from rlboost.services.trainer.adapters.torch.batch import DUMMY_ROWS
 from rlboost.services.trainer.adapters.torch.context_parallel import ContextGroup
 from rlboost.services.trainer.adapters.torch.logprobs import LogprobPass
+from rlboost.services.trainer.adapters.torch.lora import Adapter
 
 
 class FsdpRank(RankEngine):
@@ -27,6 +36,8 @@ class FsdpRank(RankEngine):
 
     Ranks have disjoint shards of every tensor; with `trainer.fsdp_size` those of a group, and each group all of them.
     """
+
+    _adapter: Adapter | None = None
 
     def _init_parallel(self, rank: int, layout: Layout) -> Coordinates:
         self._context: ContextGroup | None = None
@@ -36,35 +47,56 @@ class FsdpRank(RankEngine):
         self._mesh = _mesh_of(self._device, layout)
         return Coordinates.of(rank, layout)
 
-    def load_hf(self, model: dict[str, Any], files: list[str], shared: str) -> list[TensorSlice]:
+    def load_hf(self, model: dict[str, Any], files: list[str], shared: str) -> dict[str, Any]:
         """See `RankEngine.load_hf`."""
-        slices = super().load_hf(model, files, shared)
+        loaded = super().load_hf(model, files, shared)
         if self._replayed or self._balancing.coefficient:
             self._offloader.onload_weights()
-            self._passes.logprobs([pack_rows(DUMMY_ROWS)])  # checks the routers
+            self._policy.passes.logprobs([pack_rows(DUMMY_ROWS)])  # checks the routers
             self.offload()
-        return slices
+        return loaded
+
+    def accumulate(self, batches: list[list[bytes]], ask: AskTrainer) -> dict[str, float]:
+        """See `RankEngine.accumulate`."""
+        if self._adapter is None:
+            return super().accumulate(batches, ask)
+        # The adapter's dropout: a resumed job repeats it, and no two ranks have the same.
+        entropy = (self._seed % 2**64, self._n_steps, self._n_accumulated, distributed.get_rank())
+        torch.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]))
+        with self._adapter.training():
+            return super().accumulate(batches, ask)
 
     def _build(self, model: dict[str, Any]) -> Trainable:
-        model_shard = TrainedFsdpModel(
-            Path(model["source"]),
-            self._device,
-            model["attention"],
-            self._optimizer,
-            mesh=self._mesh,
-            activation_checkpointing=self._activation_checkpointing,
-            compiled=self._compiled,
+        module = empty_model(Path(model["source"]), model["attention"])
+        self._adapter = add_adapter(module, self._lora, self._dtype) if self._lora else None
+        prepare_layers(
+            module, self._device, activation_checkpointing=self._activation_checkpointing, compiled=self._compiled
         )
-        passes = self._passes_of(model_shard, balances=bool(self._balancing.coefficient))
-        return Trainable(model_shard, passes, FsdpOptimizerState(model_shard.optimizer, self._local_value))
+        shard(module, self._device, self._mesh)
+        passes = self._passes_of(module, balances=bool(self._balancing.coefficient))
+        buffers = saved_buffers(module)
+        if (adapter := self._adapter) is None:
+            whole = TrainedFsdpModel(dict(module.named_parameters()), self._optimizer, self._mesh, buffers)
+            return Trainable(whole, passes, FsdpOptimizerState(whole.optimizer, self._local_value))
+        trained = TrainedFsdpModel(adapter.tensors, self._optimizer, self._mesh)
+        return Trainable(
+            trained,
+            passes,
+            FsdpOptimizerState(trained.optimizer, self._local_value),
+            Frozen(FsdpModel(adapter.frozen, self._mesh, buffers), _BelowAdapter(passes, adapter)),
+            adapter.initial_values(self._seed),
+            adapter.json,
+        )
 
-    def _build_reference(self, model: dict[str, Any]) -> tuple[Model, ForwardBackward]:
-        model_shard = FsdpModel(Path(model["source"]), self._device, model["attention"], mesh=self._mesh, trained=False)
-        return model_shard, self._passes_of(model_shard)
+    def _build_reference(self, model: dict[str, Any]) -> Frozen:
+        module = empty_model(Path(model["source"]), model["attention"]).requires_grad_(False)
+        shard(module, self._device, self._mesh)
+        parameters = FsdpModel(dict(module.named_parameters()), self._mesh, saved_buffers(module))
+        return Frozen(parameters, self._passes_of(module))
 
-    def _passes_of(self, model_shard: FsdpModel, *, balances: bool = False) -> FsdpForwardBackward:
+    def _passes_of(self, module: Any, *, balances: bool = False) -> FsdpForwardBackward:
         forward = LogprobPass(
-            model_shard.module,
+            module,
             temperature=self._temperature,
             dtype=self._dtype,
             device=torch.device(self._device),
@@ -83,6 +115,18 @@ class FsdpRank(RankEngine):
     @property
     def _has_logprobs(self) -> bool:
         return self._context is None or self._context.is_first
+
+
+class _BelowAdapter:
+    """`Forward` of the model below an adapter."""
+
+    def __init__(self, passes: FsdpForwardBackward, adapter: Adapter) -> None:
+        self._passes = passes
+        self._adapter = adapter
+
+    def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+        with self._adapter.without():
+            return self._passes.logprobs(batches)
 
 
 def _mesh_of(device: str, layout: Layout) -> DeviceMesh:

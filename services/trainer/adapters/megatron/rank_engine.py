@@ -14,7 +14,7 @@ from rlboost.services.trainer.adapters.megatron.model_shape import ModelShape
 from rlboost.services.trainer.adapters.megatron.state import MegatronOptimizerState
 from rlboost.services.trainer.adapters.ranks.engine import RankEngine
 from rlboost.services.trainer.adapters.ranks.layout import Coordinates, Layout
-from rlboost.services.trainer.adapters.ranks.trainable import ForwardBackward, Model, Trainable
+from rlboost.services.trainer.adapters.ranks.trainable import Frozen, Trainable
 from rlboost.shared.errors import ConfigError
 
 
@@ -54,9 +54,9 @@ class MegatronRank(RankEngine):
             MegatronOptimizerState(model_shard, self._local_value),
         )
 
-    def _build_reference(self, model: dict[str, Any]) -> tuple[Model, ForwardBackward]:
+    def _build_reference(self, model: dict[str, Any]) -> Frozen:
         model_shard = MegatronModel(ModelShape(*model["shape"]), self._layout, self._coordinates, self._dtype)
-        return model_shard, PipelineForwardBackward(model_shard, self._temperature, replayed=self._replayed)
+        return Frozen(model_shard, PipelineForwardBackward(model_shard, self._temperature, replayed=self._replayed))
 
     @property
     def _part_number(self) -> int | None:

@@ -9,11 +9,12 @@ import asyncio
 import math
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,10 +26,11 @@ from rlboost.services.trainer.adapters.ranks.offload import StorageOffloader
 from rlboost.services.trainer.adapters.ranks.packed import Balancing, PackedBatch
 from rlboost.services.trainer.adapters.ranks.sharded_tensors import SliceReader, write_slices
 from rlboost.services.trainer.adapters.ranks.tensor_slice import TensorSlice
-from rlboost.services.trainer.adapters.ranks.trainable import MOMENTS, WEIGHT, ForwardBackward, Model, Trainable
+from rlboost.services.trainer.adapters.ranks.trainable import MOMENTS, WEIGHT, Frozen, Model, Trainable
+from rlboost.services.trainer.ports.engine import Loaded
 from rlboost.shared.disk_space import write_error
 from rlboost.shared.errors import ConfigError, Corrupt, DiskFull
-from rlboost.shared.job.training import Offload, OptimizerSpec
+from rlboost.shared.job.training import LoraSpec, Offload, OptimizerSpec
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.manifest import digest_of
@@ -66,7 +68,8 @@ class RankEngine(ABC):
             layout: degrees of parallelism.
             optimizer: the job's `OptimizerSpec`, as a mapping.
             settings: `temperature`, `dtype`, `reference` (keep a frozen copy of the loaded weights), `offload`,
-                `activation_checkpointing`, `compile`, `balancing`, `replayed`, `max_logits`.
+                `activation_checkpointing`, `compile`, `balancing`, `replayed`, `max_logits`, `lora` (a `LoraSpec` as a
+                mapping, or None), `seed`.
 
         """
         if device != "cpu":
@@ -92,7 +95,10 @@ class RankEngine(ABC):
         self._balancing = Balancing(*settings["balancing"])
         self._replayed = RoutedShape(*settings["replayed"]) if settings["replayed"] else None
         self._max_logits: int = settings["max_logits"]
-        self._accumulated = False
+        self._lora = LoraSpec.model_validate(settings["lora"]) if settings["lora"] else None
+        self._seed: int = settings["seed"]
+        self._n_accumulated = 0
+        """Calls of `accumulate` since the last step."""
         self._n_steps = 0
         self._runner = asyncio.Runner()
         self._publisher: Publisher | None = None
@@ -105,10 +111,10 @@ class RankEngine(ABC):
 
     @abstractmethod
     def _build(self, model: dict[str, Any]) -> Trainable:
-        """Build the trained model, with uninitialized weights, from the policy's `_model_arguments`."""
+        """Build what is trained, with uninitialized weights, from the policy's `_model_arguments`."""
 
     @abstractmethod
-    def _build_reference(self, model: dict[str, Any]) -> tuple[Model, ForwardBackward]:
+    def _build_reference(self, model: dict[str, Any]) -> Frozen:
         """Build the frozen reference model, with uninitialized weights."""
 
     @property
@@ -123,59 +129,76 @@ class RankEngine(ABC):
 
     # --- the model ---
 
-    def load_hf(self, model: dict[str, Any], files: list[str], shared: str) -> list[TensorSlice]:
-        """Build the model and load it from safetensors files; return this rank's slices.
+    def load_hf(self, model: dict[str, Any], files: list[str], shared: str) -> dict[str, Any]:
+        """Build the model and load it from safetensors files.
 
-        `shared`: a directory that the trainer created where it writes checkpoints; a rank that does not see it is on a
-        machine without the shared file system.
+        Args:
+            model: the policy's `_model_arguments`.
+            files: the safetensors files.
+            shared: a directory that the trainer created where it writes checkpoints; a rank that does not see it is on
+                a machine without the shared file system.
+
+        Returns:
+            This rank's slices of the `base` model and of the `adapter`, and `adapter_json`.
+
         """
         if not Path(shared).is_dir():
             raise ConfigError(
                 f"machine {socket.gethostname()} does not have the trainer's folder {Path(shared).parent}: put "
                 "RLBOOST_TRAINER_DIR on a file system that all machines of the trainer share, under the same path"
             )
-        self._model, self._passes, self._state = self._build(model)
-        self._n_steps = 0
-        self._accumulated = False
-        weights = [parameter for _, parameter in self._model.parameters()]
+        self._policy = self._build(model)
+        self._n_steps = self._n_accumulated = 0
+        self._frozen = self._policy.below
+        if self._frozen is None and self._keeps_reference:
+            self._frozen = self._build_reference(model)
         try:
             with SliceReader(Path(file) for file in files) as reader:
-                self._read_weights(reader)
-                if self._keeps_reference:
-                    frozen, self._reference = self._build_reference(model)
-                    for name, parameter in frozen.parameters():
-                        frozen.put(parameter, self._read(reader, name))
-                        weights.append(parameter)
+                _fill(self._policy, reader)
+                if self._frozen is not None:
+                    _fill_frozen(self._frozen.model, reader)
         except (OSError, ValueError, SafetensorError) as error:
             raise ConfigError(f"the model cannot be loaded: {error}") from error
+        models: list[Model] = [self._policy.model, *([self._frozen.model] if self._frozen is not None else [])]
         self._offloader = StorageOffloader(
-            weights, self._model.optimizers, torch.device(self._device), self._offload, self._gradients
+            [parameter for one in models for _, parameter in one.parameters()],
+            self._policy.model.optimizers,
+            torch.device(self._device),
+            self._offload,
+            self._gradients,
         )
         self.offload()
-        return [s for name, _ in self._model.parameters() for s in self._model.weight_map.slices(name)]
+        adapter = _slices_of(self._policy.model) if self._policy.below else []
+        return {"base": _slices_of(self._loaded("base")), "adapter": adapter, "adapter_json": self._policy.adapter_json}
 
-    def load_weights(self, files: list[str]) -> None:
+    def load_weights(self, files: list[str], what: Loaded) -> None:
         """Overwrite the weights only, from files that `policy` has checked against this model."""
         self._offloader.onload()
         with SliceReader(Path(file) for file in files) as reader:
-            self._read_weights(reader)
+            if what == "base" and self._policy.below is not None:
+                _fill_frozen(self._policy.below.model, reader)
+            else:
+                _fill(self._policy._replace(initial={}), reader)
         self.offload()
 
-    def _read_weights(self, reader: SliceReader) -> None:
-        for name, parameter in self._model.parameters():
-            self._state.set(parameter, WEIGHT, self._read(reader, name))
-
-    def _read(self, reader: SliceReader, name: str) -> Tensor:
-        weight_map = self._model.weight_map
-        return weight_map.join(name, [reader.read(s) for s in weight_map.slices(name)])
+    def _loaded(self, what: Loaded) -> Model:
+        """Return the whole model, or the adapter that is trained on it."""
+        below = self._policy.below
+        return below.model if below is not None and what == "base" else self._policy.model
 
     # --- training ---
 
     def logprobs(self, batches: list[list[bytes]], reference: bool = False) -> list[bytes]:
-        """Return one float32 column per micro-batch, on ranks that compute them; `reference` selects that model."""
+        """Return one float32 column per micro-batch, on ranks that compute them.
+
+        `reference` selects the weights that `load_hf` loaded.
+        """
         self._offloader.onload_weights()
-        passes = self._reference if reference else self._passes
-        columns = passes.logprobs([PackedBatch(*batch) for batch in batches])
+        if reference:
+            assert self._frozen is not None, "this engine has no reference model"
+            columns = self._frozen.passes.logprobs([PackedBatch(*batch) for batch in batches])
+        else:
+            columns = self._policy.passes.logprobs([PackedBatch(*batch) for batch in batches])
         return [column.numpy().tobytes() for column in columns] if self._has_logprobs else []
 
     def accumulate(self, batches: list[list[bytes]], ask: AskTrainer) -> dict[str, float]:
@@ -192,22 +215,22 @@ class RankEngine(ABC):
             return torch.frombuffer(bytearray(answer["gradient"]), dtype=torch.float32)
 
         self._offloader.onload_weights()
-        self._accumulated = True
-        return self._passes.accumulate([PackedBatch(*batch) for batch in batches], loss_gradient)
+        self._n_accumulated += 1
+        return self._policy.passes.accumulate([PackedBatch(*batch) for batch in batches], loss_gradient)
 
     def step(self, learning_rate: float, divisor: int) -> float:
         """Update and zero the gradients; return their norm. If the norm is not finite, weights stay as they are."""
         self._offloader.onload()
-        norm = self._model.finish_gradients(divisor)
+        norm = self._policy.model.finish_gradients(divisor)
         if math.isfinite(norm):
-            self._model.update(learning_rate)
+            self._policy.model.update(learning_rate)
             self._n_steps += 1
         self._zero_gradients()
         return norm
 
     def _zero_gradients(self) -> None:
-        self._model.zero_gradients()
-        self._accumulated = False
+        self._policy.model.zero_gradients()
+        self._n_accumulated = 0
 
     # --- offloading ---
 
@@ -216,7 +239,7 @@ class RankEngine(ABC):
         self._offloader.offload()
 
     def _gradients(self) -> tuple[Iterable[Tensor], bool]:
-        return self._model.gradients(), self._accumulated
+        return self._policy.model.gradients(), self._n_accumulated > 0
 
     def _local_value(self, tensor: Tensor) -> Tensor:
         """Return this rank's slice of a tensor, on host or device, read-only."""
@@ -224,20 +247,20 @@ class RankEngine(ABC):
 
     # --- publishing ---
 
-    def write(self, directory: str) -> None:
+    def write(self, directory: str, what: Loaded) -> None:
         """Write this rank's slices into a directory, in the published dtype."""
-        self._write(Path(directory), WEIGHT, self._published)
+        self._write(Path(directory), WEIGHT, self._loaded(what), self._published(what))
 
     def digests(self) -> list[list[Any]]:
-        """Return name, offset, shape, dtype and digest of this rank's shards."""
+        """Return name, offset, shape, dtype and digest of this rank's shards of the whole model."""
         return [[s.name, s.offset, s.local_shape, s.dtype, digest_of(s.data)] for s in self._shards()]
 
     def chunks_among(self, digests: list[str]) -> list[bytes]:
-        """Return those chunks of this rank's part that have these digests."""
+        """Return those chunks of this rank's part of the whole model that have these digests."""
         return [data for _, data in chunks_among(self._shards(), set(digests))]
 
     def publish(self, store: dict[str, str], job_id: str, version: int, limit_s: float, deltas: bool) -> str:
-        """Upload this rank's part to the weight store; return its digest, or an empty string if it has no part."""
+        """Upload this rank's part of the whole model to the weight store; return its digest, `""` without a part."""
         if (number := self._part_number) is None:
             return ""
         if self._publisher is None:
@@ -247,20 +270,25 @@ class RankEngine(ABC):
         return part.digest
 
     def _shards(self) -> Iterator[Shard]:
-        for s, value in self._owned_slices(self._published):
+        for s, value in self._owned_slices(self._loaded("base"), self._published("base")):
             raw = value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
             dtype = str(value.dtype).removeprefix("torch.")
             yield Shard(s.name, dtype, s.global_shape, s.offset, s.local_shape, raw)
 
-    def _published(self, parameter: Tensor) -> Tensor:
-        value = self._local_value(parameter)
-        # Engines have buffers, such as the biases of expert selection, in full precision too.
-        return value.to(self._dtype) if isinstance(parameter, torch.nn.Parameter) else value
+    def _published(self, what: Loaded) -> Callable[[Tensor], Tensor]:
+        """Return a function that returns this rank's slice of a parameter in the published dtype."""
 
-    def _owned_slices(self, value_of: Callable[[Tensor], Tensor]) -> Iterator[tuple[TensorSlice, Tensor]]:
+        def value_of(parameter: Tensor) -> Tensor:
+            value = self._local_value(parameter)
+            # Engines have buffers, such as the biases of expert selection, in full precision too; so are adapters.
+            return value.to(self._dtype) if what == "base" and isinstance(parameter, torch.nn.Parameter) else value
+
+        return value_of
+
+    def _owned_slices(self, model: Model, value_of: Callable[[Tensor], Tensor]) -> Iterator[tuple[TensorSlice, Tensor]]:
         """Yield the slices that this rank exports, of a value of each parameter's shape. All ranks must iterate."""
-        weight_map = self._model.weight_map
-        for name, parameter in self._model.parameters():
+        weight_map = model.weight_map
+        for name, parameter in model.parameters():
             value = value_of(parameter)
             if self._part_number is None or not weight_map.owns(name):
                 continue
@@ -268,14 +296,14 @@ class RankEngine(ABC):
                 if math.prod(s.local_shape):
                     yield s, local
 
-    def _write(self, directory: Path, kind: str, value_of: Callable[[Tensor], Tensor]) -> None:
+    def _write(self, directory: Path, kind: str, model: Model, value_of: Callable[[Tensor], Tensor]) -> None:
         """Write this rank's slices of one kind into a file of its own, after all ranks have gathered.
 
         Raises:
             DiskFull, Fatal: it cannot be written.
 
         """
-        values = dict(self._owned_slices(value_of))
+        values = dict(self._owned_slices(model, value_of))
         if values:
             file = directory / f"{kind}-{distributed.get_rank():04d}.safetensors"
             with _disk_errors(file):
@@ -284,7 +312,7 @@ class RankEngine(ABC):
     # --- checkpoints ---
 
     def save(self, directory: str) -> None:
-        """Write master weights and moments, in files that any other layout can read.
+        """Write master weights and moments of what is trained, in files that any other layout can read.
 
         Raises:
             DiskFull: there is no space on this rank's machine. All ranks can take the next call.
@@ -296,7 +324,7 @@ class RankEngine(ABC):
         # The disk of one rank may be full: it still gathers every kind with the others.
         for kind in (WEIGHT, *MOMENTS[: len(MOMENTS) if self._n_steps else 0]):
             try:
-                self._write(folder, kind, partial(self._state.get, kind=kind))
+                self._write(folder, kind, self._policy.model, partial(self._policy.state.get, kind=kind))
             except DiskFull as error:
                 full = error
         if self._offloader.is_offloaded:
@@ -317,13 +345,35 @@ class RankEngine(ABC):
             n_steps = int((folder / STEPS_FILE).read_text(encoding="utf-8"))
             for kind in (WEIGHT, *MOMENTS[: len(MOMENTS) if n_steps else 0]):
                 with SliceReader(sorted(folder.glob(f"{kind}-*.safetensors"))) as reader:
-                    for name, parameter in self._model.parameters():
-                        self._state.set(parameter, kind, self._read(reader, name))
+                    for name, parameter in self._policy.model.parameters():
+                        self._policy.state.set(parameter, kind, _read(self._policy.model, name, reader))
         except (OSError, ValueError, SafetensorError) as error:
             raise Corrupt(f"checkpoint {directory} does not match this model: {error}") from error
-        self._state.set_steps(n_steps)
+        self._policy.state.set_steps(n_steps)
         self._n_steps = n_steps
         self.offload()
+
+
+def _fill(trainable: Trainable, reader: SliceReader) -> None:
+    """Overwrite what is trained with initial values and those of files."""
+    for name, parameter in trainable.model.parameters():
+        trainable.state.set(parameter, WEIGHT, _read(trainable.model, name, reader, trainable.initial))
+
+
+def _fill_frozen(model: Model, reader: SliceReader) -> None:
+    for name, parameter in model.parameters():
+        model.put(parameter, _read(model, name, reader))
+
+
+def _read(model: Model, name: str, reader: SliceReader, initial: Mapping[str, Tensor] = MappingProxyType({})) -> Tensor:
+    """Return this rank's value of a parameter: a part of its initial value if it has one, otherwise of files."""
+    whole = initial.get(name)
+    slices = model.weight_map.slices(name)
+    return model.weight_map.join(name, [reader.read(s) if whole is None else s.of(whole) for s in slices])
+
+
+def _slices_of(model: Model) -> list[TensorSlice]:
+    return [s for name, _ in model.parameters() for s in model.weight_map.slices(name)]
 
 
 @contextmanager

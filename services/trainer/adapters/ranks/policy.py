@@ -14,7 +14,6 @@ import shutil
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,8 @@ from rlboost.services.trainer.adapters.ranks.layout import Coordinates, Layout
 from rlboost.services.trainer.adapters.ranks.packed import Balancing, pack_rows
 from rlboost.services.trainer.adapters.ranks.processes import LocalRanks
 from rlboost.services.trainer.adapters.ranks.scratch_dir import ScratchDir, remove_stale
-from rlboost.services.trainer.adapters.ranks.sharded_tensors import SliceReader, write_slices
+from rlboost.services.trainer.adapters.ranks.sharded_tensors import write_slices
+from rlboost.services.trainer.adapters.ranks.shards import RankShards, merged_shards, tensor_of, whole_shards
 from rlboost.services.trainer.adapters.ranks.tensor_slice import TensorSlice
 from rlboost.services.trainer.adapters.torch.batch import token_batch
 from rlboost.services.trainer.adapters.torch.packing import one_row_each
@@ -40,12 +40,11 @@ from rlboost.services.trainer.ports.engine import Exported, Loaded, NotFinite, R
 from rlboost.shared.disk_space import write_error
 from rlboost.shared.errors import ConfigError, DiskFull, Fatal
 from rlboost.shared.job.algorithm import Aggregation
-from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
+from rlboost.shared.job.training import LoraSpec, OptimizerSpec, TrainerSpec
 from rlboost.shared.model.experts import require_known_experts, require_mixture
 from rlboost.shared.model.folder import read_config, require_unquantized
 from rlboost.shared.model.logit_limits import MAX_LOGITS
-from rlboost.shared.weights.manifest import ChunkRef, digest_of
-from rlboost.shared.weights.publisher import ChunkCopy, Shard
+from rlboost.shared.weights.publisher import Shard
 from rlboost.shared.wire.columns import F32, unpack
 from rlboost.shared.wire.routed_experts import RoutedShape
 
@@ -73,6 +72,8 @@ class RanksPolicy(ABC):
         *,
         temperature: float,
         device: str,
+        lora: LoraSpec | None = None,
+        seed: int = 0,
         reference: bool = False,
         aggregation: Aggregation = "token_mean",
         replayed: RoutedShape | None = None,
@@ -88,8 +89,10 @@ class RanksPolicy(ABC):
             optimizer: AdamW's settings.
             temperature: the sampling temperature, which divides the logits.
             device: `cpu`, or `cuda` for one GPU per rank.
+            lora: the adapter to train; None to train the model itself. FSDP2 only.
+            seed: seeds the adapter's initial values and its dropout.
             reference: whether losses get the log-probabilities of the weights that `load_hf` loaded. It costs another
-                copy of them on the devices, and another forward pass.
+                copy of them on the devices, unless an adapter is trained, and another forward pass.
             aggregation: the loss's, by which the load-balancing loss of a mixture of experts is weighted.
             replayed: the shape of rows' routed experts, which replace those of the routers of policy and reference.
             max_logits: logits that a rank has at a time; FSDP2 only.
@@ -113,7 +116,7 @@ class RanksPolicy(ABC):
         self._folder = folder
         self._packs_rows = True
         self._divisor = 0
-        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._shapes: dict[Loaded, dict[str, tuple[int, ...]]] = {"base": {}, "adapter": {}}
         self._captured: ScratchDir | None = None
         """The snapshot that is not being written yet. Who takes it from here, under the lock, removes it."""
         self._capture_lock = threading.Lock()
@@ -131,6 +134,8 @@ class RanksPolicy(ABC):
                 "balancing": Balancing(spec.router_aux_loss_coef, aggregation),
                 "replayed": replayed,
                 "max_logits": max_logits,
+                "lora": lora.model_dump() if lora else None,
+                "seed": seed,
             },
         }
         self._ranks = RankCalls(kind, launcher, arguments)
@@ -168,7 +173,10 @@ class RanksPolicy(ABC):
                 answers = self._ranks.call("load_hf", {"model": model, "files": files, "shared": str(shared)})
         except ConfigError as error:
             raise ConfigError(f"model {source}: {error}") from error
-        self._shapes = {name: tuple(shape) for slices in answers for name, shape, *_ in slices}
+        for what, shapes in self._shapes.items():
+            shapes.clear()
+            shapes |= {name: tuple(shape) for answer in answers for name, shape, *_ in answer[what]}
+        self.adapter_json = answers[0]["adapter_json"]
 
     def logprobs(self, batches: Sequence[Sequence[TrainingRow]]) -> list[bytes]:
         """See `PolicyEngine.logprobs`."""
@@ -236,63 +244,31 @@ class RanksPolicy(ABC):
 
     def export_shards(self, what: Exported = "model") -> Iterator[Shard]:
         """See `PolicyEngine.export_shards`. The tensors are whole."""
-        del what  # ranks train no adapters
-        with ScratchDir(self._folder) as folder:
-            self._ranks.call("write", {"directory": str(folder)})
-            with SliceReader(sorted(folder.iterdir())) as reader:
-                for name, shape in self._shapes.items():
-                    value = reader.read(TensorSlice.whole(name, shape))
-                    raw = value.reshape(-1).view(torch.uint8).numpy().data
-                    yield Shard(name, str(value.dtype).removeprefix("torch."), shape, (0,) * len(shape), shape, raw)
+        if what == "adapter":
+            return whole_shards(self._ranks, what, self._shapes[what], self._folder)
+        base = RankShards(self._ranks, self._shapes["base"], self._folder)
+        if what == "base" or not self.adapter_json:
+            return base
+        return merged_shards(base, self.export_shards("adapter"), self.adapter_json, self._shapes["base"])
 
     def load_shards(self, shards: Iterable[Shard], what: Loaded = "base") -> None:
         """See `PolicyEngine.load_shards`."""
-        del what
-        missing = set(self._shapes)
+        shapes = self._shapes[what]
+        missing = set(shapes)
         with ScratchDir(self._folder) as folder:
             files: list[str] = []
             shards = iter(shards)
             while group := list(itertools.islice(shards, _SHARDS_PER_FILE)):
                 for shard in group:
-                    if self._shapes.get(shard.name) != shard.local_shape:
+                    if shapes.get(shard.name) != shard.local_shape:
                         shape = list(shard.local_shape)
                         raise Fatal(f"tensor {shard.name} of shape {shape} does not belong to this model")
                     missing.discard(shard.name)
                 files.append(str(folder / f"{len(files):04d}.safetensors"))
-                write_slices(Path(files[-1]), {TensorSlice(s.name, *s[2:5]): _tensor(s) for s in group})
+                write_slices(Path(files[-1]), {TensorSlice(s.name, *s[2:5]): tensor_of(s) for s in group})
             if missing:
                 raise Fatal(f"the weights lack {len(missing)} tensors of this model, {min(missing)} among them")
-            self._ranks.call("load_weights", {"files": files})
-
-    def digests(self) -> dict[tuple[str, tuple[int, ...], tuple[int, ...], str], str]:
-        """Return (name, offset, shape, dtype) -> digest of every rank's shards."""
-        return {
-            (name, tuple(offset), tuple(shape), dtype): digest
-            for found in self._ranks.call("digests", {})
-            for name, offset, shape, dtype, digest in found
-        }
-
-    def chunks_among(self, digests: AbstractSet[str]) -> list[ChunkCopy]:
-        """Return copies of the chunks with these digests, as the ranks publish them."""
-        found = self._ranks.call("chunks_among", {"digests": list(digests)})
-        return [(ChunkRef(digest_of(data), len(data)), data) for of_rank in found for data in of_rank]
-
-    def publish(self, store: dict[str, str], job_id: str, version: int, *, limit_s: float, deltas: bool) -> list[str]:
-        """Have each rank upload its part of a version to the weight store; return the parts' digests, in order.
-
-        Args:
-            store: its `url` and `token`.
-            job_id: the job whose weights these are.
-            version: the weight version.
-            limit_s: how long the store may be unavailable.
-            deltas: publish deltas too.
-
-        Raises:
-            WaitTimedOut: the store was unavailable for longer than `limit_s`.
-
-        """
-        arguments = {"store": store, "job_id": job_id, "version": version, "limit_s": limit_s, "deltas": deltas}
-        return [digest for digest in self._ranks.call("publish", arguments) if digest]
+            self._ranks.call("load_weights", {"files": files, "what": what})
 
     def snapshot(self) -> Snapshot:
         """See `PolicyEngine.snapshot`. Each rank writes files of its own, which any other layout can read.
@@ -331,7 +307,7 @@ class RanksPolicy(ABC):
 
     def offload(self) -> None:
         """See `PolicyEngine.offload`. Does nothing before `load_hf`: there are no ranks yet."""
-        if self._offload != "none" and self._shapes:
+        if self._offload != "none" and self._shapes["base"]:
             self._ranks.call("offload", {})
 
     def close(self) -> None:
@@ -384,7 +360,3 @@ def _link_or_copy(file: Path, target: Path) -> None:
 
 def _column(values: bytes) -> Tensor:
     return torch.frombuffer(bytearray(values), dtype=torch.float32)
-
-
-def _tensor(shard: Shard) -> Tensor:
-    return torch.frombuffer(bytearray(shard.data), dtype=getattr(torch, shard.dtype)).reshape(shard.local_shape)

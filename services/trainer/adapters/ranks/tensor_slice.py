@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from torch import Tensor
+
 
 class TensorSlice(NamedTuple):
     """A rectangular slice of a Hugging Face tensor."""
@@ -22,3 +24,7 @@ class TensorSlice(NamedTuple):
     def end(self) -> tuple[int, ...]:
         """The first index after the slice, in each dimension."""
         return tuple(low + n for low, n in zip(self.offset, self.local_shape, strict=True))
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Return this slice of the whole tensor; it shares the tensor's memory."""
+        return whole[tuple(slice(low, high) for low, high in zip(self.offset, self.end, strict=True))]

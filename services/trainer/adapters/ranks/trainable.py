@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -32,7 +33,7 @@ class WeightMap(Protocol):
 
 
 class Model(Protocol):
-    """One rank's shard of a model."""
+    """One rank's shard of a model, or of an adapter on one."""
 
     @property
     def weight_map(self) -> WeightMap:
@@ -46,7 +47,7 @@ class Model(Protocol):
 
 
 class TrainedModel(Model, Protocol):
-    """One rank's shard of the trained model, with its optimizer."""
+    """One rank's shard of what is trained, with its optimizer."""
 
     def zero_gradients(self) -> None:
         """Drop the accumulated gradients."""
@@ -65,11 +66,15 @@ class TrainedModel(Model, Protocol):
         """The torch optimizers, whose state and parameters can be offloaded."""
 
 
-class ForwardBackward(Protocol):
+class Forward(Protocol):
     """Runs micro-batches through one rank's shard of a model. A collective call: all ranks make it together."""
 
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Return each micro-batch's log-probabilities, [trained tokens], on the ranks that compute them."""
+
+
+class ForwardBackward(Forward, Protocol):
+    """`Forward` of the trained model."""
 
     def accumulate(self, batches: Sequence[PackedBatch], loss_gradient: LossGradientFn) -> dict[str, float]:
         """Run forward and backward, adding to the gradients; return sums about the routers of experts."""
@@ -88,9 +93,22 @@ class OptimizerState(Protocol):
         """Set the number of updates that the moments contain; 0 drops them."""
 
 
+class Frozen(NamedTuple):
+    """A model that keeps the weights that it was loaded with: a reference model, or the model below an adapter."""
+
+    model: Model
+    passes: Forward
+
+
 class Trainable(NamedTuple):
-    """A model to train, with the objects that run and update it."""
+    """What is trained, with the objects that run and update it."""
 
     model: TrainedModel
     passes: ForwardBackward
     state: OptimizerState
+    below: Frozen | None = None
+    """The model below an adapter; None if the whole model is trained."""
+    initial: Mapping[str, Tensor] = MappingProxyType({})
+    """Whole values of tensors that a model's files do not have."""
+    adapter_json: str = ""
+    """PEFT's `adapter_config.json` if an adapter is trained."""

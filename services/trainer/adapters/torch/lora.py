@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -22,17 +23,16 @@ _NAME = "default"
 class Adapter:
     """The adapter of one model. Creating it freezes the model's own parameters.
 
-    It starts as the identity, with values that depend on the seed only. Its tensors are float32 for any model dtype.
+    Its tensors are float32 for any model dtype, and uninitialized: see `initial_values`.
     """
 
-    def __init__(self, model: Any, weights: Mapping[str, Tensor], spec: LoraSpec, seed: int) -> None:
+    def __init__(self, model: Any, shapes: Mapping[str, tuple[int, ...]], spec: LoraSpec) -> None:
         """Add an adapter to `model`, in place.
 
         Args:
-            model: a transformers model.
-            weights: its tensors by their Hugging Face names, tied ones once.
+            model: a transformers model, on any device, also torch's meta device.
+            shapes: of its tensors by their Hugging Face names, tied ones once.
             spec: the adapter's settings.
-            seed: of its initial values and its dropout. Sets torch's global generators.
 
         Raises:
             ConfigError: PEFT is not installed, or `lora.targets` names modules that cannot have an adapter.
@@ -42,7 +42,6 @@ class Adapter:
             import peft  # noqa: PLC0415 - only jobs that train an adapter need it
         except ImportError as error:
             raise ConfigError(f"elastic.weights: lora needs PEFT: {pip_install('trainer')}") from error
-        torch.manual_seed(seed)
         config = peft.LoraConfig(
             r=spec.rank,
             lora_alpha=spec.alpha,
@@ -50,29 +49,55 @@ class Adapter:
             target_modules=spec.targets if isinstance(spec.targets, str) else list(spec.targets),
             task_type="CAUSAL_LM",
         )
-        check_targets(spec, {name: tuple(tensor.shape) for name, tensor in weights.items()})
+        check_targets(spec, shapes)
         try:
-            wrapped = peft.get_peft_model(model, config)
+            self._wrapped = peft.get_peft_model(model, config)
         except ValueError as error:
             raise ConfigError(f"lora.targets: {error}") from error
+        self._model = model
         self.json = _json_of(config)
-        self.tensors: dict[str, Tensor] = {
-            name.replace(f".{_NAME}.", "."): tensor
-            for name, tensor in wrapped.named_parameters()
-            if tensor.requires_grad
-        }
-        """The trained tensors, by PEFT's names."""
         self._layers = {
             f"{name}.weight": module
             for name, module in model.named_modules()
             if isinstance(module, peft.tuners.lora.LoraLayer)
         }
         for name, layer in self._layers.items():
-            if type(layer.get_base_layer()) is not torch.nn.Linear or name not in weights:
+            if type(layer.get_base_layer()) is not torch.nn.Linear or name not in shapes:
                 raise ConfigError(
                     f"lora.targets: {name.removesuffix('.weight')} is not a linear layer with weights of its own: name "
                     "other modules, or all-linear"
                 )
+        model.eval()
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The trained tensors, by PEFT's names."""
+        return {
+            name.replace(f".{_NAME}.", "."): tensor
+            for name, tensor in self._wrapped.named_parameters()
+            if tensor.requires_grad
+        }
+
+    @property
+    def frozen(self) -> dict[str, Tensor]:
+        """The model's own parameters, by their Hugging Face names."""
+        return {
+            name.replace(".base_layer.", "."): tensor
+            for name, tensor in self._model.named_parameters()
+            if not tensor.requires_grad
+        }
+
+    def initial_values(self, seed: int) -> dict[str, Tensor]:
+        """Return the values that training starts from, on the CPU: those of PEFT, which are the identity.
+
+        They depend on the seed and the shapes only, not on the device or on how the tensors are sharded.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        values = {name: torch.zeros(tensor.shape) for name, tensor in self.tensors.items()}
+        for name, value in values.items():
+            if ".lora_A." in name:
+                torch.nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
+        return values
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
         """Return a tensor of the model with the adapter merged in, rounded once to its dtype."""
@@ -96,14 +121,17 @@ class Adapter:
 
     @contextmanager
     def without(self) -> Iterator[None]:
-        """Disable the adapter within the context."""
-        for layer in self._layers.values():
-            layer.enable_adapters(False)
+        """Disable the adapter within the context, which computes no gradients."""
+        self._disable(True)
         try:
             yield
         finally:
-            for layer in self._layers.values():
-                layer.enable_adapters(True)
+            self._disable(False)
+
+    def _disable(self, disabled: bool) -> None:
+        for layer in self._layers.values():
+            # PEFT's `enable_adapters` also changes `requires_grad`, which FSDP2 reads once, in its first forward pass.
+            layer._disable_adapters = disabled  # noqa: SLF001 - its property has no setter
 
 
 def _json_of(config: Any) -> str:

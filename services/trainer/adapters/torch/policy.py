@@ -76,7 +76,7 @@ class TorchPolicy:
             dtype: `float32` or `bfloat16`.
             device: a torch device.
             lora: the adapter to train; None to train the model itself.
-            seed: seeds the adapter's initial values.
+            seed: seeds the adapter's initial values and its dropout.
             reference: whether losses get the log-probabilities of the weights that `load_hf` loaded. It costs another
                 copy of them on the device, unless an adapter is trained, and another forward pass, unless rows have
                 the log-probabilities already.
@@ -133,9 +133,8 @@ class TorchPolicy:
         self._tensors = self._trained = without_aliases(self._model.state_dict(keep_vars=True))
         self._buffers = {name for name, _ in self._model.named_buffers()}
         if self._lora is not None:
-            self._adapter = Adapter(self._model, self._tensors, self._lora, self._seed)
+            self._adapter = self._new_adapter(self._lora)
             self._trained = self._adapter.tensors
-            self._model.eval()
         elif self._keeps_reference:
             self._reference = copy.deepcopy(self._model).requires_grad_(False)
         if self._compiled:
@@ -301,6 +300,15 @@ class TorchPolicy:
             "_model",
         ):
             self.__dict__.pop(name, None)
+
+    def _new_adapter(self, spec: LoraSpec) -> Adapter:
+        adapter = Adapter(self._model, {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}, spec)
+        values = adapter.initial_values(self._seed)
+        with torch.no_grad():
+            for name, tensor in adapter.tensors.items():
+                tensor.copy_(values[name])
+        torch.manual_seed(self._seed)  # of its dropout
+        return adapter
 
     def _micro_batches(self, batches: Sequence[Sequence[TrainingRow]]) -> Sequence[Sequence[TrainingRow]]:
         return batches if self._packs else one_row_each(batches)
