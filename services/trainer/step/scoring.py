@@ -14,8 +14,9 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
-from rlboost.services.trainer.domain.groups.collector import DroppedGroup, Outcome, WholeGroup
-from rlboost.services.trainer.domain.metrics import ScoredGroup, StepTally
+from rlboost.services.trainer.domain.groups.collector import DroppedGroup, GroupOutcome, WholeGroup
+from rlboost.services.trainer.domain.groups.scored_group import ScoredGroup
+from rlboost.services.trainer.domain.metrics import StepTally
 from rlboost.services.trainer.domain.plan import PlannedGroup
 from rlboost.services.trainer.ports.data import Data, Prompt
 from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
@@ -49,7 +50,7 @@ class GroupScorer:
         self._conversations = conversations
         self._publish = publish
 
-    async def score(self, outcome: Outcome, planned: PlannedGroup) -> ScoredGroup | None:
+    async def score(self, outcome: GroupOutcome, planned: PlannedGroup) -> ScoredGroup | None:
         """Return a group with its rewards, None for one that was dropped or could not be scored."""
         if isinstance(outcome, DroppedGroup):
             await self._drop(outcome.group, outcome.reason, outcome.detail)
