@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from rlboost.services.trainer.adapters.ranks.publisher import RanksPublisher
-from rlboost.services.trainer.domain.loss.policy import clipped_loss
 from rlboost.services.trainer.ports.engine import PolicyEngine
 from rlboost.shared.job.training import OptimizerSpec
 from rlboost.shared.waiting import Waits
@@ -17,6 +16,7 @@ from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.manifest import digest_of
 from tests.contract.test_trainer_engine_contract import bits, rows
 from tests.support import rank_policies
+from tests.support.losses import clipped_loss
 from tests.support.service_process import TOKEN, ServiceProcess
 
 pytestmark = pytest.mark.timeout(300)
