@@ -22,10 +22,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from rlboost.services.trainer.adapters.checkpoints.folder import CheckpointFolder
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
-from rlboost.services.trainer.domain.loss.policy import clipped_loss
 from rlboost.services.trainer.ports.storage import TrainState
 from rlboost.shared.job.training import OptimizerSpec
 from rlboost.shared.wire.columns import F32, I32, pack
+from tests.support.losses import clipped_loss
 
 _VOCABULARY = 16_000
 _ROWS, _TOKENS = 2, 32

@@ -20,9 +20,9 @@ from benchmarks.trainer import work
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.batches.batching import pack
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
-from rlboost.services.trainer.domain.loss.policy import clipped_loss
 from rlboost.services.trainer.ports.engine import PolicyEngine
 from rlboost.shared.job.training import OptimizerSpec
+from tests.support.losses import clipped_loss
 from tests.support.network_namespaces import HOST_LINK, Namespace, network
 from tests.support.trainer_machines import DENSE_LAYOUTS, TEMPERATURE, MachineProcess, policy_on, trainer_machines
 

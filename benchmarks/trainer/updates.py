@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.batches.batching import Accumulate, UpdatePlanner
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
-from rlboost.services.trainer.domain.loss.policy import clipped_loss
 from rlboost.shared.job.training import OptimizerSpec
 from rlboost.shared.wire.columns import floats, ints
+from tests.support.losses import clipped_loss
 
 LOW, HIGH, RATE = 0.2, 0.28, 1e-5
 

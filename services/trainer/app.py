@@ -31,7 +31,7 @@ import structlog
 from rlboost.services.trainer.device import DeviceThread
 from rlboost.services.trainer.domain.job_table import JobTable
 from rlboost.services.trainer.ending import Ending, ending_with
-from rlboost.services.trainer.job import LEASE_LIMIT_S, LEASE_TTL_S, ActiveJob, JobRun
+from rlboost.services.trainer.job import LEASE_TTL_S, LEASE_WAIT_LIMIT_S, ActiveJob, JobRun
 from rlboost.services.trainer.job_streams import JobStreams, RetryingBus
 from rlboost.services.trainer.ports.resources import JobResourcesFactory
 from rlboost.shared.errors import BusUnavailable, ConfigError, Fenced, WaitTimedOut
@@ -58,9 +58,9 @@ class Timing:
     """How long a read waits for the next command."""
     takeover_check_s: float = 1.0
     """How often a trainer without a job looks for jobs of dead trainers."""
-    lease_s: float = 1.0
+    lease_renewal_interval_s: float = 1.0
     """How often the lease is renewed."""
-    lease_limit_s: float = LEASE_LIMIT_S
+    lease_wait_limit_s: float = LEASE_WAIT_LIMIT_S
     """How long a trainer that has ended a job waits for its lease, which another trainer held."""
 
 
@@ -312,7 +312,7 @@ class Trainer:
         """Wait until this trainer holds the lease; if another trainer keeps it, mark the job as superseded."""
         because = "another trainer held it last"
         try:
-            async with self._waits.on("the lease of the job", because=because, limit_s=self._timing.lease_limit_s):
+            async with self._waits.on("the lease of the job", because=because, limit_s=self._timing.lease_wait_limit_s):
                 await _first_of(job.owns_lease.wait(), job.superseded.wait())
         except WaitTimedOut as error:
             log.warning("job_superseded", job=job.job_id, reason=str(error))
@@ -329,7 +329,7 @@ class Trainer:
                 except BusUnavailable as error:
                     # Let it expire: without Redis, others must assume that this trainer is dead.
                     log.warning("lease_renewal_failed", error=str(error))
-            await until_stop(stop, self._timing.lease_s)
+            await until_stop(stop, self._timing.lease_renewal_interval_s)
 
     async def _hold(self, job: ActiveJob) -> bool:
         """Acquire or renew the lease of a job, with the job's status as its value; return True if it is held."""

@@ -9,8 +9,8 @@ from rlboost.services.trainer.adapters.checkpoints.locations import CheckpointLo
 from rlboost.services.trainer.adapters.data import find_model, load_data
 from rlboost.services.trainer.adapters.environment_pool import EnvironmentPool
 from rlboost.services.trainer.adapters.fsdp.policy import FsdpPolicy
+from rlboost.services.trainer.adapters.hardware import hardware_of
 from rlboost.services.trainer.adapters.log.sinks import openers
-from rlboost.services.trainer.adapters.machine import machine_of
 from rlboost.services.trainer.adapters.machines.launcher import JobMachines
 from rlboost.services.trainer.adapters.machines.registry import TrainerMachines
 from rlboost.services.trainer.adapters.megatron.policy import MegatronPolicy
@@ -18,7 +18,7 @@ from rlboost.services.trainer.adapters.no_reward import NoReward
 from rlboost.services.trainer.adapters.ranks.policy import RanksPolicy
 from rlboost.services.trainer.adapters.ranks.publisher import RanksPublisher
 from rlboost.services.trainer.adapters.reward_pool import RewardPool
-from rlboost.services.trainer.adapters.run_folder import JobFolder
+from rlboost.services.trainer.adapters.run_folder import LocalRunFolder
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.adapters.user_code.curriculum import load_skip_function
 from rlboost.services.trainer.adapters.user_code.log import UserCodeLog
@@ -89,10 +89,10 @@ def build_resources(
             config.outage_limit_s,
             deltas=spec.elastic.weights == "delta",
         ),
-        folder=JobFolder(folder, model, openers(spec, job_id, folder)),
+        folder=LocalRunFolder(folder, model, openers(spec, job_id, folder)),
         predecessor=places.predecessor(spec.trainer.resume),
         critic=engine if isinstance(engine, TorchPolicy) and _critic(spec) else None,
-        machine=machine_of(spec, model, config.device),
+        hardware=hardware_of(spec, model, config.device),
         machines=own_machines,
         skip_function=load_skip_function(skip_function, data.train) if skip_function else None,
         probe=build_probe(data.vocab_size, temperature=spec.sampling.scored_temperature, dtype=spec.trainer.dtype),

@@ -34,9 +34,9 @@ from rlboost.services.trainer.step.context import JobContext
 from rlboost.services.trainer.step.durable_curriculum import DurableCurriculum
 from rlboost.services.trainer.step.durable_resampling import DurableResampling
 from rlboost.services.trainer.step.learning_watch import LearningWatch
+from rlboost.services.trainer.step.requested_steps import RequestedSteps
 from rlboost.services.trainer.step.run import StepRun
 from rlboost.services.trainer.step.sft import sft_step
-from rlboost.services.trainer.step.window import RolloutWindow
 from rlboost.shared.job.spec import GeneratingJob, JobSpec, SftJob, to_json
 from rlboost.shared.messages import JobReport, JobState, StepReport
 from rlboost.shared.streams import names
@@ -47,7 +47,7 @@ from rlboost.shared.waiting import Waits
 T = TypeVar("T")
 
 LEASE_TTL_S = 5.0
-LEASE_LIMIT_S = 4 * LEASE_TTL_S
+LEASE_WAIT_LIMIT_S = 4 * LEASE_TTL_S
 """How long a trainer waits for the lease of a job that another trainer held."""
 BUILD_LIMIT_S = 4 * 3600.0
 PAUSE_LIMIT_S = 30 * 24 * 3600.0
@@ -206,13 +206,13 @@ class JobRun:
             restoring = scoring.create_task(versions.restore_periodically(), name="restore-damaged-weights")
             job = self._context(spec, resources, scoring, curriculum, resampling)
             finished = FinishedLog(self._bus, self._waits, job.id, state.finished_cursor, self._limit_s)
-            window = RolloutWindow(job, finished, state.read_cursor)
+            steps = RequestedSteps(job, finished, state.read_cursor)
             for number in range(step, plan.last_step(spec) + 1):
                 await self._pause_point(number)
-                await self._step(job, window, versions, number, save=self._due(step, number))
+                await self._step(job, steps, versions, number, save=self._due(step, number))
             if spec.eval is None and self._due(step, end := spec.steps):
                 # A final evaluation takes this checkpoint before it starts.
-                await self._checkpoints.start_save(self._checkpoints.state(end, window.needed_from, window.read_until))
+                await self._checkpoints.start_save(self._checkpoints.state(end, steps.needed_from, steps.read_until))
             restoring.cancel()
 
     async def _run_sft_job(self, spec: SftJob, resources: JobResources, versions: VersionPublisher, first: int) -> None:
@@ -238,16 +238,16 @@ class JobRun:
         return step > first and (step % every == 0 or step == end)
 
     async def _step(
-        self, job: JobContext, window: RolloutWindow, versions: VersionPublisher, step: int, *, save: bool
+        self, job: JobContext, steps: RequestedSteps, versions: VersionPublisher, step: int, *, save: bool
     ) -> None:
         began = time.monotonic()
         self._enter("training" if step < self._spec.steps else "evaluating", step)
-        intake = await window.enter(step, versions.head)
-        run = StepRun(job, intake, window)
-        await window.request()
+        intake = await steps.enter(step, versions.head)
+        run = StepRun(job, intake, steps)
+        await steps.request()
         if save:
             # Workers generate in the meantime.
-            await self._checkpoints.start_save(self._checkpoints.state(step, window.needed_from, window.read_until))
+            await self._checkpoints.start_save(self._checkpoints.state(step, steps.needed_from, steps.read_until))
         tally = await run.run()
         tally.requested_before = step <= self._requested_until
         await intake.record_scores()
@@ -327,7 +327,7 @@ class JobRun:
     async def _wait_for_lease(self) -> None:
         # The lease of a dead trainer expires; that of a live one must be respected.
         because = "another trainer held it last"
-        async with self._waits.on("the lease of the job", because=because, limit_s=LEASE_LIMIT_S):
+        async with self._waits.on("the lease of the job", because=because, limit_s=LEASE_WAIT_LIMIT_S):
             await self._active.owns_lease.wait()
 
     async def _pause_point(self, step: int) -> None:

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from rlboost.services.trainer import build
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.loss.inputs import TokenBatch
-from rlboost.services.trainer.domain.loss.policy import clipped_loss
 from rlboost.services.trainer.settings import Settings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import CriticSpec
@@ -28,6 +27,7 @@ from tests.contract.test_torch_critic import taught
 from tests.contract.test_trainer_engine_contract import bits
 from tests.support import rank_policies
 from tests.support.fork_server import output_of
+from tests.support.losses import clipped_loss
 from tests.support.megatron_cpu import python_path
 from tests.support.model_folder import write_model, write_unmarked_model
 from tests.support.saved_bytes import saved_bytes

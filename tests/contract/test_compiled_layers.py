@@ -12,7 +12,6 @@ from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.loss.policy import clipped_loss
 from rlboost.services.trainer.ports.engine import PolicyEngine
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import CriticSpec
@@ -22,6 +21,7 @@ from tests.contract.test_torch_critic import taught
 from tests.contract.test_trainer_engine_contract import rows
 from tests.support import rank_policies
 from tests.support.jobs import job
+from tests.support.losses import clipped_loss
 from tests.support.model_folder import write_model
 
 pytestmark = [

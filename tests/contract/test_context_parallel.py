@@ -10,7 +10,6 @@ import pytest
 from transformers import LlamaConfig
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.loss.policy import clipped_loss
 from rlboost.services.trainer.domain.loss.sums import EXPERT_LOAD, ROUTING_LOSS
 from rlboost.services.trainer.ports.engine import PolicyEngine
 from rlboost.shared.errors import ConfigError
@@ -19,6 +18,7 @@ from rlboost.shared.wire.columns import F32, unpack
 from tests.contract.test_packing import CONVOLUTION, write
 from tests.contract.test_trainer_engine_contract import rows, with_loss_mask
 from tests.support import rank_policies
+from tests.support.losses import clipped_loss
 
 RATE = 1e-3
 OPTIMIZER = OptimizerSpec(lr=RATE, weight_decay=0.1, grad_clip=0.7)

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from rlboost.jobs.memory import TrainedModel, state_bytes
 from rlboost.jobs.model_size import ModelSize, size_of
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.loss.policy import clipped_loss
 from rlboost.services.trainer.domain.loss.sums import EXPERT_LOAD, ROUTED_TOKENS, ROUTING_LOSS
 from rlboost.services.trainer.ports.engine import PolicyEngine
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
@@ -23,6 +22,7 @@ from tests.contract.test_megatron_policy import assert_close, assert_trained_equ
 from tests.contract.test_ranks_offload import resident
 from tests.contract.test_trainer_engine_contract import bits, rows, with_loss_mask
 from tests.support import rank_policies
+from tests.support.losses import clipped_loss
 
 pytestmark = pytest.mark.timeout(600)
 

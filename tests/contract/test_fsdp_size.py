@@ -10,7 +10,6 @@ import pytest
 
 from rlboost.jobs.memory import TrainedModel, state_bytes
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.loss.policy import clipped_loss
 from rlboost.services.trainer.ports.engine import PolicyEngine
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
@@ -19,6 +18,7 @@ from tests.contract.test_megatron_policy import assert_close, values
 from tests.contract.test_trainer_engine_contract import rows, with_loss_mask
 from tests.support import rank_policies
 from tests.support.jobs import job
+from tests.support.losses import clipped_loss
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -27,7 +27,6 @@ from rlboost.services.trainer.adapters.ranks.tensor_slice import TensorSlice
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.domain.loss.inputs import TokenBatch
-from rlboost.services.trainer.domain.loss.policy import clipped_loss, decoupled_loss
 from rlboost.services.trainer.domain.loss.sums import EXPERT_LOAD, ROUTED_TOKENS, ROUTING_LOSS
 from rlboost.services.trainer.ports.engine import NotFinite, PolicyEngine
 from rlboost.shared.errors import ConfigError, Retryable
@@ -37,6 +36,7 @@ from rlboost.shared.wire.columns import F32, I32, pack, unpack
 from tests.contract.test_trainer_engine_contract import rows, with_loss_mask
 from tests.support import rank_policies
 from tests.support.eventually import eventually
+from tests.support.losses import clipped_loss, decoupled_loss
 from tests.support.megatron_cpu import python_path
 from tests.support.model_folder import write_model, write_unmarked_model
 from tests.support.ranks import MODULE

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.adapters.torch.routing import weights_of
-from rlboost.services.trainer.domain.loss.policy import clipped_loss
 from rlboost.services.trainer.domain.loss.sums import routing
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import OptimizerSpec
@@ -25,6 +24,7 @@ from rlboost.shared.wire.columns import F32, floats, ints
 from tests.contract.test_trainer_engine_contract import rows
 from tests.support import rank_policies, tiny_models
 from tests.support.engines import request, run
+from tests.support.losses import clipped_loss
 from tests.support.model_folder import write_model
 from tests.support.staged_weights import Staged
 from tests.support.tiny_models import MIXTURES

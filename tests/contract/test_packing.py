@@ -28,11 +28,11 @@ from rlboost.services.trainer.adapters.torch.attention_choice import attention_o
 from rlboost.services.trainer.adapters.torch.logprobs import LogprobPass
 from rlboost.services.trainer.adapters.torch.packing import PACKED, RowLengths, attention
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.loss.policy import clipped_loss
 from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
 from rlboost.shared.wire.columns import floats, ints
 from tests.contract.test_trainer_engine_contract import rows
+from tests.support.losses import clipped_loss
 from tests.support.tiny_models import CONFIGS, MIXTURES, VOCABULARY, logprobs
 
 LOSS = clipped_loss(0.2, 0.28)

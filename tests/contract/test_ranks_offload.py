@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rlboost.services.trainer.adapters.ranks.policy import RanksPolicy
 from rlboost.services.trainer.adapters.ranks.trainable import MOMENTS, WEIGHT
-from rlboost.services.trainer.domain.loss.policy import clipped_loss
 from rlboost.shared.job.training import OptimizerSpec
 from tests.contract.test_trainer_engine_contract import bits, rows
 from tests.support import rank_policies
+from tests.support.losses import clipped_loss
 
 pytestmark = pytest.mark.timeout(300)
 

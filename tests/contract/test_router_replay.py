@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM
 from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
-from rlboost.services.trainer.domain.loss.policy import clipped_loss
 from rlboost.services.trainer.domain.loss.sums import routing
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
@@ -27,6 +26,7 @@ from rlboost.shared.wire.routed_experts import RoutedShape
 from tests.contract.test_trainer_engine_contract import rows, with_loss_mask
 from tests.support import rank_policies, tiny_models
 from tests.support.engines import Collected, request, run
+from tests.support.losses import clipped_loss
 from tests.support.model_folder import write_model
 from tests.support.staged_weights import Staged
 

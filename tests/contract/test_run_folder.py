@@ -8,22 +8,22 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlboost.services.trainer.adapters.run_folder import JobFolder
+from rlboost.services.trainer.adapters.run_folder import LocalRunFolder
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
-from rlboost.services.trainer.domain.loss.policy import clipped_loss
 from rlboost.shared.errors import DiskFull, Fatal
 from rlboost.shared.job.run_profile import RunProfile
 from rlboost.shared.job.training import OptimizerSpec
 from rlboost.shared.weights.publisher import Shard
 from rlboost.shared.wire.columns import F32, I32, pack
 from tests.contract.test_trainer_engine_contract import rows
+from tests.support.losses import clipped_loss
 from tests.support.model_folder import write_model, write_tokenizer
 from tests.support.small_disk import small_disk
 
 
 def test_run_folder_has_job_file_and_metrics(tmp_path: Path) -> None:
-    folder = JobFolder(tmp_path / "run", tmp_path)
+    folder = LocalRunFolder(tmp_path / "run", tmp_path)
     folder.begin('{"name": "countdown"}', 0)
     folder.log_step(0, {"loss": 1.0})
     folder.log_step(1, {"loss": 0.5})
@@ -41,7 +41,7 @@ def test_profile_is_replaced(tmp_path: Path) -> None:
         train_s_per_token=0.02,
         update_s=0.5,
     )
-    folder = JobFolder(tmp_path / "run", tmp_path)
+    folder = LocalRunFolder(tmp_path / "run", tmp_path)
     folder.begin("{}", 0)
     folder.write_profile(profile)
     folder.write_profile(later := profile.model_copy(update={"steps": 2}))
@@ -49,7 +49,7 @@ def test_profile_is_replaced(tmp_path: Path) -> None:
 
 
 def test_begin_drops_rows_of_steps_to_train_again(tmp_path: Path) -> None:
-    folder = JobFolder(tmp_path / "run", tmp_path)
+    folder = LocalRunFolder(tmp_path / "run", tmp_path)
     folder.begin("{}", 0)
     for step in range(4):
         folder.log_step(step, {})
@@ -65,7 +65,7 @@ def test_full_disk_loses_no_row_and_no_model(tmp_path: Path) -> None:
     engine = TorchPolicy(OptimizerSpec(), temperature=1.0, dtype="float32", device="cpu")
     engine.load_hf(base)
     with small_disk(tmp_path / "run", 8 << 20) as disk:
-        folder = JobFolder(disk.path, base)
+        folder = LocalRunFolder(disk.path, base)
         folder.begin("{}", 0)
         for step in range(50):
             folder.log_step(step, {"loss": 1.0})
@@ -94,7 +94,7 @@ def test_export_writes_a_hugging_face_directory(tmp_path: Path) -> None:
     engine.load_hf(base)
     engine.accumulate([rows()], clipped_loss(0.2, 0.28))
     engine.step(1e-2)
-    folder = JobFolder(tmp_path / "run", base)
+    folder = LocalRunFolder(tmp_path / "run", base)
     folder.begin("{}", 0)
     folder.export(engine.export_shards())
     path = folder.export(engine.export_shards())
@@ -110,11 +110,11 @@ def test_export_writes_a_hugging_face_directory(tmp_path: Path) -> None:
 def test_unwritable_run_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(Fatal, match=r"run's folder .*file/run cannot be written"):
-        JobFolder(tmp_path / "file" / "run", tmp_path).begin("{}", 0)
+        LocalRunFolder(tmp_path / "file" / "run", tmp_path).begin("{}", 0)
 
 
 def test_export_adapter_writes_a_peft_directory(tmp_path: Path) -> None:
-    folder = JobFolder(tmp_path / "run", tmp_path)
+    folder = LocalRunFolder(tmp_path / "run", tmp_path)
     for value in (b"\x00\x00\x00\x00", b"\x00\x00\x80?"):
         shard = Shard("base_model.model.q.lora_A.weight", "float32", (1, 1), (0, 0), (1, 1), value)
         path = folder.export_adapter([shard], '{"r": 1}')
@@ -125,7 +125,7 @@ def test_export_adapter_writes_a_peft_directory(tmp_path: Path) -> None:
 
 def test_dump_batch_writes_readable_rows(tmp_path: Path) -> None:
     row = TrainingRow(pack([1, 2], I32), pack([3], I32), pack([float("nan")], F32), -0.5)
-    folder = JobFolder(tmp_path / "run", tmp_path)
+    folder = LocalRunFolder(tmp_path / "run", tmp_path)
     folder.begin("{}", 0)
     path = folder.dump_batch("not-finite-step-3.jsonl", [row, row])
     assert path == tmp_path / "run/not-finite-step-3.jsonl"

@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from rlboost.services.trainer.adapters import run_folder as folder
 from rlboost.services.trainer.adapters.log.run_log import RunLog
 from rlboost.services.trainer.adapters.log.sinks import openers
-from rlboost.services.trainer.adapters.run_folder import JobFolder
+from rlboost.services.trainer.adapters.run_folder import LocalRunFolder
 from rlboost.shared.errors import ConfigError
 from tests.support import wandb_file
 from tests.support.eventually import LIMIT_S, eventually
@@ -27,7 +27,7 @@ ROWS = {step: {"loss": 1.0 / (step + 1), "reward/mean": float(step)} for step in
 
 def run(path: Path, job: Any, first: int, end: int) -> list[str]:
     """Log steps as one process of a trainer does, and return what went wrong."""
-    run_folder = JobFolder(path, path, openers(job, "job-1-ab12", path))
+    run_folder = LocalRunFolder(path, path, openers(job, "job-1-ab12", path))
     run_folder.begin("{}", first)
     troubles = [trouble for step in range(first, end) for trouble in run_folder.log_step(step, ROWS[step])]
     return troubles + run_folder.close()

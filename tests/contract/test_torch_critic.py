@@ -14,7 +14,6 @@ from transformers import AutoModel
 from rlboost.services.trainer.adapters.torch.critic import TorchCritic
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
-from rlboost.services.trainer.domain.loss.policy import clipped_loss
 from rlboost.services.trainer.domain.loss.sums import add
 from rlboost.services.trainer.ports.engine import NotFinite
 from rlboost.shared.errors import ConfigError, Corrupt, Fatal
@@ -22,6 +21,7 @@ from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
 from rlboost.shared.wire.columns import F32, I32, floats, ints, length, pack
 from tests.contract.test_trainer_engine_contract import bits, rows
+from tests.support.losses import clipped_loss
 from tests.support.model_folder import write_model
 from tests.support.tiny_models import CONFIGS
 

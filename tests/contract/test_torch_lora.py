@@ -11,15 +11,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlboost.services.trainer.adapters.run_folder import JobFolder
+from rlboost.services.trainer.adapters.run_folder import LocalRunFolder
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.loss.policy import clipped_loss
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
 from rlboost.shared.weights.publisher import Shard
 from rlboost.shared.weights.stored import AdaptedVersion
 from rlboost.shared.wire.columns import floats, ints
 from tests.contract.test_trainer_engine_contract import bits, rows, train
+from tests.support.losses import clipped_loss
 from tests.support.model_folder import write_model
 from tests.support.staged_versions import pulled
 from tests.support.tiny_models import logprobs
@@ -52,7 +52,7 @@ def tensor(shard: Shard) -> torch.Tensor:
 def merged_by_peft(folder: Path, policy: TorchPolicy, run: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Save the adapter as PEFT's users do, and let PEFT load and merge it."""
     run.mkdir()
-    adapter = JobFolder(run, folder).export_adapter(policy.export_shards("adapter"), policy.adapter_json)
+    adapter = LocalRunFolder(run, folder).export_adapter(policy.export_shards("adapter"), policy.adapter_json)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     merged: Any = peft.PeftModel.from_pretrained(model, adapter).merge_and_unload()
     found: dict[str, torch.Tensor] = merged.state_dict()

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 
 from rlboost.services.trainer.adapters.torch.optimizers import hidden_matrices, optimizers
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.loss.policy import clipped_loss
 from rlboost.services.trainer.domain.sft import sft_loss
 from rlboost.services.trainer.ports.data import Prompt
 from rlboost.services.trainer.ports.resources import JobResources
@@ -27,6 +26,7 @@ from rlboost.shared.wire.columns import I32, pack
 from tests.contract.test_torch_critic import taught
 from tests.contract.test_trainer_engine_contract import bits, rows
 from tests.support.eventually import eventually
+from tests.support.losses import clipped_loss
 from tests.support.model_folder import write_model
 from tests.support.small_job import small_job
 from tests.support.trainer_rig import Rig

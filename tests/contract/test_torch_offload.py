@@ -17,11 +17,11 @@ from torch import Tensor
 
 from rlboost.services.trainer.adapters.torch.offload import Offloader
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.loss.policy import clipped_loss
 from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.job.training import Offload, OptimizerSpec
 from tests.contract.test_torch_critic import taught
 from tests.contract.test_trainer_engine_contract import bits
+from tests.support.losses import clipped_loss
 from tests.support.model_folder import write_model
 
 CPU = torch.device("cpu")

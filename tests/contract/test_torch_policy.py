@@ -18,7 +18,6 @@ from rlboost.services.trainer.adapters.torch.experts import EXPERTS
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.domain.loss.inputs import TokenBatch
-from rlboost.services.trainer.domain.loss.policy import clipped_loss, decoupled_loss
 from rlboost.services.trainer.ports.engine import NotFinite
 from rlboost.services.trainer.settings import Settings
 from rlboost.shared.errors import ConfigError
@@ -27,6 +26,7 @@ from rlboost.shared.job.training import OptimizerSpec
 from rlboost.shared.weights.publisher import Shard
 from rlboost.shared.wire.columns import F32, I32, U8, floats, ints, pack
 from tests.contract.test_trainer_engine_contract import rows, with_loss_mask
+from tests.support.losses import clipped_loss, decoupled_loss
 from tests.support.model_folder import write_model
 from tests.support.small_job import small_job
 from tests.support.tiny_models import CONFIGS, logprobs

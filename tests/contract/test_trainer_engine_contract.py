@@ -16,7 +16,6 @@ import pytest
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
-from rlboost.services.trainer.domain.loss.policy import clipped_loss
 from rlboost.services.trainer.domain.loss.sums import add
 from rlboost.services.trainer.fakes.engine import FakeEngine
 from rlboost.services.trainer.ports.engine import Exported, Loaded, PolicyEngine
@@ -25,6 +24,7 @@ from rlboost.shared.job.training import LoraSpec, Offload, OptimizerSpec
 from rlboost.shared.weights.publisher import Shard
 from rlboost.shared.wire.columns import F32, I32, U8, ints, pack, unpack
 from tests.support import rank_policies
+from tests.support.losses import clipped_loss
 from tests.support.model_folder import write_model
 
 LOSS = clipped_loss(0.2, 0.28)

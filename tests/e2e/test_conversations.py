@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 import yaml
 
-from rlboost.services.trainer.domain.groups.turns import TurnIds
-from rlboost.shared.ids import SampleId
+from rlboost.services.trainer.domain.groups.turns import StepTurnIds, TurnIds
 from tests.support.black_box import ROOT, BlackBox, Observer, black_box
 
 pytestmark = pytest.mark.timeout(600)
 
 STEPS, PROMPTS, GROUP = 4, 6, 4
 EVAL_SAMPLES = PROMPTS
-IDS = {False: TurnIds(PROMPTS, GROUP, max_turns=2), True: TurnIds(EVAL_SAMPLES, 1, max_turns=2)}
+IDS = StepTurnIds(TurnIds(PROMPTS, GROUP, max_turns=2), TurnIds(EVAL_SAMPLES, 1, max_turns=2))
 """By whether it is an evaluation."""
 
 
@@ -39,7 +38,7 @@ def assert_turns_follow_each_other(observer: Observer) -> int:
     """
     n_second = 0
     for turn, request in observer.admitted.items():
-        sample, number = IDS[SampleId.unpack(turn).is_eval].turn_of(turn)
+        sample, number = IDS.of(turn).turn_of(turn)
         if number == 1 and sample in observer.admitted:
             before = observer.admitted[sample]["prompt"] + observer.finished[sample][0]["tokens"]
             assert request["prompt"].startswith(before)

@@ -15,10 +15,10 @@ torch = pytest.importorskip("torch")
 from transformers import AutoModelForCausalLM  # noqa: E402 - only where torch is
 
 from rlboost.services.trainer.adapters.ranks.policy import RanksPolicy  # noqa: E402 - its like
-from rlboost.services.trainer.domain.loss.policy import clipped_loss  # noqa: E402 - its like
 from rlboost.shared.job.training import OptimizerSpec  # noqa: E402 - its like
 from tests.contract.test_trainer_engine_contract import bits, rows  # noqa: E402 - its like
 from tests.support import large_model, rank_policies  # noqa: E402 - its like
+from tests.support.losses import clipped_loss  # noqa: E402 - its like
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 

@@ -11,12 +11,12 @@ torch = pytest.importorskip("torch")
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy  # noqa: E402 - only where torch is
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow  # noqa: E402 - its like
-from rlboost.services.trainer.domain.loss.policy import clipped_loss  # noqa: E402 - its like
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec  # noqa: E402 - its like
 from rlboost.shared.wire.columns import F32, I32, pack  # noqa: E402 - its like
 from tests.contract.test_packing import check_packed_attention  # noqa: E402 - its like
 from tests.contract.test_trainer_engine_contract import bits, rows  # noqa: E402 - its like
 from tests.support import large_model  # noqa: E402 - its like
+from tests.support.losses import clipped_loss  # noqa: E402 - its like
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 

@@ -20,13 +20,13 @@ from rlboost.cli import app
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.adapters.weights import StorePublisher
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
-from rlboost.services.trainer.domain.loss.policy import clipped_loss
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.wire.columns import F32, I32, pack, unpack
 from tests.contract.test_trainer_engine_contract import rows
 from tests.support.fake_rest import FakeRest, job, ok, problem
+from tests.support.losses import clipped_loss
 from tests.support.model_folder import write_model, write_tokenizer
 from tests.support.service_process import TOKEN, ServiceProcess
 

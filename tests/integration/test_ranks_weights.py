@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from rlboost.services.trainer.adapters.ranks.publisher import RanksPublisher
-from rlboost.services.trainer.domain.loss.policy import clipped_loss
 from rlboost.services.trainer.ports.engine import PolicyEngine
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
 from rlboost.shared.waiting import Waits
@@ -21,6 +20,7 @@ from rlboost.shared.weights.puller import Puller
 from rlboost.shared.weights.stored import stored_version
 from tests.contract.test_trainer_engine_contract import bits, rows
 from tests.support import rank_policies
+from tests.support.losses import clipped_loss
 from tests.support.service_process import TOKEN, ServiceProcess
 
 pytestmark = pytest.mark.timeout(300)

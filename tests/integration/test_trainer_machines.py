@@ -15,7 +15,6 @@ from rlboost.services.trainer.adapters.machines.launcher import JobMachines
 from rlboost.services.trainer.adapters.machines.link import MACHINE, Link
 from rlboost.services.trainer.adapters.machines.registry import Session, TrainerMachines
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.loss.policy import clipped_loss
 from rlboost.services.trainer.ports.engine import PolicyEngine
 from rlboost.shared.errors import ConfigError, Retryable
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
@@ -26,6 +25,7 @@ from tests.contract.test_trainer_engine_contract import rows
 from tests.support import rank_policies
 from tests.support.certificates import make_certificates
 from tests.support.eventually import eventually
+from tests.support.losses import clipped_loss
 from tests.support.trainer_machines import TEMPERATURE, TOKEN, MachineProcess, policy_on, trainer_machines
 
 OPTIMIZER = OptimizerSpec(lr=1e-3, weight_decay=0.1, grad_clip=0.7)

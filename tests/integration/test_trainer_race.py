@@ -47,7 +47,7 @@ async def bus(redis_url: str) -> AsyncIterator[RedisBus]:
 async def test_one_of_two_racing_trainers_takes_over_a_job(
     tmp_path: Path, redis_url: str, bus: RedisBus, attempt: int
 ) -> None:
-    timing = Timing(block_s=0.01, takeover_check_s=0.02, lease_s=0.05)
+    timing = Timing(block_s=0.01, takeover_check_s=0.02, lease_renewal_interval_s=0.05)
     together = asyncio.Barrier(2)
     rigs = [Rig(tmp_path / name, timing=timing) for name in ("a", "b")]
     buses = [InStep(redis_url, together) for _ in rigs]

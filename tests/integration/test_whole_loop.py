@@ -15,7 +15,6 @@ from structlog.testing import capture_logs
 from rlboost.services.trainer.adapters.checkpoints.folder import CheckpointFolder
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.adapters.weights import StorePublisher
-from rlboost.services.trainer.domain.loss.policy import clipped_loss
 from rlboost.services.trainer.domain.parity_probe import build_probe
 from rlboost.services.trainer.fakes.rewards import FakeRewards
 from rlboost.services.trainer.ports.data import Data, Prompt
@@ -27,6 +26,7 @@ from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.publisher import Shard
 from rlboost.shared.wire.columns import I32, pack
 from tests.support.engine_manager import EngineManager
+from tests.support.losses import clipped_loss
 from tests.support.model_folder import write_model
 from tests.support.service_process import TOKEN, ServiceProcess
 from tests.support.tiny_models import VOCABULARY

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.loss.policy import clipped_loss
 from rlboost.services.trainer.domain.loss.sums import EXPERT_LOAD, ROUTED_TOKENS, ROUTING_LOSS
 from rlboost.services.trainer.ports.engine import PolicyEngine
 from rlboost.shared.errors import Retryable
@@ -21,6 +20,7 @@ from rlboost.shared.wire.columns import F32, unpack
 from tests.contract.test_trainer_engine_contract import rows, with_loss_mask
 from tests.support import rank_policies
 from tests.support.eventually import eventually
+from tests.support.losses import clipped_loss
 from tests.support.network_namespaces import Namespace, network
 from tests.support.trainer_machines import (
     DENSE_LAYOUTS,

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM  # noqa: F401 - likewise
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
-from rlboost.services.trainer.domain.loss.policy import clipped_loss
 from rlboost.shared.job.training import OptimizerSpec
 from rlboost.shared.wire.columns import F32, I32, pack
+from tests.support.losses import clipped_loss
 
 LOSS = clipped_loss(0.2, 0.28)
 

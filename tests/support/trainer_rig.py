@@ -85,7 +85,7 @@ class Rig:
         folder: Path,
         job: JobSpec | None = None,
         *,
-        timing: Timing = Timing(block_s=0.01, lease_s=0.05),  # noqa: B008 - frozen
+        timing: Timing = Timing(block_s=0.01, lease_renewal_interval_s=0.05),  # noqa: B008 - frozen
     ) -> None:
         self.job: JobSpec = job or spec()
         self.timing = timing

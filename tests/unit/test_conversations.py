@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlboost.services.trainer.domain import plan
-from rlboost.services.trainer.domain.groups.collector import DroppedGroup, Outcome, WholeGroup
+from rlboost.services.trainer.domain.groups.collector import DroppedGroup, GroupOutcome, WholeGroup
 from rlboost.services.trainer.domain.groups.conversation import Conversation
 from rlboost.services.trainer.domain.groups.conversation_collector import ConversationCollector
 from rlboost.services.trainer.domain.groups.messages import messages_of
 from rlboost.services.trainer.domain.groups.turns import TurnIds
+from rlboost.services.trainer.domain.groups.turns import StepTurnIds, TurnIds
 from rlboost.shared.errors import ConfigError, Fatal, Unprocessable
 from rlboost.shared.ids import SampleId, group_of
 from rlboost.shared.messages import GroupOpened, Message, SampleDropped, SampleFinished, SeedingEnded, TurnAnswered
@@ -43,10 +44,10 @@ def told(sample: int, number: int, *tokens: int, reward: float = 0.0, over: str 
 
 
 def collector(max_staleness: int = 0) -> ConversationCollector:
-    return ConversationCollector(1, 4, {GROUP: 2, OTHER: 2}, max_staleness, {False: IDS})
+    return ConversationCollector(1, 4, {GROUP: 2, OTHER: 2}, max_staleness, StepTurnIds(IDS, None))
 
 
-def folded(collecting: ConversationCollector, *messages: Message) -> list[Outcome]:
+def folded(collecting: ConversationCollector, *messages: Message) -> list[GroupOutcome]:
     return [outcome for message in messages if (outcome := collecting.fold(message)) is not None]
 
 

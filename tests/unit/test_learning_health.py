@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlboost.services.trainer.domain.warnings.rules import WINDOW_STEPS, JobFacts
-from rlboost.services.trainer.domain.warnings.tracker import CLEAR_STEPS, Change, LearningHealth
+from rlboost.services.trainer.domain.warnings.tracker import CLEAR_STEPS, Change, WarningTracker
 from rlboost.shared.job.spec import parse
 
 FACTS = JobFacts("j-1", prompts_per_step=32, group_size=8, limits="sampling.max_tokens is 256", eval_samples=200)
@@ -47,8 +47,8 @@ def dropped(ratio: float, **reasons: float) -> dict[str, float]:
 
 
 def changes(rows: Sequence[dict[str, float]], facts: JobFacts = FACTS) -> list[tuple[int, Change]]:
-    health = LearningHealth(facts)
-    return [(step, change) for step, row in enumerate(rows) for change in health.observe(step, row)]
+    tracker = WarningTracker(facts)
+    return [(step, change) for step, row in enumerate(rows) for change in tracker.observe(step, row)]
 
 
 def raised(rows: Sequence[dict[str, float]], facts: JobFacts = FACTS) -> list[tuple[int, str]]:
@@ -134,10 +134,10 @@ def test_falling_reward_of_few_prompts_raises_no_warning() -> None:
     ],
 )
 def test_warning_has_numbers_causes_and_remedy(row: dict[str, float], words: list[str]) -> None:
-    health = LearningHealth(FACTS)
+    tracker = WarningTracker(FACTS)
     for step in range(WINDOW_STEPS):
-        health.observe(step, row)
-    [text] = health.warnings
+        tracker.observe(step, row)
+    [text] = tracker.warnings
     assert "\n" not in text
     assert [word for word in words if word not in text] == [], text
 
@@ -150,18 +150,18 @@ def test_warning_has_numbers_causes_and_remedy(row: dict[str, float], words: lis
     ],
 )
 def test_a_warning_names_the_updates_where_it_went_well_before(row: dict[str, float], words: list[str]) -> None:
-    health = LearningHealth(FACTS)
+    tracker = WarningTracker(FACTS)
     for step, one in enumerate([rl(0.5), *[row] * WINDOW_STEPS]):
-        health.observe(step, one)
-    [text] = health.warnings
+        tracker.observe(step, one)
+    [text] = tracker.warnings
     assert [word for word in words if word not in text] == [], text
 
 
 def test_one_lucky_reward_before_does_not_blame_the_updates() -> None:
-    health = LearningHealth(FACTS)
+    tracker = WarningTracker(FACTS)
     for step, one in enumerate([rl(0.001), *[equal(0.0)] * WINDOW_STEPS]):
-        health.observe(step, one)
-    [text] = health.warnings
+        tracker.observe(step, one)
+    [text] = tracker.warnings
     assert "too hard" in text
 
 
@@ -177,23 +177,23 @@ def test_single_good_steps_do_not_raise_a_warning_again() -> None:
 
 
 def test_the_final_evaluation_clears_no_warning() -> None:
-    health = LearningHealth(FACTS)
+    tracker = WarningTracker(FACTS)
     for step in range(3):
-        health.observe(step, equal(0.0))
+        tracker.observe(step, equal(0.0))
     for step in range(3, 10):
-        assert health.observe(step, {"eval/reward_mean": 0.0}) == []
-    assert len(health.warnings) == 1
+        assert tracker.observe(step, {"eval/reward_mean": 0.0}) == []
+    assert len(tracker.warnings) == 1
 
 
 def test_replayed_rows_restore_the_state() -> None:
     rows = [*RISING, *[equal(0.0)] * 4]
-    health = LearningHealth(FACTS)
+    tracker = WarningTracker(FACTS)
     for step, row in enumerate(rows):
-        health.observe(step, row)
-    before = health.warnings
+        tracker.observe(step, row)
+    before = tracker.warnings
     assert before
-    assert [health.observe(step, row) for step, row in enumerate(rows)] == [[]] * len(rows)
-    assert health.warnings == before
+    assert [tracker.observe(step, row) for step, row in enumerate(rows)] == [[]] * len(rows)
+    assert tracker.warnings == before
 
 
 @pytest.mark.parametrize("kind", ["rl", "sft", "eval"])

@@ -4,7 +4,8 @@ from itertools import combinations
 
 import pytest
 
-from rlboost.services.trainer.domain.metrics import ScoredGroup, StepTally
+from rlboost.services.trainer.domain.groups.scored_group import ScoredGroup
+from rlboost.services.trainer.domain.metrics import StepTally
 from rlboost.services.trainer.domain.pass_at_k import pass_at_k, pass_rates
 from rlboost.shared.messages import SampleFinished
 from rlboost.shared.wire.columns import F32, I32, pack

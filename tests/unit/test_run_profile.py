@@ -9,7 +9,8 @@ import pytest
 from rlboost.services.rollout_manager.domain.engine_profiles import engine_profiles
 from rlboost.services.rollout_manager.domain.workers.throughput_model import MIN_OBSERVATIONS
 from rlboost.services.rollout_manager.domain.world import World
-from rlboost.services.trainer.domain.metrics import Durations, ScoredGroup, StepTally
+from rlboost.services.trainer.domain.groups.scored_group import ScoredGroup
+from rlboost.services.trainer.domain.metrics import Durations, StepTally
 from rlboost.services.trainer.domain.profile_recorder import RECENT_STEPS, ProfileRecorder
 from rlboost.shared.job.run_profile import RunProfile
 from rlboost.shared.messages import EngineProfile, SampleFinished

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from rlboost.services.trainer.adapters.user_code.loss import load_loss
-from rlboost.services.trainer.domain.advantages.gae import Experience, estimate
+from rlboost.services.trainer.domain.advantages.gae import Experience, gae_advantages
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.domain.loss.inputs import LossFn
 from rlboost.services.trainer.domain.plan import plan_step
@@ -169,7 +169,7 @@ async def test_with_a_critic_each_token_has_an_advantage_of_its_own(tmp_path: Pa
         for row in engine.rows
         for n in [length(row.completion, I32)]
     ]
-    expected = estimate(step, 0.9, 0.5)
+    expected = gae_advantages(step, 0.9, 0.5)
     for row, advantages, returns in zip(engine.rows, expected.advantages, expected.returns, strict=True):
         assert unpack(row.advantages, F32) == pytest.approx(advantages, abs=1e-6)
         assert unpack(row.returns, F32) == pytest.approx(returns, abs=1e-6)

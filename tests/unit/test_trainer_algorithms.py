@@ -11,7 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlboost.services.trainer.domain.advantages.group_estimators import NEED_THE_STEP, centred, estimate, leave_one_out
+from rlboost.services.trainer.domain.advantages.group_estimators import (
+    NEED_THE_STEP,
+    centred,
+    group_advantages,
+    leave_one_out,
+)
 from rlboost.services.trainer.domain.loss.aggregation import divisor, factor
 from rlboost.services.trainer.domain.loss.importance import masked, truncated
 from rlboost.services.trainer.domain.loss.kl import k1, k2, k3
@@ -49,7 +54,7 @@ KINDS = ["group_std", "group_mean", "leave_one_out", "batch_std", "group_mean_ba
 def test_advantages_are_those_of_the_paper(kind: str, groups: Groups) -> None:
     flat = [reward for group in groups for reward in group]
     spread = kind not in NEED_THE_STEP or np.std(flat) > 1e-3 < max(np.std(group) for group in groups)
-    for ours, expected in zip(estimate(kind, groups, drop_equal=False), papers(kind, groups), strict=True):
+    for ours, expected in zip(group_advantages(kind, groups, drop_equal=False), papers(kind, groups), strict=True):
         if spread:
             assert ours is not None
             np.testing.assert_allclose(ours, expected, atol=1e-6)
@@ -59,27 +64,27 @@ def test_advantages_are_those_of_the_paper(kind: str, groups: Groups) -> None:
 @given(groups_of, st.randoms())
 def test_advantages_do_not_depend_on_the_order_of_groups(kind: str, groups: Groups, random: Any) -> None:
     order = random.sample(range(len(groups)), len(groups))
-    there = estimate(kind, groups, drop_equal=True)
-    other = estimate(kind, [groups[i] for i in order], drop_equal=True)
+    there = group_advantages(kind, groups, drop_equal=True)
+    other = group_advantages(kind, [groups[i] for i in order], drop_equal=True)
     assert other == [there[i] for i in order]
 
 
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - NEED_THE_STEP))
 @given(groups_of)
 def test_group_local_advantages_do_not_depend_on_other_groups(kind: str, groups: Groups) -> None:
-    alone = [estimate(kind, [group], drop_equal=True)[0] for group in groups]
-    assert alone == estimate(kind, groups, drop_equal=True)
+    alone = [group_advantages(kind, [group], drop_equal=True)[0] for group in groups]
+    assert alone == group_advantages(kind, groups, drop_equal=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_groups_of_equal_rewards_are_left_out_or_count(kind: str) -> None:
     groups = [[1.0, 0.0], [1.0, 1.0], [2.0, 0.0]]
-    first, second, third = estimate(kind, groups, drop_equal=True)
+    first, second, third = group_advantages(kind, groups, drop_equal=True)
     assert second is None
-    assert [first, third] == estimate(kind, [groups[0], groups[2]], drop_equal=False)
-    assert estimate(kind, groups, drop_equal=False)[1] is not None
-    assert estimate(kind, [[1.0, 1.0]], drop_equal=False) == [[0.0, 0.0]]
-    assert estimate(kind, [[1.0, 1.0]], drop_equal=True) == [None]
+    assert [first, third] == group_advantages(kind, [groups[0], groups[2]], drop_equal=False)
+    assert group_advantages(kind, groups, drop_equal=False)[1] is not None
+    assert group_advantages(kind, [[1.0, 1.0]], drop_equal=False) == [[0.0, 0.0]]
+    assert group_advantages(kind, [[1.0, 1.0]], drop_equal=True) == [None]
 
 
 def test_leave_one_out_is_the_centred_reward_times_n_over_n_minus_1() -> None:

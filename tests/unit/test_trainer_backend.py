@@ -20,7 +20,7 @@ from rlboost.services.trainer.adapters.ranks.packed import pack_rows, unpack_row
 from rlboost.services.trainer.adapters.ranks.processes import rank_environment
 from rlboost.services.trainer.adapters.ranks.sharded_tensors import SliceReader, write_slices
 from rlboost.services.trainer.adapters.ranks.tensor_slice import TensorSlice
-from rlboost.services.trainer.domain.batches.spread import spread
+from rlboost.services.trainer.domain.batches.partition import partition
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import parse
@@ -226,7 +226,7 @@ def test_layout_that_does_not_divide_the_model_is_rejected() -> None:
 
 @given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 6))
 def test_spread_puts_each_item_in_one_part_of_similar_size(sizes: list[int], n_parts: int) -> None:
-    parts = spread(sizes, n_parts)
+    parts = partition(sizes, n_parts)
     assert len(parts) == n_parts
     assert sorted(item for part in parts for item in part) == list(range(len(sizes)))
     sums = [sum(sizes[item] for item in part) for part in parts]

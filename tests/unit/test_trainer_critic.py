@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlboost.services.trainer.domain.advantages.gae import Experience, estimate, gae, token_rewards
+from rlboost.services.trainer.domain.advantages.gae import Experience, gae, gae_advantages, token_rewards
 from rlboost.services.trainer.domain.loss.value import value_loss
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -57,7 +57,7 @@ def test_advantages_are_whitened_over_tokens_and_returns_are_not(seed: int) -> N
     step = a_step(seed)
     raw = [papers_gae(token_rewards(one.reward, len(one.values), one.penalties), one.values, 0.9, 0.8) for one in step]
     flat, values = np.concatenate(raw), np.concatenate([one.values for one in step])
-    found = estimate(step, 0.9, 0.8)
+    found = gae_advantages(step, 0.9, 0.8)
     np.testing.assert_allclose(np.concatenate(found.advantages), (flat - flat.mean()) / flat.std(), atol=1e-6)
     returns = np.concatenate(found.returns)
     np.testing.assert_allclose(returns, flat + values, atol=1e-6)
@@ -69,7 +69,7 @@ def test_advantages_are_whitened_over_tokens_and_returns_are_not(seed: int) -> N
 def test_the_order_in_which_completions_came_changes_no_bit(seed: int, random: Any) -> None:
     step = a_step(seed)
     order = random.sample(range(len(step)), len(step))
-    there, other = estimate(step, 1.0, 0.95), estimate([step[i] for i in order], 1.0, 0.95)
+    there, other = gae_advantages(step, 1.0, 0.95), gae_advantages([step[i] for i in order], 1.0, 0.95)
     for place, i in enumerate(order):
         np.testing.assert_array_equal(other.advantages[place], there.advantages[i])
     assert other.explained_variance == there.explained_variance
@@ -77,12 +77,12 @@ def test_the_order_in_which_completions_came_changes_no_bit(seed: int, random: A
 
 def test_explained_variance_is_1_for_exact_values_and_0_for_none() -> None:
     knows = [Experience(reward, np.full(3, reward)) for reward in (1.0, 2.0, 5.0)]
-    assert estimate(knows, 1.0, 1.0).explained_variance == 1.0
-    assert all((column == 0).all() for column in estimate(knows, 1.0, 1.0).advantages)
+    assert gae_advantages(knows, 1.0, 1.0).explained_variance == 1.0
+    assert all((column == 0).all() for column in gae_advantages(knows, 1.0, 1.0).advantages)
     ignores = [Experience(reward, np.full(3, 2.0)) for reward in (1.0, 2.0, 5.0)]
-    assert estimate(ignores, 1.0, 1.0).explained_variance == pytest.approx(0.0)
-    assert estimate([Experience(1.0, np.zeros(2))], 1.0, 1.0).explained_variance == 0.0
-    assert estimate([], 1.0, 1.0).advantages == []
+    assert gae_advantages(ignores, 1.0, 1.0).explained_variance == pytest.approx(0.0)
+    assert gae_advantages([Experience(1.0, np.zeros(2))], 1.0, 1.0).explained_variance == 0.0
+    assert gae_advantages([], 1.0, 1.0).advantages == []
 
 
 def papers_value_loss(values: Array, before: Array, returns: Array, clip: float) -> Array:

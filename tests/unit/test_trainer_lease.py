@@ -17,7 +17,7 @@ from rlboost.shared.streams.bus import Fence, HashSet
 from tests.support.eventually import eventually
 from tests.support.trainer_rig import JOB, Rig
 
-QUICK = Timing(block_s=0.01, takeover_check_s=0.02, lease_s=0.02)
+QUICK = Timing(block_s=0.01, takeover_check_s=0.02, lease_renewal_interval_s=0.02)
 LEASE, EPOCH = names.trainer_lease(JOB), names.trainer_epoch(JOB)
 
 
@@ -83,7 +83,7 @@ async def test_waiting_trainer_does_not_repeat_an_ended_job(
 
 
 async def test_trainer_reports_no_failure_of_a_job_it_does_not_hold(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, timing=replace(QUICK, lease_limit_s=0.3))
+    rig = Rig(tmp_path, timing=replace(QUICK, lease_wait_limit_s=0.3))
     rig.manager.held = {2}
     async with rig.trainer():
         await rig.command("create")

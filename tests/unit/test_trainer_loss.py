@@ -15,11 +15,12 @@ import torch
 
 from rlboost.services.trainer.domain.loss.importance import accepted, engine_ratios
 from rlboost.services.trainer.domain.loss.inputs import TokenBatch
-from rlboost.services.trainer.domain.loss.policy import PolicyLoss, clipped_loss, decoupled_loss, job_loss
+from rlboost.services.trainer.domain.loss.policy import PolicyLoss, job_loss
 from rlboost.shared.errors import Fatal
 from rlboost.shared.job.algorithm import PRESETS, RejectionLevel, RejectionSpec
 from rlboost.shared.job.spec import RlJob
 from tests.support.jobs import parse_rl
+from tests.support.losses import clipped_loss, decoupled_loss
 
 MAX_TOKENS = 9
 Array = np.ndarray[Any, np.dtype[np.float64]]

@@ -4,8 +4,9 @@ import math
 
 import pytest
 
-from rlboost.services.trainer.domain.metrics import Durations, ScoredGroup, StepTally
-from rlboost.services.trainer.domain.utilization import Machine, flops_per_token, peak_flops
+from rlboost.services.trainer.domain.groups.scored_group import ScoredGroup
+from rlboost.services.trainer.domain.metrics import Durations, StepTally
+from rlboost.services.trainer.domain.utilization import TrainingHardware, flops_per_token, peak_flops
 from rlboost.shared.messages import SampleFinished
 from rlboost.shared.wire.columns import F32, I32, pack
 
@@ -49,7 +50,7 @@ def test_the_rows_names_are_the_fields() -> None:
             "all_tokens": 50.0,
         },
         measured={"data/skipped_solved": 3, "data/skipped_failed": 1},
-        machine=Machine(n_devices=5, flops_per_token=1e12, peak_flops=1e14),
+        hardware=TrainingHardware(n_devices=5, flops_per_token=1e12, peak_flops=1e14),
         penalties=[0.0, 0.5, 0.0, 0.5],
         grad_norms=[1.0, 3.0],
         learning_rate=1e-3,
@@ -141,6 +142,6 @@ def test_utilization_is_reported_only_with_a_known_peak() -> None:
     assert peak_flops("NVIDIA L40S", "bfloat16") == 362e12
     assert peak_flops("NVIDIA L40", "bfloat16") is None
     assert peak_flops("NVIDIA H200", "float32") is None
-    assert set(Machine(flops_per_token=1.0).metrics(10.0, 2.0, 1.0)) == {"perf/throughput"}
+    assert set(TrainingHardware(flops_per_token=1.0).metrics(10.0, 2.0, 1.0)) == {"perf/throughput"}
     assert flops_per_token(100, frozen=False) == 600.0
     assert flops_per_token(100, frozen=True) == 400.0

@@ -5,7 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlboost.services.trainer.domain.advantages.group_estimators import advantages, standard_deviation
-from rlboost.services.trainer.domain.plan import check, epoch_order, last_step, plan_step, prompt_indices, spread
+from rlboost.services.trainer.domain.plan import (
+    check,
+    epoch_order,
+    eval_group_sizes,
+    last_step,
+    plan_step,
+    prompt_indices,
+)
 from rlboost.services.trainer.domain.schedule import learning_rate
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.ids import SampleId
@@ -68,7 +75,7 @@ def test_evaluation_is_due_every_so_often_and_after_the_last_step() -> None:
 
 @given(samples=st.integers(1, 300), prompts=st.integers(1, 300))
 def test_evaluation_samples_are_spread_evenly_and_none_is_lost(samples: int, prompts: int) -> None:
-    counts = spread(EvalSpec(samples=samples), prompts)
+    counts = eval_group_sizes(EvalSpec(samples=samples), prompts)
     assert sum(counts) == samples
     assert max(counts) - min(counts) <= 1
 

@@ -43,7 +43,7 @@ async def left_over(rig: Rig) -> list[str]:
 async def test_a_job_that_a_trainer_cannot_read_is_done_by_one_that_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = Rig(tmp_path, timing=Timing(block_s=0.01, takeover_check_s=0.01, lease_s=0.05))
+    rig = Rig(tmp_path, timing=Timing(block_s=0.01, takeover_check_s=0.01, lease_renewal_interval_s=0.05))
     async with rig.trainer(name="older"):
         await create_of_a_later_version(rig)
         await rig.command("create")
@@ -67,7 +67,7 @@ async def test_a_job_that_a_trainer_cannot_read_is_done_by_one_that_can(
 
 
 async def test_quarantined_job_can_be_cancelled(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, timing=Timing(block_s=0.01, takeover_check_s=0.01, lease_s=0.05))
+    rig = Rig(tmp_path, timing=Timing(block_s=0.01, takeover_check_s=0.01, lease_renewal_interval_s=0.05))
     async with rig.trainer():
         await create_of_a_later_version(rig)
         await eventually(lambda: was_told(rig))

@@ -75,7 +75,7 @@ async def test_a_trainer_with_a_job_leaves_the_next_one_to_another(tmp_path: Pat
 
 @pytest.mark.parametrize("successor", ["first", "second"])
 async def test_job_of_a_killed_trainer_is_finished_by_it_or_by_another(tmp_path: Path, successor: str) -> None:
-    rig = Rig(tmp_path, timing=Timing(block_s=0.01, takeover_check_s=0.01, lease_s=0.05))
+    rig = Rig(tmp_path, timing=Timing(block_s=0.01, takeover_check_s=0.01, lease_renewal_interval_s=0.05))
     rig.manager.held = {2}
     async with rig.trainer(name="first", killed=True):
         await rig.command("create")

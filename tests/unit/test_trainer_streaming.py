@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlboost.services.trainer.domain.advantages.gae import Experience
-from rlboost.services.trainer.domain.advantages.gae import estimate as estimate_tokens
-from rlboost.services.trainer.domain.advantages.group_estimators import NEED_THE_STEP, estimate
+from rlboost.services.trainer.domain.advantages.gae import Experience, gae_advantages
+from rlboost.services.trainer.domain.advantages.group_estimators import NEED_THE_STEP, group_advantages
 from rlboost.services.trainer.domain.batches.batching import Accumulate, UpdatePlanner
 from rlboost.services.trainer.domain.loss.inputs import TokenBatch
 from rlboost.services.trainer.domain.loss.policy import job_loss
@@ -89,7 +88,7 @@ def rows_of(spec: RlJob, policy: TinyPolicy, groups: list[ScoredSequence]) -> li
             for group, columns in zip(groups, values, strict=True)
             for (_, reward), column in zip(group, columns, strict=True)
         ]
-        found = estimate_tokens(step, 0.9, 0.8)
+        found = gae_advantages(step, 0.9, 0.8)
         known = iter(zip(found.advantages, found.returns, strict=True))
         return [
             [Sample(s.tokens, s.before, tuple(a), tuple(r)) for (s, _), (a, r) in zip(group, known, strict=False)]
@@ -100,9 +99,9 @@ def rows_of(spec: RlJob, policy: TinyPolicy, groups: list[ScoredSequence]) -> li
         return [[group[i][0] for i in both or ()] for group, both in zip(groups, places, strict=True)]
     drop = algorithm.equal_groups == "drop"
     if algorithm.advantage in NEED_THE_STEP:
-        together = estimate(algorithm.advantage, rewards, drop_equal=drop)
+        together = group_advantages(algorithm.advantage, rewards, drop_equal=drop)
     else:
-        together = [estimate(algorithm.advantage, [one], drop_equal=drop)[0] for one in rewards]
+        together = [group_advantages(algorithm.advantage, [one], drop_equal=drop)[0] for one in rewards]
     return [
         [Sample(s.tokens, s.before, (a,) * s.n_tokens) for (s, _), a in zip(group, found or [], strict=False)]
         for group, found in zip(groups, together, strict=True)

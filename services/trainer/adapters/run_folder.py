@@ -32,7 +32,7 @@ _FINISH_LIMIT_S = 5.0
 """How long loggers may take at the end: a stopping trainer has ten seconds in all."""
 
 
-class JobFolder:
+class LocalRunFolder:
     """`RunFolder` in a local folder."""
 
     def __init__(self, folder: Path, model: Path, loggers: Mapping[str, Opener] | None = None) -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rlboost.services.trainer.domain.advantages.group_estimators import standard_deviation
-from rlboost.services.trainer.domain.groups.conversation import Conversation
+from rlboost.services.trainer.domain.groups.scored_group import ScoredGroup
 from rlboost.services.trainer.domain.loss.sums import routing
 from rlboost.services.trainer.domain.pass_at_k import pass_rates
-from rlboost.services.trainer.domain.utilization import UNKNOWN_MACHINE, Machine
-from rlboost.shared.messages import EngineProfile, SampleFinished
+from rlboost.services.trainer.domain.utilization import UNKNOWN_HARDWARE, TrainingHardware
+from rlboost.shared.messages import EngineProfile
 from rlboost.shared.wire.columns import I32, floats, length
 
 _TOKEN_MEANS = {
@@ -31,25 +31,6 @@ _TOKEN_MEANS = {
 """Metric -> the sum that it is the mean of, over tokens."""
 _PAIR_MEANS = {"dpo/loss": "pair_losses", "dpo/margin": "pair_margins", "dpo/accuracy": "pairs_right"}
 """Metric -> the sum that it is the mean of, over pairs."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredGroup:
-    """A complete group with a reward for each sample."""
-
-    samples: tuple[SampleFinished, ...]
-    rewards: tuple[float, ...]
-    parts: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
-    """Reward function -> its reward per sample, if there are several; None where it does not apply."""
-    conversations: tuple[Conversation, ...] = ()
-    """The conversation of each sample, if the job has an environment."""
-    prompt: bytes = b""
-    """int32 column of token ids, of all samples."""
-
-    @property
-    def completions(self) -> list[bytes]:
-        """Return everything after the prompt of each sample, an int32 column each."""
-        return [one.completion for one in self.conversations] or [sample.tokens for sample in self.samples]
 
 
 @dataclass(slots=True)
@@ -105,7 +86,7 @@ class StepTally:
     grad_norms: list[float] = field(default_factory=list)
     learning_rate: float = 0.0
     durations: Durations = field(default_factory=Durations)
-    machine: Machine = UNKNOWN_MACHINE
+    hardware: TrainingHardware = UNKNOWN_HARDWARE
 
     def metrics(self) -> dict[str, float]:
         """Return the step's row of the run log, without metrics that do not apply."""
@@ -133,7 +114,7 @@ class StepTally:
         if not self.requested_before:
             row["perf/tokens_per_s"] = tokens / times.step_s if times.step_s else 0.0
         if trained := self.loss_sums.get("all_tokens"):
-            row |= self.machine.metrics(trained, times.step_s, times.train_s)
+            row |= self.hardware.metrics(trained, times.step_s, times.train_s)
         return {name: float(value) for name, value in row.items()}
 
 

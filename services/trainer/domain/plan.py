@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 
-from rlboost.services.trainer.domain.groups.turns import TurnIds
+from rlboost.services.trainer.domain.groups.turns import StepTurnIds, TurnIds
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.ids import MAX_GROUP_SIZE, MAX_GROUPS_PER_STEP, SampleId
 from rlboost.shared.job.fleet import EvalSpec
@@ -49,9 +49,11 @@ def check(spec: GeneratingJob, n_eval: int) -> None:
             f"algorithm.resample: {spec.data.prompts_per_step} prompts a step, and up to {spec.algorithm.resample} "
             f"more in the place of each, are more than {MAX_GROUPS_PER_STEP}: lower it, or data.prompts_per_step"
         )
-    for is_eval, ids in turn_ids(spec, n_eval).items():
-        if ids.n_numbers > MAX_GROUPS_PER_STEP:
-            also = " (with those that algorithm.resample may add)" if spec.algorithm.resample and not is_eval else ""
+    step_ids = turn_ids(spec, n_eval)
+    for ids in step_ids:
+        if ids is not None and ids.n_numbers > MAX_GROUPS_PER_STEP:
+            resamples = spec.algorithm.resample and ids is step_ids.training
+            also = " (with those that algorithm.resample may add)" if resamples else ""
             raise ConfigError(
                 f"environment.max_turns: {ids.n_groups} prompts{also} with {ids.group_size} samples of {ids.max_turns} "
                 f"turns are more than {MAX_GROUPS_PER_STEP} turns a step: lower it, or data.prompts_per_step, "
@@ -59,7 +61,7 @@ def check(spec: GeneratingJob, n_eval: int) -> None:
             )
     if spec.eval is None:
         return
-    most = max(spread(spec.eval, n_eval), default=0)
+    most = max(eval_group_sizes(spec.eval, n_eval), default=0)
     if most > MAX_GROUP_SIZE:
         raise ConfigError(
             f"eval.samples: {spec.eval.samples} over {n_eval} evaluation prompts is {most} a prompt, more than "
@@ -91,7 +93,7 @@ def plan_step(
             rows = prompt_indices(spec.trainer.seed, step, spec.data.prompts_per_step, n_train)
         groups = [training_group(spec, job_no, step, g, row) for g, row in enumerate(rows)]
     if spec.eval is not None and (step % spec.eval.every == 0 or step == spec.steps):
-        counts = enumerate(spread(spec.eval, n_eval))
+        counts = enumerate(eval_group_sizes(spec.eval, n_eval))
         groups += [_planned(spec, job_no, step, row, row, n, is_eval=True) for row, n in counts if n]
     return groups
 
@@ -106,16 +108,16 @@ def n_training_groups(spec: GeneratingJob) -> int:
     return spec.data.prompts_per_step * (1 + (spec.algorithm.resample or 0))
 
 
-def turn_ids(spec: GeneratingJob, n_eval: int) -> dict[bool, TurnIds]:
-    """Return the ids of a step's turns: under False of training groups, under True of evaluation groups."""
+def turn_ids(spec: GeneratingJob, n_eval: int) -> StepTurnIds:
+    """Return the ids of a step's turns."""
     turns = spec.environment.max_turns if spec.environment is not None else 1
-    ids = dict[bool, TurnIds]()
+    training = evaluation = None
     if isinstance(spec, RlJob):
-        ids[False] = TurnIds(n_training_groups(spec), spec.algorithm.group_size, turns)
+        training = TurnIds(n_training_groups(spec), spec.algorithm.group_size, turns)
     if spec.eval is not None:
-        counts = [n for n in spread(spec.eval, n_eval) if n]
-        ids[True] = TurnIds(len(counts), max(counts), turns)
-    return ids
+        counts = [n for n in eval_group_sizes(spec.eval, n_eval) if n]
+        evaluation = TurnIds(len(counts), max(counts), turns)
+    return StepTurnIds(training, evaluation)
 
 
 def last_step(spec: GeneratingJob) -> int:
@@ -135,7 +137,7 @@ def epoch_order(seed: int, epoch: int, n_rows: int) -> tuple[int, ...]:
     return tuple(sorted(range(n_rows), key=lambda row: _hash(f"{seed}/{epoch}/{row}")))
 
 
-def spread(evaluation: EvalSpec, n_prompts: int) -> list[int]:
+def eval_group_sizes(evaluation: EvalSpec, n_prompts: int) -> list[int]:
     """Return the number of completions of each evaluation prompt: as even as possible, the first ones get one more."""
     each, more = divmod(evaluation.samples, n_prompts)
     return [each + (i < more) for i in range(n_prompts)]

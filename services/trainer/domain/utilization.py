@@ -37,7 +37,7 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class TrainingHardware:
     """The devices that a model is trained on."""
 
     n_devices: int = 1
@@ -56,7 +56,7 @@ class Machine:
         return row
 
 
-UNKNOWN_MACHINE = Machine()
+UNKNOWN_HARDWARE = TrainingHardware()
 """One device of unknown kind."""
 
 

@@ -10,7 +10,7 @@ from typing import Protocol
 from rlboost.services.trainer.domain.curriculum import SkipFunction
 from rlboost.services.trainer.domain.loss.inputs import LossFn
 from rlboost.services.trainer.domain.parity_probe import Probe
-from rlboost.services.trainer.domain.utilization import UNKNOWN_MACHINE, Machine
+from rlboost.services.trainer.domain.utilization import UNKNOWN_HARDWARE, TrainingHardware
 from rlboost.services.trainer.ports.data import Data
 from rlboost.services.trainer.ports.engine import Critic, PolicyEngine
 from rlboost.services.trainer.ports.environments import Environments
@@ -52,7 +52,7 @@ class JobResources:
     predecessor: Callable[[], tuple[TrainState, Path]] | None = None
     """Finds the checkpoint of another job that this one starts from (`trainer.resume` names it). Raises `ConfigError`
     if there is none."""
-    machine: Machine = UNKNOWN_MACHINE
+    hardware: TrainingHardware = UNKNOWN_HARDWARE
     machines: Machines | None = None
     """Set if `trainer.nodes` is more than 1."""
     skip_function: SkipFunction | None = None

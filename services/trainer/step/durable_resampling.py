@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from rlboost.services.trainer.domain.metrics import ScoredGroup
+from rlboost.services.trainer.domain.groups.scored_group import ScoredGroup
 from rlboost.services.trainer.domain.plan import PlannedGroup, training_group
 from rlboost.services.trainer.domain.resampling import Replacements, has_signal
 from rlboost.services.trainer.domain.rewards.shaping import shaped_rewards

@@ -1,6 +1,6 @@
 """The groups of one step, from the request to the score. A step may be requested before it is trained.
 
-Consumes: the outcomes of groups, complete or dropped, that `RolloutWindow` reads from `rollouts.finished` (`take`).
+Consumes: the outcomes of groups, complete or dropped, that `RequestedSteps` reads from `rollouts.finished` (`take`).
 Produces: requests of groups (`GroupRequests`); a scoring task per outcome, owned by `JobContext.scoring`; scored
 training groups in the order in which they were completed (`next_group`); requests of replacement groups.
 Waits for: in `next_group`, the next outcome, which `take` puts into the queue, and then its score. In
@@ -16,8 +16,9 @@ from contextlib import asynccontextmanager
 from operator import itemgetter
 from statistics import fmean
 
-from rlboost.services.trainer.domain.groups.collector import DroppedGroup, Outcome, StepCollector
-from rlboost.services.trainer.domain.metrics import ScoredGroup, StepTally
+from rlboost.services.trainer.domain.groups.collector import DroppedGroup, GroupOutcome, StepCollector
+from rlboost.services.trainer.domain.groups.scored_group import ScoredGroup
+from rlboost.services.trainer.domain.metrics import StepTally
 from rlboost.services.trainer.domain.plan import PlannedGroup, plan_step
 from rlboost.services.trainer.domain.rewards.shaping import length_penalties
 from rlboost.services.trainer.domain.schedule import learning_rate
@@ -62,7 +63,7 @@ class GroupIntake:
             else self._conversations.collector
         )
         rate = learning_rate(spec.optimizer, step, spec.steps)
-        self.tally = StepTally(step=step, learning_rate=rate, machine=job.resources.machine)
+        self.tally = StepTally(step=step, learning_rate=rate, hardware=job.resources.hardware)
         if spec.eval is not None:
             self.tally.pass_reward = spec.eval.pass_reward
         if selection is not None:
@@ -102,7 +103,7 @@ class GroupIntake:
 
     # --- score ---
 
-    def take(self, outcome: Outcome) -> None:
+    def take(self, outcome: GroupOutcome) -> None:
         """Start a task that scores a complete group, or reports a dropped one."""
         planned = self._planned[outcome.group]
         if self._conversations is not None and isinstance(outcome, DroppedGroup):
@@ -120,7 +121,7 @@ class GroupIntake:
         self._training.put_nowait((planned, self._job.scoring.create_task(scoring, name=name)))
 
     async def _score_or_replace(
-        self, replacements: StepReplacements, outcome: Outcome, planned: PlannedGroup
+        self, replacements: StepReplacements, outcome: GroupOutcome, planned: PlannedGroup
     ) -> ScoredGroup | None:
         """Score a training group; if all its rewards are equal, request a group of another prompt in its place."""
         try:

@@ -16,7 +16,7 @@ import structlog
 
 from rlboost.services.trainer.domain.metrics import StepTally
 from rlboost.services.trainer.domain.warnings.rules import JobFacts
-from rlboost.services.trainer.domain.warnings.tracker import Change, LearningHealth
+from rlboost.services.trainer.domain.warnings.tracker import Change, WarningTracker
 from rlboost.services.trainer.job_streams import JobStreams, RetryingBus
 from rlboost.services.trainer.ports.data import Data
 from rlboost.shared.job.spec import JobSpec
@@ -37,14 +37,14 @@ class LearningWatch:
         self._job_id = job_id
         self._streams = streams
         self._data = data
-        self._health = LearningHealth(JobFacts.of(job_id, spec))
+        self._tracker = WarningTracker(JobFacts.of(job_id, spec))
 
     async def restore(self, bus: RetryingBus) -> None:
         """Take the steps that the manager has recorded, without warnings."""
         stored = await bus(lambda raw: raw.hash_all(names.job_metrics(self._job_id)))
         try:
             for step, text in sorted(stored.items(), key=lambda item: int(item[0])):
-                self._health.observe(int(step), json.loads(text))
+                self._tracker.observe(int(step), json.loads(text))
         except Exception:  # a warning must not end a job
             log.exception("learning_watch_failed", job=self._job_id)
 
@@ -58,11 +58,11 @@ class LearningWatch:
 
         """
         try:
-            for change in self._health.observe(step, metrics):
+            for change in self._tracker.observe(step, metrics):
                 await self._emit(change, step, tally)
         except Exception:  # a warning must not end a job
             log.exception("learning_watch_failed", job=self._job_id, step=step)
-        return self._health.warnings
+        return self._tracker.warnings
 
     async def _emit(self, change: Change, step: int, tally: StepTally | None) -> None:
         finding = change.finding

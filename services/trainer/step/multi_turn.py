@@ -222,7 +222,7 @@ class Conversations:
         spans = turns[-1].spans
         return first.model_copy(
             update={
-                "group": self._ids[SampleId.unpack(conversation.sample).is_eval].id_of(conversation.sample, len(turns)),
+                "group": self._ids.of(conversation.sample).id_of(conversation.sample, len(turns)),
                 "n": 1,
                 "prompt": first.prompt + completion,
                 "sampling": first.sampling.model_copy(update={"max_tokens": tokens_left}),

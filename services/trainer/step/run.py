@@ -1,6 +1,6 @@
 """One training step: trains on scored groups as they are completed, as soon as the trainer has the device.
 
-*Collect*. Consumes: `rollouts.finished`, through `RolloutWindow`. Produces: scoring tasks (`GroupIntake.take`).
+*Collect*. Consumes: `rollouts.finished`, through `RequestedSteps`. Produces: scoring tasks (`GroupIntake.take`).
 Waits for: the next entry (`Source.read`); if groups may be replaced, the scores that decide it
 (`GroupIntake.wait_until_decided`), while it reads entries of later steps. Ends when: every group of the step is
 complete or dropped, and seeding is over; then `Source.read_ahead` reads entries of later steps until training ends.

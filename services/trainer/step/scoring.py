@@ -18,6 +18,9 @@ from rlboost.services.trainer.domain.groups.collector import DroppedGroup, Outco
 from rlboost.services.trainer.domain.groups.conversation import Conversation
 from rlboost.services.trainer.domain.groups.messages import messages_of
 from rlboost.services.trainer.domain.metrics import ScoredGroup, StepTally
+from rlboost.services.trainer.domain.groups.collector import DroppedGroup, GroupOutcome, WholeGroup
+from rlboost.services.trainer.domain.groups.scored_group import ScoredGroup
+from rlboost.services.trainer.domain.metrics import StepTally
 from rlboost.services.trainer.domain.plan import PlannedGroup
 from rlboost.services.trainer.ports.data import Data, Prompt
 from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
@@ -53,7 +56,7 @@ class GroupScorer:
         self._conversations = conversations
         self._publish = publish
 
-    async def score(self, outcome: Outcome, planned: PlannedGroup) -> ScoredGroup | None:
+    async def score(self, outcome: GroupOutcome, planned: PlannedGroup) -> ScoredGroup | None:
         """Return a group with its rewards, None for one that was dropped or could not be scored."""
         if isinstance(outcome, DroppedGroup):
             await self._drop(outcome.group, outcome.reason, outcome.detail)

@@ -15,12 +15,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rlboost.services.trainer.device import DeviceTurn
-from rlboost.services.trainer.domain.advantages import gae as critic
-from rlboost.services.trainer.domain.advantages.group_estimators import NEED_THE_STEP, estimate
+from rlboost.services.trainer.domain.advantages import gae
+from rlboost.services.trainer.domain.advantages.group_estimators import NEED_THE_STEP, group_advantages
 from rlboost.services.trainer.domain.batches.batching import pack
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.services.trainer.domain.groups.scored_group import ScoredGroup
 from rlboost.services.trainer.domain.loss import preference, sums
-from rlboost.services.trainer.domain.metrics import ScoredGroup, StepTally
+from rlboost.services.trainer.domain.metrics import StepTally
 from rlboost.services.trainer.domain.rewards.shaping import shaped_rewards
 from rlboost.services.trainer.ports.engine import Critic
 from rlboost.services.trainer.step.context import JobContext
@@ -130,7 +131,7 @@ class TrainingRowBuilder:
     ) -> list[list[TrainingRow]]:
         scored = [one for one in rewards if one]
         drops = self._algorithm.equal_groups == "drop"
-        found = iter(estimate(self._algorithm.advantage, scored, drop_equal=drops))
+        found = iter(group_advantages(self._algorithm.advantage, scored, drop_equal=drops))
         advantages = [next(found) if one else None for one in rewards]
         self._leave_out(sum(bool(one) and value is None for one, value in zip(rewards, advantages, strict=True)))
         return [
@@ -159,17 +160,17 @@ class TrainingRowBuilder:
         if not rows:
             return rows_by_group  # no rows, so no critic metrics
         values = await self._columns(rows, engine.values)
-        penalties: list[critic.Array | None] = [None] * len(rows)
+        penalties: list[gae.Array | None] = [None] * len(rows)
         if self._algorithm.kl_coef:
             start = await self._columns(rows, self._engine.reference_logprobs)
             rows = [replace(row, reference=column) for row, column in zip(rows, start, strict=True)]
             penalties = [self._algorithm.kl_coef * (_array(row.logprobs) - _array(row.reference)) for row in rows]
         step = [
-            critic.Experience(row.advantage, _array(expected), penalty)
+            gae.Experience(row.advantage, _array(expected), penalty)
             for row, expected, penalty in zip(rows, values, penalties, strict=True)
         ]
-        found = critic.estimate(step, spec.gamma, spec.gae_lambda)
-        self._tally.measured |= critic.metrics(found)
+        found = gae.gae_advantages(step, spec.gamma, spec.gae_lambda)
+        self._tally.measured |= gae.metrics(found)
         columns = zip(rows, found.advantages, values, found.returns, strict=True)
         return _grouped(
             rows_by_group,
@@ -237,9 +238,9 @@ def _grouped(like: Sequence[Sequence[Any]], rows: Sequence[TrainingRow]) -> list
     return [[next(following) for _ in group] for group in like]
 
 
-def _array(column: bytes) -> critic.Array:
+def _array(column: bytes) -> gae.Array:
     return unpack(column, F32).astype(np.float64)
 
 
-def _column(values: critic.Array) -> bytes:
+def _column(values: gae.Array) -> bytes:
     return values.astype(F32).tobytes()

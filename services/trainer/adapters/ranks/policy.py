@@ -32,7 +32,7 @@ from rlboost.services.trainer.adapters.ranks.shards import RankShards, merged_sh
 from rlboost.services.trainer.adapters.ranks.tensor_slice import TensorSlice
 from rlboost.services.trainer.adapters.torch.batch import token_batch
 from rlboost.services.trainer.adapters.torch.packing import one_row_each
-from rlboost.services.trainer.domain.batches.spread import spread
+from rlboost.services.trainer.domain.batches.partition import partition
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.domain.loss import sums
 from rlboost.services.trainer.domain.loss.inputs import LossFn
@@ -328,7 +328,7 @@ class RanksPolicy(ABC):
         n_per_replica = 1 if layout.pipeline == 1 else _BATCHES_PER_STAGE * layout.pipeline
         replicas: list[_ReplicaBatches] = [[] for _ in range(layout.data)]
         for rows in batches:
-            for n, indices in enumerate(spread([row.n_tokens for row in rows], layout.data * n_per_replica)):
+            for n, indices in enumerate(partition([row.n_tokens for row in rows], layout.data * n_per_replica)):
                 if indices:
                     part = [rows[i] for i in indices]
                     replicas[n % layout.data] += [part] if self._packs_rows else one_row_each([part])

@@ -72,7 +72,7 @@ def gae(rewards: Array, values: Array, gamma: float, lam: float) -> Array:
     return np.asarray(found)
 
 
-def estimate(step: Sequence[Experience], gamma: float, lam: float) -> Estimate:
+def gae_advantages(step: Sequence[Experience], gamma: float, lam: float) -> Estimate:
     """Return the advantages and returns of a step. The order of completions does not change any bit of them.
 
     Advantages are whitened over the step's tokens: (a - mean) / std, as in common PPO implementations.

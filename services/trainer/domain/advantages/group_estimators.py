@@ -44,7 +44,7 @@ def over_batch(groups: Sequence[Rewards]) -> list[list[float]]:
     return [[(reward - mean) / std for reward in group] for group in groups]
 
 
-def estimate(kind: str, groups: Sequence[Rewards], *, drop_equal: bool) -> list[list[float] | None]:
+def group_advantages(kind: str, groups: Sequence[Rewards], *, drop_equal: bool) -> list[list[float] | None]:
     """Return the advantages of groups by one of the estimators of a job file.
 
     Args:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rlboost.services.trainer.domain.groups.conversation import Conversation
+from rlboost.services.trainer.domain.groups.conversation import Conversation, completions_of
 from rlboost.shared.errors import Fatal, Unprocessable
 from rlboost.shared.ids import SampleId, group_of
 from rlboost.shared.messages import EngineProfile, Message, SampleDropped, SampleFinished, SeedingEnded, SeedingReopened
@@ -27,8 +27,8 @@ class WholeGroup:
 
     @property
     def completions(self) -> list[bytes]:
-        """Return everything after the prompt of each sample, an int32 column each."""
-        return [one.completion for one in self.conversations] or [sample.tokens for sample in self.samples]
+        """Return the completion of each sample; see `completions_of`."""
+        return completions_of(self.samples, self.conversations)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class DroppedGroup:
     detail: str
 
 
-Outcome = WholeGroup | DroppedGroup
+GroupOutcome = WholeGroup | DroppedGroup
 
 
 class StepCollector:
@@ -93,7 +93,7 @@ class StepCollector:
         """Return how many samples of the step arrived or were dropped."""
         return len(self._seen)
 
-    def fold(self, message: Message) -> Outcome | None:
+    def fold(self, message: Message) -> GroupOutcome | None:
         """Apply one message and return the group that it completes or drops, if any.
 
         A sample whose columns differ in length drops its group.
@@ -144,7 +144,7 @@ class StepCollector:
                 f"received sample {sample_id}, which was not requested by step {self._step} of job {self._job_no}"
             )
 
-    def _finished(self, sample: SampleFinished) -> Outcome | None:
+    def _finished(self, sample: SampleFinished) -> GroupOutcome | None:
         group = group_of(sample.sample)
         if invalid := self._check(sample):
             return self._drop(group, "generation", invalid)

@@ -82,3 +82,8 @@ class Conversation:
             group_done=False,
             routed_experts=b"".join(experts) if all(experts) else b"",
         )
+
+
+def completions_of(samples: Sequence[SampleFinished], conversations: Sequence[Conversation]) -> list[bytes]:
+    """Return everything after the prompt of each sample, an int32 column each; `conversations` are theirs, if any."""
+    return [one.completion for one in conversations] or [sample.tokens for sample in samples]

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rlboost.services.trainer.domain.groups.collector import DroppedGroup, Outcome, StepCollector, WholeGroup
+from rlboost.services.trainer.domain.groups.collector import DroppedGroup, GroupOutcome, StepCollector, WholeGroup
 from rlboost.services.trainer.domain.groups.conversation import Conversation
-from rlboost.services.trainer.domain.groups.turns import TurnIds
+from rlboost.services.trainer.domain.groups.turns import StepTurnIds
 from rlboost.shared.errors import Unprocessable
 from rlboost.shared.ids import SampleId, group_of
 from rlboost.shared.messages import GroupOpened, Message, SampleDropped, SampleFinished, TurnAnswered
@@ -19,10 +19,8 @@ from rlboost.shared.messages import GroupOpened, Message, SampleDropped, SampleF
 class ConversationCollector(StepCollector):
     """Collects one step's groups of conversations."""
 
-    def __init__(
-        self, job_no: int, step: int, sizes: Mapping[int, int], max_staleness: int, ids: Mapping[bool, TurnIds]
-    ) -> None:
-        """Expect `sizes[group id]` conversations of each group; `ids[True]` are the ids of evaluation groups."""
+    def __init__(self, job_no: int, step: int, sizes: Mapping[int, int], max_staleness: int, ids: StepTurnIds) -> None:
+        """Expect `sizes[group id]` conversations of each group; `ids` are those of their turns."""
         super().__init__(job_no, step, sizes, max_staleness)
         self._ids = ids
         self._conversations: dict[int, Conversation] = {}
@@ -39,7 +37,7 @@ class ConversationCollector(StepCollector):
         unanswered, self._unanswered = list(self._unanswered.values()), {}
         return unanswered
 
-    def fold(self, message: Message) -> Outcome | None:
+    def fold(self, message: Message) -> GroupOutcome | None:
         """See `StepCollector.fold`."""
         match message:
             case SampleFinished():
@@ -54,7 +52,7 @@ class ConversationCollector(StepCollector):
                 return super().fold(message)
 
     def _turn_of(self, sample: int) -> tuple[int, int]:
-        return self._ids[SampleId.unpack(sample).is_eval].turn_of(sample)
+        return self._ids.of(sample).turn_of(sample)
 
     def _add_turn(self, turn: SampleFinished) -> DroppedGroup | None:
         if self._is_late(turn.sample):
@@ -86,7 +84,7 @@ class ConversationCollector(StepCollector):
             return self._drop(message.group, NONDETERMINISTIC, detail)
         return None
 
-    def _add_answer(self, message: TurnAnswered) -> Outcome | None:
+    def _add_answer(self, message: TurnAnswered) -> GroupOutcome | None:
         sample, number = self._turn_of(message.sample)
         conversation = self._conversations.get(sample)
         if conversation is None or number != len(conversation.answers):

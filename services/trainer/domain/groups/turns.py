@@ -8,7 +8,9 @@ same turns.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from rlboost.shared.errors import Unprocessable
 from rlboost.shared.ids import SampleId
 
 
@@ -42,3 +44,25 @@ class TurnIds:
         index, member = divmod(found.group - self.n_groups, self.group_size)
         turn, group = divmod(index, self.n_groups)
         return found._replace(group=group, member=member).pack(), turn + 1
+
+
+class StepTurnIds(NamedTuple):
+    """The ids of all turns of one step."""
+
+    training: TurnIds | None
+    """None if the job trains on no generated groups."""
+    evaluation: TurnIds | None
+    """None if the job does not evaluate."""
+
+    def of(self, packed: int) -> TurnIds:
+        """Return the ids of the kind of group that a sample or turn belongs to.
+
+        Raises:
+            Unprocessable: the job has no groups of this kind.
+
+        """
+        sample = SampleId.unpack(packed)
+        ids = self.evaluation if sample.is_eval else self.training
+        if ids is None:
+            raise Unprocessable(f"received sample {sample}, which was not requested: the job has no such groups")
+        return ids

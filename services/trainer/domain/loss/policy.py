@@ -127,22 +127,6 @@ class PolicyLoss:
         return torch.stack([part * by for part, by in zip(parts, factors, strict=True)]).sum()
 
 
-def clipped_loss(clip_low: float, clip_high: float) -> PolicyLoss:
-    """Return PPO's clip with the mean over tokens, for tokens of the weights at the start of the step."""
-    return PolicyLoss(clip="ppo", clip_low=clip_low, clip_high=clip_high)
-
-
-def decoupled_loss(clip_low: float, clip_high: float, tis_cap: float | None) -> PolicyLoss:
-    """Return the same for tokens of older weights: the decoupled objective of AReaL.
-
-    See arXiv 2505.24298, and arXiv 2110.00641 where it comes from. The ratio that is clipped is to the *proximal*
-    policy, the weights that the step began with: it says how far this step may go. How far the weights had gone before,
-    since a token was drawn, is corrected by an importance weight, min(proximal / sampled, `tis_cap`), which has no
-    gradient. None leaves the tokens unweighted.
-    """
-    return PolicyLoss(clip="ppo", clip_low=clip_low, clip_high=clip_high, decoupled=True, tis_cap=tis_cap)
-
-
 def weighted_likelihood(batch: TokenBatch) -> Tensor:
     """Return a loss of value 0 whose gradient is -A times that of log pi; `preference` computes the actual loss."""
     return -batch.advantages * (batch.logprobs - batch.logprobs.detach())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlboost.services.trainer.domain.metrics import ScoredGroup
+from rlboost.services.trainer.domain.groups.scored_group import ScoredGroup
 from rlboost.shared.job.algorithm import AlgorithmSpec
 from rlboost.shared.wire.columns import I32, length
 

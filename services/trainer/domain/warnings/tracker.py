@@ -30,7 +30,7 @@ class _Held:
     """Steps since the rule last found something."""
 
 
-class LearningHealth:
+class WarningTracker:
     """The warnings of one job. The state depends on the observed rows alone, so replaying recorded rows restores it."""
 
     def __init__(self, facts: JobFacts) -> None:

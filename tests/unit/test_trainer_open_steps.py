@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlboost.services.trainer.domain.groups.collector import StepCollector
-from rlboost.services.trainer.domain.window import StepWindow
+from rlboost.services.trainer.domain.open_steps import OpenSteps
 from rlboost.shared.errors import Unprocessable
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import Message, SampleDropped, SampleFinished, SeedingEnded, SeedingReopened
@@ -41,16 +41,16 @@ def entry(number: int, message: Message) -> Entry:
     return Entry("finished", f"{number}-0", message)
 
 
-def window(*steps: int, read_until: str = START) -> StepWindow:
-    made = StepWindow(read_until)
+def open_steps(*steps: int, read_until: str = START) -> OpenSteps:
+    opened = OpenSteps(read_until)
     for step in steps:
-        made.open(step, collector(step))
-    made.enter(steps[0])
-    return made
+        opened.open(step, collector(step))
+    opened.enter(steps[0])
+    return opened
 
 
 def test_early_entries_are_kept_for_their_step() -> None:
-    steps = window(3, 4)
+    steps = open_steps(3, 4)
     assert steps.fold("0-0", entry(1, finished(4))) is None
     assert steps.fold("1-0", entry(2, SeedingEnded(step=4, window_s=0.0, reason="window"))) is None
     decided = steps.fold("2-0", entry(3, finished(4, member=1)))
@@ -59,7 +59,7 @@ def test_early_entries_are_kept_for_their_step() -> None:
 
 
 def test_the_position_before_the_first_early_entry_is_kept_until_its_step_is_done() -> None:
-    steps = window(3, 4)
+    steps = open_steps(3, 4)
     assert steps.needed_from("7-0") == "7-0"
     steps.fold("7-0", entry(8, finished(3)))
     steps.fold("8-0", entry(9, finished(4)))
@@ -73,7 +73,7 @@ def test_the_position_before_the_first_early_entry_is_kept_until_its_step_is_don
 
 
 def test_window_holds_no_entry_of_an_unrequested_step() -> None:
-    steps = window(3, 4)
+    steps = open_steps(3, 4)
     assert steps.holds(finished(4))
     assert steps.holds(finished(2))
     assert not steps.holds(finished(5))
@@ -82,11 +82,11 @@ def test_window_holds_no_entry_of_an_unrequested_step() -> None:
 
 def test_sample_of_an_unopened_step_is_rejected() -> None:
     with pytest.raises(Unprocessable, match="not requested"):
-        window(3, 4).fold("0-0", entry(1, finished(5)))
+        open_steps(3, 4).fold("0-0", entry(1, finished(5)))
 
 
 def test_late_entries_are_counted_unless_a_predecessor_counted_them() -> None:
-    steps, current = StepWindow("5-0"), collector(3)
+    steps, current = OpenSteps("5-0"), collector(3)
     steps.open(3, current)
     steps.enter(3)
     steps.fold("4-0", entry(5, finished(2)))
@@ -104,7 +104,7 @@ def _take(
         The groups in the order in which they were decided, and at each step's begin (needed from, read until).
 
     """
-    steps, collectors = StepWindow(read_until), {}
+    steps, collectors = OpenSteps(read_until), {}
     at, decided, checkpoints = start, [], {}
 
     def take() -> None:

@@ -6,7 +6,7 @@ order, so a step that is trained again from the stream gets the same.
 
 from __future__ import annotations
 
-from rlboost.services.trainer.domain.groups.collector import Outcome, StepCollector
+from rlboost.services.trainer.domain.groups.collector import GroupOutcome, StepCollector
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import (
     GroupOpened,
@@ -20,7 +20,7 @@ from rlboost.shared.messages import (
 from rlboost.shared.streams.bus import Entry, position
 
 
-class StepWindow:
+class OpenSteps:
     """Routes each entry to the collector of its step, and tracks the position that open steps must be read from."""
 
     def __init__(self, read_until: str) -> None:
@@ -47,7 +47,7 @@ class StepWindow:
         step = _step_of(message)
         return step is None or step <= max(self._open)
 
-    def fold(self, before: str, entry: Entry) -> tuple[int, Outcome] | None:
+    def fold(self, before: str, entry: Entry) -> tuple[int, GroupOutcome] | None:
         """Apply the next entry; `before` is the position of the entry before it.
 
         Returns:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def spread(sizes: Sequence[int], n_parts: int) -> list[list[int]]:
+def partition(sizes: Sequence[int], n_parts: int) -> list[list[int]]:
     """Partition items so that the sums of the parts are close; deterministic.
 
     Longest item first, each to the part with the lowest sum so far (Graham's LPT rule, SIAM J. Appl. Math. 17, 1969:

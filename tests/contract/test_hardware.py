@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlboost.services.trainer.adapters.machine import machine_of
-from rlboost.services.trainer.domain.utilization import Machine
+from rlboost.services.trainer.adapters.hardware import hardware_of
+from rlboost.services.trainer.domain.utilization import TrainingHardware
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.model.folder import count_parameters, read_tensor_shapes
 from tests.support.model_folder import write_model
@@ -31,19 +31,19 @@ def test_machine_flops_follow_from_parameters_and_adapter(model: Path) -> None:
     loaded: Any = AutoModelForCausalLM.from_pretrained(model)
     n = sum(tensor.numel() for tensor in loaded.parameters())
     assert count_parameters(model) == n
-    assert machine_of(spec(trainer=BF16), model, "cuda:0") == Machine(1, 6.0 * n, 989e12)
+    assert hardware_of(spec(trainer=BF16), model, "cuda:0") == TrainingHardware(1, 6.0 * n, 989e12)
     adapter = spec(trainer=BF16, elastic={"weights": "lora"})
-    assert machine_of(adapter, model, "cuda") == Machine(1, 4.0 * n, 989e12)
+    assert hardware_of(adapter, model, "cuda") == TrainingHardware(1, 4.0 * n, 989e12)
     ranks = {"backend": "megatron", "tensor_parallel": 2, "data_parallel": 4}
-    assert machine_of(spec(trainer=BF16 | ranks), model, "cuda").n_devices == 8
+    assert hardware_of(spec(trainer=BF16 | ranks), model, "cuda").n_devices == 8
 
 
 def test_machine_is_unknown_for_other_devices_dtypes_and_experts(model: Path) -> None:
-    assert machine_of(spec(trainer=BF16), model, "cpu") == Machine()
-    assert machine_of(spec(), model, "cuda") == Machine()
+    assert hardware_of(spec(trainer=BF16), model, "cpu") == TrainingHardware()
+    assert hardware_of(spec(), model, "cuda") == TrainingHardware()
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "num_experts": 8}))
-    assert machine_of(spec(trainer=BF16), model, "cuda").flops_per_token == 0.0
+    assert hardware_of(spec(trainer=BF16), model, "cuda").flops_per_token == 0.0
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 16, b"\x02" + b"\0" * 7 + b"[]"])

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import structlog
 
-from rlboost.services.trainer.domain.window import StepWindow
+from rlboost.services.trainer.domain.open_steps import OpenSteps
 from rlboost.services.trainer.job_streams import FinishedLog
 from rlboost.services.trainer.step.context import JobContext
 from rlboost.services.trainer.step.group_intake import GroupIntake
@@ -20,14 +20,14 @@ from rlboost.shared.errors import Fatal, Unprocessable, WaitTimedOut
 log = structlog.get_logger(__name__)
 
 
-class RolloutWindow:
+class RequestedSteps:
     """All requested steps."""
 
     def __init__(self, job: JobContext, finished: FinishedLog, read_until: str) -> None:
         """Read `finished` for a job; an earlier process has counted late samples up to the position `read_until`."""
         self._job = job
         self._finished = finished
-        self._window = StepWindow(read_until)
+        self._open = OpenSteps(read_until)
         self._intakes: dict[int, GroupIntake] = {}
 
     async def enter(self, step: int, head: int) -> GroupIntake:
@@ -47,8 +47,8 @@ class RolloutWindow:
                 if curriculum is not None and number < spec.steps:
                     await curriculum.prepare(number)
                 intake = self._intakes[number] = GroupIntake(self._job, number, was_trained=number < head)
-                self._window.open(number, intake.collector)
-        self._window.enter(step)
+                self._open.open(number, intake.collector)
+        self._open.enter(step)
         self._intakes = {number: intake for number, intake in self._intakes.items() if number >= step}
         return self._intakes[step]
 
@@ -61,7 +61,7 @@ class RolloutWindow:
     @property
     def needed_from(self) -> str:
         """Position before the first entry that an open step needs."""
-        return self._window.needed_from(self._finished.cursor)
+        return self._open.needed_from(self._finished.cursor)
 
     @property
     def read_until(self) -> str:
@@ -89,14 +89,14 @@ class RolloutWindow:
 
         """
         if len(self._intakes) > 1:
-            while self._window.holds((await self._finished.peek()).message):
+            while self._open.holds((await self._finished.peek()).message):
                 self._take()
             self._answer_turns()
 
     def _take(self) -> None:
         before, entry = self._finished.cursor, self._finished.take()
         try:
-            decided = self._window.fold(before, entry)
+            decided = self._open.fold(before, entry)
         except Unprocessable as error:
             log.warning("finished_entry_skipped", stream=entry.stream, entry=entry.id, reason=str(error))
             decided = None

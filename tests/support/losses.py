@@ -1,0 +1,20 @@
+"""Policy losses of tests and benchmarks, where no job file names one."""
+
+from __future__ import annotations
+
+from rlboost.services.trainer.domain.loss.policy import PolicyLoss
+
+
+def clipped_loss(clip_low: float, clip_high: float) -> PolicyLoss:
+    """Return PPO's clip with the mean over tokens, for tokens of the weights at the start of the step."""
+    return PolicyLoss(clip="ppo", clip_low=clip_low, clip_high=clip_high)
+
+
+def decoupled_loss(clip_low: float, clip_high: float, tis_cap: float | None) -> PolicyLoss:
+    """Return the same for tokens of older weights: the decoupled objective of AReaL.
+
+    See arXiv 2505.24298, and its source, arXiv 2110.00641. The clipped ratio is to the *proximal* policy, the weights
+    at the start of the step. An importance weight without gradient, min(proximal / sampled, `tis_cap`), corrects for
+    the change of weights between sampling and that start; None: no importance weight.
+    """
+    return PolicyLoss(clip="ppo", clip_low=clip_low, clip_high=clip_high, decoupled=True, tis_cap=tis_cap)
