@@ -45,7 +45,7 @@ EVENTS: Mapping[str, str] = {
     "samples_migrated": "samples were handed back to resume on other workers",
     "samples_unassigned": "samples of a lost worker went back to the queue",
     "seeding_ended": "reserved workers stopped generating for the step",
-    "seeding_reopened": "reserved workers generate again, as no spot worker is left",
+    "seeding_reopened": "reserved workers generate again, as no or too few spot workers are left",
     "seeding_started": "reserved workers generate at the start of a step",
     "seeding_window_closing": "reserved workers were asked to hand back their samples",
     "seeding_window_updated": "the learned window changed",
