@@ -53,7 +53,7 @@ def test_page_shows_steps_losses_waits_and_samples_and_pauses_the_job(box: Black
     sync_api.expect(page.locator("#preemption-line")).to_contain_text("1 preemption (1 without notice)")
     sync_api.expect(page.locator("#gantt")).to_contain_text("✕")
     sync_api.expect(page.locator("#preemption-line")).to_contain_text("0 duplicates, 0 dropped")
-    sync_api.expect(page.locator("#preemption-table")).to_contain_text("without notice")
+    sync_api.expect(page.locator("#preemption-table")).to_contain_text("none")
 
     trainer = box.processes("trainer")[0]["pid"]
     os.kill(trainer, signal.SIGSTOP)

@@ -88,7 +88,7 @@ def test_turns_of_a_conversation_show_tool_calls_and_what_the_environment_reward
     ]
     code = "m.turns({ messages: a[0] }).map((t) => [t.who, t.text, t.calls, t.note])"
     assert call(files, "facts.js", code, messages) == [
-        ["model, turn 1", "", ["add(a=1, b=[2])", "{broken"], ""],
+        ["model, turn 1", "", ["calls add(a=1, b=[2])", "malformed call: {broken"], ""],
         ["environment", "3", [], ""],
         ["model, turn 2", "It is 3.", [], ""],
         ["environment", "", [], "reward 0.500, ended the conversation"],
@@ -187,7 +187,7 @@ def test_step_text_says_why_a_step_took_longer_than_those_before(files: Page) ->
     assert text == (
         "Step 6 took 10 s: waiting for samples 80 %, training 20 %. "
         "That is 6.0 s longer than the median of the 5 steps before, mostly waiting for samples (6.0 s longer). "
-        "Completions were 50 % longer than then. "
+        "Completions were 50 % longer than in the 5 steps before. "
         "During it worker-2 joined."
     )
     usual = call(files, "facts.js", "m.stepText(a[0], 5, [])", rows)

@@ -43,13 +43,31 @@ def test_report_shows_a_whole_run_and_asks_for_nothing(page: Page, tmp_path: Pat
     expect(page.locator("#gantt title", has_text="50 samples moved from worker-2")).to_have_count(0)
     expect(page.locator("#gantt title", has_text="30 samples moved from worker-2 to worker-1")).to_have_count(1)
     expect(page.locator("#preemption-table tbody tr")).to_have_count(2)
-    expect(page.locator("#preemption-table")).to_contain_text(re.compile(r"worker-2without notice50\s*2,500\s*0\.6 s"))
+    expect(page.locator("#preemption-table")).to_contain_text(re.compile(r"worker-2none50\s*2,500\s*0\.6 s"))
     expect(page.locator("#samples .legend li").first).to_have_text("worker-2, version 2: 11 tokens")
     expect(page.locator("#samples mark").first).to_have_text("<think>3+8=11*4=44 ✓</th")
     page.get_by_text("Every sample and token").click()
     expect(page.locator("#audit")).to_contain_text("tokens kept by migrated samples5,000")
     assert page.get_by_role("button").all_inner_texts() == ["Show"]
     assert [url for url in seen if not url.startswith(("file:", "data:"))] == []
+
+
+def test_conversation_is_shown_turn_by_turn(page: Page, tmp_path: Path) -> None:
+    call = '{"name": "multiply", "arguments": {"a": 12, "b": 7}}'
+    messages = [
+        {"role": "assistant", "content": "I multiply.", "tool_calls": [call], "spans": [["worker-2-aaaa", 2, 11]]},
+        {"role": "environment", "content": "84", "reward": 0.0, "over": ""},
+        {"role": "assistant", "content": "<b>84</b>", "tool_calls": [], "spans": [["worker-1-aaaa", 2, 5]]},
+        {"role": "environment", "content": "", "reward": 1.0, "over": "done"},
+    ]
+    spans = [("worker-2-aaaa", 2, 11), ("worker-1-aaaa", 2, 5)]
+    opened(page, record(samples={3: [sample("1", spans, turns=2, messages=messages)]}), tmp_path)
+    assert page.locator(".turns li").all_inner_texts() == [
+        "model, turn 1\nworker-2, version 2\n\nI multiply.\ncalls multiply(a=12, b=7)",
+        "environment\n\n84",
+        "model, turn 2\nworker-1, version 2\n\n<b>84</b>",
+        "environment\nreward 1, ended the conversation",
+    ]
 
 
 def test_arrow_keys_select_the_step_that_is_explained(page: Page, tmp_path: Path) -> None:

@@ -108,7 +108,8 @@ export function gantt(box, workers, moves, from, now) {
   }
   chart.append(text(left, height - 4, clock(start)), text(width - right, height - 4, clock(now), "end"));
   const states = new Set(rows.flatMap(([, life]) => life.spans.map((span) => span.state)));
-  box.replaceChildren(chart, legend(Object.entries(STATE_COLORS).filter(([state]) => states.has(state)),
+  const meaning = (state) => (state === "suspended" ? "suspended: its device trains" : state);
+  box.replaceChildren(chart, legend(Object.entries(STATE_COLORS).filter(([state]) => states.has(state)).map(([state, paint]) => [meaning(state), paint]),
     "▼ preemption notice  ✕ lost  ■ left  ╲● samples moved"));
   return start;
 }

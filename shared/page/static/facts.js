@@ -72,7 +72,7 @@ export function stepText(rows, step, incidents) {
     const lengths = before.map((one) => one["completions/mean_length"]), length = row["completions/mean_length"];
     if (length && lengths.every((one) => one)) {
       const ratio = length / median(lengths);
-      if (Math.abs(ratio - 1) > 0.2) text += ` Completions were ${Math.round(100 * Math.abs(ratio - 1))} % ${ratio > 1 ? "longer" : "shorter"} than then.`;
+      if (Math.abs(ratio - 1) > 0.2) text += ` Completions were ${Math.round(100 * Math.abs(ratio - 1))} % ${ratio > 1 ? "longer" : "shorter"} than in the ${before.length} steps before.`;
     }
   }
   if ("eval/mean_length" in row || "eval/reward_mean" in row) text += " It includes an evaluation.";
@@ -185,7 +185,7 @@ function scalingText({ workers, limited_by: limit, dollars_per_hour: price, max_
   return `${cost} Autoscaling (${workers}): ${kinds.join(", ")}${limit ? `; limited by ${limit}` : ""}.${errors.join("")}`;
 }
 
-// A conversation's messages as {who, text, calls, note, spans}; `calls` are tool calls like `add(a=1, b=2)`.
+// A conversation's messages as {who, text, calls, note, spans}; `calls` are like `calls add(a=1, b=2)`.
 export function turns(sample) {
   let turn = 0;
   return sample.messages.map(({ role, content, tool_calls: calls = [], spans = [], reward, over }) => {
@@ -196,14 +196,14 @@ export function turns(sample) {
   });
 }
 
-// A tool call as the model wrote it, in Python's form; as it is if it is no call.
+// A tool call as the model wrote it, in Python's form if it is one.
 function callText(call) {
   try {
     const { name, arguments: given } = JSON.parse(call);
-    if (typeof name !== "string") return call;
-    return `${name}(${Object.entries(given ?? {}).map(([key, value]) => `${key}=${JSON.stringify(value)}`).join(", ")})`;
+    if (typeof name !== "string") return `malformed call: ${call}`;
+    return `calls ${name}(${Object.entries(given ?? {}).map(([key, value]) => `${key}=${JSON.stringify(value)}`).join(", ")})`;
   } catch {
-    return call;
+    return `malformed call: ${call}`;
   }
 }
 

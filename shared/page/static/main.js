@@ -194,11 +194,11 @@ function drawJob({ rows, events: past, answers: { job, fleet, audit, cost, spec 
   stepBars($("steps"), timedSteps(rows, job), preempted, selectStep);
   selectStep(view.step);
   $("preemption-line").textContent = preemptionText(audit);
-  table($("preemption-table"), ["at", "step", "worker", "", "samples", "tokens kept", "resumed within"],
+  table($("preemption-table"), ["at", "step", "worker", "notice", "samples moved", "tokens kept", "resumed within"],
     preempted.slice(-PREEMPTIONS_SHOWN).reverse().map((one) => [new Date(one.at).toLocaleTimeString(), number(one.step), one.worker,
-      `${one.noticed ? "with" : "without"} notice`, number(one.samples), number(one.tokens),
+      one.noticed ? "yes" : "none", number(one.samples), number(one.tokens),
       one.resumed_s === null ? "-" : duration(one.resumed_s)]), "");
-  $("cost-line").textContent = costText(cost) || "No worker of this job has a price (RLBOOST_WORKER_PRICE_PER_HOUR).";
+  $("cost-line").textContent = costText(cost) || "No worker of this job has a price: with RLBOOST_WORKER_PRICE_PER_HOUR where workers start, dollars are shown here.";
   $("cheaper").replaceChildren(...cheaperTexts(job, rows, fleet, cost).map((text) => el("li", {}, text)));
   table($("audit"), null, audit ? auditRows(audit) : [], "None.");
   table($("metrics"), null, Object.entries(job.latest ?? {}).map(([name, value]) => [name, number(value)]), "None yet.");

@@ -24,13 +24,13 @@ export async function showSamples(box, jobId, step, order) {
 
 function sampleView(sample) {
   const scored = sample.reward === null ? `not scored (${sample.reason || "unknown"})` : `reward ${number(sample.reward)}`;
-  const turns = sample.turns ? `, ${sample.turns} turns` : "";
+  const length = sample.turns ? `, ${sample.turns} turns` : "";
   const makers = sample.spans.map(([worker, version, n], span) =>
     el("li", {}, el("i", { style: { background: paint(sample, span) } }), `${workerName(worker)}, version ${version}: ${n} tokens`));
   const texts = sample.messages ? [] : completionParts(sample).map(({ text, span }) =>
     el("mark", span === null ? {} : { style: { borderColor: paint(sample, span) }, title: makers[span].textContent }, text));
   return el("article", { class: "sample" },
-    el("p", {}, el("b", {}, scored), `, ${sample.n_tokens} tokens, finish ${sample.finish}${turns}`),
+    el("p", {}, el("b", {}, scored), `, ${sample.n_tokens} tokens, finish ${sample.finish}${length}`),
     el("pre", { class: "muted", "aria-label": "prompt" }, sample.prompt),
     sample.messages ? el("ol", { class: "turns", "aria-label": "conversation" }, ...turns(sample).map(turnView))
       : el("pre", { "aria-label": "completion", tabindex: 0 }, ...texts),
@@ -41,7 +41,7 @@ function sampleView(sample) {
     const of = [...painted].map(([name, background]) => el("span", {}, el("i", { style: { background } }), name));
     return el("li", {}, el("p", {}, el("b", {}, who), note ? ` ${note}` : "", ...of),
       text || !(calls.length || note) ? el("pre", { class: spans.length ? null : "answer" }, text || "(empty)") : null,
-      ...calls.map((call) => el("pre", { class: "call" }, `calls ${call}`)));
+      ...calls.map((call) => el("pre", { class: "call" }, call)));
   }
 }
 
