@@ -1,4 +1,4 @@
-"""Detects that a worker has missed commands, by comparing digests of what it was assigned (`wire.command_digest`).
+"""Detects that a worker has missed commands, by comparing digests of what it was assigned (`messages.command_digest`).
 
 Redis may lose the newest commands when it restarts from an older file, and a stream may be trimmed or deleted. Worker
 and manager then differ for good, and a sample that only the manager believes to be assigned would never end.
