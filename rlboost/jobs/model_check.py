@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +29,7 @@ from rlboost.shared.model.folder import (
     require_unquantized,
 )
 from rlboost.shared.model.lora_targets import check_targets
-from rlboost.shared.process.importing import pip_install
+from rlboost.shared.process.importing import is_installed, pip_install
 
 _USER_CODE_SCRIPT = """
 import sys
@@ -90,7 +89,7 @@ def missing_libraries(spec: JobSpec) -> list[str]:
 
     A warning, not a problem: the trainer may be on another machine.
     """
-    if not _is_installed("torch", "transformers"):
+    if not is_installed("torch", "transformers"):
         return []
     return [*lacking(spec.log), *_other_libraries(spec)]
 
@@ -101,7 +100,7 @@ def data_problem(spec: JobSpec) -> str:
     Does what the trainer does before training: tokenizes every row and compares it with the model's context length.
     """
     sources = [name for rows in spec.data.rows for name in names(rows.source)]
-    if not _is_installed("torch", "transformers") or any(map(is_remote, sources)):
+    if not is_installed("torch", "transformers") or any(map(is_remote, sources)):
         return ""  # only the trainer can tell
     return _error_of(lambda: _load_data(spec))
 
@@ -147,31 +146,27 @@ def _model_checks(spec: JobSpec, source: Path) -> list[Callable[[], object]]:
         "router_replay": trainer.router_replay != "none",
     }
     keys = [key for key, is_used in used.items() if is_used]
-    if trainer.backend != "torch" or not (keys or adapter) or not _is_installed("torch", "transformers"):
+    if trainer.backend != "torch" or not (keys or adapter) or not is_installed("torch", "transformers"):
         return []
     from rlboost.services.trainer.adapters import model_checks  # noqa: PLC0415 - imports torch
 
     if (model := model_checks.model_without_weights(source)) is None:
         return []
     checks: list[Callable[[], object]] = [partial(model_checks.CHECKS[key], model) for key in keys]
-    if adapter is not None and _is_installed("peft"):
+    if adapter is not None and is_installed("peft"):
         checks.append(partial(model_checks.require_adaptable, model, adapter))
     return checks
 
 
 def _other_libraries(spec: JobSpec) -> Iterator[str]:
-    if spec.adapter is not None and not _is_installed("peft"):
+    if spec.adapter is not None and not is_installed("peft"):
         yield f"elastic.weights: lora needs PEFT: {pip_install('trainer')}"
-    if spec.trainer.backend == "megatron" and not _is_installed("megatron"):
+    if spec.trainer.backend == "megatron" and not is_installed("megatron"):
         yield f"trainer.backend: megatron needs megatron-core: {pip_install('megatron')}"
     for field, source, _ in spec.data.rows:
         remote = [name for name in names(source) if is_remote(name)]
-        if remote and not _is_installed("datasets"):
+        if remote and not is_installed("datasets"):
             yield f"{field}: {remote[0]} needs the library datasets: {pip_install('data')}"
-
-
-def _is_installed(*libraries: str) -> bool:
-    return all(find_spec(library) is not None for library in libraries)
 
 
 def _error_of(check: Callable[[], Any]) -> str:
@@ -187,4 +182,4 @@ def _errors_of(checks: Iterable[Callable[[], Any]]) -> list[str]:
 
 
 def _needs_torch(problem: str) -> bool:
-    return "No module named 'torch'" in problem and not _is_installed("torch")
+    return "No module named 'torch'" in problem and not is_installed("torch")

@@ -27,12 +27,12 @@ from rlboost.local.fork_server import FORK_SERVER, ForkServer, is_forkable
 from rlboost.local.ports import Ports
 from rlboost.local.processes import (
     STARTING_ORDER,
+    LaunchContext,
     LocalOptions,
     ProcessSpec,
-    Site,
     SpecOf,
     cache_dir,
-    roster,
+    initial_processes,
     spec_of,
     spot_names,
 )
@@ -79,7 +79,7 @@ class LocalCluster:
         self._spot_workers = options.workers
         self._present_spot = set(spot_names(options))
         self._placements = dict(options.layout.placements)
-        self._site: Site
+        self._context: LaunchContext
         self._forks: ForkServer
         self._supervisor: Supervisor
 
@@ -93,8 +93,8 @@ class LocalCluster:
                 stack.enter_context(self.state.owned())
                 stack.push(self._record_end)
                 self._ports = stack.enter_context(Ports(self.state.ports(), self.options.host))
-                self._site = self._survey()
-                specs = [self._spec_of(self._site, name, role) for name, role in roster(self.options)]
+                self._context = self._launch_context()
+                specs = [self._spec_of(self._context, name, role) for name, role in initial_processes(self.options)]
                 self._forks = _fork_server(specs, self.state)
                 stack.callback(self._forks.close)
                 tasks = await stack.enter_async_context(asyncio.TaskGroup())
@@ -138,12 +138,12 @@ class LocalCluster:
         advice = ": free some space" if is_full(error) else ""
         return Fatal(f"the system in {self.options.state_dir} ended: {_reason(error)}{advice}")
 
-    def _survey(self) -> Site:
+    def _launch_context(self) -> LaunchContext:
         redis_port = self._ports.of("redis", self.options.redis_port)
         self._ports.of("manager", self.options.port)
         self._ports.of("weight-store", self.options.weight_store_port)
         redis_argv, redis_url = redis_server.configure(self.state, redis_port, self.options.host)
-        return Site(
+        return LaunchContext(
             options=self.options,
             state_dir=self.state.path,
             cwd=Path.cwd(),
@@ -178,17 +178,17 @@ class LocalCluster:
     @property
     def url(self) -> str:
         """The REST API."""
-        return self._site.url_of("manager")
+        return self._context.url_of("manager")
 
     @property
     def token(self) -> str:
         """The REST API's bearer token."""
-        return self._site.token
+        return self._context.token
 
     @property
     def config(self) -> Config:
         """The connection data that the command line reads."""
-        return Config(self.url, self.token, self._site.redis_url, str(self.state.path), os.getpid())
+        return Config(self.url, self.token, self._context.redis_url, str(self.state.path), os.getpid())
 
     def processes(self) -> list[ProcessRecord]:
         """Return all running and past processes."""
@@ -232,7 +232,7 @@ class LocalCluster:
         if group is not None:
             self._placements[name] = group
         try:
-            self._supervisor.launch(self._spec_of(self._site, name, "preemptible"))
+            self._supervisor.launch(self._spec_of(self._context, name, "preemptible"))
         except OSError as error:
             self._forget_worker(name)
             if is_full(error):

@@ -88,7 +88,7 @@ class LocalOptions:
 
 
 @dataclass(frozen=True)
-class Site:
+class LaunchContext:
     """The inputs from which process settings are derived."""
 
     options: LocalOptions
@@ -117,11 +117,11 @@ class Site:
         return self.state_dir / "logs" / f"{name}.log"
 
 
-SpecOf = Callable[[Site, str, ProcessRole], ProcessSpec]
-"""(site, name, role) -> process; tests substitute small programs."""
+SpecOf = Callable[[LaunchContext, str, ProcessRole], ProcessSpec]
+"""(context, name, role) -> process; tests substitute small programs."""
 
 
-def roster(options: LocalOptions) -> list[tuple[str, ProcessRole]]:
+def initial_processes(options: LocalOptions) -> list[tuple[str, ProcessRole]]:
     """Return name and role of every initial process, in starting order."""
     named: list[tuple[str, ProcessRole]] = [
         ("redis", "redis"),
@@ -156,10 +156,10 @@ def reserved_names(options: LocalOptions) -> list[str]:
     return [f"reserved-{i + 1}" for i in range(options.reserved)]
 
 
-def spec_of(site: Site, name: str, role: ProcessRole) -> ProcessSpec:
+def spec_of(context: LaunchContext, name: str, role: ProcessRole) -> ProcessSpec:
     """Return the real process: Redis, or `python -m rlboost.services.<role>`."""
     if role == "redis":
-        return ProcessSpec(name, role, site.redis_argv, site.log_of(name), ready=RedisReady(site.redis_url))
+        return ProcessSpec(name, role, context.redis_argv, context.log_of(name), ready=RedisReady(context.redis_url))
     module = "rollout_worker" if role in ("reserved", "preemptible") else _MODULES[role]
     heavy = role not in ("weight_store", "manager", "standby")
     # A worker is ready only with a job's weights; before the first job, joining and answering is enough.
@@ -169,17 +169,17 @@ def spec_of(site: Site, name: str, role: ProcessRole) -> ProcessSpec:
         name=name,
         role=role,
         argv=(sys.executable, "-m", f"rlboost.services.{module}"),
-        log=site.log_of(name),
+        log=context.log_of(name),
         env={
-            **_common(site),
-            **_secrets(site, module),
-            **_settings(site, name, role),
-            **_devices(site, name, role),
-            **site.options.env,
+            **_common(context),
+            **_secrets(context, module),
+            **_settings(context, name, role),
+            **_devices(context, name, role),
+            **context.options.env,
         },
-        ready=HttpReady(f"{site.url_of(name)}/{route}"),
+        ready=HttpReady(f"{context.url_of(name)}/{route}"),
         ready_limit_s=_TORCH_LIMIT_S if heavy else _LIGHT_LIMIT_S,
-        gpus=site.placements[name].shown if name in site.placements else "",
+        gpus=context.placements[name].shown if name in context.placements else "",
         restart_after_success=role != "preemptible",  # it was drained, or its machine is preempted
     )
 
@@ -192,78 +192,80 @@ _MODULES: dict[ProcessRole, str] = {
 }
 
 
-def _common(site: Site) -> dict[str, str]:
+def _common(context: LaunchContext) -> dict[str, str]:
     # The user's folder is importable: job files name reward functions in it.
-    path = [str(site.cwd), *filter(None, [site.inherited.get("PYTHONPATH")])]
+    path = [str(context.cwd), *filter(None, [context.inherited.get("PYTHONPATH")])]
     return {
         "PYTHONUNBUFFERED": "1",
         "PYTHONPATH": ":".join(path),
         # Several engines share the cores: one thread per core in each would oversubscribe them.
-        "OMP_NUM_THREADS": site.inherited.get("OMP_NUM_THREADS", "1"),
+        "OMP_NUM_THREADS": context.inherited.get("OMP_NUM_THREADS", "1"),
         # The launcher makes http:// addresses of all of them.
         "RLBOOST_TLS_CERT": "",
         "RLBOOST_TLS_KEY": "",
     }
 
 
-def _secrets(site: Site, module: str) -> dict[str, str]:
+def _secrets(context: LaunchContext, module: str) -> dict[str, str]:
     if module == "rollout_worker":  # the manager tells it the rest
-        return {"RLBOOST_TOKEN": site.join_token}
-    return {"RLBOOST_TOKEN": site.token, "RLBOOST_REDIS_URL": site.redis_url}
+        return {"RLBOOST_TOKEN": context.join_token}
+    return {"RLBOOST_TOKEN": context.token, "RLBOOST_REDIS_URL": context.redis_url}
 
 
-def _settings(site: Site, name: str, role: ProcessRole) -> dict[str, str]:
-    here = {"HOST": site.options.host, "PORT": str(site.port_of(name))}
+def _settings(context: LaunchContext, name: str, role: ProcessRole) -> dict[str, str]:
+    here = {"HOST": context.options.host, "PORT": str(context.port_of(name))}
     if role == "weight_store":
-        own = {**here, "DIR": str(site.state_dir / "weights")}
+        own = {**here, "DIR": str(context.state_dir / "weights")}
         return _prefixed("RLBOOST_WEIGHT_STORE_", own)
     if role in ("manager", "standby"):
-        own = {**here, "WEIGHT_STORE_URL": site.url_of("weight-store"), "JOIN_TOKEN": site.join_token}
-        return _prefixed("RLBOOST_MANAGER_", own | _pools(site))
+        own = {**here, "WEIGHT_STORE_URL": context.url_of("weight-store"), "JOIN_TOKEN": context.join_token}
+        return _prefixed("RLBOOST_MANAGER_", own | _pools(context))
     if role == "trainer":
         own = {
             **here,
             "NAME": name,
-            "WEIGHT_STORE_URL": site.url_of("weight-store"),
-            "DIR": str(site.state_dir / "runs"),
+            "WEIGHT_STORE_URL": context.url_of("weight-store"),
+            "DIR": str(context.state_dir / "runs"),
         }
         return _prefixed("RLBOOST_TRAINER_", own)
     own = {
         **here,
-        "URL": site.url_of("manager"),
+        "URL": context.url_of("manager"),
         "ROLE": role,
         "NAME": name,
-        "ENGINE": site.options.engine,
-        "CACHE_DIR": str(cache_dir(site.state_dir)),
+        "ENGINE": context.options.engine,
+        "CACHE_DIR": str(cache_dir(context.state_dir)),
     }
-    if role == "preemptible" and site.options.autoscale:
-        own["KIND"] = _setting(site, "RLBOOST_WORKER_KIND", _KIND)
+    if role == "preemptible" and context.options.autoscale:
+        own["KIND"] = _setting(context, "RLBOOST_WORKER_KIND", _KIND)
     if role == "reserved":
-        own["TRAINER"] = trainer_of(site.options, name)
+        own["TRAINER"] = trainer_of(context.options, name)
     return _prefixed("RLBOOST_WORKER_", own)
 
 
-def _pools(site: Site) -> dict[str, str]:
+def _pools(context: LaunchContext) -> dict[str, str]:
     """Return the manager's setting for spot workers that this launcher starts as it follows the manager."""
-    if not site.options.autoscale:
+    if not context.options.autoscale:
         return {}
     pool = {
-        "kind": _setting(site, "RLBOOST_WORKER_KIND", _KIND),
-        "max_workers": site.options.autoscale,
-        "price_per_hour": _setting(site, "RLBOOST_WORKER_PRICE_PER_HOUR", "0"),
+        "kind": _setting(context, "RLBOOST_WORKER_KIND", _KIND),
+        "max_workers": context.options.autoscale,
+        "price_per_hour": _setting(context, "RLBOOST_WORKER_PRICE_PER_HOUR", "0"),
     }
     return {"POOLS": json.dumps([pool])}
 
 
-def _setting(site: Site, name: str, default: str) -> str:
-    return {**site.inherited, **site.options.env}.get(name) or default
+def _setting(context: LaunchContext, name: str, default: str) -> str:
+    return {**context.inherited, **context.options.env}.get(name) or default
 
 
-def _devices(site: Site, name: str, role: ProcessRole) -> dict[str, str]:
-    if name not in site.placements:
+def _devices(context: LaunchContext, name: str, role: ProcessRole) -> dict[str, str]:
+    if name not in context.placements:
         return {}
     prefix = "RLBOOST_TRAINER_" if role == "trainer" else "RLBOOST_WORKER_"
-    return environment(site.placements[name], prefix, site.options.layout.threads(site.n_cpus), site.inherited)
+    return environment(
+        context.placements[name], prefix, context.options.layout.threads(context.n_cpus), context.inherited
+    )
 
 
 def cache_dir(state_dir: Path) -> Path:

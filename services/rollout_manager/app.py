@@ -220,9 +220,9 @@ class Manager:
             await self.try_lead()
             return
         await self._check_trainers(now)
-        suspects = self.world.fleet.suspects(now.mono)
-        leases = await self._bus.judge_leases([names.worker_lease(worker) for worker in suspects])
-        dead = [worker for worker, lease in zip(suspects, leases, strict=True) if lease is None]
+        silent = self.world.fleet.silent_workers(now.mono)
+        leases = await self._bus.judge_leases([names.worker_lease(worker) for worker in silent])
+        dead = [worker for worker, lease in zip(silent, leases, strict=True) if lease is None]
         mismatched = await self._mismatched(caught_up=is_caught_up)
         decide(self.world, now, dead, self.completion_waiters.clients, mismatched)
         advanced = {entry.stream: self._cursors[entry.stream] for entry in entries}
@@ -271,14 +271,14 @@ class Manager:
         fleet = self.world.fleet
         if not caught_up:
             fleet.restart_command_checks()
-        suspects = fleet.mismatched()
-        if not suspects:
+        mismatched = fleet.mismatched()
+        if not mismatched:
             return []
-        cursors = {names.worker_commands(worker.id): worker.commands.last_command for worker in suspects}
+        cursors = {names.worker_commands(worker.id): worker.commands.last_command for worker in mismatched}
         unread = {entry.stream for entry in await self._bus.read(cursors, count=1)}
-        for worker in suspects:
+        for worker in mismatched:
             worker.commands.restart()
-        return [worker.id for worker in suspects if names.worker_commands(worker.id) not in unread]
+        return [worker.id for worker in mismatched if names.worker_commands(worker.id) not in unread]
 
     async def _trim(self) -> None:
         # In a transaction of its own, before any write: Redis accepts it when its memory is full.

@@ -20,10 +20,10 @@ import structlog
 from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.domain.allocation.autoscale import (
     Autoscaler,
+    fleet_view,
     present_workers,
     requested,
     surplus,
-    view,
 )
 from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.services.rollout_manager.ports import FleetProvider, ProviderFailed
@@ -124,7 +124,7 @@ class FleetScaler:
             self._autoscaler, self._world = self._new_autoscaler(), world
         scaler = self._autoscaler
         before = dict(scaler.targets)
-        scaler.decide(view(world, scaler.pools), self._fixed, now.mono)
+        scaler.decide(fleet_view(world, scaler.pools), self._fixed, now.mono)
         for kind, target in scaler.targets.items():
             if before and before[kind] != target:
                 log.info("fleet_scaled", worker_kind=kind, workers=target, limited_by=scaler.limited_by)

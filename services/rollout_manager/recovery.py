@@ -45,13 +45,14 @@ SHARED_STREAMS = (
     names.WORKER_HEARTBEATS,
 )
 """Streams that are read for all jobs, in the order in which entries of one batch are applied."""
-Between = Callable[[], Awaitable[None]]
+BeforeBatch = Callable[[], Awaitable[None]]
+"""Awaited before each batch of entries is read: a long recovery must renew the leader's lease."""
 MAX_BATCH = 256
 """Maximum number of entries that one read takes; fewer where they are large: see `ReadSize`."""
 
 
-async def _nothing() -> None:
-    """Do nothing between batches."""
+async def _do_nothing() -> None:
+    """Do nothing before_batch batches."""
 
 
 @dataclass(slots=True)
@@ -63,23 +64,29 @@ class Recovered:
 
 
 async def recover(
-    bus: Bus, lease_s: float, now: Now, poison: PoisonEntries, between_batches: Between = _nothing
+    bus: Bus, lease_s: float, now: Now, poison: PoisonEntries, before_batch: BeforeBatch = _do_nothing
 ) -> Recovered:
     """Rebuild the world, without the entries that cannot be applied.
 
-    `between_batches` is awaited before each batch of entries is read: a long recovery must renew the leader's lease.
-
     The token log is replayed from its oldest entry; entries after the stored cursor also count in the audit. Decisions
     are made only after its end, since a later record may show that a decision was already made.
+
+    Args:
+        bus: the broker.
+        lease_s: how long a worker may be silent.
+        now: the present time.
+        poison: the entries that cannot be applied; those found here are added.
+        before_batch: awaited before each batch of entries is read.
+
     """
     while True:
         try:
-            return await _rebuild(bus, lease_s, now, poison, between_batches)
+            return await _rebuild(bus, lease_s, now, poison, before_batch)
         except PoisonFound as found:
             log.warning("recovery_restarted", reason=str(found))
 
 
-async def _rebuild(bus: Bus, lease_s: float, now: Now, poison: PoisonEntries, between_batches: Between) -> Recovered:
+async def _rebuild(bus: Bus, lease_s: float, now: Now, poison: PoisonEntries, before_batch: BeforeBatch) -> Recovered:
     world = World(lease_s)
     stored = await bus.hash_all(names.MANAGER_CURSORS)
     for job_id, text in (await bus.hash_all(names.JOBS)).items():
@@ -91,17 +98,17 @@ async def _rebuild(bus: Bus, lease_s: float, now: Now, poison: PoisonEntries, be
             # At its next heartbeat the worker is dismissed as unknown, and joins again.
             log.warning("worker_unreadable", worker=worker_id, reason=_describe(error))
     for job in world.jobs.active():
-        await _recall_delivered(bus, world, job, poison, between_batches)
+        await _recall_delivered(bus, world, job, poison, before_batch)
     active = {job.id for job in world.jobs.active()}
-    for entry in await read_all(bus, names.WEIGHTS_COMMITTED, between_batches):
+    for entry in await read_all(bus, names.WEIGHTS_COMMITTED, before_batch):
         if isinstance(entry.message, WeightsCommitted) and entry.message.job_id in active:
             progress = world.progress[entry.message.job_id]
             progress.committed_version = max(entry.message.version, progress.committed_version)
     cursors = {stream: stored.get(stream, START) for stream in SHARED_STREAMS}
-    n_entries = await _replay_log(bus, world, cursors, poison, between_batches)
+    n_entries = await _replay_log(bus, world, cursors, poison, before_batch)
     _reattach_samples(world, now)
     for job in world.jobs.active():
-        await _apply_quarantined(bus, world, job, now, poison, between_batches)
+        await _apply_quarantined(bus, world, job, now, poison, before_batch)
     for job in world.jobs.active():
         stream = names.rollouts_requested(job.id)
         cursors[stream] = stored.get(stream, START)
@@ -146,28 +153,30 @@ def _describe(error: Exception) -> str:
     return "; ".join(describe(error)) if isinstance(error, ValidationError) else str(error)
 
 
-async def _recall_delivered(bus: Bus, world: World, job: Job, poison: PoisonEntries, between: Between) -> None:
-    async for entries in batches(bus, names.rollouts_finished(job.id), between):
+async def _recall_delivered(bus: Bus, world: World, job: Job, poison: PoisonEntries, before_batch: BeforeBatch) -> None:
+    async for entries in batches(bus, names.rollouts_finished(job.id), before_batch):
         for entry, error in apply_each(entries, lambda entry: apply_delivered(world, job.id, entry.message), poison):
             log.error("delivered_entry_unapplied", stream=entry.stream, entry=entry.id, reason=str(error))
 
 
 async def _apply_quarantined(
-    bus: Bus, world: World, job: Job, now: Now, poison: PoisonEntries, between: Between
+    bus: Bus, world: World, job: Job, now: Now, poison: PoisonEntries, before_batch: BeforeBatch
 ) -> None:
     """Apply the messages about a job that an earlier manager stored while the job was quarantined."""
-    entries = await read_all(bus, names.job_quarantine(job.id), between)
+    entries = await read_all(bus, names.job_quarantine(job.id), before_batch)
     invalid = apply_each(entries, lambda entry: apply_message(world, entry.message, entry.id, now), poison)
     dead_letter(world, invalid)
     if entries:
         world.outbox.add(ClearQuarantine(job.id))
 
 
-async def _replay_log(bus: Bus, world: World, cursors: dict[str, str], poison: PoisonEntries, between: Between) -> int:
+async def _replay_log(
+    bus: Bus, world: World, cursors: dict[str, str], poison: PoisonEntries, before_batch: BeforeBatch
+) -> int:
     """Replay the whole token log and move its cursor to the end; return the number of entries."""
     counted_to = position(cursors[names.TOKEN_LOG])
     n_entries = 0
-    async for entries in batches(bus, names.TOKEN_LOG, between):
+    async for entries in batches(bus, names.TOKEN_LOG, before_batch):
         for counted, batch in groupby(entries, key=lambda entry: position(entry.id) > counted_to):
             _replay(world, batch, poison, counted=counted)
         cursors[names.TOKEN_LOG] = entries[-1].id
@@ -175,11 +184,11 @@ async def _replay_log(bus: Bus, world: World, cursors: dict[str, str], poison: P
     return n_entries
 
 
-async def batches(bus: Bus, stream: str, between: Between = _nothing) -> AsyncIterator[list[Entry]]:
-    """Yield every entry of the stream, at most `MAX_BATCH` at a time; `between` is awaited before each read."""
+async def batches(bus: Bus, stream: str, before_batch: BeforeBatch = _do_nothing) -> AsyncIterator[list[Entry]]:
+    """Yield every entry of the stream, at most `MAX_BATCH` at a time; `before_batch` is awaited before each read."""
     cursor, size = START, ReadSize(MAX_BATCH)
     while True:
-        await between()
+        await before_batch()
         if not (entries := await bus.read({stream: cursor}, count=size.count)):
             return
         size.update(entries)
@@ -187,9 +196,9 @@ async def batches(bus: Bus, stream: str, between: Between = _nothing) -> AsyncIt
         yield entries
 
 
-async def read_all(bus: Bus, stream: str, between: Between = _nothing) -> list[Entry]:
+async def read_all(bus: Bus, stream: str, before_batch: BeforeBatch = _do_nothing) -> list[Entry]:
     """Return every entry of a short stream."""
-    return [entry async for entries in batches(bus, stream, between) for entry in entries]
+    return [entry async for entries in batches(bus, stream, before_batch) for entry in entries]
 
 
 def _replay(world: World, entries: Iterable[Entry], poison: PoisonEntries, *, counted: bool) -> None:

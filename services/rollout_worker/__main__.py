@@ -9,9 +9,9 @@ import sys
 
 import structlog
 
-from rlboost.services.rollout_worker.adapters.base_model import BaseModel
 from rlboost.services.rollout_worker.adapters.manager_http import join
 from rlboost.services.rollout_worker.adapters.memory import MemoryProbe
+from rlboost.services.rollout_worker.adapters.model_folder_seeder import ModelFolderSeeder
 from rlboost.services.rollout_worker.adapters.peer_address import listen_address, peer_url
 from rlboost.services.rollout_worker.adapters.preemption.cloud_metadata import Aws, Azure, Google, Metadata
 from rlboost.services.rollout_worker.adapters.preemption.notice_file import NoticeFile
@@ -64,8 +64,8 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
     peers = PeerSource(
         directory, transport, StoreSource(store, cache, concurrency=_TRANSFERS), cache, concurrency=_TRANSFERS
     )
-    seed = BaseModel(settings.base_model) if settings.base_model else None
-    puller = Puller(store, cache, waits, source=DirectorySource(store, cache, peers), seed=seed)
+    seeder = ModelFolderSeeder(settings.base_model) if settings.base_model else None
+    puller = Puller(store, cache, waits, source=DirectorySource(store, cache, peers), seeder=seeder)
     generator = Generator(_engines(settings), precision=_precision(settings), tolerance=settings.parity_tolerance)
     identity = WorkerIdentity(
         role=settings.role,

@@ -34,7 +34,7 @@ from rlboost.services.rollout_worker.domain.session import Session
 from rlboost.services.rollout_worker.generator import Generator
 from rlboost.services.rollout_worker.manager_connection import RETRY_INTERVAL_S, ManagerConnection
 from rlboost.services.rollout_worker.startup_timer import StartupTimer
-from rlboost.services.rollout_worker.weight_updates import Outcome, WeightUpdates
+from rlboost.services.rollout_worker.weight_updates import RecordOutcome, WeightUpdates
 from rlboost.shared.errors import BusUnavailable
 from rlboost.shared.messages import Assignment
 from rlboost.shared.streams import names
@@ -132,7 +132,7 @@ class CommandLoop:
             self._on_state_changed()
 
     async def _start_update(self, pull: PullWeights, group: asyncio.TaskGroup) -> None:
-        async def apply(outcome: Outcome) -> None:
+        async def apply(outcome: RecordOutcome) -> None:
             async with self._executing:
                 await self._execute(await outcome(), group)
 

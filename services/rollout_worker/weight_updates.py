@@ -29,7 +29,7 @@ log = structlog.get_logger(__name__)
 
 LOAD_LIMIT_S = 3600.0
 """For the engine, its build included: compiling a large model takes many minutes."""
-Outcome = Callable[[], Awaitable[list[Effect]]]
+RecordOutcome = Callable[[], Awaitable[list[Effect]]]
 """Records the outcome of an update in the session; returns the effects that follow."""
 
 
@@ -65,7 +65,7 @@ class WeightUpdates:
         self._flushed = asyncio.Event()
 
     async def start(
-        self, pull: PullWeights, group: asyncio.TaskGroup, apply: Callable[[Outcome], Awaitable[None]]
+        self, pull: PullWeights, group: asyncio.TaskGroup, apply: Callable[[RecordOutcome], Awaitable[None]]
     ) -> None:
         """Start an update in the background; cancel the one under way.
 
@@ -103,7 +103,7 @@ class WeightUpdates:
         """Check again whether the samples in flight have finished."""
         self._flushed.set()
 
-    async def _update(self, pull: PullWeights, apply: Callable[[Outcome], Awaitable[None]]) -> None:
+    async def _update(self, pull: PullWeights, apply: Callable[[RecordOutcome], Awaitable[None]]) -> None:
         session, weights, began = self._connection.session, WeightsRef(pull.job_id, pull.version), time.monotonic()
         try:
             async with self._engine_wait(weights):  # an earlier load ends first
@@ -154,7 +154,7 @@ class WeightUpdates:
         return self._waits.on("the inference engine", because=f"it loads {weights}", limit_s=LOAD_LIMIT_S)
 
     async def _report_unavailable(
-        self, weights: WeightsRef, reason: str, apply: Callable[[Outcome], Awaitable[None]]
+        self, weights: WeightsRef, reason: str, apply: Callable[[RecordOutcome], Awaitable[None]]
     ) -> None:
         connection, session = self._connection, self._connection.session
         await connection.retry_until_ok(

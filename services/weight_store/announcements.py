@@ -18,7 +18,7 @@ log = structlog.get_logger(__name__)
 
 _LIMIT_S = 3600.0
 _RETRY_S = 0.5
-_KEPT = 1000
+_MAX_ANNOUNCED = 1000
 
 
 class Announcements:
@@ -61,7 +61,7 @@ class Announcements:
         async with self._waits.on("Redis", because=why, limit_s=_LIMIT_S):
             while True:
                 try:
-                    await self._bus.append(WEIGHTS_COMMITTED, message, _KEPT)
+                    await self._bus.append(WEIGHTS_COMMITTED, message, _MAX_ANNOUNCED)
                 except BusUnavailable as error:
                     log.warning(
                         "version_announcement_delayed", job=message.job_id, version=message.version, error=str(error)

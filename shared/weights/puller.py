@@ -30,7 +30,7 @@ log = structlog.get_logger(__name__)
 _RETAINED_VERSIONS = 2
 """The loaded version and the one that replaces it."""
 
-Seed = Callable[[Manifest, Cache], int]
+CacheSeeder = Callable[[Manifest, Cache], int]
 """Copies chunks of a version that are on this machine already into the cache; returns how many. Blocks."""
 
 
@@ -55,7 +55,7 @@ class Puller:
         waits: Waits,
         *,
         source: Source | None = None,
-        seed: Seed | None = None,
+        seeder: CacheSeeder | None = None,
         concurrency: int = 8,
         limit_s: float = 600.0,
     ) -> None:
@@ -66,7 +66,7 @@ class Puller:
             cache: closed by the puller.
             waits: registry in which a running pull is listed.
             source: of chunks and deltas; by default the weight store.
-            seed: provides chunks of a job's first version from this machine.
+            seeder: provides chunks of a job's first version from this machine.
             concurrency: concurrent transfers of the default source.
             limit_s: maximum duration of one pull, including outages of the store.
 
@@ -76,7 +76,7 @@ class Puller:
         self._cache = cache
         self._waits = waits
         self._source = source or StoreSource(client, cache, concurrency=concurrency)
-        self._seed = seed
+        self._seeder = seeder
         self._seeded: dict[str, int] = {}
         """Job -> the version that was seeded; -1 for none."""
         self._limit_s = limit_s
@@ -140,7 +140,7 @@ class Puller:
 
     async def _seed_cache(self, job_id: str) -> None:
         """Seed the cache with the job's oldest version, unless the job was pulled here before."""
-        if self._seed is None or job_id in self._seeded:
+        if self._seeder is None or job_id in self._seeded:
             return
         self._seeded[job_id] = -1
         if any(job == job_id for job, _ in self._cache.last_pulled()):
@@ -150,7 +150,7 @@ class Puller:
             return
         oldest = model.versions[0].version
         manifest = await retry_unavailable(lambda: self._client.manifest(job_id, oldest))
-        if await asyncio.to_thread(self._seed, manifest, self._cache):
+        if await asyncio.to_thread(self._seeder, manifest, self._cache):
             self._seeded[job_id] = oldest
 
     async def _pull_one(self, job_id: str, version: int) -> _Retained:

@@ -120,7 +120,7 @@ async def test_worker_seeded_with_the_first_version_pulls_deltas_from_it(
     await client.pin(JOB, 0)
     await publish_composed(publisher, client, 1, 18)
 
-    def seed(manifest: Manifest, cache: Cache) -> int:
+    def seeder(manifest: Manifest, cache: Cache) -> int:
         (part,) = manifest.parts
         data = bits(0).tobytes()
         starts = [sum(chunk.n_bytes for chunk in part.chunks[:index]) for index in range(len(part.chunks))]
@@ -134,7 +134,7 @@ async def test_worker_seeded_with_the_first_version_pulls_deltas_from_it(
         return document is not None and document.hop_from(0) is not None
 
     await eventually(from_base)
-    puller = Puller(client, Cache(tmp_path / "cache"), Waits(), seed=seed, limit_s=60)
+    puller = Puller(client, Cache(tmp_path / "cache"), Waits(), seeder=seeder, limit_s=60)
     await assert_pulls(puller, 18)
     assert (puller.last.chunks_delta, puller.last.chunks_dense, puller.last.fallbacks) == (3, 0, 0)
     single = sum(path.stat().st_size for path in delta_files(tmp_path, 18)[:3])

@@ -12,15 +12,15 @@ from pathlib import Path
 
 from rlboost.local import foreground
 from rlboost.local.cluster import LocalCluster
-from rlboost.local.processes import HttpReady, LocalOptions, ProcessRole, ProcessSpec, Site, SpecOf, spec_of
+from rlboost.local.processes import HttpReady, LaunchContext, LocalOptions, ProcessRole, ProcessSpec, SpecOf, spec_of
 from tests.support import dummy_service
 
 
 def dummies(moods: Mapping[str, str] | None = None, *, limit_s: float = 20.0) -> SpecOf:
     """Return what puts the dummy in every service's place; `moods` are by role, several with spaces between."""
 
-    def of(site: Site, name: str, role: ProcessRole) -> ProcessSpec:
-        real = spec_of(site, name, role)
+    def of(context: LaunchContext, name: str, role: ProcessRole) -> ProcessSpec:
+        real = spec_of(context, name, role)
         if role == "redis":
             return real
         argv = (
@@ -28,10 +28,10 @@ def dummies(moods: Mapping[str, str] | None = None, *, limit_s: float = 20.0) ->
             "-I",
             "-u",
             dummy_service.__file__,
-            str(site.port_of(name)),
+            str(context.port_of(name)),
             *(moods or {}).get(role, "").split(),
         )
-        return replace(real, argv=argv, ready=HttpReady(f"{site.url_of(name)}/readyz"), ready_limit_s=limit_s)
+        return replace(real, argv=argv, ready=HttpReady(f"{context.url_of(name)}/readyz"), ready_limit_s=limit_s)
 
     return of
 

@@ -14,9 +14,9 @@ from rlboost.services.rollout_manager.domain.allocation.autoscale import (
     Autoscaler,
     FleetView,
     Pool,
+    fleet_view,
     requested,
     surplus,
-    view,
 )
 from rlboost.services.rollout_manager.domain.jobs.record import Job
 from rlboost.services.rollout_manager.domain.seeding.tuner import WindowTuner
@@ -130,7 +130,7 @@ def test_view_counts_pooled_workers_that_do_not_drain() -> None:
         world.fleet.join(worker_joined(name, kind=kind, price_per_hour=price), 0.0)
     world.fleet.join(worker_joined("r", role="reserved", kind="k", price_per_hour=8.0), 0.0)
     world.fleet.on_drain(world.fleet.workers["b"])
-    seen = view(world, ONE)
+    seen = fleet_view(world, ONE)
     assert (seen.present, seen.price_per_hour["k"], seen.other_dollars_per_hour) == ({"k": 1}, 8.0, 12.0)
 
 
@@ -141,7 +141,7 @@ def test_running_jobs_alone_want_workers(state: str, target: float | None, desir
     world = World(lease_s=2.0)
     job = world.jobs["j"] = Job("j", 1, job_spec(), created_at=0.0, state=state)  # type: ignore[arg-type]
     job.window_tuner.target_workers = target
-    assert view(world, ONE).desired == desired
+    assert fleet_view(world, ONE).desired == desired
 
 
 def test_job_whose_budget_is_reached_wants_no_workers() -> None:
@@ -149,7 +149,7 @@ def test_job_whose_budget_is_reached_wants_no_workers() -> None:
     job = world.jobs["j"] = Job("j", 1, job_spec(), created_at=0.0, state="running")
     job.window_tuner.target_workers = 3.0
     world.audits["j"].cost.budget_reached = True
-    assert view(world, ONE).desired == 0
+    assert fleet_view(world, ONE).desired == 0
 
 
 @pytest.mark.parametrize(("price", "desired"), [(0.1, 6), (4.0, 3), (7.9, 0)])
@@ -159,7 +159,7 @@ def test_no_worker_is_desired_that_is_worth_less_than_its_price(price: float, de
     job.window_tuner = WindowTuner(target_workers=5.5, train_s=100.0, step_s=700.0)
     world.fleet.join(worker_joined("r", role="reserved", kind="own", price_per_hour=8.0), 0.0)
     world.fleet.assign(world.fleet.workers["r"], ("j", 0))
-    assert view(world, [Pool(kind="k", max_workers=10, price_per_hour=price)]).desired == desired
+    assert fleet_view(world, [Pool(kind="k", max_workers=10, price_per_hour=price)]).desired == desired
 
 
 def priced_job(world: World, name: str, number: int) -> None:
@@ -183,7 +183,7 @@ def test_jobs_share_the_workers_that_pay(pools: list[tuple[str, int, float]], pa
     priced_job(world, "i", 1)
     priced_job(world, "j", 2)
     kinds = [Pool(kind=kind, max_workers=n, price_per_hour=price) for kind, n, price in pools]
-    seen = view(world, kinds)
+    seen = fleet_view(world, kinds)
     assert seen.paying == paying
     scaler = Autoscaler(kinds, None, scale_in_delay_s=0.0)
     scaler.decide(seen, None, 1.0)

@@ -13,7 +13,6 @@ from rlboost.services.trainer.domain.groups.collector import DroppedGroup, Group
 from rlboost.services.trainer.domain.groups.conversation import Conversation
 from rlboost.services.trainer.domain.groups.conversation_collector import ConversationCollector
 from rlboost.services.trainer.domain.groups.messages import messages_of
-from rlboost.services.trainer.domain.groups.turns import TurnIds
 from rlboost.services.trainer.domain.groups.turns import StepTurnIds, TurnIds
 from rlboost.shared.errors import ConfigError, Fatal, Unprocessable
 from rlboost.shared.ids import SampleId, group_of

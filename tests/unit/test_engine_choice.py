@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rlboost.cli import app
-from rlboost.local.processes import LocalOptions, Site, spec_of
+from rlboost.local.processes import LaunchContext, LocalOptions, spec_of
 from rlboost.services.rollout_worker.__main__ import _engines
 from rlboost.services.rollout_worker.adapters.torch.factory import TorchFactory
 from rlboost.services.rollout_worker.adapters.vllm.factory import VllmFactory
@@ -66,7 +66,7 @@ def test_a_system_that_lacks_vllm_is_not_started(command: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("role", ["reserved", "preemptible"])
 def test_the_launcher_passes_the_engine_to_every_worker(role: str, tmp_path: Path) -> None:
-    site = Site(
+    context = LaunchContext(
         options=LocalOptions(state_dir=tmp_path, engine="vllm"),
         state_dir=tmp_path,
         cwd=tmp_path,
@@ -78,4 +78,4 @@ def test_the_launcher_passes_the_engine_to_every_worker(role: str, tmp_path: Pat
         port_of=lambda _: 1,
     )
     name = "reserved-1" if role == "reserved" else "worker-1"
-    assert spec_of(site, name, role).env["RLBOOST_WORKER_ENGINE"] == "vllm"  # type: ignore[arg-type]
+    assert spec_of(context, name, role).env["RLBOOST_WORKER_ENGINE"] == "vllm"  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlboost.services.rollout_manager.domain.token_log.ledger import Ledger, Outcome
+from rlboost.services.rollout_manager.domain.token_log.ledger import FrameOutcome, Ledger
 from rlboost.services.rollout_manager.entry_batches import PoisonEntries, apply_in_batches
 from rlboost.shared.errors import Unprocessable
 from rlboost.shared.ids import SampleId
@@ -78,7 +78,7 @@ def folded(given_frames: list[TokenFrame]) -> dict[int, list[int]]:
     return tokens
 
 
-def total_of(outcomes: list[Outcome]) -> object:
+def total_of(outcomes: list[FrameOutcome]) -> object:
     def summed(counters: list[dict[int, int]]) -> dict[int, int]:
         keys = {key for counter in counters for key in counter}
         return {key: sum(counter.get(key, 0) for counter in counters) for key in keys}

@@ -15,10 +15,10 @@ from rlboost.services.rollout_manager.domain.seeding.tuner import (
     WindowTuner,
     target_workers,
 )
-from rlboost.services.rollout_manager.domain.seeding.window import View, Window
+from rlboost.services.rollout_manager.domain.seeding.window import StepSnapshot, Window
 
 
-def view(now: float, **changes: int) -> View:
+def snapshot(now: float, **changes: int) -> StepSnapshot:
     fields: dict[str, Any] = {
         "in_flight": 10,
         "requested": 12,
@@ -28,7 +28,7 @@ def view(now: float, **changes: int) -> View:
         "preemptible": 2,
         **changes,
     }
-    return View(now=now, **fields)
+    return StepSnapshot(now=now, **fields)
 
 
 def open_window(length_s: float | None = 5.0) -> Window:
@@ -39,85 +39,87 @@ def open_window(length_s: float | None = 5.0) -> Window:
 
 def test_window_closes_after_its_length_and_ends_when_suspended() -> None:
     window = open_window()
-    assert window.advance(view(104.9)) is None
-    assert window.advance(view(105.0)) == "close"
-    assert window.advance(view(105.1)) is None
-    assert window.advance(view(105.2, reserved_awake=0)) == "end"
+    assert window.advance(snapshot(104.9)) is None
+    assert window.advance(snapshot(105.0)) == "close"
+    assert window.advance(snapshot(105.1)) is None
+    assert window.advance(snapshot(105.2, reserved_awake=0)) == "end"
     assert window.reason == "window"
 
 
 def test_window_begins_with_the_first_placement() -> None:
-    assert Window(0, 5.0).advance(view(1e9)) is None
+    assert Window(0, 5.0).advance(snapshot(1e9)) is None
 
 
 def test_window_without_preemptible_workers_lasts_until_finished() -> None:
     window = open_window()
-    assert window.advance(view(1e9, preemptible_ready=0, preemptible=0)) is None
-    assert window.advance(view(1e9, preemptible_ready=0, preemptible=0, in_flight=0)) == "close"
+    assert window.advance(snapshot(1e9, preemptible_ready=0, preemptible=0)) is None
+    assert window.advance(snapshot(1e9, preemptible_ready=0, preemptible=0, in_flight=0)) == "close"
     assert window.reason == "finished"
 
 
 def test_window_stays_open_while_workers_are_loading() -> None:
-    assert open_window().advance(view(200.0, preemptible_ready=0)) is None
+    assert open_window().advance(snapshot(200.0, preemptible_ready=0)) is None
 
 
 def test_window_closes_early_when_all_samples_are_finished() -> None:
-    assert open_window().advance(view(101.0, in_flight=0)) == "close"
+    assert open_window().advance(snapshot(101.0, in_flight=0)) == "close"
 
 
 def test_window_without_reserved_workers_ends_at_once() -> None:
     window = open_window()
-    assert window.advance(view(100.0, reserved=0, reserved_awake=0)) == "close"
+    assert window.advance(snapshot(100.0, reserved=0, reserved_awake=0)) == "close"
     assert window.reason == "no_reserved"
-    assert window.advance(view(100.0, reserved=0, reserved_awake=0)) == "end"
+    assert window.advance(snapshot(100.0, reserved=0, reserved_awake=0)) == "end"
 
 
 def test_window_reopens_when_the_last_preemptible_worker_leaves() -> None:
     window = open_window()
-    window.advance(view(105.0))
-    window.advance(view(105.0, reserved_awake=0))
-    assert window.advance(view(106.0, reserved_awake=0)) is None
-    assert window.advance(view(107.0, reserved_awake=0, preemptible=0, preemptible_ready=0)) == "reopen"
+    window.advance(snapshot(105.0))
+    window.advance(snapshot(105.0, reserved_awake=0))
+    assert window.advance(snapshot(106.0, reserved_awake=0)) is None
+    assert window.advance(snapshot(107.0, reserved_awake=0, preemptible=0, preemptible_ready=0)) == "reopen"
     assert window.phase == "open"
-    assert window.advance(view(108.0, preemptible_ready=1)) is None
-    assert window.advance(view(112.1, preemptible_ready=1)) == "close"
+    assert window.advance(snapshot(108.0, preemptible_ready=1)) is None
+    assert window.advance(snapshot(112.1, preemptible_ready=1)) == "close"
 
 
 def test_reopened_window_keeps_its_first_length() -> None:
     window = open_window()
-    window.advance(view(105.0))
-    window.advance(view(105.0, in_flight=0, reserved_awake=0))
+    window.advance(snapshot(105.0))
+    window.advance(snapshot(105.0, in_flight=0, reserved_awake=0))
     assert window.lasted_s == 5.0
     # A replacement group is requested late, and no preemptible worker remains.
-    assert window.advance(view(107.0, in_flight=1, reserved_awake=0, preemptible=0, preemptible_ready=0)) == "reopen"
-    assert window.advance(view(107.5, in_flight=0, preemptible=0, preemptible_ready=0)) == "close"
-    assert window.advance(view(107.6, in_flight=0, reserved_awake=0, preemptible=0, preemptible_ready=0)) == "end"
+    assert (
+        window.advance(snapshot(107.0, in_flight=1, reserved_awake=0, preemptible=0, preemptible_ready=0)) == "reopen"
+    )
+    assert window.advance(snapshot(107.5, in_flight=0, preemptible=0, preemptible_ready=0)) == "close"
+    assert window.advance(snapshot(107.6, in_flight=0, reserved_awake=0, preemptible=0, preemptible_ready=0)) == "end"
     assert window.lasted_s == 5.0
 
 
 def test_window_reopens_when_remaining_workers_are_too_slow() -> None:
     window = open_window()
-    window.advance(view(105.0))
-    window.advance(view(105.0, reserved_awake=0))
-    assert window.advance(view(106.0, reserved_awake=0, preemptible=1)) is None
-    assert window.advance(view(107.0, reserved_awake=0, preemptible=1, too_slow=True)) == "reopen"
+    window.advance(snapshot(105.0))
+    window.advance(snapshot(105.0, reserved_awake=0))
+    assert window.advance(snapshot(106.0, reserved_awake=0, preemptible=1)) is None
+    assert window.advance(snapshot(107.0, reserved_awake=0, preemptible=1, too_slow=True)) == "reopen"
 
 
 def test_window_stays_open_while_remaining_workers_are_too_slow() -> None:
-    assert open_window().advance(view(106.0, preemptible=1, too_slow=True)) is None
+    assert open_window().advance(snapshot(106.0, preemptible=1, too_slow=True)) is None
 
 
 def test_first_window_lasts_until_half_of_the_step_is_finished() -> None:
     window = open_window(None)
-    assert window.advance(view(1e6, in_flight=7)) is None
-    assert window.advance(view(1e6, in_flight=6)) == "close"
+    assert window.advance(snapshot(1e6, in_flight=7)) is None
+    assert window.advance(snapshot(1e6, in_flight=6)) == "close"
 
 
 def test_window_of_zero_length_uses_no_reserved_engines() -> None:
     window = Window(step=0, length_s=0.0)
     assert not window.uses_reserved(preemptible=1)
     assert window.uses_reserved(preemptible=0)
-    assert window.advance(view(0.0)) == "close"
+    assert window.advance(snapshot(0.0)) == "close"
 
 
 # --- the length ---

@@ -84,7 +84,7 @@ class DomainManager:
         records, self._records = self._records, []
         self._apply([*self._first, *records, *messages], moment)
         self._first = []
-        dead = [worker for worker in self.world.fleet.suspects(now) if not has_lease(worker)]
+        dead = [worker for worker in self.world.fleet.silent_workers(now) if not has_lease(worker)]
         if not self._policy.memory:
             self.world.jobs[JOB_ID].window_tuner.memory.clear()
         began = time.process_time()

@@ -16,10 +16,10 @@ from rlboost.services.rollout_manager.domain.effects import (
     SaveWorker,
 )
 from rlboost.services.rollout_manager.domain.jobs.record import Job
-from rlboost.services.rollout_manager.domain.scheduling.poison import suspects
+from rlboost.services.rollout_manager.domain.scheduling.poison import suspected_samples
 from rlboost.services.rollout_manager.domain.seeding.window import Window
 from rlboost.services.rollout_manager.domain.step_windows import credit_generation, end_step
-from rlboost.services.rollout_manager.domain.token_log.ledger import Outcome
+from rlboost.services.rollout_manager.domain.token_log.ledger import FrameOutcome
 from rlboost.services.rollout_manager.domain.worker_removal import on_worker_left
 from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.shared.errors import ConfigError, Unprocessable
@@ -130,7 +130,7 @@ def apply_frames(world: World, frames: Sequence[TokenFrame], *, counted: bool = 
         Unprocessable: one of them is invalid, and nothing was changed: apply them one by one to find which.
 
     """
-    outcome: Outcome = world.ledger.extend(*frames)
+    outcome: FrameOutcome = world.ledger.extend(*frames)
     for worker_id, tokens in outcome.grown.items():
         if worker := world.fleet.workers.get(worker_id):
             worker.kv.held += tokens
@@ -272,7 +272,7 @@ def _on_left(world: World, left: WorkerLeft, now: Now) -> None:
             running_at_failure = []  # a preemption: no sample is to blame
         running = [world.ledger.samples[i] for i in running_at_failure if i in worker.samples]
         on_worker_left(world, worker, now, left.reason)
-        for sample in suspects(running):
+        for sample in suspected_samples(running):
             # A record of the log: every replay counts it as this manager does.
             reason = "the engine of its worker died or hung"
             failed = SampleFailed(worker=worker.id, sample=sample.id, attempt=sample.attempt, reason=reason)

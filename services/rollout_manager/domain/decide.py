@@ -38,7 +38,7 @@ def decide(
     Args:
         world: changed in place; the effects are left in its outbox.
         now: this moment.
-        dead: suspects whose lease has run out.
+        dead: silent workers whose lease has run out.
         clients: the state of the clients of serving requests.
         mismatched: workers that have missed commands.
 

@@ -8,7 +8,7 @@ from rlboost.services.rollout_manager.domain.engine_profiles import engine_profi
 from rlboost.services.rollout_manager.domain.jobs.progress import JobProgress
 from rlboost.services.rollout_manager.domain.jobs.record import Job
 from rlboost.services.rollout_manager.domain.seeding.tuner import Meter, Source
-from rlboost.services.rollout_manager.domain.seeding.window import View, Window
+from rlboost.services.rollout_manager.domain.seeding.window import StepSnapshot, Window
 from rlboost.services.rollout_manager.domain.workers.fleet import Worker
 from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.shared.messages import SeedingEnded, SeedingReopened, StepReport
@@ -55,11 +55,11 @@ def advance_window(world: World, job: Job, now: Now) -> None:
     window = progress.window
     if window is None:
         return
-    view = _view(world, job, progress, window, now)
+    snapshot = _snapshot(world, job, progress, window, now)
     if window.meter is not None:
         working = any(not need.is_serving for need in world.in_flight.of_job(job.id))
-        window.meter.update(now.mono, fleet=view.preemptible, reserved=view.reserved, working=working)
-    match window.advance(view):
+        window.meter.update(now.mono, fleet=snapshot.preemptible, reserved=snapshot.reserved, working=working)
+    match window.advance(snapshot):
         case "close":
             world.emit_event("seeding_window_closing", now, job.id, step=window.step, reason=window.reason)
         case "end":
@@ -73,8 +73,8 @@ def advance_window(world: World, job: Job, now: Now) -> None:
             world.emit_event("seeding_reopened", now, job.id, step=window.step)
 
 
-def _view(world: World, job: Job, progress: JobProgress, window: Window, now: Now) -> View:
-    return View(
+def _snapshot(world: World, job: Job, progress: JobProgress, window: Window, now: Now) -> StepSnapshot:
+    return StepSnapshot(
         now=now.mono,
         in_flight=world.in_flight.in_step(job.id, window.step),
         requested=world.in_flight.requested.get((job.id, window.step), 0),

@@ -17,7 +17,7 @@ from rlboost.services.rollout_manager.domain.jobs.record import Job, Quarantined
 from rlboost.services.rollout_manager.domain.scheduling.candidates import CandidatePools, set_batch_cap
 from rlboost.services.rollout_manager.domain.scheduling.queue import SampleQueues
 from rlboost.services.rollout_manager.domain.scheduling.requirements import InFlight, requirement_of
-from rlboost.services.rollout_manager.domain.token_log.ledger import Ledger, Outcome
+from rlboost.services.rollout_manager.domain.token_log.ledger import FrameOutcome, Ledger
 from rlboost.services.rollout_manager.domain.token_log.sample import Sample
 from rlboost.services.rollout_manager.domain.workers.fleet import Fleet, Worker
 from rlboost.shared.ids import is_served, job_of
@@ -124,7 +124,7 @@ class World:
             return None
         return self.audits.get(job.id) if job.ended else self.audits[job.id]
 
-    def audit_frames(self, outcome: Outcome) -> None:
+    def audit_frames(self, outcome: FrameOutcome) -> None:
         """Count the tokens of frames."""
         for job_no, tokens in outcome.accepted.items():
             if audit := self.audit_of(job_no):

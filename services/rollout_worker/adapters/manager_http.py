@@ -107,7 +107,8 @@ async def _post(client: httpx.AsyncClient, address: str, body: dict[str, str]) -
     waiting = {httpx.codes.NOT_FOUND, httpx.codes.TOO_MANY_REQUESTS}
     if response.status_code >= httpx.codes.INTERNAL_SERVER_ERROR or response.status_code in waiting:
         raise _ManagerUnavailable(f"manager at {address}: status {response.status_code}")
-    if response.is_error and response.status_code != httpx.codes.METHOD_NOT_ALLOWED:  # of an older manager
+    # 405 means another protocol, which `_request` reports.
+    if response.is_error and response.status_code != httpx.codes.METHOD_NOT_ALLOWED:
         raise ConfigError(f"manager at {address}: status {response.status_code}; is RLBOOST_WORKER_URL right?")
     return response
 

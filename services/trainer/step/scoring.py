@@ -14,11 +14,9 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
-from rlboost.services.trainer.domain.groups.collector import DroppedGroup, Outcome, WholeGroup
+from rlboost.services.trainer.domain.groups.collector import DroppedGroup, GroupOutcome, WholeGroup
 from rlboost.services.trainer.domain.groups.conversation import Conversation
 from rlboost.services.trainer.domain.groups.messages import messages_of
-from rlboost.services.trainer.domain.metrics import ScoredGroup, StepTally
-from rlboost.services.trainer.domain.groups.collector import DroppedGroup, GroupOutcome, WholeGroup
 from rlboost.services.trainer.domain.groups.scored_group import ScoredGroup
 from rlboost.services.trainer.domain.metrics import StepTally
 from rlboost.services.trainer.domain.plan import PlannedGroup

@@ -24,7 +24,7 @@ _FAIR_S = 3.0
 """How long a transfer may take before its speed is checked."""
 _SLOW = 1 / 8
 """A transfer below this fraction of the median speed is slow."""
-_SPEEDS_KEPT = 32
+_MAX_SPEEDS = 32
 
 
 class PeerFailed(Exception):
@@ -60,7 +60,7 @@ class PeerTransport:
         self._downloader = BlobDownloader(
             connect_s=_CONNECT_S, stall_s=_STALL_S, follow_redirects=False, use_proxies=False
         )
-        self._speeds: deque[float] = deque(maxlen=_SPEEDS_KEPT)
+        self._speeds: deque[float] = deque(maxlen=_MAX_SPEEDS)
         """Bytes/s of the last completed transfers."""
 
     async def close(self) -> None:

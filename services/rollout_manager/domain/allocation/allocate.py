@@ -43,7 +43,7 @@ def activate_reserved(world: World) -> None:
         return
     jobs = world.jobs.active()
     for worker in world.fleet.workers.values():
-        if worker.reserved and worker.known and worker.state != "draining":
+        if worker.reserved and worker.has_reported and worker.state != "draining":
             _activate(world, worker, next((job for job in jobs if job.id == worker.job), None))
     world.periodic.allocation_inputs = _inputs(world)
 

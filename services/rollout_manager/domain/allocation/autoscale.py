@@ -57,7 +57,7 @@ class FleetView:
     """Kind -> workers among the desired ones that are worth their price."""
 
 
-def view(world: World, pools: Sequence[Pool]) -> FleetView:
+def fleet_view(world: World, pools: Sequence[Pool]) -> FleetView:
     """Return what the manager's world shows of the fleet. Jobs that are paused or out of budget want no workers."""
     jobs = [j for j in world.jobs.active() if j.state == "running" and not world.audits[j.id].cost.budget_reached]
     kinds = {pool.kind for pool in pools}

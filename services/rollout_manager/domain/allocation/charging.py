@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from rlboost.services.rollout_manager.domain.allocation.worth import step_without_spot
-
-if TYPE_CHECKING:
-    from rlboost.services.rollout_manager.domain.jobs.record import Job
-    from rlboost.services.rollout_manager.domain.workers.fleet import Worker
-    from rlboost.services.rollout_manager.domain.world import Now, World
+from rlboost.services.rollout_manager.domain.jobs.record import Job
+from rlboost.services.rollout_manager.domain.workers.fleet import Worker
+from rlboost.services.rollout_manager.domain.world import Now, World
 
 CHARGE_EVERY_S = 1.0
 DRAIN_RESERVE_S = 30.0
@@ -32,7 +28,7 @@ def charge_workers(world: World, now: Now) -> None:
         # Within one manager's life the monotonic clock counts: the system's may be set.
         elapsed_s = now.mono - last if last is not None else max(0.0, now.wall - cost.charged_until)
         if cost.charged_until:
-            for worker in _workers_of(world, job):
+            for worker in _billed_workers(world, job):
                 cost.charge(worker.joined.role, worker.joined.kind, worker.joined.price_per_hour, elapsed_s)
         cost.charged_until = now.wall
         if job.step > cost.estimated_steps and (estimate := step_without_spot(world, job)):
@@ -55,7 +51,7 @@ def has_budget(world: World, job: Job, worker: Worker | None = None) -> bool:
         return True
     if cost.budget_reached:
         return False
-    per_hour = sum(member.joined.price_per_hour for member in _workers_of(world, job))
+    per_hour = sum(member.joined.price_per_hour for member in _billed_workers(world, job))
     dollars = cost.dollars + DRAIN_RESERVE_S / _HOUR_S * per_hour
     if worker is not None:
         dollars += (DRAIN_RESERVE_S + worker.unbilled_startup_s) / _HOUR_S * worker.joined.price_per_hour
@@ -71,6 +67,6 @@ def _check_budget(world: World, job: Job, now: Now) -> None:
         )
 
 
-def _workers_of(world: World, job: Job) -> list[Worker]:
+def _billed_workers(world: World, job: Job) -> list[Worker]:
     """Return the workers that the job pays for."""
     return [worker for worker in world.fleet.workers.values() if (worker.job or worker.job_id) == job.id]

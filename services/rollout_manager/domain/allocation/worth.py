@@ -12,13 +12,12 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from rlboost.services.rollout_manager.domain.jobs.record import Job
-    from rlboost.services.rollout_manager.domain.seeding.tuner import WindowTuner
-    from rlboost.services.rollout_manager.domain.workers.fleet import Worker
-    from rlboost.services.rollout_manager.domain.world import World
+from rlboost.services.rollout_manager.domain.jobs.record import Job
+from rlboost.services.rollout_manager.domain.seeding.tuner import WindowTuner
+from rlboost.services.rollout_manager.domain.workers.fleet import Worker
+from rlboost.services.rollout_manager.domain.world import World
 
 _HOUR_S = 3600.0
 
@@ -100,7 +99,7 @@ def paying_workers(world: World, job: Job, offers: Iterable[Offer]) -> Counter[s
     if tuner.target_workers is None:
         return None
     target = math.ceil(tuner.target_workers)
-    reserved, preemptible = _workers_of(world, job)
+    reserved, preemptible = _serving_workers(world, job)
     prices = [worker.joined.price_per_hour for worker in reserved]
     is_weighed = tuner.train_s and prices and all(prices)
     dollars = sum(prices)
@@ -118,13 +117,13 @@ def paying_workers(world: World, job: Job, offers: Iterable[Offer]) -> Counter[s
 
 def step_without_spot(world: World, job: Job) -> tuple[float, float] | None:
     """Return seconds and dollars of the last measured step with the job's reserved workers alone, None before one."""
-    step_s, (reserved, _) = world.progress[job.id].step_without_spot_s, _workers_of(world, job)
+    step_s, (reserved, _) = world.progress[job.id].step_without_spot_s, _serving_workers(world, job)
     if step_s is None or not reserved:
         return None
     return step_s, step_s / _HOUR_S * sum(worker.joined.price_per_hour for worker in reserved)
 
 
-def _workers_of(world: World, job: Job) -> tuple[list[Worker], list[Worker]]:
+def _serving_workers(world: World, job: Job) -> tuple[list[Worker], list[Worker]]:
     """Return the job's reserved and preemptible workers that do not drain."""
     workers = [worker for worker in world.fleet.workers.values() if worker.job == job.id and worker.state != "draining"]
     return [worker for worker in workers if worker.reserved], [worker for worker in workers if not worker.reserved]
@@ -132,7 +131,7 @@ def _workers_of(world: World, job: Job) -> tuple[list[Worker], list[Worker]]:
 
 def _worth(world: World, job: Job) -> WorkerWorth | None:
     tuner = job.window_tuner
-    reserved, preemptible = _workers_of(world, job)
+    reserved, preemptible = _serving_workers(world, job)
     if tuner.target_workers is None or not tuner.train_s or not (reserved or preemptible):
         return None
     speedup = speedup_of_one_more(tuner, len(preemptible), len(reserved), len(preemptible))

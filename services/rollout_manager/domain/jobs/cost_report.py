@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from rlboost.services.rollout_manager.domain.jobs.audit import Audit
-    from rlboost.services.rollout_manager.domain.jobs.cost import Cost
+from rlboost.services.rollout_manager.domain.jobs.audit import Audit
+from rlboost.services.rollout_manager.domain.jobs.cost import Cost
 
 _HOUR_S = 3600.0
 

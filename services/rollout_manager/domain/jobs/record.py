@@ -89,6 +89,8 @@ class Job:
 
 _MAX_UNIX_S = 1e11
 """Larger numbers are not taken for Unix seconds."""
+_MAX_COUNT = 1e11
+"""Larger numbers are not taken for the number of a job or of a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,7 @@ class QuarantinedJob:
     @property
     def no(self) -> int:
         """Return its number, 0 if that cannot be parsed either."""
-        return int(_number(self.record, "no") or 0)
+        return _count(self.record, "no")
 
     @property
     def had_ended(self) -> bool:
@@ -143,20 +145,28 @@ class QuarantinedJob:
             "id": self.id,
             "name": name.encode(errors="replace").decode() if isinstance(name, str) else self.id,
             "state": self.state,
-            "step": int(_number(self.record, "step") or 0),
-            "steps": int(_number(spec, "steps") or 0),
-            **{at: _number(self.record, at) for at in ("created_at", "started_at", "finished_at")},
+            "step": _count(self.record, "step"),
+            "steps": _count(spec, "steps"),
+            **{at: _unix_s(self.record, at) for at in ("created_at", "started_at", "finished_at")},
             "latest": {},
             "warnings": [],
             "error": self.reason,
         }
 
 
-def _number(fields: dict[str, Any], name: str) -> float | None:
-    value = fields.get(name)
+def _unix_s(fields: dict[str, Any], name: str) -> float | None:
+    return _number(fields.get(name), _MAX_UNIX_S)
+
+
+def _count(fields: dict[str, Any], name: str) -> int:
+    return int(_number(fields.get(name), _MAX_COUNT) or 0)
+
+
+def _number(value: Any, limit: float) -> float | None:
+    """Return the value if it is a number from 0 up to, not including, the limit; else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return value if math.isfinite(value) and 0 <= value < _MAX_UNIX_S else None
+    return value if math.isfinite(value) and 0 <= value < limit else None
 
 
 _ADAPTER = TypeAdapter(Job)

@@ -23,7 +23,7 @@ def on_trial(sample: Sample) -> bool:
     return sample.is_over_limit(1) and not sample.past_failure
 
 
-def suspects(samples: Sequence[Sample]) -> list[Sample]:
+def suspected_samples(samples: Sequence[Sample]) -> list[Sample]:
     """Return the samples that may have killed the engine they ran on: those on trial, or all if none is."""
     running = [sample for sample in samples if not sample.finish]
     return [sample for sample in running if on_trial(sample)] or running

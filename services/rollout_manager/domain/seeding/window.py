@@ -3,7 +3,7 @@
 A step's phases: `open` (all engines generate), `closing` (the reserved engines are commanded to suspend), `ended` (they
 are suspended; the device is the trainer's). Without preemptible workers the window closes when all samples are
 generated, which is a plain co-located trainer. When preemptible workers leave and the remaining ones are too slow, or
-none remains, the window stays open or reopens. `window_tuner` decides the length.
+none remains, the window stays open or reopens. `tuner` decides the length.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Reason = Literal["window", "finished", "no_reserved"]
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class StepSnapshot:
     """The inputs of a decision."""
 
     now: float
@@ -53,7 +53,7 @@ class Window:
     max_fleet: int = 0
     """The largest number of preemptible workers during the step."""
     too_slow: bool = False
-    """See `View`; as of the last check."""
+    """See `StepSnapshot`; as of the last check."""
     checked_at: float = 0.0
     meter: Meter | None = None
     """Measures the step; None after a restart in its middle."""
@@ -71,34 +71,36 @@ class Window:
         """Return True if the reserved engines should generate now."""
         return self.phase == "open" and (self.length_s != 0 or preemptible == 0)
 
-    def advance(self, view: View) -> Literal["close", "end", "reopen"] | None:
+    def advance(self, snapshot: StepSnapshot) -> Literal["close", "end", "reopen"] | None:
         """Enter the next phase if it is due, and return the transition."""
         match self.phase:
             case "open":
-                reason = self._close_reason(view)
+                reason = self._close_reason(snapshot)
                 if reason is not None:
                     self.phase, self.reason = "closing", reason
                     if not self.reopened:
-                        self.lasted_s = self.length_so_far(view.now)
+                        self.lasted_s = self.length_so_far(snapshot.now)
                     return "close"
             case "closing":
-                if view.reserved_awake == 0:
+                if snapshot.reserved_awake == 0:
                     self.phase = "ended"
                     return "end"
             case "ended":
-                if view.in_flight and view.reserved and (view.preemptible == 0 or view.too_slow):
-                    self.phase, self.began_at, self.reopened = "open", view.now, True
+                if snapshot.in_flight and snapshot.reserved and (snapshot.preemptible == 0 or snapshot.too_slow):
+                    self.phase, self.began_at, self.reopened = "open", snapshot.now, True
                     return "reopen"
         return None
 
-    def _close_reason(self, view: View) -> Reason | None:
-        if view.in_flight == 0:
+    def _close_reason(self, snapshot: StepSnapshot) -> Reason | None:
+        if snapshot.in_flight == 0:
             return "finished"
-        if view.reserved == 0 and view.preemptible:
+        if snapshot.reserved == 0 and snapshot.preemptible:
             return "no_reserved"
-        return "window" if view.preemptible_ready and not view.too_slow and self._time_is_over(view) else None
+        return (
+            "window" if snapshot.preemptible_ready and not snapshot.too_slow and self._time_is_over(snapshot) else None
+        )
 
-    def _time_is_over(self, view: View) -> bool:
+    def _time_is_over(self, snapshot: StepSnapshot) -> bool:
         if self.length_s is None:
-            return view.in_flight * 2 <= view.requested
-        return self.length_s == 0 or (self.began_at is not None and view.now - self.began_at >= self.length_s)
+            return snapshot.in_flight * 2 <= snapshot.requested
+        return self.length_s == 0 or (self.began_at is not None and snapshot.now - self.began_at >= self.length_s)

@@ -41,7 +41,7 @@ from rlboost.shared.wire.columns import F32, I32, U32, U64, ints, length
 
 INVALID = (
     "its worker sent a token id outside the vocabulary, a log-probability that is not finite or above 0, more than "
-    "max_tokens tokens, a weight version that was not requested, or an unknown finish"
+    "max_tokens tokens, a weight version that was not requested, an unknown finish, or routed experts of another shape"
 )
 """Reason of the failure of a sample with such tokens, which are not accepted."""
 MAX_ATTEMPTS = 1 << 31  # far more than a sample can have
@@ -50,7 +50,7 @@ LOG_TOKEN_BYTES = I32.itemsize + F32.itemsize
 
 
 @dataclass(slots=True)
-class Outcome:
+class FrameOutcome:
     """What a batch of frames did, for the audit and for the world."""
 
     accepted: dict[int, int] = field(default_factory=dict)
@@ -140,7 +140,7 @@ class Ledger:
         """Begin attempts; return each sample whose attempt rose, with the number of tokens that were cut.
 
         Raises:
-            Unprocessable: the columns differ in length.
+            Unprocessable: the columns differ in length, or an attempt is not below `MAX_ATTEMPTS`.
 
         """
         rows = list(_placements(message.samples, message.attempts, message.offsets))
@@ -163,7 +163,7 @@ class Ledger:
         self._expect(sample)
         return cut
 
-    def extend(self, *frames: TokenFrame) -> Outcome:
+    def extend(self, *frames: TokenFrame) -> FrameOutcome:
         """Apply workers' tokens: consecutive frames of the log.
 
         Raises:
@@ -176,8 +176,8 @@ class Ledger:
         self.tokens_in_log += len(rows.tokens) + sum(len(frame.routed_experts) for frame in frames) // LOG_TOKEN_BYTES
         return self._apply(self._expected.select(rows))
 
-    def _apply(self, rows: Selection) -> Outcome:
-        out = Outcome(accepted=rows.accepted)
+    def _apply(self, rows: Selection) -> FrameOutcome:
+        out = FrameOutcome(accepted=rows.accepted)
         self.tokens_live += sum(rows.accepted.values())
         for sample_id, count in rows.refused:
             cause = "late" if sample_id in self.samples else "sample_over"
@@ -204,7 +204,7 @@ class Ledger:
                 out.failed.append(sample.id)
         return out
 
-    def _apply_irregular(self, sample: Sample, row: Row, out: Outcome) -> None:
+    def _apply_irregular(self, sample: Sample, row: Row, out: FrameOutcome) -> None:
         """Apply one row of a sample that does not simply continue: skip what is known, refuse what leaves a gap."""
         count, have = len(row.tokens) // TOKEN_BYTES, sample.n_tokens
         job = job_of(sample.id)
@@ -227,7 +227,7 @@ class Ledger:
             sample.routed_experts = row.routed_experts
             self._expect(sample)
 
-    def _end(self, sample: Sample, finish: int, out: Outcome) -> bool:
+    def _end(self, sample: Sample, finish: int, out: FrameOutcome) -> bool:
         """Note the end of a sample's tokens at a worker; return True if the sample is complete by that."""
         if finish == FINISH_RELEASED:
             out.released.append(sample.id)

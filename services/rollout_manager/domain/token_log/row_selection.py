@@ -32,7 +32,7 @@ Bools = npt.NDArray[np.bool_]
 NO_SLOT = 0
 """The slot of rows whose sample is not in flight."""
 ANY_WORKER = 0
-"""The worker of an attempt where it is not known: a sample restated by an earlier release."""
+"""The worker of an attempt where the restatement of its sample names none: rows of any worker count."""
 NO_VERSION = 0xFFFF_FFFF
 """The version of a sample that no row has extended under its current attempt. Only the version is compared, not the
 worker: an attempt belongs to one worker."""

@@ -1,12 +1,12 @@
-"""Detects that a worker has missed commands, by comparing digests of what it was assigned (`wire.command_digest`).
+"""Detects that a worker has missed commands, by comparing digests of what it was assigned (`messages.command_digest`).
 
 Redis may lose the newest commands when it restarts from an older file, and a stream may be trimmed or deleted. Worker
 and manager then differ for good, and a sample that only the manager believes to be assigned would never end.
 
-Commands and frames in transit make the digests differ for a moment. Each such difference is another number, but the
-difference that a lost command makes stays, and is seen again whenever nothing else is in transit. A difference counts
-if it was seen several times over a while, and never none at all. The manager then checks that the worker has read all
-of its commands, which excludes a slow worker.
+Commands and frames in transit change the difference from heartbeat to heartbeat; a lost command leaves a constant one.
+A worker is mismatched if the same non-zero difference was seen in `MIN_HEARTBEATS` heartbeats over `settle_s`, without
+an equal digest in between. The manager then checks that the worker has read all of its commands, which excludes a slow
+worker.
 """
 
 from __future__ import annotations

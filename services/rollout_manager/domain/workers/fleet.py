@@ -64,7 +64,7 @@ class Worker:
     device_used_bytes: int = 0
     device_total_bytes: int = 0
     """Memory as of its last heartbeat: of its process, and of its device; 0 where it is not known."""
-    known: bool = False
+    has_reported: bool = False
     """False until this manager has read a heartbeat of it: until then its state is a guess."""
     assigned_version: Serving | None = None
     """The last (job, version) it was commanded to use."""
@@ -135,7 +135,7 @@ class Worker:
     def generates(self) -> bool:
         """Return True if it can take samples now, of the job and for the version that it serves."""
         settled = self.assigned_version is None or self.assigned_version == (self.job_id, self.version)
-        return self.state == "ready" and self.known and settled and self.assigned_active is not False
+        return self.state == "ready" and self.has_reported and settled and self.assigned_active is not False
 
     def expected_tokens_per_s(self) -> float:
         """Return the throughput with a full batch, 0 while its kind is not profiled."""
@@ -187,7 +187,7 @@ class Worker:
     def on_heartbeat(self, heartbeat: WorkerHeartbeat, now: float) -> State | None:
         """Apply a heartbeat; return the previous state if the heartbeat changed it."""
         before = self.state
-        self.last_seen_at, self.known, self.last_heartbeat_at = now, True, heartbeat.at
+        self.last_seen_at, self.has_reported, self.last_heartbeat_at = now, True, heartbeat.at
         self.job_id, self.version, self.tokens_per_s = heartbeat.job_id, heartbeat.version, heartbeat.tokens_per_s
         self.update_s, self.update_pause_s = heartbeat.update_s, heartbeat.update_pause_s
         self.resident_bytes = heartbeat.resident_bytes
@@ -259,7 +259,7 @@ class Fleet:
         """By kind."""
         self.revision = 0
         """Rises with every change of who is present, in which state, serving what."""
-        self._suspects_at = -math.inf
+        self._silence_checked_at = -math.inf
 
     def join(self, joined: WorkerJoined, now: float) -> Worker | None:
         """Add a worker; None when it is known already."""
@@ -274,9 +274,9 @@ class Fleet:
 
     def on_heartbeat(self, worker: Worker, heartbeat: WorkerHeartbeat, now: float) -> State | None:
         """Apply a heartbeat; return the previous state if the heartbeat changed it."""
-        serving = worker.job_id, worker.version, worker.known
+        serving = worker.job_id, worker.version, worker.has_reported
         before = worker.on_heartbeat(heartbeat, now)
-        if before is not None or serving != (worker.job_id, worker.version, worker.known):
+        if before is not None or serving != (worker.job_id, worker.version, worker.has_reported):
             self.revision += 1
         if worker.state == "joining":
             worker.starting = True
@@ -334,14 +334,14 @@ class Fleet:
         while len(self.gone) > GONE_RETAINED:
             self.gone.pop(next(iter(self.gone)))
 
-    def suspects(self, now: float) -> list[str]:
+    def silent_workers(self, now: float) -> list[str]:
         """Return the workers silent for a lease's time; each is lost if its lease has run out too.
 
         Looks at most twenty times per lease; a call in between returns an empty list.
         """
-        if now - self._suspects_at < self.lease_s / 20:
+        if now - self._silence_checked_at < self.lease_s / 20:
             return []
-        self._suspects_at = now
+        self._silence_checked_at = now
         return [worker.id for worker in self.workers.values() if now - worker.last_seen_at > self.lease_s]
 
     def mismatched(self) -> list[Worker]:

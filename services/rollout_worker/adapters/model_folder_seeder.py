@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 
-class BaseModel:
-    """`puller.Seed` of a Hugging Face folder with `.safetensors` files."""
+class ModelFolderSeeder:
+    """A `puller.CacheSeeder` of a Hugging Face folder with `.safetensors` files."""
 
     def __init__(self, folder: Path) -> None:
         """Read nothing yet."""

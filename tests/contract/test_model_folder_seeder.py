@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlboost.services.rollout_worker.adapters.base_model import BaseModel
+from rlboost.services.rollout_worker.adapters.model_folder_seeder import ModelFolderSeeder
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.manifest import ChunkRef, Manifest, Part, TensorEntry, digest_of
 
@@ -69,17 +69,17 @@ def manifest(folder: Path, *, dtype: torch.dtype = torch.float32, ranks: int = 1
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_every_chunk_comes_out_of_the_folder(folder: Path, cache: Cache, dtype: torch.dtype, ranks: int) -> None:
     wanted = manifest(folder, dtype=dtype, ranks=ranks)
-    assert BaseModel(folder)(wanted, cache) == len(list(wanted.chunks()))
+    assert ModelFolderSeeder(folder)(wanted, cache) == len(list(wanted.chunks()))
     assert all(cache.holds(chunk) for chunk in wanted.chunks())
 
 
-def test_base_model_takes_only_the_chunks_of_the_requested_version(folder: Path, cache: Cache) -> None:
+def test_seeder_takes_only_the_chunks_of_the_requested_version(folder: Path, cache: Cache) -> None:
     wanted = manifest(folder)
     (folder / "model-1.safetensors").unlink()
-    found = BaseModel(folder)(wanted, cache)
+    found = ModelFolderSeeder(folder)(wanted, cache)
     assert 0 < found < len(list(wanted.chunks()))
     assert cache.digests() <= {chunk.digest for chunk in wanted.chunks()}
 
 
 def test_an_empty_folder_gives_nothing(cache: Cache, folder: Path, tmp_path: Path) -> None:
-    assert BaseModel(tmp_path / "nowhere")(manifest(folder), cache) == 0
+    assert ModelFolderSeeder(tmp_path / "nowhere")(manifest(folder), cache) == 0
