@@ -66,7 +66,7 @@ def simulated_machine(kind: EngineProfile, profile: RunProfile, prices: Prices, 
 
     A weight update takes the measured times, whatever its bytes: the download, during which an engine generates, and
     the pause after it. Where the profile has no pause, the whole update counts as one. All engines have the throughput
-    of `kind`.
+    of `kind`, and are slower in the steps in which the trainer was.
 
     Raises:
         ConfigError: a price is missing.
@@ -94,6 +94,7 @@ def simulated_machine(kind: EngineProfile, profile: RunProfile, prices: Prices, 
         load_s=update_pause_s,
         reserved_load_s=max((engine.update_s for engine in reserved), default=0.0),
         switch_s=0.0,
+        slowdowns=profile.slowdowns or (1.0,),
         startup_s=startup_s,
     )
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from rlboost.shared.ids import SampleId, group_of
 from rlboost.shared.messages import Message
 from rlboost.simulation.job import Group, SimulatedJob
-from rlboost.simulation.machine import DELTA_SHARE, Machine, typical_kv
+from rlboost.simulation.machine import DELTA_SHARE, EngineSpec, Machine, typical_kv
 from rlboost.simulation.policies import Policy
 
 LATENCY_S = 0.02
@@ -43,6 +43,8 @@ class Environment:
         """Sends a message to the manager; set by the simulation."""
         self.pulling = 0
         """Instances that download weights now."""
+        self.slowdown = 1.0
+        """Of the step that is trained: see `Machine.slowdowns`."""
         self._groups: dict[int, dict[int, Group]] = {}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._n_events = 0
@@ -56,6 +58,16 @@ class Environment:
         """Move the clock to the next event and return its call."""
         self.now, _, call = heapq.heappop(self._events)
         return call
+
+    def begin_step(self, step: int) -> None:
+        """Set the speed of the machine in this step."""
+        slowdowns = self.machine.slowdowns
+        self.slowdown = slowdowns[(self.seed + step) % len(slowdowns)]
+
+    @property
+    def engine(self) -> EngineSpec:
+        """Return an engine with the speed of this step."""
+        return self.machine.engine.slowed(self.slowdown)
 
     def groups(self, step: int) -> dict[int, Group]:
         """Return the groups of a step by id."""

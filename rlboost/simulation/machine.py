@@ -47,6 +47,16 @@ class EngineSpec:
         """Return this engine with the prefill throughput that the rollout manager assumes."""
         return replace(self, prefill_tokens_per_s=PREFILL_SPEEDUP * self.tokens_per_s(self.slots, kv_per_sample=0))
 
+    def slowed(self, slowdown: float) -> EngineSpec:
+        """Return this engine where all that it computes takes `slowdown` times as long."""
+        return replace(
+            self,
+            step_s=slowdown * self.step_s,
+            per_sample_s=slowdown * self.per_sample_s,
+            per_kv_token_s=slowdown * self.per_kv_token_s,
+            prefill_tokens_per_s=self.prefill_tokens_per_s / slowdown,
+        )
+
     def plateau(self, kv_per_sample: float, share: float) -> int:
         """Return the smallest batch that reaches `share` of the best throughput (B in the paper)."""
         most = self.max_batch(kv_per_sample)
@@ -78,6 +88,9 @@ class Machine:
     """From committed weights to their use in a reserved engine."""
     switch_s: float
     """A reserved engine releases the device to the trainer, or takes it back."""
+    slowdowns: tuple[float, ...] = (1.0,)
+    """Duration of training and generation relative to their mean, in consecutive steps: other programs on the machine
+    slow both down. Each simulation begins at another one, and repeats them."""
     dedicated_engines: int = 0
     """Reserved engines outside the cluster that generate for a disaggregated trainer."""
     startup_s: float = 60.0

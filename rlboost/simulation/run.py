@@ -133,6 +133,8 @@ class Simulation:
             self.env.next_event()()
             if self.trainer.step > step:
                 step = self.trainer.step
+                for worker in self.workers.values():
+                    worker.adopt_speed()
                 self._decoded_tokens = sum(worker.engine.decoded for worker in self.workers.values())
                 if step == self._warm_up_steps:
                     self._begin_trace()

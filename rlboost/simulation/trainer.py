@@ -68,6 +68,7 @@ class SimTrainer:
 
     def _begin(self, step: int) -> None:
         self.step, self.step_began_at = step, self._env.now
+        self._env.begin_step(step)
         for number in range(step, step + self._env.policy.staleness + 1):
             if number not in self._intakes:
                 self._request(number)
@@ -143,7 +144,8 @@ class SimTrainer:
         if len(scored) < groups_at_once:
             self._idle_since = now
             return
-        seconds = sum(scored.popleft().tokens for _ in range(groups_at_once)) * env.job.train_s_per_token
+        tokens = sum(scored.popleft().tokens for _ in range(groups_at_once))
+        seconds = tokens * env.job.train_s_per_token * env.slowdown
         self._is_training = True
         self._train_s += seconds
         began = self._training.pop()[0] if self._training and self._training[-1][1] == now else now

@@ -41,7 +41,7 @@ class SimWorker:
     def __init__(self, env: Environment, worker: str, role: Role) -> None:
         """Create a worker that has not joined yet."""
         self.id, self.role = worker, role
-        self.engine = Engine(env.machine.engine, now=env.now)
+        self.engine = Engine(env.engine, now=env.now)
         self.alive = True
         self._env = env
         self._job_id, self._serving, self._assigned = "", -1, -1
@@ -88,6 +88,13 @@ class SimWorker:
         )
         self._heartbeat_periodically()
         self._report_periodically()
+
+    def adopt_speed(self) -> None:
+        """Generate with the speed of the step that begins."""
+        if self.alive and self.engine.spec != self._env.engine:
+            self._advance()
+            self.engine.spec = self._env.engine
+            self._schedule_wake()
 
     def kill(self) -> None:
         """End without notice; all tokens are in the log, up to the 0.05 s between two flushes of a real worker."""

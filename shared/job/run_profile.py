@@ -26,6 +26,8 @@ class RunProfile(BaseModel):
     """(probability, tokens) of the completions' lengths, both rising, from probability 0 to 1."""
     train_s_per_token: PositiveFloat
     """Computing on the trainer's device, for each token of the step's samples, prompts included."""
+    slowdowns: tuple[PositiveFloat, ...] = ()
+    """The same of each step, oldest first, relative to `train_s_per_token`: the speed of a shared machine varies."""
     reward_s: NonNegativeFloat = 0.0
     """Scoring a group: from its last sample to its rewards, with the wait for a free reward process."""
     update_s: NonNegativeFloat

@@ -58,6 +58,14 @@ def test_profile_covers_the_recent_steps_only() -> None:
     assert last.completion_quantiles[-1] == (1.0, 5.0)
 
 
+def test_profile_has_the_slowdown_of_each_step_relative_to_the_mean() -> None:
+    recorder = ProfileRecorder()
+    recorder.observe(tally(train_s=1.0))
+    profile = recorder.observe(tally(train_s=3.0))
+    assert profile is not None
+    assert profile.slowdowns == (0.5, 1.5)
+
+
 def test_profile_keeps_the_throughput_of_a_kind_that_is_gone() -> None:
     other = engine_profile("other")
     recorder = ProfileRecorder()

@@ -19,6 +19,7 @@ from rlboost.simulation.policies import ABLATIONS
 from rlboost.simulation.policies.paper import PaperManager, balance, select
 from rlboost.simulation.policies.polyrl import PolyRLManager
 from rlboost.simulation.policies.rlboost import DomainManager
+from rlboost.simulation.result import StepResult
 from rlboost.simulation.run import Simulation
 from rlboost.simulation.traces import FleetEvent, FleetTrace
 from tests.support.simulated import FULL_CACHES, JOB, MACHINE, STEADY, UNSTEADY, simulated
@@ -184,6 +185,18 @@ def test_manager_learns_the_decode_steps_of_the_simulated_engine() -> None:
     for batch in (1, 4, 16):
         tokens = 1000 * batch
         assert learned.step_s(batch, tokens) == pytest.approx(MACHINE.engine.decode_s(batch, tokens), rel=0.05)
+
+
+def test_slow_machine_trains_and_generates_slowly_in_the_same_step() -> None:
+    machines = MACHINE, replace(MACHINE, slowdowns=(1.0, 1.0, 4.0))
+    usual, slow = (simulated(POLICIES["rlboost"], machine=m, trace=STEADY, seed=0).steps[0] for m in machines)
+    assert (usual.step, slow.step) == (2, 2)
+    assert trained_s(slow) == pytest.approx(4 * trained_s(usual))
+    assert slow.last_sample_s > 2 * usual.last_sample_s
+
+
+def trained_s(step: StepResult) -> float:
+    return sum(end - start for start, end in step.training)
 
 
 def test_simulation_bills_instances_from_their_request_to_their_end() -> None:

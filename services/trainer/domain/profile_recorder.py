@@ -17,7 +17,7 @@ from rlboost.shared.wire.columns import I32, length
 
 RECENT_STEPS = 20
 """Completions get longer in training, so only the recent steps count."""
-_PROBABILITIES = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
+_PROBABILITIES = (0.0, 0.01, *(twentieth / 20 for twentieth in range(1, 20)), 0.99, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,7 @@ class ProfileRecorder:
         steps = self._steps
         prompts = [tokens for step in steps for tokens in step.prompts]
         completions = np.maximum(1, np.concatenate([step.completions for step in steps]))
+        train_s_per_token = sum(step.train_s for step in steps) / sum(step.tokens for step in steps)
         quantiles = np.quantile(completions, _PROBABILITIES).tolist()
         return RunProfile(
             steps=len(steps),
@@ -75,7 +76,8 @@ class ProfileRecorder:
             engines=tuple(_mean(seen) for _, seen in sorted(self._engines.items())),
             prompt_tokens=(min(prompts), max(prompts)),
             completion_quantiles=tuple(zip(_PROBABILITIES, quantiles, strict=True)),
-            train_s_per_token=sum(step.train_s for step in steps) / sum(step.tokens for step in steps),
+            train_s_per_token=train_s_per_token,
+            slowdowns=tuple(step.train_s / step.tokens / train_s_per_token for step in steps),
             reward_s=float(np.mean([step.reward_s for step in steps])),
             update_s=float(np.mean([step.update_s for step in steps])),
         )

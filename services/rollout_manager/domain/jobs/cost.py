@@ -33,7 +33,10 @@ class Cost(BaseModel):
 
     def charge(self, role: str, kind: str, price_per_hour: float, seconds: float) -> None:
         """Add the time of one worker."""
-        time = self.workers.setdefault(f"{role} {kind}", WorkerTime(role=role, kind=kind))
+        key = f"{role} {kind}"
+        time = self.workers.get(key)
+        if time is None:
+            time = self.workers[key] = WorkerTime(role=role, kind=kind)
         time.seconds += seconds
         time.dollars += seconds / _HOUR_S * price_per_hour
 
