@@ -6,33 +6,22 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Collection, Iterable
-from datetime import UTC, datetime
-from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Depends, FastAPI, Header
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ConfigDict, Field
 
-from rlboost.services.rollout_manager.access.join import (
-    JoinAddresses,
-    JoinAnswer,
-    JoinRequest,
-    check_protocol,
-    join,
-    join_addresses,
-)
 from rlboost.services.rollout_manager.access.token_table import TokenTable
 from rlboost.services.rollout_manager.app import Manager
-from rlboost.services.rollout_manager.domain.allocation.worth import worth_of_one_more
 from rlboost.services.rollout_manager.domain.jobs.record import Job, QuarantinedJob, to_json
-from rlboost.services.rollout_manager.domain.seeding.tuner import target_workers
+from rlboost.services.rollout_manager.fleet_api import add_fleet
 from rlboost.services.rollout_manager.fleet_scaler import FleetScaler
 from rlboost.services.rollout_manager.history_api import add_events, add_history, find_job, readable_job
 from rlboost.services.rollout_manager.leader_routes import leader_only, not_leading_reason, write
 from rlboost.services.rollout_manager.scrape_targets import ScrapeTarget, scrape_targets
 from rlboost.services.rollout_manager.settings import Settings
+from rlboost.services.rollout_manager.timestamps import iso_times
 from rlboost.services.rollout_manager.token_routes import add_token_routes
 from rlboost.services.rollout_manager.wait_status import job_wait_status, redis_wait
 from rlboost.services.rollout_manager.weights import weights_overview
@@ -47,8 +36,7 @@ from rlboost.shared.ids import MAX_JOBS, new_token
 from rlboost.shared.job.command_signature import signed
 from rlboost.shared.job.spec import InvalidJob, JobSpec, parse
 from rlboost.shared.job.spec import to_json as spec_to_json
-from rlboost.shared.messages import Drain, JobCommand, JobState
-from rlboost.shared.messages.protocol import PROTOCOL_HEADER, UNNUMBERED
+from rlboost.shared.messages import JobCommand, JobState
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Append, Bus, HashSet
 
@@ -59,7 +47,6 @@ IDEMPOTENCY_KEY_CHARACTERS = 255
 Action = Literal["pause", "resume", "cancel"]
 _STATES: dict[Action, JobState] = {"pause": "paused", "resume": "running", "cancel": "cancelled"}
 """The state that a command leads to."""
-_TIMES = ("created_at", "started_at", "finished_at", "joined_at", "last_heartbeat_at", "since")
 
 
 _STANDBY: Responses = {307: {"description": "a standby manager: the leader's address is in `Location`"}}
@@ -98,7 +85,7 @@ def build(
     _add_jobs(router, manager, bus, token)
     add_history(router, manager, bus)
     add_events(router, manager, bus)
-    _add_fleet(router, manager, settings, scaler or FleetScaler(manager, bus, settings))
+    add_fleet(router, manager, settings, scaler or FleetScaler(manager, bus, settings))
     _add_weights(router, manager, bus, settings)
     _add_scrape_targets(router, manager, bus, metrics_path(peer_key(token)))
     add_token_routes(router, manager, tokens)
@@ -209,100 +196,7 @@ def _public(manager: Manager, job: Job | QuarantinedJob) -> dict[str, Any]:
     waiting = None
     if isinstance(job, Job) and not job.ended:
         waiting = redis_wait(manager.turn_began_at, time.time()) or job_wait_status(manager.world, job)
-    return _times({**job.public(), "waiting": waiting})
-
-
-def _times(fields: dict[str, Any]) -> dict[str, Any]:
-    shown = dict(fields)
-    if shown.get("waiting"):
-        shown["waiting"] = _times(shown["waiting"])
-    for name in _TIMES:
-        if isinstance(shown.get(name), float | int):
-            shown[name] = datetime.fromtimestamp(shown[name], UTC).isoformat()
-    return shown
-
-
-# --- the fleet --------------------------------------------------------------------------------------------------------
-
-
-class Scale(BaseModel):
-    """The number of spot workers."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    workers: Annotated[int, Field(ge=0)] | Literal["auto"]
-    """`auto`: the number worth having, within the limits of the pools and of dollars."""
-
-
-def _add_fleet(router: APIRouter, manager: Manager, settings: Settings, scaler: FleetScaler) -> None:
-    @router.post("/join", tags=["fleet"], responses=problems(409))
-    @needs("worker")
-    async def join_fleet(
-        body: JoinRequest, protocol: Annotated[int, Header(alias=PROTOCOL_HEADER)] = UNNUMBERED
-    ) -> JoinAnswer:
-        """Give a worker that joins its identity, and the addresses of the other services."""
-        check_protocol(protocol)
-        return await join(body, manager.identities, settings, partial(write, manager))
-
-    @router.get("/join", tags=["fleet"], responses=problems(409))
-    @needs("worker")
-    async def addresses(protocol: Annotated[int, Header(alias=PROTOCOL_HEADER)] = UNNUMBERED) -> JoinAddresses:
-        """Return the addresses that a worker which joins connects to; nothing joins."""
-        check_protocol(protocol)
-        return join_addresses(settings)
-
-    @router.get("/workers", tags=["fleet"])
-    @needs("read")
-    async def workers() -> list[dict[str, Any]]:
-        """Return every worker: role, state, version, samples, throughput, memory."""
-        fleet = manager.world.fleet
-        return [_times(worker.public()) for worker in (*fleet.workers.values(), *fleet.gone.values())]
-
-    @router.post("/workers/{worker_id}/drain", status_code=202, tags=["fleet"], responses=problems(404))
-    @needs("admin")
-    async def drain(worker_id: str) -> dict[str, str]:
-        """Have the worker hand off its samples and exit."""
-        if worker_id not in manager.world.fleet.workers:
-            detail = f"there is no worker {worker_id!r}: list them with 'rlboost worker list' or GET /v1/workers"
-            raise Problem(404, "No such worker", detail)
-        await write(manager, [Append(names.worker_commands(worker_id), Drain(reason="requested over REST"))])
-        return {"id": worker_id, "state": "draining"}
-
-    @router.get("/fleet", tags=["fleet"])
-    @needs("read")
-    async def fleet() -> dict[str, Any]:
-        """Return counts of workers, throughput, workers worth having, the worth of one more, and autoscaling.
-
-        `worth_of_one_more` is null until a step was measured; `preemptions_per_hour` is of one worker of each kind.
-        """
-        workers = list(manager.world.fleet.workers.values())
-        preemptible = [worker for worker in workers if not worker.reserved]
-        return {
-            "present": len(preemptible),
-            "reserved": len(workers) - len(preemptible),
-            "by_state": {state: sum(w.state == state for w in workers) for state in sorted({w.state for w in workers})},
-            "tokens_per_s": sum(worker.tokens_per_s for worker in workers),
-            "target_workers": target_workers(job.window_tuner for job in manager.world.jobs.active()),
-            "worth_of_one_more": worth_of_one_more(manager.world),
-            "preemptions_per_hour": {
-                kind: manager.world.fleet.preemptions_per_s(kind) * 3600.0
-                for kind in sorted({worker.joined.kind for worker in preemptible})
-            },
-            "autoscaling": scaler.public(),
-            "worker_redis_users": "on" if manager.identities.have_users else "off",
-        }
-
-    @router.post("/fleet/scale", tags=["fleet"], responses=problems(409))
-    @needs("admin")
-    async def scale(body: Scale) -> dict[str, Any]:
-        """Set the number of spot workers, or let it follow the number worth having (`auto`)."""
-        if not scaler.has_pools:
-            detail = (
-                "this manager cannot start workers: set RLBOOST_MANAGER_POOLS, or start with 'rlboost up --autoscale N'"
-            )
-            raise Problem(409, "No pools", detail)
-        await scaler.set_workers(None if body.workers == "auto" else body.workers, partial(write, manager))
-        return {"workers": body.workers}
+    return iso_times({**job.public(), "waiting": waiting})
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------

@@ -138,7 +138,7 @@ def add_events(router: APIRouter, manager: Manager, bus: Bus) -> None:
         """Stream the job's events and what all processes log about it as text; with `follow`, until the job ends."""
         cursors = {names.job_events(job_id): START, names.job_logs(job_id): START}
         entries = followed(job_id, cursors, request, follow=follow)
-        return StreamingResponse(_log_lines(entries), media_type="text/plain; charset=utf-8")
+        return StreamingResponse(_log_lines(entries, job_id), media_type="text/plain; charset=utf-8")
 
 
 async def _server_sent_events(tail: AsyncIterator[Entry | None]) -> AsyncIterator[str]:
@@ -149,10 +149,10 @@ async def _server_sent_events(tail: AsyncIterator[Entry | None]) -> AsyncIterato
             yield f"id: {entry.id}\nevent: {entry.message.kind}\ndata: {entry.message.model_dump_json()}\n\n"
 
 
-async def _log_lines(tail: AsyncIterator[Entry | None]) -> AsyncIterator[str]:
+async def _log_lines(tail: AsyncIterator[Entry | None], job_id: str) -> AsyncIterator[str]:
     async for entry in tail:
         if entry is not None and isinstance(event := entry.message, Event):
             at = datetime.fromtimestamp(event.at, UTC).isoformat(timespec="milliseconds")
             fields = " ".join(f"{name}={value}" for name, value in event.fields.items())
-            text = event.fields["text"] if entry.stream.endswith(":logs") else f"{event.kind} {fields}"
+            text = event.fields["text"] if entry.stream == names.job_logs(job_id) else f"{event.kind} {fields}"
             yield f"{at} {event.source} {text}".rstrip().replace("\n", _CONTINUED) + "\n"
