@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import time
 from enum import StrEnum
@@ -13,7 +12,7 @@ import typer
 
 from rlboost.commands.common import DEFAULT_STATE, EXIT_FAILED, JsonOption, StateOption, command, print_json
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.process.importing import pip_install
+from rlboost.shared.process.importing import is_installed, pip_install
 
 if TYPE_CHECKING:
     from rlboost.local.chaos import ChaosEvent
@@ -148,16 +147,9 @@ def require_packages(*packages: str, extra: str = "local") -> None:
         ConfigError: names the missing packages.
 
     """
-    missing = [name for name in packages if not _is_installed(name)]
+    missing = [name for name in packages if not is_installed(name)]
     if missing:
         raise ConfigError(f"this needs {', '.join(missing)}: {pip_install(extra)}")
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the package that would have it
-        return False
 
 
 def _warn_of_fleet(reserved: int, workers: int) -> None:

@@ -7,7 +7,6 @@ skipped if that library is not installed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +28,7 @@ from rlboost.shared.model.folder import (
     require_unquantized,
 )
 from rlboost.shared.model.lora_targets import check_targets
-from rlboost.shared.process.importing import pip_install
+from rlboost.shared.process.importing import is_installed, pip_install
 
 _USER_CODE_SCRIPT = """
 import sys
@@ -58,13 +57,13 @@ def model_problems(spec: JobSpec) -> list[str]:
         checks.append(lambda: require_replayable(model, spec.sampling.max_tokens))
     if spec.trainer.context_parallel > 1:
         checks.append(lambda: _check_heads(spec, model))
-        if _is_installed("torch", "transformers"):
+        if is_installed("torch", "transformers"):
             checks.append(lambda: _check_packing(model))
     if (adapter := spec.adapter) is not None:
         checks.append(lambda: check_targets(adapter, read_tensor_shapes(model)))
     if spec.trainer.backend == "megatron":
         checks.append(lambda: _check_cut(spec, model))
-    elif spec.trainer.activation_checkpointing and _is_installed("torch", "transformers"):
+    elif spec.trainer.activation_checkpointing and is_installed("torch", "transformers"):
         checks.append(lambda: _check_layers(model))
     return [problem for check in checks if (problem := _error_of(check))]
 
@@ -93,7 +92,7 @@ def missing_libraries(spec: JobSpec) -> list[str]:
 
     A warning, not a problem: the trainer may be on another machine.
     """
-    if not _is_installed("torch", "transformers"):
+    if not is_installed("torch", "transformers"):
         return []
     return [*lacking(spec.log), *_other_libraries(spec)]
 
@@ -104,7 +103,7 @@ def data_problem(spec: JobSpec) -> str:
     Does what the trainer does before training: tokenizes every row and compares it with the model's context length.
     """
     sources = [name for rows in spec.data.rows for name in names(rows.source)]
-    if not _is_installed("torch", "transformers") or any(map(is_remote, sources)):
+    if not is_installed("torch", "transformers") or any(map(is_remote, sources)):
         return ""  # only the trainer can tell
     return _error_of(lambda: _load_data(spec))
 
@@ -155,18 +154,14 @@ def _check_layers(model: Path) -> None:
 
 
 def _other_libraries(spec: JobSpec) -> Iterator[str]:
-    if spec.adapter is not None and not _is_installed("peft"):
+    if spec.adapter is not None and not is_installed("peft"):
         yield f"elastic.weights: lora needs PEFT: {pip_install('trainer')}"
-    if spec.trainer.backend == "megatron" and not _is_installed("megatron"):
+    if spec.trainer.backend == "megatron" and not is_installed("megatron"):
         yield f"trainer.backend: megatron needs megatron-core: {pip_install('megatron')}"
     for field, source, _ in spec.data.rows:
         remote = [name for name in names(source) if is_remote(name)]
-        if remote and not _is_installed("datasets"):
+        if remote and not is_installed("datasets"):
             yield f"{field}: {remote[0]} needs the library datasets: {pip_install('data')}"
-
-
-def _is_installed(*libraries: str) -> bool:
-    return all(find_spec(library) is not None for library in libraries)
 
 
 def _error_of(check: Callable[[], Any]) -> str:
@@ -178,4 +173,4 @@ def _error_of(check: Callable[[], Any]) -> str:
 
 
 def _needs_torch(problem: str) -> bool:
-    return "No module named 'torch'" in problem and not _is_installed("torch")
+    return "No module named 'torch'" in problem and not is_installed("torch")

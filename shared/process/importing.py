@@ -6,6 +6,7 @@ import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 
 def pip_install(extra: str) -> str:
@@ -46,3 +47,11 @@ def modules_hidden(*names: str) -> Iterator[None]:
     finally:
         for name in missing:
             del sys.modules[name]
+
+
+def is_installed(*modules: str) -> bool:
+    """Return True if all these modules can be found; none of them is imported."""
+    try:
+        return all(find_spec(module) is not None for module in modules)
+    except ModuleNotFoundError:  # a package that would contain one
+        return False

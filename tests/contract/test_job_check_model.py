@@ -185,7 +185,7 @@ def test_check_loads_trainer_functions_like_the_trainer(folder: Path, monkeypatc
 def test_missing_libraries_are_warnings_if_a_trainer_can_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlboost.jobs.check.data_problem", lambda _: "")
     there = {"torch", "transformers"}
-    for module in ("rlboost.jobs.model_check", "rlboost.shared.job.run_log"):
+    for module in ("rlboost.shared.process.importing", "rlboost.shared.job.run_log"):
         monkeypatch.setattr(f"{module}.find_spec", lambda name: name if name in there else None)
     asked: dict[str, Any] = {
         "data": {"train": "openai/gsm8k"},

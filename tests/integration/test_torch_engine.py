@@ -297,8 +297,3 @@ def test_a_model_whose_logits_come_out_wrong_is_refused(tmp_path: Path, monkeypa
 def test_a_directory_without_a_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no causal language model can be built from its config.json"):
         TorchEngine(tmp_path, slots=2)
-
-
-def test_a_device_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="device 'nonsense'"):
-        TorchEngine(tmp_path, slots=2, device="nonsense")

@@ -55,7 +55,7 @@ class TorchEngine(ThreadedEngine):
     Args:
         directory: holds the model's `config.json`; weights come through `load_weights`.
         slots: maximum number of running requests.
-        device: "cpu" or a CUDA device.
+        device: "cpu" or a CUDA device that `require_device` has checked.
         dtype: of weights, activations and cache; sampling is in float32.
         kv_cache_bytes: maximum size of the KV cache; while it grows, one layer's part is allocated twice. Requests that
             do not fit are queued. 0 = 0.7 of the free memory on a GPU, or 1 GiB on a CPU.
@@ -63,7 +63,7 @@ class TorchEngine(ThreadedEngine):
             0 = no limit but the free memory.
 
     Raises:
-        ConfigError: the directory, the device or the model is not supported, or the cache is too small.
+        ConfigError: the directory or the model is not supported, or the cache is too small.
 
     """
 
@@ -77,7 +77,7 @@ class TorchEngine(ThreadedEngine):
         kv_cache_bytes: int = 0,
         gpu_memory_utilization: float = 0.0,
     ) -> None:
-        self._device = _usable_device(device)
+        self._device = torch.device(device)
         self._model = torch_model.build(directory, DTYPES[dtype], self._device)
         self._weights = torch_model.Weights(self._model)
         max_len = torch_model.max_length(self._model)
@@ -213,14 +213,6 @@ class TorchEngine(ThreadedEngine):
         if not np.isfinite(logprobs).all():
             # NaN may be in the cache, where even a masked column would affect the slot's next request.
             self._cache_is_stale = True
-
-
-def _usable_device(name: str) -> torch.device:
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"engine device {name!r} cannot be used: {error}; set RLBOOST_WORKER_DEVICE") from error
-    return torch.device(name)
 
 
 def _default_kv_cache_bytes(device: torch.device, utilization: float) -> int:
