@@ -125,7 +125,7 @@ def _command(path: str, command: Any) -> str:
         lines += ["", "| argument or option | default | meaning |", "|---|---|---|"]
     for param in shown:
         name = _argument(param) if _is_argument(param) else "/".join((*param.opts, *param.secondary_opts))
-        lines.append(f"| `{name}` | {_default(param)} | {_cell(getattr(param, 'help', '') or '')} |")
+        lines.append(f"| `{_cell(name)}` | {_default(param)} | {_cell(getattr(param, 'help', '') or '')} |")
     return "\n".join(lines)
 
 
@@ -206,7 +206,7 @@ def events() -> str:
     lines = ["| event | from | fields | meaning |", "|---|---|---|---|"]
     for name, (services, fields) in sorted(found.items()):
         shown = ", ".join(f"`{field}`" for field in sorted(fields))
-        lines.append(f"| `{name}` | {', '.join(sorted(services))} | {shown} | {EVENTS.get(name, '')} |")
+        lines.append(f"| `{_cell(name)}` | {', '.join(sorted(services))} | {shown} | {EVENTS.get(name, '')} |")
     return "\n".join(lines)
 
 

@@ -549,7 +549,12 @@ async def test_pause_of_the_engine_is_in_no_measured_decode_step(rig: Rig) -> No
     await rig.manager.until_generated((1, 1), tokens=50)
     await rig.generator.pause("suspended")
     n_before = len(await rig.manager.received(WorkerHeartbeat, worker))
-    await asyncio.sleep(0.6)
+
+    async def paused_long() -> bool:
+        beats = await rig.manager.received(WorkerHeartbeat, worker)
+        return beats[-1].at - beats[n_before - 1].at > 0.6
+
+    await eventually(paused_long)
     await rig.generator.resume("suspended")
 
     async def measured() -> list[float]:
