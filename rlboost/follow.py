@@ -56,7 +56,7 @@ def follow(connect: Callable[[], Client], job_id: str, *, from_step: int | None 
     """
     client, progress, warnings = connect(), Progress(from_step), _Warnings(job_id)
     warnings.listen(client)
-    answered_at, is_shown = time.time(), False
+    outage = _Outage()
     try:
         while True:
             try:
@@ -66,23 +66,15 @@ def follow(connect: Callable[[], Client], job_id: str, *, from_step: int | None 
             except (ClientError, ConfigError) as error:
                 if not is_outage(error):
                     raise
-                outage_s, reason = time.time() - answered_at, outage_reason(error)
+                failed_at, reason = time.time(), outage_reason(error)
                 try:
                     client = _reconnected(connect, client, warnings)
                 except ConfigError as ended:
                     reason = str(ended)
-                if outage_s > OUTAGE_LIMIT_S:
-                    raise ClientError(
-                        "No answer", f"the manager has not answered for {outage_s:.0f} s, the limit: {reason}"
-                    ) from error
-                if not is_shown and outage_s >= _LONG_OUTAGE_S:
-                    is_shown = True
-                    yield "lost", {"since": answered_at, "because": reason, "limit_s": OUTAGE_LIMIT_S}
+                yield from outage.on_failure(error, reason, failed_at)
                 time.sleep(_POLL_S)
                 continue
-            if is_shown:
-                yield "back", {"since": answered_at, "outage_s": time.time() - answered_at}
-            answered_at, is_shown = time.time(), False
+            yield from outage.on_answer(time.time())
             for text in warnings.new(wait_s=_REMAINING_WARNINGS_LIMIT_S if job["state"] in ENDED else 0.0):
                 yield "warning", text
             yield from progress.changes(job, rows, time.monotonic())
@@ -92,6 +84,36 @@ def follow(connect: Callable[[], Client], job_id: str, *, from_step: int | None 
     finally:
         warnings.close()
         client.close()
+
+
+class _Outage:
+    """The time since the manager's last answer: pure bookkeeping, in Unix seconds."""
+
+    def __init__(self) -> None:
+        self._answered_at = time.time()
+        self._is_shown = False
+
+    def on_answer(self, now: float) -> Iterator[Change]:
+        """Yield `back` if an outage that was shown has ended."""
+        if self._is_shown:
+            yield "back", {"since": self._answered_at, "outage_s": now - self._answered_at}
+        self._answered_at, self._is_shown = now, False
+
+    def on_failure(self, error: Exception, reason: str, now: float) -> Iterator[Change]:
+        """Yield `lost` once for an outage that lasts.
+
+        Raises:
+            ClientError: it has lasted for `OUTAGE_LIMIT_S`.
+
+        """
+        outage_s = now - self._answered_at
+        if outage_s > OUTAGE_LIMIT_S:
+            raise ClientError(
+                "No answer", f"the manager has not answered for {outage_s:.0f} s, the limit: {reason}"
+            ) from error
+        if not self._is_shown and outage_s >= _LONG_OUTAGE_S:
+            self._is_shown = True
+            yield "lost", {"since": self._answered_at, "because": reason, "limit_s": OUTAGE_LIMIT_S}
 
 
 def _reconnected(connect: Callable[[], Client], client: Client, warnings: _Warnings) -> Client:
