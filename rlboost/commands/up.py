@@ -13,7 +13,7 @@ import typer
 
 from rlboost.commands.common import DEFAULT_STATE, EXIT_FAILED, JsonOption, StateOption, command, print_json
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.process.importing import pip_install
+from rlboost.shared.process.extras import pip_install
 
 if TYPE_CHECKING:
     from rlboost.local.chaos import ChaosEvent

@@ -18,7 +18,7 @@ from rlboost.services.trainer.adapters.user_code.loss import load_loss
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import parse
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
-from rlboost.shared.process.importing import pip_install
+from rlboost.shared.process.extras import pip_install
 from tests.contract.test_packing import CONVOLUTION, write
 from tests.support import rank_policies
 from tests.support.model_folder import write_model, write_tokenizer, write_unmarked_model
