@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from rlboost.services.trainer.ports.environments import ChatFormatter
 
@@ -23,6 +23,13 @@ class Prompt:
     """int32 column of token ids including the end token: the target of supervised fine-tuning, empty otherwise."""
 
 
+class Decode(Protocol):
+    """The tokenizer's decoder."""
+
+    def __call__(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Return the text of token ids."""
+
+
 @dataclass(frozen=True, slots=True)
 class Data:
     """The job's prompts, and the tokenizer's decoder."""
@@ -30,8 +37,7 @@ class Data:
     train: Sequence[Prompt]
     evaluation: Sequence[Prompt]
     stop_token_ids: tuple[int, ...]
-    decode: Callable[[Sequence[int], bool], str]
-    """(token ids, whether to skip special tokens) -> text."""
+    decode: Decode
     n_too_long: int = 0
     """Training prompts left out because of their length."""
     n_too_long_eval: int = 0

@@ -1,8 +1,8 @@
 """A causal language model of transformers, sharded by FSDP2 (arXiv 2304.11277), and its AdamW.
 
 Each rank has a range of rows of every parameter and of its moments; with several groups of ranks (HSDP) each group has
-the whole model. A layer's parameters are gathered only while the
-layer computes. Gradients are summed over micro-batches and ranks, and divided once per update.
+the whole model. A layer's parameters are gathered only while the layer computes. Gradients are summed over
+micro-batches and ranks, and divided once per update.
 """
 
 from __future__ import annotations
