@@ -32,7 +32,7 @@ from rlboost.shared.messages import (
     WorkerHeartbeat,
     WorkerJoined,
 )
-from rlboost.shared.process.importing import collect_garbage_rarely
+from rlboost.shared.process.garbage_collection import collect_garbage_rarely
 from rlboost.shared.wire.columns import F32, I32, U8, U32, U64, pack
 from rlboost.simulation import POLICIES, Lengths, SimulatedJob
 from rlboost.simulation.job import JOB_ID, JOB_NO

@@ -92,7 +92,7 @@ class PlainLoop:
     def _score(self, row: int, completions: list[list[int]]) -> list[float]:
         prompt = self.data.train[row]
         columns: dict[str, list[Any]] = {key: [value] * len(completions) for key, value in prompt.columns.items()}
-        texts = [self.data.decode(tokens, False) for tokens in completions]
+        texts = [self.data.decode(tokens, skip_special_tokens=False) for tokens in completions]
         scored: list[float] = self.score([""] * len(texts), texts, completions, **columns)
         return scored
 

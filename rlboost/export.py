@@ -15,7 +15,7 @@ import structlog
 from rlboost.client import Client
 from rlboost.export_folder import NewFolder, copy_files, write_adapter, write_model
 from rlboost.shared.errors import ConfigError, NotFound
-from rlboost.shared.process.importing import pip_install
+from rlboost.shared.process.extras import pip_install
 
 if TYPE_CHECKING:
     from rlboost.shared.waiting import Waits

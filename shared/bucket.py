@@ -53,12 +53,12 @@ class NoCredentials(StoreUnavailable):
     """Neither the environment nor the machine's metadata service has credentials."""
 
 
-class Found(NamedTuple):
+class StoredObject(NamedTuple):
     """An object; `version` is for a conditional write that replaces it."""
 
     data: bytes
     version: UpdateVersion
-    notes: Mapping[str, str]
+    metadata: Mapping[str, str]
 
 
 class Listed(NamedTuple):
@@ -95,15 +95,15 @@ class Bucket:
                 "az://container/prefix, and set the environment variables of its provider's tools"
             ) from error
 
-    async def get(self, path: str) -> Found:
+    async def get(self, path: str) -> StoredObject:
         """Return an object, raising `NotFound`."""
         with self._errors():
             result = await obstore.get_async(self._store, path)
             data = await result.bytes_async()
-            notes = {str(name): value for name, value in result.attributes.items()}
-            return Found(data.to_bytes(), _version(result.meta["e_tag"], result.meta["version"]), notes)
+            metadata = {str(name): value for name, value in result.attributes.items()}
+            return StoredObject(data.to_bytes(), _version(result.meta["e_tag"], result.meta["version"]), metadata)
 
-    async def notes(self, path: str) -> Mapping[str, str]:
+    async def metadata(self, path: str) -> Mapping[str, str]:
         """Return the metadata of an object, raising `NotFound`."""
         with self._errors():
             result = await obstore.get_async(self._store, path, options={"head": True})
@@ -126,10 +126,10 @@ class Bucket:
         with self._errors():
             await obstore.put_async(self._store, path, data, use_multipart=False)
 
-    async def put_over(
-        self, path: str, data: bytes, over: UpdateVersion | None, notes: Mapping[str, str] | None = None
+    async def put_if_version(
+        self, path: str, data: bytes, version: UpdateVersion | None, metadata: Mapping[str, str] | None = None
     ) -> UpdateVersion:
-        """Replace the version of an object that was read, None for no object; return the new version.
+        """Write an object if its present version is `version`, None if it must not exist; return the new version.
 
         Raises:
             Changed: the object has another version.
@@ -137,19 +137,19 @@ class Bucket:
         """
         with self._errors():
             result = await obstore.put_async(
-                self._store, path, data, mode=over or "create", attributes=dict(notes or {}), use_multipart=False
+                self._store, path, data, mode=version or "create", attributes=dict(metadata or {}), use_multipart=False
             )
         return _version(result["e_tag"], result["version"])
 
-    async def replace(self, path: str, data: bytes, notes: Mapping[str, str] | None = None) -> None:
+    async def replace(self, path: str, data: bytes, metadata: Mapping[str, str] | None = None) -> None:
         """Replace the present version of an object.
 
         A delayed write of a process that was assumed dead cannot undo this one.
         """
         try:
-            await self.put_over(path, data, None, notes)
+            await self.put_if_version(path, data, None, metadata)
         except Changed:
-            await self.put_over(path, data, (await self.get(path)).version, notes)
+            await self.put_if_version(path, data, (await self.get(path)).version, metadata)
 
     async def remove(self, paths: Sequence[str]) -> None:
         """Delete objects, ignoring missing ones."""
@@ -238,7 +238,7 @@ def configuration() -> Iterator[None]:
         raise ConfigError(str(error)) from error
 
 
-class Register:
+class ExclusiveObject:
     """An object that only this process writes; detects writes of other processes."""
 
     def __init__(self, bucket: Bucket, path: str, version: UpdateVersion | None) -> None:
@@ -259,7 +259,7 @@ class Register:
         self._attempted.add(data)
         while True:
             try:
-                self._version = await self._bucket.put_over(self._path, data, self._version)
+                self._version = await self._bucket.put_if_version(self._path, data, self._version)
                 break
             except Changed as error:
                 try:

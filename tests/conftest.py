@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 from structlog.dev import plain_traceback
 
 from rlboost.services.trainer.adapters.ranks import processes
-from rlboost.shared.process.importing import gc_paused
+from rlboost.shared.process.garbage_collection import gc_paused
 from tests.support.fork_server import popen_rank
 from tests.support.redis_server import RedisServer
 from tests.support.s3_server import S3Server

@@ -12,7 +12,7 @@ import typer
 
 from rlboost.commands.common import DEFAULT_STATE, EXIT_FAILED, JsonOption, StateOption, command, print_json
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.process.importing import is_installed, pip_install
+from rlboost.shared.process.extras import is_installed, pip_install
 
 if TYPE_CHECKING:
     from rlboost.local.chaos import ChaosEvent

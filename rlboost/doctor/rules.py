@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlboost.local.gpus import Gpu
-from rlboost.shared.process.importing import pip_install
+from rlboost.shared.process.extras import pip_install
 
 Status = Literal["ok", "warning", "problem"]
 

@@ -29,7 +29,7 @@ from rlboost.shared.model.folder import (
     require_unquantized,
 )
 from rlboost.shared.model.lora_targets import check_targets
-from rlboost.shared.process.importing import is_installed, pip_install
+from rlboost.shared.process.extras import is_installed, pip_install
 
 _USER_CODE_SCRIPT = """
 import sys

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlboost.local import die_with_parent
-from rlboost.shared.process.importing import gc_paused
+from rlboost.shared.process.garbage_collection import gc_paused
 
 SERVICES = tuple(
     f"rlboost.services.{name}" for name in ("rollout_manager", "rollout_worker", "trainer", "weight_store")

@@ -17,7 +17,7 @@ import redis.exceptions
 from rlboost.local.processes import LOOPBACK
 from rlboost.local.state import StateDir
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.process.importing import pip_install
+from rlboost.shared.process.extras import pip_install
 
 _PING_TIMEOUT_S = 2.0
 

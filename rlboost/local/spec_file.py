@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field, ValidationError, field_validator
 
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job import strict_yaml
-from rlboost.shared.process.importing import pip_install
+from rlboost.shared.process.extras import pip_install
 from rlboost.shared.validation import Section, describe
 
 EngineName = Literal["torch", "vllm"]

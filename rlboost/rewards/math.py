@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from rlboost.shared.process.importing import pip_install
+from rlboost.shared.process.extras import pip_install
 from rlboost.shared.user_code.reward_call import ground_truth
 
 try:

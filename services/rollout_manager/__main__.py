@@ -27,7 +27,7 @@ from rlboost.services.rollout_manager.ports import FleetProvider
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.services.rollout_manager.store_credentials import StoreCredentials
 from rlboost.shared.http import server
-from rlboost.shared.process.importing import collect_garbage_rarely
+from rlboost.shared.process.garbage_collection import collect_garbage_rarely
 from rlboost.shared.process.lifecycle import run_service, supervise
 from rlboost.shared.redis.bus import RedisBus, connect
 from rlboost.shared.streams.job_logs import log_sender

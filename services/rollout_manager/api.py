@@ -93,7 +93,9 @@ def build(
     for add_routes in extensions:
         add_routes(router, manager, bus, settings)
     error_format = error_format_for_other_paths(own_paths) if error_format_for_other_paths else None
-    app = create_app("RLBoost", guard=guard, ready=lambda: not_leading_reason(manager), error_format=error_format)
+    app = create_app(
+        "RLBoost", guard=guard, not_ready_reason=lambda: not_leading_reason(manager), error_format=error_format
+    )
     app.include_router(router)
     return app
 

@@ -221,7 +221,7 @@ class Manager:
             return
         await self._check_trainers(now)
         silent = self.world.fleet.silent_workers(now.mono)
-        leases = await self._bus.judge_leases([names.worker_lease(worker) for worker in silent])
+        leases = await self._bus.live_lease_values([names.worker_lease(worker) for worker in silent])
         dead = [worker for worker, lease in zip(silent, leases, strict=True) if lease is None]
         mismatched = await self._mismatched(caught_up=is_caught_up)
         decide(self.world, now, dead, self.completion_waiters.clients, mismatched)

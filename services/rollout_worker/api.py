@@ -74,13 +74,15 @@ def create(
     The worker is ready if no version is assigned to it, or if it has loaded and verified one.
     """
 
-    def missing() -> str | None:
+    def not_ready_reason() -> str | None:
         session = connection.session
         idle = session.target is None
         return None if idle or session.serving else f"verified weights; the worker is {session.state}"
 
     REGISTRY.register(Metrics(connection, generator))
-    return create_app("RLBoost rollout worker", guard=guard, ready=missing, waits=waits, metrics_path=metrics_path)
+    return create_app(
+        "RLBoost rollout worker", guard=guard, not_ready_reason=not_ready_reason, waits=waits, metrics_path=metrics_path
+    )
 
 
 class NoticeBody(BaseModel):

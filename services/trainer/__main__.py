@@ -17,7 +17,7 @@ from rlboost.services.trainer.settings import Settings
 from rlboost.shared.http import server as http
 from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.process import cpu_affinity
-from rlboost.shared.process.importing import gc_paused
+from rlboost.shared.process.garbage_collection import gc_paused
 from rlboost.shared.process.lifecycle import run_service, supervise
 from rlboost.shared.redis.bus import connect
 from rlboost.shared.streams.job_logs import log_sender

@@ -12,4 +12,6 @@ from rlboost.shared.waiting import Waits
 
 def create(trainer: Trainer, token: str, waits: Waits) -> FastAPI:
     """Return the app."""
-    return create_app("RLBoost trainer", guard=Guard.of_token(token), ready=trainer.missing, waits=waits)
+    return create_app(
+        "RLBoost trainer", guard=Guard.of_token(token), not_ready_reason=trainer.not_ready_reason, waits=waits
+    )

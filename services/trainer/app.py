@@ -121,7 +121,7 @@ class Trainer:
         self._takeovers_checked_at = -math.inf
         self._is_caught_up = False
 
-    def missing(self) -> str | None:
+    def not_ready_reason(self) -> str | None:
         """Return why the trainer is not ready, None if it is."""
         return None if self._is_caught_up else "the job commands are not read yet"
 
@@ -201,7 +201,9 @@ class Trainer:
         if not jobs:
             return []
         owners = await self._bus(lambda bus: bus.hash_all(names.JOB_TRAINERS))
-        held = await self._bus(lambda bus: bus.judge_leases([names.trainer_lease(job_id) for job_id in jobs.values()]))
+        held = await self._bus(
+            lambda bus: bus.live_lease_values([names.trainer_lease(job_id) for job_id in jobs.values()])
+        )
         free = {
             entry_id
             for (entry_id, job_id), holder in zip(jobs.items(), held, strict=True)

@@ -112,8 +112,9 @@ class JobRun:
         self._requested_until = -1
         """The last step that an earlier trainer process may have requested."""
         self._checkpoints: Checkpoints
+        """Set once the job's resources are built."""
         self._learning: LearningWatch
-        """Both are set once the job's resources are built."""
+        """Set once the job's resources are built."""
 
     async def run(self, build: JobResourcesFactory) -> None:
         """Train to the end.
@@ -289,7 +290,7 @@ class JobRun:
         )
         await self._bus.transact([Append(names.JOB_REPORTS, report)])
 
-    # --- reports, pauses, lease ---
+    # --- the context of the steps ---
 
     def _context(
         self,
@@ -313,6 +314,8 @@ class JobRun:
             resampling=resampling,
         )
 
+    # --- writes and warnings ---
+
     async def _write(self, call: Callable[[], T]) -> T:
         """Return the result of a write into the job's folder, in the device's thread, once the disk has space."""
         return await self._disk("the job's folder", lambda: self._device(call))
@@ -320,6 +323,8 @@ class JobRun:
     async def _warn(self, texts: Sequence[str]) -> None:
         for text in texts:
             await self._streams.emit_event("warning", text=text)
+
+    # --- reports, pauses, lease ---
 
     def _enter(self, phase: str, step: int) -> None:
         self._active.phase, self._active.step = phase, step

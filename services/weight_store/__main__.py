@@ -64,7 +64,7 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
                 store,
                 guard=Guard(store_authenticator(token, time.time)),
                 directory=origin.directory,
-                ready=origin.not_ready_reason,
+                not_ready_reason=origin.not_ready_reason,
                 waits=waits,
                 metrics=metrics,
             )

@@ -49,7 +49,7 @@ def create(
     store: WeightStore,
     *,
     guard: Guard,
-    ready: Callable[[], str | None],
+    not_ready_reason: Callable[[], str | None],
     waits: Waits,
     metrics: Metrics,
     directory: ChunkDirectory | None = None,
@@ -59,13 +59,13 @@ def create(
     Args:
         store: the models.
         guard: checks every request.
-        ready: returns why the origin is not ready, or None.
+        not_ready_reason: returns why the origin is not ready, or None.
         waits: shown by `/readyz`.
         metrics: of the service.
         directory: where chunks are, None if they are not files.
 
     """
-    app = create_app("RLBoost weight store", guard=guard, ready=ready, waits=waits)
+    app = create_app("RLBoost weight store", guard=guard, not_ready_reason=not_ready_reason, waits=waits)
     chunks = guard.router(prefix="/v1/chunks", tags=["chunks"], responses=GUARDED)
     _add_chunks(chunks, store, metrics)
     lists = guard.router(prefix="/v1", tags=["chunks"], responses=GUARDED)

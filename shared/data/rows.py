@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 from rlboost.shared.data.shards import FILE_KINDS, Source, names, shards
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.process.importing import pip_install
+from rlboost.shared.process.extras import pip_install
 
 _OTHER_FILES = {".arrow", ".csv", ".gz", ".json", ".tsv", ".txt", ".yaml", ".yml", ".zst"}
 _ID = re.compile(r"[\w.-]+/[\w.-]+")

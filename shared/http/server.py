@@ -36,7 +36,7 @@ def create_app(
     title: str,
     *,
     guard: Guard,
-    ready: Callable[[], str | None],
+    not_ready_reason: Callable[[], str | None],
     waits: Waits | None = None,
     error_format: ErrorFormat | None = None,
     metrics_path: str = "",
@@ -46,7 +46,7 @@ def create_app(
     Args:
         title: the service's name, for the OpenAPI document.
         guard: of `/metrics` and `/openapi.json`; `/healthz` and `/readyz` are open.
-        ready: returns None if the service is ready, otherwise what is missing.
+        not_ready_reason: returns what the service lacks, or None if it is ready.
         waits: shown by `/readyz` and `/metrics`.
         error_format: for routes whose clients do not expect problem documents.
         metrics_path: another path of the metrics, not to be guessed, for requests without a token; empty for none.
@@ -62,7 +62,7 @@ def create_app(
     @app.get("/readyz", tags=["health"], responses=problems(503))
     async def readyz() -> dict[str, Any]:
         """Answer 200 when the service can work, 503 with the reason otherwise; needs no token."""
-        missing = ready()
+        missing = not_ready_reason()
         waiting = [wait.public() for wait in waits.current()] if waits else []
         state: dict[str, Any] = {"ready": missing is None, "missing": missing, "waiting": waiting}
         if missing is not None:

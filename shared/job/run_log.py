@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from pydantic import Field
 
-from rlboost.shared.process.importing import pip_install
+from rlboost.shared.process.extras import pip_install
 from rlboost.shared.validation import Section
 
 

@@ -11,8 +11,8 @@ PROTOCOL = 3
 OLDEST_STATE = 3
 """The lowest number whose streams and keys this release continues; a release that cannot read them raises it."""
 UNNUMBERED_WORKER = 3
-"""The number of a `WorkerJoined` that has none: of releases before the field. It never changes."""
+"""The number of a `WorkerJoined` without one. It never changes."""
 UNNUMBERED = 1
-"""The number of clients that send none, because they are older than the header. It never changes."""
+"""The number of a client that sends none. It never changes."""
 PROTOCOL_HEADER = "X-RLBoost-Protocol"
 """The request header with the number of a joining worker."""

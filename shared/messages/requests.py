@@ -120,6 +120,9 @@ class SeedingEnded(Message):
 
 @message
 class SeedingReopened(Message):
-    """Manager -> trainer: no other worker is left; the reserved engines resume, so start no new micro-batch."""
+    """Manager -> trainer: no preemptible worker is left, or those left are too slow.
+
+    The reserved engines resume, so start no new micro-batch.
+    """
 
     step: Count

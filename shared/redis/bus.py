@@ -30,7 +30,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from rlboost.shared.errors import BusUnavailable, ConfigError, CredentialRejected, Fatal, Undecodable
 from rlboost.shared.messages import Message
 from rlboost.shared.redis.fenced_connection import FencedConnection
-from rlboost.shared.redis.lease_scripts import ACQUIRE_FENCED, JUDGE_LEASES
+from rlboost.shared.redis.lease_scripts import ACQUIRE_FENCED, LIVE_LEASE_VALUES
 from rlboost.shared.redis.remedies import remedy
 from rlboost.shared.streams.bus import (
     START,
@@ -259,11 +259,11 @@ class RedisBus:
             return []
         return _as_texts(await self._call(self._redis.mget(list(leases))))
 
-    async def judge_leases(self, leases: Sequence[str]) -> list[str | None]:
-        """See `Bus.judge_leases`."""
+    async def live_lease_values(self, leases: Sequence[str]) -> list[str | None]:
+        """See `Bus.live_lease_values`."""
         if not leases:
             return []
-        return _as_texts(await self._call(self._redis.eval(JUDGE_LEASES, len(leases), *leases)))
+        return _as_texts(await self._call(self._redis.eval(LIVE_LEASE_VALUES, len(leases), *leases)))
 
     async def acquire_fenced(
         self, lease: str, value: str, ttl_s: float, *, epoch: str, replacing: str | None

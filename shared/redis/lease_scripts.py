@@ -11,7 +11,7 @@ local function shorten(lease)
   end
 end
 """
-JUDGE_LEASES = f"""{_SHORTEN}
+LIVE_LEASE_VALUES = f"""{_SHORTEN}
 local values = redis.call('MGET', unpack(KEYS))
 for i, lease in ipairs(KEYS) do
   if values[i] then shorten(lease) end

@@ -15,7 +15,7 @@ from rlboost.shared.messages import Message
 
 LONGEST_LEASE_S = 120.0
 """No process takes a lease for longer. One with more time left was taken before the broker's clock stepped back:
-`judge_leases` and `acquire_fenced` shorten it, so that a dead holder does not count as alive for as long as the step.
+`live_lease_values` and `acquire_fenced` shorten it, so that a dead holder does not count as alive for the whole step.
 """
 START = "0-0"
 """The position before the first entry of any stream."""
@@ -221,8 +221,8 @@ class Bus(Protocol):
     async def lease_values(self, leases: Sequence[str]) -> list[str | None]:
         """Return the value of each lease, None for one that is free or has expired."""
 
-    async def judge_leases(self, leases: Sequence[str]) -> list[str | None]:
-        """Return the values as `lease_values` does, to decide whether holders are alive. See `LONGEST_LEASE_S`."""
+    async def live_lease_values(self, leases: Sequence[str]) -> list[str | None]:
+        """Return the leases' values as `lease_values` does, and shorten leases beyond `LONGEST_LEASE_S`."""
 
     async def acquire_fenced(
         self, lease: str, value: str, ttl_s: float, *, epoch: str, replacing: str | None

@@ -278,8 +278,8 @@ class MemoryBus:
         held = [self._leases.get(lease, ("", -1.0)) for lease in leases]
         return [value if until > now else None for value, until in held]
 
-    async def judge_leases(self, leases: Sequence[str]) -> list[str | None]:
-        """See `Bus.judge_leases`."""
+    async def live_lease_values(self, leases: Sequence[str]) -> list[str | None]:
+        """See `Bus.live_lease_values`."""
         latest = self._clock() + LONGEST_LEASE_S
         for lease in leases:
             if lease in self._leases:
@@ -291,7 +291,7 @@ class MemoryBus:
         self, lease: str, value: str, ttl_s: float, *, epoch: str, replacing: str | None
     ) -> int | None:
         """See `Bus.acquire_fenced`."""
-        (held,) = await self.judge_leases([lease])
+        (held,) = await self.live_lease_values([lease])
         if held not in (None, replacing):
             return None
         self._leases[lease] = (value, self._clock() + ttl_s)

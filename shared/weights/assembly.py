@@ -24,7 +24,7 @@ _MAX_CONCURRENT = 4
 
 
 @dataclass(slots=True)
-class Transfer(Traffic):
+class PullStats(Traffic):
     """Statistics of one pull. `bytes_dense` and `bytes_delta` count every blob once."""
 
     bytes_dense: int = 0
@@ -39,11 +39,11 @@ class Transfer(Traffic):
 class Assembly:
     """The assembly of one version's chunks in the cache."""
 
-    def __init__(self, source: Source, cache: Cache, transfer: Transfer) -> None:
-        """Fetch from `source` into `cache`, and add to the statistics in `transfer`."""
+    def __init__(self, source: Source, cache: Cache, stats: PullStats) -> None:
+        """Fetch from `source` into `cache`, and add to the statistics in `stats`."""
         self._source = source
         self._cache = cache
-        self._transfer = transfer
+        self._stats = stats
         self._users: defaultdict[str, list[ChunkPlan]] = defaultdict(list)
         """Delta -> the plans that use it."""
         self._n_missing: dict[str, int] = {}
@@ -67,15 +67,15 @@ class Assembly:
         }
         dense, self._dense = self._dense, []
         needed = [*(deltas[digest] for digest in self._users), *dense]
-        await self._source.fetch(needed, self._transfer, self._arrived)
+        await self._source.fetch(needed, self._stats, self._arrived)
         if self._dense:
-            await self._source.fetch(self._dense, self._transfer, self._arrived)
+            await self._source.fetch(self._dense, self._stats, self._arrived)
 
     async def _classify(self, chunk_plan: ChunkPlan) -> None:
         """Check what is in the cache already, and queue the rest."""
         if chunk_plan.held:
             if await asyncio.to_thread(self._cache.holds, chunk_plan.chunk):
-                self._transfer.chunks_held += 1
+                self._stats.chunks_held += 1
                 return
             self._dense.append(chunk_plan.chunk)
         elif not chunk_plan.path:
@@ -91,11 +91,11 @@ class Assembly:
         if users is None:
             if error is not None:
                 raise error
-            self._transfer.bytes_dense += blob.n_bytes
-            self._transfer.chunks_dense += 1
+            self._stats.bytes_dense += blob.n_bytes
+            self._stats.chunks_dense += 1
             return
         if error is None:
-            self._transfer.bytes_delta += blob.n_bytes
+            self._stats.bytes_delta += blob.n_bytes
         for chunk_plan in users:
             if error is not None:
                 self._fall_back(chunk_plan, error)
@@ -111,7 +111,7 @@ class Assembly:
             self._fall_back(chunk_plan, error)
             return
         if is_correct:
-            self._transfer.chunks_delta += 1
+            self._stats.chunks_delta += 1
         else:
             self._fall_back(chunk_plan, ValueError("the result has another digest"))
 
@@ -125,6 +125,6 @@ class Assembly:
         """Queue a chunk to be fetched whole, at most once."""
         if self._n_missing.pop(chunk_plan.chunk.digest, None) is None:
             return
-        self._transfer.fallbacks += 1
+        self._stats.fallbacks += 1
         self._dense.append(chunk_plan.chunk)
         log.warning("delta_failed", chunk=chunk_plan.chunk.digest, error=str(error))

@@ -15,7 +15,7 @@ import structlog
 
 from rlboost.shared.progress import TransferProgress
 from rlboost.shared.waiting import Waits
-from rlboost.shared.weights.assembly import Assembly, Transfer
+from rlboost.shared.weights.assembly import Assembly, PullStats
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient, retry_unavailable
 from rlboost.shared.weights.delta_graph import VersionEdges
@@ -81,7 +81,7 @@ class Puller:
         """Job -> the version that was seeded; -1 for none."""
         self._limit_s = limit_s
         self._retained: list[_Retained] = []
-        self.last = Transfer()
+        self.last = PullStats()
         """Statistics of the running pull, or of the last one."""
         self._progress = TransferProgress()
         """Of the same."""
@@ -122,7 +122,7 @@ class Puller:
 
     async def _pull(self, job_id: str, version: int) -> list[_Retained]:
         """Return the version, followed by its base version if it is an adapter."""
-        self.last, self._progress = Transfer(), TransferProgress()
+        self.last, self._progress = PullStats(), TransferProgress()
         await self._seed_cache(job_id)
         pulled = [await self._pull_one(job_id, version)]
         while (base := pulled[-1].manifest.base_version) is not None:

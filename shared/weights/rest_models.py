@@ -1,4 +1,4 @@
-"""Request and response bodies of the weight store's HTTP interface; parts and manifests are in `manifest`."""
+"""Request and response bodies of the weight store's REST interface; parts and manifests are in `manifest`."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from rlboost.services.weight_store.adapters.lease import Lease
 from rlboost.services.weight_store.adapters.objects import ObjectChunks, ObjectDocuments
 from rlboost.services.weight_store.domain.versions import Model, Version
 from rlboost.services.weight_store.ports import LocalFile, Proxied, Redirect
-from rlboost.shared.bucket import Bucket, Changed, Register
+from rlboost.shared.bucket import Bucket, Changed, ExclusiveObject
 from rlboost.shared.errors import ConfigError, Fenced, NotFound, StoreUnavailable
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.manifest import ChunkRef, digest_of
@@ -144,12 +144,12 @@ async def test_of_two_processes_that_commit_on_one_head_one_is_fenced(bucket: Bu
 async def test_write_with_a_lost_response_is_not_mistaken_for_another_process(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, carried_out: bool
 ) -> None:
-    register = Register(bucket, "document", None)
-    await register.write(b"first")
+    document = ExclusiveObject(bucket, "document", None)
+    await document.write(b"first")
     Lost(monkeypatch, "put_async", carried_out=carried_out)
     with pytest.raises(StoreUnavailable, match="the answer is lost"):
-        await register.write(b"second")
-    await register.write(b"third")
+        await document.write(b"second")
+    await document.write(b"third")
     assert (await bucket.get("document")).data == b"third"
 
 
@@ -158,7 +158,7 @@ async def test_late_write_of_a_dead_process_does_not_undo_a_newer_one(bucket: Bu
     seen = (await bucket.get("document")).version
     await bucket.replace("document", b"of the living")
     with pytest.raises(Changed):
-        await bucket.put_over("document", b"late", seen)
+        await bucket.put_if_version("document", b"late", seen)
     assert (await bucket.get("document")).data == b"of the living"
 
 

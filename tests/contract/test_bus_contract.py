@@ -51,19 +51,14 @@ def step_of(entry: Entry) -> int:
 
 
 async def raw_append(bus: Bus, stream: str, body: bytes) -> None:
-    if isinstance(bus, MemoryBus):
-        await bus.append_raw(stream, body)
-    else:
-        assert isinstance(bus, RedisBus)
-        await bus._redis.xadd(stream, {b"m": body})
+    await bus.transact([AppendRaw(stream, body)])
 
 
 async def seconds_left(bus: Bus, lease: str) -> float:
     if isinstance(bus, MemoryBus):
         return bus._leases[lease][1] - bus._clock()
     assert isinstance(bus, RedisBus)
-    left_ms: int = await bus._redis.pttl(lease)
-    return left_ms / 1000
+    return int(await bus.command("PTTL", lease)) / 1000
 
 
 async def test_read_returns_entries_after_the_cursor_in_order(bus: Bus) -> None:
@@ -232,8 +227,8 @@ async def test_lease_from_before_the_clock_stepped_back_is_shortened(bus: Bus) -
     """Of a holder that took it for seconds when the clock showed a later hour."""
     await bus.renew("lease:a", "dead", 3600.0)
     await bus.renew("lease:b", "dead", 3600.0)
-    assert await bus.judge_leases(["lease:a", "lease:x"]) == ["dead", None]
-    assert await bus.judge_leases([]) == []
+    assert await bus.live_lease_values(["lease:a", "lease:x"]) == ["dead", None]
+    assert await bus.live_lease_values([]) == []
     assert await bus.acquire_fenced("lease:b", "me", 5.0, epoch="epoch", replacing=None) is None
     for lease in ("lease:a", "lease:b"):
         assert await seconds_left(bus, lease) <= LONGEST_LEASE_S
@@ -346,9 +341,9 @@ async def test_fence_is_checked_again_on_a_new_connection(redis_url: str) -> Non
 
 
 async def kill_connections(bus: RedisBus, name: str) -> None:
-    for client in await bus._redis.client_list():
+    for client in await bus.command("CLIENT LIST"):
         if client["name"] == name:
-            await bus._redis.client_kill(client["addr"])
+            await bus.command("CLIENT", "KILL", client["addr"])
 
 
 async def test_rejected_command_under_a_fence_raises_and_the_next_works(redis_url: str) -> None:

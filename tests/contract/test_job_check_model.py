@@ -19,7 +19,7 @@ from rlboost.services.trainer.adapters.user_code.loss import load_loss
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import parse
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
-from rlboost.shared.process.importing import pip_install
+from rlboost.shared.process.extras import pip_install
 from tests.contract.test_packing import CONVOLUTION, write
 from tests.support import rank_policies
 from tests.support.model_folder import write_model, write_tokenizer, write_unmarked_model
@@ -248,7 +248,7 @@ def test_check_loads_trainer_functions_like_the_trainer(folder: Path, monkeypatc
 def test_missing_libraries_are_warnings_if_a_trainer_can_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlboost.jobs.check.data_problem", lambda _: "")
     there = {"torch", "transformers"}
-    for module in ("rlboost.shared.process.importing", "rlboost.shared.job.run_log"):
+    for module in ("rlboost.shared.process.extras", "rlboost.shared.job.run_log"):
         monkeypatch.setattr(f"{module}.find_spec", lambda name: name if name in there else None)
     asked: dict[str, Any] = {
         "data": {"train": "openai/gsm8k"},

@@ -60,8 +60,8 @@ def test_empty_lines_are_skipped_and_keys_are_configurable(model: Path) -> None:
 
 def test_completions_are_decoded_with_or_without_special_tokens(model: Path) -> None:
     data = load(model, [{"prompt": "t5"}])
-    assert data.decode([7, 2], False) == "t7 <eos>"
-    assert data.decode([7, 2], True) == "t7"
+    assert data.decode([7, 2], skip_special_tokens=False) == "t7 <eos>"
+    assert data.decode([7, 2], skip_special_tokens=True) == "t7"
 
 
 def test_vocabulary_is_the_models(model: Path) -> None:

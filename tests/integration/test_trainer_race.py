@@ -27,8 +27,8 @@ class InStep(RedisBus):
         self.saw: list[str | None] | None = None
         """What both saw when they went on; None before."""
 
-    async def judge_leases(self, leases: Sequence[str]) -> list[str | None]:
-        found = await super().judge_leases(leases)
+    async def live_lease_values(self, leases: Sequence[str]) -> list[str | None]:
+        found = await super().live_lease_values(leases)
         if self.saw is None:
             async with asyncio.timeout(60.0):
                 await self._together.wait()

@@ -198,7 +198,7 @@ async def test_chunks_held_by_peers_are_not_fetched_from_the_store(client: Store
 @asynccontextmanager
 async def real_peer(cache: Cache) -> AsyncIterator[httpx.AsyncClient]:
     """What a worker serves of its cache, and its metrics."""
-    app = create_app("worker", guard=Guard.of_token(TOKEN), ready=lambda: None)
+    app = create_app("worker", guard=Guard.of_token(TOKEN), not_ready_reason=lambda: None)
     sent = Counter("sent", "bytes", registry=CollectorRegistry())
     app.include_router(blob_routes(cache, TOKEN, sent, asyncio.Semaphore(MAX_CONCURRENT)))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://worker") as http:

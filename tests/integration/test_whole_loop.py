@@ -25,6 +25,7 @@ from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.publisher import Shard
 from rlboost.shared.wire.columns import I32, pack
+from tests.support.decoding import decode_as_numbers
 from tests.support.engine_manager import EngineManager
 from tests.support.losses import clipped_loss
 from tests.support.model_folder import write_model
@@ -60,7 +61,7 @@ class Loop(Rig):
             engine=policy,
             model=model,
             loss=clipped_loss(0.2, 0.28),
-            data=Data(prompts, (), (2,), lambda ids, _skip: " ".join(map(str, ids))),
+            data=Data(prompts, (), (2,), decode_as_numbers),
             rewards=FakeRewards(_even_tokens),
             checkpoints=CheckpointFolder(self.path / "checkpoints"),
             weights=StorePublisher(

@@ -24,7 +24,7 @@ from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import START, Append, Bus
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.access import WorkerAccess
-from rlboost.shared.weights.assembly import Transfer
+from rlboost.shared.weights.assembly import PullStats
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.puller import Puller
@@ -42,7 +42,7 @@ class EngineManager:
     """The job whose weights these are, in the store."""
     client: StoreClient
     cache: Path
-    transfers: dict[int, Transfer] = field(default_factory=dict)
+    transfers: dict[int, PullStats] = field(default_factory=dict)
     """Version -> what its pull took."""
     loaded: dict[str, torch.Tensor] = field(default_factory=dict)
     """Copies of what the engine holds of the last version."""

@@ -21,7 +21,7 @@ from typing import Any
 
 from rlboost.local import die_with_parent, fork_server, fork_server_process
 from rlboost.local.fork_server_process import ForkRequest, import_modules, serve
-from rlboost.shared.process.importing import modules_hidden
+from rlboost.shared.process.hidden_modules import modules_hidden
 from tests.support import megatron_cpu
 
 RANK = "rlboost.services.trainer.adapters.ranks.rank"

@@ -28,6 +28,7 @@ from rlboost.shared.streams.bus import START, Fence
 from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.waiting import Waits
 from rlboost.shared.wire.columns import I32, pack
+from tests.support.decoding import decode_as_numbers
 from tests.support.eventually import LIMIT_S, eventually
 from tests.support.jobs import parse_rl
 from tests.support.scripted_manager import ScriptedManager
@@ -123,7 +124,7 @@ class Rig:
                 prompts,
                 prompts[:3],
                 (2,),
-                lambda ids, _skip: " ".join(map(str, ids)),
+                decode_as_numbers,
                 self.n_too_long,
                 vocab_size=self.vocab_size,
             ),

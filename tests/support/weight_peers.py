@@ -41,7 +41,7 @@ async def peer(options: argparse.Namespace, name: str, stop: asyncio.Event) -> N
     await bus.transact([HashSet(WEIGHT_PEERS, {name: ""})])  # as the manager does when a worker joins
     cache, transport = Cache(directory), PeerTransport(options.token)
     sock = bind("127.0.0.1", 0)
-    app: FastAPI = create_app(name, guard=Guard.of_token(options.token), ready=lambda: None)
+    app: FastAPI = create_app(name, guard=Guard.of_token(options.token), not_ready_reason=lambda: None)
     sent, slots = Counter("sent", "bytes", registry=CollectorRegistry()), asyncio.Semaphore(MAX_CONCURRENT)
     app.include_router(blob_routes(cache, options.token, sent, slots))
     files = blob_files(cache, options.token, sent, slots)

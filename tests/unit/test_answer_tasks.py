@@ -20,6 +20,7 @@ from rlboost.shared.streams.bus import START
 from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.waiting import Waits
 from rlboost.shared.wire.columns import F32, I32, pack
+from tests.support.decoding import decode_as_numbers
 from tests.support.eventually import eventually
 from tests.support.trainer_rig import JOB, spec
 
@@ -86,7 +87,7 @@ def _conversations(bus: MemoryBus, environments: FakeEnvironments, scoring: asyn
         [PROMPT],
         [],
         (2,),
-        lambda ids, _skip: " ".join(map(str, ids)),
+        decode_as_numbers,
         chat_formatter=FakeChatFormatter(),
         vocab_size=99,
     )

@@ -732,7 +732,7 @@ def test_a_good_job_file_passes_the_check() -> None:
 
 
 def test_a_library_that_only_the_trainers_machine_needs_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlboost.shared.process.importing.find_spec", lambda name: None if name == "megatron" else name)
+    monkeypatch.setattr("rlboost.shared.process.extras.find_spec", lambda name: None if name == "megatron" else name)
     write_job(trainer={"backend": "megatron"}, model="someone/somewhere")
     result = rlboost("config", "check", "job.yaml")
     assert (result.exit_code, result.stdout) == (0, "job.yaml: no problem found\n"), result.stderr

@@ -183,7 +183,7 @@ def test_a_health_check_asks_the_service_itself(service: str, monkeypatch: pytes
     assert urlsplit(url).netloc == f"127.0.0.1:{settings.port}"
     routes = {
         getattr(route, "path", "")
-        for route in create_app("any service", guard=Guard.of_token("t"), ready=lambda: None).routes
+        for route in create_app("any service", guard=Guard.of_token("t"), not_ready_reason=lambda: None).routes
     }
     assert urlsplit(url).path in routes
 

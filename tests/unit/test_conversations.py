@@ -71,8 +71,8 @@ def test_messages_of_a_conversation_have_tool_calls_and_answers(tags_are_special
     }
     special = {9, 6, 8} if tags_are_special else {9}
 
-    def decode(tokens: Sequence[int], skip_special: bool) -> str:
-        return "".join(texts[token] for token in tokens if not (skip_special and token in special))
+    def decode(tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return "".join(texts[token] for token in tokens if not (skip_special_tokens and token in special))
 
     conversation = Conversation(
         GROUP,

@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from rlboost.jobs.check import check_job
-from rlboost.services.trainer.domain.loss.inputs import TokenBatch
+from rlboost.loss import TokenBatch
 from tests.support.doc_snippets import DOCS, blocks_in
 from tests.support.generated_docs import ROOT
 from tests.support.model_folder import write_model, write_tokenizer

@@ -40,7 +40,7 @@ def manager_app() -> FastAPI:
 
 
 def worker_app() -> FastAPI:
-    app = create_app("worker", guard=Guard.of_token(TOKEN), ready=lambda: None)
+    app = create_app("worker", guard=Guard.of_token(TOKEN), not_ready_reason=lambda: None)
     app.include_router(notice_routes(Mock(), Guard.of_token(TOKEN)))
     return app
 
@@ -49,7 +49,7 @@ APPS = {
     "manager": manager_app(),
     "worker": worker_app(),
     "weight_store": store_api.create(
-        Mock(), guard=Guard.of_token(TOKEN), ready=lambda: None, waits=Waits(), metrics=Mock()
+        Mock(), guard=Guard.of_token(TOKEN), not_ready_reason=lambda: None, waits=Waits(), metrics=Mock()
     ),
 }
 GUARDED = [
@@ -96,7 +96,7 @@ def test_every_service_has_guarded_routes() -> None:
 
 def limited_app() -> tuple[FastAPI, list[int]]:
     """Return an app with a route for JSON and one for raw bytes, and the sizes that reached them."""
-    app, sizes = create_app("limited", guard=Guard.of_token(TOKEN), ready=lambda: None), list[int]()
+    app, sizes = create_app("limited", guard=Guard.of_token(TOKEN), not_ready_reason=lambda: None), list[int]()
     router = Guard.of_token(TOKEN).router(max_body_bytes=LIMIT_BYTES)
 
     @router.post("/json")
@@ -136,14 +136,16 @@ async def test_body_of_exactly_the_limit_is_taken() -> None:
 
 
 async def test_empty_token_rejects_every_request() -> None:
-    app = create_app("unset", guard=Guard.of_token(""), ready=lambda: None)
+    app = create_app("unset", guard=Guard.of_token(""), not_ready_reason=lambda: None)
     assert (await send(app, "GET", "/metrics", Body(0), {"Authorization": "Bearer "})).status_code == 401
 
 
 def clocked_app() -> tuple[FastAPI, list[float]]:
     """Return an app whose guard reads its clock from a list of one time."""
     now_s = [0.0]
-    return create_app("clocked", guard=Guard(system_token(TOKEN), clock=lambda: now_s[0]), ready=lambda: None), now_s
+    return create_app(
+        "clocked", guard=Guard(system_token(TOKEN), clock=lambda: now_s[0]), not_ready_reason=lambda: None
+    ), now_s
 
 
 async def fail(app: FastAPI, address: str) -> httpx.Response:

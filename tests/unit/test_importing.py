@@ -7,7 +7,8 @@ import importlib.util
 
 import pytest
 
-from rlboost.shared.process.importing import gc_paused, modules_hidden
+from rlboost.shared.process.garbage_collection import gc_paused
+from rlboost.shared.process.hidden_modules import modules_hidden
 
 
 def test_gc_paused_resumes_after_a_failed_import() -> None:

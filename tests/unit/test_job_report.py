@@ -79,5 +79,5 @@ def test_report_of_an_unknown_job_or_to_a_bad_folder_names_the_remedy(rest: Fake
 
 def test_samples_of_the_newest_steps_fit_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [sample(str(step), [("w-1", 0, 1)], step=step, prompt="", completion="x" * 10) for step in range(5)]
-    monkeypatch.setattr(answers, "MAX_SAMPLE_CHARACTERS", 30)
+    monkeypatch.setattr(answers, "MAX_SAMPLE_CHARACTERS", 3 * len(json.dumps(rows[0])))
     assert list(samples_by_step(rows)) == [3, 4, 5]

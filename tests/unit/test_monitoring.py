@@ -145,7 +145,7 @@ async def test_workers_are_scraped_without_a_token_at_a_path_of_their_own() -> N
     (scrape,) = [scrape for scrape in SCRAPES if scrape["job_name"] == "worker"]
     assert not {"authorization", "basic_auth", "headers", "oauth2"} & scrape.keys()
     path = metrics_path(peer_key("the-token"))
-    app = create_app("a worker", guard=Guard.of_token("its-own"), ready=lambda: None, metrics_path=path)
+    app = create_app("a worker", guard=Guard.of_token("its-own"), not_ready_reason=lambda: None, metrics_path=path)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://worker") as client:
         assert "process_resident_memory_bytes" in (await client.get(path)).text
         for closed in ("/metrics", metrics_path(peer_key("another"))):
@@ -252,7 +252,7 @@ def test_trainer_exports_the_last_step_without_stale_metrics() -> None:
 
 async def test_waits_are_exported_with_their_age_and_their_timeouts() -> None:
     waits = Waits()
-    app = create_app("a service", guard=Guard.of_token("t"), ready=lambda: None, waits=waits)
+    app = create_app("a service", guard=Guard.of_token("t"), not_ready_reason=lambda: None, waits=waits)
 
     async def scraped(name: str) -> float:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://service") as client:

@@ -13,7 +13,7 @@ from rlboost.shared.http.server import create_app
 
 async def post(body: str, token: str = "token") -> tuple[int, list[Notice]]:
     taken: list[Notice] = []
-    app = create_app("a worker", guard=Guard.of_token("token"), ready=lambda: None)
+    app = create_app("a worker", guard=Guard.of_token("token"), not_ready_reason=lambda: None)
     app.include_router(notice_routes(taken.append, Guard.of_token("token")))
     headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://worker") as client:

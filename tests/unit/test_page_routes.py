@@ -16,7 +16,7 @@ from rlboost.shared.page.files import STATIC
 
 @pytest.fixture
 def app() -> FastAPI:
-    app = create_app("a manager", guard=Guard.of_token("secret"), ready=lambda: None)
+    app = create_app("a manager", guard=Guard.of_token("secret"), not_ready_reason=lambda: None)
     add_page(app)
     return app
 

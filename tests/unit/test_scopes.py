@@ -99,7 +99,7 @@ def manager_app(bus: MemoryBus) -> FastAPI:
 
 def worker_app() -> FastAPI:
     guard = Guard.of_token(SYSTEM)
-    app = create_app("worker", guard=guard, ready=lambda: None)
+    app = create_app("worker", guard=guard, not_ready_reason=lambda: None)
     app.include_router(notice_routes(Mock(), guard))
     return app
 

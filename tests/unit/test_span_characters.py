@@ -9,8 +9,8 @@ TEXTS = {0: "", 1: "a", 2: "bc", 3: "def"}
 """Token 0 is special."""
 
 
-def decode(tokens: Sequence[int], skip_special: bool) -> str:
-    assert skip_special
+def decode(tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+    assert skip_special_tokens
     return "".join(TEXTS[token] for token in tokens)
 
 

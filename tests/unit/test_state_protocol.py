@@ -80,7 +80,7 @@ async def test_newer_manager_continues_older_state_and_dismisses_its_workers(mon
         joined = worker_joined(worker, protocol=protocol)
         await bus.transact([HashSet(names.FLEET, {worker: joined.model_dump_json()})])
     monkeypatch.setattr(state_protocol, "PROTOCOL", PROTOCOL + 1)
-    for module in ("workers.fleet", "apply_messages"):
+    for module in ("workers.fleet", "worker_removal"):
         monkeypatch.setattr(f"rlboost.services.rollout_manager.domain.{module}.PROTOCOL", PROTOCOL + 1)
     leader = manager(bus)
     assert await leader.try_lead()

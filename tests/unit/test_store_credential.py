@@ -88,7 +88,7 @@ def test_empty_token_makes_no_credential_valid() -> None:
 
 def store_app(now: float) -> FastAPI:
     guard = Guard(store_authenticator(TOKEN, lambda: now))
-    return store_api.create(Mock(), guard=guard, ready=lambda: None, waits=Waits(), metrics=Mock())
+    return store_api.create(Mock(), guard=guard, not_ready_reason=lambda: None, waits=Waits(), metrics=Mock())
 
 
 async def statuses(app: FastAPI, secret: str) -> dict[str, int]:

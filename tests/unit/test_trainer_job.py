@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -192,13 +192,15 @@ async def test_a_second_trainer_does_not_join_a_job_that_is_led(tmp_path: Path) 
 
 
 class Slow(FakeEngine):
-    """Computes for longer than a cancel may take."""
+    """Computes until `finish` is set."""
 
-    began = False
+    def __init__(self) -> None:
+        super().__init__()
+        self.began, self.finish = threading.Event(), threading.Event()
 
     def accumulate(self, batches: Any, loss: LossFn) -> dict[str, float]:
-        self.began = True
-        time.sleep(1.5)
+        self.began.set()
+        assert self.finish.wait(60)
         return super().accumulate(batches, loss)
 
 
@@ -225,8 +227,11 @@ async def test_cancel_during_computation_takes_effect_within_1_s(tmp_path: Path)
     rig.make_engine = lambda: engine
     async with rig.trainer():
         await rig.command("create")
-        await eventually(lambda: engine.began)
-        await _cancel(rig)
+        await eventually(engine.began.is_set)
+        try:
+            await _cancel(rig)
+        finally:
+            engine.finish.set()
         assert await eventually(lambda: engine.closed)
 
 

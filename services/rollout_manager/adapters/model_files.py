@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlboost.services.rollout_manager.adapters.chat_template import JinjaChatTemplate
 from rlboost.services.rollout_manager.ports import ModelFiles, TokenizationError
+from rlboost.shared.model.stop_tokens import merge_eos_ids
 
 if TYPE_CHECKING:
     import tokenizers
@@ -54,14 +55,12 @@ def load_model_files(name: str) -> ModelFiles:
         for key, value in settings.items()
         if key.endswith("_token") and isinstance(value, str | dict)
     }
-    stops = {tokenizer.token_to_id(special_tokens["eos_token"])} if "eos_token" in special_tokens else set()
-    for ids in (config.get("eos_token_id"), generation.get("eos_token_id")):
-        stops |= {ids} if isinstance(ids, int) else set(ids or ())
+    eos_id = tokenizer.token_to_id(special_tokens["eos_token"]) if "eos_token" in special_tokens else None
     return ModelFiles(
         name=name,
         tokenizer=FastTokenizer(tokenizer),
         chat_template=None if template is None else JinjaChatTemplate(template, special_tokens),
-        stop_token_ids=tuple(sorted(stops - {None})),
+        stop_token_ids=merge_eos_ids(eos_id, config.get("eos_token_id"), generation.get("eos_token_id")),
         max_len=config.get("max_position_embeddings"),
         vocab_size=config.get("vocab_size"),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from rlboost.services.trainer.adapters.environment_text import TokenizerChatFormatter
 from rlboost.services.trainer.adapters.tokens import RowTokenizer
+from rlboost.services.trainer.domain.groups.messages import Decode
 from rlboost.services.trainer.ports.data import Data, Prompt
 from rlboost.shared.data.examples import TextExample, example_of, without_nulls
 from rlboost.shared.data.rows import Row, is_messages, read_rows
@@ -23,6 +24,7 @@ from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.data import SftDataSpec
 from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.model.folder import require_tokenizer
+from rlboost.shared.model.stop_tokens import merge_eos_ids
 from rlboost.shared.user_code.reward_call import RAW_ARGUMENTS, TRL_ARGUMENTS
 from rlboost.shared.wire.columns import I32, pack
 
@@ -79,9 +81,16 @@ def load_data(spec: JobSpec, model: Path) -> Data:
         n_too_long_eval=n_long_eval,
         stop_token_ids=end_ids,
         vocab_size=int(config.vocab_size),
-        decode=lambda tokens, skip_special: str(tokenizer.decode(tokens, skip_special_tokens=skip_special)),
+        decode=_decoder(tokenizer),
         chat_formatter=TokenizerChatFormatter(tokenizer, config, end_ids) if spec.environment is not None else None,
     )
+
+
+def _decoder(tokenizer: Any) -> Decode:
+    def decode(tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return str(tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens))
+
+    return decode
 
 
 class _Reader:
@@ -174,12 +183,10 @@ def _check_columns(columns: dict[str, Any], location: str) -> None:
 
 def _stop_token_ids(model: Path, tokenizer: Any, config: Any) -> tuple[int, ...]:
     """Return the end tokens of the tokenizer, the model's config and its generation config."""
-    found = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
-    sources = [config.eos_token_id]
+    generation_ids = None
     if (model / "generation_config.json").is_file():
-        sources.append(GenerationConfig.from_pretrained(model, local_files_only=True).eos_token_id)
-    for ids in sources:
-        found |= {ids} if isinstance(ids, int) else set(ids or ())
+        generation_ids = GenerationConfig.from_pretrained(model, local_files_only=True).eos_token_id
+    found = merge_eos_ids(tokenizer.eos_token_id, config.eos_token_id, generation_ids)
     if not found:
         raise ConfigError(
             f"model {model}: neither tokenizer nor config names an end token (eos): completions never end"
@@ -190,4 +197,4 @@ def _stop_token_ids(model: Path, tokenizer: Any, config: Any) -> tuple[int, ...]
             f"model {model}: the end token {outside[0]} is outside the model's vocabulary of {config.vocab_size}: the "
             "tokenizer and the model in this directory do not match"
         )
-    return tuple(sorted(found))
+    return found

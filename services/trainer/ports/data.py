@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlboost.services.trainer.domain.groups.messages import Decode
 from rlboost.services.trainer.ports.environments import ChatFormatter
 
 
@@ -30,8 +31,7 @@ class Data:
     train: Sequence[Prompt]
     evaluation: Sequence[Prompt]
     stop_token_ids: tuple[int, ...]
-    decode: Callable[[Sequence[int], bool], str]
-    """(token ids, whether to skip special tokens) -> text."""
+    decode: Decode
     n_too_long: int = 0
     """Training prompts left out because of their length."""
     n_too_long_eval: int = 0

@@ -28,7 +28,7 @@ class TrainState:
     read_cursor: str = START
     """Position up to which `rollouts.finished` was read. Entries between the two positions may be of earlier steps."""
     data_digest: str = ""
-    """Digest of the training prompts, see `domain.fingerprint`; empty in checkpoints that predate it."""
+    """Digest of the training prompts, see `domain.fingerprint`; empty: not checked."""
 
 
 class CheckpointStore(Protocol):

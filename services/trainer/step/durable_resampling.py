@@ -109,16 +109,16 @@ class DurableResampling:
 class StepReplacements:
     """The replaced groups of one step, and their replacements."""
 
-    def __init__(self, log: DurableResampling, step: int, initial: Sequence[int]) -> None:
-        """Start from the prompts `initial` and the records of `log`."""
-        self._log = log
+    def __init__(self, resampling: DurableResampling, step: int, initial: Sequence[int]) -> None:
+        """Start from the prompts `initial` and the records of `resampling`."""
+        self._resampling = resampling
         self._step = step
-        self._rule = Replacements.of(log.spec, step, log.n_rows)
+        self._rule = Replacements.of(resampling.spec, step, resampling.n_rows)
         self._initial = initial
         self._rows: list[int] = []
         """Replacement prompts; computed on first use, because that is slow with much data and rarely needed."""
         self._finding = asyncio.Lock()
-        self._replaced = {group: row for group, row in log.rows.items() if SampleId.unpack(group).step == step}
+        self._replaced = {group: row for group, row in resampling.rows.items() if SampleId.unpack(group).step == step}
 
     @property
     def n_replaced(self) -> int:
@@ -143,7 +143,7 @@ class StepReplacements:
             Fatal, Fenced: see `DurableCurriculum.find`, `DurableResampling.record`.
 
         """
-        spec, curriculum = self._log.spec, self._log.curriculum
+        spec, curriculum = self._resampling.spec, self._resampling.curriculum
         if self.is_replaced(group) or has_signal(shaped_rewards(scored, spec.algorithm, spec.sampling.max_tokens)):
             return None
         number = self._rule.replacement_number(group.number)
@@ -154,11 +154,11 @@ class StepReplacements:
                 find = partial(self._rule.replacement_rows, self._initial)
                 self._rows = find() if curriculum is None else await curriculum.find(self._step, find)
         row = self._rule.row(number, self._rows)
-        await self._log.record(group.id, row)
+        await self._resampling.record(group.id, row)
         self._replaced[group.id] = row
-        return training_group(spec, self._log.job_no, self._step, number, row)
+        return training_group(spec, self._resampling.job_no, self._step, number, row)
 
     def _replacement(self, group: int, row: int) -> PlannedGroup:
         number = self._rule.replacement_number(SampleId.unpack(group).group)
         assert number is not None, "recorded with another algorithm.resample"
-        return training_group(self._log.spec, self._log.job_no, self._step, number, row)
+        return training_group(self._resampling.spec, self._resampling.job_no, self._step, number, row)

@@ -77,6 +77,7 @@ class GroupIntake:
         self.n_undecided = 0
         """How many groups are complete and may still be replaced."""
         self._decided = asyncio.Event()
+        """Set whenever a group was decided."""
         self.evaluation: list[asyncio.Task[ScoredGroup | None]] = []
         """The scoring of evaluation groups."""
 

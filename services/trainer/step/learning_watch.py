@@ -85,7 +85,9 @@ def example(name: str, tally: StepTally, data: Data) -> str:
     if not found:
         return ""
     reward, _, group, i = min(found, key=lambda one: one[:2])
-    prompt, completion = (data.decode(ints(column), False) for column in (group.prompt, group.completions[i]))
+    prompt, completion = (
+        data.decode(ints(column), skip_special_tokens=False) for column in (group.prompt, group.completions[i])
+    )
     if len(prompt) > _PROMPT_CHARS:
         prompt = "..." + prompt[-_PROMPT_CHARS:]
     if len(completion) > _COMPLETION_CHARS:  # the answer is often at the end

@@ -187,7 +187,8 @@ class Conversations:
     async def _step_environment(self, conversation: Conversation) -> list[StepResult]:
         group, decode = self._planned[group_of(conversation.sample)], self._job.resources.data.decode
         turns = [ints(turn.tokens) for turn in conversation.turns]
-        texts, raw = [decode(tokens, True) for tokens in turns], [decode(tokens, False) for tokens in turns]
+        texts = [decode(tokens, skip_special_tokens=True) for tokens in turns]
+        raw = [decode(tokens, skip_special_tokens=False) for tokens in turns]
         row = _columns(self._job.prompt(group))
         return await self._environments.step(conversation.sample, row, group.seed, texts, raw)
 

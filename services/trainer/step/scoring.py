@@ -92,19 +92,19 @@ def reward_batch(group: WholeGroup, prompt: Prompt, data: Data) -> RewardBatch:
     """
     ids = [ints(sample.tokens) for sample in group.samples]
     whole = [ints(completion) for completion in group.completions]
-    solutions = [data.decode(tokens, True) for tokens in ids]
+    solutions = [data.decode(tokens, skip_special_tokens=True) for tokens in ids]
     completions: list[str | list[dict[str, Any]]]
     if isinstance(prompt.given, str):
-        completions = [data.decode(tokens, True) for tokens in whole]
+        completions = [data.decode(tokens, skip_special_tokens=True) for tokens in whole]
     elif group.conversations:
         completions = [
-            [_assistant(data.decode(ints(turn.tokens), True)) for turn in conversation.turns]
+            [_assistant(data.decode(ints(turn.tokens), skip_special_tokens=True)) for turn in conversation.turns]
             for conversation in group.conversations
         ]
     else:
         completions = [[_assistant(text)] for text in solutions]
     columns = {name: [value] * len(ids) for name, value in prompt.columns.items()}
-    raw = [data.decode(tokens, False) for tokens in whole]
+    raw = [data.decode(tokens, skip_special_tokens=False) for tokens in whole]
     return RewardBatch([prompt.given] * len(ids), completions, ids, columns, solutions, raw)
 
 
@@ -119,7 +119,7 @@ def add_environment_rewards(scores: Scores, group: WholeGroup, *, named: bool) -
 
 def sample_summaries(group: WholeGroup, prompt: bytes, scores: Scores, data: Data) -> list[dict[str, Any]]:
     """Return the published fields of each sample, texts without special tokens; `prompt` is an int32 column."""
-    prompt_text = _without_middle(data.decode(ints(prompt), True))
+    prompt_text = _without_middle(data.decode(ints(prompt), skip_special_tokens=True), _TEXT_CHARS)
     rewards = scores.rewards or (None,) * len(group.samples)
     rows = []
     for i, (sample, completion, reward) in enumerate(zip(group.samples, group.completions, rewards, strict=True)):
@@ -130,7 +130,7 @@ def sample_summaries(group: WholeGroup, prompt: bytes, scores: Scores, data: Dat
                 "step": sample_id.step,
                 "is_eval": sample_id.is_eval,
                 "prompt": prompt_text,
-                "completion": _without_middle(data.decode(tokens, True)),
+                "completion": _without_middle(data.decode(tokens, skip_special_tokens=True), _TEXT_CHARS),
                 "reward": reward,
                 **({"rewards": {name: values[i] for name, values in scores.parts.items()}} if scores.parts else {}),
                 "reason": scores.reason,
@@ -164,7 +164,7 @@ def span_characters(tokens: Sequence[int], spans: Sequence[Span], data: Data) ->
     if len(spans) < 2:
         return {}
     n_tokens = accumulate(n for _, _, n in spans)
-    ends = [len(data.decode(tokens[:n], True)) for n in n_tokens]
+    ends = [len(data.decode(tokens[:n], skip_special_tokens=True)) for n in n_tokens]
     return {"span_characters": [end - start for start, end in pairwise([0, *ends])]}
 
 
@@ -172,6 +172,6 @@ def _assistant(text: str) -> dict[str, Any]:
     return {"role": "assistant", "content": text}
 
 
-def _without_middle(text: str, limit: int = _TEXT_CHARS) -> str:
+def _without_middle(text: str, limit: int) -> str:
     half, n_cut = limit // 2, len(text) - limit
     return text if n_cut <= 0 else f"{text[:half]}\n[{n_cut:,} characters cut]\n{text[-half:]}"

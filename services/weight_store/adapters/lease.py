@@ -23,7 +23,7 @@ from typing import Self
 import structlog
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from rlboost.shared.bucket import Bucket, Changed, Found, Register
+from rlboost.shared.bucket import Bucket, Changed, ExclusiveObject, StoredObject
 from rlboost.shared.errors import ConfigError, Fenced, NotFound, Retryable, StoreUnavailable
 from rlboost.shared.ids import new_token
 from rlboost.shared.process.lifecycle import until_stop
@@ -56,10 +56,10 @@ class Lease:
     ends at the stop, or with `Fenced` when another process has taken over.
     """
 
-    def __init__(self, bucket: Bucket, register: Register, lease_s: float) -> None:
+    def __init__(self, bucket: Bucket, document: ExclusiveObject, lease_s: float) -> None:
         """Use `acquire`."""
         self._bucket = bucket
-        self._register = register
+        self._object = document
         self._lease_s = lease_s
         self._run = new_token(8)
         self._renewed = 0
@@ -77,7 +77,7 @@ class Lease:
         found = await _read(bucket)
         if found is not None:
             found = await _wait_until_expired(bucket, found, waits)
-        lease = cls(bucket, Register(bucket, _PATH, found.version if found else None), lease_s)
+        lease = cls(bucket, ExclusiveObject(bucket, _PATH, found.version if found else None), lease_s)
         try:
             await lease._renew()
         except Fenced as error:
@@ -137,20 +137,20 @@ class Lease:
         self._valid_until = 0.0
         try:
             async with asyncio.timeout(self._lease_s / 3):
-                await self._register.write(self._document(0.0))
+                await self._object.write(self._document(0.0))
         except (Retryable, Fenced, TimeoutError) as error:
             log.warning("lease_release_failed", store=self._bucket.url, error=str(error) or "no answer in time")
 
     async def _renew(self) -> None:
         began = time.monotonic()
         self._renewed += 1
-        await self._register.write(self._document(self._lease_s))
+        await self._object.write(self._document(self._lease_s))
         # The next holder waits for the whole lease time.
         self._valid_until = began + self._lease_s * 2 / 3
 
     async def _check_conditions(self) -> None:
         try:
-            await self._bucket.put_over(_PATH, self._document(self._lease_s), None)
+            await self._bucket.put_if_version(_PATH, self._document(self._lease_s), None)
         except Changed:
             return
         raise ConfigError(
@@ -166,14 +166,14 @@ class Lease:
 _ADVICE = "stop it, or give each weight store its own prefix"
 
 
-async def _read(bucket: Bucket) -> Found | None:
+async def _read(bucket: Bucket) -> StoredObject | None:
     try:
         return await bucket.get(_PATH)
     except NotFound:
         return None
 
 
-async def _wait_until_expired(bucket: Bucket, found: Found, waits: Waits) -> Found | None:
+async def _wait_until_expired(bucket: Bucket, found: StoredObject, waits: Waits) -> StoredObject | None:
     """Wait until the lease of `found` has expired; return the current document."""
     holder = _decoded(bucket, found)
     if holder.lease_s == 0:
@@ -188,7 +188,7 @@ async def _wait_until_expired(bucket: Bucket, found: Found, waits: Waits) -> Fou
     return now
 
 
-def _decoded(bucket: Bucket, found: Found) -> _Owner:
+def _decoded(bucket: Bucket, found: StoredObject) -> _Owner:
     try:
         return _Owner.model_validate_json(found.data)
     except ValidationError as error:

@@ -25,7 +25,7 @@ from rlboost.services.weight_store.adapters.lease import Lease
 from rlboost.services.weight_store.adapters.model_document import decode_model, encode_model
 from rlboost.services.weight_store.domain.versions import Model
 from rlboost.services.weight_store.ports import BadChunk, Proxied, Redirect, StagedPart
-from rlboost.shared.bucket import Bucket, Register
+from rlboost.shared.bucket import Bucket, ExclusiveObject
 from rlboost.shared.errors import NotFound, StoreUnavailable
 from rlboost.shared.weights.manifest import ChunkRef
 
@@ -163,7 +163,7 @@ class ObjectDocuments:
         """Use an object store of which this process holds the lease."""
         self._bucket = bucket
         self._lease = lease
-        self._models: dict[str, Register] = {}
+        self._models: dict[str, ExclusiveObject] = {}
 
     async def jobs(self) -> list[str]:
         """See `Documents.jobs`."""
@@ -174,16 +174,16 @@ class ObjectDocuments:
         try:
             found = await self._bucket.get(_model(job_id))
         except NotFound:
-            self._models[job_id] = Register(self._bucket, _model(job_id), None)
+            self._models[job_id] = ExclusiveObject(self._bucket, _model(job_id), None)
             return Model(job_id)
-        self._models[job_id] = Register(self._bucket, _model(job_id), found.version)
+        self._models[job_id] = ExclusiveObject(self._bucket, _model(job_id), found.version)
         return decode_model(found.data)
 
     async def save_model(self, model: Model) -> None:
         """See `Documents.save_model`. A compare-and-set against the version that this process read or wrote last."""
         self._lease.check()
-        register = self._models.setdefault(model.job_id, Register(self._bucket, _model(model.job_id), None))
-        await register.write(encode_model(model))
+        stored = self._models.setdefault(model.job_id, ExclusiveObject(self._bucket, _model(model.job_id), None))
+        await stored.write(encode_model(model))
 
     async def put_manifest(self, job_id: str, version: int, data: bytes) -> None:
         """See `Documents.put_manifest`."""
@@ -227,17 +227,17 @@ class ObjectDocuments:
         found = []
         for name in await self._bucket.sizes(f"{_MODELS}/{job_id}/parts"):
             version, _, rank = name.removesuffix(".json").partition("-")
-            notes = await self._bucket.notes(_part(job_id, int(version), int(rank)))
-            found.append(StagedPart(int(version), int(rank), float(notes.get(_STAGED_AT, 0.0))))
+            metadata = await self._bucket.metadata(_part(job_id, int(version), int(rank)))
+            found.append(StagedPart(int(version), int(rank), float(metadata.get(_STAGED_AT, 0.0))))
         return sorted(found, key=lambda part: (part.version, part.rank))
 
     async def remove_part(self, job_id: str, part: StagedPart) -> None:
         """See `Documents.remove_part`."""
         await self._remove(_part(job_id, part.version, part.rank))
 
-    async def _write(self, path: str, data: bytes, notes: Mapping[str, str] | None = None) -> None:
+    async def _write(self, path: str, data: bytes, metadata: Mapping[str, str] | None = None) -> None:
         self._lease.check()
-        await self._bucket.replace(path, data, notes)
+        await self._bucket.replace(path, data, metadata)
 
     async def _remove(self, path: str) -> None:
         self._lease.check()

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rlboost.services.rollout_worker.adapters.vllm import plugin
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.process.importing import gc_paused, pip_install
+from rlboost.shared.process.extras import pip_install
+from rlboost.shared.process.garbage_collection import gc_paused
 from rlboost.shared.settings import environment_without_settings
 from rlboost.shared.tls import CA_VARIABLE
 

@@ -218,7 +218,7 @@ class CheckpointBucket:
     async def _folder(self, name: str) -> str:
         """Return the folder of a manifest's files, empty if the manifest is corrupt.
 
-        An old manifest is named after its step alone, and its files are in a folder of that name.
+        The files of a manifest named after its step alone are in a folder of that name.
         """
         if step_of(name) < 0:
             return name

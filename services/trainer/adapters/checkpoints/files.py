@@ -93,7 +93,7 @@ class Manifest:
 
     @classmethod
     def decode(cls, text: str | bytes) -> Self:
-        """Parse a manifest, raising one of `CORRUPT_ERRORS`. In old ones a digest stands without a length."""
+        """Parse a manifest, raising one of `CORRUPT_ERRORS`. A digest without a length is not length-checked."""
         body = json.loads(text)
         if body["format"] != _FORMAT:
             raise ValueError(f"format {body['format']} is not {_FORMAT}")

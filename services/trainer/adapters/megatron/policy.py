@@ -11,7 +11,7 @@ from rlboost.services.trainer.adapters.megatron.rope import with_scaled_rope
 from rlboost.services.trainer.adapters.ranks.policy import RanksPolicy
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
-from rlboost.shared.process.importing import pip_install
+from rlboost.shared.process.extras import pip_install
 
 
 class MegatronPolicy(RanksPolicy):

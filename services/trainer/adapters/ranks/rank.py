@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from rlboost.services.trainer.adapters.ranks import framing as wire
 from rlboost.services.trainer.adapters.ranks.layout import Layout
-from rlboost.shared.process.importing import gc_paused, modules_hidden
+from rlboost.shared.process.garbage_collection import gc_paused
+from rlboost.shared.process.hidden_modules import modules_hidden
 
 if TYPE_CHECKING:
     from rlboost.services.trainer.adapters.ranks.engine import RankEngine

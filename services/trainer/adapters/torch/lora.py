@@ -14,7 +14,7 @@ from torch import Tensor
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import LoraSpec
 from rlboost.shared.model.lora_targets import check_targets
-from rlboost.shared.process.importing import pip_install
+from rlboost.shared.process.extras import pip_install
 
 _NAME = "default"
 """PEFT's name of an unnamed adapter."""

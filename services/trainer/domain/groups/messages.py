@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Protocol
 
 from rlboost.services.trainer.domain.groups.conversation import Conversation
 from rlboost.shared.wire.columns import ints
@@ -14,7 +14,14 @@ _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 """The Hermes and Qwen format, as in `rlboost.environments.tools`."""
 
 
-def messages_of(conversation: Conversation, decode: Callable[[Sequence[int], bool], str]) -> list[dict[str, Any]]:
+class Decode(Protocol):
+    """The tokenizer's decoder."""
+
+    def __call__(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Return the text of token ids."""
+
+
+def messages_of(conversation: Conversation, decode: Decode) -> list[dict[str, Any]]:
     """Return the turns and answers of a conversation, alternating, texts without special tokens.
 
     - `{role: "assistant", content, tool_calls, spans}`: a turn of the model. `content` is its text less the calls, of
@@ -24,17 +31,18 @@ def messages_of(conversation: Conversation, decode: Callable[[Sequence[int], boo
 
     Args:
         conversation: complete.
-        decode: returns the text of token ids; if its second argument is true, without special tokens.
+        decode: the tokenizer's decoder.
 
     """
     found: list[dict[str, Any]] = []
     for turn, answer in zip_longest(conversation.turns, conversation.answers):
         tokens = ints(turn.tokens)
-        content, calls = _without_calls(decode(tokens, True), decode(tokens, False))
+        text, raw = (decode(tokens, skip_special_tokens=skips) for skips in (True, False))
+        content, calls = _without_calls(text, raw)
         spans = [list(span) for span in turn.spans]
         found.append({"role": "assistant", "content": content, "tool_calls": calls, "spans": spans})
         if answer is not None:
-            content = decode(ints(answer.tokens), True).strip()
+            content = decode(ints(answer.tokens), skip_special_tokens=True).strip()
             found.append({"role": "environment", "content": content, "reward": answer.reward, "over": answer.over})
     return found
 

@@ -1,4 +1,4 @@
-"""Adds up the sums that a loss function returns with each micro-batch."""
+"""The sums that a loss function returns with each micro-batch: their names, and how those of several add up."""
 
 from __future__ import annotations
 

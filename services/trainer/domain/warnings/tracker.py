@@ -1,4 +1,4 @@
-"""Decides which warnings about a job's learning hold after each step, from the metrics of its steps."""
+"""Tracks which warnings about a job's learning hold after each step, from the metrics of its steps."""
 
 from __future__ import annotations
 
