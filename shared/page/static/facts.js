@@ -94,7 +94,7 @@ export function preemptionText(audit) {
   const share = audit.tokens_generated ? ((100 * lost) / audit.tokens_generated).toFixed(2) : "0";
   return `${n ? `${n} preemption${n > 1 ? "s" : ""} (${kinds})` : "No preemption so far"}. ` +
     `${number(audit.migrations)} samples moved to another worker and kept ${number(audit.tokens_saved)} tokens; ` +
-    `${number(lost)} tokens (${share} %) were generated again. ` +
+    `${number(lost)} tokens (${share} %) were regenerated. ` +
     `${number(audit.requested)} samples requested, ${number(audit.delivered)} delivered, ${number(audit.duplicates)} duplicates, ` +
     `${number(sum(audit.dropped))} dropped.`;
 }
