@@ -56,10 +56,11 @@ def steps(policy: PolicyEngine) -> list[float]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({"critic": CriticSpec(lr=5e-3)}, marks=pytest.mark.long),
+        {"critic": CriticSpec(lr=5e-3)},
         {"reference": True, "activation_checkpointing": True},
     ],
     ids=["critic", "reference"],
