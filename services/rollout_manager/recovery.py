@@ -52,7 +52,7 @@ MAX_BATCH = 256
 
 
 async def _do_nothing() -> None:
-    """Do nothing before_batch batches."""
+    """Do nothing before a batch."""
 
 
 @dataclass(slots=True)

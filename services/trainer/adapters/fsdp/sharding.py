@@ -61,7 +61,7 @@ def add_adapter(module: Any, spec: LoraSpec, dtype: torch.dtype) -> Adapter:
     return Adapter(module, {name: tuple(tensor.shape) for name, tensor in module.named_parameters()}, spec)
 
 
-def shard(module: Any, device: str, mesh: DeviceMesh) -> Any:
+def shard(module: Any, device: str, mesh: DeviceMesh) -> None:
     """Shard an empty module, in place, and allocate this rank's shards uninitialized. A collective call of all ranks.
 
     Args:
@@ -85,7 +85,6 @@ def shard(module: Any, device: str, mesh: DeviceMesh) -> Any:
     module.to_empty(device=device)
     for name, buffer in module.named_buffers():
         buffer.copy_(buffers[name])
-    return module
 
 
 def prepare_layers(module: Any, device: str, *, activation_checkpointing: bool, compiled: bool) -> None:
