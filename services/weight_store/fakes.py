@@ -1,4 +1,4 @@
-"""Fakes of `ports`, held to the contract of `tests/contract/test_weight_origin_contract.py`."""
+"""Fakes of `ports`, held to the contract of `tests/contract/weight_store/test_weight_origin_contract.py`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """All messages on the wire, frozen and tagged. `shared.wire.codec` encodes them.
 
-Rules, each held by `tests/unit/test_messages.py` and the golden bytes in `tests/golden`:
+Rules, each held by `tests/unit/shared/test_messages.py` and the golden bytes in `tests/golden`:
 
 - a message is a map `{"t": tag, field: value, ...}`; the tag names the class;
 - a field may be added with a default; no field is renamed, retyped or removed;

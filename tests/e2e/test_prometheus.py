@@ -18,7 +18,7 @@ from tests.support.eventually import eventually
 from tests.support.ports import reserved_port
 from tests.support.programs import require_program
 from tests.support.small_job import small_job
-from tests.unit.test_monitoring import ALERTS, BOARD, GRAFANA
+from tests.unit.repository.test_monitoring import ALERTS, BOARD, GRAFANA
 
 WITHOUT_DATA_HERE = {"Device memory of workers"}
 """Panels that need a GPU."""

@@ -14,9 +14,9 @@ from rlboost.services.trainer.adapters.torch.policy import TorchPolicy  # noqa: 
 from rlboost.services.trainer.ports.engine import PolicyEngine  # noqa: E402 - its like
 from rlboost.shared.job.training import OptimizerSpec  # noqa: E402 - its like
 from rlboost.shared.wire.columns import F32, unpack  # noqa: E402 - its like
-from tests.contract.test_trainer_engine_contract import rows  # noqa: E402 - its like
 from tests.support import rank_policies  # noqa: E402 - its like
 from tests.support.losses import clipped_loss  # noqa: E402 - its like
+from tests.support.training_rows import rows  # noqa: E402 - its like
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 

@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM  # noqa: E402 - only where torch i
 
 from rlboost.services.trainer.adapters.ranks.policy import RanksPolicy  # noqa: E402 - its like
 from rlboost.shared.job.training import OptimizerSpec  # noqa: E402 - its like
-from tests.contract.test_trainer_engine_contract import bits, rows  # noqa: E402 - its like
 from tests.support import large_model, rank_policies  # noqa: E402 - its like
 from tests.support.losses import clipped_loss  # noqa: E402 - its like
+from tests.support.policy_comparison import bits  # noqa: E402 - its like
+from tests.support.training_rows import rows  # noqa: E402 - its like
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 

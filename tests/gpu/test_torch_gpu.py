@@ -15,7 +15,7 @@ from transformers import Qwen3Config  # noqa: E402 - only where torch is
 
 from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine  # noqa: E402 - its like
 from rlboost.services.rollout_worker.ports import Engine  # noqa: E402 - its like
-from tests.contract import test_engine_contract as contract  # noqa: E402 - its like
+from tests.contract.rollout_worker import test_engine_contract as contract  # noqa: E402 - its like
 from tests.support import tiny_models  # noqa: E402 - its like
 from tests.support.engines import Collector, request, run  # noqa: E402 - its like
 from tests.support.eventually import eventually  # noqa: E402 - its like

@@ -13,10 +13,11 @@ from rlboost.services.trainer.adapters.torch.policy import TorchPolicy  # noqa: 
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow  # noqa: E402 - its like
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec  # noqa: E402 - its like
 from rlboost.shared.wire.columns import F32, I32, pack  # noqa: E402 - its like
-from tests.contract.test_packing import check_packed_attention  # noqa: E402 - its like
-from tests.contract.test_trainer_engine_contract import bits, rows  # noqa: E402 - its like
+from tests.contract.trainer.test_packing import check_packed_attention  # noqa: E402 - its like
 from tests.support import large_model  # noqa: E402 - its like
 from tests.support.losses import clipped_loss  # noqa: E402 - its like
+from tests.support.policy_comparison import bits  # noqa: E402 - its like
+from tests.support.training_rows import rows  # noqa: E402 - its like
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 

@@ -24,11 +24,11 @@ from rlboost.shared.job.training import LoraSpec, OptimizerSpec
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.wire.columns import F32, I32, pack, unpack
-from tests.contract.test_trainer_engine_contract import rows
 from tests.support.fake_rest import FakeRest, job, ok, problem
 from tests.support.losses import clipped_loss
 from tests.support.model_folder import write_model, write_tokenizer
 from tests.support.service_process import TOKEN, ServiceProcess
+from tests.support.training_rows import rows
 
 PROMPT = torch.tensor([[1, 5, 20, 33, 7]])
 

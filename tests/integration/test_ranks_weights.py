@@ -18,10 +18,11 @@ from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.manifest import digest_of
 from rlboost.shared.weights.puller import Puller
 from rlboost.shared.weights.stored import stored_version
-from tests.contract.test_trainer_engine_contract import bits, rows
 from tests.support import rank_policies
 from tests.support.losses import clipped_loss
+from tests.support.policy_comparison import bits
 from tests.support.service_process import TOKEN, ServiceProcess
+from tests.support.training_rows import rows
 
 pytestmark = pytest.mark.timeout(300)
 

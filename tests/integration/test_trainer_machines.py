@@ -21,12 +21,12 @@ from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
 from rlboost.shared.tls import ServerCertificate
 from rlboost.shared.waiting import Waits
 from rlboost.shared.wire.columns import F32
-from tests.contract.test_trainer_engine_contract import rows
 from tests.support import rank_policies
 from tests.support.certificates import make_certificates
 from tests.support.eventually import eventually
 from tests.support.losses import clipped_loss
 from tests.support.trainer_machines import TEMPERATURE, TOKEN, MachineProcess, policy_on, trainer_machines
+from tests.support.training_rows import rows
 
 OPTIMIZER = OptimizerSpec(lr=1e-3, weight_decay=0.1, grad_clip=0.7)
 LOSS = clipped_loss(0.2, 0.28)

@@ -17,7 +17,6 @@ from rlboost.services.trainer.ports.engine import PolicyEngine
 from rlboost.shared.errors import Retryable
 from rlboost.shared.job.training import OptimizerSpec
 from rlboost.shared.wire.columns import F32, unpack
-from tests.contract.test_trainer_engine_contract import rows, with_loss_mask
 from tests.support import rank_policies
 from tests.support.eventually import eventually
 from tests.support.losses import clipped_loss
@@ -30,6 +29,7 @@ from tests.support.trainer_machines import (
     policy_on,
     trainer_machines,
 )
+from tests.support.training_rows import rows, with_loss_mask
 
 pytestmark = [pytest.mark.network, pytest.mark.timeout(600)]
 

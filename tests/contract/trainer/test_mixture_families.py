@@ -1,0 +1,157 @@
+"""Mixtures of experts of several families: trained and exported by the torch backend, loaded again by transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, MixtralConfig
+
+from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine
+from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
+from rlboost.services.trainer.adapters.torch.routing import weights_of
+from rlboost.services.trainer.domain.loss.sums import routing
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.training import OptimizerSpec
+from rlboost.shared.model.experts import FAMILIES, require_known_experts
+from rlboost.shared.wire.columns import F32, floats, ints
+from tests.support import rank_policies, tiny_models
+from tests.support.engines import request, run
+from tests.support.losses import clipped_loss
+from tests.support.model_folder import write_model
+from tests.support.staged_weights import Staged
+from tests.support.tiny_models import MIXTURES
+from tests.support.training_rows import rows
+
+pytestmark = pytest.mark.timeout(600)
+
+OPTIMIZER = OptimizerSpec(lr=1e-3)
+LOSS = clipped_loss(0.2, 0.28)
+
+
+def model(folder: Path, family: str) -> Path:
+    """Write a model whose biases of expert selection matter and are no numbers of bfloat16."""
+    write_model(folder, family)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if name.endswith("e_score_correction_bias"):
+            tensor.copy_(torch.linspace(-0.2, 0.3, len(tensor)))
+    save_file(tensors, file, {"format": "pt"})
+    return folder
+
+
+def trained(folder: Path, **settings: Any) -> TorchPolicy:
+    policy = TorchPolicy(OPTIMIZER, temperature=1.0, device="cpu", **{"dtype": "float32", **settings})
+    policy.load_hf(folder)
+    return policy
+
+
+def saved(policy: Any, source: Path, folder: Path) -> Path:
+    """Save what a policy publishes as a model folder."""
+    folder.mkdir()
+    (folder / "config.json").write_text((source / "config.json").read_text())
+    tensors = {
+        shard.name: torch.frombuffer(bytearray(shard.data), dtype=getattr(torch, shard.dtype)).reshape(
+            shard.local_shape
+        )
+        for shard in policy.export_shards()
+    }
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def names_in(folder: Path) -> set[str]:
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return set(file.keys())
+
+
+def test_supported_families_are_tested() -> None:
+    assert set(FAMILIES) == set(MIXTURES)
+
+
+@pytest.mark.parametrize("family", sorted(MIXTURES))
+def test_published_weights_load_under_their_names(tmp_path: Path, family: str) -> None:
+    source = model(tmp_path / "source", family)
+    require_known_experts(source)
+    policy = trained(source, router_aux_loss_coef=0.1)
+    sums = policy.accumulate([rows(4)], LOSS)
+    assert routing(sums)["moe/max_load"] >= 1
+    policy.step(1e-3)
+    published = saved(policy, source, tmp_path / "published")
+    assert names_in(published) == names_in(source)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(published).eval()
+    for row, column in zip(rows(4, 7), policy.logprobs([rows(4, 7)]), strict=True):
+        expected = tiny_models.logprobs(loaded, ints(row.prompt), ints(row.completion))
+        assert floats(column) == pytest.approx(expected, abs=2e-5)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_biases_of_expert_selection_are_published_unrounded(tmp_path: Path, family: str) -> None:
+    source = model(tmp_path, family)
+    biases = [
+        s for s in trained(source, dtype="bfloat16").export_shards() if s.name.endswith("e_score_correction_bias")
+    ]
+    assert biases
+    for bias in biases:
+        np.testing.assert_allclose(np.frombuffer(bias.data, F32), np.linspace(-0.2, 0.3, 8), rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", sorted(MIXTURES))
+async def test_torch_engine_loads_published_weights(tmp_path: Path, family: str) -> None:
+    source = model(tmp_path / "source", family)
+    published = saved(trained(source, dtype="bfloat16"), source, tmp_path / "published")
+    tensors = load_file(published / "model.safetensors")
+    engine = TorchEngine(published, slots=4, dtype="bfloat16")
+    assert await engine.load_weights(0, Staged(tensors.items())) == []
+    loaded: Any = AutoModelForCausalLM.from_pretrained(published, dtype=torch.bfloat16).eval()
+    for asked, made in zip(requests := [request(n) for n in range(4)], await run(engine, requests), strict=True):
+        expected = tiny_models.logprobs(loaded, asked.prompt, made.tokens)
+        assert made.logprobs == pytest.approx(expected, abs=0.05)
+    await engine.close()
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3"])
+def test_fsdp_trains_a_model_with_biases_of_expert_selection(tmp_path: Path, family: str) -> None:
+    source = model(tmp_path / "source", family)
+    one = trained(source)
+    with rank_policies.policy(OPTIMIZER, backend="torch", data_parallel=2) as many:
+        many.load_hf(source)
+        one.accumulate([rows(4)], LOSS)
+        many.accumulate([rows(4)], LOSS)
+        assert many.step(1e-3) == pytest.approx(one.step(1e-3), rel=1e-4)
+        (tmp_path / "checkpoint").mkdir()
+        many.snapshot()(tmp_path / "checkpoint")
+        many.load(tmp_path / "checkpoint")
+        found, expected = saved(many, source, tmp_path / "many"), saved(one, source, tmp_path / "one")
+    assert names_in(found) == names_in(expected)
+    for name, tensor in load_file(expected / "model.safetensors").items():
+        torch.testing.assert_close(load_file(found / "model.safetensors")[name], tensor, atol=1e-4, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("family", sorted(MIXTURES))
+def test_weights_of_selected_experts_are_those_of_the_router(family: str) -> None:
+    network = tiny_models.make(MIXTURES[family])
+    gates = [layer.gate for layer in network.modules() if hasattr(layer, "gate") and hasattr(layer, "experts")]
+    logits, weights, indices = gates[-1](torch.randn(50, 32))
+    torch.testing.assert_close(weights_of(gates[-1], logits, indices).to(weights.dtype), weights)
+
+
+def test_ranks_reject_what_one_process_rejects(tmp_path: Path) -> None:
+    config = MixtralConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with rank_policies.policy(OPTIMIZER, backend="torch", data_parallel=2) as many:
+        with pytest.raises(ConfigError, match=r"model type mixtral: its files have no tensor experts\.0\.down_proj"):
+            many.load_hf(tmp_path)
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {"quant_method": "fp8"}}))
+        with pytest.raises(ConfigError, match=r"weights are quantized \(fp8\)"):
+            many.load_hf(tmp_path)

@@ -1,0 +1,162 @@
+"""The manifests of deploy/kubernetes: they fit each other, the images and the settings classes."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rlboost.services.rollout_manager.settings import Settings as ManagerSettings
+from rlboost.shared.settings import ServiceSettings, read
+
+ROOT = Path(__file__).parents[3]
+FILES = sorted((ROOT / "deploy/kubernetes").glob("*.yaml"))
+MACHINES = ROOT / "deploy/multi-node/kubernetes.yaml"
+SERVICES = {
+    "rlboost-weight-store": "weight_store",
+    "rlboost-manager": "rollout_manager",
+    "rlboost-trainer": "trainer",
+    "rlboost-worker": "rollout_worker",
+}
+"""Deployment -> the service that its image runs."""
+IMAGES = {"rlboost-worker": "worker-vllm"}
+"""Deployment -> target of the Dockerfile, where it has another name."""
+SECRETS = {"token", "join-token", "redis-password"}
+"""Keys of the secret that docs/kubernetes.md creates."""
+
+
+def documents(*files: Path) -> Iterator[dict[str, Any]]:
+    for file in files:
+        yield from filter(None, yaml.safe_load_all(file.read_text(encoding="utf-8")))
+
+
+ALL = list(documents(*FILES))
+WORKLOADS = {
+    f"{one['kind']}/{one['metadata']['name']}": one
+    for one in documents(*FILES, MACHINES)
+    if one["kind"] in {"Deployment", "StatefulSet"}
+}
+
+
+def named(kind: str) -> dict[str, dict[str, Any]]:
+    return {one["metadata"]["name"]: one for one in ALL if one["kind"] == kind}
+
+
+def pod(workload: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = workload["spec"]["template"]["spec"]
+    return found
+
+
+def container(name: str) -> dict[str, Any]:
+    (found,) = pod(named("Deployment")[name])["containers"]
+    return dict(found)
+
+
+def settings(name: str, monkeypatch: pytest.MonkeyPatch) -> ServiceSettings:
+    """Return what a Deployment's service reads from its environment; secrets have their key as value."""
+    cls: type[ServiceSettings] = importlib.import_module(f"rlboost.services.{SERVICES[name]}.settings").Settings
+    given: dict[str, str] = {}
+    for variable in container(name)["env"]:
+        secret = variable.get("valueFrom", {}).get("secretKeyRef", {})
+        value = variable.get("value", secret.get("key"))
+        given[variable["name"]] = re.sub(r"\$\((\w+)\)", lambda found: given[found[1]], value)
+    own = {key for key in given if key.startswith(cls.prefix)}
+    assert {key.removeprefix(cls.prefix).lower() for key in own} <= set(cls.model_fields)
+    for key, value in given.items():
+        monkeypatch.setenv(key, value)
+    return read(cls, [])
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_deployment_sets_known_settings_and_probes_its_port(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: Any = settings(name, monkeypatch)
+    one = container(name)
+    assert (found.host, found.port) == ("0.0.0.0", one["ports"][0]["containerPort"])
+    assert one["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": found.port}
+    assert one["image"] == f"REGISTRY/rlboost-{IMAGES.get(name, name.removeprefix('rlboost-'))}"
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_urls_name_services_and_their_ports(name: str) -> None:
+    ports = {name: service["spec"]["ports"][0]["port"] for name, service in named("Service").items()}
+    for variable in container(name)["env"]:
+        for host, port in re.findall(r"://(?:[^@/]*@)?([\w-]+):(\d+)", variable.get("value", "")):
+            assert ports[host] == int(port), variable
+
+
+def test_services_select_pods_by_a_port_that_they_have() -> None:
+    for name, service in named("Service").items():
+        workload = (named("Deployment") | named("StatefulSet"))[name]
+        (one,) = pod(workload)["containers"]
+        assert service["spec"]["selector"] == workload["spec"]["template"]["metadata"]["labels"]
+        assert {port["port"] for port in service["spec"]["ports"]} == {port["containerPort"] for port in one["ports"]}
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_pod_has_its_volumes_secrets_and_no_service_links(name: str) -> None:
+    workload = WORKLOADS[name]
+    spec = pod(workload)
+    assert workload["spec"]["selector"]["matchLabels"] == workload["spec"]["template"]["metadata"]["labels"]
+    # A Service rlboost-manager sets RLBOOST_MANAGER_PORT=tcp://... in pods that have links.
+    assert spec["enableServiceLinks"] is False
+    (one,) = spec["containers"]
+    volumes = {volume["name"] for volume in spec.get("volumes", ())}
+    volumes |= {claim["metadata"]["name"] for claim in workload["spec"].get("volumeClaimTemplates", ())}
+    assert {mount["name"] for mount in one.get("volumeMounts", ())} == volumes
+    secrets = [variable["valueFrom"].get("secretKeyRef") for variable in one["env"] if "valueFrom" in variable]
+    assert all(secret["name"] == "rlboost" and secret["key"] in SECRETS for secret in secrets if secret)
+
+
+def test_claims_exist_and_one_pod_at_a_time_uses_them() -> None:
+    for deployment in named("Deployment").values():
+        claims = [
+            volume["persistentVolumeClaim"]["claimName"]
+            for volume in pod(deployment).get("volumes", ())
+            if "persistentVolumeClaim" in volume
+        ]
+        assert set(claims) <= set(named("PersistentVolumeClaim"))
+        if claims:
+            assert (deployment["spec"]["replicas"], deployment["spec"]["strategy"]) == (1, {"type": "Recreate"})
+
+
+def test_workers_have_no_secret_but_the_join_token() -> None:
+    secrets = [
+        variable["valueFrom"]["secretKeyRef"]
+        for variable in container("rlboost-worker")["env"]
+        if "valueFrom" in variable
+    ]
+    assert secrets == [{"name": "rlboost", "key": "join-token"}]
+
+
+def test_manager_may_scale_the_deployments_of_its_pools_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = settings("rlboost-manager", monkeypatch)
+    assert isinstance(found, ManagerSettings)
+    kinds = [pool.kind for pool in found.pools]
+    (role,) = named("Role").values()
+    assert role["rules"] == [
+        {"apiGroups": ["apps"], "resources": ["deployments/scale"], "resourceNames": kinds, "verbs": ["patch"]}
+    ]
+    (binding,) = named("RoleBinding").values()
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    assert [subject["name"] for subject in binding["subjects"]] == list(named("ServiceAccount"))
+    accounts = {name: pod(deployment).get("serviceAccountName") for name, deployment in named("Deployment").items()}
+    assert {name for name, account in accounts.items() if account} == {"rlboost-manager"}
+    for name, deployment in named("Deployment").items():
+        assert name == "rlboost-manager" or pod(deployment)["automountServiceAccountToken"] is False
+    for kind in kinds:
+        worker = {one["name"]: one.get("value") for one in container(kind)["env"]}
+        assert worker["RLBOOST_WORKER_KIND"] == kind
+        (price,) = (pool.price_per_hour for pool in found.pools if pool.kind == kind)
+        assert price == float(worker["RLBOOST_WORKER_PRICE_PER_HOUR"])
+
+
+def test_redis_has_the_options_that_operations_requires() -> None:
+    (redis,) = pod(named("StatefulSet")["rlboost-redis"])["containers"]
+    (script,) = redis["args"]
+    for option in ("--appendonly yes", "--appendfsync always", "--maxmemory-policy noeviction", "requirepass"):
+        assert option in script

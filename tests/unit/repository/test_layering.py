@@ -1,0 +1,197 @@
+"""Who may import whom, how long a file may be, and what may not be imported early."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+SERVICES = sorted(path.parent.name for path in (ROOT / "services").glob("*/__main__.py"))
+SOURCES = sorted(path for top in ("services", "shared", "rlboost", "examples") for path in (ROOT / top).rglob("*.py"))
+LINKED = re.compile(r"rlboost\.(services|shared|examples)\b")
+HEAVY = ("torch", "transformers", "vllm", "megatron", "fastapi", "matplotlib")
+PURE_SHARED = {
+    "shared.errors",
+    "shared.http.scopes",
+    "shared.ids",
+    "shared.job.algorithm",
+    "shared.job.curriculum",
+    "shared.job.fleet",
+    "shared.job.reward",
+    "shared.job.run_profile",
+    "shared.job.spec",
+    "shared.job.training",
+    "shared.messages",
+    "shared.messages.command_digest",
+    "shared.messages.protocol",
+    "shared.model.parity_reference",
+    "shared.streams.bus",
+    "shared.weights.delta_graph",
+    "shared.weights.manifest",
+    "shared.wire.columns",
+    "shared.wire.routed_experts",
+}
+"""What a domain may see of `shared`: values and names, nothing that acts."""
+PURE_LIBRARIES = {"pydantic", "numpy"}
+IMPURE = {"asyncio", "time", "random", "os", "socket", "subprocess", "pathlib", "secrets", "threading"}
+
+
+def imports(path: Path) -> set[str]:
+    """Return the modules that a file imports, those of ours by the path of their file: `shared.ids`."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import"
+            found.add(node.module or "")
+            if node.module == "rlboost":
+                found |= {f"rlboost.{alias.name}" for alias in node.names}
+    return {name.removeprefix("rlboost.") if LINKED.match(name) else name for name in found}
+
+
+def tops(names: set[str]) -> set[str]:
+    return {name.partition(".")[0] for name in names}
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_no_service_imports_another(service: str) -> None:
+    for path in (ROOT / "services" / service).rglob("*.py"):
+        for name in imports(path):
+            if name.startswith("services."):
+                assert name.split(".")[1] == service, f"{path} imports {name}"
+            assert not name.startswith("rlboost"), f"{path} imports {name}"
+
+
+def test_modules_are_imported_from_rlboost() -> None:
+    """A user's folder may have packages `services`, `shared` and `examples`, and it comes first on the path."""
+    for path in [*SOURCES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
+        found = re.findall(r"^ *(?:from|import) (?:services|shared|examples)\b", path.read_text("utf-8"), re.MULTILINE)
+        assert not found, f"{path}: {found}"
+
+
+def test_shared_imports_no_service() -> None:
+    for path in (ROOT / "shared").rglob("*.py"):
+        assert not tops(imports(path)) & {"services", "rlboost", "examples"}, path
+
+
+PUBLIC = {"loss.py": {"services.trainer.domain.loss.inputs"}}
+"""Module of rlboost that users import -> what it exports from services."""
+
+
+def test_rlboost_imports_services_only_in_the_model_check_and_domains_in_simulation() -> None:
+    for path in (ROOT / "rlboost").rglob("*.py"):
+        services = {name for name in imports(path) if name.startswith("services.")}
+        if path.is_relative_to(ROOT / "rlboost" / "simulation"):
+            assert all(name.split(".")[2] == "domain" for name in services), f"{path} imports {services}"
+            continue
+        if path != ROOT / "rlboost" / "jobs" / "model_check.py":
+            exported = PUBLIC.get(str(path.relative_to(ROOT / "rlboost")), set())
+            assert services == exported, f"{path} imports {services}"
+        assert all(name.startswith("services.trainer.") for name in services), f"{path} imports {services}"
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_domain_is_pure(service: str) -> None:
+    for path in (ROOT / "services" / service / "domain").rglob("*.py"):
+        for name in imports(path):
+            top = name.partition(".")[0]
+            if top == "services":
+                assert ".domain" in name, f"{path} imports {name}"
+            elif top == "shared":
+                assert name in PURE_SHARED, f"{path} imports {name}"
+            elif top == "torch":
+                assert service == "trainer", f"{path} imports torch"
+            else:
+                assert top in PURE_LIBRARIES or (top in sys.stdlib_module_names and top not in IMPURE), (
+                    f"{path} imports {name}"
+                )
+
+
+def test_libraries_of_the_manager_are_imported_only_in_adapters_and_the_api() -> None:
+    manager = ROOT / "services" / "rollout_manager"
+    anywhere = {"services", "shared", "structlog", "pydantic", "pydantic_settings", *PURE_LIBRARIES}
+    routes = (
+        "api.py",
+        "fleet_api.py",
+        "history_api.py",
+        "leader_routes.py",
+        "token_routes.py",
+        "openai/routes.py",
+        "page/routes.py",
+    )
+    allowed = {manager / path: {"fastapi"} for path in routes}
+    for path in manager.rglob("*.py"):
+        if path.parent != manager / "adapters":
+            libraries = tops(imports(path)) - anywhere - sys.stdlib_module_names
+            assert libraries <= allowed.get(path, set()), f"{path} imports {libraries}"
+
+
+def test_only_the_managers_main_module_imports_the_openai_endpoint() -> None:
+    package = "services.rollout_manager.openai"
+    for path in (ROOT / "services" / "rollout_manager").rglob("*.py"):
+        if path.parent.name != "openai" and path.name != "__main__.py":
+            assert not {name for name in imports(path) if name.startswith(package)}, f"{path} imports {package}"
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_adapters_see_ports_and_shared_only(service: str) -> None:
+    for path in (ROOT / "services" / service / "adapters").rglob("*.py"):
+        for name in imports(path):
+            if name.startswith(f"services.{service}"):
+                allowed = (f"services.{service}.ports", f"services.{service}.adapters", f"services.{service}.domain")
+                assert name.startswith(allowed), f"{path} imports {name}"
+
+
+ADAPTER_IMPORTS = {
+    "rollout_manager/access/join.py": {"services.rollout_manager.adapters.manifest_key"},
+    "rollout_manager/weights.py": {"services.rollout_manager.adapters.weight_store"},
+}
+"""Functions without state that defer a slow import to their first call."""
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_only_composition_roots_import_adapters(service: str) -> None:
+    found: dict[str, set[str]] = {}
+    for path in (ROOT / "services" / service).rglob("*.py"):
+        inside = path.relative_to(ROOT / "services" / service)
+        if "adapters" not in inside.parts and str(inside) not in {"__main__.py", "build.py"}:
+            adapters = {name for name in imports(path) if name.startswith(f"services.{service}.adapters")}
+            if adapters:
+                found[f"{service}/{inside}"] = adapters
+    assert found == {path: names for path, names in ADAPTER_IMPORTS.items() if path.startswith(f"{service}/")}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_file_is_short_enough_to_read(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 400
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_help_and_settings_need_no_heavy_library(service: str) -> None:
+    ports = sorted((ROOT / "services" / service).glob("ports*")) + sorted(
+        (ROOT / "services" / service).glob("ports/*.py")
+    )
+    files = [ROOT / "services" / service / "settings.py", *ports]
+    modules = [".".join(("rlboost", *path.relative_to(ROOT).with_suffix("").parts)) for path in files]
+    code = f"import sys, {', '.join(modules)}\nprint([m for m in {HEAVY!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_only_one_file_spells_the_names_of_streams() -> None:
+    for path in SOURCES:
+        if path != ROOT / "shared" / "streams" / "names.py":
+            assert not re.search(r'"rlboost:\w', path.read_text(encoding="utf-8")), f"{path} spells a Redis name"
+
+
+def test_nothing_is_pickled() -> None:
+    for path in SOURCES:
+        assert not tops(imports(path)) & {"pickle", "cloudpickle", "dill", "shelve"}, path
+        assert "torch.load(" not in path.read_text(encoding="utf-8"), path

@@ -1,0 +1,118 @@
+"""Words of an earlier vocabulary that must not come back in identifiers; docs/concepts.md uses the present terms."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+WORDS = frozenset(
+    {
+        "aside",
+        "beat",
+        "beats",
+        "boxes",
+        "bury",
+        "buried",
+        "crew",
+        "desk",
+        "insist",
+        "lied",
+        "misbehave",
+        "misbehaved",
+        "misbehaves",
+        "orphan",
+        "orphaned",
+        "rotten",
+        "said",
+        "talk",
+        "talks",
+        "told",
+        "wanted",
+        "workshop",
+    }
+)
+"""Words within identifiers: `set_aside` and `OrphanJob` are rejected, `keyboard` is not."""
+TEST_WORDS = WORDS | {"beside", "goes_on", "nobody", "whoever"}
+"""Words within the names of test functions; `goes_on` is a sequence of two."""
+MAX_TEST_NAME = 80
+"""Characters of the name of a test function."""
+SOURCES = sorted(
+    path.relative_to(ROOT)
+    for top in ("services", "shared", "rlboost", "examples")
+    for path in (ROOT / top).rglob("*.py")
+)
+TESTS = sorted(path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py"))
+
+
+def identifiers(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Yield every name that a module defines, with its line."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name, node.lineno
+        elif isinstance(node, ast.arg):
+            yield node.arg, node.lineno
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id, node.lineno
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr, node.lineno
+
+
+def words(identifier: str) -> set[str]:
+    """Return the words of a name in snake case, camel case or capitals."""
+    return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", identifier)}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=str)
+def test_identifiers_use_no_retired_word(path: Path) -> None:
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    names = [(path.stem, 1), *identifiers(tree)]
+    found = [f"{path}:{line}: {name}" for name, line in names if words(name) & WORDS]
+    assert not found, "use the terms of docs/concepts.md:\n" + "\n".join(found)
+
+
+def problem(name: str) -> str:
+    """Return why the name of a test is rejected, or an empty string."""
+    if len(name) > MAX_TEST_NAME:
+        return f"{len(name)} characters, the limit is {MAX_TEST_NAME}"
+    found = sorted(word for word in TEST_WORDS if f"_{word}_" in f"_{name}_")
+    return f"retired: {', '.join(found)}" if found else ""
+
+
+@pytest.mark.parametrize("path", TESTS, ids=str)
+def test_test_names_are_short_and_use_no_retired_word(path: Path) -> None:
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    names = [(name, line) for name, line in identifiers(tree) if name.startswith("test_")]
+    found = [f"{path}:{line}: {name}: {problem(name)}" for name, line in [(path.stem, 1), *names] if problem(name)]
+    assert not found, "name tests test_<unit>_<condition>_<result>:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("test_job_of_nobody_is_refused", "retired: nobody"),
+        ("test_job_goes_on", "retired: goes_on"),
+        ("test_job_goes_online", ""),
+        ("test_" + "x" * 76, "81 characters, the limit is 80"),
+    ],
+)
+def test_problem_names_the_fault_of_a_test_name(name: str, expected: str) -> None:
+    assert problem(name) == expected
+
+
+@pytest.mark.parametrize(
+    ("identifier", "expected"),
+    [
+        ("set_aside", {"set", "aside"}),
+        ("AsideJob", {"aside", "job"}),
+        ("_WANTED_BYTES", {"wanted", "bytes"}),
+        ("HTTPDesk", {"http", "desk"}),
+        ("keyboard", {"keyboard"}),
+    ],
+)
+def test_words_splits_every_style_of_identifier(identifier: str, expected: set[str]) -> None:
+    assert words(identifier) == expected

@@ -1,0 +1,243 @@
+"""What `rlboost config check` finds in the data and the reward that a job names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from rlboost.cli import app
+from rlboost.jobs import check as jobcheck
+from rlboost.jobs.user_code_check import MissingHere
+from tests.support import fake_gpus
+
+MESSAGES = '{"prompt": [{"role": "user", "content": "1+1="}]}\n'
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base/config.json").write_text("{}")
+    (tmp_path / "base/model.safetensors").touch()
+    (tmp_path / "base/tokenizer.json").touch()
+    # It tokenizes, with a real model: tests/contract/rlboost/test_job_check_model.py.
+    monkeypatch.setattr("rlboost.jobs.check.data_problem", lambda _: "")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (tmp_path / "my_reward.py").write_text(
+        "def score(completions, **_): ...\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None): ...\n"
+        "def other(text): ...\n"
+        "def needs(completions, *, ground_truth, level=1, **_): ...\n"
+    )
+    return tmp_path
+
+
+def check(**changes: Any) -> list[str]:
+    job = {
+        "model": "base",
+        "data": {"train": "train.jsonl"},
+        "reward": {"functions": [{"function": "my_reward:score"}, {"function": "my_reward:compute_score"}]},
+        "steps": 1,
+    }
+    Path("job.yaml").write_text(yaml.safe_dump({**job, **changes}))
+    return jobcheck.check(Path("job.yaml"), []).problems
+
+
+def test_chat_messages_need_a_model_with_a_chat_template(folder: Path) -> None:
+    (folder / "train.jsonl").write_text('{"prompt": "1"}\n' + MESSAGES)
+    [problem] = check(reward={"function": "my_reward:score"})
+    assert problem.startswith("data.train: train.jsonl line 2 has chat messages, but base has no chat template")
+    (folder / "base/tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    assert check(reward={"function": "my_reward:score"}) == []
+    (folder / "base/tokenizer_config.json").write_text("{}")
+    (folder / "base/chat_template.jinja").write_text("{{ messages }}")
+    assert check(reward={"function": "my_reward:score"}) == []
+
+
+def test_quantized_model_is_refused_with_what_to_do(folder: Path) -> None:
+    (folder / "base/config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    [problem] = check(reward={"function": "my_reward:score"})
+    assert "the model's weights are quantized (fp8): use the model in bfloat16" in problem
+    assert 'RLBOOST_WORKER_VLLM_ARGS, such as {"quantization": "fp8_per_channel"}' in problem
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("\n\n", "train.jsonl is empty"),
+        ('{"prompt": 5}\n', "train.jsonl line 1: 'prompt' is neither text nor a list of chat messages"),
+    ],
+)
+def test_an_invalid_prompt_is_named(folder: Path, text: str, problem: str) -> None:
+    (folder / "train.jsonl").write_text(text)
+    [found] = check(reward={"function": "my_reward:score"})
+    assert found.startswith(f"data.train: {problem}")
+
+
+def test_resume_folder_must_exist_unless_in_an_object_store(folder: Path) -> None:
+    assert check(trainer={"resume": ".rlboost/runs/a"})[0].startswith(
+        "trainer.resume: there is no .rlboost/runs/a: give"
+    )
+    (folder / ".rlboost/runs/a").mkdir(parents=True)
+    for resume in (".rlboost/runs/a", "s3://checkpoints/a", "auto", "never"):
+        assert not [problem for problem in check(trainer={"resume": resume}) if "resume" in problem]
+
+
+@pytest.mark.parametrize("model", ["./bse", "../nowhere/base", "a/b/c", "runs/typo", "/nowhere", "~/nowhere", "gpt2"])
+def test_a_model_that_looks_like_a_path_must_be_there(folder: Path, model: str) -> None:
+    (folder / "runs").mkdir()
+    (problem,) = check(model=model)
+    assert problem.startswith(f"model: there is no folder {model}: ")
+
+
+def test_a_mistyped_model_folder_is_refused_with_the_nearest(folder: Path) -> None:
+    (folder / "runs/sums-79d5f6").mkdir(parents=True)
+    assert "did you mean runs/sums-79d5f6?" in check(model="runs/sums-79d5f7")[0]
+    assert "(runs/ has sums-79d5f6)" in check(model="runs/else")[0]
+    assert "did you mean base?" in check(model="./bse")[0]
+
+
+def test_a_model_that_may_be_a_hugging_face_id_is_a_notice() -> None:
+    assert check(model="Qwen/Qwen3-0.6B") == []
+    (notice,) = jobcheck.check(Path("job.yaml"), []).notices
+    assert "Qwen/Qwen3-0.6B is not a folder here: it is taken for a Hugging Face id" in notice
+
+
+def test_each_of_several_functions_is_tried() -> None:
+    assert check() == []
+    names = ("score", "other", "compute_score", "none")
+    missing, unfit = sorted(check(reward={"functions": [{"function": f"my_reward:{name}"} for name in names]}))
+    assert missing == "reward.function: my_reward:none is not a reward function: my_reward has no 'none'"
+    assert unfit.startswith("reward.function: my_reward:other is not a reward function: it takes (text)")
+
+
+def test_a_column_that_the_reward_needs_is_named_with_those_of_the_data(folder: Path) -> None:
+    (folder / "train.jsonl").write_text('{"prompt": "1", "ground_truth": "1"}\n{"prompt": "1", "answer": "1"}\n')
+    [problem] = check(reward={"function": "my_reward:needs"})
+    assert problem.startswith(
+        "reward.function: my_reward:needs needs the column 'ground_truth', but train.jsonl line 2 has answer: rename"
+    )
+    assert check(reward={"function": "my_reward:needs", "arguments": {"ground_truth": "1"}}) == []
+    assert check(reward={"function": "my_reward:compute_score"}) == []
+
+
+def test_a_reward_of_verls_signature_needs_a_ground_truth(folder: Path) -> None:
+    (folder / "train.jsonl").write_text('{"prompt": "1", "target": "1"}\n')
+    [problem] = check(reward={"function": "my_reward:compute_score"})
+    assert "needs one of the columns reward_model, ground_truth" in problem
+    assert "train.jsonl line 1 has target" in problem
+    (folder / "train.jsonl").write_text('{"prompt": "1", "reward_model": {"ground_truth": "1"}}\n')
+    assert check(reward={"function": "my_reward:compute_score"}) == []
+
+
+def test_byte_order_mark_is_skipped(folder: Path) -> None:
+    (folder / "train.jsonl").write_text('{"prompt": "1"}\n', encoding="utf-8-sig")
+    assert check(reward={"function": "my_reward:score"}) == []
+
+
+def test_a_dataset_on_the_hub_is_left_to_the_trainer() -> None:
+    assert check(data={"train": "openai/gsm8k"}, reward={"function": "my_reward:score"}) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('{"prompt": "1", "completion": "2"}\n', ""),
+        (
+            '{"prompt": "1"}\n',
+            "train.jsonl line 1: no key 'completion', nor chat messages that end with the assistant's",
+        ),
+        ('{"completion": "1"}\n', "train.jsonl line 1: no key 'prompt' (keys: completion)"),
+        ('{"messages": [{"role": "user"}, {"role": "assistant"}]}\n', "train.jsonl line 1 has chat messages, but base"),
+    ],
+)
+def test_a_job_that_imitates_needs_completions_and_no_reward(folder: Path, text: str, problem: str) -> None:
+    (folder / "train.jsonl").write_text(text)
+    job = {"kind": "sft", "model": "base", "data": {"train": "train.jsonl"}, "steps": 1}
+    Path("job.yaml").write_text(yaml.safe_dump(job))
+    found = jobcheck.check(Path("job.yaml"), []).problems
+    assert len(found) == bool(problem)
+    assert all(line.startswith(f"data.train: {problem}") for line in found)
+
+
+def test_a_job_that_only_evaluates_needs_no_training_data(folder: Path) -> None:
+    job = {"kind": "eval", "model": "base", "data": {"eval": "train.jsonl"}, "reward": {"function": "my_reward:score"}}
+    Path("job.yaml").write_text(yaml.safe_dump({**job, "eval": {"samples": 4}}))
+    assert jobcheck.check(Path("job.yaml"), []).problems == []
+    Path("job.yaml").write_text(yaml.safe_dump({**job, "eval": {"samples": 4}, "steps": 3}))
+    assert jobcheck.check(Path("job.yaml"), []).problems == ["a job of kind eval trains nothing: remove steps"]
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        (
+            "import nothing_like_it",
+            "ModuleNotFoundError: No module named 'nothing_like_it' (sick.py:1); install it, or fix sick",
+        ),
+        ("def score(:", "SyntaxError: invalid syntax (sick.py, line 1); fix sick"),
+        ("raise ValueError('one\\ntwo')", "ValueError: one two (sick.py:1); fix sick"),
+        ("raise AttributeError('own')", "AttributeError: own (sick.py:1); fix sick"),
+        ("exit('enough')", "SystemExit: enough (sick.py:1); fix sick"),
+    ],
+)
+def test_a_failing_module_is_not_reported_as_missing(folder: Path, code: str, why: str) -> None:
+    (folder / "sick.py").write_text(code)
+    [problem] = check(reward={"function": "sick:score"})
+    assert problem == f"reward.function: sick:score cannot be imported: {why}"
+
+
+def test_a_missing_module_is_reported_with_the_folder(folder: Path) -> None:
+    [problem] = check(reward={"function": "my_rewards:score"})
+    assert problem == (
+        "reward.function: my_rewards:score cannot be imported: ModuleNotFoundError: No module named 'my_rewards', "
+        f"searched from {folder}; name it from there, as jobs.my_rewards in a subfolder jobs, start the trainer in a "
+        "folder from which 'import my_rewards' works, or add that folder to PYTHONPATH"
+    )
+
+
+def test_a_module_that_exits_the_process_is_reported(folder: Path) -> None:
+    (folder / "sick.py").write_text("import os\nos._exit(0 or 3)")
+    assert check(reward={"function": "sick:score"}) == ["reward.function: importing sick:score ended its process"]
+
+
+def test_only_missing_files_and_modules_are_missing_here(folder: Path) -> None:
+    (folder / "broken.jsonl").write_text("no json\n")
+    wrong = {
+        "model": "far/away/model",
+        "trainer": {"resume": "runs/a"},
+        "data": {"train": ["train.jsonl", "shards/*.jsonl"], "eval": "broken.jsonl"},
+        "reward": {"functions": [{"function": "their_reward:f", "name": "f"}, {"function": "my_reward:none"}]},
+    }
+    found = {problem.partition(": ")[2][:20]: isinstance(problem, MissingHere) for problem in check(**wrong)}
+    assert list(found.values()) == [True, True, True, False, True, False], found
+
+
+def test_cluster_file_adds_what_does_not_fit_on_its_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{fake_gpus.install(folder / 'bin', 2)}:/usr/bin:/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (folder / "cluster.yaml").write_text("gpus: 0-1\nengine: torch\n")
+    check(trainer={"data_parallel": 4})
+    command = ["config", "check", "job.yaml", "--cluster", "cluster.yaml"]
+    (folder / "base/config.json").write_text('{"num_attention_heads": 4}')
+    header = b'{"w": {"dtype": "F32", "shape": [8, 8], "data_offsets": [0, 256]}}'
+    (folder / "base/model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(256))
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 2
+    assert "trains in 4 processes with a GPU each, and the trainer has 2 GPUs" in result.stderr
+    result = CliRunner().invoke(app, [*command[:3], "trainer.data_parallel=2", *command[3:]])
+    assert result.exit_code == 0, result.stderr
+
+
+@pytest.mark.parametrize(("isolated", "n_warnings"), [(True, 0), (False, 1)])
+def test_check_warns_if_generated_programs_are_not_isolated(isolated: bool, n_warnings: int) -> None:
+    Path("train.jsonl").write_text('{"prompt": "1+1=", "tests": "assert True"}\n')
+    reward = {"function": "rlboost.rewards.code:score", "arguments": {"isolated": isolated}}
+    job = {"model": "base", "data": {"train": "train.jsonl"}, "reward": reward, "steps": 1}
+    found = jobcheck.check_job(job)
+    assert found.problems == []
+    assert len([text for text in found.advice if "isolated: false" in text]) == n_warnings

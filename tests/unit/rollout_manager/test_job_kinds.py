@@ -1,0 +1,255 @@
+"""What a job file of each kind needs, and what it may not say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlboost.jobs.evaluation import evaluation_of
+from rlboost.services.rollout_manager.domain.jobs.record import from_json as job_from_json
+from rlboost.services.rollout_manager.domain.jobs.record import to_json as job_to_json
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.spec import EvalJob, InvalidJob, RlJob, parse, parse_stored, to_json
+from rlboost.shared.job.training import TrainerSpec
+
+GOLDEN = Path(__file__).parents[2] / "golden/jobs"
+"""Jobs as the first versions stored them: every kind had the keys of all."""
+REWARD = {"function": "a:b"}
+JOBS: dict[str, dict[str, Any]] = {
+    "rl": {"model": "m", "data": {"train": "t"}, "reward": REWARD, "steps": 1},
+    "sft": {"kind": "sft", "model": "m", "data": {"train": "t"}, "steps": 1},
+    "eval": {"kind": "eval", "model": "m", "data": {"eval": "e"}, "reward": REWARD, "eval": {"samples": 4}},
+}
+
+
+@pytest.mark.parametrize("kind", JOBS)
+def test_minimal_job_of_each_kind_parses_and_round_trips(kind: str) -> None:
+    job = parse(JOBS[kind])
+    assert job.kind == kind
+    assert parse(json.loads(to_json(job))) == job
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "text"),
+    [
+        ("rl", {"reward": None}, "reward: a job of kind rl needs it, or an environment"),
+        ("rl", {"steps": 0}, "steps: should be 1 or more, not 0"),
+        ("rl", {"data": {}}, "data.train: missing: give it"),
+        ("sft", {"steps": 0}, "steps: should be 1 or more, not 0"),
+        ("sft", {"data": {}}, "data.train: missing: give it"),
+        ("eval", {"data": {}}, "data.eval: missing: give it"),
+        ("eval", {"reward": None}, "reward: a job of kind eval needs it, or an environment"),
+        ("eval", {"eval": None}, "eval: should be a section with the keys every, samples, pass_reward"),
+        ("eval", {"kind": "test"}, "kind: 'test' is unknown: use 'rl', 'sft' or 'eval'"),
+        ("eval", {"kind": ["sft"]}, "kind: should be 'rl', 'sft' or 'eval'"),
+    ],
+)
+def test_missing_setting_of_a_kind_is_named(kind: str, changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse({**JOBS[kind], **changes})
+    assert str(caught.value) == text
+
+
+def test_a_group_of_like_completions_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^sampling\.temperature: 0 makes all completions of a group alike"):
+        parse({**JOBS["rl"], "sampling": {"temperature": 0}})
+
+
+RL, SFT, EVAL = "learns from what it generates, up to sampling.max_tokens", "generates nothing", "trains nothing"
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "because", "removed"),
+    [
+        ("rl", {"data": {"train": "t", "completion_key": "completion"}}, RL, "data.completion_key"),
+        ("rl", {"data": {"train": "t", "max_completion_tokens": 9}}, RL, "data.max_completion_tokens"),
+        ("sft", {"reward": REWARD}, SFT, "reward"),
+        ("sft", {"sampling": {"temperature": 0.7}, "eval": {}}, SFT, "sampling, eval"),
+        ("sft", {"algorithm": {}, "environment": {"function": 3}}, SFT, "algorithm, environment"),
+        (
+            "sft",
+            {"eval": {}, "elastic": {"seeding": 1, "weights": "delta"}, "data": {"train": "t", "curriculum": {}}},
+            SFT,
+            "eval, data.curriculum, elastic.seeding",
+        ),
+        ("eval", {"steps": 0, "optimizer": {"lr": 0.1}, "lora": {}}, EVAL, "steps, optimizer, lora"),
+        (
+            "eval",
+            {"data": {"train": "t", "eval": "e", "prompts_per_step": 4}},
+            EVAL,
+            "data.train, data.prompts_per_step",
+        ),
+        ("eval", {"algorithm": {"name": "rloo"}, "elastic": {"weights": "lora"}}, EVAL, "algorithm, elastic.weights"),
+    ],
+)
+def test_all_that_does_not_apply_is_named_at_once(
+    kind: str, changes: dict[str, Any], because: str, removed: str
+) -> None:
+    with pytest.raises(InvalidJob) as caught:
+        parse({**JOBS[kind], **changes})
+    text = f"a job of kind {kind} {because}: remove {removed}"
+    assert str(caught.value) == text
+    assert caught.value.fields == [(name, text) for name in removed.split(", ")]
+
+
+def test_inapplicable_and_invalid_settings_are_reported_together() -> None:
+    with pytest.raises(InvalidJob) as caught:
+        parse({**JOBS["sft"], "sampling": {}, "steps": "many", "optimiser": {}})
+    assert caught.value.problems == [
+        "a job of kind sft generates nothing: remove sampling",
+        "steps: should be a whole number, not 'many'",
+        "optimiser: unknown key: did you mean optimizer?",
+    ]
+    assert [field for field, _ in caught.value.fields] == ["sampling", "steps", "optimiser"]
+
+
+@pytest.mark.parametrize("kind", ["sft", "eval"])
+def test_inapplicable_settings_may_be_null_and_are_not_resolved(kind: str) -> None:
+    others = {name: None for job in JOBS.values() for name in job if name not in {"kind", *JOBS[kind]}}
+    job = parse({**others, **JOBS[kind]})
+    assert not others.keys() & json.loads(to_json(job)).keys()
+
+
+@pytest.mark.parametrize("kind", JOBS)
+def test_stored_job_with_inapplicable_settings_is_still_read(kind: str) -> None:
+    stored = (GOLDEN / f"{kind}.json").read_text()
+    with pytest.raises(InvalidJob, match=f"a job of kind {kind} .*: remove "):
+        parse(json.loads(stored))
+    job = parse_stored(json.loads(stored))
+    assert job.kind == kind
+    assert parse(json.loads(to_json(job))) == job
+    record = job_from_json(f'{{"id": "j", "no": 1, "created_at": 0, "spec": {stored}}}')
+    assert record.spec == job
+    assert job_from_json(job_to_json(record)) == record
+
+
+def test_stored_job_with_a_removed_key_is_read_and_a_new_one_is_refused() -> None:
+    stored = json.loads((GOLDEN / "dapo.json").read_text())
+    stored["elastic"]["link"] = "slow"
+    assert "link" not in json.loads(to_json(parse_stored(stored)))["elastic"]
+    with pytest.raises(InvalidJob, match=r"elastic\.link: unknown key"):
+        parse({**JOBS["rl"], "elastic": {"link": "slow"}})
+
+
+def test_stored_dapo_job_without_resample_keeps_replacing_no_group() -> None:
+    """`dapo` replaced no group until `algorithm.resample` came."""
+    stored = json.loads((GOLDEN / "dapo.json").read_text())
+    job = parse_stored(stored)
+    record = job_from_json(json.dumps({"id": "j", "no": 1, "created_at": 0, "spec": stored}))
+    assert isinstance(job, RlJob)
+    assert record.spec == job == parse_stored(json.loads(to_json(job)))
+    assert (job.algorithm.name, job.algorithm.resample) == ("dapo", 0)
+    stored["algorithm"] |= {"equal_groups": "keep"}
+    kept = parse_stored(stored)
+    assert isinstance(kept, RlJob)
+    assert kept.algorithm.resample is None
+    anew = parse_stored(json.loads(to_json(parse({**JOBS["rl"], "algorithm": {"name": "dapo"}}))))
+    assert isinstance(anew, RlJob)
+    assert anew.algorithm.resample == 8
+
+
+def test_invalid_setting_of_a_stored_job_is_reported() -> None:
+    with pytest.raises(InvalidJob) as caught:
+        parse_stored({**JOBS["sft"], "sampling": {}, "steps": 0})
+    assert str(caught.value) == "steps: should be 1 or more, not 0"
+
+
+def test_an_evaluation_may_be_greedy_and_is_scored_at_a_temperature_that_can_be() -> None:
+    sampling = parse({**JOBS["eval"], "sampling": {"temperature": 0}}).sampling
+    assert (sampling.temperature, sampling.scored_temperature) == (0, 1)
+    sampling = parse({**JOBS["eval"], "sampling": {"temperature": 0.7}}).sampling
+    assert sampling.scored_temperature == 0.7
+
+
+def test_an_adapter_may_be_fine_tuned() -> None:
+    assert parse({**JOBS["sft"], "elastic": {"weights": "lora"}}).adapter is not None
+
+
+def test_evaluation_of_a_job_drops_training_settings() -> None:
+    job = {
+        **JOBS["rl"],
+        "name": "sums",
+        "data": {"train": "t", "eval": "e", "prompt_key": "q", "prompts_per_step": 4},
+        "algorithm": {"name": "rloo"},
+        "sampling": {"max_tokens": 9},
+        "optimizer": {"lr": 0.1},
+        "trainer": {"dtype": "bfloat16", "checkpoint_every": 3},
+        "elastic": {"weights": "lora", "share": 2.0},
+        "lora": {"rank": 4},
+        "eval": {"every": 3, "samples": 20, "pass_reward": 0.5},
+    }
+    resolved = json.loads(to_json(parse(job)))
+    for given in (job, resolved):
+        made = parse(evaluation_of(given, model="other", samples=30))
+        assert (made.kind, made.name, made.model, made.steps) == ("eval", "sums-eval", "other", 0)
+        assert (made.data.train, made.data.eval, made.data.prompt_key) == (None, "e", "q")
+        assert (made.sampling.max_tokens, made.trainer.dtype, made.elastic.share) == (9, "bfloat16", 2.0)
+        assert isinstance(made, EvalJob)
+        assert made.eval is not None
+        assert (made.eval.samples, made.eval.pass_reward) == (30, 0.5)
+    assert parse(evaluation_of(json.loads(to_json(made)))) == made.model_copy(update={"model": "other"})
+
+
+@pytest.mark.parametrize(
+    ("trainer", "kept"),
+    [
+        ({"data_parallel": 8}, {"data_parallel": 8}),
+        ({"offload": "all"}, {"offload": "all"}),
+        (
+            {"backend": "megatron", "tensor_parallel": 2, "data_parallel": 8, "distributed_optimizer": True},
+            {"backend": "megatron", "tensor_parallel": 2},
+        ),
+    ],
+)
+def test_evaluation_of_a_job_keeps_sharding_and_offload(trainer: dict[str, Any], kept: dict[str, Any]) -> None:
+    job = {**JOBS["rl"], "data": {"train": "t", "eval": "e"}, "trainer": trainer}
+    for given in (job, json.loads(to_json(parse(job)))):
+        assert parse(evaluation_of(given)).trainer == TrainerSpec(**kept)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"model": None}, "model: missing: give it"),
+        ({"data": "x.jsonl"}, "data: should be a section with the keys subset, prompt_key,"),
+        ({"trainer": 3}, "trainer: should be a section with the keys backend, dtype,"),
+        ({"eval": "often"}, "eval: should be a section with the keys every, samples, pass_reward"),
+    ],
+)
+def test_evaluation_of_an_invalid_job_is_invalid(changes: dict[str, Any], text: str) -> None:
+    job = {**JOBS["rl"], "data": {"eval": "e"}, **changes}
+    with pytest.raises(ConfigError, match=text):
+        parse(evaluation_of(job, samples=3))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "text"),
+    [
+        ("eval", {}, r"trainer\.resume: a job of kind eval begins with a model.*model: \.rlboost/runs/JOB/model"),
+        (
+            "rl",
+            {"data": {"train": "t", "curriculum": {"skip_solved_above": 0.9}}},
+            r"trainer\.resume: .*data\.curriculum needs: .*model: \.rlboost/runs/JOB/model",
+        ),
+    ],
+)
+def test_resume_of_an_unsupported_job_is_refused(kind: str, changes: dict[str, Any], text: str) -> None:
+    job = {**JOBS[kind], **changes}
+    for resume in ("auto", "never"):
+        parse({**job, "trainer": {"resume": resume}})
+    with pytest.raises(ConfigError, match=text):
+        parse({**job, "trainer": {"resume": "runs/a"}})
+
+
+def test_a_job_without_held_out_data_or_reward_cannot_be_evaluated() -> None:
+    with pytest.raises(ConfigError, match=r"data\.eval is not set"):
+        evaluation_of(JOBS["rl"])
+    with pytest.raises(ConfigError, match="there is no reward: give a job file that has one"):
+        evaluation_of({**JOBS["sft"], "data": {"train": "t", "eval": "e"}})
+
+
+def test_a_job_without_a_number_of_samples_is_evaluated_with_the_default() -> None:
+    assert evaluation_of({**JOBS["rl"], "data": {"eval": "e"}})["eval"] == {"samples": 256}

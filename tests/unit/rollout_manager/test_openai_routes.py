@@ -1,0 +1,237 @@
+"""OpenAI's own client against the manager's routes, with a fake bus and simulated workers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any
+
+import httpx
+import pytest
+from openai import APIStatusError, AsyncOpenAI, AuthenticationError, BadRequestError, NotFoundError
+
+from rlboost.services.rollout_manager.api import build
+from rlboost.services.rollout_manager.openai.errors import error_object, openai_error_format
+from rlboost.services.rollout_manager.openai.routes import add_openai_routes
+from rlboost.services.rollout_manager.openai.schemas import parse_chat
+from rlboost.services.rollout_manager.openai.unsupported import IGNORED, UNSUPPORTED
+from rlboost.services.rollout_manager.ports import ModelFiles
+from rlboost.services.rollout_manager.settings import Settings
+from rlboost.shared.http.problem import Problem
+from tests.support.eventually import eventually
+from tests.unit.rollout_manager.test_serving import Rig
+
+TOKEN = "secret"
+
+
+class Words:
+    """A tokenizer of one token a character, where 1 begins a text and 2 is special."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return [1] * add_special_tokens + [ord(char) for char in text]
+
+    def decode(self, tokens: Any, *, skip_special_tokens: bool) -> str:
+        return "".join("<eos>" * (not skip_special_tokens) if token < 3 else f"[{token}]" for token in tokens)
+
+
+class Site(Rig):
+    """A manager with its HTTP routes, whose workers generate all the time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.files = ModelFiles("m", tokenizer=Words(), stop_token_ids=(2,))
+        self.http = httpx.AsyncClient(
+            transport=httpx.ASGITransport(
+                build(
+                    self.manager,
+                    self.bus,
+                    Settings(token=TOKEN),
+                    [partial(add_openai_routes, load_model_files=lambda _: self.files)],
+                    openai_error_format,
+                )
+            ),
+            base_url="http://manager",
+        )
+
+    def client(self, api_key: str = TOKEN) -> AsyncOpenAI:
+        http: Any = self.http  # it names the type by another module of httpx
+        return AsyncOpenAI(base_url="http://manager/v1", api_key=api_key, http_client=http, max_retries=0)
+
+    async def generate(self) -> None:
+        while True:
+            await self.work()
+            await asyncio.sleep(0)
+
+    def requested(self) -> int:
+        return self.manager.world.audits["j"].serving.requested
+
+
+@pytest.fixture
+async def site() -> AsyncIterator[Site]:
+    site = Site()
+    await site.start("a", "b")
+    generating = asyncio.create_task(site.generate(), name="generate")
+    yield site
+    generating.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await generating
+    await site.http.aclose()
+
+
+TOKEN_IDS = {"return_token_ids": True}
+CHAT: list[Any] = [{"role": "user", "content": "hi"}]
+
+
+async def test_completions_of_several_prompts_are_indexed_by_prompt_then_sample(site: Site) -> None:
+    prompts = ["ab", [7, 8, 9], "c"]
+    asked: dict[str, Any] = {"model": "j", "prompt": prompts, "n": 2, "max_tokens": 5, "seed": 3}
+    made = await site.client().completions.create(**asked, extra_body=TOKEN_IDS)
+    assert [choice.index for choice in made.choices] == list(range(6))
+    of_prompt: list[list[int]] = [choice.prompt_token_ids for choice in made.choices]
+    assert of_prompt == [[1, 97, 98]] * 2 + [[7, 8, 9]] * 2 + [[1, 99]] * 2
+    assert all(choice.text for choice in made.choices)
+    assert made.usage is not None
+    assert (made.usage.prompt_tokens, made.usage.completion_tokens) == (3 + 3 + 2, 6 * 5)
+
+    texts = [""] * 6
+    usage = None
+    async for chunk in await site.client().completions.create(
+        **asked, stream=True, stream_options={"include_usage": True}
+    ):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert [text.count("[") for text in texts] == [5] * 6
+    assert usage == made.usage
+
+
+@pytest.mark.parametrize("prompt", ["ab", ["ab"], [5, 6], [[5, 6]]])
+async def test_one_prompt_is_taken_in_each_of_openais_forms(site: Site, prompt: Any) -> None:
+    made = await site.client().completions.create(model="j", prompt=prompt, max_tokens=3)
+    assert made.choices[0].text.count("[") == 3
+
+
+async def test_several_prompts_with_a_key_are_not_generated_again(site: Site) -> None:
+    asked: dict[str, Any] = {"model": "j", "prompt": [[5], [6]], "extra_headers": {"Idempotency-Key": "k"}}
+    create = partial(site.client().completions.create, **asked, max_tokens=400, extra_body=TOKEN_IDS)
+    broken = asyncio.create_task(create(), name="broken")
+    await eventually(lambda: site.requested() == 2)
+    broken.cancel()
+    again = await create()
+    assert [len(choice.token_ids) for choice in again.choices] == [400, 400]  # type: ignore[attr-defined]  # ours
+    assert site.requested() == 2
+    await eventually(lambda: not site.manager.world.served)
+
+
+async def test_samples_of_a_request_with_a_key_are_released_together(site: Site) -> None:
+    waiters = site.manager.completion_waiters
+    groups = [await site.ask(), await site.ask()]
+    first, second = waiters.register(groups, site.manager.world, resumable=True)
+    waiters.complete(first, 0)
+    assert not waiters.clients.satisfied
+    waiters.complete(second, 0)
+    assert waiters.clients.satisfied == {group.group for group in groups}
+
+
+async def test_more_completions_than_fit_are_rejected(site: Site) -> None:
+    with pytest.raises(BadRequestError, match="1200 completions") as caught:
+        await site.client().completions.create(model="j", prompt=[[5]] * 12, n=100)
+    assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [
+        ("", "prompt: is empty"),
+        ([], "not empty"),
+        (["a", ""], "prompt: entry 1 is empty"),
+        ([3, "a"], "prompt: entry 0 is 3"),
+        ([[3], [-1]], "prompt: entry 1 is [-1]"),
+        ([True], "prompt: entry 0 is True"),
+        (5, "prompt: should be text, a list of token ids, or a list of these"),
+    ],
+)
+async def test_invalid_prompt_is_named_as_it_was_written(site: Site, prompt: Any, text: str) -> None:
+    with pytest.raises(BadRequestError) as caught:
+        await site.client().completions.create(model="j", prompt=prompt)
+    assert text in str(caught.value.body["message"])  # type: ignore[index]
+    assert "constrained" not in str(caught.value)
+    assert caught.value.param == "prompt"
+
+
+async def test_prompt_that_the_model_cannot_take_is_named_by_its_number(site: Site) -> None:
+    site.files = ModelFiles("m", tokenizer=Words(), max_len=4)
+    with pytest.raises(BadRequestError, match="prompt 1: a prompt of 4 tokens"):
+        await site.client().completions.create(model="j", prompt=[[3], [3] * 4])
+
+
+@pytest.mark.parametrize("field", [*UNSUPPORTED, *sorted(IGNORED)])
+def test_known_field_is_unsupported_unless_it_changes_nothing(field: str) -> None:
+    raw = {"model": "j", "messages": CHAT}
+    for value in (*UNSUPPORTED.get(field, ["x", {"a": "b"}]), None):
+        assert parse_chat({**raw, field: value}) == parse_chat(raw)
+    if field in UNSUPPORTED:
+        with pytest.raises(Problem, match=f"{field}: not supported") as caught:
+            parse_chat({**raw, field: {"other": 1}})
+        assert error_object(caught.value)["param"] == field
+
+
+async def test_openai_client_may_send_parameters_without_effect(site: Site) -> None:
+    create = site.client().completions.create
+    harmless = {"metadata": {"a": "b"}, "store": True, "response_format": {"type": "text"}, "top_k": -1}
+    await create(model="j", prompt="a", max_tokens=1, user="me", best_of=1, extra_body=harmless)
+    with pytest.raises(BadRequestError, match="response_format: not supported, except for the default") as caught:
+        await create(model="j", prompt="a", extra_body={"response_format": {"type": "json_object"}})
+    assert (caught.value.param, caught.value.code) == ("response_format", "unsupported_value")
+    with pytest.raises(BadRequestError, match="reasoning_effort: not supported: remove it") as caught:
+        await create(model="j", prompt="a", extra_body={"reasoning_effort": "low"})
+    assert caught.value.code == "unsupported_parameter"
+
+
+async def test_unknown_field_is_unknown_and_the_nearest_one_suggested(site: Site) -> None:
+    for wrong, hint in {"temprature": "did you mean temperature", "zzz": "unknown key"}.items():
+        with pytest.raises(BadRequestError, match=hint) as caught:
+            await site.client().completions.create(model="j", prompt="a", extra_body={wrong: 1})
+        assert (caught.value.param, caught.value.code) == (wrong, "invalid_value")
+
+
+async def test_errors_below_openais_routes_have_openais_format(site: Site) -> None:
+    async def error_of(method: str, path: str, **more: Any) -> tuple[int, dict[str, Any]]:
+        answer = await site.http.request(method, path, **more)
+        assert list(answer.json()) == ["error"], path
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        return answer.status_code, answer.json()["error"]
+
+    bearer = {"Authorization": f"Bearer {TOKEN}"}
+    for path in ("/v1/models", "/v1/models/x"):
+        status, error = await error_of("GET", path)
+        assert (status, error["code"]) == (401, "invalid_api_key")
+    for path in ("/v1/embeddings", "/v1/responses", "/v1/files/abc/content", "/v1/nonsense"):
+        status, error = await error_of("POST", path, headers=bearer, json={})
+        assert (status, error["code"]) == (404, "unknown_url")
+        assert path in error["message"]
+        assert "/v1/chat/completions" in error["message"]
+    assert (await error_of("GET", "/v1/completions", headers=bearer))[0] == 405
+    status, error = await error_of(
+        "POST", "/v1/completions", headers={**bearer, "Content-Type": "application/json"}, content="{"
+    )
+    assert (status, error["type"]) == (400, "invalid_request_error")
+    assert "JSON" in error["message"]
+    for path in ("/v1/jobs", "/v1/jobs/none/nonsense", "/v1/workers", "/v1/fleet/x", "/metrics", "/nonsense"):
+        answer = await site.http.get(path)
+        assert answer.headers["content-type"] == "application/problem+json", path
+
+
+async def test_openai_client_raises_its_own_errors(site: Site) -> None:
+    with pytest.raises(AuthenticationError, match="this system's token") as denied:
+        await site.client("wrong").completions.create(model="j", prompt="a")
+    assert denied.value.code == "invalid_api_key"
+    with pytest.raises(NotFoundError, match="not supported") as missing:
+        await site.client().embeddings.create(model="j", input="a")
+    assert missing.value.code == "unknown_url"
+    with pytest.raises(NotFoundError, match="Qwen/Qwen3") as model:
+        await site.client().models.retrieve("Qwen/Qwen3")
+    assert (model.value.code, model.value.param) == ("model_not_found", "model")
+    assert isinstance(model.value, APIStatusError)

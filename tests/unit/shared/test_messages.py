@@ -1,0 +1,128 @@
+"""The wire format stays what it was: golden bytes of every message, and what decoding refuses and forgives."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import types
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from rlboost.shared.errors import Undecodable
+from rlboost.shared.ids import SampleId, group_of, job_of
+from rlboost.shared.messages import Message, TokenFrame, registered
+from rlboost.shared.wire.codec import decode, encode
+from rlboost.shared.wire.columns import F32, I32, floats, ints, pack
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+M = TypeVar("M", bound=BaseModel)
+
+
+def example(annotation: Any, name: str) -> Any:  # noqa: PLR0911 - one case a kind of type
+    """A fixed value of a field's type: numbers and texts derived from the field's name."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return example(args[0], name)
+    if origin is Literal:
+        return args[0]
+    if origin in {list, tuple}:
+        if origin is tuple and len(args) > 1 and args[1] is not ...:
+            return tuple(example(arg, name) for arg in args)
+        one = example(args[0], name)
+        return [one, one] if origin is list else (one, one)
+    if origin is dict:
+        return {"a": 1.5}
+    if origin in {Union, types.UnionType}:
+        return example(args[0], name)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return build(annotation)
+    simple: dict[type, Any] = {int: len(name), float: len(name) + 0.5, str: name, bytes: name.encode(), bool: True}
+    return simple[annotation]
+
+
+def build(cls: type[M]) -> M:
+    values = {name: example(field.annotation, name) for name, field in cls.model_fields.items()}
+    values |= {"last_command": "12-3"} if "last_command" in values else {}
+    # Columns with constraints have whole entries.
+    constrained = {name for name, field in cls.model_fields.items() if field.annotation is bytes and field.metadata}
+    return cls(**{name: value * 8 if name in constrained else value for name, value in values.items()})
+
+
+@pytest.mark.parametrize("tag", sorted(registered()))
+def test_every_message_has_the_golden_bytes(tag: str) -> None:
+    message = build(registered()[tag])
+    assert isinstance(message, Message)
+    file = GOLDEN / f"{tag}.msgpack"
+    if os.environ.get("RLBOOST_WRITE_GOLDEN"):
+        file.write_bytes(encode(message))
+    assert file.exists(), f"a new message needs golden bytes: RLBOOST_WRITE_GOLDEN=1 pytest {__file__}"
+    assert encode(message) == file.read_bytes(), "the wire format changed: older services would not read this"
+    assert decode(file.read_bytes()) == message
+
+
+def test_no_golden_file_is_left_of_a_message_that_is_gone() -> None:
+    assert {file.stem for file in GOLDEN.glob("*.msgpack")} == set(registered())
+
+
+@pytest.mark.parametrize("tag", sorted(registered()))
+def test_a_reader_ignores_fields_that_it_does_not_know(tag: str) -> None:
+    body = msgpack.unpackb((GOLDEN / f"{tag}.msgpack").read_bytes())
+    newer = msgpack.packb({**body, "added_later": [1, 2, 3]})
+    assert decode(newer) == decode((GOLDEN / f"{tag}.msgpack").read_bytes())
+
+
+@pytest.mark.parametrize("tag", sorted(registered()))
+def test_a_message_without_a_required_field_does_not_decode(tag: str) -> None:
+    cls = registered()[tag]
+    body = msgpack.unpackb((GOLDEN / f"{tag}.msgpack").read_bytes())
+    for name, field in cls.model_fields.items():
+        if field.is_required():
+            with pytest.raises(Undecodable, match=name):
+                decode(msgpack.packb({k: v for k, v in body.items() if k != name}))
+
+
+@given(st.binary(max_size=80))
+def test_no_bytes_make_decoding_fail_in_another_way(data: bytes) -> None:
+    with contextlib.suppress(Undecodable):
+        decode(data)
+
+
+def test_a_wrong_type_is_refused_and_named() -> None:
+    body = msgpack.unpackb(encode(build(TokenFrame)))
+    with pytest.raises(Undecodable, match="seq"):
+        decode(msgpack.packb({**body, "seq": "7"}))
+
+
+@given(
+    st.tuples(
+        st.integers(0, 2**16 - 1),
+        st.booleans(),
+        st.integers(0, 2**23 - 1),
+        st.integers(0, 2**16 - 1),
+        st.integers(0, 255),
+    )
+)
+def test_a_sample_id_survives_packing(parts: tuple[int, bool, int, int, int]) -> None:
+    sample = SampleId(*parts)
+    packed = sample.pack()
+    assert 0 <= packed < 2**64
+    assert SampleId.unpack(packed) == sample
+    assert job_of(packed) == sample.job
+    assert SampleId.unpack(group_of(packed)) == sample._replace(member=0)
+
+
+def test_a_sample_id_out_of_range_is_refused() -> None:
+    with pytest.raises(ValueError, match="member = 256"):
+        SampleId(0, False, 0, 0, 256).pack()
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1)), st.lists(st.floats(width=32, allow_nan=False)))
+def test_columns_survive_packing(tokens: list[int], logprobs: list[float]) -> None:
+    assert ints(pack(tokens, I32)) == tokens
+    assert floats(pack(logprobs, F32)) == logprobs

@@ -1,0 +1,218 @@
+"""Supervised fine-tuning on fakes: what a job of `kind: sft` does without a worker, and how it goes on after a kill."""
+
+from __future__ import annotations
+
+import math
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlboost.services.trainer.domain.loss.inputs import LossFn, TokenBatch
+from rlboost.services.trainer.domain.sft import SftStep, sft_loss
+from rlboost.services.trainer.fakes.engine import FakeEngine
+from rlboost.services.trainer.ports.data import Prompt
+from rlboost.services.trainer.ports.engine import NotFinite
+from rlboost.services.trainer.ports.resources import JobResources
+from rlboost.shared.job.spec import JobSpec, parse
+from rlboost.shared.messages import JobCommand
+from rlboost.shared.wire.columns import I32, pack
+from tests.support.eventually import eventually
+from tests.support.trainer_rig import JOB, Rig
+
+STEPS = 7
+
+
+def sft(**changes: Any) -> JobSpec:
+    raw: dict[str, Any] = {
+        "kind": "sft",
+        "model": "m",
+        "data": {"train": "t.jsonl", "prompts_per_step": 4},
+        "optimizer": {"lr": 0.01},
+        "trainer": {"checkpoint_every": 2, "micro_batch_tokens": 16},
+        "steps": STEPS,
+    }
+    return parse({**raw, **changes})
+
+
+class SftRig(Rig):
+    """Rows of a prompt, and three to five tokens to imitate."""
+
+    def build(self, job: JobSpec, job_id: str) -> JobResources:
+        rows = [Prompt(f"p{i}", pack([1, i], I32), {}, pack([3 + i] * (2 + i % 3) + [2], I32)) for i in range(10)]
+        built = super().build(job, job_id)
+        return replace(built, data=replace(built.data, train=rows, evaluation=()))
+
+
+class Hanging(FakeEngine):
+    """Hangs in the update of one step."""
+
+    def __init__(self, hangs_in: int) -> None:
+        super().__init__()
+        self._left = hangs_in
+        self.hangs = False
+        self.goes_on = threading.Event()
+
+    def step(self, learning_rate: float) -> float:
+        if not self._left:
+            self.hangs = True
+            self.goes_on.wait(60.0)
+        self._left -= 1
+        return super().step(learning_rate)
+
+
+async def run(rig: Rig) -> None:
+    async with rig.trainer():
+        await rig.command("create")
+        assert (await rig.ended()).state == "completed"
+
+
+async def test_a_job_trains_without_a_worker_and_publishes_its_last_version(tmp_path: Path) -> None:
+    rig = SftRig(tmp_path, sft())
+    await run(rig)
+    assert rig.manager.requests == []
+    assert sorted(rig.weights.versions) == [STEPS]
+    untrained = FakeEngine()
+    untrained.load_hf(Path("m"))
+    assert rig.folder.model == rig.weights.versions[STEPS] != list(untrained.export_shards())
+    assert sorted(rig.folder.rows) == [report.step for report in await rig.steps()] == list(range(STEPS))
+    assert ("model_saved", {"path": "model"}) in await rig.events()
+
+
+async def test_a_job_that_an_earlier_version_stored_is_trained(tmp_path: Path) -> None:
+    stored = (Path(__file__).parents[2] / "golden/jobs/sft.json").read_text()
+    rig = SftRig(tmp_path)
+    async with rig.trainer():
+        await rig.append(JobCommand(command_id="create", action="create", job_id=JOB, job_no=1, spec_json=stored))
+        assert (await rig.ended()).state == "completed"
+    assert sorted(rig.folder.rows) == [0, 1]
+
+
+async def test_an_adapter_comes_with_the_model_that_it_belongs_to(tmp_path: Path) -> None:
+    rig = SftRig(tmp_path, sft(elastic={"weights": "lora"}))
+    rig.make_engine = lambda: FakeEngine('{"r": 1}')
+    await run(rig)
+    assert sorted(rig.weights.versions) == [0, STEPS]
+    assert rig.weights.adapters == {STEPS: (0, '{"r": 1}')}
+    assert rig.folder.adapter == rig.weights.versions[STEPS]
+
+
+async def test_each_row_is_seen_once_an_epoch_in_micro_batches_of_the_given_size(tmp_path: Path) -> None:
+    rig = SftRig(tmp_path, sft(data={"train": "t", "prompts_per_step": 5}, steps=4))
+    seen: list[bytes] = []
+
+    class Noting(FakeEngine):
+        def accumulate(self, batches: Any, loss: LossFn) -> dict[str, float]:
+            assert all(sum(row.n_tokens for row in rows) <= 16 for rows in batches)
+            seen.extend(row.prompt for rows in batches for row in rows)
+            return super().accumulate(batches, loss)
+
+    rig.make_engine = Noting
+    await run(rig)
+    assert len(set(seen[:10])) == len(set(seen[10:])) == 10
+    assert seen[:10] != seen[10:]
+
+
+@pytest.mark.parametrize("killed_in", [0, 1, 2, STEPS - 1])
+async def test_a_killed_trainers_successor_ends_with_the_same_bits(tmp_path: Path, killed_in: int) -> None:
+    steady, killed = SftRig(tmp_path / "a", sft()), SftRig(tmp_path / "b", sft())
+    await run(steady)
+    engine = Hanging(killed_in)
+    killed.make_engine = lambda: engine
+    async with killed.trainer(killed=True):
+        await killed.command("create")
+        await eventually(lambda: engine.hangs)
+    engine.goes_on.set()
+    killed.make_engine = FakeEngine
+    killed.lease_runs_out()
+    async with killed.trainer():
+        assert (await killed.ended()).state == "completed"
+    assert killed.weights.versions == steady.weights.versions
+    assert killed.folder.model == steady.folder.model
+    assert sorted(killed.folder.rows) == list(range(STEPS))
+
+
+async def test_committed_sft_version_replaces_the_retrained_one(tmp_path: Path) -> None:
+    rig = SftRig(tmp_path, sft())
+    await run(rig)
+    committed = [shard._replace(data=b"\x00\x00\x80?" * 2) for shard in rig.weights.versions[STEPS]]
+    again = SftRig(tmp_path / "again", sft())
+    again.weights.versions[STEPS] = committed
+    await run(again)
+    assert again.folder.model == committed
+    assert ("weights_restored", {"version": STEPS}) in await again.events()
+
+
+async def test_sft_job_stops_while_paused_and_can_be_cancelled(tmp_path: Path) -> None:
+    rig = SftRig(tmp_path, sft(steps=1_000))
+    engine = Hanging(3)
+    rig.make_engine = lambda: engine
+    async with rig.trainer() as trainer:
+        await rig.command("create")
+        await eventually(lambda: engine.hangs)
+        await rig.command("pause")
+        await eventually(lambda: trainer._current is not None and not trainer._current.unpaused.is_set())
+        engine.goes_on.set()
+        await rig.waits_for("a resume")
+        assert len(await rig.steps()) == 4
+        await rig.command("resume")
+        await rig.command("cancel")
+        assert (await rig.ended()).state == "cancelled"
+
+
+async def test_non_finite_sft_loss_fails_the_job_and_dumps_the_rows(tmp_path: Path) -> None:
+    class Broken(FakeEngine):
+        def accumulate(self, batches: Any, loss: LossFn) -> dict[str, float]:
+            raise NotFinite("the loss is nan")
+
+    rig = SftRig(tmp_path, sft())
+    rig.make_engine = Broken
+    async with rig.trainer():
+        await rig.command("create")
+        report = await rig.ended()
+    assert report.state == "failed"
+    assert report.error.startswith("step 0: the loss is nan")
+    assert "not-finite-step-0.jsonl" in report.error
+    assert len(rig.folder.batches["not-finite-step-0.jsonl"]) == 4
+    assert rig.weights.versions == {}
+
+
+async def test_omitted_rows_are_reported(tmp_path: Path) -> None:
+    rig = SftRig(tmp_path, sft(steps=1, data={"train": "t", "max_prompt_tokens": 9, "max_completion_tokens": 5}))
+    rig.n_too_long = 3
+    await run(rig)
+    [because] = [fields["because"] for kind, fields in await rig.events() if kind == "prompts_left_out"]
+    assert because == (
+        "they have more than 9 tokens (data.max_prompt_tokens) or more than 5 tokens (data.max_completion_tokens)"
+    )
+
+
+def test_the_loss_is_the_cross_entropy_of_the_completions_tokens() -> None:
+    logits = torch.randn(5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    targets = torch.tensor([1, 4, 0, 6, 2])
+    logprobs = torch.log_softmax(logits, -1)[torch.arange(5), targets]
+    total, sums = sft_loss(TokenBatch(logprobs, torch.zeros(5), torch.ones(5), (2, 3)))
+    (ours,) = torch.autograd.grad(total / sums["divisor"], logits)
+    mean = torch.nn.functional.cross_entropy(logits, targets)
+    (theirs,) = torch.autograd.grad(mean, logits)
+    assert sums == {"loss": pytest.approx(5 * mean.item()), "tokens": 5.0, "divisor": 5.0}
+    assert torch.allclose(ours, theirs, atol=1e-12)
+
+
+def test_the_run_log_has_loss_and_perplexity_a_token() -> None:
+    step = SftStep({"loss": 6.0, "tokens": 12.0, "divisor": 12.0}, [4, 8], 0.7, 1e-3, train_s=2.0)
+    assert step.metrics() == {
+        "loss": 0.5,
+        "perplexity": pytest.approx(math.exp(0.5)),
+        "grad_norm": 0.7,
+        "lr": 1e-3,
+        "tokens/trained": 12.0,
+        "completions/mean_length": 6.0,
+        "completions/max_length": 8.0,
+        "time/step_s": 2.0,
+        "time/train_s": 2.0,
+        "perf/tokens_per_s": 6.0,
+    }
