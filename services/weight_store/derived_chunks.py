@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Container, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 import structlog
@@ -21,13 +21,15 @@ from rlboost.services.weight_store.ports import BadChunk, Chunks, Proxied, Sourc
 from rlboost.shared.errors import NotFound, Unprocessable
 from rlboost.shared.weights import codec
 from rlboost.shared.weights.delta_graph import Edge
-from rlboost.shared.weights.manifest import ChunkRef, digest_of
+from rlboost.shared.weights.manifest import CHUNK_BYTES, ChunkRef, digest_of
 
 log = structlog.get_logger(__name__)
 
 
 MAX_BYTES_IN_MEMORY = 256 << 20
 """Results retained in memory until they are written; beyond it they are derived again."""
+_MAX_BUFFERS = 8
+"""Buffers kept for the next deltas: new memory would cost more processor time than all the rest."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +52,8 @@ class DerivedChunks:
         self._max_bytes_in_memory = max_bytes_in_memory
         self._derived: dict[str, _Derived] = {}
         self._bytes_in_memory = 0
+        self._buffers: list[bytearray] = []
+        """Of `CHUNK_BYTES`, not in use."""
 
     def __len__(self) -> int:
         """Return the number of derived chunks that are not written."""
@@ -66,14 +70,14 @@ class DerivedChunks:
         """
         if edge.base in self._derived:
             await self.write(edge.base)
-        data = await self._applied(edge)
-        if await asyncio.to_thread(digest_of, data) != edge.new:
-            raise BadChunk(f"the delta {edge.delta} does not lead from {edge.base} to this chunk")
-        if await self._chunks.missing([ChunkRef(edge.new, len(data))], now):
-            derived = self.add(edge, len(data), now)
-            if not derived.data and self._bytes_in_memory + len(data) <= self._max_bytes_in_memory:
-                derived.data = data
-                self._bytes_in_memory += len(data)
+        async with self._applied(edge) as data:
+            if await asyncio.to_thread(digest_of, data) != edge.new:
+                raise BadChunk(f"the delta {edge.delta} does not lead from {edge.base} to this chunk")
+            if await self._chunks.missing([ChunkRef(edge.new, len(data))], now):
+                derived = self.add(edge, len(data), now)
+                if not derived.data and self._bytes_in_memory + len(data) <= self._max_bytes_in_memory:
+                    derived.data = bytes(data)
+                    self._bytes_in_memory += len(data)
 
     def add(self, edge: Edge, n_bytes: int, used_at: float) -> _Derived:
         """Add the chunk that an edge leads to, which was verified before; an existing one is marked as used."""
@@ -119,13 +123,13 @@ class DerivedChunks:
             if self._derived.get(digest) is not derived:
                 return None
             try:
-                data = derived.data or await self._applied(derived.edge)
-                try:
-                    await self._chunks.put(digest, [data], derived.used_at)  # checks the digest
-                except StoreFull as error:
-                    if await asyncio.to_thread(digest_of, data) != digest:
-                        raise BadChunk("base or delta is damaged") from error
-                    return data, error
+                async with self._derived_bytes(derived) as data:
+                    try:
+                        await self._chunks.put(digest, [data], derived.used_at)  # checks the digest
+                    except StoreFull as error:
+                        if await asyncio.to_thread(digest_of, data) != digest:
+                            raise BadChunk("base or delta is damaged") from error
+                        return bytes(data), error
             except (NotFound, Unprocessable) as error:
                 self._forget(digest)
                 log.error("derived_chunk_lost", chunk=digest, base=derived.edge.base, error=str(error))  # noqa: TRY400 - the cause is in the message; a traceback adds nothing
@@ -157,9 +161,24 @@ class DerivedChunks:
         if (derived := self._derived.pop(digest, None)) is not None:
             self._bytes_in_memory -= len(derived.data)
 
-    async def _applied(self, edge: Edge) -> bytes:
-        base, delta = await self._chunks.read(edge.base), await self._chunks.read(edge.delta)
-        return await asyncio.to_thread(codec.apply, base, delta)
+    @asynccontextmanager
+    async def _derived_bytes(self, derived: _Derived) -> AsyncIterator[bytes | memoryview]:
+        if derived.data:
+            yield derived.data
+        else:
+            async with self._applied(derived.edge) as data:
+                yield data
+
+    @asynccontextmanager
+    async def _applied(self, edge: Edge) -> AsyncIterator[memoryview]:
+        """Give what an edge makes of its base, in a buffer that is overwritten after the block; raises `NotFound`."""
+        buffer = self._buffers.pop() if self._buffers else bytearray(CHUNK_BYTES)
+        data = await self._chunks.read_into(edge.base, buffer)
+        await asyncio.to_thread(codec.apply_into, data, await self._chunks.read(edge.delta))
+        yield data
+        # Not after an error: a thread may still write to it.
+        if len(self._buffers) < _MAX_BUFFERS:
+            self._buffers.append(buffer)
 
     async def put(self, digest: str, blocks: Sequence[bytes | memoryview], now: float) -> None:
         """See `Chunks.put`."""
@@ -186,6 +205,12 @@ class DerivedChunks:
         if (unwritten := await self._write(digest)) is not None:
             return unwritten[0]
         return await self._chunks.read(digest)
+
+    async def read_into(self, digest: str, buffer: bytearray) -> memoryview:
+        """See `Chunks.read_into`. A derived chunk is written first."""
+        if (unwritten := await self._write(digest)) is not None:
+            return memoryview(bytearray(unwritten[0]))
+        return await self._chunks.read_into(digest, buffer)
 
     async def source(self, digest: str) -> Source:
         """See `Chunks.source`. A derived chunk is written first."""

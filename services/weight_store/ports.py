@@ -90,6 +90,9 @@ class Chunks(Protocol):
     async def read(self, digest: str) -> bytes:
         """Return a chunk's bytes, unverified; raises `NotFound`."""
 
+    async def read_into(self, digest: str, buffer: bytearray) -> memoryview:
+        """Return a chunk's bytes, writable and unverified, in `buffer` or elsewhere; raises `NotFound`."""
+
     async def source(self, digest: str) -> Source:
         """Return the location of a chunk's bytes; raises `NotFound`."""
 

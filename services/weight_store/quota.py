@@ -68,6 +68,10 @@ class LimitedChunks:
         """See `Chunks.read`."""
         return await self._chunks.read(digest)
 
+    async def read_into(self, digest: str, buffer: bytearray) -> memoryview:
+        """See `Chunks.read_into`."""
+        return await self._chunks.read_into(digest, buffer)
+
     async def source(self, digest: str) -> Source:
         """See `Chunks.source`."""
         return await self._chunks.source(digest)

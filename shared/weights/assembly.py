@@ -116,9 +116,9 @@ class Assembly:
             self._fall_back(chunk_plan, ValueError("the result has another digest"))
 
     def _rebuilt(self, chunk_plan: ChunkPlan) -> bool:
-        data = self._cache.path(chunk_plan.path[0].base).read_bytes()
+        data = self._cache.read(chunk_plan.path[0].base)
         for edge in chunk_plan.path:
-            data = codec.apply(data, self._cache.path(edge.delta).read_bytes())
+            codec.apply_into(data, self._cache.path(edge.delta).read_bytes())
         return self._cache.store(chunk_plan.chunk, data)
 
     def _fall_back(self, chunk_plan: ChunkPlan, error: Exception) -> None:

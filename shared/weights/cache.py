@@ -136,6 +136,12 @@ class Cache:
         self.verified.add(blob.digest)
         return True
 
+    def read(self, digest: str) -> memoryview:
+        """Return a blob's bytes in a writable buffer, until the thread's next call; raises `FileNotFoundError`."""
+        with self.path(digest).open("rb") as file:
+            data = _scratch_of(os.fstat(file.fileno()).st_size)
+            return data[: file.readinto(data)]
+
     def last_pulled(self) -> list[tuple[str, int]]:
         """Return the (job, version) pairs that an earlier process pulled last. A hint: blobs are still verified."""
         try:
@@ -224,12 +230,17 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
+def _scratch_of(n_bytes: int) -> memoryview:
+    """Return a buffer, valid until the thread's next call."""
+    return memoryview(_scratch.buffer if n_bytes <= CHUNK_BYTES else bytearray(n_bytes))[:n_bytes]
+
+
 def _read_intact(file: BinaryIO, blob: ChunkRef) -> memoryview | None:
     """Read a blob, None if it is corrupt; the bytes are valid until the thread's next call.
 
     A file that is truncated meanwhile is just too short. Reading a mapping of it would kill the process.
     """
-    data = memoryview(_scratch.buffer if blob.n_bytes <= CHUNK_BYTES else bytearray(blob.n_bytes))[: blob.n_bytes]
+    data = _scratch_of(blob.n_bytes)
     n_bytes = 0
     while n_bytes < len(data) and (n := os.preadv(file.fileno(), [data[n_bytes:]], n_bytes)):
         n_bytes += n

@@ -157,6 +157,20 @@ class DiskChunks:
             except FileNotFoundError as error:
                 raise NotFound(f"there is no chunk {digest}") from error
 
+    async def read_into(self, digest: str, buffer: bytearray) -> memoryview:
+        """See `Chunks.read_into`."""
+        return await asyncio.to_thread(self._read_into, digest, buffer)
+
+    def _read_into(self, digest: str, buffer: bytearray) -> memoryview:
+        with self._directory.errors():
+            try:
+                with self.path(digest).open("rb") as file:
+                    n_bytes = os.fstat(file.fileno()).st_size
+                    target = memoryview(buffer if n_bytes <= len(buffer) else bytearray(n_bytes))[:n_bytes]
+                    return target[: file.readinto(target)]
+            except FileNotFoundError as error:
+                raise NotFound(f"there is no chunk {digest}") from error
+
     async def source(self, digest: str) -> LocalFile:
         """See `Chunks.source`."""
         path = self.path(digest)

@@ -271,17 +271,6 @@ async def test_corrupt_delta_is_not_composed(world: World) -> None:
     assert [len(hop.edges) for hop in (await world.document(2)).hops] == [1, 0]
 
 
-async def test_composed_delta_with_a_wrong_result_is_not_published(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await world.publish(0)
-    await world.publish(1)
-    await world.publish(2)
-    monkeypatch.setattr(codec, "compose", lambda *deltas: deltas[0])
-    await world.composing(world.has_hops(2, 1, 0))
-    assert [len(hop.edges) for hop in (await world.document(2)).hops] == [1, 0]
-
-
 async def test_a_full_disk_stops_composing_and_nothing_else(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     for version in range(3):
         await world.publish(version)
