@@ -100,8 +100,8 @@ def _check_trainer(spec: JobSpec, model: memory.TrainedModel, devices: DeviceSum
 
 def _ranks(trainer: TrainerSpec) -> str:
     """Return the keys whose product is the number of ranks."""
-    degrees = ("tensor_parallel", "pipeline_parallel") if trainer.backend == "megatron" else ("context_parallel",)
-    return f"trainer.data_parallel x {' x '.join(degrees)}"
+    split = "tensor_parallel x pipeline_parallel x " if trainer.backend == "megatron" else ""
+    return f"trainer.data_parallel x {split}context_parallel"
 
 
 def _more_shards(trainer: TrainerSpec) -> str:

@@ -43,7 +43,7 @@ def state_bytes(model: TrainedModel, spec: TrainerSpec) -> int:
     Per parameter: 16 bytes in float32 (weights 4, AdamW's moments 8, gradients 4), with Muon 12; 18 with megatron in
     bfloat16 (a float32 master copy); 4 or 2 if frozen. FSDP2 divides them by `fsdp_size`, by default `data_parallel` x
     `context_parallel`; megatron by `tensor_parallel` x `pipeline_parallel`, those of experts also by `expert_parallel`;
-    moments and master copies by `data_parallel` with `distributed_optimizer`, of experts too.
+    moments and master copies by `data_parallel` x `context_parallel` with `distributed_optimizer`, of experts too.
     """
     return math.ceil(_on_each_gpu(model, *_per_parameter(model, spec), spec))
 
@@ -81,7 +81,8 @@ def _on_each_gpu(model: TrainedModel, weights: float, optimizer: float, spec: Tr
     if spec.backend == "torch":
         return model.n_parameters * (weights + optimizer) / spec.n_shards
     in_replica = model.n_parameters - model.n_in_experts * (1 - 1 / spec.expert_parallel)
-    updated = model.n_parameters / spec.data_parallel if spec.distributed_optimizer else in_replica
+    n_copies = spec.data_parallel * spec.context_parallel
+    updated = model.n_parameters / n_copies if spec.distributed_optimizer else in_replica
     return (in_replica * weights + updated * optimizer) / (spec.tensor_parallel * spec.pipeline_parallel)
 
 

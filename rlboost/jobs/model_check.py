@@ -56,7 +56,7 @@ def model_problems(spec: JobSpec) -> list[str]:
         checks.append(lambda: require_mixture(model, "trainer.expert_parallel"))
     if spec.trainer.router_replay != "none":
         checks.append(lambda: require_replayable(model, spec.sampling.max_tokens))
-    if spec.trainer.context_parallel > 1:
+    if spec.trainer.backend == "torch" and spec.trainer.context_parallel > 1:
         checks.append(lambda: _check_heads(spec, model))
     if (adapter := spec.adapter) is not None:
         checks.append(lambda: check_targets(adapter, read_tensor_shapes(model)))
@@ -120,7 +120,7 @@ def _check_cut(spec: JobSpec, model: Path) -> None:
     given = {"num_experts": text.get("num_local_experts"), "tie_word_embeddings": False, **text}
     # Before transformers 5 it was `rope_scaling`, and earlier its type was `type`.
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    given["rope_parameters"] = {"rope_theta": 0.0, "rope_type": rope.get("type", "default"), **rope}
+    given["rope_parameters"] = {"rope_type": rope.get("type", "default"), **rope}
     try:
         shape = megatron.shape_of(SimpleNamespace(**given))
     except AttributeError:

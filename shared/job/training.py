@@ -42,7 +42,7 @@ class TrainerSpec(Section):
 
     backend: Literal["torch", "megatron"] = "torch"
     """`torch` trains in one process, or with FSDP2 in `data_parallel` x `context_parallel` processes; `megatron`
-    (megatron-core) in the product of `tensor_parallel`, `pipeline_parallel` and `data_parallel`."""
+    (megatron-core) in the product of `tensor_parallel`, `pipeline_parallel`, `context_parallel` and `data_parallel`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the computation; master weights are float32, except those frozen by `elastic.weights: lora`."""
     checkpoint_every: int = Field(10, ge=1)
@@ -76,7 +76,8 @@ class TrainerSpec(Section):
     """Replicas that samples are split over; with `torch`, FSDP2 shards of the model."""
     context_parallel: int = Field(1, ge=1)
     """Processes that the tokens of each micro-batch are divided over, long samples included (Ulysses, arXiv
-    2309.14509); divides the attention heads; only `torch`, where it also multiplies FSDP2's shards."""
+    2309.14509); divides the attention heads, with megatron those of each tensor-parallel process. With `torch` it also
+    multiplies FSDP2's shards."""
     fsdp_size: int = Field(0, ge=0)
     """Neighboring processes that shard the model; each group of that many has a copy (HSDP); divides the number of
     processes; 0: all; only `torch`."""
@@ -126,16 +127,16 @@ class TrainerSpec(Section):
             raise ValueError(
                 f"{parallel[0]} needs trainer.backend: megatron; torch has data_parallel and context_parallel"
             )
-        if self.backend == "megatron" and self.context_parallel > 1:
-            raise ValueError("context_parallel needs trainer.backend: torch; remove it, or raise tensor_parallel")
         if self.backend == "megatron" and self.fsdp_size:
             raise ValueError("fsdp_size needs trainer.backend: torch; megatron has distributed_optimizer: remove it")
         if self.backend == "megatron" and self.compile:
             raise ValueError("compile needs trainer.backend: torch: set that, or remove compile")
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ValueError("sequence_parallel is for tensor_parallel above 1: raise that, or remove it")
-        if self.distributed_optimizer and self.data_parallel == 1:
-            raise ValueError("distributed_optimizer is for data_parallel above 1: raise that, or remove it")
+        if self.distributed_optimizer and self.data_parallel == self.context_parallel == 1:
+            raise ValueError(
+                "distributed_optimizer is for data_parallel or context_parallel above 1: raise one, or remove it"
+            )
         return self
 
     @model_validator(mode="after")

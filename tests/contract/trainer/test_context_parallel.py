@@ -1,4 +1,4 @@
-"""Context parallelism with FSDP2: ranks that divide the tokens of a micro-batch train as one process does."""
+"""Context parallelism, with FSDP2 and megatron: ranks that divide a micro-batch's tokens train as one process does."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import pytest
 from transformers import LlamaConfig
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.loss.sums import EXPERT_LOAD, ROUTING_LOSS
+from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.services.trainer.domain.loss.sums import EXPERT_LOAD, ROUTED_TOKENS, ROUTING_LOSS
 from rlboost.services.trainer.ports.engine import PolicyEngine
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import OptimizerSpec
-from rlboost.shared.wire.columns import F32, unpack
+from rlboost.shared.wire.columns import F32, I32, pack, unpack
 from tests.contract.trainer.test_packing import CONVOLUTION, write
 from tests.support import rank_policies
 from tests.support.losses import clipped_loss
@@ -23,8 +24,10 @@ from tests.support.training_rows import rows, with_loss_mask
 RATE = 1e-3
 OPTIMIZER = OptimizerSpec(lr=RATE, weight_decay=0.1, grad_clip=0.7)
 LOSS = clipped_loss(0.2, 0.28)
-# The last micro-batch has fewer tokens than some ranks' part of the first one.
-BATCHES = [rows(5), with_loss_mask(rows(4, seed=1), seed=1), rows(1, seed=2)]
+# Only one rank has trained tokens of the last micro-batch.
+ONE_TOKEN = TrainingRow(pack(range(3, 14), I32), pack([15], I32), pack([-4.0], F32), 1.0)
+BATCHES = [rows(5), with_loss_mask(rows(4, seed=1), seed=1), [ONE_TOKEN]]
+MEGATRON = {"backend": "megatron", "context_parallel": 2}
 
 
 def logprobs(policy: PolicyEngine) -> Any:
@@ -45,20 +48,28 @@ def values(policy: PolicyEngine) -> dict[str, Any]:
         ("qwen3", {"context_parallel": 2, "max_logits": 7 * 96, "activation_checkpointing": True}),
         # Two key heads for four ranks.
         ("qwen2", {"context_parallel": 4, "activation_checkpointing": True}),
+        ("qwen3-moe", {**MEGATRON, "activation_checkpointing": True}),
+        pytest.param("qwen2", {**MEGATRON, "context_parallel": 4}, marks=pytest.mark.long),
+        pytest.param("llama", {**MEGATRON, "tensor_parallel": 2, "sequence_parallel": True}, marks=pytest.mark.long),
+        pytest.param("qwen3", {**MEGATRON, "pipeline_parallel": 2}, marks=pytest.mark.long),
+        pytest.param("qwen3-moe", {**MEGATRON, "data_parallel": 2, "expert_parallel": 2}, marks=pytest.mark.long),
     ],
-    ids=["cp2-dp2", "cp2-experts", "dp2-chunks", "cp2-chunks", "cp4"],
+    ids=[
+        *("cp2-dp2", "cp2-experts", "dp2-chunks", "cp2-chunks", "cp4", "megatron-cp2-experts"),
+        *("megatron-cp4", "megatron-cp2-tp2", "megatron-cp2-pp2", "megatron-cp2-ep2"),
+    ],
 )
 def test_ranks_that_divide_tokens_match_one_process(tmp_path: Path, model: str, layout: dict[str, Any]) -> None:
     source = rank_policies.write(tmp_path / model, model)
     one = TorchPolicy(OPTIMIZER, temperature=0.8, dtype="float32", device="cpu")
     one.load_hf(source)
-    with rank_policies.policy(OPTIMIZER, backend="torch", temperature=0.8, **layout) as many:
+    with rank_policies.policy(OPTIMIZER, temperature=0.8, **{"backend": "torch", **layout}) as many:
         many.load_hf(source)
         np.testing.assert_allclose(logprobs(many), logprobs(one), rtol=0, atol=1e-5)
         for _ in range(2):
             expected = one.accumulate(BATCHES, LOSS)
             found = many.accumulate(BATCHES, LOSS)
-            for name in (ROUTING_LOSS, EXPERT_LOAD):
+            for name in (ROUTED_TOKENS, ROUTING_LOSS, EXPERT_LOAD):
                 expected.pop(name, None)  # of each rank's tokens
             assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-3)
             assert many.step(RATE) == pytest.approx(one.step(RATE), rel=1e-5)

@@ -51,6 +51,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_parallel": 2, "sequence_parallel": True, "reference": True},
     "pp2": {"pipeline_parallel": 2},
     "dp2": {"data_parallel": 2, "distributed_optimizer": True},
+    "cp2": {"context_parallel": 2, "distributed_optimizer": True, "reference": True},
     "tp2 x pp2": {"tensor_parallel": 2, "pipeline_parallel": 2},
     "fsdp3": {"backend": "torch", "data_parallel": 3, "reference": True},
 }

@@ -38,7 +38,6 @@ SHAPE = ModelShape(
     vocabulary=11,
     max_positions=64,
     norm_epsilon=1e-6,
-    rope_theta=1e4,
     tied=False,
     qkv_bias=True,
     qk_norm=True,
@@ -82,7 +81,7 @@ def test_torch_backend_rejects_megatron_settings(setting: dict[str, Any]) -> Non
 def test_setting_without_its_prerequisite_is_rejected_by_name() -> None:
     with pytest.raises(ConfigError, match="sequence_parallel is for tensor_parallel above 1"):
         trainer(backend="megatron", sequence_parallel=True)
-    with pytest.raises(ConfigError, match="distributed_optimizer is for data_parallel above 1"):
+    with pytest.raises(ConfigError, match="distributed_optimizer is for data_parallel or context"):
         trainer(backend="megatron", distributed_optimizer=True)
     with pytest.raises(ConfigError, match=r"lora needs trainer.backend: torch"):
         parse({**small_job(steps=1, elastic={"weights": "lora"}), "trainer": {"backend": "megatron"}})
@@ -166,9 +165,9 @@ def test_layout_gives_a_replica_neighboring_context_ranks() -> None:
     assert [Coordinates.of(rank, layout)[2:] for rank in range(4)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
-def test_context_parallel_with_megatron_is_refused() -> None:
-    with pytest.raises(ConfigError, match="context_parallel needs trainer"):
-        trainer(backend="megatron", context_parallel=2)
+def test_context_ranks_hold_copies_of_the_model() -> None:
+    layout = Layout.of(trainer(backend="megatron", tensor_parallel=2, context_parallel=2, data_parallel=2))
+    assert [Coordinates.of(rank, layout).copy(layout) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 # --- the shape ---
@@ -205,7 +204,7 @@ def config(**changed: Any) -> SimpleNamespace:
     ],
 )
 def test_unsupported_model_is_rejected_by_the_feature(changed: dict[str, Any], named: str) -> None:
-    assert shape_of(config()).rope_theta == 1e6
+    assert shape_of(config()).qk_norm
     with pytest.raises(ConfigError, match=f"{named}.*use trainer.backend: torch"):
         shape_of(config(**changed))
 
@@ -216,6 +215,8 @@ def test_layout_that_does_not_divide_the_model_is_rejected() -> None:
         require_divisible(SHAPE, Layout(8, 1, 1, False, False))
     with pytest.raises(ConfigError, match=r"pipeline_parallel is 3.* 4 layers"):
         require_divisible(SHAPE, Layout(1, 3, 1, False, False))
+    with pytest.raises(ConfigError, match=r"context_parallel is 4.* 2 attention heads of a tensor-parallel rank"):
+        require_divisible(SHAPE, Layout(4, 1, 1, False, False, context=4))
     mixture = SHAPE._replace(n_experts=6, experts_per_token=2)
     with pytest.raises(ConfigError, match=r"expert_parallel is 4.* 6 experts"):
         require_divisible(mixture, Layout(1, 1, 4, False, False, expert=4))

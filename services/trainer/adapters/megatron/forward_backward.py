@@ -20,6 +20,7 @@ from torch import Tensor, distributed
 
 from rlboost.services.trainer.adapters.megatron.layers import PackedRows
 from rlboost.services.trainer.adapters.megatron.model import MegatronModel
+from rlboost.services.trainer.adapters.megatron.rope import angles
 from rlboost.services.trainer.adapters.megatron.routing import RoutedBatch, Routers
 from rlboost.services.trainer.adapters.ranks.packed import (
     NO_BALANCING,
@@ -30,6 +31,7 @@ from rlboost.services.trainer.adapters.ranks.packed import (
     unpack_rows,
 )
 from rlboost.services.trainer.adapters.torch.batch import DUMMY_ROWS, Packed, packed, replayed
+from rlboost.services.trainer.adapters.torch.context_parallel import ContextGroup
 from rlboost.services.trainer.adapters.torch.routing import Replay
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.shared.wire.routed_experts import RoutedShape
@@ -46,6 +48,7 @@ class PipelineForwardBackward:
         temperature: float,
         balancing: Balancing = NO_BALANCING,
         replayed: RoutedShape | None = None,
+        context: ContextGroup | None = None,
     ) -> None:
         """Register hooks on the routers of a mixture of experts.
 
@@ -54,9 +57,11 @@ class PipelineForwardBackward:
             temperature: divides the logits.
             balancing: for a mixture of experts.
             replayed: the shape of the rows' routed experts, which replace those of the routers.
+            context: the ranks that divide the tokens of each micro-batch, if any.
 
         """
         self._model = model
+        self._context = context
         self._balancing = balancing
         self._replayed = replayed
         self._routers = Routers(model.chunk, replays=replayed is not None)
@@ -81,8 +86,11 @@ class PipelineForwardBackward:
 
         def loss(index: int, logprobs: Tensor) -> Tensor:
             gradient = torch.zeros_like(logprobs)
-            if self._is_first_of_tensor and index < len(batches):
+            is_first = self._is_first_of_tensor and (self._context is None or self._context.is_first)
+            if is_first and index < len(batches):
                 gradient.copy_(loss_gradient(index, logprobs.detach()))
+            if self._context is not None:
+                self._context.broadcast(gradient)
             source = parallel_state.get_tensor_model_parallel_src_rank()
             distributed.broadcast(gradient, source, group=parallel_state.get_tensor_model_parallel_group())
             # A surrogate whose gradient is the loss's.
@@ -122,9 +130,10 @@ class PipelineForwardBackward:
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, float]]]]:
         index, batch = next(batches)
         rows = unpack_rows(batch)
-        tokens = _packed(rows, self._model.config)
-        device = _device()
-        ids, cu_seqlens, at = (torch.from_numpy(part).to(device) for part in tokens)
+        tokens = packed(rows).padded(self._divisor)
+        shard, device = self._shard(tokens), _device()
+        arrays = tokens.ids, tokens.boundaries, tokens.positions[shard]
+        ids, cu_seqlens, positions = (torch.from_numpy(array).to(device) for array in arrays)
         lengths = tuple(np.diff(tokens.boundaries).tolist())
         packed_seq_params = PackedRows(
             qkv_format="thd",
@@ -133,51 +142,63 @@ class PipelineForwardBackward:
             max_seqlen_q=max(lengths),
             max_seqlen_kv=max(lengths),
             lengths=lengths,
+            angles=angles(self._model.rope_frequencies, positions),
+            context=self._context,
         )
         factor = None if batch is _DUMMY else self._balancing.factor(batch) / len(ids)
         self._routers.begin(RoutedBatch(factor, self._replay(rows, tokens)))
-        output = chunk(ids[None], torch.zeros_like(ids)[None], None, packed_seq_params=packed_seq_params)
+        output = chunk(ids[None, shard], positions[None], None, packed_seq_params=packed_seq_params)
 
         def loss_of_logits(logits: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
-            logprobs = self._logprobs_of(logits[0], ids, at)
-            return loss(index, logprobs), torch.tensor(len(at), dtype=torch.int, device=device), {}
+            logprobs = self._logprobs_of(logits[0], ids, tokens)
+            return loss(index, logprobs), torch.tensor(len(logprobs), dtype=torch.int, device=device), {}
 
         return output, loss_of_logits
+
+    @property
+    def _divisor(self) -> int:
+        """Of the number of tokens of a micro-batch: context-parallel ranks and, in a sequence, tensor-parallel ones."""
+        config = self._model.config
+        n_in_sequence = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        return n_in_sequence * (self._context.size if self._context is not None else 1)
+
+    def _shard(self, tokens: Packed) -> slice:
+        """Return which tokens this rank's pipeline computes."""
+        n_tokens = len(tokens.ids)
+        return slice(0, n_tokens) if self._context is None else self._context.slice_of(n_tokens)
 
     def _replay(self, rows: Sequence[TrainingRow], tokens: Packed) -> Replay | None:
         """Return the recorded experts of the tokens that this rank routes."""
         if self._replayed is None or (found := replayed(rows, tokens.predicts, self._replayed)) is None:
             return None
         at, experts = found
-        first, end = 0, len(tokens.ids)
+        shard = self._shard(tokens)
+        first, end = shard.start, shard.stop
         if self._model.config.sequence_parallel:
-            each = end // self._model.config.tensor_model_parallel_size
-            first = each * parallel_state.get_tensor_model_parallel_rank()
+            each = (end - first) // self._model.config.tensor_model_parallel_size
+            first += each * parallel_state.get_tensor_model_parallel_rank()
             end = first + each
         own = slice(*np.searchsorted(at, [first, end]))
         positions, recorded = (torch.from_numpy(part).to(_device()) for part in (at[own] - first, experts[own]))
         return Replay(positions, recorded.long())
 
-    def _logprobs_of(self, logits: Tensor, ids: Tensor, at: Tensor) -> Tensor:
-        """Return log-probabilities of the tokens after positions `at`; `logits` [tokens, this rank's vocabulary]."""
-        selected = logits[at].float() / self._temperature
+    def _logprobs_of(self, logits: Tensor, ids: Tensor, tokens: Packed) -> Tensor:
+        """Return the log-probabilities of trained tokens from [this rank's tokens, this rank's vocabulary]."""
+        predicts, context = tokens.predicts, self._context
+        own = slice(0, len(predicts)) if context is None else context.positions(predicts, len(tokens.ids))
+        at = torch.from_numpy(predicts[own]).to(logits.device)
+        logprobs = self._logprobs_after(logits[at - self._shard(tokens).start], ids[at + 1])
+        return logprobs if context is None else context.joined(logprobs, own, len(predicts))
+
+    def _logprobs_after(self, logits: Tensor, targets: Tensor) -> Tensor:
+        selected = logits.float() / self._temperature
         rows, unpadded = self._model.weight_map.vocabulary_rows
         if unpadded < rows:
             selected = selected.masked_fill(torch.arange(rows, device=selected.device) >= unpadded, float("-inf"))
         # `clone`: the function overwrites its input.
-        entropy: Tensor = vocab_parallel_cross_entropy(selected[:, None].clone(), ids[at + 1][:, None])
+        entropy: Tensor = vocab_parallel_cross_entropy(selected[:, None].clone(), targets[:, None])
         return -entropy[:, 0]
 
 
 def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def _packed(rows: Sequence[TrainingRow], config: Any) -> Packed:
-    """Return the rows of a micro-batch, and with sequence parallelism a row of padding."""
-    tokens = packed(rows)
-    if config.sequence_parallel and (n_padding := -len(tokens.ids) % config.tensor_model_parallel_size):
-        # Each rank gets the same number of tokens.
-        end = np.int32(len(tokens.ids) + n_padding)
-        return tokens._replace(ids=np.pad(tokens.ids, (0, n_padding)), boundaries=np.append(tokens.boundaries, end))
-    return tokens

@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
+from rlboost.services.trainer.adapters.torch.context_parallel import ContextGroup
 from rlboost.services.trainer.adapters.torch.packing import attention
 
 # Routers read this name, which megatron-core 0.16 leaves undefined where TransformerEngine is missing.
@@ -35,24 +37,32 @@ class RMSNorm(torch.nn.RMSNorm):
 
 @dataclass
 class PackedRows(PackedSeqParams):  # type: ignore[misc]  # megatron-core has no types
-    """Boundaries on the device, and for the host the same as `lengths`."""
+    """Boundaries on the device, and for the host the same as `lengths`; of all ranks that share the tokens."""
 
     lengths: tuple[int, ...] = ()
+    angles: Tensor | None = None
+    """Of the rotary positions of this rank's tokens: radians, [tokens, 1, 1, head size]."""
+    context: ContextGroup | None = None
+    """The ranks that share the tokens, if any."""
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal attention within each of several concatenated sequences."""
+    """Causal attention within each of several concatenated sequences, with rotary positions.
 
-    def __init__(self, *, softmax_scale: float | None = None, **_: Any) -> None:
+    megatron-core's own rotary positions and context parallelism expect another distribution of the tokens.
+    """
+
+    def __init__(self, config: Any, *, softmax_scale: float | None = None, **_: Any) -> None:
         """Take the arguments that megatron-core passes to a core attention."""
         super().__init__()
+        self._config = config
         self._scale = softmax_scale
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: Any, **__: Any) -> Tensor:
         """Return the attention output.
 
         Args:
-            query: [tokens, heads, head size].
+            query: of this rank's tokens, [tokens, heads, head size].
             key: [tokens, key heads, head size].
             value: like `key`.
             packed_seq_params: the sequences' boundaries and lengths, `PackedRows`.
@@ -62,7 +72,16 @@ class PackedAttention(torch.nn.Module):
 
         """
         boundaries, lengths = packed_seq_params.cu_seqlens_q, packed_seq_params.lengths
-        return attention(query, key, value, boundaries, lengths, self._scale).reshape(len(query), -1)
+        query, key = self._rotated(query, packed_seq_params.angles), self._rotated(key, packed_seq_params.angles)
+        context: ContextGroup | None = packed_seq_params.context
+        if context is None:
+            return attention(query, key, value, boundaries, lengths, self._scale).flatten(1)
+        query, key, value = (context.tokens_of_heads(shard) for shard in (query, key, value))
+        return context.heads_of_tokens(attention(query, key, value, boundaries, lengths, self._scale)).flatten(1)
+
+    def _rotated(self, shard: Tensor, angles: Tensor) -> Tensor:
+        rotated: Tensor = apply_rotary_pos_emb(shard[:, None], angles, self._config)
+        return rotated[:, 0]
 
 
 def block_spec(config: Any) -> Any:

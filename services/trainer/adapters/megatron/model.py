@@ -43,6 +43,7 @@ class MegatronModel:
         self.config = _config(
             shape, layout, dtype, activation_checkpointing=activation_checkpointing, balances=balances
         )
+        self.rope_frequencies = shape.rope_frequencies
         self.chunk: Any = GPTModel(
             self.config,
             block_spec(self.config),
@@ -50,13 +51,10 @@ class MegatronModel:
             max_sequence_length=shape.max_positions,
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
-            position_embedding_type="rope",
-            rotary_base=shape.rope_theta,
+            position_embedding_type="none",  # see `PackedAttention`
             parallel_output=True,
             share_embeddings_and_output_weights=shape.tied,
         )
-        if shape.rope_frequencies:
-            self.chunk.rotary_pos_emb.inv_freq = torch.tensor(shape.rope_frequencies, dtype=torch.float32)
         if torch.cuda.is_available():
             self.chunk.cuda(torch.cuda.current_device())
         self._parameters: list[tuple[str, Tensor]] = list(self.chunk.named_parameters())

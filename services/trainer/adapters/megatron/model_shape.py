@@ -28,7 +28,6 @@ class ModelShape(NamedTuple):
     vocabulary: int
     max_positions: int
     norm_epsilon: float
-    rope_theta: float
     tied: bool
     qkv_bias: bool
     qk_norm: bool
@@ -38,8 +37,7 @@ class ModelShape(NamedTuple):
     normalizes_routing: bool = True
     """Whether the weights of a token's experts add up to 1."""
     rope_frequencies: tuple[float, ...] = ()
-    """Of scaled rotary positions: radians per token, for each pair of a head's dimensions. Empty if they are the powers
-    of `rope_theta`."""
+    """Of rotary positions: radians per token, for each pair of a head's dimensions; see `rope.with_frequencies`."""
     rope_scale: float = 1.0
     """Factor of rotated queries and keys."""
 
@@ -81,7 +79,6 @@ def shape_of(config: Any) -> ModelShape:
         vocabulary=config.vocab_size,
         max_positions=config.max_position_embeddings,
         norm_epsilon=config.rms_norm_eps,
-        rope_theta=float(rope["rope_theta"]),
         tied=config.tie_word_embeddings,
         qkv_bias=config.model_type == "qwen2",
         qk_norm=config.model_type in ("qwen3", "qwen3_moe"),
@@ -98,12 +95,14 @@ def require_divisible(shape: ModelShape, layout: Layout) -> None:
         ConfigError: it does not; the text names the setting.
 
     """
+    heads = shape.n_heads // layout.tensor
     divisions = (
         ("tensor_parallel", layout.tensor, "attention heads", shape.n_heads),
         ("tensor_parallel", layout.tensor, "key and value heads", shape.n_kv_heads),
         ("tensor_parallel", layout.tensor, "MLP rows", shape.intermediate),
         ("pipeline_parallel", layout.pipeline, "layers", shape.n_layers),
         ("expert_parallel", layout.expert, "experts", shape.n_experts),
+        ("context_parallel", layout.context, "attention heads of a tensor-parallel rank", heads),
     )
     for setting, n, what, total in divisions:
         if total % n:

@@ -1,4 +1,4 @@
-"""A policy trained with megatron-core: tensor, pipeline, data and expert parallelism, distributed optimizer."""
+"""A policy trained with megatron-core: tensor, pipeline, context, data and expert parallelism."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlboost.services.trainer.adapters.megatron.model_shape import require_divisible, shape_of
-from rlboost.services.trainer.adapters.megatron.rope import with_scaled_rope
+from rlboost.services.trainer.adapters.megatron.rope import with_frequencies
 from rlboost.services.trainer.adapters.ranks.policy import RanksPolicy
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
@@ -30,6 +30,6 @@ class MegatronPolicy(RanksPolicy):
 
     def _model_arguments(self, source: Path, config: Any) -> dict[str, Any]:
         del source
-        shape = with_scaled_rope(shape_of(config), config)
+        shape = with_frequencies(shape_of(config), config)
         require_divisible(shape, self._layout)
         return {"shape": shape}

@@ -7,14 +7,16 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from torch import distributed
 
 from rlboost.services.trainer.adapters.megatron.forward_backward import PipelineForwardBackward
 from rlboost.services.trainer.adapters.megatron.model import MegatronModel, TrainedMegatronModel
 from rlboost.services.trainer.adapters.megatron.model_shape import ModelShape
 from rlboost.services.trainer.adapters.megatron.state import MegatronOptimizerState
-from rlboost.services.trainer.adapters.ranks.engine import RankEngine
+from rlboost.services.trainer.adapters.ranks.engine import COLLECTIVE_LIMIT, RankEngine
 from rlboost.services.trainer.adapters.ranks.layout import Coordinates, Layout
 from rlboost.services.trainer.adapters.ranks.trainable import Frozen, Trainable
+from rlboost.services.trainer.adapters.torch.context_parallel import ContextGroup
 from rlboost.shared.errors import ConfigError
 
 
@@ -22,17 +24,21 @@ class MegatronRank(RankEngine):
     """`RankEngine` on megatron-core, which needs CUDA."""
 
     def _init_parallel(self, rank: int, layout: Layout) -> Coordinates:
+        # To megatron-core, context-parallel ranks are data-parallel: it sums the gradients over both. `PackedAttention`
+        # exchanges their tokens.
         parallel_state.initialize_model_parallel(
             layout.tensor, layout.pipeline, expert_model_parallel_size=layout.expert
         )
         _seed()
+        self._context = _context_group(layout) if layout.context > 1 else None
         coordinates = Coordinates.of(rank, layout)
-        found = Coordinates(
+        found = (
             parallel_state.get_tensor_model_parallel_rank(),
             parallel_state.get_pipeline_model_parallel_rank(),
             parallel_state.get_data_parallel_rank(),
         )
-        assert found == coordinates, f"megatron-core put rank {rank} at {found}, expected {coordinates}"
+        place = coordinates.tensor, coordinates.pipeline, coordinates.copy(layout)
+        assert found == place, f"megatron-core put rank {rank} at {found}, expected {place}"
         expert, expected = parallel_state.get_expert_model_parallel_rank(), coordinates.expert(layout)
         assert expert == expected, f"megatron-core gave rank {rank} part {expert} of the experts, expected {expected}"
         return coordinates
@@ -50,23 +56,39 @@ class MegatronRank(RankEngine):
         )
         return Trainable(
             model_shard,
-            PipelineForwardBackward(model_shard, self._temperature, self._balancing, self._replayed),
+            PipelineForwardBackward(model_shard, self._temperature, self._balancing, self._replayed, self._context),
             MegatronOptimizerState(model_shard, self._local_value),
         )
 
     def _build_reference(self, model: dict[str, Any]) -> Frozen:
         model_shard = MegatronModel(ModelShape(*model["shape"]), self._layout, self._coordinates, self._dtype)
-        return Frozen(model_shard, PipelineForwardBackward(model_shard, self._temperature, replayed=self._replayed))
+        passes = PipelineForwardBackward(model_shard, self._temperature, replayed=self._replayed, context=self._context)
+        return Frozen(model_shard, passes)
 
     @property
     def _part_number(self) -> int | None:
-        layout, (tensor, pipeline, data, _) = self._layout, self._coordinates
-        # The first data-parallel rank, and those with the other experts.
-        return None if data >= layout.expert else tensor + layout.tensor * (data + layout.expert * pipeline)
+        layout, coordinates = self._layout, self._coordinates
+        copy = coordinates.copy(layout)
+        # The first copy, and those with the other experts.
+        if copy >= layout.expert:
+            return None
+        return coordinates.tensor + layout.tensor * (copy + layout.expert * coordinates.pipeline)
 
     @property
     def _has_logprobs(self) -> bool:
-        return self._coordinates.tensor == 0
+        return self._coordinates.tensor == self._coordinates.context == 0
+
+
+def _context_group(layout: Layout) -> ContextGroup:
+    """Return this rank's group; a collective call. Its ranks are `layout.tensor` apart."""
+    blocks = range(0, layout.n_ranks, layout.tensor * layout.context)
+    groups = [
+        [block + tensor + layout.tensor * context for context in range(layout.context)]
+        for block in blocks
+        for tensor in range(layout.tensor)
+    ]
+    own, _ = distributed.new_subgroups_by_enumeration(groups, timeout=COLLECTIVE_LIMIT)
+    return ContextGroup(own)
 
 
 def _seed() -> None:

@@ -51,14 +51,14 @@ class MegatronWeightMap:
         self._head_is_copy = shape.tied and layout.pipeline > 1 and coordinates.pipeline == layout.pipeline - 1
         self._first_layer = shape.n_layers // layout.pipeline * coordinates.pipeline
         self._first_expert = shape.n_experts // layout.expert * coordinates.expert(layout)
-        self._is_first_replica = coordinates.data == 0
-        self._is_first_with_experts = coordinates.data < layout.expert
+        self._is_first_copy = coordinates.copy(layout) == 0
+        self._is_first_with_experts = coordinates.copy(layout) < layout.expert
 
     def owns(self, name: str) -> bool:
         """Return True if this rank exports the parameter; of several ranks with the same slices one does."""
         if name == "output_layer.weight" and self._head_is_copy:
             return False
-        if not (self._is_first_with_experts if _EXPERT in name else self._is_first_replica):
+        if not (self._is_first_with_experts if _EXPERT in name else self._is_first_copy):
             return False
         return self._rank == 0 or any(s.local_shape != s.global_shape for s in self.slices(name))
 

@@ -18,7 +18,7 @@ class Layout(NamedTuple):
     distributed_optimizer: bool
     context: int = 1
     expert: int = 1
-    """Neighboring data-parallel ranks that each hold a part of every layer's experts; divides `data`."""
+    """Neighboring copies (`Coordinates.copy`) that each hold a part of every layer's experts; divides `data`."""
 
     fsdp_size: int = 0
     """Neighboring ranks over which FSDP2 shards the model; 0: all, however many remain after machines were lost."""
@@ -64,9 +64,13 @@ class Coordinates(NamedTuple):
         pipeline, data = divmod(outer, layout.data)
         return cls(tensor, pipeline, data, context)
 
+    def copy(self, layout: Layout) -> int:
+        """Return which of the ranks with the same part of the dense model this is: of `data` x `context` ranks."""
+        return self.data * layout.context + self.context
+
     def expert(self, layout: Layout) -> int:
         """Return which part of every layer's experts the rank holds."""
-        return self.data % layout.expert
+        return self.copy(layout) % layout.expert
 
 
 def require_divisible_heads(n_heads: int, context: int) -> None:

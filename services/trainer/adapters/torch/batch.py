@@ -31,6 +31,19 @@ class Packed(NamedTuple):
     """Positions before trained tokens, int64 [trained tokens]. Indices rather than a mask: selecting by a mask on a GPU
     makes the host wait."""
 
+    @property
+    def positions(self) -> Array:
+        """The position of each token in its row, int64 [tokens]."""
+        positions: Array = np.arange(len(self.ids)) - np.repeat(self.boundaries[:-1], np.diff(self.boundaries))
+        return positions
+
+    def padded(self, divisor: int) -> Packed:
+        """Return the rows, with a row of padding if `divisor` does not divide their tokens."""
+        if not (n_padding := -len(self.ids) % divisor):
+            return self
+        end = np.int32(len(self.ids) + n_padding)
+        return self._replace(ids=np.pad(self.ids, (0, n_padding)), boundaries=np.append(self.boundaries, end))
+
 
 def packed(rows: Sequence[TrainingRow]) -> Packed:
     """Return rows as one sequence."""

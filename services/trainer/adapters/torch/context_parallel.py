@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor, distributed
 
-from rlboost.services.trainer.adapters.torch.batch import Array, Packed
+from rlboost.services.trainer.adapters.torch.batch import Array
 
 
 class ContextGroup:
-    """The ranks that share a micro-batch. All methods but `padded`, `slice_of` and `positions` are collective."""
+    """The ranks that share a micro-batch. All methods but `slice_of` and `positions` are collective."""
 
     def __init__(self, group: Any) -> None:
         """Use a process group whose ranks get the same micro-batches."""
@@ -26,16 +26,14 @@ class ContextGroup:
         self._size = distributed.get_world_size(group)
 
     @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self._size
+
+    @property
     def is_first(self) -> bool:
         """True on one rank of the group."""
         return self._rank == 0
-
-    def padded(self, packed: Packed) -> Packed:
-        """Return the rows, with a row of padding if the group does not divide their tokens."""
-        if not (n_padding := -len(packed.ids) % self._size):
-            return packed
-        end = np.int32(len(packed.ids) + n_padding)
-        return packed._replace(ids=np.pad(packed.ids, (0, n_padding)), boundaries=np.append(packed.boundaries, end))
 
     def slice_of(self, n_tokens: int) -> slice:
         """Return this rank's slice of a number of tokens that the group divides."""

@@ -82,7 +82,7 @@ class LogprobPass:
         batch, context = packed(rows), self._context
         shard = slice(0, len(batch.ids))
         if context is not None:
-            batch = context.padded(batch)
+            batch = batch.padded(context.size)
             shard = context.slice_of(len(batch.ids))
         ids, positions = (torch.from_numpy(array).to(self._device) for array in (batch.ids, batch.predicts))
         targets, inputs = ids[positions + 1], model_inputs(batch, ids, packs=self._packs, context=context)

@@ -60,12 +60,11 @@ def model_inputs(packed: Packed, ids: Tensor, *, packs: bool, context: ContextGr
         assert len(packed.boundaries) == 2, "this model's rows cannot be packed"
         return {"input_ids": ids[None], "use_cache": False}
     lengths = np.diff(packed.boundaries)
-    positions = np.arange(len(packed.ids)) - np.repeat(packed.boundaries[:-1], lengths)
     ends = torch.from_numpy(packed.boundaries).to(ids.device)
     shard = context.slice_of(len(ids)) if context is not None else slice(None)
     return {
         "input_ids": ids[None, shard],
-        "position_ids": torch.from_numpy(positions[shard]).to(ids.device)[None],
+        "position_ids": torch.from_numpy(packed.positions[shard]).to(ids.device)[None],
         "context": context,
         "cu_seq_lens_q": ends,
         "row_lengths": RowLengths(lengths.tolist()),
