@@ -40,7 +40,7 @@ from rlboost.services.weight_store.domain.versions import (
 from rlboost.services.weight_store.ended_jobs import EndedJobs
 from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.parts import assemble
-from rlboost.services.weight_store.ports import ChunksMissing, Documents, Source, StagedPart
+from rlboost.services.weight_store.ports import ChunksMissing, Documents, Source, StagedPart, StoreFull
 from rlboost.shared.errors import BusUnavailable, Conflict, NotFound, StoreUnavailable, Undecodable
 from rlboost.shared.process.lifecycle import until_stop
 from rlboost.shared.streams.bus import Bus
@@ -295,7 +295,7 @@ class WeightStore:
             for action in (partial(self.retire_ended, ended_before), self.collect_once):
                 try:
                     await action()
-                except (BusUnavailable, StoreUnavailable, Undecodable) as error:
+                except (BusUnavailable, StoreFull, StoreUnavailable, Undecodable) as error:
                     log.warning("collection_deferred", error=str(error))
 
     async def retire_ended(self, before: float = math.inf) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rlboost.services.weight_store.domain.versions import Model
-from rlboost.shared.errors import Conflict, Fatal, Unprocessable
+from rlboost.shared.errors import Conflict, DiskFull, Unprocessable
 from rlboost.shared.weights.delta_graph import Edge
 from rlboost.shared.weights.manifest import ChunkRef
 
@@ -21,7 +21,7 @@ class BadChunk(Unprocessable):
     """Uploaded bytes do not have the digest in their URL."""
 
 
-class StoreFull(Fatal):
+class StoreFull(DiskFull):
     """The disk is full, or the store's limit is reached; the failed write left no file."""
 
 

@@ -131,6 +131,26 @@ async def test_only_the_last_version_of_an_ended_job_is_retained(world: World, s
     assert set(world.chunks.held) == {digest_of(b"weights 2")}
 
 
+async def test_full_disk_defers_retiring_and_still_frees_space(
+    world: World, store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def no_room(_: object) -> None:
+        raise StoreFull("no room")
+
+    for version in range(2):
+        await commit(store, version, b"weights %d" % version)
+    await store.put_chunk(digest_of(b"abandoned"), [b"abandoned"])
+    world.now += UPLOAD_GRACE_S + 1
+    await in_state(world, "completed")
+    with monkeypatch.context() as full:
+        full.setattr(world.documents, "save_model", no_room)
+        await store.tidy()
+    assert [known.version for known in store.model(JOB).versions] == [0, 1]
+    assert digest_of(b"abandoned") not in world.chunks.held
+    await store.tidy()
+    assert [known.version for known in store.model(JOB).versions] == [1]
+
+
 async def test_versions_of_a_job_that_ended_just_now_remain(world: World, store: WeightStore) -> None:
     for version in range(2):
         await commit(store, version, b"weights %d" % version)
