@@ -102,7 +102,7 @@ def test_critic_values_and_gradients_match_the_formula(tmp_path: Path, family: s
     for row in batch:
         prompt, tokens = ints(row.prompt), ints(row.completion)
         hidden = body(input_ids=torch.tensor([[*prompt, *tokens]])).last_hidden_state[0, len(prompt) - 1 : -1]
-        values = hidden @ head[0] + head[1]
+        values = hidden @ head[0][0] + head[1]
         columns.append(values.tolist())
         before, returns = torch.tensor(floats(row.values)), torch.tensor(floats(row.returns))
         held = torch.maximum(torch.minimum(values, before + 0.2), before - 0.2)
