@@ -116,9 +116,10 @@ def test_critic_values_and_gradients_match_the_formula(tmp_path: Path, family: s
     gradients = dict(body.named_parameters())
     for name, tensor in critic.trained.items():
         part = name.removeprefix("body.")
-        expected = head[name == "head.bias"].grad if name.startswith("head.") else gradients[part].grad
+        target = head[name == "head.bias"].grad if name.startswith("head.") else gradients[part].grad
         assert tensor.grad is not None
-        np.testing.assert_allclose(tensor.grad, expected, atol=2e-4, rtol=2e-3)
+        assert target is not None
+        np.testing.assert_allclose(tensor.grad, target, atol=2e-4, rtol=2e-3)
 
 
 def test_critic_update_is_independent_of_micro_batches(tmp_path: Path) -> None:

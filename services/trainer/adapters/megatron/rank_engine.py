@@ -16,6 +16,7 @@ from rlboost.services.trainer.adapters.ranks.engine import RankEngine
 from rlboost.services.trainer.adapters.ranks.layout import Coordinates, Layout
 from rlboost.services.trainer.adapters.ranks.trainable import Frozen, Trainable
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.algorithm import CriticSpec
 
 
 class MegatronRank(RankEngine):
@@ -57,6 +58,9 @@ class MegatronRank(RankEngine):
     def _build_reference(self, model: dict[str, Any]) -> Frozen:
         model_shard = MegatronModel(ModelShape(*model["shape"]), self._layout, self._coordinates, self._dtype)
         return Frozen(model_shard, PipelineForwardBackward(model_shard, self._temperature, replayed=self._replayed))
+
+    def _build_critic(self, model: dict[str, Any], spec: CriticSpec) -> Trainable:  # noqa: ARG002 - of the base class
+        raise ConfigError("algorithm.critic needs trainer.backend: torch")
 
     @property
     def _part_number(self) -> int | None:

@@ -11,6 +11,8 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch import Tensor, distributed
 
 from rlboost.services.trainer.adapters.ranks.layout import Coordinates, Layout
 from rlboost.services.trainer.adapters.ranks.model_files import (
+    CRITIC,
     exported_slices,
     fill,
     fill_frozen,
@@ -31,9 +34,10 @@ from rlboost.services.trainer.adapters.ranks.model_files import (
 from rlboost.services.trainer.adapters.ranks.offload import StorageOffloader
 from rlboost.services.trainer.adapters.ranks.packed import Balancing, PackedBatch
 from rlboost.services.trainer.adapters.ranks.sharded_tensors import SliceReader
-from rlboost.services.trainer.adapters.ranks.trainable import WEIGHT, Frozen, Model, Trainable
+from rlboost.services.trainer.adapters.ranks.trainable import WEIGHT, Forward, Frozen, Model, Trainable
 from rlboost.services.trainer.ports.engine import Loaded
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.job.training import LoraSpec, Offload, OptimizerSpec
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.client import StoreClient
@@ -71,8 +75,8 @@ class RankEngine(ABC):
             layout: degrees of parallelism.
             optimizer: the job's `OptimizerSpec`, as a mapping.
             settings: `temperature`, `dtype`, `reference` (keep a frozen copy of the loaded weights), `offload`,
-                `activation_checkpointing`, `compile`, `balancing`, `replayed`, `max_logits`, `lora` (a `LoraSpec` as a
-                mapping, or None), `seed`.
+                `activation_checkpointing`, `compile`, `balancing`, `replayed`, `max_logits`, `seed`, and `lora` and
+                `critic`, a `LoraSpec` and a `CriticSpec` as mappings, or None.
 
         """
         if device != "cpu":
@@ -99,6 +103,7 @@ class RankEngine(ABC):
         self._replayed = RoutedShape(*settings["replayed"]) if settings["replayed"] else None
         self._max_logits: int = settings["max_logits"]
         self._lora = LoraSpec.model_validate(settings["lora"]) if settings["lora"] else None
+        self._critic_spec = CriticSpec.model_validate(settings["critic"]) if settings["critic"] else None
         self._seed: int = settings["seed"]
         self._n_accumulated = 0
         """Calls of `accumulate` since the last step."""
@@ -119,6 +124,15 @@ class RankEngine(ABC):
     @abstractmethod
     def _build_reference(self, model: dict[str, Any]) -> Frozen:
         """Build the frozen reference model, with uninitialized weights."""
+
+    @abstractmethod
+    def _build_critic(self, model: dict[str, Any], spec: CriticSpec) -> Trainable:
+        """Build the critic, with uninitialized weights.
+
+        Raises:
+            ConfigError: the backend has none.
+
+        """
 
     @property
     @abstractmethod
@@ -157,20 +171,24 @@ class RankEngine(ABC):
             )
         self._policy = self._build(model)
         self._n_steps = self._n_accumulated = 0
+        self._critic = self._build_critic(model, self._critic_spec) if self._critic_spec else None
+        self._trained = {"": self._policy} | ({CRITIC: self._critic} if self._critic else {})
         self._frozen = self._policy.below
         if self._frozen is None and self._keeps_reference:
             self._frozen = self._build_reference(model)
         try:
             with SliceReader(Path(file) for file in files) as reader:
-                fill(self._policy, reader, self._policy.initial)
+                for trainable in self._trained.values():
+                    fill(trainable, reader, trainable.initial)
                 if self._frozen is not None:
                     fill_frozen(self._frozen.model, reader)
         except (OSError, ValueError, SafetensorError) as error:
             raise ConfigError(f"the model cannot be loaded: {error}") from error
-        models: list[Model] = [self._policy.model, *([self._frozen.model] if self._frozen is not None else [])]
+        trained = [trainable.model for trainable in self._trained.values()]
+        models: list[Model] = [*trained, *([self._frozen.model] if self._frozen is not None else [])]
         self._offloader = StorageOffloader(
             [parameter for one in models for _, parameter in one.parameters()],
-            self._policy.model.optimizers,
+            [optimizer for one in trained for optimizer in one.optimizers],
             torch.device(self._device),
             self._offload,
             self._gradients,
@@ -204,40 +222,58 @@ class RankEngine(ABC):
         self._offloader.onload_weights()
         if reference:
             assert self._frozen is not None, "this engine has no reference model"
-            columns = self._frozen.passes.logprobs([PackedBatch(*batch) for batch in batches])
-        else:
-            columns = self._policy.passes.logprobs([PackedBatch(*batch) for batch in batches])
+            return self._columns(self._frozen.passes, batches)
+        return self._columns(self._policy.passes, batches)
+
+    def values(self, batches: list[list[bytes]]) -> list[bytes]:
+        """Return the critic's values in the same form."""
+        self._offloader.onload_weights()
+        assert self._critic is not None, "this engine has no critic"
+        return self._columns(self._critic.passes, batches)
+
+    def _columns(self, passes: Forward, batches: list[list[bytes]]) -> list[bytes]:
+        columns = passes.columns([PackedBatch(*batch) for batch in batches])
         return [column.numpy().tobytes() for column in columns] if self._has_logprobs else []
 
     def accumulate(self, batches: list[list[bytes]], ask: AskTrainer) -> dict[str, float]:
-        """Run forward and backward over micro-batches, asking the trainer for the gradient of the loss.
+        """Run forward and backward over micro-batches, asking the trainer for the gradients of the losses.
 
         Returns:
             Sums about the routers of a mixture of experts, see `domain.loss.sums`.
 
         """
 
-        def loss_gradient(index: int, logprobs: Tensor) -> Tensor:
-            column = logprobs.cpu().numpy().tobytes()
-            answer = ask({"ask": "loss", "data": self._coordinates.data, "batch": index, "logprobs": column})
+        def gradient_of(loss: str, index: int, column: Tensor) -> Tensor:
+            place = {"data": self._coordinates.data, "batch": index}
+            answer = ask({"ask": loss, **place, "column": column.cpu().numpy().tobytes()})
             return torch.frombuffer(bytearray(answer["gradient"]), dtype=torch.float32)
 
         self._offloader.onload_weights()
         self._n_accumulated += 1
-        return self._policy.passes.accumulate([PackedBatch(*batch) for batch in batches], loss_gradient)
+        packed = [PackedBatch(*batch) for batch in batches]
+        routing = self._policy.passes.accumulate(packed, partial(gradient_of, "loss"))
+        if self._critic is not None:
+            self._critic.passes.accumulate(packed, partial(gradient_of, "value_loss"))
+        return routing
 
-    def step(self, learning_rate: float, divisor: int) -> float:
-        """Update and zero the gradients; return their norm. If the norm is not finite, weights stay as they are."""
+    def step(self, learning_rates: list[float], divisors: list[int]) -> list[float]:
+        """Update and zero the gradients; return their norms. If one is not finite, all weights stay as they are.
+
+        The arguments and the result are those of the policy, and of the critic if there is one.
+        """
         self._offloader.onload()
-        norm = self._policy.model.finish_gradients(divisor)
-        if math.isfinite(norm):
-            self._policy.model.update(learning_rate)
+        models = [trainable.model for trainable in self._trained.values()]
+        norms = [model.finish_gradients(divisor) for model, divisor in zip(models, divisors, strict=True)]
+        if all(map(math.isfinite, norms)):
+            for model, learning_rate in zip(models, learning_rates, strict=True):
+                model.update(learning_rate)
             self._n_steps += 1
         self._zero_gradients()
-        return norm
+        return norms
 
     def _zero_gradients(self) -> None:
-        self._policy.model.zero_gradients()
+        for trainable in self._trained.values():
+            trainable.model.zero_gradients()
         self._n_accumulated = 0
 
     # --- offloading ---
@@ -247,7 +283,8 @@ class RankEngine(ABC):
         self._offloader.offload()
 
     def _gradients(self) -> tuple[Iterable[Tensor], bool]:
-        return self._policy.model.gradients(), self._n_accumulated > 0
+        gradients = chain.from_iterable(trainable.model.gradients() for trainable in self._trained.values())
+        return gradients, self._n_accumulated > 0
 
     def _local_value(self, tensor: Tensor) -> Tensor:
         """Return this rank's slice of a tensor, on host or device, read-only."""
@@ -299,7 +336,7 @@ class RankEngine(ABC):
     def save(self, directory: str) -> None:
         """Write what is trained; see `model_files.save_checkpoint`."""
         try:
-            save_checkpoint(Path(directory), self._policy, self._n_steps, exports=self._exports)
+            save_checkpoint(Path(directory), self._trained, self._n_steps, exports=self._exports)
         finally:
             if self._offloader.is_offloaded:
                 # Free the device buffers in which slices were gathered.
@@ -309,7 +346,7 @@ class RankEngine(ABC):
         """Read what `save` wrote, in any layout."""
         self._offloader.onload()
         self._zero_gradients()
-        self._n_steps = load_checkpoint(Path(directory), self._policy)
+        self._n_steps = load_checkpoint(Path(directory), self._trained)
         self.offload()
 
 

@@ -18,6 +18,8 @@ from rlboost.services.trainer.adapters.ranks.trainable import MOMENTS, WEIGHT, M
 from rlboost.shared.disk_space import write_error
 from rlboost.shared.errors import Corrupt, DiskFull
 
+CRITIC = "critic-"
+"""Prefix of a critic's files in a checkpoint."""
 _STEPS_FILE = "steps.txt"
 _NO_VALUES: Mapping[str, Tensor] = MappingProxyType({})
 
@@ -83,12 +85,12 @@ def write_model(
             write_slices(file, values)
 
 
-def save_checkpoint(folder: Path, trainable: Trainable, n_steps: int, *, exports: bool) -> None:
+def save_checkpoint(folder: Path, trained: Mapping[str, Trainable], n_steps: int, *, exports: bool) -> None:
     """Write master weights and moments of what is trained, in files that any other layout can read.
 
     Args:
         folder: an existing one.
-        trainable: this rank's shard.
+        trained: prefix of the file names -> this rank's shard.
         n_steps: updates that the moments contain.
         exports: see `exported_slices`.
 
@@ -99,11 +101,12 @@ def save_checkpoint(folder: Path, trainable: Trainable, n_steps: int, *, exports
     """
     full: DiskFull | None = None
     # The disk of one rank may be full: it still gathers every kind with the others.
-    for kind in _kinds(n_steps):
-        try:
-            write_model(folder, kind, trainable.model, partial(trainable.state.get, kind=kind), exports=exports)
-        except DiskFull as error:
-            full = error
+    for prefix, (model, _, state, *_) in trained.items():
+        for kind in _kinds(n_steps):
+            try:
+                write_model(folder, f"{prefix}{kind}", model, partial(state.get, kind=kind), exports=exports)
+            except DiskFull as error:
+                full = error
     if full is not None:
         raise full
     if distributed.get_rank() == 0:
@@ -111,22 +114,25 @@ def save_checkpoint(folder: Path, trainable: Trainable, n_steps: int, *, exports
             file.write_text(str(n_steps), encoding="utf-8")
 
 
-def load_checkpoint(folder: Path, trainable: Trainable) -> int:
+def load_checkpoint(folder: Path, trained: Mapping[str, Trainable]) -> int:
     """Read what `save_checkpoint` wrote, in any layout; return the number of updates.
 
     Raises:
         Corrupt: it does not match this model.
 
     """
+    what = "checkpoint"
     try:
         n_steps = int((folder / _STEPS_FILE).read_text(encoding="utf-8"))
-        for kind in _kinds(n_steps):
-            with SliceReader(sorted(folder.glob(f"{kind}-*.safetensors"))) as reader:
-                for name, parameter in trainable.model.parameters():
-                    trainable.state.set(parameter, kind, _read(trainable.model, name, reader))
+        for prefix, (model, _, state, *_) in trained.items():
+            what = "the critic in checkpoint" if prefix == CRITIC else "checkpoint"
+            for kind in _kinds(n_steps):
+                with SliceReader(sorted(folder.glob(f"{prefix}{kind}-*.safetensors"))) as reader:
+                    for name, parameter in model.parameters():
+                        state.set(parameter, kind, _read(model, name, reader))
+            state.set_steps(n_steps)
     except (OSError, ValueError, SafetensorError) as error:
-        raise Corrupt(f"checkpoint {folder} does not match this model: {error}") from error
-    trainable.state.set_steps(n_steps)
+        raise Corrupt(f"{what} {folder} does not match this model: {error}") from error
     return n_steps
 
 

@@ -90,7 +90,7 @@ class TorchCritic:
         """
         values = self._forward(rows)
         total, metrics = summed_value_loss(rows, values, self._spec)
-        total.backward()  # type: ignore[no-untyped-call]  # torch's
+        total.backward()
         self._n_tokens += len(values)
         return metrics
 
