@@ -173,10 +173,11 @@ class RlJob(_TrainingJob, _RewardedJob):
             raise ValueError("algorithm.updates_per_step: more than data.prompts_per_step: lower it")
         if self.data.prompts_per_step * self.algorithm.group_size < 2:
             raise ValueError("algorithm.group_size: a step of one sample has nothing to compare with: raise it")
-        if self.algorithm.critic is not None and not self.trainer.in_one_process:
+        if self.algorithm.critic is not None and self.trainer.backend == "megatron":
             raise ValueError(
-                "algorithm.advantage: gae trains a critic, which needs trainer.backend: torch in one process; in "
-                "several take an algorithm that compares rewards with each other, such as grpo"
+                "algorithm.advantage: gae trains a critic, which needs trainer.backend: torch, with data_parallel and "
+                "context_parallel for several processes; with megatron take an algorithm that compares rewards with "
+                "each other, such as grpo"
             )
         if self.trainer.starts_from_checkpoint and self.data.curriculum is not None:
             raise ValueError(

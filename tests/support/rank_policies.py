@@ -96,8 +96,8 @@ def digests(policy: RanksPolicy) -> dict[Any, str]:
 def policy(
     optimizer: OptimizerSpec, *, dtype: str = "float32", temperature: float = 1.0, device: str = "cpu", **settings: Any
 ) -> Iterator[RanksPolicy]:
-    """Yield a policy and close it; settings are those of `TrainerSpec`, and `lora`, `seed`, `reference`, `aggregation`,
-    `replayed`, `max_logits` and `folder`.
+    """Yield a policy and close it; settings are those of `TrainerSpec`, and `lora`, `critic`, `seed`, `reference`,
+    `aggregation`, `replayed`, `max_logits` and `folder`.
 
     On CPUs megatron-core needs `tests.support.megatron_cpu`, which the ranks get by their environment.
     """
@@ -105,7 +105,7 @@ def policy(
     aggregation, replayed = settings.pop("aggregation", "token_mean"), settings.pop("replayed", None)
     max_logits = settings.pop("max_logits", MAX_LOGITS)
     folder = settings.pop("folder", None)
-    lora, seed = settings.pop("lora", None), settings.pop("seed", 0)
+    lora, critic, seed = settings.pop("lora", None), settings.pop("critic", None), settings.pop("seed", 0)
     spec = TrainerSpec(**{"backend": "megatron", "dtype": dtype, **settings})
     kind = MegatronPolicy if spec.backend == "megatron" else FsdpPolicy
     made = kind(
@@ -114,6 +114,7 @@ def policy(
         temperature=temperature,
         device=device,
         lora=lora,
+        critic=critic,
         seed=seed,
         reference=reference,
         aggregation=aggregation,

@@ -242,7 +242,8 @@ def test_critic_of_packed_rows_trains_as_row_by_row(tmp_path: Path, recomputes: 
         critic = policy(model, critic=CriticSpec(), activation_checkpointing=recomputes)._critic
         assert critic is not None
         with torch.no_grad():
-            critic._weight.copy_(torch.linspace(-1, 1, len(critic._weight)))
+            weight = critic.trained["head.weight"]
+            weight.copy_(torch.linspace(-1, 1, weight.numel()).expand_as(weight))
         for part in batches:
             critic._forward(part).square().sum().backward()
         gradients.append([tensor.grad for tensor in critic.trained.values() if tensor.grad is not None])

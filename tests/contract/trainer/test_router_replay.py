@@ -131,8 +131,8 @@ def test_replay_by_megatron_matches_one_process(tmp_path: Path, layout: str) -> 
     model = rank_policies.write(tmp_path / "model", "qwen3-moe")
     shape = SHAPE._replace(layers=4)
     batches = [with_experts(rows(7), layers=4), with_experts(with_loss_mask(rows(4, seed=3)), seed=1, layers=4)]
-    # Sequence parallelism routes a token of padding, which the load-balancing loss counts. Of context-parallel ranks each
-    # has a loss of its own.
+    # Sequence parallelism routes a token of padding, which the load-balancing loss counts. Of context-parallel ranks
+    # each has a loss of its own.
     is_balanced = layout in ("pp2", "ep2")
     coefficient = 0.1 if is_balanced else 0.0
     settings: dict[str, Any] = {"replayed": shape, "reference": True, "router_aux_loss_coef": coefficient}

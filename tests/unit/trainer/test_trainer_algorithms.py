@@ -196,6 +196,7 @@ def test_each_choice_of_a_preset_can_be_another() -> None:
 def test_a_critic_is_refused_where_it_cannot_be_trained() -> None:
     with pytest.raises(ConfigError, match=r"gae trains a critic, which needs trainer\.backend: torch"):
         parse({**job(name="ppo"), "trainer": {"backend": "megatron"}})
+    assert parse({**job(name="ppo"), "trainer": {"data_parallel": 4, "context_parallel": 2, "fsdp_size": 4}})
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,12 @@ def test_value_loss_and_gradient_match_the_clipped_reference(
     np.testing.assert_array_equal(given.grad.numpy()[held], 0.0)
 
 
+def test_values_within_the_clip_do_not_count_as_clipped() -> None:
+    """Whatever the rounding: `before + (values - before)` differs from some of these values by a bit."""
+    before, values = torch.linspace(-0.09, 0.09, 1001), torch.linspace(-0.07, 0.1, 1001).flip(0)
+    assert not value_loss(values, before, torch.zeros(1001), 0.2).clipped.any()
+
+
 def test_without_a_clip_the_value_loss_is_half_the_square() -> None:
     found = value_loss(torch.tensor([3.0, 1.0]), torch.zeros(2), torch.tensor([1.0, 1.0]), None)
     assert found.losses.tolist() == [2.0, 0.0]

@@ -7,6 +7,7 @@ fewer micro-batches than another repeats a dummy row.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, distributed
@@ -14,19 +15,30 @@ from torch import Tensor, distributed
 from rlboost.services.trainer.adapters.ranks.packed import Balancing, LossGradientFn, PackedBatch, unpack_rows
 from rlboost.services.trainer.adapters.torch.batch import DUMMY_ROWS
 from rlboost.services.trainer.adapters.torch.context_parallel import ContextGroup
-from rlboost.services.trainer.adapters.torch.logprobs import LogprobPass
+from rlboost.services.trainer.adapters.torch.routing import Balance
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.domain.loss import sums
+
+
+class ColumnPass(Protocol):
+    """Forward passes of one model: `LogprobPass`, or `ValuePass` of a critic."""
+
+    @property
+    def balance(self) -> Balance | None:
+        """Of this rank's tokens in the last pass, if experts are balanced."""
+
+    def __call__(self, rows: Sequence[TrainingRow]) -> Tensor:
+        """Return a value of each trained token, row by row, [tokens]."""
 
 
 class FsdpForwardBackward:
     """`ForwardBackward` of one rank."""
 
-    def __init__(self, forward: LogprobPass, device: str, context: ContextGroup | None, balancing: Balancing) -> None:
+    def __init__(self, forward: ColumnPass, device: str, context: ContextGroup | None, balancing: Balancing) -> None:
         """Use the forward pass of a model that is on `device`.
 
         Args:
-            forward: computes log-probabilities.
+            forward: computes log-probabilities or values.
             device: the model's device.
             context: divides the tokens of each micro-batch, if any.
             balancing: for a mixture of experts.
@@ -37,8 +49,8 @@ class FsdpForwardBackward:
         self._context = context
         self._balancing = balancing
 
-    def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
-        """Return each micro-batch's log-probabilities, [trained tokens]."""
+    def columns(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+        """Return each micro-batch's log-probabilities or values, [trained tokens]."""
         with torch.no_grad():
             columns = [self._forward(rows).cpu() for rows in self._with_dummies(batches)]
         return columns[: len(batches)]
@@ -47,15 +59,15 @@ class FsdpForwardBackward:
         """Run forward and backward, adding to the gradients; return sums about the routers of experts."""
         totals: dict[str, float] = {}
         for index, rows in enumerate(self._with_dummies(batches)):
-            logprobs = self._forward(rows)
-            gradient = torch.zeros_like(logprobs)
+            column = self._forward(rows)
+            gradient = torch.zeros_like(column)
             if index < len(batches):
                 if self._context is None or self._context.is_first:
-                    gradient.copy_(loss_gradient(index, logprobs.detach()))
+                    gradient.copy_(loss_gradient(index, column.detach()))
                 if self._context is not None:
                     self._context.broadcast(gradient)
             # A surrogate whose gradient is the loss's.
-            surrogate = (logprobs * gradient).sum()
+            surrogate = (column * gradient).sum()
             if (balance := self._forward.balance) is not None and index < len(batches):
                 if self._balancing.coefficient:
                     share = balance.n_tokens / sum(row.n_tokens for row in rows)  # of this rank's slice of the tokens

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from rlboost.services.trainer.adapters.ranks.offload import local_tensor
 from rlboost.services.trainer.adapters.ranks.tensor_slice import TensorSlice
+from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.job.training import OptimizerSpec
 from rlboost.shared.model.experts import matrices, n_matrices, names_of_expert
 
@@ -100,7 +101,7 @@ class TrainedFsdpModel(FsdpModel):
     def __init__(
         self,
         parameters: Mapping[str, Tensor],
-        optimizer: OptimizerSpec,
+        optimizer: OptimizerSpec | CriticSpec,
         mesh: DeviceMesh,
         buffers: Mapping[str, Tensor] = _NONE,
     ) -> None:

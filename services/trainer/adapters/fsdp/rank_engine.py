@@ -15,6 +15,7 @@ from rlboost.services.trainer.adapters.fsdp.forward_backward import FsdpForwardB
 from rlboost.services.trainer.adapters.fsdp.model import FsdpModel, TrainedFsdpModel
 from rlboost.services.trainer.adapters.fsdp.sharding import (
     add_adapter,
+    empty_critic,
     empty_model,
     prepare_layers,
     saved_buffers,
@@ -23,12 +24,14 @@ from rlboost.services.trainer.adapters.fsdp.sharding import (
 from rlboost.services.trainer.adapters.fsdp.state import FsdpOptimizerState
 from rlboost.services.trainer.adapters.ranks.engine import COLLECTIVE_LIMIT, AskTrainer, RankEngine
 from rlboost.services.trainer.adapters.ranks.layout import Coordinates, Layout
-from rlboost.services.trainer.adapters.ranks.packed import PackedBatch, pack_rows
+from rlboost.services.trainer.adapters.ranks.packed import NO_BALANCING, PackedBatch, pack_rows
 from rlboost.services.trainer.adapters.ranks.trainable import Frozen, Trainable
 from rlboost.services.trainer.adapters.torch.batch import DUMMY_ROWS
 from rlboost.services.trainer.adapters.torch.context_parallel import ContextGroup
 from rlboost.services.trainer.adapters.torch.logprobs import LogprobPass
 from rlboost.services.trainer.adapters.torch.lora import Adapter
+from rlboost.services.trainer.adapters.torch.value_model import ValuePass
+from rlboost.shared.job.algorithm import CriticSpec
 
 
 class FsdpRank(RankEngine):
@@ -52,7 +55,7 @@ class FsdpRank(RankEngine):
         loaded = super().load_hf(model, files, shared)
         if self._replayed or self._balancing.coefficient:
             self._offloader.onload_weights()
-            self._policy.passes.logprobs([pack_rows(DUMMY_ROWS)])  # checks the routers
+            self._policy.passes.columns([pack_rows(DUMMY_ROWS)])  # checks the routers
             self.offload()
         return loaded
 
@@ -94,6 +97,21 @@ class FsdpRank(RankEngine):
         parameters = FsdpModel(dict(module.named_parameters()), self._mesh, saved_buffers(module))
         return Frozen(parameters, self._passes_of(module))
 
+    def _build_critic(self, model: dict[str, Any], spec: CriticSpec) -> Trainable:
+        module = empty_critic(Path(model["source"]), model["attention"])
+        prepare_layers(
+            module.base_model,
+            self._device,
+            activation_checkpointing=self._activation_checkpointing,
+            compiled=self._compiled,
+        )
+        shard(module, self._device, self._mesh)
+        forward = ValuePass(module, dtype=self._dtype, device=torch.device(self._device), context=self._context)
+        passes = FsdpForwardBackward(forward, self._device, self._context, NO_BALANCING)
+        trained = TrainedFsdpModel(dict(module.named_parameters()), spec, self._mesh, saved_buffers(module))
+        initial = {f"head.{name}": torch.zeros(value.shape) for name, value in module.head.named_parameters()}
+        return Trainable(trained, passes, FsdpOptimizerState(trained.optimizer, self._local_value), initial=initial)
+
     def _passes_of(self, module: Any, *, balances: bool = False) -> FsdpForwardBackward:
         forward = LogprobPass(
             module,
@@ -124,9 +142,9 @@ class _BelowAdapter:
         self._passes = passes
         self._adapter = adapter
 
-    def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+    def columns(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         with self._adapter.without():
-            return self._passes.logprobs(batches)
+            return self._passes.columns(batches)
 
 
 def _mesh_of(device: str, layout: Layout) -> DeviceMesh:

@@ -20,6 +20,7 @@ from rlboost.services.trainer.adapters.torch.compilation import compile_layers
 from rlboost.services.trainer.adapters.torch.experts import EXPERTS
 from rlboost.services.trainer.adapters.torch.layers import layers_of
 from rlboost.services.trainer.adapters.torch.lora import Adapter
+from rlboost.services.trainer.adapters.torch.value_model import ValueModel
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import LoraSpec
 
@@ -49,6 +50,16 @@ def empty_model(source: Path, attention: str) -> Any:
     return module.eval()
 
 
+def empty_critic(source: Path, attention: str) -> ValueModel:
+    """Return a critic on the meta device, whose body's parameters have the names of the files in `source`.
+
+    The arguments and errors are those of `empty_model`.
+    """
+    module = empty_model(source, attention)
+    with torch.device("meta"):
+        return ValueModel(module.base_model, module.base_model_prefix).eval()
+
+
 def add_adapter(module: Any, spec: LoraSpec, dtype: torch.dtype) -> Adapter:
     """Freeze an empty model in `dtype`, and add an adapter in float32.
 
@@ -65,8 +76,8 @@ def shard(module: Any, device: str, mesh: DeviceMesh) -> None:
     """Shard an empty module, in place, and allocate this rank's shards uninitialized. A collective call of all ranks.
 
     Args:
-        module: a causal language model on the meta device, but for its buffers. Each of its layers is gathered by
-            itself, everything else with the module.
+        module: a causal language model or a critic on the meta device, but for its buffers. Each of its layers is
+            gathered by itself, everything else with the module.
         device: `cpu` or `cuda`.
         mesh: its last dimension are the ranks that share the model. A dimension before it makes it HSDP: gradients are
             also summed over it.

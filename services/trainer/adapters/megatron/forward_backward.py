@@ -69,7 +69,7 @@ class PipelineForwardBackward:
         self._is_last = parallel_state.is_pipeline_last_stage()
         self._is_first_of_tensor = parallel_state.get_tensor_model_parallel_rank() == 0
 
-    def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+    def columns(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Return each micro-batch's log-probabilities, [trained tokens], on the last stage; else an empty list."""
         columns: list[Tensor] = []
 

@@ -18,6 +18,7 @@ from rlboost.services.trainer.adapters.ranks.layout import Coordinates, Layout
 from rlboost.services.trainer.adapters.ranks.trainable import Frozen, Trainable
 from rlboost.services.trainer.adapters.torch.context_parallel import ContextGroup
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.algorithm import CriticSpec
 
 
 class MegatronRank(RankEngine):
@@ -64,6 +65,9 @@ class MegatronRank(RankEngine):
         model_shard = MegatronModel(ModelShape(*model["shape"]), self._layout, self._coordinates, self._dtype)
         passes = PipelineForwardBackward(model_shard, self._temperature, replayed=self._replayed, context=self._context)
         return Frozen(model_shard, passes)
+
+    def _build_critic(self, model: dict[str, Any], spec: CriticSpec) -> Trainable:  # noqa: ARG002 - of the base class
+        raise ConfigError("algorithm.critic needs trainer.backend: torch")
 
     @property
     def _part_number(self) -> int | None:

@@ -9,12 +9,11 @@ import asyncio
 import math
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,14 +21,23 @@ from safetensors import SafetensorError
 from torch import Tensor, distributed
 
 from rlboost.services.trainer.adapters.ranks.layout import Coordinates, Layout
+from rlboost.services.trainer.adapters.ranks.model_files import (
+    CRITIC,
+    exported_slices,
+    fill,
+    fill_frozen,
+    load_checkpoint,
+    save_checkpoint,
+    slices_of,
+    write_model,
+)
 from rlboost.services.trainer.adapters.ranks.offload import StorageOffloader
 from rlboost.services.trainer.adapters.ranks.packed import Balancing, PackedBatch
-from rlboost.services.trainer.adapters.ranks.sharded_tensors import SliceReader, write_slices
-from rlboost.services.trainer.adapters.ranks.tensor_slice import TensorSlice
-from rlboost.services.trainer.adapters.ranks.trainable import MOMENTS, WEIGHT, Frozen, Model, Trainable
+from rlboost.services.trainer.adapters.ranks.sharded_tensors import SliceReader
+from rlboost.services.trainer.adapters.ranks.trainable import WEIGHT, Forward, Frozen, Model, Trainable
 from rlboost.services.trainer.ports.engine import Loaded
-from rlboost.shared.disk_space import write_error
-from rlboost.shared.errors import ConfigError, Corrupt, DiskFull
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.job.training import LoraSpec, Offload, OptimizerSpec
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.client import StoreClient
@@ -39,7 +47,6 @@ from rlboost.shared.wire.routed_experts import RoutedShape
 
 COLLECTIVE_LIMIT = timedelta(minutes=30)
 """Timeout of a collective operation."""
-STEPS_FILE = "steps.txt"
 
 AskTrainer = Callable[[dict[str, Any]], dict[str, Any]]
 """Sends a question to the trainer and waits for the answer."""
@@ -68,8 +75,8 @@ class RankEngine(ABC):
             layout: degrees of parallelism.
             optimizer: the job's `OptimizerSpec`, as a mapping.
             settings: `temperature`, `dtype`, `reference` (keep a frozen copy of the loaded weights), `offload`,
-                `activation_checkpointing`, `compile`, `balancing`, `replayed`, `max_logits`, `lora` (a `LoraSpec` as a
-                mapping, or None), `seed`.
+                `activation_checkpointing`, `compile`, `balancing`, `replayed`, `max_logits`, `seed`, and `lora` and
+                `critic`, a `LoraSpec` and a `CriticSpec` as mappings, or None.
 
         """
         if device != "cpu":
@@ -96,6 +103,7 @@ class RankEngine(ABC):
         self._replayed = RoutedShape(*settings["replayed"]) if settings["replayed"] else None
         self._max_logits: int = settings["max_logits"]
         self._lora = LoraSpec.model_validate(settings["lora"]) if settings["lora"] else None
+        self._critic_spec = CriticSpec.model_validate(settings["critic"]) if settings["critic"] else None
         self._seed: int = settings["seed"]
         self._n_accumulated = 0
         """Calls of `accumulate` since the last step."""
@@ -117,6 +125,15 @@ class RankEngine(ABC):
     def _build_reference(self, model: dict[str, Any]) -> Frozen:
         """Build the frozen reference model, with uninitialized weights."""
 
+    @abstractmethod
+    def _build_critic(self, model: dict[str, Any], spec: CriticSpec) -> Trainable:
+        """Build the critic, with uninitialized weights.
+
+        Raises:
+            ConfigError: the backend has none.
+
+        """
+
     @property
     @abstractmethod
     def _part_number(self) -> int | None:
@@ -126,6 +143,11 @@ class RankEngine(ABC):
     @abstractmethod
     def _has_logprobs(self) -> bool:
         """True if this rank computes log-probabilities."""
+
+    @property
+    def _exports(self) -> bool:
+        """True if this rank exports its slices of tensors."""
+        return self._part_number is not None
 
     # --- the model ---
 
@@ -149,36 +171,40 @@ class RankEngine(ABC):
             )
         self._policy = self._build(model)
         self._n_steps = self._n_accumulated = 0
+        self._critic = self._build_critic(model, self._critic_spec) if self._critic_spec else None
+        self._trained = {"": self._policy} | ({CRITIC: self._critic} if self._critic else {})
         self._frozen = self._policy.below
         if self._frozen is None and self._keeps_reference:
             self._frozen = self._build_reference(model)
         try:
             with SliceReader(Path(file) for file in files) as reader:
-                _fill(self._policy, reader)
+                for trainable in self._trained.values():
+                    fill(trainable, reader, trainable.initial)
                 if self._frozen is not None:
-                    _fill_frozen(self._frozen.model, reader)
+                    fill_frozen(self._frozen.model, reader)
         except (OSError, ValueError, SafetensorError) as error:
             raise ConfigError(f"the model cannot be loaded: {error}") from error
-        models: list[Model] = [self._policy.model, *([self._frozen.model] if self._frozen is not None else [])]
+        trained = [trainable.model for trainable in self._trained.values()]
+        models: list[Model] = [*trained, *([self._frozen.model] if self._frozen is not None else [])]
         self._offloader = StorageOffloader(
             [parameter for one in models for _, parameter in one.parameters()],
-            self._policy.model.optimizers,
+            [optimizer for one in trained for optimizer in one.optimizers],
             torch.device(self._device),
             self._offload,
             self._gradients,
         )
         self.offload()
-        adapter = _slices_of(self._policy.model) if self._policy.below else []
-        return {"base": _slices_of(self._loaded("base")), "adapter": adapter, "adapter_json": self._policy.adapter_json}
+        adapter = slices_of(self._policy.model) if self._policy.below else []
+        return {"base": slices_of(self._loaded("base")), "adapter": adapter, "adapter_json": self._policy.adapter_json}
 
     def load_weights(self, files: list[str], what: Loaded) -> None:
         """Overwrite the weights only, from files that `policy` has checked against this model."""
         self._offloader.onload()
         with SliceReader(Path(file) for file in files) as reader:
             if what == "base" and self._policy.below is not None:
-                _fill_frozen(self._policy.below.model, reader)
+                fill_frozen(self._policy.below.model, reader)
             else:
-                _fill(self._policy._replace(initial={}), reader)
+                fill(self._policy, reader)
         self.offload()
 
     def _loaded(self, what: Loaded) -> Model:
@@ -196,40 +222,58 @@ class RankEngine(ABC):
         self._offloader.onload_weights()
         if reference:
             assert self._frozen is not None, "this engine has no reference model"
-            columns = self._frozen.passes.logprobs([PackedBatch(*batch) for batch in batches])
-        else:
-            columns = self._policy.passes.logprobs([PackedBatch(*batch) for batch in batches])
+            return self._columns(self._frozen.passes, batches)
+        return self._columns(self._policy.passes, batches)
+
+    def values(self, batches: list[list[bytes]]) -> list[bytes]:
+        """Return the critic's values in the same form."""
+        self._offloader.onload_weights()
+        assert self._critic is not None, "this engine has no critic"
+        return self._columns(self._critic.passes, batches)
+
+    def _columns(self, passes: Forward, batches: list[list[bytes]]) -> list[bytes]:
+        columns = passes.columns([PackedBatch(*batch) for batch in batches])
         return [column.numpy().tobytes() for column in columns] if self._has_logprobs else []
 
     def accumulate(self, batches: list[list[bytes]], ask: AskTrainer) -> dict[str, float]:
-        """Run forward and backward over micro-batches, asking the trainer for the gradient of the loss.
+        """Run forward and backward over micro-batches, asking the trainer for the gradients of the losses.
 
         Returns:
             Sums about the routers of a mixture of experts, see `domain.loss.sums`.
 
         """
 
-        def loss_gradient(index: int, logprobs: Tensor) -> Tensor:
-            column = logprobs.cpu().numpy().tobytes()
-            answer = ask({"ask": "loss", "data": self._coordinates.data, "batch": index, "logprobs": column})
+        def gradient_of(loss: str, index: int, column: Tensor) -> Tensor:
+            place = {"data": self._coordinates.data, "batch": index}
+            answer = ask({"ask": loss, **place, "column": column.cpu().numpy().tobytes()})
             return torch.frombuffer(bytearray(answer["gradient"]), dtype=torch.float32)
 
         self._offloader.onload_weights()
         self._n_accumulated += 1
-        return self._policy.passes.accumulate([PackedBatch(*batch) for batch in batches], loss_gradient)
+        packed = [PackedBatch(*batch) for batch in batches]
+        routing = self._policy.passes.accumulate(packed, partial(gradient_of, "loss"))
+        if self._critic is not None:
+            self._critic.passes.accumulate(packed, partial(gradient_of, "value_loss"))
+        return routing
 
-    def step(self, learning_rate: float, divisor: int) -> float:
-        """Update and zero the gradients; return their norm. If the norm is not finite, weights stay as they are."""
+    def step(self, learning_rates: list[float], divisors: list[int]) -> list[float]:
+        """Update and zero the gradients; return their norms. If one is not finite, all weights stay as they are.
+
+        The arguments and the result are those of the policy, and of the critic if there is one.
+        """
         self._offloader.onload()
-        norm = self._policy.model.finish_gradients(divisor)
-        if math.isfinite(norm):
-            self._policy.model.update(learning_rate)
+        models = [trainable.model for trainable in self._trained.values()]
+        norms = [model.finish_gradients(divisor) for model, divisor in zip(models, divisors, strict=True)]
+        if all(map(math.isfinite, norms)):
+            for model, learning_rate in zip(models, learning_rates, strict=True):
+                model.update(learning_rate)
             self._n_steps += 1
         self._zero_gradients()
-        return norm
+        return norms
 
     def _zero_gradients(self) -> None:
-        self._policy.model.zero_gradients()
+        for trainable in self._trained.values():
+            trainable.model.zero_gradients()
         self._n_accumulated = 0
 
     # --- offloading ---
@@ -239,7 +283,8 @@ class RankEngine(ABC):
         self._offloader.offload()
 
     def _gradients(self) -> tuple[Iterable[Tensor], bool]:
-        return self._policy.model.gradients(), self._n_accumulated > 0
+        gradients = chain.from_iterable(trainable.model.gradients() for trainable in self._trained.values())
+        return gradients, self._n_accumulated > 0
 
     def _local_value(self, tensor: Tensor) -> Tensor:
         """Return this rank's slice of a tensor, on host or device, read-only."""
@@ -249,7 +294,8 @@ class RankEngine(ABC):
 
     def write(self, directory: str, what: Loaded) -> None:
         """Write this rank's slices into a directory, in the published dtype."""
-        self._write(Path(directory), WEIGHT, self._loaded(what), self._published(what))
+        model, value_of = self._loaded(what), self._published(what)
+        write_model(Path(directory), WEIGHT, model, value_of, exports=self._exports)
 
     def digests(self) -> list[list[Any]]:
         """Return name, offset, shape, dtype and digest of this rank's shards of the whole model."""
@@ -270,7 +316,7 @@ class RankEngine(ABC):
         return part.digest
 
     def _shards(self) -> Iterator[Shard]:
-        for s, value in self._owned_slices(self._loaded("base"), self._published("base")):
+        for s, value in exported_slices(self._loaded("base"), self._published("base"), exports=self._exports):
             raw = value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
             dtype = str(value.dtype).removeprefix("torch.")
             yield Shard(s.name, dtype, s.global_shape, s.offset, s.local_shape, raw)
@@ -285,104 +331,23 @@ class RankEngine(ABC):
 
         return value_of
 
-    def _owned_slices(self, model: Model, value_of: Callable[[Tensor], Tensor]) -> Iterator[tuple[TensorSlice, Tensor]]:
-        """Yield the slices that this rank exports, of a value of each parameter's shape. All ranks must iterate."""
-        weight_map = model.weight_map
-        for name, parameter in model.parameters():
-            value = value_of(parameter)
-            if self._part_number is None or not weight_map.owns(name):
-                continue
-            for s, local in zip(weight_map.slices(name), weight_map.split(name, value), strict=True):
-                if math.prod(s.local_shape):
-                    yield s, local
-
-    def _write(self, directory: Path, kind: str, model: Model, value_of: Callable[[Tensor], Tensor]) -> None:
-        """Write this rank's slices of one kind into a file of its own, after all ranks have gathered.
-
-        Raises:
-            DiskFull, Fatal: it cannot be written.
-
-        """
-        values = dict(self._owned_slices(model, value_of))
-        if values:
-            file = directory / f"{kind}-{distributed.get_rank():04d}.safetensors"
-            with _disk_errors(file):
-                write_slices(file, values)
-
     # --- checkpoints ---
 
     def save(self, directory: str) -> None:
-        """Write master weights and moments of what is trained, in files that any other layout can read.
-
-        Raises:
-            DiskFull: there is no space on this rank's machine. All ranks can take the next call.
-            Fatal: a file cannot be written for another reason.
-
-        """
-        folder = Path(directory)
-        full: DiskFull | None = None
-        # The disk of one rank may be full: it still gathers every kind with the others.
-        for kind in (WEIGHT, *MOMENTS[: len(MOMENTS) if self._n_steps else 0]):
-            try:
-                self._write(folder, kind, self._policy.model, partial(self._policy.state.get, kind=kind))
-            except DiskFull as error:
-                full = error
-        if self._offloader.is_offloaded:
-            # Free the device buffers in which slices were gathered.
-            self._offloader.offload()
-        if full is not None:
-            raise full
-        if distributed.get_rank() == 0:
-            with _disk_errors(file := folder / STEPS_FILE):
-                file.write_text(str(self._n_steps), encoding="utf-8")
+        """Write what is trained; see `model_files.save_checkpoint`."""
+        try:
+            save_checkpoint(Path(directory), self._trained, self._n_steps, exports=self._exports)
+        finally:
+            if self._offloader.is_offloaded:
+                # Free the device buffers in which slices were gathered.
+                self._offloader.offload()
 
     def load(self, directory: str) -> None:
         """Read what `save` wrote, in any layout."""
-        folder = Path(directory)
         self._offloader.onload()
         self._zero_gradients()
-        try:
-            n_steps = int((folder / STEPS_FILE).read_text(encoding="utf-8"))
-            for kind in (WEIGHT, *MOMENTS[: len(MOMENTS) if n_steps else 0]):
-                with SliceReader(sorted(folder.glob(f"{kind}-*.safetensors"))) as reader:
-                    for name, parameter in self._policy.model.parameters():
-                        self._policy.state.set(parameter, kind, _read(self._policy.model, name, reader))
-        except (OSError, ValueError, SafetensorError) as error:
-            raise Corrupt(f"checkpoint {directory} does not match this model: {error}") from error
-        self._policy.state.set_steps(n_steps)
-        self._n_steps = n_steps
+        self._n_steps = load_checkpoint(Path(directory), self._trained)
         self.offload()
-
-
-def _fill(trainable: Trainable, reader: SliceReader) -> None:
-    """Overwrite what is trained with initial values and those of files."""
-    for name, parameter in trainable.model.parameters():
-        trainable.state.set(parameter, WEIGHT, _read(trainable.model, name, reader, trainable.initial))
-
-
-def _fill_frozen(model: Model, reader: SliceReader) -> None:
-    for name, parameter in model.parameters():
-        model.put(parameter, _read(model, name, reader))
-
-
-def _read(model: Model, name: str, reader: SliceReader, initial: Mapping[str, Tensor] = MappingProxyType({})) -> Tensor:
-    """Return this rank's value of a parameter: a part of its initial value if it has one, otherwise of files."""
-    whole = initial.get(name)
-    slices = model.weight_map.slices(name)
-    return model.weight_map.join(name, [reader.read(s) if whole is None else s.of(whole) for s in slices])
-
-
-def _slices_of(model: Model) -> list[TensorSlice]:
-    return [s for name, _ in model.parameters() for s in model.weight_map.slices(name)]
-
-
-@contextmanager
-def _disk_errors(file: Path) -> Iterator[None]:
-    """Translate errors of writing a file."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise write_error(error, f"{file} cannot be written: {error}; free space there") from error
 
 
 def _require_gpu(local_rank: int) -> None:

@@ -13,8 +13,8 @@ from rlboost.services.trainer.domain.loss.aggregation import divisor
 from rlboost.shared.wire.columns import I32, U8, ints, length, pack, unpack
 
 LossGradientFn = Callable[[int, Tensor], Tensor]
-"""(index of the micro-batch, log-probabilities of its trained tokens) -> gradient of the loss with respect to them.
-Called on the ranks that compute log-probabilities."""
+"""(index of the micro-batch, log-probabilities or values of its trained tokens) -> gradient of the loss with respect to
+them. Called on the ranks that compute log-probabilities."""
 
 
 class PackedBatch(NamedTuple):

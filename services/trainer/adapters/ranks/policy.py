@@ -19,18 +19,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import AutoConfig
 
 from rlboost.services.trainer.adapters.ranks.calls import Launcher, RankCalls
 from rlboost.services.trainer.adapters.ranks.layout import Coordinates, Layout
+from rlboost.services.trainer.adapters.ranks.losses import LossAnswers, ReplicaBatches
 from rlboost.services.trainer.adapters.ranks.packed import Balancing, pack_rows
 from rlboost.services.trainer.adapters.ranks.processes import LocalRanks
 from rlboost.services.trainer.adapters.ranks.scratch_dir import ScratchDir, remove_stale
 from rlboost.services.trainer.adapters.ranks.sharded_tensors import write_slices
 from rlboost.services.trainer.adapters.ranks.shards import RankShards, merged_shards, tensor_of, whole_shards
 from rlboost.services.trainer.adapters.ranks.tensor_slice import TensorSlice
-from rlboost.services.trainer.adapters.torch.batch import token_batch
 from rlboost.services.trainer.adapters.torch.packing import one_row_each
 from rlboost.services.trainer.domain.batches.partition import partition
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
@@ -39,7 +38,7 @@ from rlboost.services.trainer.domain.loss.inputs import LossFn
 from rlboost.services.trainer.ports.engine import Exported, Loaded, NotFinite, RankInfo, Snapshot
 from rlboost.shared.disk_space import write_error
 from rlboost.shared.errors import ConfigError, DiskFull, Fatal
-from rlboost.shared.job.algorithm import Aggregation
+from rlboost.shared.job.algorithm import Aggregation, CriticSpec
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec, TrainerSpec
 from rlboost.shared.model.experts import require_known_experts, require_mixture
 from rlboost.shared.model.folder import read_config, require_unquantized
@@ -53,9 +52,6 @@ _BATCHES_PER_STAGE = 4
 
 _SHARDS_PER_FILE = 16
 """Bounds the tensors in memory at a time, and keeps the number of files that each rank opens low."""
-
-_ReplicaBatches = list[list[TrainingRow]]
-"""Micro-batches of one data-parallel replica."""
 
 
 class RanksPolicy(ABC):
@@ -73,6 +69,7 @@ class RanksPolicy(ABC):
         temperature: float,
         device: str,
         lora: LoraSpec | None = None,
+        critic: CriticSpec | None = None,
         seed: int = 0,
         reference: bool = False,
         aggregation: Aggregation = "token_mean",
@@ -90,6 +87,7 @@ class RanksPolicy(ABC):
             temperature: the sampling temperature, which divides the logits.
             device: `cpu`, or `cuda` for one GPU per rank.
             lora: the adapter to train; None to train the model itself. FSDP2 only.
+            critic: the value model to train along with the policy, if any. FSDP2 only.
             seed: seeds the adapter's initial values and its dropout.
             reference: whether losses get the log-probabilities of the weights that `load_hf` loaded. It costs another
                 copy of them on the devices, unless an adapter is trained, and another forward pass.
@@ -110,12 +108,14 @@ class RanksPolicy(ABC):
             _require_devices(device, self._layout)
             launcher = LocalRanks(self._layout, device)
         self._launcher = launcher
+        self._optimizer = optimizer
+        self._critic = critic
         self._keeps_reference = reference
         self._offload = spec.offload
         self._router_aux_loss_coef = spec.router_aux_loss_coef
         self._folder = folder
         self._packs_rows = True
-        self._divisor = 0
+        self._divisor = self._n_tokens = 0
         self._shapes: dict[Loaded, dict[str, tuple[int, ...]]] = {"base": {}, "adapter": {}}
         self._captured: ScratchDir | None = None
         """The snapshot that is not being written yet. Who takes it from here, under the lock, removes it."""
@@ -135,6 +135,7 @@ class RanksPolicy(ABC):
                 "replayed": replayed,
                 "max_logits": max_logits,
                 "lora": lora.model_dump() if lora else None,
+                "critic": critic.model_dump() if critic else None,
                 "seed": seed,
             },
         }
@@ -165,7 +166,7 @@ class RanksPolicy(ABC):
         files = sorted(str(file) for file in source.glob("*.safetensors"))
         if not files:
             raise ConfigError(f"model {source} has no .safetensors file: save it again with save_pretrained")
-        self._divisor = 0
+        self._divisor = self._n_tokens = 0
         if self._folder is not None:
             remove_stale(self._folder)
         try:
@@ -180,26 +181,33 @@ class RanksPolicy(ABC):
 
     def logprobs(self, batches: Sequence[Sequence[TrainingRow]]) -> list[bytes]:
         """See `PolicyEngine.logprobs`."""
-        return self._columns(batches, reference=False)
+        return self._columns(batches, "logprobs")
 
     def reference_logprobs(self, batches: Sequence[Sequence[TrainingRow]]) -> list[bytes]:
         """See `PolicyEngine.reference_logprobs`."""
-        return self._columns(batches, reference=True)
+        return self._columns(batches, "logprobs", reference=True)
 
-    def _columns(self, batches: Sequence[Sequence[TrainingRow]], *, reference: bool) -> list[bytes]:
+    def values(self, batches: Sequence[Sequence[TrainingRow]]) -> list[bytes]:
+        """See `Critic.values`."""
+        if self._critic is None:
+            raise Fatal("this engine has no critic: construct it with a CriticSpec")
+        return self._columns(batches, "values")
+
+    def _columns(self, batches: Sequence[Sequence[TrainingRow]], call: str, **arguments: Any) -> list[bytes]:
+        """Return a column of each row from a call of the ranks."""
         replicas = self._split(batches)
         columns: dict[int, bytes] = {}
-        for replica, of_replica in zip(replicas, self._logprobs(replicas, reference=reference), strict=True):
+        for replica, of_replica in zip(replicas, self._of_replicas(replicas, call, **arguments), strict=True):
             for rows, column in zip(replica, of_replica, strict=True):
                 ends = np.cumsum([row.n_loss_tokens for row in rows])
                 values = np.split(unpack(column, F32), ends[:-1])
                 columns |= {id(row): value.tobytes() for row, value in zip(rows, values, strict=True)}
         return [columns[id(row)] for rows in batches for row in rows]
 
-    def _logprobs(self, replicas: Sequence[_ReplicaBatches], *, reference: bool = False) -> list[list[bytes]]:
+    def _of_replicas(self, replicas: Sequence[ReplicaBatches], call: str, **arguments: Any) -> list[list[bytes]]:
         """Return each replica's columns, one per micro-batch."""
         of_replicas: list[list[bytes]] = [[] for _ in replicas]
-        for rank, columns in enumerate(self._ranks.call("logprobs", self._packed(replicas, reference=reference))):
+        for rank, columns in enumerate(self._ranks.call(call, self._packed(replicas, **arguments))):
             of_replicas[self._replica(rank)] += columns
         return of_replicas
 
@@ -207,40 +215,30 @@ class RanksPolicy(ABC):
         """See `PolicyEngine.accumulate`."""
         replicas = self._split(batches)
         needs_reference = self._keeps_reference and not all(row.reference for rows in batches for row in rows)
-        references = self._logprobs(replicas, reference=True) if needs_reference else None
-        totals: dict[str, float] = {}
-        not_finite: list[float] = []
-
-        def answer(question: dict[str, Any]) -> dict[str, Any]:
-            replica, index = question["data"], question["batch"]
-            reference = references[replica][index] if references else None
-            logprobs = _column(question["logprobs"]).requires_grad_()
-            batch = token_batch(replicas[replica][index], logprobs, None if reference is None else _column(reference))
-            total, metrics = loss(batch)
-            if not torch.isfinite(total):
-                # The other ranks are in the same collective: answer with a gradient of zeros.
-                not_finite.append(float(total.detach()))
-                return {"gradient": bytes(len(question["logprobs"]))}
-            sums.add(totals, metrics)
-            (gradient,) = torch.autograd.grad(total, [batch.logprobs])
-            return {"gradient": gradient.numpy().tobytes()}
-
-        for routing in self._ranks.call("accumulate", self._packed(replicas), answer):
-            sums.add(totals, routing)
-        self._divisor += int(totals.get("divisor", 0))
-        if not_finite:
-            raise NotFinite(f"the loss is {not_finite[0]}")
-        return totals
+        references = self._of_replicas(replicas, "logprobs", reference=True) if needs_reference else None
+        answers = LossAnswers(replicas, loss, references, self._critic)
+        routings = self._ranks.call("accumulate", self._packed(replicas), answers)
+        for routing in routings:
+            sums.add(answers.totals, routing)
+        self._divisor += int(answers.totals.get("divisor", 0))
+        self._n_tokens += sum(row.n_loss_tokens for rows in batches for row in rows)
+        if answers.not_finite:
+            raise NotFinite(f"the loss is {answers.not_finite[0]}")
+        return answers.totals
 
     def step(self, learning_rate: float) -> float:
         """See `PolicyEngine.step`."""
-        divisor, self._divisor = self._divisor, 0
-        if not divisor:
+        rates, divisors = [learning_rate], [self._divisor]
+        if self._critic is not None:
+            rates.append(learning_rate / self._optimizer.lr * self._critic.lr)
+            divisors.append(self._n_tokens)
+        self._divisor = self._n_tokens = 0
+        if not divisors[0]:
             return 0.0
-        norm: float = self._ranks.call("step", {"learning_rate": learning_rate, "divisor": divisor})[0]
-        if not math.isfinite(norm):
-            raise NotFinite(f"the gradient's norm is {norm}")
-        return norm
+        norms: list[float] = self._ranks.call("step", {"learning_rates": rates, "divisors": divisors})[0]
+        if not all(map(math.isfinite, norms)):
+            raise NotFinite("the gradient's norm is " + ", the critic's ".join(map(str, norms)))
+        return norms[0]
 
     def export_shards(self, what: Exported = "model") -> Iterator[Shard]:
         """See `PolicyEngine.export_shards`. The tensors are whole."""
@@ -302,7 +300,7 @@ class RanksPolicy(ABC):
 
     def load(self, directory: Path) -> None:
         """See `PolicyEngine.load`. The checkpoint may be of another layout."""
-        self._divisor = 0
+        self._divisor = self._n_tokens = 0
         self._ranks.call("load", {"directory": str(directory)})
 
     def offload(self) -> None:
@@ -322,11 +320,11 @@ class RanksPolicy(ABC):
         if captured is not None:
             captured.cleanup()
 
-    def _split(self, batches: Sequence[Sequence[TrainingRow]]) -> list[_ReplicaBatches]:
+    def _split(self, batches: Sequence[Sequence[TrainingRow]]) -> list[ReplicaBatches]:
         """Split micro-batches among the data-parallel replicas, balanced by tokens."""
         layout = self._layout
         n_per_replica = 1 if layout.pipeline == 1 else _BATCHES_PER_STAGE * layout.pipeline
-        replicas: list[_ReplicaBatches] = [[] for _ in range(layout.data)]
+        replicas: list[ReplicaBatches] = [[] for _ in range(layout.data)]
         for rows in batches:
             for n, indices in enumerate(partition([row.n_tokens for row in rows], layout.data * n_per_replica)):
                 if indices:
@@ -334,7 +332,7 @@ class RanksPolicy(ABC):
                     replicas[n % layout.data] += [part] if self._packs_rows else one_row_each([part])
         return replicas
 
-    def _packed(self, replicas: Sequence[_ReplicaBatches], **arguments: Any) -> list[dict[str, Any]]:
+    def _packed(self, replicas: Sequence[ReplicaBatches], **arguments: Any) -> list[dict[str, Any]]:
         """Return each rank's arguments."""
         of_replica = [{"batches": [pack_rows(rows) for rows in replica], **arguments} for replica in replicas]
         return [of_replica[self._replica(rank)] for rank in range(self._layout.n_ranks)]
@@ -356,7 +354,3 @@ def _link_or_copy(file: Path, target: Path) -> None:
         os.link(file, target)
     except OSError:  # on another disk, or one without links
         shutil.copyfile(file, target)
-
-
-def _column(values: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(values), dtype=torch.float32)

@@ -69,8 +69,11 @@ class TrainedModel(Model, Protocol):
 class Forward(Protocol):
     """Runs micro-batches through one rank's shard of a model. A collective call: all ranks make it together."""
 
-    def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
-        """Return each micro-batch's log-probabilities, [trained tokens], on the ranks that compute them."""
+    def columns(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+        """Return each micro-batch's log-probabilities, or a critic's values, on the ranks that compute them.
+
+        They are [trained tokens].
+        """
 
 
 class ForwardBackward(Forward, Protocol):

@@ -1,4 +1,4 @@
-"""A critic trained with plain torch: the base model without its output head, and a head of one value per token.
+"""A critic trained with plain torch in one process.
 
 It is a network of its own, so that updates of the policy do not change the critic's features.
 """
@@ -19,11 +19,9 @@ from rlboost.services.trainer.adapters.torch.activation_checkpointing import che
 from rlboost.services.trainer.adapters.torch.attention_choice import attention_of
 from rlboost.services.trainer.adapters.torch.compilation import compile_layers
 from rlboost.services.trainer.adapters.torch.experts import EXPERTS
-from rlboost.services.trainer.adapters.torch.logprobs import in_dtype
-from rlboost.services.trainer.adapters.torch.packing import model_inputs, packs_rows, select_rows
 from rlboost.services.trainer.adapters.torch.state import load_state, snapshot_of
+from rlboost.services.trainer.adapters.torch.value_model import ValueModel, ValuePass, summed_value_loss
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
-from rlboost.services.trainer.domain.loss.value import value_loss
 from rlboost.services.trainer.ports.engine import Snapshot
 from rlboost.shared.errors import ConfigError, Corrupt
 from rlboost.shared.job.algorithm import CriticSpec
@@ -55,11 +53,9 @@ class TorchCritic:
 
         """
         self._spec = spec
-        self._dtype = dtype
-        self._device = device
         try:
             config = AutoConfig.from_pretrained(source, local_files_only=True)
-            body = AutoModel.from_pretrained(
+            body: Any = AutoModel.from_pretrained(
                 source,
                 config=config,
                 dtype=torch.float32,
@@ -67,22 +63,15 @@ class TorchCritic:
                 experts_implementation=EXPERTS,
                 local_files_only=True,
             )
-            width = int(body.config.get_text_config().hidden_size)
+            model = ValueModel(body.eval()).to(device)
         except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
             raise ConfigError(f"model {source} cannot be loaded as a critic: {error}") from error
-        self._packs = packs_rows(body)
-        self._body: Any = body.to(device).eval()
         if compiled:
-            compile_layers(self._body, str(device))
+            compile_layers(body, str(device))
         if activation_checkpointing:
-            checkpoint_activations(self._body)
-        self._weight = torch.zeros(width, device=device, requires_grad=True)
-        self._bias = torch.zeros((), device=device, requires_grad=True)
-        self.trained = {
-            **{f"body.{name}": tensor for name, tensor in self._body.named_parameters()},
-            "head.weight": self._weight,
-            "head.bias": self._bias,
-        }
+            checkpoint_activations(body)
+        self._forward = ValuePass(model, dtype=dtype, device=device)
+        self.trained: dict[str, Tensor] = dict(model.named_parameters())
         """All trained tensors, by name."""
         self.optimizer = torch.optim.AdamW(
             self.trained.values(), lr=spec.lr, betas=spec.betas, weight_decay=spec.weight_decay, fused=True
@@ -97,17 +86,13 @@ class TorchCritic:
     def accumulate(self, rows: Sequence[TrainingRow]) -> dict[str, float]:
         """Add a micro-batch's unnormalized gradients; return its metrics, for `sums.add`.
 
-        The metrics are `value_loss` and `value_clipped`, the number of clipped tokens. Rows need `values` and
-        `returns`. A loss that is not finite shows in the gradients' norm.
+        They are those of `summed_value_loss`. A loss that is not finite shows in the gradients' norm.
         """
         values = self._forward(rows)
-        before, returns = (torch.tensor(column, device=self._device) for column in batch.values(rows))
-        clip = None if self._spec.value_clip == "off" else self._spec.value_clip
-        losses, clipped = value_loss(values, before, returns, clip)
-        total = losses.sum()
+        total, metrics = summed_value_loss(rows, values, self._spec)
         total.backward()
-        self._n_tokens += len(losses)
-        return {"value_loss": total.item(), "value_clipped": float(clipped.sum())}
+        self._n_tokens += len(values)
+        return metrics
 
     def clip(self) -> float:
         """Divide the accumulated gradients by the number of tokens and clip them; return their norm before clipping."""
@@ -144,11 +129,3 @@ class TorchCritic:
             load_state(directory, self.trained, [self.optimizer], prefix=_PREFIX)
         except Corrupt as error:
             raise Corrupt(f"the critic in {error}") from error
-
-    def _forward(self, rows: Sequence[TrainingRow]) -> Tensor:
-        """Return the values before all trained tokens, row by row, [tokens]."""
-        packed = batch.packed(rows)
-        ids, positions = (torch.from_numpy(part).to(self._device) for part in (packed.ids, packed.predicts))
-        with in_dtype(self._dtype, self._device):
-            hidden: Tensor = self._body(**model_inputs(packed, ids, packs=self._packs)).last_hidden_state
-        return select_rows(hidden[0], positions).float() @ self._weight + self._bias

@@ -31,5 +31,6 @@ def value_loss(values: Tensor, before: Tensor, returns: Tensor, clip: float | No
     losses = (values - returns).square() / 2
     if clip is None:
         return ValueLoss(losses, torch.zeros_like(losses, dtype=torch.bool))
-    held = (before + (values - before).clamp(-clip, clip) - returns).square() / 2
+    # Bounds of the value, not of its change: within them a value keeps every bit, and does not count as clipped.
+    held = (values.clamp(before - clip, before + clip) - returns).square() / 2
     return ValueLoss(torch.maximum(losses, held), held > losses)
