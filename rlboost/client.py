@@ -83,7 +83,7 @@ class Client:
         read_timeout_s: float = _READ_TIMEOUT_S,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        """Prepare a client; it connects at the first call."""
+        """Describe the service; the first call connects."""
         self.url = url.rstrip("/")
         self._prefix = f"{httpx.URL(self.url).path.rstrip('/')}/v1"
         self._retry_for_s = retry_for_s

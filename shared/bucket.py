@@ -73,7 +73,7 @@ class Bucket:
     """The objects under one URL."""
 
     def __init__(self, url: str) -> None:
-        """Prepare connections; none is opened yet.
+        """Describe the bucket; the first call connects.
 
         Args:
             url: `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix`, or `memory:///`, which is empty at

@@ -90,7 +90,7 @@ class Demo:
     """A run of the demo."""
 
     def __init__(self, options: DemoOptions, console: Console) -> None:
-        """Start nothing yet: see `run`."""
+        """Hold the options; `run` starts the demo."""
         self._job, goal = countdown(options.steps, options.seed)
         steps: int = self._job["steps"]
         planned = plan(steps, options.workers, options.seed) if options.chaos else []

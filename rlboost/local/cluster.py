@@ -69,7 +69,7 @@ class LocalCluster:
     """
 
     def __init__(self, options: LocalOptions, *, spec_of: SpecOf = spec_of) -> None:
-        """Prepare; nothing starts before entry."""
+        """Plan the processes; entering the context starts them."""
         self.options = options
         self.state = StateDir(options.state_dir)
         self._spec_of = spec_of

@@ -57,7 +57,7 @@ class ForkServer:
         *,
         run_time_variables: tuple[str, ...] = RUN_TIME_VARIABLES,
     ) -> None:
-        """Fork nothing yet: see `start`."""
+        """Describe the server; `start` forks it."""
         self._run_time_variables = run_time_variables
         self._env = self._import_variables(env)
         self._log = log

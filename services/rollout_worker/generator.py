@@ -61,7 +61,7 @@ class Generator:
     Args:
         engines: builds engines.
         precision: what the engine computes in.
-        tolerance: allowed mean difference of the parity check in nats; see `domain.parity.judge`.
+        tolerance: allowed mean difference of the parity check in nats; see `domain.parity_check.judge`.
         parity_limit_s: time limit of one parity check.
 
     """

@@ -56,9 +56,9 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
     device.post(_import_build)
     log.info("listening", host=config.host, port=sock.getsockname()[1])
     loops = {
-        "commands": trainer.commands,
-        "jobs": trainer.jobs,
-        "lease": trainer.lease,
+        "commands": trainer.follow_commands,
+        "jobs": trainer.run_jobs,
+        "lease": trainer.renew_lease,
         "protocol": leader_check(bus),
         "logs": log_sender(bus, config.trainer_name, trainer.active_jobs),
         "http": http.server_loop(api.create(trainer, token, waits), sock, config.certificate),

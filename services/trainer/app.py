@@ -89,7 +89,7 @@ class Trainer:
         limits: Limits,
         timing: Timing = Timing(),
     ) -> None:
-        """Prepare; the loops do the work.
+        """Bind to Redis and the adapters; the loops do the work.
 
         Args:
             bus: the broker.
@@ -131,7 +131,7 @@ class Trainer:
 
     # --- commands ---
 
-    async def commands(self, stop: asyncio.Event) -> None:
+    async def follow_commands(self, stop: asyncio.Event) -> None:
         """Apply `jobs.commands` until the stop, and claim a job whenever there is none."""
         await self._follow()
         while not stop.is_set():
@@ -189,7 +189,8 @@ class Trainer:
     async def _takeover_candidates(self) -> list[tuple[Entry, bool]]:
         """Return the commands of started jobs that this trainer may take over.
 
-        With each: whether another trainer had it, so that further trainers may try to take it over now.
+        Each comes with `contested`: True unless this trainer ran the job last. Then several trainers may claim it at
+        once, and only the one that gets the lease runs it.
         """
         claimed = await self._pending()
         jobs = {e.id: e.message.job_id for e, _ in claimed if isinstance(e.message, JobCommand)}
@@ -248,7 +249,7 @@ class Trainer:
 
     # --- jobs ---
 
-    async def jobs(self, stop: asyncio.Event) -> None:
+    async def run_jobs(self, stop: asyncio.Event) -> None:
         """Run jobs until the stop."""
         while not stop.is_set():
             next_job = asyncio.create_task(self._queue.get(), name="next-job")
@@ -322,7 +323,7 @@ class Trainer:
 
     # --- lease ---
 
-    async def lease(self, stop: asyncio.Event) -> None:
+    async def renew_lease(self, stop: asyncio.Event) -> None:
         """Renew the lease of the active job until the stop."""
         while not stop.is_set():
             if (job := self._current) is not None and not job.is_finished:

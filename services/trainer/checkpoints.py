@@ -45,7 +45,7 @@ class Checkpoints:
         disk: DiskWaits,
         finished: str,
     ) -> None:
-        """Read and write nothing yet: see `restore` and `start_save`.
+        """Bind to the folder or bucket; `restore` reads it, `start_save` writes to it.
 
         Args:
             spec: of the job.

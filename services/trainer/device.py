@@ -80,14 +80,17 @@ class DeviceTurn:
                 self.waited_s = now - self._began
             self._owned.set()
         elif not owned and self._owned.is_set():
-            self.end()
+            self._end_turn()
             self._offloading = self._thread.post(self._offload)
 
-    def end(self) -> None:
-        """End the last turn of the step without offloading: the weights are published from the device."""
+    def end_step(self) -> None:
+        """End the step's last turn. Nothing is offloaded, because the weights are published from the device."""
         if self._owned.is_set():
-            self.held_s += time.monotonic() - self._since
-            self._owned.clear()
+            self._end_turn()
+
+    def _end_turn(self) -> None:
+        self.held_s += time.monotonic() - self._since
+        self._owned.clear()
 
     async def run(self, call: Callable[[], T]) -> T:
         """Run a call on the device during a turn; the end of the turn does not interrupt a started call.
@@ -104,10 +107,11 @@ class DeviceTurn:
             else:
                 await self._turn()
         began = self._computes_since = time.monotonic()
-        result = await self._thread(call)
-        self._computes_since = None
-        self.busy_s += time.monotonic() - began
-        return result
+        try:
+            return await self._thread(call)
+        finally:
+            self._computes_since = None
+            self.busy_s += time.monotonic() - began
 
     async def _turn(self) -> None:
         because = f"the reserved engines generate for step {self._step} on it"

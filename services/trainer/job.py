@@ -17,7 +17,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from rlboost.services.trainer.checkpoints import Checkpoints
 from rlboost.services.trainer.device import DeviceThread
@@ -53,6 +53,10 @@ BUILD_LIMIT_S = 4 * 3600.0
 PAUSE_LIMIT_S = 30 * 24 * 3600.0
 
 
+Phase = Literal["starting", "training", "evaluating", "publishing", "paused", "finishing"]
+"""What a trainer does for a job."""
+
+
 @dataclass(slots=True)
 class ActiveJob:
     """The state of a claimed job that the trainer's loops share."""
@@ -70,7 +74,7 @@ class ActiveJob:
     """Set once another trainer has taken over the job: report nothing more."""
     is_finished: bool = False
     """True once the job has ended here: its lease is no longer renewed."""
-    phase: str = "starting"
+    phase: Phase = "starting"
     step: int = 0
 
 
@@ -87,7 +91,7 @@ class JobRun:
         limit_s: float,
         trainer: str,
     ) -> None:
-        """Run nothing yet: see `run`.
+        """Bind the job to its adapters; `run` runs it.
 
         Args:
             active: state shared with the trainer's loops.
@@ -326,7 +330,7 @@ class JobRun:
 
     # --- reports, pauses, lease ---
 
-    def _enter(self, phase: str, step: int) -> None:
+    def _enter(self, phase: Phase, step: int) -> None:
         self._active.phase, self._active.step = phase, step
 
     async def _wait_for_lease(self) -> None:

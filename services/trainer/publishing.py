@@ -43,7 +43,7 @@ class VersionPublisher:
         streams: JobStreams,
         probe: Probe | None = None,
     ) -> None:
-        """Publish nothing yet. Call `refresh_head` before any other method."""
+        """Bind to the job's store. Call `refresh_head` before any other method."""
         self._engine = engine
         self._weights = weights
         self._device = device

@@ -40,7 +40,7 @@ from rlboost.services.weight_store.domain.versions import (
 from rlboost.services.weight_store.ended_jobs import EndedJobs
 from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.parts import assemble
-from rlboost.services.weight_store.ports import ChunksMissing, Documents, Source, StagedPart, StoreFull
+from rlboost.services.weight_store.ports import ChunkLocation, ChunksMissing, Documents, StagedPart, StoreFull
 from rlboost.shared.errors import BusUnavailable, Conflict, NotFound, StoreUnavailable, Undecodable
 from rlboost.shared.process.lifecycle import until_stop
 from rlboost.shared.streams.bus import Bus
@@ -104,7 +104,7 @@ class WeightStore:
                 self.announcements.add(job_id, model.versions[-1])
             await self._deltas.restore(model, held)
             for version in model.versions:
-                self._deltas.committed(job_id, version.version, model.base)
+                self._deltas.queue_composition(job_id, version.version, model.base)
         for job_id, reason in self._unreadable.items():
             log.error("model_quarantined", job=job_id, reason=reason)
 
@@ -177,7 +177,7 @@ class WeightStore:
         """
         return await self._deltas.apply(edges)
 
-    async def source(self, digest: str) -> Source:
+    async def source(self, digest: str) -> ChunkLocation:
         """Return the location of a chunk's bytes.
 
         Raises:
@@ -236,25 +236,25 @@ class WeightStore:
                 return found
             check_commit(model, version, request.expect, request.base_version)
             manifest = await assemble(self._documents, job_id, version, request)
-            hop = await self._deltas.published(version, manifest)
+            hop = await self._deltas.uploaded_hop(version, manifest)
             now = self._now()
             refs = list(manifest.chunks())
             edges = frozenset(hop.edges if hop else ())
             missing = set(await self._chunks.missing(refs, now))
-            unrecorded = self._chunks.unrecorded(refs, edges)
+            unrecorded = self._chunks.without_recorded_edge(refs, edges)
             if missing or unrecorded:
                 n = len(missing) + len(unrecorded)
                 message = f"version {version} of job {job_id} lacks {n} of {len(refs)} chunks: publish it again"
                 raise ChunksMissing(message, [edge for edge in edges if edge.new in missing], unrecorded)
             data = await asyncio.to_thread(manifest.encode)
             await self._chunks.sync()
-            delta_bytes = await self._deltas.record(job_id, version, hop)
+            delta_bytes = await self._deltas.write_hop(job_id, version, hop)
             await self._documents.put_manifest(job_id, version, data)
             new = Version(version, digest_of(data), manifest.n_bytes, now, manifest.base_version, delta_bytes)
             await self._save(commit(model, new, keep=self._keep))
         self._metrics.commits.inc()
         self.announcements.add(job_id, new)
-        self._deltas.committed(job_id, version, self._models[job_id].base)
+        self._deltas.queue_composition(job_id, version, self._models[job_id].base)
         log.info("version_committed", job=job_id, version=version, n_bytes=new.n_bytes, digest=new.digest)
         return new
 

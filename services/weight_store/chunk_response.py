@@ -11,7 +11,7 @@ from prometheus_client import Counter
 
 from rlboost.services.weight_store.domain.ranges import parse_range
 from rlboost.services.weight_store.metrics import Metrics
-from rlboost.services.weight_store.ports import LocalFile, Proxied, Redirect, Source
+from rlboost.services.weight_store.ports import ChunkLocation, LocalFile, Proxied, Redirect
 from rlboost.shared.http.file_sender import FileRequest, Find, FoundFile
 from rlboost.shared.http.problem import Problem
 from rlboost.shared.weights.transfer.blob_response import BlobResponse, digest_in
@@ -36,7 +36,7 @@ def find_chunk(open_chunk: Callable[[str], BinaryIO | None] | None, authorized: 
     return find
 
 
-async def chunk_response(source: Source, digest: str, request: Request, metrics: Metrics) -> Response:
+async def chunk_response(source: ChunkLocation, digest: str, request: Request, metrics: Metrics) -> Response:
     """Return the response to a GET or HEAD of a chunk, limited to the requested range.
 
     Raises:

@@ -23,9 +23,9 @@ from rlboost.services.weight_store.domain.delta_graph import (
     EdgePair,
     HopPlan,
     is_worthwhile,
+    merge_uploaded,
     nearest_from_base,
     outdated,
-    published,
     span,
 )
 from rlboost.services.weight_store.domain.versions import Model
@@ -129,7 +129,7 @@ class Deltas:
         await for_each(edges, apply, concurrency=_MAX_CONCURRENT, name="deltas-apply")
         return failed
 
-    async def published(self, version: int, manifest: Manifest) -> EdgeList | None:
+    async def uploaded_hop(self, version: int, manifest: Manifest) -> EdgeList | None:
         """Return the edges that a version's publisher uploaded and whose deltas are there, None for a version without.
 
         Raises:
@@ -142,11 +142,11 @@ class Deltas:
             for ref in part.edges
             if (data := await self._read(ref.digest)) is not None
         ]
-        hop = published(version, lists, {chunk.digest: chunk.n_bytes for chunk in manifest.chunks()})
+        hop = merge_uploaded(version, lists, {chunk.digest: chunk.n_bytes for chunk in manifest.chunks()})
         return await self._present(hop) if hop else None
 
-    async def record(self, job_id: str, version: int, hop: EdgeList | None) -> int | None:
-        """Write the edges of `published`, which become visible with the commit; return the total bytes of the deltas.
+    async def write_hop(self, job_id: str, version: int, hop: EdgeList | None) -> int | None:
+        """Write what `uploaded_hop` returned, to be visible with the commit; return the total bytes of the deltas.
 
         Raises:
             StoreFull: the disk is full.
@@ -159,7 +159,7 @@ class Deltas:
             await self._write(job_id, version, (hop,))
             return sum(edge.n_bytes for edge in hop.edges)
 
-    def committed(self, job_id: str, version: int, base: int | None) -> None:
+    def queue_composition(self, job_id: str, version: int, base: int | None) -> None:
         """Queue the composition of longer hops to a version; `base` is the job's first version if it is pinned."""
         self._composable.put_nowait(_Commit(job_id, version, base))
 

@@ -14,10 +14,11 @@ import itertools
 from collections.abc import AsyncIterator, Container, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import structlog
 
-from rlboost.services.weight_store.ports import BadChunk, Chunks, Proxied, Source, StoreFull
+from rlboost.services.weight_store.ports import BadChunk, ChunkLocation, Chunks, Proxied, StoreFull
 from rlboost.shared.errors import NotFound, Unprocessable
 from rlboost.shared.weights import codec
 from rlboost.shared.weights.delta_graph import Edge
@@ -41,6 +42,13 @@ class _Derived:
     data: bytes = b""
     """The chunk, if it is in memory."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class _Unwritten(NamedTuple):
+    """A derived chunk for which there is no space."""
+
+    data: bytes
+    error: StoreFull
 
 
 class DerivedChunks:
@@ -99,7 +107,7 @@ class DerivedChunks:
             if digest in self._derived and not self._derived[digest].lock.locked():
                 self._forget(digest)
 
-    def unrecorded(self, chunks: Iterable[ChunkRef], recorded: Container[Edge]) -> list[str]:
+    def without_recorded_edge(self, chunks: Iterable[ChunkRef], recorded: Container[Edge]) -> list[str]:
         """Return the digests of those of `chunks` that are derived by an edge that is not among the recorded ones."""
         found = ((chunk.digest, self._derived.get(chunk.digest)) for chunk in chunks)
         return [digest for digest, derived in found if derived is not None and derived.edge not in recorded]
@@ -113,10 +121,10 @@ class DerivedChunks:
 
         """
         if (unwritten := await self._write(digest)) is not None:
-            raise unwritten[1]
+            raise unwritten.error
 
-    async def _write(self, digest: str) -> tuple[bytes, StoreFull] | None:
-        """Write a derived chunk; return its bytes if the disk is full, None if it is written; raises `NotFound`."""
+    async def _write(self, digest: str) -> _Unwritten | None:
+        """Write a derived chunk; return it if the disk is full, None if it is written; raises `NotFound`."""
         if (derived := self._derived.get(digest)) is None:
             return None
         async with derived.lock:
@@ -129,7 +137,7 @@ class DerivedChunks:
                     except StoreFull as error:
                         if await asyncio.to_thread(digest_of, data) != digest:
                             raise BadChunk("base or delta is damaged") from error
-                        return bytes(data), error
+                        return _Unwritten(bytes(data), error)
             except (NotFound, Unprocessable) as error:
                 self._forget(digest)
                 log.error("derived_chunk_lost", chunk=digest, base=derived.edge.base, error=str(error))  # noqa: TRY400 - the cause is in the message; a traceback adds nothing
@@ -171,7 +179,13 @@ class DerivedChunks:
 
     @asynccontextmanager
     async def _applied(self, edge: Edge) -> AsyncIterator[memoryview]:
-        """Give what an edge makes of its base, in a buffer that is overwritten after the block; raises `NotFound`."""
+        """Yield the chunk that results from an edge's delta and base; its buffer is used again after the `with` block.
+
+        Raises:
+            NotFound: base or delta is missing.
+            Unprocessable: the delta is damaged.
+
+        """
         buffer = self._buffers.pop() if self._buffers else bytearray(CHUNK_BYTES)
         data = await self._chunks.read_into(edge.base, buffer)
         await asyncio.to_thread(codec.apply_into, data, await self._chunks.read(edge.delta))
@@ -203,19 +217,19 @@ class DerivedChunks:
     async def read(self, digest: str) -> bytes:
         """See `Chunks.read`. A derived chunk is written first."""
         if (unwritten := await self._write(digest)) is not None:
-            return unwritten[0]
+            return unwritten.data
         return await self._chunks.read(digest)
 
     async def read_into(self, digest: str, buffer: bytearray) -> memoryview:
         """See `Chunks.read_into`. A derived chunk is written first."""
         if (unwritten := await self._write(digest)) is not None:
-            return memoryview(bytearray(unwritten[0]))
+            return memoryview(bytearray(unwritten.data))
         return await self._chunks.read_into(digest, buffer)
 
-    async def source(self, digest: str) -> Source:
+    async def source(self, digest: str) -> ChunkLocation:
         """See `Chunks.source`. A derived chunk is written first."""
         if (unwritten := await self._write(digest)) is not None:
-            data, _ = unwritten
+            data = unwritten.data
             return Proxied(len(data), lambda start, stop: _single_block(data[start:stop]))
         return await self._chunks.source(digest)
 

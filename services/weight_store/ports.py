@@ -63,7 +63,7 @@ class Proxied:
     """Takes start and end (exclusive) of the range; raises what `Chunks.read` raises."""
 
 
-Source = LocalFile | Redirect | Proxied
+ChunkLocation = LocalFile | Redirect | Proxied
 
 
 class Chunks(Protocol):
@@ -93,7 +93,7 @@ class Chunks(Protocol):
     async def read_into(self, digest: str, buffer: bytearray) -> memoryview:
         """Return a chunk's bytes, writable and unverified, in `buffer` or elsewhere; raises `NotFound`."""
 
-    async def source(self, digest: str) -> Source:
+    async def source(self, digest: str) -> ChunkLocation:
         """Return the location of a chunk's bytes; raises `NotFound`."""
 
     async def n_bytes(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from rlboost.services.weight_store.ports import Chunks, Source, StoreFull
+from rlboost.services.weight_store.ports import ChunkLocation, Chunks, StoreFull
 from rlboost.shared.weights.manifest import ChunkRef
 
 _RECLAIM_INTERVAL_S = 5.0
@@ -72,7 +72,7 @@ class LimitedChunks:
         """See `Chunks.read_into`."""
         return await self._chunks.read_into(digest, buffer)
 
-    async def source(self, digest: str) -> Source:
+    async def source(self, digest: str) -> ChunkLocation:
         """See `Chunks.source`."""
         return await self._chunks.source(digest)
 

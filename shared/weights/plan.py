@@ -35,19 +35,7 @@ class ChunkPlan:
         return sum(edge.n_bytes for edge in self.path) or self.chunk.n_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """A plan for every requested chunk."""
-
-    chunk_plans: tuple[ChunkPlan, ...]
-
-    @property
-    def n_bytes(self) -> int:
-        """Return the payload to fetch in total."""
-        return sum(chunk_plan.n_bytes for chunk_plan in self.chunk_plans)
-
-
-def plan(needed: Iterable[ChunkRef], edges: Iterable[Edge], held: AbstractSet[str]) -> Plan:
+def plan(needed: Iterable[ChunkRef], edges: Iterable[Edge], held: AbstractSet[str]) -> list[ChunkPlan]:
     """Return the cheapest plan for each chunk.
 
     Args:
@@ -59,7 +47,7 @@ def plan(needed: Iterable[ChunkRef], edges: Iterable[Edge], held: AbstractSet[st
     chunks = list(needed)
     longest = max((chunk.n_bytes + FETCH_BYTES for chunk in chunks if chunk.digest not in held), default=0)
     best = _search(edges, held, longest)
-    return Plan(tuple(_chunk_plan(chunk, best, held) for chunk in chunks))
+    return [_chunk_plan(chunk, best, held) for chunk in chunks]
 
 
 def _chunk_plan(chunk: ChunkRef, best: dict[str, tuple[int, Edge]], held: AbstractSet[str]) -> ChunkPlan:

@@ -177,7 +177,7 @@ class Puller:
                 BlobIndex([edge.delta for edge in hop.edges]) for document in documents for hop in document.lists()
             ]
         edges = [edge for document in documents for edge in document.edges()]
-        return (await asyncio.to_thread(plan, needed, edges, cached)).chunk_plans
+        return await asyncio.to_thread(plan, needed, edges, cached)
 
     def _newest_held(self, manifest: Manifest) -> int:
         """Return the newest version below this one that is in the cache, as far as known."""

@@ -159,7 +159,9 @@ class Rig:
             limits=Limits(outage_s=self.outage_limit_s, samples_s=self.samples_limit_s),
             timing=self.timing,
         )
-        loops = [asyncio.create_task(loop(stop)) for loop in (trainer.commands, trainer.jobs, trainer.lease)]
+        loops = [
+            asyncio.create_task(loop(stop)) for loop in (trainer.follow_commands, trainer.run_jobs, trainer.renew_lease)
+        ]
         managers = [] if self._trainers else [asyncio.create_task(self.manager.run())]
         self._trainers += 1
         try:

@@ -18,7 +18,7 @@ class LeaderConnection:
     """A connection to one manager at a time. It carries nothing, in particular no token."""
 
     def __init__(self) -> None:
-        """Connect to nothing yet."""
+        """Start without a connection; the first request opens one."""
         self._url = ""
         """The last manager to which a connection was open."""
         self._reader: asyncio.StreamReader | None = None

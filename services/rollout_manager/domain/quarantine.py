@@ -12,7 +12,7 @@ from rlboost.shared.wire.columns import U32, U64, pack
 
 
 def detach_samples(world: World) -> None:
-    """Revoke the samples of quarantined jobs, and begin an attempt of each that has no owner.
+    """Revoke the running and complete samples of quarantined jobs; begin an attempt of each, without a worker.
 
     Frames that their workers still send belong to an earlier attempt and are refused, so the samples do not change. A
     complete one loses its last token: only its last frame records that it is complete, and that frame would block the

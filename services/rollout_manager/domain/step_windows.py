@@ -7,7 +7,7 @@ import math
 from rlboost.services.rollout_manager.domain.engine_profiles import engine_profiles
 from rlboost.services.rollout_manager.domain.jobs.progress import JobProgress
 from rlboost.services.rollout_manager.domain.jobs.record import Job
-from rlboost.services.rollout_manager.domain.seeding.tuner import Meter, Source
+from rlboost.services.rollout_manager.domain.seeding.tuner import Meter, WindowSource
 from rlboost.services.rollout_manager.domain.seeding.window import StepSnapshot, Window
 from rlboost.services.rollout_manager.domain.workers.fleet import Worker
 from rlboost.services.rollout_manager.domain.world import Now, World
@@ -39,7 +39,7 @@ def begin_step(world: World, job: Job, now: Now) -> None:
     world.emit_event("seeding_started", now, job.id, step=step, window_s=shown, source=source, fleet=fleet)
 
 
-def _length(job: Job, fleet: int) -> tuple[float | None, Source]:
+def _length(job: Job, fleet: int) -> tuple[float | None, WindowSource]:
     match job.spec.elastic.seeding:
         case "auto":
             return job.window_tuner.choose(fleet)

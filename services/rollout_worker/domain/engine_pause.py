@@ -23,7 +23,7 @@ class EnginePause:
         """While paused: True if the engine has allocated device memory since, for a load or for the parity check."""
 
     def must_suspend(self, *, keep_kv: bool) -> bool:
-        """Return True if the engine decodes, or has memory that must be freed: without `keep_kv`, all of it must."""
+        """Return True if the engine decodes or, without `keep_kv`, still has a KV cache or memory to free."""
         return not self.is_paused or (not keep_kv and (self.keeps_kv or self._took_memory))
 
     def on_suspended(self, *, keep_kv: bool) -> None:

@@ -28,7 +28,7 @@ class RewardPool:
     def __init__(
         self, spec: RewardSpec, waits: Waits, log: UserCodeLog | None = None, *, token_origins: Collection[str] = ()
     ) -> None:
-        """Prepare; `start` starts the processes.
+        """Describe the processes; `start` starts them.
 
         Args:
             spec: the reward.

@@ -10,7 +10,7 @@ import numpy as np
 
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.domain.loss.inputs import LossFn
-from rlboost.services.trainer.ports.engine import Exported, Loaded, RankInfo, Snapshot
+from rlboost.services.trainer.ports.engine import Exported, Loaded, Snapshot
 from rlboost.shared.errors import Corrupt, Fatal
 from rlboost.shared.weights.publisher import Shard
 from rlboost.shared.wire.columns import F32, I32, U8, unpack
@@ -25,8 +25,6 @@ class FakeEngine:
 
     It never calls the loss function, which needs torch tensors.
     """
-
-    rank = RankInfo()
 
     def __init__(self, adapter_json: str = "") -> None:
         """Start without a model; with `adapter_json` the four numbers are an adapter's, on a model of four others."""

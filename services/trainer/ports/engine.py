@@ -7,22 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, Protocol
 
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.domain.loss.inputs import LossFn
 from rlboost.shared.errors import Fatal
 from rlboost.shared.weights.publisher import Shard
-
-
-class RankInfo(NamedTuple):
-    """The position of a process among those that train one model together."""
-
-    dp_rank: int = 0
-    dp_size: int = 1
-    is_output_rank: bool = True
-    """True on the rank that returns `logprobs` and the metrics of `accumulate` (the last pipeline stage)."""
-
 
 Exported = Literal["model", "base", "adapter"]
 """`model`: the model with its adapter merged in; `base`: the model below the adapter; `adapter`: the adapter alone.
@@ -43,8 +33,6 @@ class PolicyEngine(Protocol):
 
     Forward and backward are one call: with pipeline parallelism the engine's schedule owns the backward pass.
     """
-
-    rank: RankInfo
 
     @property
     def adapter_json(self) -> str:

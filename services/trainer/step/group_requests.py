@@ -28,7 +28,7 @@ class GroupRequests:
     def __init__(
         self, job: JobContext, step: int, planned: Sequence[PlannedGroup], conversations: Conversations | None
     ) -> None:
-        """Request nothing yet: see `send`.
+        """Bind to the job; `send` requests a step's groups.
 
         Args:
             job: the step's job.

@@ -1,9 +1,10 @@
 """One training step: trains on scored groups as they are completed, as soon as the trainer has the device.
 
 *Collect*. Consumes: `rollouts.finished`, through `RequestedSteps`. Produces: scoring tasks (`GroupIntake.take`).
-Waits for: the next entry (`Source.read`); if groups may be replaced, the scores that decide it
+Waits for: the next entry (`EntrySource.read`); if groups may be replaced, the scores that decide it
 (`GroupIntake.wait_until_decided`), while it reads entries of later steps. Ends when: every group of the step is
-complete or dropped, and seeding is over; then `Source.read_ahead` reads entries of later steps until training ends.
+complete or dropped, and seeding is over; then `EntrySource.read_ahead` reads entries of later steps until training
+ends.
 
 *Train*. Consumes: scored groups in order of completion (`GroupIntake.next_group`). Produces: optimizer steps.
 Waits for: the next group, until its scoring task ends; the device (`DeviceTurn.run`), until *collect* reads
@@ -32,7 +33,7 @@ from rlboost.shared.messages import SAMPLES_OF_STEP
 T = TypeVar("T")
 
 
-class Source(Protocol):
+class EntrySource(Protocol):
     """Reads entries for a step and the steps after it."""
 
     async def read(self, what: str, because: str) -> None:
@@ -50,8 +51,8 @@ class Source(Protocol):
 class StepRun:
     """One step, from its first sample to its last optimizer step."""
 
-    def __init__(self, job: JobContext, intake: GroupIntake, source: Source) -> None:
-        """Run nothing yet: see `run`. `source` reads the entries of the step of `intake`."""
+    def __init__(self, job: JobContext, intake: GroupIntake, source: EntrySource) -> None:
+        """Bind to one step; `run` runs it. `source` reads the entries of the step of `intake`."""
         self._job = job
         self._step = intake.step
         self._intake = intake
@@ -140,7 +141,7 @@ class StepRun:
                 (rows,) = await self._rows.build([await self._intake.next_group()])
             for work in planner.add(rows):
                 await self._run_work(work)
-        self._turn.end()
+        self._turn.end_step()
 
     async def _run_work(self, work: Accumulate[TrainingRow] | OptimizerStep) -> None:
         engine, loss = self._job.resources.engine, self._job.resources.loss

@@ -40,7 +40,7 @@ class GroupScorer:
     def __init__(
         self, job: JobContext, tally: StepTally, conversations: Conversations | None, *, publish: bool
     ) -> None:
-        """Prepare.
+        """Bind to a step.
 
         Args:
             job: the step's job.

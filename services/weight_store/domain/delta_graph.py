@@ -32,7 +32,7 @@ class HopPlan(NamedTuple):
     """Edges to copy: their chunk did not change in the later hop."""
 
 
-def published(version: int, lists: Sequence[EdgeList], sizes: Mapping[str, int]) -> EdgeList | None:
+def merge_uploaded(version: int, lists: Sequence[EdgeList], sizes: Mapping[str, int]) -> EdgeList | None:
     """Return the hop that a version's publisher uploaded, merged over all ranks; None if there is none.
 
     Edges to chunks of other versions and deltas that are not smaller than the chunk are dropped.

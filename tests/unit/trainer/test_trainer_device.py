@@ -58,7 +58,7 @@ async def test_idle_time_counts_the_owned_device_without_calls(
     await ours.run(lambda: during.append(ours.idle_s))  # 4, 5 in it, 6
     assert during == [2.0]
     assert ours.idle_s == 3.0  # 7
-    ours.end()  # 8
+    ours.end_step()  # 8
     assert ours.idle_s == ours.held_s - ours.busy_s == 4.0
 
 
@@ -101,7 +101,7 @@ async def test_end_of_a_turn_moves_nothing(thread: DeviceThread) -> None:
     calls: list[str] = []
     ours = turn(thread, lambda: calls.append("offload"))
     ours.set_owned(owned=True)
-    ours.end()
+    ours.end_step()
     await thread(lambda: None)
     assert calls == []
     assert ours.held_s > 0

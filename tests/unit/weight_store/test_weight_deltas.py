@@ -240,7 +240,7 @@ async def test_every_eighth_version_has_a_hop_from_a_pinned_first_one(world: Wor
     edges = [edge for document in route.documents for edge in document.edges()]
     large = ChunkRef(digest_of(content(25)), 4 << 20)  # so that any delta is cheaper
     chunk_plans = plan([large], edges, {digest_of(content(0))})
-    assert len(chunk_plans.chunk_plans[0].path) == 2, "from the first version to the 24th, and on from there"
+    assert len(chunk_plans[0].path) == 2, "from the first version to the 24th, and on from there"
 
 
 async def test_late_compose_loop_skips_removed_versions(world: World) -> None:

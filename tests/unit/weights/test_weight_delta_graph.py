@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlboost.services.weight_store.domain.delta_graph import EdgePair, is_worthwhile, outdated, published, span
+from rlboost.services.weight_store.domain.delta_graph import EdgePair, is_worthwhile, merge_uploaded, outdated, span
 from rlboost.shared.errors import Undecodable
 from rlboost.shared.weights.delta_graph import LIST_EDGES, Edge, EdgeList, VersionEdges, lists_of
 from rlboost.shared.weights.manifest import CHUNK_BYTES, ChunkRef
@@ -78,7 +78,7 @@ def test_hostile_edges_are_refused_or_planned_safely(document: object, noise: by
         edges = EdgeList.decode(data).edges
     except Undecodable:
         return
-    chunk_plans = plan([ChunkRef(A, 1000), ChunkRef(B, 1000)], edges, {C}).chunk_plans
+    chunk_plans = plan([ChunkRef(A, 1000), ChunkRef(B, 1000)], edges, {C})
     assert all(step.n_bytes <= 1000 for chunk_plan in chunk_plans for step in chunk_plan.path)
 
 
@@ -95,18 +95,18 @@ def test_any_bytes_are_refused_by_their_type_or_are_edges(data: bytes) -> None:
 def test_published_drops_useless_edges() -> None:
     sizes = {B: 1000, D: 100}
     lists = [EdgeList(base=4, edges=(edge(A, B), edge(A, C))), EdgeList(base=4, edges=(edge(A, D, 100),))]
-    assert published(5, lists, sizes) == EdgeList(base=4, edges=(edge(A, B),))
-    assert published(5, [], sizes) is None
+    assert merge_uploaded(5, lists, sizes) == EdgeList(base=4, edges=(edge(A, B),))
+    assert merge_uploaded(5, [], sizes) is None
 
 
 def test_published_drops_edges_of_an_older_base() -> None:
     lists = [EdgeList(base=3, edges=(edge(A, B),)), EdgeList(base=4, edges=(edge(C, D),))]
-    assert published(5, lists, {B: 1000, D: 1000}) == EdgeList(base=4, edges=(edge(C, D),))
+    assert merge_uploaded(5, lists, {B: 1000, D: 1000}) == EdgeList(base=4, edges=(edge(C, D),))
 
 
 def test_edges_from_the_version_itself_are_refused() -> None:
     with pytest.raises(Undecodable, match="version 5"):
-        published(5, [EdgeList(base=5, edges=())], {})
+        merge_uploaded(5, [EdgeList(base=5, edges=())], {})
 
 
 def test_span_composes_meeting_edges_and_copies_unchanged_ones() -> None:

@@ -30,7 +30,7 @@ class WorkerWorth:
     tokens_per_hour: float
     """Additional tokens delivered."""
     dollars_per_hour: float
-    """What these tokens cost with the present workers. It pays if its price is lower."""
+    """Cost of generating these tokens with the present workers. Another worker pays for itself if it costs less."""
     price_per_hour: float
     """Mean price of the present preemptible workers; 0 if there are none."""
 

@@ -31,7 +31,7 @@ FLEET_CHANGE_DIVISOR = 1.5
 """A further divisor when workers joined or left: that influences the waits as well."""
 DEAD_BAND = 0.05
 """Differences below this fraction of the step are noise."""
-Source = Literal["fixed", "off", "first", "memory", "between", "carried"]
+WindowSource = Literal["fixed", "off", "first", "memory", "between", "carried"]
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class WindowTuner:
     tokens_per_s: float = 0.0
     """Delivered during the last step."""
 
-    def choose(self, fleet: int) -> tuple[float | None, Source]:
+    def choose(self, fleet: int) -> tuple[float | None, WindowSource]:
         """Return the window for a step that begins with this many preemptible workers, and its source.
 
         None: nothing was measured yet, so the window lasts until half of the step's samples are finished.
@@ -168,7 +168,7 @@ class Meter:
     def without_spot_s(self) -> float | None:
         """Return how long the step would have taken if the reserved workers had done the spot workers' work, too.
 
-        None without reserved workers. A step takes as much longer whenever in it the spot workers came and left.
+        None without reserved workers. The estimate does not depend on when spot workers joined or left during the step.
         """
         return self.at - self.began_at + self.spot_work_s / self.reserved if self.reserved else None
 

@@ -104,7 +104,7 @@ class Worker:
     """Why it has departed."""
     commands: CommandCheck = field(default_factory=CommandCheck)
     starting: bool = False
-    """This manager has seen it before it was ready for the first time."""
+    """True from its first heartbeat in state `joining` until it is first ready; its startup is measured in between."""
     _last_running: int = 0
 
     def __post_init__(self) -> None:

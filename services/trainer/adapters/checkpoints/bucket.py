@@ -63,7 +63,7 @@ class CheckpointBucket:
     """`CheckpointStore` under a URL. The engine's files pass through a local folder."""
 
     def __init__(self, url: str, scratch: Path, limit_s: float) -> None:
-        """Prepare.
+        """Describe the folder in the bucket; the first call connects.
 
         Args:
             url: `s3://bucket/prefix`, `gs://bucket/prefix` or `az://container/prefix`, for this job alone.

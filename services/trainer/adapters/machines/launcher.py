@@ -29,7 +29,7 @@ class JobMachines:
     def __init__(
         self, machines: TrainerMachines, spec: TrainerSpec, waits: Waits, *, device: str, shrink_after_s: float
     ) -> None:
-        """Prepare.
+        """Bind to the machines of a trainer.
 
         Args:
             machines: those that have joined.

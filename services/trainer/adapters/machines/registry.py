@@ -89,7 +89,7 @@ class TrainerMachines:
     """The machines that have joined this trainer."""
 
     def __init__(self, sock: socket.socket, token: str, certificate: ServerCertificate | None = None) -> None:
-        """Prepare; `serve` accepts connections.
+        """Hold no machines; `serve` accepts them.
 
         Args:
             sock: bound.

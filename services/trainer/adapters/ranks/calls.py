@@ -65,7 +65,7 @@ class RankCalls:
     """Calls of the ranks, which are started at the first one. If one ends, all are killed."""
 
     def __init__(self, kind: str, launcher: Launcher, arguments: dict[str, Any]) -> None:
-        """Prepare.
+        """Describe the ranks; `start` starts them.
 
         Args:
             kind: `megatron` or `fsdp`.

@@ -35,7 +35,7 @@ from rlboost.services.trainer.domain.batches.partition import partition
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.domain.loss import sums
 from rlboost.services.trainer.domain.loss.inputs import LossFn
-from rlboost.services.trainer.ports.engine import Exported, Loaded, NotFinite, RankInfo, Snapshot
+from rlboost.services.trainer.ports.engine import Exported, Loaded, NotFinite, Snapshot
 from rlboost.shared.disk_space import write_error
 from rlboost.shared.errors import ConfigError, DiskFull, Fatal
 from rlboost.shared.job.algorithm import Aggregation, CriticSpec
@@ -57,7 +57,6 @@ _SHARDS_PER_FILE = 16
 class RanksPolicy(ABC):
     """`PolicyEngine` on rank processes, of this machine or of several."""
 
-    rank = RankInfo()
     adapter_json = ""
 
     def __init__(  # noqa: PLR0913 - one per setting of a job
@@ -78,7 +77,7 @@ class RanksPolicy(ABC):
         folder: Path | None = None,
         launcher: Launcher | None = None,
     ) -> None:
-        """Prepare; `load_hf` starts the ranks.
+        """Describe the ranks; `load_hf` starts them.
 
         Args:
             kind: `megatron` or `fsdp`.

@@ -27,7 +27,7 @@ class RankShards(Iterator[Shard]):
     """The whole model. If iterated, whole tensors, which the ranks write into a scratch directory first."""
 
     def __init__(self, ranks: RankCalls, shapes: Shapes, folder: Path | None) -> None:
-        """Ask the ranks for nothing yet.
+        """Bind to the ranks; the first iteration asks them for tensors.
 
         Args:
             ranks: with a loaded model.

@@ -31,7 +31,7 @@ from rlboost.services.trainer.adapters.torch.state import load_state, shards_of,
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.domain.loss import sums
 from rlboost.services.trainer.domain.loss.inputs import LossFn
-from rlboost.services.trainer.ports.engine import Exported, Loaded, NotFinite, RankInfo, Snapshot
+from rlboost.services.trainer.ports.engine import Exported, Loaded, NotFinite, Snapshot
 from rlboost.shared.errors import ConfigError, Fatal
 from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.job.training import LoraSpec, Offload, OptimizerSpec
@@ -48,8 +48,6 @@ class TorchPolicy:
     to nothing. Matrices are multiplied in bfloat16 and exported weights are rounded to it. With an adapter the frozen
     weights are in `dtype`, in which they are published; the adapter is trained and exported in float32.
     """
-
-    rank = RankInfo()
 
     def __init__(  # noqa: PLR0913 - one per setting of a job
         self,
@@ -68,7 +66,7 @@ class TorchPolicy:
         router_aux_loss_coef: float = 0.0,
         replayed: RoutedShape | None = None,
     ) -> None:
-        """Prepare; `load_hf` creates the model.
+        """Hold the settings; `load_hf` creates the model.
 
         Args:
             optimizer: its settings.

@@ -42,7 +42,7 @@ class UpdatePlanner(Generic[R]):
     """Splits one step's groups into updates, in order of completion, and an update's rows into micro-batches."""
 
     def __init__(self, n_groups: int, n_updates: int, micro_batch_tokens: int) -> None:
-        """Prepare for `n_groups` groups, `n_updates` optimizer steps and `micro_batch_tokens` tokens at most.
+        """Plan for `n_groups` groups, `n_updates` optimizer steps and `micro_batch_tokens` tokens at most.
 
         A longer row gets its own micro-batch.
         """
