@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlboost.jobs import memory
+from rlboost.jobs.model_size import size_of
 from rlboost.local.layout import DeviceSummary, n_gpus
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import JobSpec
@@ -39,8 +40,16 @@ def fit(spec: JobSpec, devices: DeviceSummary) -> Fit:
     if devices.tensor_parallel:
         _check_engines(spec, config, n_parameters, devices, found)
     if spec.kind != "eval" and spec.trainer.nodes == 1:  # the GPUs of other machines are not known here
-        _check_trainer(spec, memory.trained_model(spec, n_parameters, n_in_experts), devices, found)
+        model = memory.trained_model(spec, n_parameters, n_in_experts, _added_parameters(spec, config))
+        _check_trainer(spec, model, devices, found)
     return found
+
+
+def _added_parameters(spec: JobSpec, config: dict[str, Any]) -> int:
+    try:
+        return memory.added_parameters(spec, size_of(config))
+    except ConfigError:
+        return 0  # a family of unknown sizes
 
 
 def _check_engines(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from rlboost.jobs.model_size import ModelSize, adapter_parameters
 from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.job.training import TrainerSpec
 
@@ -24,16 +25,33 @@ class TrainedModel:
     muon: bool = False
     n_in_experts: int = 0
     """How many of the parameters are in experts, which megatron's `expert_parallel` divides."""
+    n_added: int = 0
+    """Parameters of an adapter and of a critic, which AdamW trains in float32; only with torch."""
 
 
-def trained_model(spec: JobSpec, n_parameters: int, n_in_experts: int = 0) -> TrainedModel:
-    """Return what a job trains, if its model has this many parameters, and this many of them in experts."""
+def added_parameters(spec: JobSpec, size: ModelSize) -> int:
+    """Return the parameters of a job's adapter and of its critic."""
+    n_added = adapter_parameters(size, spec.adapter) if spec.kind != "eval" and spec.adapter is not None else 0
+    return n_added + (size.critic if spec.kind == "rl" and spec.algorithm.critic is not None else 0)
+
+
+def trained_model(spec: JobSpec, n_parameters: int, n_in_experts: int = 0, n_added: int = 0) -> TrainedModel:
+    """Return what a job trains.
+
+    Args:
+        spec: the job.
+        n_parameters: of its model.
+        n_in_experts: how many of them are in experts.
+        n_added: see `added_parameters`.
+
+    """
     return TrainedModel(
         n_parameters,
         frozen=spec.adapter is not None,
         has_reference=spec.kind == "rl" and spec.algorithm.kl_coef > 0 and spec.adapter is None,
         muon=spec.optimizer.name == "muon",
         n_in_experts=n_in_experts,
+        n_added=n_added,
     )
 
 
@@ -41,11 +59,13 @@ def state_bytes(model: TrainedModel, spec: TrainerSpec) -> int:
     """Return weights, optimizer state and gradients on each of the trainer's GPUs during an update.
 
     Per parameter: 16 bytes in float32 (weights 4, AdamW's moments 8, gradients 4), with Muon 12; 18 with megatron in
-    bfloat16 (a float32 master copy); 4 or 2 if frozen. FSDP2 divides them by `fsdp_size`, by default `data_parallel` x
-    `context_parallel`; megatron by `tensor_parallel` x `pipeline_parallel`, those of experts also by `expert_parallel`;
-    moments and master copies by `data_parallel` x `context_parallel` with `distributed_optimizer`, of experts too.
+    bfloat16 (a float32 master copy); 4 or 2 if frozen; 16 of an adapter or a critic. FSDP2 divides them by `fsdp_size`,
+    by default `data_parallel` x `context_parallel`; megatron by `tensor_parallel` x `pipeline_parallel`, those of
+    experts also by `expert_parallel`; moments and master copies by `data_parallel` x `context_parallel` with
+    `distributed_optimizer`, of experts too.
     """
-    return math.ceil(_on_each_gpu(model, *_per_parameter(model, spec), spec))
+    added = 16 * model.n_added / spec.n_shards
+    return math.ceil(_on_each_gpu(model, *_per_parameter(model, spec), spec) + added)
 
 
 def generating_bytes(model: TrainedModel, spec: TrainerSpec) -> int:
@@ -58,8 +78,9 @@ def generating_bytes(model: TrainedModel, spec: TrainerSpec) -> int:
     stay = spec.backend == "megatron" and spec.offload == "none"
     gradients = 0.0 if model.frozen or stay else 4.0
     optimizer = _per_parameter(model, spec)[1] if spec.offload == "optimizer" else 0.0
-    freed = math.floor(_on_each_gpu(model, gradients, optimizer, spec))
-    return max(0, state_bytes(model, spec) - freed)
+    freed = _on_each_gpu(model, gradients, optimizer, spec)
+    freed += (12 if spec.offload == "optimizer" else 4) * model.n_added / spec.n_shards
+    return max(0, state_bytes(model, spec) - math.floor(freed))
 
 
 def _per_parameter(model: TrainedModel, spec: TrainerSpec) -> tuple[float, float]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.training import LoraSpec
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 """Model types with grouped-query attention and a gated MLP or experts in every layer."""
@@ -37,6 +38,11 @@ class ModelSize:
         return self.vocabulary * self.hidden * (1 if self.tied else 2)
 
     @property
+    def critic(self) -> int:
+        """Return the parameters of a critic: the output head is replaced by one of one value."""
+        return self.total - (0 if self.tied else self.vocabulary * self.hidden) + self.hidden + 1
+
+    @property
     def layer(self) -> int:
         """Return the parameters of a layer."""
         return self._layer(max(1, self.experts))
@@ -59,6 +65,29 @@ class ModelSize:
     def _layer(self, n_experts: int) -> int:
         attention = self.hidden * 2 * (self.query + self.key)
         return attention + n_experts * 3 * self.hidden * self.mlp + self.experts * self.hidden + 2 * self.hidden
+
+
+def adapter_parameters(size: ModelSize, lora: LoraSpec) -> int:
+    """Return the parameters of an adapter: its rank times inputs and outputs of each layer that it adapts.
+
+    Experts, which are one tensor per layer, have no adapter.
+    """
+    widths = {
+        "self_attn.q_proj": size.hidden + size.query,
+        "self_attn.k_proj": size.hidden + size.key,
+        "self_attn.v_proj": size.hidden + size.key,
+        "self_attn.o_proj": size.query + size.hidden,
+    }
+    if not size.experts:
+        widths |= {f"mlp.{name}": size.hidden + size.mlp for name in ("gate_proj", "up_proj", "down_proj")}
+    layers = {f"model.layers.{i}.{name}": width for i in range(size.layers) for name, width in widths.items()}
+    targets = lora.targets
+    adapted = [
+        width
+        for name, width in layers.items()
+        if isinstance(targets, str) or any(f".{name}".endswith(f".{target}") for target in targets)
+    ]
+    return lora.rank * sum(adapted)
 
 
 def size_of(config: Mapping[str, Any]) -> ModelSize:

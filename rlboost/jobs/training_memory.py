@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from rlboost.jobs.memory import TrainedModel, state_bytes, trained_model
+from rlboost.jobs.memory import TrainedModel, added_parameters, state_bytes, trained_model
 from rlboost.jobs.model_path import is_hub_id, nearest
 from rlboost.jobs.model_size import ModelSize, size_of
 from rlboost.shared.errors import ConfigError
@@ -54,7 +54,7 @@ def estimate(spec: JobSpec, longest_sample: int = 0) -> Estimate:
     longest_sample = longest_sample or (spec.sampling.max_tokens if spec.kind == "rl" else 0)
     n_tokens = max(trainer.micro_batch_tokens // trainer.data_parallel, longest_sample)
     n_tokens = -(-n_tokens // trainer.context_parallel)
-    model = trained_model(spec, size.total, size.in_experts)
+    model = trained_model(spec, size.total, size.in_experts, added_parameters(spec, size))
     if spec.adapter is not None or trainer.backend == "megatron":
         found = {"state": state_bytes(model, trainer)}
     else:
@@ -75,7 +75,7 @@ class UpdateMemory(NamedTuple):
     """Bytes on each GPU at the peak of an update."""
 
     state: int
-    """Weights, gradients, moments, and the reference model."""
+    """Weights, gradients, moments, the reference model, and a critic."""
     activations: int
     """Saved for the backward pass."""
     recomputed_layer: int

@@ -15,14 +15,16 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 from typer.testing import CliRunner
 
 from rlboost.cli import app
-from rlboost.jobs.memory import TrainedModel
-from rlboost.jobs.model_size import ModelSize, size_of
+from rlboost.jobs.memory import TrainedModel, state_bytes
+from rlboost.jobs.model_size import ModelSize, adapter_parameters, size_of
 from rlboost.jobs.training_memory import estimate, update_memory
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.services.trainer.domain.loss.policy import PolicyLoss
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.job.spec import parse
-from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
+from rlboost.shared.job.training import LoraSpec, OptimizerSpec, TrainerSpec
 from rlboost.shared.model.experts import count_in_experts
 from rlboost.shared.wire.columns import F32, I32, pack
 from tests.support.saved_bytes import saved_bytes
@@ -155,6 +157,43 @@ def test_parameter_count_matches_the_model(tmp_path: Path, family: str) -> None:
     assert size.in_experts == count_in_experts(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("family", "lora"),
+    [
+        ("llama", LoraSpec(rank=3)),
+        ("qwen2", LoraSpec(rank=3)),
+        ("qwen3-moe", LoraSpec(targets=("q_proj", "layers.1.self_attn.o_proj"))),
+    ],
+)
+def test_state_of_an_adapter_and_a_critic_is_what_torch_holds(tmp_path: Path, family: str, lora: LoraSpec) -> None:
+    """Weights, gradients and moments in the middle of the second update."""
+    size = written(CONFIGS[family], tmp_path)
+    policy = TorchPolicy(
+        OptimizerSpec(), temperature=1.0, dtype="bfloat16", device="cpu", lora=lora, critic=CriticSpec()
+    )
+    policy.load_hf(tmp_path)
+    values = pack([0.1] * 7, F32)
+    row = TrainingRow(pack([1], I32), pack([1] * 7, I32), values, 1.0, values=values, returns=pack([1.0] * 7, F32))
+    for _ in range(2):
+        policy.accumulate([[row]], PolicyLoss())
+        if not policy._optimizers[0].state:
+            policy.step(1e-3)
+    assert policy._critic is not None
+    weights = [*policy._model.parameters(), *policy._critic.trained.values()]
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
+    moments = [
+        state[key]
+        for one in (*policy._optimizers, policy._critic.optimizer)
+        for state in one.state.values()
+        for key in ("exp_avg", "exp_avg_sq")
+    ]
+    held = sum(tensor.nbytes for tensor in (*weights, *gradients, *moments))
+    n_added = adapter_parameters(size, lora) + size.critic
+    assert adapter_parameters(size, lora) == sum(tensor.numel() for tensor in policy._trained.values())
+    model = TrainedModel(size.total, frozen=True, n_added=n_added)
+    assert state_bytes(model, TrainerSpec(dtype="bfloat16")) == pytest.approx(held, rel=2e-2)
+
+
 def test_qwen3_235b_has_its_published_sizes() -> None:
     size = size_of(QWEN3_235B)
     assert round(size.total / 1e9) == 235
@@ -185,6 +224,23 @@ def test_context_parallel_divides_the_longest_sample(tmp_path: Path) -> None:
     assert (divided.gpus, divided.tokens) == (256, whole.tokens // 4)
     assert whole.bytes["state"] == pytest.approx(4 * divided.bytes["state"], rel=1e-6)
     assert whole.bytes["activations"] == 4 * divided.bytes["activations"]
+
+
+def test_critic_and_adapter_are_part_of_a_job_s_state(tmp_path: Path) -> None:
+    raw = job(tmp_path, QWEN3_235B, data_parallel=64)
+    plain, critic, adapter, both = (
+        estimate(parse({**raw, **extra})).bytes["state"]
+        for extra in (
+            {},
+            {"algorithm": {"name": "ppo"}},
+            {"elastic": {"weights": "lora"}},
+            {"elastic": {"weights": "lora"}, "algorithm": {"name": "ppo"}},
+        )
+    )
+    size = size_of(QWEN3_235B)
+    assert critic - plain == pytest.approx(16 * size.critic / 64)
+    assert both - adapter == pytest.approx(16 * size.critic / 64)
+    assert adapter * 64 - 4 * size.total == pytest.approx(16 * adapter_parameters(size, LoraSpec()), rel=1e-6)
 
 
 def test_megatron_has_state_only(tmp_path: Path) -> None:

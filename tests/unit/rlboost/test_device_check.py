@@ -130,6 +130,8 @@ def test_remote_model_is_not_checked(tmp_path: Path) -> None:
         (TrainedModel(BILLION, muon=True), TrainerSpec(), 12),
         (TrainedModel(BILLION, has_reference=True), TrainerSpec(), 20),
         (TrainedModel(BILLION, frozen=True), TrainerSpec(dtype="bfloat16"), 2),
+        (TrainedModel(BILLION, n_added=BILLION), TrainerSpec(data_parallel=8), 4),
+        (TrainedModel(BILLION, frozen=True, n_added=BILLION // 100), TrainerSpec(dtype="bfloat16"), 2.16),
         (TrainedModel(BILLION), TrainerSpec(data_parallel=8), 2),
         (TrainedModel(BILLION), TrainerSpec(backend="megatron", dtype="bfloat16"), 18),
         (TrainedModel(BILLION), TrainerSpec(backend="megatron", tensor_parallel=2, pipeline_parallel=4), 2),
@@ -160,7 +162,9 @@ def test_state_has_the_documented_bytes_per_parameter(
 
 @pytest.mark.parametrize(("offload", "per_parameter"), [("none", 12), ("optimizer", 4), ("all", 0)])
 def test_offload_leaves_the_documented_bytes_while_engines_generate(offload: Any, per_parameter: int) -> None:
-    assert memory.generating_bytes(TrainedModel(BILLION), TrainerSpec(offload=offload)) == per_parameter * BILLION
+    spec = TrainerSpec(offload=offload)
+    assert memory.generating_bytes(TrainedModel(BILLION), spec) == per_parameter * BILLION
+    assert memory.generating_bytes(TrainedModel(BILLION, n_added=BILLION), spec) == 2 * per_parameter * BILLION
 
 
 def test_offloaded_optimizer_frees_only_its_share_on_each_gpu() -> None:

@@ -92,14 +92,14 @@ def test_any_bytes_are_refused_by_their_type_or_are_edges(data: bytes) -> None:
             continue
 
 
-def test_published_drops_useless_edges() -> None:
+def test_merged_uploads_drop_useless_edges() -> None:
     sizes = {B: 1000, D: 100}
     lists = [EdgeList(base=4, edges=(edge(A, B), edge(A, C))), EdgeList(base=4, edges=(edge(A, D, 100),))]
     assert merge_uploaded(5, lists, sizes) == EdgeList(base=4, edges=(edge(A, B),))
     assert merge_uploaded(5, [], sizes) is None
 
 
-def test_published_drops_edges_of_an_older_base() -> None:
+def test_merged_uploads_drop_edges_of_an_older_base() -> None:
     lists = [EdgeList(base=3, edges=(edge(A, B),)), EdgeList(base=4, edges=(edge(C, D),))]
     assert merge_uploaded(5, lists, {B: 1000, D: 1000}) == EdgeList(base=4, edges=(edge(C, D),))
 
