@@ -183,13 +183,13 @@ def test_offloaded_rank_frees_the_selected_memory(policy: RanksPolicy, case: Cas
         policy.accumulate([batch], LOSS)
         policy.step(RATE)
         found = shrinks_by()
-    assert found == pytest.approx([case.step_bytes + case.pass_bytes] * 2, rel=0.03)
+    assert found == pytest.approx([case.step_bytes + case.pass_bytes] * 2, rel=0.1)
     # In the middle of an update FSDP2 has gradients, too. What only the step needs stays offloaded.
     gradients = 4 / 2 if "backend" in case.settings else 0
     for batch in BATCHES[:2]:
         policy.accumulate([batch], LOSS)
         found = shrinks_by()
-    assert found == pytest.approx([case.pass_bytes + gradients] * 2, rel=0.03)
+    assert found == pytest.approx([case.pass_bytes + gradients] * 2, rel=0.1)
 
 
 def resident(policy: RanksPolicy) -> list[int]:
