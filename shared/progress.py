@@ -53,18 +53,20 @@ class CountProgress:
         self._items = items
         self._clock = clock
         self._total = 0
+        self._began_at = 0.0
         self._seen: deque[tuple[float, int]] = deque()
-        """When how many were done; at most one per second."""
+        """When how many were done: the last update, and earlier ones a second or more apart."""
 
     def update(self, done: int, total: int) -> None:
         """Note how many items are done; fewer than before: the work has begun again."""
         now, self._total = self._clock(), total
-        if self._seen and done < self._seen[-1][1]:
+        if not self._seen or done < self._seen[-1][1]:
+            self._began_at = now
+        if now - self._began_at < _RATE_AFTER_S:
             self._seen.clear()
-        if self._seen and now - self._seen[-1][0] < _RATE_AFTER_S:
-            self._seen[-1] = (self._seen[-1][0], done)
-        else:
-            self._seen.append((now, done))
+        elif len(self._seen) > 1 and self._seen[-1][0] - self._seen[-2][0] < _RATE_AFTER_S:
+            self._seen.pop()
+        self._seen.append((now, done))
         while len(self._seen) > 1 and now - self._seen[1][0] >= _RATE_OVER_S:
             self._seen.popleft()
 

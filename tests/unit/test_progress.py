@@ -49,11 +49,12 @@ def test_progress_has_a_rate_and_the_remaining_time(done: int, total: int, elaps
         ([(0.0, 0), (10.0, 300)], "300 of 1,200 samples, 30/s, 30 s left"),
         ([(0.0, 0), (100.0, 1)], "1 of 1,200 samples, 0.6/min, 33.3 h left"),
         ([(0.0, 0), (20.0, 1200)], "1,200 of 1,200 samples"),
-        ([(0.0, 0), (0.5, 600), (10.5, 700)], "700 of 1,200 samples, 9.5/s, 52 s left"),
+        ([(0.0, 0), (0.5, 600), (10.5, 700)], "700 of 1,200 samples, 10/s, 50 s left"),
         ([(0.0, 0), (10.0, 900), (70.0, 930), (80.0, 960)], "960 of 1,200 samples, 0.86/s, 5 min left"),
+        ([(0.0, 0), *((0.9 + n / 10, 10 * n) for n in range(92))], "910 of 1,200 samples, 100/s, 3 s left"),
         ([(0.0, 0), (10.0, 900), (20.0, 0), (30.0, 100)], "100 of 1,200 samples, 10/s, 110 s left"),
     ],
-    ids=["none", "begun", "idle", "steady", "slow", "done", "resumed", "last-minute", "again"],
+    ids=["none", "begun", "idle", "steady", "slow", "done", "resumed", "last-minute", "often", "again"],
 )
 def test_count_has_the_rate_of_the_last_minute(updates: list[tuple[float, int]], text: str) -> None:
     clock = Clock()
