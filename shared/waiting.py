@@ -7,45 +7,34 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
 
 import structlog
 from prometheus_client import Counter
-from pydantic import BaseModel, ConfigDict
 
 from rlboost.shared.errors import WaitTimedOut
-from rlboost.shared.messages import public_wait
+from rlboost.shared.messages import Wait, WaitKind
 
 log = structlog.get_logger(__name__)
 
 _TIMEOUTS = Counter("rlboost_wait_timeouts", "Waits that reached their limit")
 
 
-class WaitStatus(BaseModel):
-    """One wait: its subject, reason, start (Unix seconds) and limit."""
-
-    model_config = ConfigDict(frozen=True)
-
-    subject: str
-    because: str
-    since: float
-    limit_s: float
-
-    def public(self) -> dict[str, Any]:
-        """Return the wait as the REST API shows it."""
-        return public_wait(self.subject, self.because, self.since, self.limit_s)
-
-
 class Waits:
     """The current waits of one process."""
 
     def __init__(self) -> None:
-        self._active: dict[int, tuple[WaitStatus, Callable[[], str]]] = {}
+        self._active: dict[int, tuple[Wait, Callable[[], str]]] = {}
         self._numbers = itertools.count()
 
     @asynccontextmanager
     async def on(
-        self, subject: str, *, because: str, limit_s: float, progress: Callable[[], str] = str
+        self,
+        subject: str,
+        *,
+        because: str,
+        limit_s: float,
+        progress: Callable[[], str] = str,
+        kind: WaitKind = "",
     ) -> AsyncIterator[None]:
         """List a wait while the body runs, for at most `limit_s` seconds.
 
@@ -54,13 +43,14 @@ class Waits:
             because: the reason.
             limit_s: maximum duration.
             progress: returns how far it is, which is added to the reason whenever the wait is listed; "" adds nothing.
+            kind: what programs recognize the wait by.
 
         Raises:
             WaitTimedOut: the body took longer.
 
         """
         number = next(self._numbers)
-        wait = WaitStatus(subject=subject, because=because, since=time.time(), limit_s=limit_s)
+        wait = Wait(subject=subject, because=because, since=time.time(), limit_s=limit_s, kind=kind)
         self._active[number] = (wait, progress)
         try:
             async with asyncio.timeout(limit_s) as timer:
@@ -74,11 +64,11 @@ class Waits:
         finally:
             del self._active[number]
 
-    def current(self) -> list[WaitStatus]:
+    def current(self) -> list[Wait]:
         """Return the current waits, oldest first."""
         waits = sorted(self._active.values(), key=lambda active: active[0].since)
         return [_with_progress(wait, progress()) for wait, progress in waits]
 
 
-def _with_progress(wait: WaitStatus, text: str) -> WaitStatus:
+def _with_progress(wait: Wait, text: str) -> Wait:
     return wait.model_copy(update={"because": f"{wait.because}: {text}"}) if text else wait

@@ -72,7 +72,7 @@ class View:
         for line in lines:
             line.truncate(width, overflow="ellipsis")
             yield line
-        yield from _workers(workers, self._left(lines, 1), width)
+        yield from _workers(workers, self.now, self._left(lines, 1), width)
 
     def _left(self, lines: Sequence[Text], reserve: int) -> int | None:
         return None if self.height is None else max(0, self.height - len(lines) - reserve)
@@ -156,7 +156,7 @@ def _paragraph(text: str, style: str, width: int) -> list[Text]:
 # --- workers ----------------------------------------------------------------------------------------------------------
 
 
-def _workers(workers: Sequence[Json], room: int | None, width: int) -> Iterator[RenderableType]:
+def _workers(workers: Sequence[Json], now: float, room: int | None, width: int) -> Iterator[RenderableType]:
     if not workers:
         yield Text("no worker: 'rlboost worker join' starts one", style="dim")
         return
@@ -171,6 +171,15 @@ def _workers(workers: Sequence[Json], room: int | None, width: int) -> Iterator[
     yield table
     if hidden := len(ordered) - shown:
         yield Text(f"{hidden} more worker{'s' if hidden > 1 else ''}", style="dim")
+    yield from _worker_waits(ordered, now, None if room is None else room - min(room, len(ordered)), width)
+
+
+def _worker_waits(workers: Sequence[Json], now: float, room: int | None, width: int) -> Iterator[Text]:
+    """Yield what workers wait for and how far that is: each one whole, as long as there is room."""
+    waiting = [worker for worker in workers if worker.get("waiting")]
+    blocks = [_paragraph(f"{worker_name(one['id'])} is {wait_line(one['waiting'], now)}", "", width) for one in waiting]
+    for block in blocks[: _fitting([len(block) for block in blocks], room)]:
+        yield from block
 
 
 def _state(worker: Json) -> Text:

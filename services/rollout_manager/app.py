@@ -35,6 +35,7 @@ from rlboost.services.rollout_manager.recovery import SHARED_STREAMS, dead_lette
 from rlboost.services.rollout_manager.relay import relay
 from rlboost.shared.errors import BusUnavailable, Fatal, Fenced
 from rlboost.shared.process.lifecycle import until_stop
+from rlboost.shared.progress import CountProgress
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import START, Bus, Entry, Op, RawEntry, Trim, after
 from rlboost.shared.streams.read_size import ReadSize
@@ -92,8 +93,10 @@ class Manager:
         self.world = World(lease_s)
         self.completion_waiters = CompletionWaiters()
         self.recovered = False
-        self.outage = ""
+        self._outage = ""
         """Why this manager cannot work at present; empty while Redis answers."""
+        self._rebuild: CountProgress | None = None
+        """How far the rebuild of the world is; None outside of one."""
         self.turn_began_at: float | None = None
         """When the current turn began (Unix seconds), None between turns. While this manager leads, only a slow Redis
         makes a turn long."""
@@ -114,10 +117,10 @@ class Manager:
         while not stop.is_set():
             try:
                 if not self.recovered and not await self.try_lead():
-                    unavailable_since, self.outage = None, ""
+                    unavailable_since, self._outage = None, ""
                     await self._stand_by(stop)
                     continue
-                unavailable_since, self.outage = None, ""
+                unavailable_since, self._outage = None, ""
                 began, self.turn_began_at = time.monotonic(), time.time()
                 try:
                     await self.turn(BLOCK_S)
@@ -128,7 +131,7 @@ class Manager:
                 self._step_down(str(error))
             except BusUnavailable as error:
                 self.recovered = False
-                self.outage = f"Redis does not answer the manager: {error}"
+                self._outage = f"Redis does not answer the manager: {error}"
                 unavailable_since = unavailable_since or time.monotonic()
                 outage_s = time.monotonic() - unavailable_since
                 if outage_s > self._redis_limit_s:
@@ -155,6 +158,14 @@ class Manager:
         return self.recovered and self._leadership.leads
 
     @property
+    def idle_reason(self) -> str:
+        """Return why no manager serves at present: a rebuild of the world, or an outage; empty if unknown."""
+        if self._rebuild is None:
+            return self._outage
+        text = self._rebuild.text()
+        return "this manager leads and restores its state from Redis" + (f": {text}" if text else "")
+
+    @property
     def other_leader(self) -> ManagerRecord | None:
         """Return the record of the manager that leads instead of this one, None if there is none."""
         return self._leadership.other_leader
@@ -172,8 +183,13 @@ class Manager:
             if self._cursors:
                 self._step_down("another manager became the leader during an outage")
             return False
-        await self.identities.load()
-        recovered = await recover(self._bus, self._lease_s, self._now(), self._poison, self._keep_lease)
+        self._rebuild = CountProgress("entries of the token log")
+        try:
+            await self.identities.load()
+            poison, keep_lease = self._poison, self._keep_lease
+            recovered = await recover(self._bus, self._lease_s, self._now(), poison, keep_lease, self._rebuild)
+        finally:
+            self._rebuild = None
         self.world, self._cursors = recovered.world, recovered.cursors
         self._audit_texts.clear()
         self._trims.clear()

@@ -18,7 +18,7 @@ def not_leading_reason(manager: Manager) -> str | None:
     if manager.leads:
         return None
     leader = manager.other_leader
-    return f"standby; {leader.url} leads" if leader else manager.outage or "the world is not recovered yet"
+    return f"standby; {leader.url} leads" if leader else manager.idle_reason or "the world is not recovered yet"
 
 
 def leader_only(manager: Manager, token: str) -> Callable[[Request], Coroutine[Any, Any, None]]:
@@ -29,7 +29,7 @@ def leader_only(manager: Manager, token: str) -> Callable[[Request], Coroutine[A
             return
         leader = manager.other_leader
         if leader is None:
-            raise _no_leader(manager.outage or "no manager leads at present")
+            raise _no_leader(manager.idle_reason or "no manager leads at present")
         if not leader.is_signed(token):
             raise _no_leader(
                 f"the leader in Redis, {leader.url}, is not signed with this manager's token, so clients are not "

@@ -29,6 +29,7 @@ from rlboost.services.rollout_manager.entry_batches import (
 )
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.messages import WeightsCommitted, WorkerJoined
+from rlboost.shared.progress import CountProgress
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import START, Bus, Entry, position
 from rlboost.shared.streams.dead_letters import report_dead_letter
@@ -64,7 +65,12 @@ class Recovered:
 
 
 async def recover(
-    bus: Bus, lease_s: float, now: Now, poison: PoisonEntries, before_batch: BeforeBatch = _do_nothing
+    bus: Bus,
+    lease_s: float,
+    now: Now,
+    poison: PoisonEntries,
+    before_batch: BeforeBatch = _do_nothing,
+    replayed: CountProgress | None = None,
 ) -> Recovered:
     """Rebuild the world, without the entries that cannot be applied.
 
@@ -77,16 +83,20 @@ async def recover(
         now: the present time.
         poison: the entries that cannot be applied; those found here are added.
         before_batch: awaited before each batch of entries is read.
+        replayed: updated with the number of entries of the token log that were replayed.
 
     """
+    replayed = replayed or CountProgress("entries")
     while True:
         try:
-            return await _rebuild(bus, lease_s, now, poison, before_batch)
+            return await _rebuild(bus, lease_s, now, poison, before_batch, replayed)
         except PoisonFound as found:
             log.warning("recovery_restarted", reason=str(found))
 
 
-async def _rebuild(bus: Bus, lease_s: float, now: Now, poison: PoisonEntries, before_batch: BeforeBatch) -> Recovered:
+async def _rebuild(
+    bus: Bus, lease_s: float, now: Now, poison: PoisonEntries, before_batch: BeforeBatch, replayed: CountProgress
+) -> Recovered:
     world = World(lease_s)
     stored = await bus.hash_all(names.MANAGER_CURSORS)
     for job_id, text in (await bus.hash_all(names.JOBS)).items():
@@ -105,7 +115,7 @@ async def _rebuild(bus: Bus, lease_s: float, now: Now, poison: PoisonEntries, be
             progress = world.progress[entry.message.job_id]
             progress.committed_version = max(entry.message.version, progress.committed_version)
     cursors = {stream: stored.get(stream, START) for stream in SHARED_STREAMS}
-    n_entries = await _replay_log(bus, world, cursors, poison, before_batch)
+    n_entries = await _replay_log(bus, world, cursors, poison, before_batch, replayed)
     _reattach_samples(world, now)
     for job in world.jobs.active():
         await _apply_quarantined(bus, world, job, now, poison, before_batch)
@@ -171,16 +181,23 @@ async def _apply_quarantined(
 
 
 async def _replay_log(
-    bus: Bus, world: World, cursors: dict[str, str], poison: PoisonEntries, before_batch: BeforeBatch
+    bus: Bus,
+    world: World,
+    cursors: dict[str, str],
+    poison: PoisonEntries,
+    before_batch: BeforeBatch,
+    replayed: CountProgress,
 ) -> int:
     """Replay the whole token log and move its cursor to the end; return the number of entries."""
     counted_to = position(cursors[names.TOKEN_LOG])
-    n_entries = 0
+    n_entries, total = 0, await bus.length(names.TOKEN_LOG)
+    replayed.update(n_entries, total)
     async for entries in batches(bus, names.TOKEN_LOG, before_batch):
         for counted, batch in groupby(entries, key=lambda entry: position(entry.id) > counted_to):
             _replay(world, batch, poison, counted=counted)
         cursors[names.TOKEN_LOG] = entries[-1].id
         n_entries += len(entries)
+        replayed.update(n_entries, max(n_entries, total))
     return n_entries
 
 

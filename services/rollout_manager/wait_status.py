@@ -9,7 +9,7 @@ from rlboost.services.rollout_manager.domain.jobs.progress import JobProgress
 from rlboost.services.rollout_manager.domain.jobs.record import Job
 from rlboost.services.rollout_manager.domain.workers.fleet import Fleet, Worker
 from rlboost.services.rollout_manager.domain.world import World
-from rlboost.shared.messages import SAMPLES_OF_STEP, public_wait
+from rlboost.shared.messages import public_wait
 
 TRAINER_SILENCE_S = 3.0
 """A trainer that has not renewed its lease for this time counts as missing; it renews every second."""
@@ -20,18 +20,18 @@ FEW_SAMPLES = 8
 
 
 def job_wait_status(world: World, job: Job) -> dict[str, Any] | None:
-    """Return `{for, because, since, limit_s}` (Unix seconds), or None if the job waits for nothing."""
+    """Return `{for, because, since, limit_s, kind}` (Unix seconds), or None if the job waits for nothing."""
     if job.ended:
         return None
     if job.state == "pending":
-        return public_wait(*_trainer_of_pending(world, job), job.created_at)
+        return public_wait(*_trainer_of_pending(world, job), job.created_at, kind="trainer")
     progress = world.progress.get(job.id)
     if progress is None or progress.trainer_renewed_at is None:
         return None  # this manager has not read the trainer's lease yet
     silence_s = progress.trainer_checked_at - progress.trainer_renewed_at
     if progress.trainer_status is None or silence_s > TRAINER_SILENCE_S:
         because = "it does not renew its lease on this job: it died, cannot reach Redis, or cannot read the job: "
-        return public_wait("the trainer", because + "look at its log", progress.trainer_renewed_at)
+        return public_wait("the trainer", because + "look at its log", progress.trainer_renewed_at, kind="trainer")
     if progress.stalled_since is not None:
         because = f"samples are queued and no worker can take them: {_why_none(world.fleet)}"
         if world.audits[job.id].cost.budget_reached:
@@ -40,7 +40,8 @@ def job_wait_status(world: World, job: Job) -> dict[str, Any] | None:
                 "add reserved workers, or cancel it and continue from its model in another job"
             )
         limit_s = _limit_of_stall(progress, progress.stalled_since)
-        return public_wait("a worker that is ready with this job's weights", because, progress.stalled_since, limit_s)
+        subject = "a worker that is ready with this job's weights"
+        return public_wait(subject, because, progress.stalled_since, limit_s, kind="worker")
     return _trainers_wait(world.fleet, job, progress)
 
 
@@ -48,7 +49,8 @@ def redis_wait(turn_began_at: float | None, now: float) -> dict[str, Any] | None
     """Return the wait of every job while Redis does not answer the manager, None while it does; Unix seconds."""
     if turn_began_at is None or now - turn_began_at <= LONG_TURN_S:
         return None
-    return public_wait("Redis", "it does not answer the manager: check its machine, disk and network", turn_began_at)
+    because = "it does not answer the manager: check its machine, disk and network"
+    return public_wait("Redis", because, turn_began_at, kind="redis")
 
 
 def _trainers_wait(fleet: Fleet, job: Job, progress: JobProgress) -> dict[str, Any] | None:
@@ -71,7 +73,7 @@ def _in_flight(holders: list[Worker]) -> str:
 def _limit_of_stall(progress: JobProgress, since: float) -> float | None:
     """Return how long after `since` the trainer fails the job for lack of samples; None if it waits for none."""
     waiting = json.loads(progress.trainer_status or "{}").get("waiting")
-    if not waiting or not waiting["limit_s"] or not waiting["for"].startswith(SAMPLES_OF_STEP):
+    if not waiting or not waiting["limit_s"] or waiting.get("kind") != "samples":
         return None
     return float(waiting["since"] + waiting["limit_s"] - since)
 

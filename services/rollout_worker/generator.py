@@ -178,7 +178,7 @@ class Generator:
         if reason == "suspended":
             await self.wait_for_load()
         async with self._transition:
-            if not self._is_loading:  # a load has paused the engine itself, and reads what it has loaded
+            if not self.is_loading:  # a load has paused the engine itself, and reads what it has loaded
                 await self._suspend(keep_kv=keep_kv)
 
     async def _suspend(self, *, keep_kv: bool) -> None:
@@ -212,7 +212,8 @@ class Generator:
             await asyncio.wait({self._loading})
 
     @property
-    def _is_loading(self) -> bool:
+    def is_loading(self) -> bool:
+        """Return True while the engine's thread loads weights."""
         return self._loading is not None and not self._loading.done()
 
     async def load(

@@ -257,9 +257,7 @@ class ManagerConnection:
             self._reported = (heartbeat.state, session.serving)
 
     def _oldest_wait(self) -> Wait | None:
-        for wait in self._waits.current():
-            return Wait(subject=wait.subject, because=wait.because, since=wait.since, limit_s=wait.limit_s)
-        return None
+        return next(iter(self._waits.current()), None)
 
     @property
     def state_changed(self) -> bool:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 
 import structlog
 
@@ -23,6 +23,7 @@ from rlboost.services.rollout_worker.ports import StagedWeights, WeightSource
 from rlboost.services.rollout_worker.startup_timer import StartupTimer
 from rlboost.shared.errors import BadSignature, Corrupt, NotFound, WaitTimedOut
 from rlboost.shared.ids import WeightsRef
+from rlboost.shared.progress import LastDuration
 from rlboost.shared.waiting import Waits
 
 log = structlog.get_logger(__name__)
@@ -63,6 +64,7 @@ class WeightUpdates:
         self._finish_limit_s = finish_limit_s
         self._task: asyncio.Task[None] | None = None
         self._flushed = asyncio.Event()
+        self._starts, self._loads, self._checks = LastDuration(), LastDuration(), LastDuration()
 
     async def start(
         self, pull: PullWeights, group: asyncio.TaskGroup, apply: Callable[[RecordOutcome], Awaitable[None]]
@@ -106,8 +108,9 @@ class WeightUpdates:
     async def _update(self, pull: PullWeights, apply: Callable[[RecordOutcome], Awaitable[None]]) -> None:
         session, weights, began = self._connection.session, WeightsRef(pull.job_id, pull.version), time.monotonic()
         try:
-            async with self._engine_wait(weights):  # an earlier load ends first
-                await self._generator.wait_for_load()
+            if self._generator.is_loading:
+                async with self._engine_wait(f"it ends an earlier load before {weights}", LastDuration()):
+                    await self._generator.wait_for_load()
             staged = await self._source.pull(*weights)
             self._startup.end("pull")
             if pull.in_flight == "finish" and session.serving is not None:
@@ -125,7 +128,8 @@ class WeightUpdates:
             return
         self._startup.end("load")
         loaded = time.monotonic()
-        await self._generator.check_parity()
+        async with self._engine_wait(f"it runs the parity check of {weights}", self._checks):
+            await self._generator.check_parity()
         self._startup.end("parity")
         log.info(
             "weights_loaded",
@@ -147,11 +151,21 @@ class WeightUpdates:
 
     async def _load(self, staged: StagedWeights, pull: PullWeights) -> None:
         on_unloaded, keep_kv = self._connection.session.on_weights_unloaded, pull.in_flight == "keep"
-        async with self._engine_wait(WeightsRef(pull.job_id, pull.version)):
+        weights, exists = WeightsRef(pull.job_id, pull.version), self._generator.exists
+        because = f"it loads {weights}" if exists else f"it starts, then loads {weights}"
+        async with self._engine_wait(because, self._loads if exists else self._starts):
             await self._generator.load(staged, pull.version, on_unloaded, keep_kv=keep_kv)
 
-    def _engine_wait(self, weights: WeightsRef) -> AbstractAsyncContextManager[None]:
-        return self._waits.on("the inference engine", because=f"it loads {weights}", limit_s=LOAD_LIMIT_S)
+    @asynccontextmanager
+    async def _engine_wait(self, because: str, last: LastDuration) -> AsyncIterator[None]:
+        """Wait for the engine, which does not say how far it is; `last` measures this time for the next."""
+        limit_s = LOAD_LIMIT_S
+        wait = self._waits.on(
+            "the inference engine", because=because, limit_s=limit_s, progress=last.text, kind="engine"
+        )
+        async with wait:
+            with last.measured():
+                yield
 
     async def _report_unavailable(
         self, weights: WeightsRef, reason: str, apply: Callable[[RecordOutcome], Awaitable[None]]

@@ -129,15 +129,16 @@ class FinishedLog:
         """Return True if all entries read so far were taken; the stream may have more."""
         return not self._ahead
 
-    async def wait(self, what: str, because: str) -> None:
-        """Wait for `what` until there is a next entry.
+    async def wait(self, what: str, because: str, progress: Callable[[], str]) -> None:
+        """Wait for `what` until there is a next entry; the arguments are those of `Waits.on`.
 
         Raises:
             WaitTimedOut: none came within the limit.
 
         """
         if not self._ahead:
-            async with self._waits.on(what, because=because, limit_s=self._limit_s):
+            limit_s = self._limit_s
+            async with self._waits.on(what, because=because, limit_s=limit_s, progress=progress, kind="samples"):
                 await self.peek()
 
     async def peek(self) -> Entry:

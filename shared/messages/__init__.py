@@ -51,7 +51,6 @@ from rlboost.shared.messages.token_log import (
     TokenFrame,
 )
 from rlboost.shared.messages.workers import (
-    SAMPLES_OF_STEP,
     Assign,
     Assignment,
     Dismissed,
@@ -65,6 +64,7 @@ from rlboost.shared.messages.workers import (
     Suspend,
     UseVersion,
     Wait,
+    WaitKind,
     WorkerEvent,
     WorkerHeartbeat,
     WorkerJoined,
@@ -81,7 +81,6 @@ __all__ = [
     "FINISH_NONE",
     "FINISH_RELEASED",
     "FINISH_STOP",
-    "SAMPLES_OF_STEP",
     "Admitted",
     "Assign",
     "Assignment",
@@ -119,6 +118,7 @@ __all__ = [
     "TurnAnswered",
     "UseVersion",
     "Wait",
+    "WaitKind",
     "WeightsCommitted",
     "WorkerEvent",
     "WorkerHeartbeat",

@@ -142,27 +142,31 @@ class WorkerJoined(Message):
     """The worker's `shared.messages.protocol`."""
 
 
-SAMPLES_OF_STEP = "samples of step"
-"""What a trainer waits for that has too few samples; the number of the step follows."""
+WaitKind = Literal["", "engine", "redis", "rewards", "samples", "trainer", "worker"]
+"""What programs recognize a wait by; empty for waits that only people read."""
 
 
-def public_wait(subject: str, because: str, since: float, limit_s: float | None = None) -> dict[str, Any]:
+def public_wait(
+    subject: str, because: str, since: float, limit_s: float | None = None, kind: WaitKind = ""
+) -> dict[str, Any]:
     """Return a wait as the REST API shows it."""
-    return {"for": subject, "because": because, "since": since, "limit_s": limit_s}
+    return {"for": subject, "because": because, "since": since, "limit_s": limit_s, "kind": kind}
 
 
 class Wait(Message):
-    """What a worker waits for; see `shared.waiting`."""
+    """What a process waits for; see `shared.waiting`."""
 
     subject: str
     because: str
     since: Finite
-    """Unix seconds, worker's clock."""
+    """Unix seconds, the process's clock."""
     limit_s: Seconds
+    kind: str = ""
+    """A `WaitKind`, or one of a newer release."""
 
     def public(self) -> dict[str, Any]:
         """Return the wait as the REST API shows it."""
-        return public_wait(self.subject, self.because, self.since, self.limit_s)
+        return public_wait(self.subject, self.because, self.since, self.limit_s) | {"kind": self.kind}
 
 
 @message

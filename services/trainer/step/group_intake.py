@@ -11,7 +11,7 @@ Ends when: `next_group` was called once per training group of the step.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from operator import itemgetter
 from statistics import fmean
@@ -28,6 +28,7 @@ from rlboost.services.trainer.step.group_requests import GroupRequests
 from rlboost.services.trainer.step.multi_turn import Conversations
 from rlboost.services.trainer.step.scoring import GroupScorer
 from rlboost.shared.errors import Fatal, WaitTimedOut
+from rlboost.shared.progress import CountProgress
 
 
 class GroupIntake:
@@ -170,14 +171,33 @@ class GroupIntake:
             await asyncio.wait({scoring})
         return await scoring
 
+    async def evaluated(self) -> list[ScoredGroup]:
+        """Return the evaluation's scored groups, once each is scored or dropped.
+
+        Raises:
+            Fatal: scoring takes too long.
+
+        """
+        tasks, progress = self.evaluation, CountProgress("groups")
+
+        def scored() -> str:
+            progress.update(sum(task.done() for task in tasks), len(tasks))
+            return progress.text()
+
+        if any(not task.done() for task in tasks):
+            async with self._reward_wait(f"the evaluation of step {self.step} is scored", len(tasks), scored):
+                await asyncio.wait(tasks)
+        return [group for task in tasks if (group := await task) is not None]
+
     @asynccontextmanager
-    async def _reward_wait(self, because: str, n_groups: int) -> AsyncIterator[None]:
+    async def _reward_wait(self, because: str, n_groups: int, progress: Callable[[], str] = str) -> AsyncIterator[None]:
         """Wait for rewards of groups; raises `Fatal` at the limit."""
         reward = self._job.spec.reward
         # Each call has its own limit; in addition, the processes may be busy with groups of later steps.
         limit_s = self._job.limit_s + (reward.timeout_s if reward is not None else 0.0) * n_groups
         try:
-            async with self._job.waits.on("the rewards", because=because, limit_s=limit_s):
+            waits = self._job.waits
+            async with waits.on("the rewards", because=because, limit_s=limit_s, progress=progress, kind="rewards"):
                 yield
         except WaitTimedOut as error:
             raise Fatal(f"{error}: make the reward function faster, or raise reward.workers") from error

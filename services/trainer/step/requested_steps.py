@@ -9,6 +9,8 @@ Ends when: the job does. Entries of a step that is not requested yet stay in the
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import structlog
 
 from rlboost.services.trainer.domain.open_steps import OpenSteps
@@ -68,15 +70,15 @@ class RequestedSteps:
         """Position of the last entry that was read."""
         return self._finished.cursor
 
-    async def read(self, what: str, because: str) -> None:
-        """Read the next entry, of any step, waiting for `what`.
+    async def read(self, what: str, because: str, progress: Callable[[], str]) -> None:
+        """Read the next entry, of any step, waiting for `what`; the arguments are those of `Waits.on`.
 
         Raises:
             Fatal: no entry came within the limit, or the stream is inconsistent.
 
         """
         try:
-            await self._finished.wait(what, because)
+            await self._finished.wait(what, because, progress)
         except WaitTimedOut as error:
             raise Fatal(f"{error}: check that a worker is ready to generate: 'rlboost worker list'") from error
         self._take()

@@ -28,7 +28,7 @@ from rlboost.services.trainer.step.context import JobContext
 from rlboost.services.trainer.step.group_intake import GroupIntake
 from rlboost.services.trainer.step.training_rows import TrainingRowBuilder
 from rlboost.shared.errors import Fatal
-from rlboost.shared.messages import SAMPLES_OF_STEP
+from rlboost.shared.progress import CountProgress
 
 T = TypeVar("T")
 
@@ -36,8 +36,8 @@ T = TypeVar("T")
 class EntrySource(Protocol):
     """Reads entries for a step and the steps after it."""
 
-    async def read(self, what: str, because: str) -> None:
-        """Read the next entry, of any step, waiting for `what`.
+    async def read(self, what: str, because: str, progress: Callable[[], str]) -> None:
+        """Read the next entry, of any step, waiting for `what`; the arguments are those of `Waits.on`.
 
         Raises:
             Fatal: no entry came within the limit, or the stream is inconsistent.
@@ -82,7 +82,7 @@ class StepRun:
             reading_ahead = tasks.create_task(self._source.read_ahead(), name=f"read-ahead-{self._step}")
             await training
             reading_ahead.cancel()
-        self._tally.evaluated = [group for task in self._intake.evaluation if (group := await task) is not None]
+        self._tally.evaluated = await self._intake.evaluated()
         self._tally.duplicates = self._intake.collector.duplicates
         self._tally.engines = self._intake.collector.engines
         self._tally.durations = self._durations()
@@ -104,18 +104,26 @@ class StepRun:
     # --- collect ---
 
     async def _collect(self) -> None:
-        collector = self._intake.collector
+        collector, progress = self._intake.collector, CountProgress("samples")
+        subject = f"samples of step {self._step}" if self._intake.n_train else "samples of the evaluation"
         while True:
             self._turn.set_owned(owned=collector.trainer_has_device)
             if self._idle_before_s is None and not self._intake.n_initial_pending:
                 self._idle_before_s = self._turn.idle_s
             if not collector.complete or (self._intake.n_train and not collector.trainer_has_device):
-                progress = f"{collector.n_arrived} of {collector.n_samples} samples have arrived"
-                await self._source.read(f"{SAMPLES_OF_STEP} {self._step}", progress)
+                progress.update(collector.n_arrived, collector.n_samples)
+                await self._source.read(subject, self._arrived(), progress.rate_text)
             elif self._intake.n_undecided:
                 await self._read_until_decided()
             else:
                 return
+
+    def _arrived(self) -> str:
+        collector = self._intake.collector
+        text = f"{collector.n_arrived:,} of {collector.n_samples:,} samples have arrived"
+        if self._intake.n_train and (n_evaluation := collector.n_evaluation_samples):
+            text += f", {collector.n_evaluation_arrived:,} of {n_evaluation:,} for the evaluation"
+        return text
 
     async def _read_until_decided(self) -> None:
         """Read entries of later steps until no group can be replaced any more, or a replacement is pending."""

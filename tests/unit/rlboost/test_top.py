@@ -111,13 +111,25 @@ def test_view_shows_what_a_job_waits_for_and_what_it_costs() -> None:
     assert lines[-1].split() == ["w-1", "spot", "torch-cpu", "ready", "3", "4", "0", "617", "0.40", "j-1"]
 
 
+def test_view_shows_how_far_the_wait_of_a_worker_is_where_there_is_room() -> None:
+    wait = {"for": "the store", "because": "pull version 3: 1 GB of 3 GB", "since": "2026-01-01T00:00:00+00:00"}
+    workers = [worker("w-0"), worker("w-1", "pulling", waiting=wait)]
+    line = "  w-1 is waiting for the store because pull version 3: 1 GB of 3 GB (60 s so far)"
+    assert line in drawn(snapshot([], workers), width=100)
+    height = len(drawn(snapshot([], workers), width=100)) + 1
+    assert line in drawn(snapshot([], workers), width=100, height=height)
+    assert line not in drawn(snapshot([], workers), width=100, height=height - 2)
+
+
 @pytest.mark.parametrize(("width", "height"), [(40, 12), (80, 24), (120, 40), (200, 10)])
-def test_view_fits_every_terminal(width: int, height: int) -> None:
+@pytest.mark.parametrize("n_workers", [3, 50])
+def test_view_fits_every_terminal(width: int, height: int, n_workers: int) -> None:
+    wait = {"for": "the store", "because": "pull " * 30, "since": "2026-01-01T00:00:00+00:00"}
     jobs = [running(id=f"job-{i}", warnings=["w" * 30 + " x" * 60]) for i in range(6)]
-    lines = drawn(snapshot(jobs, [worker(f"w-{i}") for i in range(50)]), width, height)
+    lines = drawn(snapshot(jobs, [worker(f"w-{i}", waiting=wait) for i in range(n_workers)]), width, height)
     assert len(lines) <= height
     assert max(map(len, lines)) <= width
-    assert any("more worker" in line for line in lines)
+    assert any("more worker" in line for line in lines) is (n_workers == 50)
 
 
 def test_view_of_an_outage_shows_the_age_and_the_reason() -> None:

@@ -357,6 +357,26 @@ async def test_requests_without_a_leader_get_503_and_retry_after(pair: Pair) -> 
         assert (await client.get("/readyz")).status_code == 503
 
 
+async def test_requests_during_a_recovery_get_503_and_how_far_it_is(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(3):
+        await pair.bus.append(names.TOKEN_LOG, Event(kind="k", at=0.0, source="s"))
+    reads, read = [], pair.bus.read
+
+    async def asked(cursors: Mapping[str, str], *, count: int = 512, block_s: float = 0.0) -> list[Entry]:
+        if list(cursors) == [names.TOKEN_LOG]:
+            reads.append([(await client.get(path)).json()["detail"] for path in ("/v1/jobs", "/readyz")])
+        return await read(cursors, count=min(count, 2), block_s=block_s)
+
+    monkeypatch.setattr(pair.bus, "read", asked)
+    async with rest(pair, pair.first) as client:
+        assert await pair.first.try_lead()
+        assert (await client.get("/v1/jobs")).status_code == 200
+    far = "this manager leads and restores its state from Redis: {} of 3 entries of the token log"
+    assert reads == [[far.format(n) + ": try again", far.format(n)] for n in (0, 2, 3)]
+
+
 async def test_superseded_leader_creates_no_job(pair: Pair) -> None:
     assert await pair.first.try_lead()
     pair.clock += LEASE_S + 0.1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from rlboost.services.rollout_manager import wait_status
 from rlboost.services.rollout_manager.domain.apply_messages import apply_message
 from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.services.rollout_manager.wait_status import TRAINER_SILENCE_S, job_wait_status
+from rlboost.shared import progress
 from rlboost.shared.errors import BusUnavailable
 from rlboost.shared.messages import JobReport, JobState, UseVersion, Wait, WorkerHeartbeat, WorkerJoined, WorkerLeft
 from rlboost.shared.messages.workers import WorkerState
@@ -78,6 +80,7 @@ class Running:
             "because": "7 of 8 samples have arrived",
             "since": 990.0,
             "limit_s": 60.0,
+            "kind": "samples",
         }
         self.progress.on_trainer_status(json.dumps({"waiting": waiting, "at": at}), at)
 
@@ -141,7 +144,7 @@ def test_stall_without_a_worker_says_why_the_last_one_is_gone() -> None:
 def test_stall_does_not_show_the_limit_of_another_wait_of_the_trainer() -> None:
     running = Running()
     running.progress.stalled_since = 995.0
-    rewards = {"for": "the rewards", "because": "a group", "since": 990.0, "limit_s": 60.0}
+    rewards = {"for": "the rewards", "because": "a group", "since": 990.0, "limit_s": 60.0, "kind": "rewards"}
     running.progress.on_trainer_status(json.dumps({"waiting": rewards, "at": NOW.wall}), NOW.wall)
     assert running.wait()["limit_s"] is None
 
@@ -189,22 +192,31 @@ async def test_heartbeat_has_the_oldest_wait() -> None:
     assert (waiting.waiting.subject, waiting.waiting.limit_s) == ("the weight store", 60.0)
 
 
-async def test_worker_that_loads_weights_waits_for_its_engine() -> None:
-    rig = Rig()
+async def test_worker_waits_for_its_engine_to_start_and_then_to_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_SHOWN_AFTER_S", 0.0)
+    rig, may_start = Rig(), threading.Event()
+    monkeypatch.setattr(rig.factory, "prepare", may_start.wait)
     running = asyncio.create_task(rig.worker.run({}), name="worker")
-    worker = await rig.manager.ready_worker()
-    rig.engine.may_load.clear()
-    await rig.manager.send(worker, UseVersion(job_id=JOB, version=1))
+    worker = await rig.manager.joined(1)
+    reasons = (
+        f"it starts, then loads version 0 of job {JOB}",
+        f"it loads version 1 of job {JOB}",
+        f"it loads version 2 of job {JOB}: the last time took 0 s",
+    )
+    for version, because in enumerate(reasons):
+        if version:
+            rig.engine.may_load.clear()
+        await rig.manager.send(worker, UseVersion(job_id=JOB, version=version))
 
-    async def reported() -> Wait | None:
-        return (await rig.manager.last_heartbeat(worker)).waiting
+        async def reported() -> Wait | None:
+            return (await rig.manager.last_heartbeat(worker)).waiting
 
-    wait = await eventually(reported)
-    assert wait is not None
-    assert (wait.subject, wait.because) == ("the inference engine", f"it loads version 1 of job {JOB}")
-    rig.engine.may_load.set()
-    await rig.manager.until(worker, "ready", 1)
-    assert (await rig.manager.last_heartbeat(worker)).waiting is None
+        wait = await eventually(reported)
+        assert wait is not None
+        assert (wait.subject, wait.kind, wait.because) == ("the inference engine", "engine", because)
+        (rig.engine.may_load if version else may_start).set()
+        await rig.manager.until(worker, "ready", version)
+        assert (await rig.manager.last_heartbeat(worker)).waiting is None
     rig.stop.set()
     await running
 

@@ -93,7 +93,7 @@ async def test_waits_lists_a_wait_and_ends_it_at_its_limit() -> None:
 
     with pytest.raises(WaitTimedOut, match=r"for Redis \(a flush\)"):
         await wait_for_ever()
-    assert [wait.public().keys() for wait in seen] == [{"for", "because", "since", "limit_s"}]
+    assert [wait.public().keys() for wait in seen] == [{"for", "because", "since", "limit_s", "kind"}]
     assert not waits.current()
 
 

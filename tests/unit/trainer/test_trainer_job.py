@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,41 @@ async def test_evaluation_runs_at_its_interval_and_at_the_end(tmp_path: Path) ->
     assert [step for step in rows if "eval/reward_mean" in rows[step]] == [0, 2, 4, 5]
     assert REGISTRY.get_sample_value("rlboost_trainer_steps_total") == trained + 5
     assert "reward/mean" not in rows[5]
+
+
+class HeldRewards(FakeRewards):
+    """Answers when it may."""
+
+    def __init__(self, function: Callable[[RewardBatch], Scores], may: asyncio.Event) -> None:
+        super().__init__(function)
+        self._may = may
+
+    async def score(self, batch: RewardBatch) -> Scores:
+        await self._may.wait()
+        return await super().score(batch)
+
+
+async def test_evaluation_shows_how_many_samples_have_arrived_and_are_scored(tmp_path: Path) -> None:
+    what = spec(steps=1, data={"train": "t", "eval": "e", "prompts_per_step": 4}, eval={"every": 1, "samples": 4})
+    rig, build, may_score = Rig(tmp_path, what), Rig.build, asyncio.Event()
+    rig.build = lambda *of: replace(build(rig, *of), rewards=HeldRewards(rig.reward, may_score))  # type: ignore[method-assign]
+    may_score.set()
+
+    def waits_for(subject: str, because: str) -> Callable[[], bool]:
+        return lambda: (subject, because) in [(wait.subject, wait.because) for wait in rig.waits.current()]
+
+    rig.manager.withholds = lambda sample: SampleId.unpack(sample).is_eval
+    async with rig.trainer():
+        await rig.command("create")
+        both = "8 of 12 samples have arrived, 0 of 4 for the evaluation"
+        await eventually(waits_for("samples of step 0", both))
+        await rig.manager.release(lambda sample: SampleId.unpack(sample)[1:3] == (True, 1))
+        await eventually(waits_for("samples of the evaluation", "0 of 4 samples have arrived"))
+        may_score.clear()
+        await rig.manager.release()
+        await eventually(waits_for("the rewards", "the evaluation of step 1 is scored: 0 of 3 groups"))
+        may_score.set()
+        assert (await rig.ended()).state == "completed"
 
 
 async def test_run_writes_its_profile_with_the_throughput_of_workers(tmp_path: Path) -> None:

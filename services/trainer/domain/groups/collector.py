@@ -66,6 +66,10 @@ class StepCollector:
         self._sizes = dict(sizes)
         self._arrived: dict[int, dict[int, SampleFinished]] = {group: {} for group in sizes}
         self._seen: set[int] = set()
+        self.n_evaluation_samples = sum(n for group, n in sizes.items() if SampleId.unpack(group).is_eval)
+        """How many samples of the step are of its evaluation."""
+        self.n_evaluation_arrived = 0
+        """How many of these arrived or were dropped."""
         self.trainer_has_device = False
         """True between the end of the step's seeding and its reopening."""
         self.engines: Sequence[EngineProfile] = ()
@@ -129,6 +133,7 @@ class StepCollector:
             self.duplicates += 1
             return False
         self._seen.add(sample)
+        self.n_evaluation_arrived += SampleId.unpack(sample).is_eval
         return True
 
     def _is_late(self, sample: int) -> bool:
