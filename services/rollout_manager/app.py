@@ -163,7 +163,7 @@ class Manager:
         if self._rebuild is None:
             return self._outage
         text = self._rebuild.text()
-        return "this manager leads and restores its state from Redis" + (f": {text}" if text else "")
+        return "the manager restores its state from Redis" + (f": {text}" if text else "")
 
     @property
     def other_leader(self) -> ManagerRecord | None:

@@ -122,7 +122,7 @@ class StepRun:
         collector = self._intake.collector
         text = f"{collector.n_arrived:,} of {collector.n_samples:,} samples have arrived"
         if self._intake.n_train and (n_evaluation := collector.n_evaluation_samples):
-            text += f", {collector.n_evaluation_arrived:,} of {n_evaluation:,} for the evaluation"
+            text += f" ({collector.n_evaluation_arrived:,} of {n_evaluation:,} for the evaluation)"
         return text
 
     async def _read_until_decided(self) -> None:

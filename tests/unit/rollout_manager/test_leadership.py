@@ -373,7 +373,7 @@ async def test_requests_during_a_recovery_get_503_and_how_far_it_is(
     async with rest(pair, pair.first) as client:
         assert await pair.first.try_lead()
         assert (await client.get("/v1/jobs")).status_code == 200
-    far = "this manager leads and restores its state from Redis: {} of 3 entries of the token log"
+    far = "the manager restores its state from Redis: {} of 3 entries of the token log"
     assert reads == [[far.format(n) + ": try again", far.format(n)] for n in (0, 2, 3)]
 
 

@@ -121,7 +121,7 @@ async def test_evaluation_shows_how_many_samples_have_arrived_and_are_scored(tmp
     rig.manager.withholds = lambda sample: SampleId.unpack(sample).is_eval
     async with rig.trainer():
         await rig.command("create")
-        both = "8 of 12 samples have arrived, 0 of 4 for the evaluation"
+        both = "8 of 12 samples have arrived (0 of 4 for the evaluation)"
         await eventually(waits_for("samples of step 0", both))
         await rig.manager.release(lambda sample: SampleId.unpack(sample)[1:3] == (True, 1))
         await eventually(waits_for("samples of the evaluation", "0 of 4 samples have arrived"))
@@ -331,6 +331,7 @@ async def test_trainer_lease_names_the_current_wait(tmp_path: Path) -> None:
         assert body is not None
         assert body["phase"] == "training"
         assert body["waiting"]["for"] == "samples of step 1"
+        assert body["waiting"]["kind"] == "samples"
         assert body["waiting"]["because"] == "0 of 8 samples have arrived"
         rig.manager.held = set()
         await rig.ended()
