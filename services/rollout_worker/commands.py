@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import assert_never
 
 import structlog
 
@@ -20,6 +21,7 @@ from rlboost.services.rollout_worker.domain.effects import (
     DeadLetterCommand,
     DrainWorker,
     Effect,
+    EngineEffect,
     PullWeights,
     Rejoin,
     ReleaseRequests,
@@ -138,7 +140,7 @@ class CommandLoop:
 
         await self._updates.start(pull, group, apply)
 
-    async def _execute_on_engine(self, effect: Effect) -> None:
+    async def _execute_on_engine(self, effect: EngineEffect) -> None:
         match effect:
             case SubmitSamples(samples):
                 self._startup.end("assignment")
@@ -156,6 +158,8 @@ class CommandLoop:
                 self._connection.session.on_engine_suspended()
             case ResumeEngine():
                 await self._generator.resume("suspended")
+            case _:
+                assert_never(effect)
 
     async def rejoin_rejected(self, reason: str) -> None:
         """Join again because Redis no longer accepts this incarnation."""

@@ -11,7 +11,7 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, assert_never, cast
 from urllib.parse import urlsplit
 
 import redis.asyncio as aioredis
@@ -359,6 +359,8 @@ def _queue(pipe: Any, op: Op) -> None:  # noqa: C901 - one flat table
             pipe.delete(key)
         case Renew(lease, value, ttl_s):
             pipe.set(lease, value, px=int(ttl_s * 1000))
+        case _:
+            assert_never(op)
 
 
 def _streams(reply: Any) -> Iterator[tuple[str, Any]]:

@@ -49,12 +49,11 @@ def decide(
     for worker_id in mismatched:
         if worker := world.fleet.workers.get(worker_id):
             dismiss_mismatched(world, worker, now)
-    incompatible, world.fleet.incompatible = world.fleet.incompatible, []
-    for worker in incompatible:
+    for worker in world.fleet.take_incompatible():
         if worker.id in world.fleet.workers:
             dismiss_incompatible(world, worker, now)
     _deliver_finished(world)
-    _drain_rejected(world, now)
+    _reject_workers(world, now)
     _retry_failed(world, now)
     close_served(world, clients, now)
     allocate(world, now)
@@ -84,11 +83,10 @@ def _deliver_finished(world: World) -> None:
             world.unassign(sample)  # the client reads the rest from the ledger
 
 
-def _drain_rejected(world: World, now: Now) -> None:
+def _reject_workers(world: World, now: Now) -> None:
     """Take all samples from workers that send invalid tokens where others do not, and drain these workers."""
-    distrusted, world.fleet.distrusted = world.fleet.distrusted, []
-    for worker in distrusted:
-        reason = f"it sent invalid tokens for {worker.refuted} samples that other workers completed"
+    for worker in world.fleet.take_rejected():
+        reason = f"it sent invalid tokens for {worker.n_invalid_confirmed} samples that other workers completed"
         world.fleet.on_drain(worker)
         world.candidates.mark_changed(worker)
         for sample_id in worker.samples:

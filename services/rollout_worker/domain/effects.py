@@ -91,17 +91,5 @@ class DeadLetterCommand:
     reason: str
 
 
-Effect = (
-    PullWeights
-    | CancelPull
-    | RenewAccess
-    | SubmitSamples
-    | AbortRequests
-    | ReleaseRequests
-    | ReleaseUnstarted
-    | SuspendEngine
-    | ResumeEngine
-    | DrainWorker
-    | Rejoin
-    | DeadLetterCommand
-)
+EngineEffect = SubmitSamples | AbortRequests | ReleaseRequests | ReleaseUnstarted | SuspendEngine | ResumeEngine
+Effect = EngineEffect | PullWeights | CancelPull | RenewAccess | DrainWorker | Rejoin | DeadLetterCommand

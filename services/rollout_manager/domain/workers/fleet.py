@@ -23,7 +23,7 @@ DISTURBED_S = 2.0
 """How long the prefill of migrated samples shows in a worker's measured throughput."""
 MIN_STEP_S, MAX_STEP_S = 1e-6, 1e4
 """No engine's decode step takes less or more: such a report is wrong."""
-MAX_REFUTED = 3
+MAX_INVALID = 3
 """A worker is drained after it sent invalid tokens for this many samples that another worker then completed."""
 GONE_RETAINED = 200
 """How many departed workers stay in the list that the REST API shows."""
@@ -74,7 +74,7 @@ class Worker:
     """It has sent a preemption notice."""
     invalid_samples: set[int] = field(default_factory=set)
     """Samples of which it sent rows that no engine sends, and which are not delivered yet."""
-    refuted: int = 0
+    n_invalid_confirmed: int = 0
     """How many of these samples another worker completed, so that this worker is to blame and not the weights."""
     drain_commanded: bool = False
     """It was commanded to drain."""
@@ -251,10 +251,8 @@ class Fleet:
         """Kind -> throughput of its workers, departed ones included."""
         self.fallback_profile = Profile()
         """For workers of a kind without a profile: the most observed profile of another kind."""
-        self.distrusted: list[Worker] = []
-        """Workers that other workers have refuted too often, to be rejected."""
-        self.incompatible: list[Worker] = []
-        """Workers with another protocol, which an earlier manager had, to be dismissed."""
+        self._to_reject: list[Worker] = []
+        self._incompatible: list[Worker] = []
         self.lifetimes: dict[str, Lifetimes] = defaultdict(Lifetimes)
         """By kind."""
         self.revision = 0
@@ -269,7 +267,7 @@ class Fleet:
         worker = self.workers[joined.worker] = Worker(joined, now, profile=profile, batch_cap=joined.slots)
         self.revision += 1
         if joined.protocol != PROTOCOL:
-            self.incompatible.append(worker)
+            self._incompatible.append(worker)
         return worker
 
     def on_heartbeat(self, worker: Worker, heartbeat: WorkerHeartbeat, now: float) -> State | None:
@@ -316,9 +314,19 @@ class Fleet:
             if sample.id in worker.invalid_samples:
                 worker.invalid_samples.discard(sample.id)
                 if sample.worker != worker.id:
-                    worker.refuted += 1
-                    if worker.refuted == MAX_REFUTED:
-                        self.distrusted.append(worker)
+                    worker.n_invalid_confirmed += 1
+                    if worker.n_invalid_confirmed == MAX_INVALID:
+                        self._to_reject.append(worker)
+
+    def take_rejected(self) -> list[Worker]:
+        """Return, once, the workers whose invalid samples others completed too often."""
+        taken, self._to_reject = self._to_reject, []
+        return taken
+
+    def take_incompatible(self) -> list[Worker]:
+        """Return, once, the workers with another protocol, which an earlier manager had."""
+        taken, self._incompatible = self._incompatible, []
+        return taken
 
     def assign(self, worker: Worker, serving: Serving) -> None:
         """Note that a worker is commanded to use a version."""
