@@ -210,6 +210,8 @@ def _revoke_overdue_releases(world: World, now: Now) -> set[str]:
     """Revoke samples that workers do not release in time; return the workers with releases that are not overdue."""
     releasing = set()
     for worker in world.fleet.workers.values():
+        if not worker.releasing:
+            continue
         for sample_id, since in list(worker.releasing.items()):
             if now.mono - since > RELEASE_LIMIT_S:
                 sample = world.ledger.samples[sample_id]

@@ -198,15 +198,17 @@ class World:
     def close(self, sample_ids: Iterable[int]) -> None:
         """End samples in the ledger and in every count that follows it."""
         for sample_id in sample_ids:
-            sample = self.ledger.close(sample_id)
-            if sample is None:
-                continue
-            self._remove_from_owner(sample)
-            requirement = requirement_of(sample)
-            if self.in_flight.remove(requirement):
-                self.queues.pop(requirement, None)
-            self.served.pop(sample_id, None)
-            self.progress[sample.request.job_id].on_delivered(sample_id)
+            if sample := self.ledger.close(sample_id):
+                self._on_closed(sample)
+
+    def _on_closed(self, sample: Sample) -> None:
+        self._remove_from_owner(sample)
+        requirement = requirement_of(sample)
+        if self.in_flight.remove(requirement):
+            self.queues.pop(requirement, None)
+        if requirement.is_serving:
+            self.served.pop(sample.id, None)
+        self.progress[requirement.job_id].on_delivered(sample.id)
 
     def forget_served(self, sample_ids: Iterable[int]) -> None:
         """Forget clients' samples whose end was read in the log: no later entry is about them."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from rlboost.services.rollout_manager.domain.scheduling.rebalance import is_balanced
@@ -46,8 +46,10 @@ def set_batch_cap(worker: Worker, mean_length: float) -> None:
 
 def has_capacity(worker: Worker) -> bool:
     """Return True if the worker should get one more sample."""
-    kv_is_full = bool(worker.kv.capacity) and worker.kv.used > KV_FILL * worker.kv.capacity
-    return worker.load < worker.batch_cap + worker.headroom and not kv_is_full
+    if worker.load >= worker.batch_cap + worker.headroom:
+        return False
+    kv = worker.kv
+    return not kv.capacity or kv.used <= KV_FILL * kv.capacity
 
 
 def admits(worker: Worker, sample: Sample) -> bool:
@@ -127,8 +129,10 @@ def _intervals_of(worker: Worker, profile: Profile) -> tuple[float, float]:
     return now_s, profile.token_interval_s(load + 1, batch_cap, held) / worker.speed
 
 
-def best_of(pools: Iterable[CandidatePool]) -> str | None:
+def best_of(pools: Sequence[CandidatePool]) -> str | None:
     """Return the best worker of several pools, None if none has capacity."""
+    if len(pools) == 1:
+        return pools[0].best()
     found = [(pool.heap[0], worker) for pool in pools if (worker := pool.best()) is not None]
     return min(found)[1] if found else None
 
@@ -175,9 +179,13 @@ class CandidatePools:
             self._pools[before].remove(worker_id)
             if not self._pools[before].members:
                 del self._pools[before]
-        if worker is not None and serving is not None:
+        if worker is None or serving is None:
+            return
+        if before != serving:
             self._serving_of[worker_id] = serving
-            self._pools.setdefault(serving, CandidatePool()).update(worker, self._fleet.fallback_profile)
+            if serving not in self._pools:
+                self._pools[serving] = CandidatePool()
+        self._pools[serving].update(worker, self._fleet.fallback_profile)
 
     def _refresh(self) -> None:
         changed, self._changed = self._changed, {}
