@@ -51,11 +51,14 @@ def plan(  # noqa: PLR0913, PLR0917 - the options of a command
     spec = job_spec.parse(job_spec.load(str(job_file), overrides))
     if not isinstance(spec, job_spec.RlJob):
         raise ConfigError(f"{job_file}: a job of kind {spec.kind} uses no spot fleet for long: plan jobs of kind rl")
+    run = read_profile(profile)
+    if unknown := sorted(run.model_extra or ()):
+        typer.echo(f"rlboost: {profile}: warning: written by a newer release; ignored: {', '.join(unknown)}", err=True)
     recorded = read_trace(trace) if trace else None
     found = list(
         plans(
             spec,
-            read_profile(profile),
+            run,
             read_prices(prices) if prices else Prices(),
             lambda seed: recorded or generate_trace(G4DN, seed),
             max_workers=max_workers,

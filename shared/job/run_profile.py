@@ -10,11 +10,15 @@ from rlboost.shared.messages import EngineProfile
 
 
 class RunProfile(BaseModel):
-    """Means over the recent steps of a run."""
+    """Means over the recent steps of a run.
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    Later releases may add fields: a reader keeps those that it does not know in `model_extra`, and does not use them.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="allow")
 
     format: Literal[1] = 1
+    """Raised when the meaning of a field changes, so that earlier releases refuse the profile."""
     steps: PositiveInt
     """How many steps were measured."""
     step_s: NonNegativeFloat

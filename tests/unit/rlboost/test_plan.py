@@ -189,8 +189,10 @@ def test_plan_command_prints_each_fleet_and_marks_one(tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     assert [one["max_workers"] for one in found] == [0, 1]
     assert sum(one["chosen"] for one in found) == 1
+    (tmp_path / "profile.json").write_text(json.dumps(PROFILE.model_dump(mode="json") | {"of_later": 1}))
     table = CliRunner().invoke(app, [*arguments, "--max-dollars", "0.000001"])
     assert table.exit_code == 2
+    assert "warning: written by a newer release; ignored: of_later" in table.stderr
     assert "workers up to" in table.stdout
     assert "no fleet is within the limits" in table.stderr
 
