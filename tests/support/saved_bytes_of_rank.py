@@ -28,12 +28,13 @@ def main(kind: str, *models: str) -> None:
     from transformers import AutoConfig  # noqa: PLC0415 - after megatron-core, as in a rank
 
     from rlboost.services.trainer.adapters.megatron.model_shape import shape_of  # noqa: PLC0415 - after megatron-core, as in a rank
+    from rlboost.services.trainer.adapters.megatron.rope import with_frequencies  # noqa: PLC0415 - after megatron-core, as in a rank
     from rlboost.services.trainer.adapters.ranks.offload import local_tensor  # noqa: PLC0415 - after megatron-core, as in a rank
     from tests.support.saved_bytes import saved_bytes  # noqa: PLC0415 - after megatron-core, as in a rank
 
     settings = {"temperature": 1.0, "dtype": "float32", "reference": False, "offload": "none"}
     settings |= {"compile": False, "balancing": NO_BALANCING, "replayed": None, "max_logits": 1 << 27}
-    settings |= {"lora": None, "seed": 0}
+    settings |= {"lora": None, "critic": None, "seed": 0}
     with tempfile.TemporaryDirectory() as folder:
         engine: Any = make(
             rank=0,
@@ -46,7 +47,8 @@ def main(kind: str, *models: str) -> None:
         )
 
     def bytes_of(model: str) -> int:
-        shape = shape_of(AutoConfig.from_pretrained(model))
+        config = AutoConfig.from_pretrained(model)
+        shape = with_frequencies(shape_of(config), config)
         files = [str(file) for file in Path(model).glob("*.safetensors")]
         engine.load_hf({"source": model, "shape": shape, "attention": "rlboost_packed"}, files, shared=model)
         found: list[int] = []
@@ -55,7 +57,7 @@ def main(kind: str, *models: str) -> None:
 
             def ask(question: dict[str, Any]) -> dict[str, Any]:
                 found.append(n_saved_bytes())
-                return {"gradient": bytes(len(question["logprobs"]))}
+                return {"gradient": bytes(len(question["column"]))}
 
             engine.accumulate([list(pack_rows([ROW]))], ask)
         return found[0]

@@ -140,7 +140,8 @@ class Site:
             asked = {sample for sample in manager.answered if SampleId.unpack(sample).step == step}
             there = sum(not manager.withholds(sample) for sample in asked)
             waiting = (await self.lease(job_id)).get("waiting") or {}
-            return len(asked) == n_samples and waiting.get("because") == f"{there} of {n_samples} samples have arrived"
+            arrived = f"{there} of {n_samples} samples have arrived"
+            return len(asked) == n_samples and waiting.get("because", "").startswith(arrived)  # then rate and time left
 
         await eventually(it_does, within_s=120)
 

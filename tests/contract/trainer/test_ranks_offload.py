@@ -183,13 +183,20 @@ def test_offloaded_rank_frees_the_selected_memory(policy: RanksPolicy, case: Cas
         policy.accumulate([batch], LOSS)
         policy.step(RATE)
         found = shrinks_by()
-    assert found == pytest.approx([case.step_bytes + case.pass_bytes] * 2, rel=0.1)
+    assert_freed(found, case.step_bytes + case.pass_bytes, case)
     # In the middle of an update FSDP2 has gradients, too. What only the step needs stays offloaded.
     gradients = 4 / 2 if "backend" in case.settings else 0
     for batch in BATCHES[:2]:
         policy.accumulate([batch], LOSS)
         found = shrinks_by()
-    assert found == pytest.approx([case.pass_bytes + gradients] * 2, rel=0.1)
+    assert_freed(found, case.pass_bytes + gradients, case)
+
+
+def assert_freed(found: list[float], expected: float, case: Case) -> None:
+    """Compare what each rank has freed; more by chance, since the allocator also gives back what computing has left."""
+    assert len(found) == 2
+    for freed in found:
+        assert 0.95 * expected < freed < expected + 0.6 * max(case.step_bytes, case.pass_bytes)
 
 
 def resident(policy: RanksPolicy) -> list[int]:
