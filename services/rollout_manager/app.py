@@ -17,7 +17,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import structlog
 
@@ -51,6 +51,14 @@ TRAINER_CHECK_EVERY_S = 0.5
 BATCH = 1024
 MIN_BATCH = 16
 """The least that one read takes of each stream of small entries, however many workers there are."""
+
+
+class _Batch(NamedTuple):
+    """What one turn applies."""
+
+    entries: list[Entry]
+    is_caught_up: bool
+    """True if every stream was read to its end."""
 
 
 class Manager:
@@ -108,8 +116,8 @@ class Manager:
         self._trimmed_at = 0.0
         self._trainers_checked_at = -math.inf
         self._poison = PoisonEntries()
-        self._trims: list[Op] = []
-        """Trims of what stored cursors and restated records have made superfluous; done at the next turn."""
+        self._pending_trims: list[Op] = []
+        """Trims of what stored cursors and restated records have made superfluous, due at the next turn."""
 
     async def run(self, stop: asyncio.Event) -> None:
         """Lead or stand by until the stop."""
@@ -192,7 +200,7 @@ class Manager:
             self._rebuild = None
         self.world, self._cursors = recovered.world, recovered.cursors
         self._audit_texts.clear()
-        self._trims.clear()
+        self._pending_trims.clear()
         # Store the cursors of this recovery now, so that what it counted is not counted again.
         await self._commit(dict(self._cursors))
         self.recovered = True
@@ -226,10 +234,10 @@ class Manager:
 
     async def turn(self, block_s: float = 0.0) -> None:
         """Read new entries, waiting up to `block_s` for the first one; decide; write."""
-        entries, is_caught_up = await self._read(block_s)
+        batch = await self._read(block_s)
         now = self._now()
         try:
-            self._take(entries, now)
+            self._apply(batch.entries, now)
         except PoisonFound as found:
             # Nothing of this turn was written: a rebuilt world applies the same entries, without the one that failed.
             log.warning("world_rebuilt", reason=str(found))
@@ -239,10 +247,10 @@ class Manager:
         silent = self.world.fleet.silent_workers(now.mono)
         leases = await self._bus.live_lease_values([names.worker_lease(worker) for worker in silent])
         dead = [worker for worker, lease in zip(silent, leases, strict=True) if lease is None]
-        mismatched = await self._mismatched(caught_up=is_caught_up)
+        mismatched = await self._mismatched(caught_up=batch.is_caught_up)
         decide(self.world, now, dead, self.completion_waiters.clients, mismatched)
-        advanced = {entry.stream: self._cursors[entry.stream] for entry in entries}
-        await self._trim()
+        advanced = {entry.stream: self._cursors[entry.stream] for entry in batch.entries}
+        await self._trim()  # what the previous turn found due: the cursors that allow it are stored by now
         due: list[Op] = []
         if now.mono - self._trimmed_at > TRIM_EVERY_S:
             self._trimmed_at = now.mono
@@ -250,28 +258,27 @@ class Manager:
             self._forget_ended(now)
             await self.identities.maintain(self.world.fleet, now.mono, self.write)
         await self._commit(advanced)
-        self._trims = due
+        self._pending_trims = due
         self.completion_waiters.notify(self.world)
         self._follow_jobs()
 
-    async def _read(self, block_s: float) -> tuple[list[Entry], bool]:
-        """Return new entries, among them what workers have reported, which it relays; and whether that is all."""
+    async def _read(self, block_s: float) -> _Batch:
+        """Read new entries of all streams; relay what workers have reported, and read that too."""
         roles = self.identities.roles
         owners = {names.worker_reports(worker): worker for worker in roles}
         n_workers = max(1, len(roles))
         count = min(max(MIN_BATCH, BATCH // n_workers), max(1, self._read_size.count // n_workers))
         entries, reports = await self._bus.read_with_raw(self._cursors, owners, count=count, block_s=block_s)
         self._read_size.update(entries, reports)
-        is_all = _are_below(count, reports)
-        if reports:
-            await self._bus.transact(relay(reports, owners, roles), self._leadership.fence)
-            cursors = self._cursors | {entry.stream: entry.id for entry in entries}
-            count = self._read_size.count
-            more = await self._bus.read(cursors, count=count)
-            return entries + more, is_all and _are_below(count, more)
-        return entries, is_all and _are_below(count, entries)
+        if not reports:
+            return _Batch(entries, _are_below(count, entries))
+        await self._bus.transact(relay(reports, owners, roles), self._leadership.fence)
+        cursors = self._cursors | {entry.stream: entry.id for entry in entries}
+        count_relayed = self._read_size.count
+        relayed = await self._bus.read(cursors, count=count_relayed)
+        return _Batch(entries + relayed, _are_below(count, reports) and _are_below(count_relayed, relayed))
 
-    def _take(self, entries: list[Entry], now: Now) -> None:
+    def _apply(self, entries: list[Entry], now: Now) -> None:
         world = self.world
         self._cursors.update((entry.stream, entry.id) for entry in entries)
         invalid = apply_in_batches(
@@ -298,7 +305,7 @@ class Manager:
 
     async def _trim(self) -> None:
         # In a transaction of its own, before any write: Redis accepts it when its memory is full.
-        trims, self._trims = self._trims, []
+        trims, self._pending_trims = self._pending_trims, []
         await self._bus.transact(trims, self._leadership.fence)
 
     async def _commit(self, advanced: dict[str, str]) -> None:

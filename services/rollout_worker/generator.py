@@ -26,8 +26,8 @@ from typing import Any
 import structlog
 
 from rlboost.services.rollout_worker.domain.engine_pause import EnginePause, PauseReason
+from rlboost.services.rollout_worker.domain.hang_detector import HangDetector
 from rlboost.services.rollout_worker.domain.parity_check import Precision, Verdict, judge
-from rlboost.services.rollout_worker.domain.progress import Progress
 from rlboost.services.rollout_worker.domain.requests import Emission, Request, RequestKey
 from rlboost.services.rollout_worker.ports import Engine, EngineFactory, EngineFailed, EngineStats, StagedWeights
 from rlboost.shared.errors import Corrupt, Fatal
@@ -80,7 +80,7 @@ class Generator:
         self._parity_limit_s = parity_limit_s
         self._unchecked: ParityReference | None = None
         """The reference of the loaded weights, until they have passed the parity check."""
-        self._progress = Progress()
+        self._hang_detector = HangDetector()
         self._prepared: asyncio.Future[None] | None = None
         self._config_json = ""
         self._building: asyncio.Future[Engine] | None = None
@@ -123,7 +123,7 @@ class Generator:
         """See `Engine.submit`."""
         if self._engine is not None:
             self._engine.submit(requests)
-            self._progress.on_submit(max((len(r.prompt) + len(r.tokens) for r in requests), default=0))
+            self._hang_detector.on_submit(max((len(r.prompt) + len(r.tokens) for r in requests), default=0))
 
     def abort(self, keys: Sequence[RequestKey]) -> None:
         """See `Engine.abort`."""
@@ -154,8 +154,8 @@ class Generator:
         """See `Engine.running`."""
         return self._engine.running() if self._engine is not None else set()
 
-    def progress(self, elapsed_s: float) -> Progress:
-        """Record whether the engine has generated tokens; return the progress over all calls.
+    def watch_tokens(self, elapsed_s: float) -> HangDetector:
+        """Record whether the engine has generated tokens; return what all calls have found.
 
         Args:
             elapsed_s: time since the last call.
@@ -163,8 +163,8 @@ class Generator:
         """
         stats = self.stats()
         busy = not self.is_paused and stats.version >= 0 and stats.running + stats.pending > 0
-        self._progress.update(busy=busy, n_generated=stats.tokens_generated_total, elapsed_s=elapsed_s)
-        return self._progress
+        self._hang_detector.update(busy=busy, n_generated=stats.tokens_generated_total, elapsed_s=elapsed_s)
+        return self._hang_detector
 
     # --- pausing ------------------------------------------------------------------------------------------------------
 
@@ -201,7 +201,7 @@ class Generator:
             self._pause.reasons.discard(reason)
             if self._engine is not None and not self._pause.reasons:
                 self._pause.on_decoding()
-                self._progress.on_resume()
+                self._hang_detector.on_resume()
                 await self._engine.resume()
 
     # --- weights ------------------------------------------------------------------------------------------------------

@@ -51,13 +51,13 @@ class Watchdog:
         while not await until_stop(stop, self._interval_s):
             now = time.monotonic()
             elapsed_s, checked_at = min(now - checked_at, _MAX_INTERVALS * self._interval_s), now
-            progress = self._generator.progress(elapsed_s)
-            if progress.hangs(self._limit_s):
+            detector = self._generator.watch_tokens(elapsed_s)
+            if detector.hangs(self._limit_s):
                 stats = self._generator.stats()
                 log.error("engine_hung", running=stats.running, pending=stats.pending, stacks=_stacks())
                 raise EngineFailed(
                     f"the inference engine hangs: it has {stats.running + stats.pending} samples, and no token has "
-                    f"come for {progress.silent_s:.3g} s. The process exits so that another can replace it. If steps "
+                    f"come for {detector.silent_s:.3g} s. The process exits so that another can replace it. If steps "
                     "of this model take that long, raise RLBOOST_WORKER_STALL_LIMIT_S"
                 )
 

@@ -25,22 +25,13 @@ from rlboost.services.weight_store.announcements import Announcements
 from rlboost.services.weight_store.damage import DamagedChunks
 from rlboost.services.weight_store.deltas import Deltas
 from rlboost.services.weight_store.derived_chunks import DerivedChunks
+from rlboost.services.weight_store.domain import versions
 from rlboost.services.weight_store.domain.garbage import garbage
-from rlboost.services.weight_store.domain.versions import (
-    Model,
-    Version,
-    check_commit,
-    commit,
-    forget_retired,
-    pin,
-    retire,
-    retire_all,
-    unpin,
-)
+from rlboost.services.weight_store.domain.versions import Model, Shortfall, Version
 from rlboost.services.weight_store.ended_jobs import EndedJobs
 from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.parts import assemble
-from rlboost.services.weight_store.ports import ChunkLocation, ChunksMissing, Documents, StagedPart, StoreFull
+from rlboost.services.weight_store.ports import ChunkLocation, Documents, StagedPart, StoreFull
 from rlboost.shared.errors import BusUnavailable, Conflict, NotFound, StoreUnavailable, Undecodable
 from rlboost.shared.process.lifecycle import until_stop
 from rlboost.shared.streams.bus import Bus
@@ -215,26 +206,32 @@ class WeightStore:
             Undecodable: a list of edges is invalid.
 
         """
-        try:
-            return await self._commit(job_id, version, request)
-        except ChunksMissing as error:
-            if not error.edges and not error.unrecorded:
-                raise
-            # Not under the job's lock: a write may collect garbage.
-            await self._chunks.write_each(error.unrecorded)
-            # A restarted store has forgotten derived chunks that were not written: derive them again from the edges.
-            if await self._deltas.apply(error.edges):
-                raise
-        return await self._commit(job_id, version, request)
+        result = await self._commit(job_id, version, request)
+        if isinstance(result, Shortfall) and await self._supply(result):
+            result = await self._commit(job_id, version, request)
+        if isinstance(result, Shortfall):
+            raise Conflict(f"version {version} of job {job_id} lacks {result.chunks} chunks: publish it again")
+        return result
 
-    async def _commit(self, job_id: str, version: int, request: CommitRequest) -> Version:
+    async def _supply(self, shortfall: Shortfall) -> bool:
+        """Write and derive the chunks that a commit lacks; return False if some cannot be derived.
+
+        Not under the job's lock: a write may collect garbage.
+        """
+        if not shortfall.edges and not shortfall.unrecorded:
+            return False
+        await self._chunks.write_each(shortfall.unrecorded)
+        # A restarted store has forgotten derived chunks that were not written: derive them again from the edges.
+        return not await self._deltas.apply(shortfall.edges)
+
+    async def _commit(self, job_id: str, version: int, request: CommitRequest) -> Version | Shortfall:
         async with self._locks[job_id]:
             self._check_readable(job_id)
             model = self._models.get(job_id, Model(job_id))
             if found := model.find(version):
                 await self._check_same(job_id, found, request)
                 return found
-            check_commit(model, version, request.expect, request.base_version)
+            versions.check_commit(model, version, request.expect, request.base_version)
             manifest = await assemble(self._documents, job_id, version, request)
             hop = await self._deltas.uploaded_hop(version, manifest)
             now = self._now()
@@ -243,15 +240,14 @@ class WeightStore:
             missing = set(await self._chunks.missing(refs, now))
             unrecorded = self._chunks.without_recorded_edge(refs, edges)
             if missing or unrecorded:
-                n = len(missing) + len(unrecorded)
-                message = f"version {version} of job {job_id} lacks {n} of {len(refs)} chunks: publish it again"
-                raise ChunksMissing(message, [edge for edge in edges if edge.new in missing], unrecorded)
+                chunks = f"{len(missing) + len(unrecorded)} of {len(refs)}"
+                return Shortfall(chunks, [edge for edge in edges if edge.new in missing], unrecorded)
             data = await asyncio.to_thread(manifest.encode)
             await self._chunks.sync()
             delta_bytes = await self._deltas.write_hop(job_id, version, hop)
             await self._documents.put_manifest(job_id, version, data)
             new = Version(version, digest_of(data), manifest.n_bytes, now, manifest.base_version, delta_bytes)
-            await self._save(commit(model, new, keep=self._keep))
+            await self._save(versions.commit(model, new, keep=self._keep))
         self._metrics.commits.inc()
         self.announcements.add(job_id, new)
         self._deltas.queue_composition(job_id, version, self._models[job_id].base)
@@ -261,12 +257,12 @@ class WeightStore:
     async def pin(self, job_id: str, version: int) -> None:
         """Retain a version until it is unpinned; raises `NotFound`."""
         async with self._locks[job_id]:
-            await self._save(pin(self.model(job_id), version))
+            await self._save(versions.pin(self.model(job_id), version))
 
     async def unpin(self, job_id: str, version: int) -> None:
         """Release a pin, if there is one; the version is retired once it is not among the newest."""
         async with self._locks[job_id]:
-            await self._save(unpin(self.model(job_id), version, keep=self._keep))
+            await self._save(versions.unpin(self.model(job_id), version, keep=self._keep))
 
     async def delete(self, job_id: str) -> None:
         """Retire all versions of an ended job, pinned ones included.
@@ -281,7 +277,7 @@ class WeightStore:
             model = self.model(job_id)
             await self._ended_jobs.check(job_id)
             await self._deltas.forget(job_id, await self._documents.edge_versions(job_id))
-            await self._save(retire_all(model))
+            await self._save(versions.retire_all(model))
         log.info("model_deleted", job=job_id, versions=len(model.versions))
 
     async def collect(self, stop: asyncio.Event) -> None:
@@ -303,7 +299,7 @@ class WeightStore:
         for job_id in sorted(await self._ended_jobs.ids(before) & self._models.keys()):
             async with self._locks[job_id]:
                 model = self._models[job_id]
-                if (after := retire(model, keep=1)) != model:
+                if (after := versions.retire(model, keep=1)) != model:
                     await self._save(after)
 
     async def collect_once(self) -> None:
@@ -372,14 +368,14 @@ class WeightStore:
             return set()
         return {chunk.digest for chunk in (await asyncio.to_thread(Manifest.decode, data)).chunks()}
 
-    async def _remove_retired(self, job_id: str, versions: tuple[Version, ...]) -> None:
-        if not versions:
+    async def _remove_retired(self, job_id: str, retired: tuple[Version, ...]) -> None:
+        if not retired:
             return
-        for version in versions:
+        for version in retired:
             await self._documents.remove_manifest(job_id, version.version)
             log.info("version_removed", job=job_id, version=version.version)
         async with self._locks[job_id]:
-            await self._save(forget_retired(self._models[job_id], versions))
+            await self._save(versions.forget_retired(self._models[job_id], retired))
 
     async def _check_same(self, job_id: str, found: Version, request: CommitRequest) -> None:
         data = await self._documents.manifest(job_id, found.version)

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rlboost.services.weight_store.domain.versions import Model
-from rlboost.shared.errors import Conflict, DiskFull, Unprocessable
-from rlboost.shared.weights.delta_graph import Edge
+from rlboost.shared.errors import DiskFull, Unprocessable
 from rlboost.shared.weights.manifest import ChunkRef
 
 
@@ -23,19 +22,6 @@ class BadChunk(Unprocessable):
 
 class StoreFull(DiskFull):
     """The disk is full, or the store's limit is reached; the failed write left no file."""
-
-
-class ChunksMissing(Conflict):
-    """A version's chunks are not in the store.
-
-    `edges` may lead to some of them; `unrecorded` are derived, and must be written because no edge of the version leads
-    to them.
-    """
-
-    def __init__(self, message: str, edges: Sequence[Edge], unrecorded: Sequence[str]) -> None:
-        super().__init__(message)
-        self.edges = edges
-        self.unrecorded = unrecorded
 
 
 @dataclass(frozen=True, slots=True)

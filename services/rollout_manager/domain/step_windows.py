@@ -82,12 +82,15 @@ def _snapshot(world: World, job: Job, progress: JobProgress, window: Window, now
         reserved_awake=progress.fleet.reserved_awake,
         preemptible=progress.fleet.preemptible,
         preemptible_ready=progress.fleet.preemptible_ready,
-        too_slow=_too_slow(world, job, progress, window, now),
+        too_slow=_check_stragglers(world, job, progress, window, now),
     )
 
 
-def _too_slow(world: World, job: Job, progress: JobProgress, window: Window, now: Now) -> bool:
-    """Return True if the remaining preemptible workers are too slow because others left since the step began."""
+def _check_stragglers(world: World, job: Job, progress: JobProgress, window: Window, now: Now) -> bool:
+    """Update whether the remaining preemptible workers are too slow, because others left since the step began.
+
+    Reads all samples in flight, therefore at most every `STRAGGLER_CHECK_EVERY_S`; in between the last result holds.
+    """
     present = progress.fleet.preemptible
     window.max_fleet = max(window.max_fleet, present)
     if present >= window.max_fleet or not job.window_tuner.train_s:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rlboost.shared.errors import Conflict, NotFound
+from rlboost.shared.weights.delta_graph import Edge
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,18 @@ class Model:
     def find(self, version: int) -> Version | None:
         """Return a visible version."""
         return next((known for known in self.versions if known.version == version), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Shortfall:
+    """The chunks that keep a version from being committed."""
+
+    chunks: str
+    """How many of the version's, "3 of 10"."""
+    edges: Sequence[Edge]
+    """Those that lead to missing chunks."""
+    unrecorded: Sequence[str]
+    """Digests of derived chunks that must be written, because no edge of the version leads to them."""
 
 
 def check_commit(model: Model, version: int, expect: int, base: int | None = None) -> None:

@@ -13,7 +13,7 @@ PREFILL_TOKENS_PER_S = 100.0
 """Lower bound of any engine's prefill speed, in tokens per second."""
 
 
-class Progress:
+class HangDetector:
     """Adds up the time without a new token. Call `update` regularly."""
 
     def __init__(self) -> None:
