@@ -17,9 +17,9 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3; do \
 # Several engines share the cores: with a thread a core each they would fight over them.
 export OMP_NUM_THREADS ?= 1
 
-# Test processes: three for two cores, since many tests wait most of the time. Each takes whole files, in the order of
+# Test processes: two per core, since many tests wait most of the time. Each takes whole files, in the order of
 # tests/conftest.py; of the long tests, one at a time.
-TEST_PROCESSES ?= $(shell n=$$(($$(getconf _NPROCESSORS_ONLN) * 3 / 2)); echo $$((n < 8 ? n : 8)))
+TEST_PROCESSES ?= $(shell n=$$(($$(getconf _NPROCESSORS_ONLN) * 2)); echo $$((n < 8 ? n : 8)))
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --ignore tests/browser
 
 .DEFAULT_GOAL := help

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from rlboost.services.rollout_manager.domain.allocation.worth import (
     Offer,
+    expected_step_s,
     paying_workers,
     speedup_of_one_more,
     step_duration_s,
@@ -133,8 +134,8 @@ def test_window_closes_where_the_fleet_reaches_the_target() -> None:
 def test_each_further_worker_gains_less_and_none_beyond_the_target(
     workers: int, reserved: int, work_s: float, train_s: float
 ) -> None:
-    tuner = WindowTuner(target_workers=work_s / train_s, train_s=train_s, step_s=2 * train_s)
-    first, second = (speedup_of_one_more(tuner, n, reserved, present=workers) for n in (workers, workers + 1))
+    tuner = WindowTuner(target_workers=work_s / train_s, train_s=train_s, step_s=2 * train_s, fleet_mean=workers)
+    first, second = (speedup_of_one_more(tuner, n, reserved) for n in (workers, workers + 1))
     assert 0 <= second <= first * (1 + 1e-9) + 1e-9
     if workers >= work_s / train_s:
         assert first == 0
@@ -163,6 +164,17 @@ def test_worth_of_one_more_is_its_tokens_at_the_present_price(world: World) -> N
         "dollars_per_hour": pytest.approx(speedup * 9.0),
         "price_per_hour": 1.0,
     }
+
+
+@pytest.mark.parametrize("halves", [(2, 0), (0, 2), (1, 1)])
+def test_two_workers_for_half_a_step_are_one_worker_of_the_step(halves: tuple[int, int]) -> None:
+    world = world_of(job_spec())
+    for half, fleet in enumerate(halves):
+        meter(world).update(110.0 * (half + 1), fleet=fleet, reserved=1, working=True)
+    finish_step(world, work_s=300.0)
+    tuner = world.jobs["j"].window_tuner
+    assert expected_step_s(tuner, workers=1, reserved=1) == pytest.approx(220.0)
+    assert expected_step_s(tuner, workers=0, reserved=1) == pytest.approx(420.0)
 
 
 def test_one_more_is_worth_less_where_workers_are_often_preempted(world: World) -> None:
@@ -220,7 +232,7 @@ def test_each_paying_worker_makes_tokens_cheaper_and_one_more_does_not(price: fl
     accepted = paying_workers(world, job, [Offer("k", 9, price, share)])
     assert accepted is not None
     found = accepted["k"]
-    worths = [share * speedup_of_one_more(tuner, n, 1, 0) * (8.0 + n * price) for n in range(6)]
+    worths = [share * speedup_of_one_more(tuner, n, 1) * (8.0 + n * price) for n in range(6)]
     assert all(worth >= price for worth in worths[:found])
     assert found == 6 or worths[found] < price
 

@@ -62,19 +62,20 @@ def step_duration_s(workers: float, reserved: float, work_s: float, train_s: flo
     return remaining_s / (workers + reserved) + train_s if workers + reserved else math.inf
 
 
-def speedup_of_one_more(tuner: WindowTuner, workers: int, reserved: int, present: int) -> float:
-    """Return the relative gain in throughput by one more than `workers`; infinity if none would generate without it.
-
-    The measured step, with `present` workers, also has a tail, pulls of weights and publishing, which none shortens.
-    """
-    before_s, after_s = (expected_step_s(tuner, n, reserved, present) for n in (workers, workers + 1))
+def speedup_of_one_more(tuner: WindowTuner, workers: int, reserved: int) -> float:
+    """Return the relative gain in throughput by one more than `workers`; infinity if none would generate without it."""
+    before_s, after_s = (expected_step_s(tuner, n, reserved) for n in (workers, workers + 1))
     return before_s / after_s - 1.0
 
 
-def expected_step_s(tuner: WindowTuner, workers: int, reserved: int, present: int) -> float:
-    """Return how long a step would take with other than the `present` preemptible workers; infinity without any."""
+def expected_step_s(tuner: WindowTuner, workers: int, reserved: int) -> float:
+    """Return how long a step would take with this many preemptible workers; infinity without any worker.
+
+    The last step also had a tail, pulls of weights and publishing, which no worker shortens: what it took longer than
+    the model says for the workers that it had, in the mean over its time, counts for every number of workers.
+    """
     work_s, train_s = (tuner.target_workers or 0.0) * tuner.train_s, tuner.train_s
-    overhead_s = max(0.0, tuner.step_s - step_duration_s(present, reserved, work_s, train_s))
+    overhead_s = max(0.0, tuner.step_s - step_duration_s(tuner.fleet_mean, reserved, work_s, train_s))
     return step_duration_s(workers, reserved, work_s, train_s) + overhead_s
 
 
@@ -99,7 +100,7 @@ def paying_workers(world: World, job: Job, offers: Iterable[Offer]) -> Counter[s
     if tuner.target_workers is None:
         return None
     target = math.ceil(tuner.target_workers)
-    reserved, preemptible = _serving_workers(world, job)
+    reserved, _ = _serving_workers(world, job)
     prices = [worker.joined.price_per_hour for worker in reserved]
     is_weighed = tuner.train_s and prices and all(prices)
     dollars = sum(prices)
@@ -107,7 +108,7 @@ def paying_workers(world: World, job: Job, offers: Iterable[Offer]) -> Counter[s
     for offer in offers:
         for _ in range(min(offer.n_workers, target - found.total())):
             if is_weighed:
-                speedup = speedup_of_one_more(tuner, found.total(), len(reserved), len(preemptible))
+                speedup = speedup_of_one_more(tuner, found.total(), len(reserved))
                 if offer.availability * speedup * dollars < offer.price_per_hour:
                     break
             found[offer.kind] += 1
@@ -134,7 +135,7 @@ def _worth(world: World, job: Job) -> WorkerWorth | None:
     reserved, preemptible = _serving_workers(world, job)
     if tuner.target_workers is None or not tuner.train_s or not (reserved or preemptible):
         return None
-    speedup = speedup_of_one_more(tuner, len(preemptible), len(reserved), len(preemptible))
+    speedup = speedup_of_one_more(tuner, len(preemptible), len(reserved))
     kinds = Counter(worker.joined.kind for worker in preemptible)
     available = sum(n * world.fleet.availability_of(kind) for kind, n in kinds.items())
     share = available / len(preemptible) if preemptible else 1.0

@@ -51,6 +51,8 @@ class WindowTuner:
     generates at full throughput: the time of pulling weights and of the tail of a step does not count as work."""
     step_s: float = 0.0
     """Duration of the last step."""
+    fleet_mean: float = 0.0
+    """Number of preemptible workers during the last step, a mean over its time."""
     tokens_per_s: float = 0.0
     """Delivered during the last step."""
 
@@ -85,7 +87,7 @@ class WindowTuner:
         self.window_s = max(0.0, seen.window_s + change_s)
         if seen.steady:
             self.memory[seen.fleet] = self.window_s
-        self.train_s, self.step_s = seen.train_s, seen.step_s
+        self.train_s, self.step_s, self.fleet_mean = seen.train_s, seen.step_s, seen.fleet_mean
         if seen.train_s > 0:
             newest = seen.work_s / seen.train_s
             before = newest if self.target_workers is None else self.target_workers
