@@ -15,6 +15,8 @@ from rlboost.shared.messages import SeedingEnded, SeedingReopened, StepReport
 
 STRAGGLER_CHECK_EVERY_S = 1.0
 """How often the time that the remaining workers need for the rest of a step is estimated."""
+MAX_CREDIT_S = 60.0
+"""Generation that one heartbeat is credited with at most: a worker that was silent for longer was paused."""
 TOO_SLOW = 2.0
 """The remaining workers are too slow if they need this many times the training time of a step."""
 
@@ -29,8 +31,8 @@ def begin_step(world: World, job: Job, now: Now) -> None:
     if step < 0 or (progress.window is not None and step <= progress.window.step):
         return
     fleet = progress.fleet.preemptible
-    length_s, source = _length(job, fleet)
-    window = progress.window = Window(step, length_s)
+    length_s, source = _length(job, progress)
+    window = progress.window = Window(step, length_s, fleet=fleet)
     if world.periodic.decided_once:
         window.meter = Meter(now.mono, now.mono, tokens_before=world.audits[job.id].tokens_delivered)
     elif world.ledger.samples:
@@ -39,10 +41,10 @@ def begin_step(world: World, job: Job, now: Now) -> None:
     world.emit_event("seeding_started", now, job.id, step=step, window_s=shown, source=source, fleet=fleet)
 
 
-def _length(job: Job, fleet: int) -> tuple[float | None, WindowSource]:
+def _length(job: Job, progress: JobProgress) -> tuple[float | None, WindowSource]:
     match job.spec.elastic.seeding:
         case "auto":
-            return job.window_tuner.choose(fleet)
+            return job.window_tuner.choose(progress.fleet.preemptible, progress.fleet.reserved)
         case "off":
             return 0.0, "off"
         case seconds:
@@ -59,6 +61,7 @@ def advance_window(world: World, job: Job, now: Now) -> None:
     if window.meter is not None:
         working = any(not need.is_serving for need in world.in_flight.of_job(job.id))
         window.meter.update(now.mono, fleet=snapshot.preemptible, reserved=snapshot.reserved, working=working)
+    _follow_fleet(world, job, window, now)
     match window.advance(snapshot):
         case "close":
             world.emit_event("seeding_window_closing", now, job.id, step=window.step, reason=window.reason)
@@ -71,6 +74,22 @@ def advance_window(world: World, job: Job, now: Now) -> None:
         case "reopen":
             world.outbox.deliver(job.id, SeedingReopened(step=window.step))
             world.emit_event("seeding_reopened", now, job.id, step=window.step)
+
+
+def _follow_fleet(world: World, job: Job, window: Window, now: Now) -> None:
+    """Choose the length of an open window again when the number of preemptible workers has changed."""
+    progress = world.progress[job.id]
+    fleet = progress.fleet.preemptible
+    if fleet == window.fleet or window.phase != "open" or window.reopened or window.length_s is None:
+        return
+    window.fleet = fleet
+    length_s, source = _length(job, progress)
+    if length_s is not None and length_s != window.length_s:
+        window.length_s = length_s
+        shown = round(length_s, 3)
+        world.emit_event(
+            "seeding_window_changed", now, job.id, step=window.step, window_s=shown, source=source, fleet=fleet
+        )
 
 
 def _snapshot(world: World, job: Job, progress: JobProgress, window: Window, now: Now) -> StepSnapshot:
@@ -116,10 +135,8 @@ def credit_generation(world: World, worker: Worker, now: Now) -> None:
     """Credit the step with what a worker has generated since its last heartbeat; to be called at the next one."""
     progress = world.progress.get(worker.job)
     if progress and progress.window and progress.window.meter:
-        work_s = worker.utilization() * min(now.mono - worker.last_seen_at, world.fleet.lease_s)
-        progress.window.meter.work_s += work_s
-        if not worker.reserved:
-            progress.window.meter.spot_work_s += work_s
+        elapsed_s = min(now.mono - worker.last_seen_at, MAX_CREDIT_S)
+        progress.window.meter.credit(worker.id, worker.batch_share(), elapsed_s)
 
 
 def end_step(world: World, job: Job, report: StepReport, now: Now) -> None:
@@ -129,7 +146,7 @@ def end_step(world: World, job: Job, report: StepReport, now: Now) -> None:
     if progress is None or window is None or window.meter is None or window.step != report.step:
         return
     meter, window.meter = window.meter, None
-    progress.step_without_spot_s = meter.without_spot_s()
+    progress.step_without_spot_s = meter.without_spot_s(window.lasted_s, report.wait_s)
     if job.spec.elastic.seeding != "auto":
         return
     # Where no preemptible worker could take over in time, the window lasted longer: that must not lengthen the next.

@@ -134,10 +134,8 @@ def test_view_counts_pooled_workers_that_do_not_drain() -> None:
     assert (seen.present, seen.price_per_hour["k"], seen.other_dollars_per_hour) == ({"k": 1}, 8.0, 12.0)
 
 
-@pytest.mark.parametrize(
-    ("state", "target", "desired"), [("running", None, None), ("running", 2.5, 3), ("paused", 2.5, 0)]
-)
-def test_running_jobs_alone_want_workers(state: str, target: float | None, desired: int | None) -> None:
+@pytest.mark.parametrize(("state", "target", "desired"), [("running", None, None), ("running", 3, 3), ("paused", 3, 0)])
+def test_running_jobs_alone_want_workers(state: str, target: int | None, desired: int | None) -> None:
     world = World(lease_s=2.0)
     job = world.jobs["j"] = Job("j", 1, job_spec(), created_at=0.0, state=state)  # type: ignore[arg-type]
     job.window_tuner.target_workers = target
@@ -147,7 +145,7 @@ def test_running_jobs_alone_want_workers(state: str, target: float | None, desir
 def test_job_whose_budget_is_reached_wants_no_workers() -> None:
     world = World(lease_s=2.0)
     job = world.jobs["j"] = Job("j", 1, job_spec(), created_at=0.0, state="running")
-    job.window_tuner.target_workers = 3.0
+    job.window_tuner.target_workers = 3
     world.audits["j"].cost.budget_reached = True
     assert fleet_view(world, ONE).desired == 0
 
@@ -156,7 +154,7 @@ def test_job_whose_budget_is_reached_wants_no_workers() -> None:
 def test_no_worker_is_desired_that_is_worth_less_than_its_price(price: float, desired: int) -> None:
     world = World(lease_s=2.0)
     job = world.jobs["j"] = Job("j", 1, job_spec(), created_at=0.0, state="running")
-    job.window_tuner = WindowTuner(target_workers=5.5, train_s=100.0, step_s=700.0)
+    job.window_tuner = WindowTuner(target_workers=6, work_s=550.0, train_s=100.0, step_s=700.0)
     world.fleet.join(worker_joined("r", role="reserved", kind="own", price_per_hour=8.0), 0.0)
     world.fleet.assign(world.fleet.workers["r"], ("j", 0))
     assert fleet_view(world, [Pool(kind="k", max_workers=10, price_per_hour=price)]).desired == desired
@@ -165,7 +163,7 @@ def test_no_worker_is_desired_that_is_worth_less_than_its_price(price: float, de
 def priced_job(world: World, name: str, number: int) -> None:
     """A job with a reserved worker of 8 dollars that wants 5.5 preemptible ones."""
     job = world.jobs[name] = Job(name, number, job_spec(), created_at=0.0, state="running")
-    job.window_tuner = WindowTuner(target_workers=5.5, train_s=100.0, step_s=700.0)
+    job.window_tuner = WindowTuner(target_workers=6, work_s=550.0, train_s=100.0, step_s=700.0)
     world.fleet.join(worker_joined(f"r-{name}", role="reserved", kind="own", price_per_hour=8.0), 0.0)
     world.fleet.assign(world.fleet.workers[f"r-{name}"], (name, 0))
 

@@ -63,7 +63,7 @@ class System:
         await self.bus.append(names.JOB_REPORTS, JobReport(job_id=self.job, state="running", step=0))
         await self.manager.turn()
 
-    def want(self, workers: float | None) -> None:
+    def want(self, workers: int | None) -> None:
         self.manager.world.jobs[self.job].window_tuner.target_workers = workers
 
     async def pass_s(self, seconds: float) -> None:
@@ -103,10 +103,10 @@ async def system() -> AsyncIterator[System]:
 async def test_fleet_follows_the_number_worth_having(system: System) -> None:
     await system.pass_s(1)
     assert system.present == ["w0"]  # not known yet
-    system.want(2.4)
+    system.want(3)
     await system.pass_s(60)
     assert system.present == ["w0", "w1", "w2"]
-    system.want(0.9)
+    system.want(1)
     for _ in range(8):
         await system.pass_s(60)
     assert len(system.present) == 1

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rlboost.services.rollout_manager.domain.seeding.generation import Generation
 from rlboost.services.rollout_manager.domain.seeding.tuner import (
     FLEET_CHANGE_DIVISOR,
     NEWEST_STEP_WEIGHT,
@@ -125,7 +126,7 @@ def test_window_of_zero_length_uses_no_reserved_engines() -> None:
 # --- the length ---
 
 
-def step_times(**changes: float) -> StepTimes:
+def step_times(**changes: Any) -> StepTimes:
     fields = {
         "window_s": 10.0,
         "train_wait_s": 0.0,
@@ -135,11 +136,12 @@ def step_times(**changes: float) -> StepTimes:
         "fleet": 4,
         "fleet_mean": 4.0,
         "steady": True,
-        "work_s": 220.0,
+        "reserved": 2,
+        "generation": Generation(latency_s=0.0, work_s=220.0),
         "tokens": 6000,
         **changes,
     }
-    return StepTimes(**fields)  # type: ignore[arg-type]  # whole numbers are written as such above
+    return StepTimes(**fields)
 
 
 def test_window_grows_when_trainer_waits_and_shrinks_when_workers_wait() -> None:
@@ -185,40 +187,47 @@ def test_small_difference_of_waits_changes_nothing() -> None:
 def test_window_is_remembered_for_each_fleet_size() -> None:
     tuner = WindowTuner()
     tuner.learn(step_times(fleet=4, window_s=10.0))
-    tuner.learn(step_times(fleet=2, window_s=30.0))
-    assert tuner.choose(4) == (10.0, "memory")
-    assert tuner.choose(2) == (30.0, "memory")
-    assert tuner.choose(3) == (20.0, "between")
-    assert tuner.choose(9) == (30.0, "carried")
+    tuner.learn(step_times(fleet=2, fleet_mean=2.0, window_s=30.0))
+    assert tuner.choose(4, 2) == (10.0, "memory")
+    assert tuner.choose(2, 2) == (30.0, "memory")
+    # Of 220 worker-seconds, two workers do 40 in the 20 s of training and three 60; the rest is done by all.
+    window_s, source = tuner.choose(3, 2)
+    assert window_s == pytest.approx(30.0 + 160 / 5 - 180 / 4)
+    assert source == "predicted"
+
+
+def test_window_of_a_larger_fleet_is_at_least_zero() -> None:
+    tuner = WindowTuner()
+    tuner.learn(step_times())
+    assert tuner.choose(20, 2) == (0.0, "predicted")
 
 
 def test_step_with_fleet_changes_is_not_remembered() -> None:
     tuner = WindowTuner()
     tuner.learn(step_times(steady=False))
-    assert tuner.choose(4) == (10.0, "carried")
+    assert tuner.choose(4, 2) == (10.0, "predicted")
 
 
 def test_window_of_a_new_job_is_measured() -> None:
-    assert WindowTuner().choose(3) == (None, "first")
+    assert WindowTuner().choose(3, 1) == (None, "first")
 
 
 def test_target_workers_is_generation_work_per_training_time() -> None:
     tuner = WindowTuner()
-    told = tuner.learn(step_times(work_s=50.0 * 4.0 + 10.0 * 2, train_s=55.0))
-    assert tuner.target_workers == pytest.approx(4.0)
-    assert told["target_workers"] == 4
+    told = tuner.learn(step_times(generation=Generation(0.0, 220.0), train_s=55.0))
+    assert tuner.target_workers == told["target_workers"] == 4
 
 
-def test_target_workers_is_smoothed_over_steps() -> None:
+def test_model_of_the_generation_is_smoothed_over_steps() -> None:
     tuner = WindowTuner()
-    tuner.learn(step_times(work_s=110.0, train_s=55.0))
-    tuner.learn(step_times(work_s=330.0, train_s=55.0))
-    assert tuner.target_workers == pytest.approx(2.0 + NEWEST_STEP_WEIGHT * (6.0 - 2.0))
+    tuner.learn(step_times(generation=Generation(10.0, 100.0)))
+    tuner.learn(step_times(generation=Generation(30.0, 200.0)))
+    assert tuner.generation == Generation(10.0 + NEWEST_STEP_WEIGHT * 20.0, 100.0 + NEWEST_STEP_WEIGHT * 100.0)
 
 
 def test_target_workers_of_several_jobs_is_the_sum() -> None:
     assert target_workers([WindowTuner(), WindowTuner()]) is None
-    assert target_workers([WindowTuner(target_workers=1.2), WindowTuner(), WindowTuner(target_workers=2.2)]) == 4
+    assert target_workers([WindowTuner(target_workers=1), WindowTuner(), WindowTuner(target_workers=3)]) == 4
 
 
 def test_window_update_reports_its_inputs() -> None:

@@ -7,8 +7,10 @@ import pytest
 from rlboost.services.rollout_manager.domain.apply_messages import apply_message
 from rlboost.services.rollout_manager.domain.effects import SaveJob
 from rlboost.services.rollout_manager.domain.jobs.record import Job, from_json, to_json
-from rlboost.services.rollout_manager.domain.seeding.tuner import Meter
+from rlboost.services.rollout_manager.domain.seeding.tuner import Meter, WindowTuner
 from rlboost.services.rollout_manager.domain.seeding.window import Window
+from rlboost.services.rollout_manager.domain.step_windows import advance_window
+from rlboost.services.rollout_manager.domain.workers.fleet import FleetCounts
 from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.shared.job.spec import parse
 from rlboost.shared.messages import JobReport, StepReport
@@ -47,7 +49,7 @@ def test_window_tuner_is_saved_with_the_job_record(world: World, job: Job) -> No
     again = from_json(to_json(job))
     assert again.window_tuner == job.window_tuner
     assert again.window_tuner.memory == {4: job.window_tuner.window_s}
-    assert again.window_tuner.choose(4) == (job.window_tuner.window_s, "memory")
+    assert again.window_tuner.choose(4, 2) == (job.window_tuner.window_s, "memory")
 
 
 def test_step_in_which_the_trainer_restarted_is_not_learned_from(world: World, job: Job) -> None:
@@ -55,3 +57,19 @@ def test_step_in_which_the_trainer_restarted_is_not_learned_from(world: World, j
     apply_message(world, JobReport(job_id="j", state="running", step=2), "1-0", now(95.0))
     apply_message(world, step_done(), "2-0", now(100.0))
     assert from_json(to_json(job)).window_tuner == from_json(before).window_tuner
+
+
+def test_open_window_follows_the_number_of_preemptible_workers(world: World, job: Job) -> None:
+    job.window_tuner = WindowTuner(window_s=40.0, memory={2: 12.0}, work_s=90.0, train_s=20.0, fleet_mean=1, reserved=1)
+    progress = world.progress["j"]
+    progress.window = window = Window(3, 40.0, began_at=0.0, fleet=1)
+    lengths = []
+    for fleet in (1, 2, 3):
+        progress.fleet = FleetCounts(reserved=1, preemptible=fleet)
+        advance_window(world, job, now(1.0))
+        lengths.append(window.length_s)
+    # One: 45 s for both engines, less the part of 90 s that the worker generates during 20 s. Three: 22.5 and 30 s.
+    assert lengths == [40.0, 12.0, pytest.approx(40.0 + 22.5 * 10 / 30 - 45 * 70 / 90)]
+    window.phase, progress.fleet = "ended", FleetCounts(reserved=1, preemptible=2)
+    advance_window(world, job, now(2.0))
+    assert window.length_s == lengths[-1], "it has ended"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,15 +11,14 @@ from rlboost.services.rollout_manager.domain.allocation.worth import (
     expected_step_s,
     paying_workers,
     speedup_of_one_more,
-    step_duration_s,
     step_without_spot,
     worth_of_one_more,
 )
 from rlboost.services.rollout_manager.domain.apply_messages import apply_message
 from rlboost.services.rollout_manager.domain.seeding.tuner import Meter, WindowTuner
 from rlboost.services.rollout_manager.domain.seeding.window import Window
+from rlboost.services.rollout_manager.domain.step_windows import MAX_CREDIT_S
 from rlboost.services.rollout_manager.domain.worker_removal import lose_worker
-from rlboost.services.rollout_manager.domain.workers.fleet import Worker
 from rlboost.services.rollout_manager.domain.workers.lifetimes import Lifetimes, availability
 from rlboost.services.rollout_manager.domain.workers.throughput_model import MIN_OBSERVATIONS
 from rlboost.services.rollout_manager.domain.world import Now, World
@@ -65,7 +62,9 @@ def meter(world: World) -> Meter:
 
 
 @pytest.mark.parametrize(("running", "work_s"), [(0, 0.0), (2, 0.25), (8, 1.0), (9, 1.0)])
-def test_worker_counts_by_the_part_of_a_full_batch_that_it_runs(world: World, running: int, work_s: float) -> None:
+def test_worker_without_a_profile_counts_by_the_part_of_a_full_batch_that_it_runs(
+    world: World, running: int, work_s: float
+) -> None:
     apply(world, 1.0, heartbeat("spot", running=running))
     apply(world, 2.0, heartbeat("spot", running=running))
     assert meter(world).work_s == work_s
@@ -77,19 +76,30 @@ def test_worker_that_pulls_weights_counts_nothing(world: World) -> None:
     assert meter(world).work_s == 0.0
 
 
-def test_profiled_worker_counts_by_throughput_and_not_by_samples() -> None:
-    worker = Worker(worker_joined(slots=64), 0.0, batch_cap=64)
-    for running in (1, 8, 64) * MIN_OBSERVATIONS:
-        worker.profile.observe(running, 0, running / (0.02 + 0.001 * running))
-    worker.on_heartbeat(heartbeat(running=16), 1.0)
-    assert worker.utilization() == pytest.approx((16 / 0.036) / (64 / 0.084), rel=1e-3)
-    assert worker.utilization() > 16 / 64
+def test_fixed_time_of_decode_steps_is_latency_and_the_rest_is_work(world: World) -> None:
+    for name in ("own", "spot"):
+        for running in (1, 8, 64) * MIN_OBSERVATIONS:
+            world.fleet.workers[name].profile.observe(running, 0, running / (0.02 + 0.001 * running))
+    meter(world).update(0.5, fleet=1, reserved=1, working=True)
+    for at in (1.0, 2.0):
+        apply(world, at, heartbeat("own", running=30), heartbeat("spot", running=30))
+    before = meter(world).generation
+    apply(world, 3.0, heartbeat("own", running=0), heartbeat("spot", running=1))
+    together = meter(world).generation
+    apply(world, 4.0, heartbeat("own", running=0), heartbeat("spot", running=0))
+    alone = meter(world).generation
+    # 0.02 s of each decode step of 0.05 s are fixed, for both workers at once.
+    assert together.work_s - before.work_s == pytest.approx(2 * 0.6, rel=1e-3)
+    assert together.latency_s - before.latency_s == pytest.approx(0.4, rel=1e-3)
+    # Then one of them has the last sample.
+    assert alone.work_s - together.work_s == pytest.approx(1 / 21, rel=1e-3)
+    assert alone.latency_s - together.latency_s == pytest.approx(20 / 21, rel=1e-3)
 
 
-def test_silent_worker_counts_for_a_lease_at_most(world: World) -> None:
+def test_silence_of_a_worker_counts_for_a_limited_time(world: World) -> None:
     apply(world, 1.0, heartbeat("spot", running=8))
-    apply(world, 100.0, heartbeat("spot", running=8))
-    assert meter(world).work_s == world.fleet.lease_s
+    apply(world, 1000.0, heartbeat("spot", running=8))
+    assert meter(world).work_s == MAX_CREDIT_S
 
 
 # --- preemptions ---
@@ -123,21 +133,20 @@ def test_availability_is_lifetime_per_lifetime_and_startup() -> None:
 # --- the worth of one more ---
 
 
-def test_window_closes_where_the_fleet_reaches_the_target() -> None:
-    assert step_duration_s(workers=4, reserved=2, work_s=400.0, train_s=100.0) == 100.0
-    assert step_duration_s(workers=2, reserved=2, work_s=400.0, train_s=100.0) == 150.0
-    assert step_duration_s(workers=0, reserved=2, work_s=400.0, train_s=100.0) == 300.0
-    assert step_duration_s(workers=0, reserved=0, work_s=400.0, train_s=100.0) == math.inf
-
-
-@given(workers=st.integers(0, 50), reserved=st.integers(1, 50), work_s=st.floats(1.0, 1e5), train_s=st.floats(1.0, 1e4))
-def test_each_further_worker_gains_less_and_none_beyond_the_target(
-    workers: int, reserved: int, work_s: float, train_s: float
+@given(
+    workers=st.integers(0, 50),
+    reserved=st.integers(1, 50),
+    latency_s=st.floats(0.0, 1e4),
+    work_s=st.floats(1.0, 1e5),
+    train_s=st.floats(1.0, 1e4),
+)
+def test_each_further_worker_gains_less(
+    workers: int, reserved: int, latency_s: float, work_s: float, train_s: float
 ) -> None:
-    tuner = WindowTuner(target_workers=work_s / train_s, train_s=train_s, step_s=2 * train_s, fleet_mean=workers)
+    tuner = WindowTuner(latency_s=latency_s, work_s=work_s, train_s=train_s, step_s=2 * train_s, fleet_mean=workers)
     first, second = (speedup_of_one_more(tuner, n, reserved) for n in (workers, workers + 1))
     assert 0 <= second <= first * (1 + 1e-9) + 1e-9
-    if workers >= work_s / train_s:
+    if tuner.generation.duration_s(workers) <= train_s:
         assert first == 0
 
 
@@ -196,9 +205,11 @@ def test_one_more_is_worth_nothing_from_the_target_on(world: World) -> None:
 
 def test_step_without_spot_workers_leaves_their_work_to_the_reserved_ones(world: World) -> None:
     assert step_without_spot(world, world.jobs["j"]) is None
-    meter(world).spot_work_s = 200.0
+    window = world.progress["j"].window
+    assert window
+    window.lasted_s = 100.0
     finish_step(world, work_s=300.0)
-    # A window of 300 s, 100 s of training, and the 20 s that no worker shortens, at 8 dollars per hour.
+    # In place of the 100 s of the window 300 s, 100 s of training, and 20 s besides both, at 8 dollars per hour.
     assert step_without_spot(world, world.jobs["j"]) == pytest.approx((420.0, 420.0 / HOUR_S * 8.0))
 
 
@@ -228,7 +239,7 @@ def test_each_paying_worker_makes_tokens_cheaper_and_one_more_does_not(price: fl
     apply(world, 0.0, *job_running(), worker_joined("own", role="reserved", price_per_hour=8.0))
     world.fleet.assign(world.fleet.workers["own"], ("j", 0))
     job = world.jobs["j"]
-    tuner = job.window_tuner = WindowTuner(target_workers=5.5, train_s=100.0, step_s=700.0)
+    tuner = job.window_tuner = WindowTuner(target_workers=6, work_s=550.0, train_s=100.0, step_s=700.0)
     accepted = paying_workers(world, job, [Offer("k", 9, price, share)])
     assert accepted is not None
     found = accepted["k"]
@@ -242,5 +253,5 @@ def test_workers_are_not_weighed_against_prices_that_are_unknown(own: float, spo
     world = World(lease_s=2.0)
     apply(world, 0.0, *job_running(), worker_joined("own", role="reserved", price_per_hour=own))
     world.fleet.assign(world.fleet.workers["own"], ("j", 0))
-    world.jobs["j"].window_tuner = WindowTuner(target_workers=5.5, train_s=100.0, step_s=700.0)
+    world.jobs["j"].window_tuner = WindowTuner(target_workers=6, work_s=550.0, train_s=100.0, step_s=700.0)
     assert paying_workers(world, world.jobs["j"], [Offer("k", 9, spot, 1.0)]) == {"k": 6}

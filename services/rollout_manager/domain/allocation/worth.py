@@ -1,14 +1,12 @@
 """What one more preemptible worker is worth, and how many pay for themselves.
 
-In the paper's model (section 4.1), reserved engines and workers generate during the seeding window, and the workers
-alone during training. A step's generation takes a fixed number of *worker-seconds at full throughput*, so a larger
-fleet needs a shorter window, until none is left: from `target_workers` (N_prem in the paper) on, one more is worth
-nothing. An upper estimate where long samples, and not throughput, decide when a step ends.
+Reserved engines and workers generate during the seeding window, and the workers alone during training (section 4.1 of
+the paper). A larger fleet needs a shorter window: see `Generation`. From `target_workers` (N_prem in the paper) on, one
+more is worth little or nothing.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -46,22 +44,6 @@ class Offer(NamedTuple):
     """Fraction of its time in which a worker generates: see `Fleet.availability_of`."""
 
 
-def step_duration_s(workers: float, reserved: float, work_s: float, train_s: float) -> float:
-    """Return how long window and training of a step take.
-
-    Args:
-        workers: number of preemptible workers.
-        reserved: number of reserved workers.
-        work_s: generation of a step in worker-seconds at full throughput.
-        train_s: training time of a step.
-
-    """
-    remaining_s = max(0.0, work_s - workers * train_s)
-    if not remaining_s:
-        return train_s
-    return remaining_s / (workers + reserved) + train_s if workers + reserved else math.inf
-
-
 def speedup_of_one_more(tuner: WindowTuner, workers: int, reserved: int) -> float:
     """Return the relative gain in throughput by one more than `workers`; infinity if none would generate without it."""
     before_s, after_s = (expected_step_s(tuner, n, reserved) for n in (workers, workers + 1))
@@ -74,9 +56,9 @@ def expected_step_s(tuner: WindowTuner, workers: int, reserved: int) -> float:
     The last step also had a tail, pulls of weights and publishing, which no worker shortens: what it took longer than
     the model says for the workers that it had, in the mean over its time, counts for every number of workers.
     """
-    work_s, train_s = (tuner.target_workers or 0.0) * tuner.train_s, tuner.train_s
-    overhead_s = max(0.0, tuner.step_s - step_duration_s(tuner.fleet_mean, reserved, work_s, train_s))
-    return step_duration_s(workers, reserved, work_s, train_s) + overhead_s
+    generation, train_s = tuner.generation, tuner.train_s
+    overhead_s = max(0.0, tuner.step_s - generation.step_s(tuner.fleet_mean, reserved, train_s))
+    return generation.step_s(workers, reserved, train_s) + overhead_s
 
 
 def worth_of_one_more(world: World) -> dict[str, Any] | None:
@@ -99,7 +81,7 @@ def paying_workers(world: World, job: Job, offers: Iterable[Offer]) -> Counter[s
     tuner = job.window_tuner
     if tuner.target_workers is None:
         return None
-    target = math.ceil(tuner.target_workers)
+    target = tuner.target_workers
     reserved, _ = _serving_workers(world, job)
     prices = [worker.joined.price_per_hour for worker in reserved]
     is_weighed = tuner.train_s and prices and all(prices)

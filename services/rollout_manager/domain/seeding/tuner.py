@@ -8,7 +8,8 @@ wait for the next weights, it is shorter; the result is remembered for each flee
 - Seconds are not rounded.
 - A difference that is small relative to the step changes nothing: throughput is flat around the best window, and
   following noise costs more than it gains.
-- A new fleet size is interpolated, and the first window of a job measures instead of guessing.
+- For a new fleet size the last window is changed by what a model of the generation says: see `Generation`. The first
+  window of a job measures instead of guessing.
 
 With staleness the workers wait only at the staleness limit: there the same two waits keep the buffer of samples
 generated ahead between empty and full.
@@ -16,22 +17,23 @@ generated ahead between empty and full.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from rlboost.services.rollout_manager.domain.seeding.generation import Generation
 
 WAIT_DIFFERENCE_DIVISOR = 2.0
 """Divisor of the difference of the waits (eta in the paper, whose released code has 3)."""
 MIN_WAIT_RISE_FRACTION = 0.2
 """How much of the difference one step adds to the workers' minimum wait, which falls at once."""
 NEWEST_STEP_WEIGHT = 0.5
-"""Weight of the newest step in the number of workers worth having: heartbeats sample how busy workers are."""
+"""Weight of the newest step in the model of the generation: heartbeats sample how busy workers are."""
 FLEET_CHANGE_DIVISOR = 1.5
 """A further divisor when workers joined or left: that influences the waits as well."""
 DEAD_BAND = 0.05
 """Differences below this fraction of the step are noise."""
-WindowSource = Literal["fixed", "off", "first", "memory", "between", "carried"]
+WindowSource = Literal["fixed", "off", "first", "memory", "predicted"]
 
 
 @dataclass(slots=True)
@@ -46,31 +48,42 @@ class WindowTuner:
     """How long the workers wait even when the trainer waits for them: no window changes that part."""
     train_s: float = 0.0
     """Training time of the last step."""
-    target_workers: float | None = None
-    """Number of preemptible workers that would balance generation and training (N_prem in the paper), of which each
-    generates at full throughput: the time of pulling weights and of the tail of a step does not count as work."""
+    latency_s: float = 0.0
+    """See `Generation`, also for the work; means over the last steps."""
+    work_s: float = 0.0
+    target_workers: int | None = None
+    """Number of preemptible workers worth having (N_prem in the paper): see `Generation.workers_worth_having`."""
     step_s: float = 0.0
     """Duration of the last step."""
     fleet_mean: float = 0.0
     """Number of preemptible workers during the last step, a mean over its time."""
+    reserved: int = 0
+    """Number of reserved workers at the end of the last step."""
     tokens_per_s: float = 0.0
     """Delivered during the last step."""
 
-    def choose(self, fleet: int) -> tuple[float | None, WindowSource]:
-        """Return the window for a step that begins with this many preemptible workers, and its source.
+    @property
+    def generation(self) -> Generation:
+        """Return the model of the generation of a step."""
+        return Generation(self.latency_s, self.work_s)
+
+    def choose(self, fleet: int, reserved: int) -> tuple[float | None, WindowSource]:
+        """Return the window for a step that begins with these numbers of workers, and its source.
 
         None: nothing was measured yet, so the window lasts until half of the step's samples are finished.
+
+        Args:
+            fleet: preemptible workers.
+            reserved: reserved workers.
+
         """
         if fleet in self.memory:
             return self.memory[fleet], "memory"
         if self.window_s is None:
             return None, "first"
-        smaller, larger = [n for n in self.memory if n < fleet], [n for n in self.memory if n > fleet]
-        if not smaller or not larger:
-            return self.window_s, "carried"
-        low, high = max(smaller), min(larger)
-        part = (fleet - low) / (high - low)
-        return self.memory[low] + part * (self.memory[high] - self.memory[low]), "between"
+        before_s = self.generation.window_s(self.fleet_mean, self.reserved, self.train_s)
+        change_s = self.generation.window_s(fleet, reserved, self.train_s) - before_s if fleet and reserved else 0.0
+        return max(0.0, self.window_s + change_s), "predicted"
 
     def learn(self, seen: StepTimes) -> dict[str, Any]:
         """Learn from a completed step; return the inputs and the results as fields of an event."""
@@ -87,11 +100,13 @@ class WindowTuner:
         self.window_s = max(0.0, seen.window_s + change_s)
         if seen.steady:
             self.memory[seen.fleet] = self.window_s
-        self.train_s, self.step_s, self.fleet_mean = seen.train_s, seen.step_s, seen.fleet_mean
+        self.train_s, self.step_s = seen.train_s, seen.step_s
+        self.fleet_mean, self.reserved = seen.fleet_mean, seen.reserved
+        weight = 1.0 if self.target_workers is None else NEWEST_STEP_WEIGHT
+        self.latency_s += weight * (seen.generation.latency_s - self.latency_s)
+        self.work_s += weight * (seen.generation.work_s - self.work_s)
         if seen.train_s > 0:
-            newest = seen.work_s / seen.train_s
-            before = newest if self.target_workers is None else self.target_workers
-            self.target_workers = before + NEWEST_STEP_WEIGHT * (newest - before)
+            self.target_workers = self.generation.workers_worth_having(seen.reserved, seen.train_s)
         self.tokens_per_s = seen.tokens / seen.step_s if seen.step_s > 0 else 0.0
         return {
             "train_wait_s": round(seen.train_wait_s, 3),
@@ -99,19 +114,20 @@ class WindowTuner:
             "min_wait_s": round(self.min_wait_s, 3),
             "step_s": round(seen.step_s, 3),
             "fleet_mean": round(seen.fleet_mean, 2),
-            "work_s": round(seen.work_s, 3),
+            "latency_s": round(seen.generation.latency_s, 3),
+            "work_s": round(seen.generation.work_s, 3),
             "window_was_s": round(seen.window_s, 3),
             "change_s": round(change_s, 3),
             "window_s": round(self.window_s, 3),
             "remembered_for": seen.fleet if seen.steady else None,
-            "target_workers": None if self.target_workers is None else math.ceil(self.target_workers),
+            "target_workers": self.target_workers,
         }
 
 
 def target_workers(tuners: Iterable[WindowTuner]) -> int | None:
     """Return the number of preemptible workers worth having for all jobs; None while it is unknown for each."""
     known = [tuner.target_workers for tuner in tuners if tuner.target_workers is not None]
-    return math.ceil(sum(known)) if known else None
+    return sum(known) if known else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +147,10 @@ class StepTimes:
     fleet_mean: float
     steady: bool
     """No preemptible worker joined or left."""
-    work_s: float
-    """Worker-seconds of generation at full throughput, by all workers of the job."""
+    reserved: int
+    """Reserved workers at the end."""
+    generation: Generation
+    """By all workers of the job."""
     tokens: int
     """Delivered."""
 
@@ -145,10 +163,9 @@ class Meter:
     at: float
     idle_s: float = 0.0
     """Preemptible workers were present and no samples in flight."""
+    latency_s: float = 0.0
+    """See `Generation`, also for the work."""
     work_s: float = 0.0
-    """See `StepTimes`."""
-    spot_work_s: float = 0.0
-    """The part of `work_s` that preemptible workers did."""
     tokens_before: int = 0
     """Delivered before the step."""
     workers_s: float = 0.0
@@ -156,6 +173,25 @@ class Meter:
     most: int = 0
     fleet: int = 0
     reserved: int = 0
+    generating: set[str] = field(default_factory=set)
+    """Workers that had samples running at their last heartbeat."""
+
+    def credit(self, worker: str, batch_share: float, elapsed_s: float) -> None:
+        """Count what a worker has done since its last heartbeat.
+
+        Args:
+            worker: its id.
+            batch_share: the part of its time that its batch took: see `Worker.batch_share`; 0 if it was idle.
+            elapsed_s: since that heartbeat.
+
+        """
+        if not batch_share:
+            self.generating.discard(worker)
+            return
+        self.generating.add(worker)
+        n_generating = min(len(self.generating), max(1, self.fleet + self.reserved))  # some of the set may be gone
+        self.latency_s += (1.0 - batch_share) * elapsed_s / n_generating
+        self.work_s += batch_share * elapsed_s
 
     def update(self, now: float, *, fleet: int, reserved: int, working: bool) -> None:
         """Attribute the time since the last update to this state."""
@@ -167,12 +203,19 @@ class Meter:
         if fleet and not working:
             self.idle_s += passed
 
-    def without_spot_s(self) -> float | None:
-        """Return how long the step would have taken if the reserved workers had done the spot workers' work, too.
+    @property
+    def generation(self) -> Generation:
+        """Return what was measured of the step's generation so far."""
+        return Generation(self.latency_s, self.work_s)
 
-        None without reserved workers. The estimate does not depend on when spot workers joined or left during the step.
+    def without_spot_s(self, window_s: float, train_wait_s: float) -> float | None:
+        """Return how long the step would have taken the reserved workers alone; None without any.
+
+        In place of the window and of the trainer's wait for samples, they would have generated all of the step.
         """
-        return self.at - self.began_at + self.spot_work_s / self.reserved if self.reserved else None
+        if not self.reserved:
+            return None
+        return self.at - self.began_at - window_s - train_wait_s + self.generation.duration_s(self.reserved)
 
     def measure(self, window_s: float, train_wait_s: float, train_s: float, tokens: int) -> StepTimes:
         """Return the measurements of the step that ends now; `tokens`: delivered since the job began."""
@@ -186,6 +229,7 @@ class Meter:
             fleet=self.fleet,
             fleet_mean=self.workers_s / step_s if step_s > 0 else float(self.fleet),
             steady=self.least == self.most,
-            work_s=self.work_s,
+            reserved=self.reserved,
+            generation=self.generation,
             tokens=tokens - self.tokens_before,
         )

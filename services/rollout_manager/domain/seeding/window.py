@@ -50,6 +50,8 @@ class Window:
     lasted_s: float = 0.0
     """How long it lasted until it closed for the first time."""
     reopened: bool = False
+    fleet: int = 0
+    """Preemptible workers that `length_s` is for."""
     max_fleet: int = 0
     """The largest number of preemptible workers during the step."""
     too_slow: bool = False

@@ -153,15 +153,16 @@ class Worker:
         """Return how long it has existed, by its own clock."""
         return max(0.0, self.last_heartbeat_at - self.joined.at)
 
-    def utilization(self) -> float:
-        """Return its throughput as a part of that of a full batch, by the batch in its last heartbeat."""
-        running, batch_cap = self._last_running, max(1, self.batch_cap)
-        if running >= batch_cap or not running:
-            return float(running > 0)
+    def batch_share(self) -> float:
+        """Return the part of its decode time that grows with the batch, by the batch in its last heartbeat.
+
+        The rest is the same for any batch: see `Profile.fixed_s`. While its kind is not profiled, a full batch counts
+        as all of the time.
+        """
+        running = self._last_running
         if not self.profile.known:
-            return running / batch_cap
-        full = self.profile.tokens_per_s(batch_cap, batch_cap * self._tokens_each)
-        return min(1.0, self.profile.tokens_per_s(running, running * self._tokens_each) / full)
+            return min(1.0, running / max(1, self.batch_cap))
+        return 1.0 - self.profile.fixed_s / self.profile.step_s(running, running * self._tokens_each)
 
     def serves(self, job_id: str, oldest: int, newest: int) -> bool:
         """Return True if it can generate for this job with one of these versions now."""
