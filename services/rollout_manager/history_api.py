@@ -20,7 +20,8 @@ from rlboost.shared.http.documented import problems, success
 from rlboost.shared.http.problem import Problem
 from rlboost.shared.messages import Event
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import START, Bus, Entry
+from rlboost.shared.streams.bus import Bus
+from rlboost.shared.streams.entries import START, Entry
 
 _JOB = problems(404, 409)
 _CONTINUED = "\n    "

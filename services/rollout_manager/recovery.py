@@ -31,8 +31,9 @@ from rlboost.shared.errors import ConfigError
 from rlboost.shared.messages import WeightsCommitted, WorkerJoined
 from rlboost.shared.progress import CountProgress
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import START, Bus, Entry, position
+from rlboost.shared.streams.bus import Bus
 from rlboost.shared.streams.dead_letters import report_dead_letter
+from rlboost.shared.streams.entries import START, Entry, position
 from rlboost.shared.streams.read_size import ReadSize
 from rlboost.shared.validation import describe
 

@@ -37,7 +37,8 @@ from rlboost.shared.messages import (
     StepReport,
 )
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import HashSet, after
+from rlboost.shared.streams.bus import HashSet
+from rlboost.shared.streams.entries import after
 from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.wire.columns import I32, ints
 from tests.support.builders import group_requested, weights_committed

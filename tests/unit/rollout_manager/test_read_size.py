@@ -13,7 +13,7 @@ from rlboost.services.rollout_manager.recovery import read_all
 from rlboost.services.trainer.job_streams import FinishedLog, RetryingBus
 from rlboost.shared.messages import SampleFinished
 from rlboost.shared.streams import names, read_size
-from rlboost.shared.streams.bus import Entry, RawEntry
+from rlboost.shared.streams.entries import Entry, RawEntry
 from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.streams.read_size import ReadSize
 from rlboost.shared.waiting import Waits
