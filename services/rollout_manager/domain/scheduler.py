@@ -91,14 +91,14 @@ def _preferred(world: World, requirement: Requirement, sample: Sample) -> Worker
     worker = world.fleet.workers.get(sample.request.preferred_worker)
     if worker is None or sample.attempt or not has_capacity(worker):
         return None
-    return worker if worker.serves(requirement.job_id, requirement.oldest, requirement.version) else None
+    return worker if requirement.is_met_by(worker) else None
 
 
 def _note_stall(world: World, requirement: Requirement, *, stalled: bool, now: Now) -> None:
     progress = world.progress[requirement.job_id]
     if not stalled:
         progress.stalled_since = None
-    elif requirement.oldest <= progress.committed_version and progress.stalled_since is None:
+    elif requirement.oldest_version <= progress.committed_version and progress.stalled_since is None:
         progress.stalled_since = now.wall
 
 
@@ -152,7 +152,7 @@ def rebalance(world: World, now: Now) -> None:
     releasing = _revoke_overdue_releases(world, now)
     for (job_id, version), pool in world.candidates.by_serving().items():
         # Queued samples count in no load yet: they are placed first, then loads are compared again.
-        queued = any(need.job_id == job_id and need.oldest <= version for need in world.queues)
+        queued = any(each.job_id == job_id and each.oldest_version <= version for each in world.queues)
         if queued or pool.is_balanced() or not releasing.isdisjoint(pool.members):
             continue
         workers = [world.fleet.workers[worker_id] for worker_id in sorted(pool.members)]

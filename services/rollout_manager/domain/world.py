@@ -151,7 +151,7 @@ class World:
             self.in_flight.add(requirement)
             if not requirement.is_serving:
                 progress = self.progress[requirement.job_id]
-                progress.requested_step = max(requirement.version, progress.requested_step)
+                progress.requested_step = max(requirement.newest_version, progress.requested_step)
             elif not self.is_quarantined(sample):
                 self.served[sample.id] = sample
             self.enqueue(sample)

@@ -65,9 +65,9 @@ def _is_stale(world: World) -> bool:
 
 def _count_workers(world: World, job: Job) -> FleetCounts:
     workers = [w for w in world.fleet.workers.values() if w.job == job.id and w.state != "draining"]
-    needs = [need for need in world.in_flight.of_job(job.id) if not need.is_serving]
+    requirements = [each for each in world.in_flight.of_job(job.id) if not each.is_serving]
     reserved = [worker for worker in workers if worker.reserved]
-    ready = [w for w in workers if not w.reserved and any(w.serves(job.id, n.oldest, n.version) for n in needs)]
+    ready = [w for w in workers if not w.reserved and any(each.is_met_by(w) for each in requirements)]
     awake = [worker for worker in reserved if worker.state != "suspended"]
     return FleetCounts(len(reserved), len(awake), len(workers) - len(reserved), len(ready))
 
@@ -79,7 +79,7 @@ def _is_reserved_for(worker: Worker, job: Job) -> bool:
 
 def _version(world: World, job_id: str) -> int:
     """Return the version to serve: the newest one, unless samples in flight require an older one."""
-    required = [need.version for need in world.in_flight.of_job(job_id)]
+    required = [requirement.newest_version for requirement in world.in_flight.of_job(job_id)]
     return min([world.committed_version(job_id), *required])
 
 
@@ -139,9 +139,10 @@ def _reallocate(world: World, jobs: list[Job], versions: dict[str, int], now: No
 
 def _demand(world: World, job: Job, now: Now) -> Demand:
     progress = world.progress[job.id]
-    needs = [need for need in world.in_flight.of_job(job.id) if need.oldest <= progress.committed_version]
+    of_job = world.in_flight.of_job(job.id)
+    requirements = [each for each in of_job if each.oldest_version <= progress.committed_version]
     assigned = sum(len(w.samples) for w in world.fleet.workers.values() if w.job == job.id)
-    samples = sum(world.in_flight.by_requirement[need] for need in needs)
+    samples = sum(world.in_flight.by_requirement[requirement] for requirement in requirements)
     since = now.mono if progress.below_share_since is None else progress.below_share_since
     return Demand(job.id, job.spec.elastic.share, samples, max(0, samples - assigned), now.mono - since)
 

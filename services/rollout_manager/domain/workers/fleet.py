@@ -163,10 +163,6 @@ class Worker:
         full = self.profile.tokens_per_s(batch_cap, batch_cap * self._tokens_each)
         return min(1.0, self.profile.tokens_per_s(running, running * self._tokens_each) / full)
 
-    def serves(self, job_id: str, oldest: int, newest: int) -> bool:
-        """Return True if it can generate for this job with one of these versions now."""
-        return self.generates and self.job_id == job_id and oldest <= self.version <= newest
-
     def add(self, sample: Sample) -> None:
         """Take a sample, and count its tokens."""
         self.kv.add(sample, has_sibling=self._has_sibling(sample))
