@@ -19,6 +19,7 @@ from rlboost.services.rollout_manager.domain.effects import ClearQuarantine, Dea
 from rlboost.services.rollout_manager.domain.jobs.audit import Audit
 from rlboost.services.rollout_manager.domain.jobs.record import Job, QuarantinedJob, from_json
 from rlboost.services.rollout_manager.domain.quarantine import detach_samples
+from rlboost.services.rollout_manager.domain.token_log.sample import Sample
 from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.services.rollout_manager.entry_batches import (
     Invalid,
@@ -239,13 +240,14 @@ def dead_letter(world: World, invalid: Invalid) -> None:
 
 def _reattach_samples(world: World, now: Now) -> None:
     """Return samples to their workers, unassign those of lost workers, and restart windows that were open."""
+    owned: dict[str, list[Sample]] = {worker_id: [] for worker_id in world.fleet.workers}
     for sample in list(world.ledger.samples.values()):
-        if owner := world.fleet.workers.get(sample.worker):
-            owner.samples.add(sample.id)
+        if sample.worker in owned:
+            owned[sample.worker].append(sample)
         elif sample.worker:
             world.unassign(sample)
-    for worker in world.fleet.workers.values():
-        world.recount_kv(worker)
+    for worker_id, samples in owned.items():
+        world.fleet.workers[worker_id].set_samples(samples)
     for progress in world.progress.values():
         if progress.window and progress.window.phase == "open" and world.ledger.samples:
             progress.window.on_placed(now.mono)

@@ -304,10 +304,6 @@ class World:
         self.outbox.send(worker.id, Drain(reason=reason))
         self.emit_event("worker_drained", now, worker=worker.id, job_id=worker.job, reason=reason)
 
-    def recount_kv(self, worker: Worker) -> None:
-        """Count a worker's tokens in the KV cache again."""
-        worker.kv.recount(self.ledger.samples[i] for i in worker.samples)
-
     def update_batch_cap(self, worker: Worker) -> None:
         """Derive a worker's batch cap from what its kind has shown."""
         progress = self.progress.get(worker.job_id)
