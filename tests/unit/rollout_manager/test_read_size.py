@@ -9,7 +9,6 @@ import pytest
 
 from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.leadership import manager_record
-from rlboost.services.rollout_manager.recovery import read_all
 from rlboost.services.trainer.job_streams import FinishedLog, RetryingBus
 from rlboost.shared.messages import SampleFinished
 from rlboost.shared.streams import names, read_size
@@ -22,6 +21,7 @@ from rlboost.tracing.follow import follow
 from rlboost.tracing.samples import Span
 from tests.support.builders import heartbeat, worker_joined
 from tests.support.eventually import eventually
+from tests.support.stream_entries import read_all
 
 STREAM = names.rollouts_finished("j")
 MAX_BYTES = 64 << 10
