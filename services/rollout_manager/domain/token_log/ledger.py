@@ -325,7 +325,6 @@ class Ledger:
             tokens=bytes(sample.tokens),
             logprobs=bytes(sample.logprobs),
             spans=list(sample.spans),
-            failures=len(sample.failed_on),
             failed_on=list(sample.failed_on),
             attempt_worker=sample.attempt_worker,
         )
