@@ -68,7 +68,7 @@ class PeriodicDecisions:
     charged_at: float | None = None
     """None: this manager has not charged a job yet."""
     allocation_inputs: object = None
-    """What the last allocation of workers was based on."""
+    """What the last allocation of workers was based on: `allocate` compares it, `activate_reserved` updates it."""
     decided_once: bool = False
     """Until then this manager may have started in the middle of a step."""
 

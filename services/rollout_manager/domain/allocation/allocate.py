@@ -16,7 +16,8 @@ REALLOCATE_EVERY_S = 0.25
 def allocate(world: World, now: Now) -> None:
     """Command workers which version to serve, and count the workers of each job.
 
-    Looks at the workers only if something has changed that matters to it: see `_inputs`.
+    Reallocates workers among several jobs every `REALLOCATE_EVERY_S`. Does the rest only if the inputs of the
+    allocation have changed since the last call of `activate_reserved`.
     """
     versions = {job.id: version for job in world.jobs.active() if (version := _version(world, job.id)) >= 0}
     jobs = [world.jobs[job_id] for job_id in versions]
@@ -24,7 +25,7 @@ def allocate(world: World, now: Now) -> None:
     if len(payers) > 1 and now.mono - world.periodic.reallocated_at >= REALLOCATE_EVERY_S:
         world.periodic.reallocated_at = now.mono
         _reallocate(world, payers, versions, now)
-    if not _is_stale(world):
+    if not _inputs_changed(world):
         return
     for worker in world.fleet.workers.values():
         if worker.state == "draining":
@@ -38,8 +39,12 @@ def allocate(world: World, now: Now) -> None:
 
 
 def activate_reserved(world: World) -> None:
-    """Command reserved workers to resume or suspend generation."""
-    if not _is_stale(world):
+    """Command reserved workers to resume or suspend generation.
+
+    Looks at them only if the inputs of the allocation have changed since its last call. A step that has begun after
+    `allocate` in the same turn is such a change.
+    """
+    if not _inputs_changed(world):
         return
     jobs = world.jobs.active()
     for worker in world.fleet.workers.values():
@@ -59,7 +64,7 @@ def _inputs(world: World) -> object:
     return world.fleet.revision, world.in_flight.revision, jobs
 
 
-def _is_stale(world: World) -> bool:
+def _inputs_changed(world: World) -> bool:
     return world.periodic.allocation_inputs != _inputs(world)
 
 
