@@ -35,7 +35,7 @@ from rlboost.shared.messages import (
     WorkerLeft,
 )
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import after
+from rlboost.shared.streams.entries import after
 from rlboost.shared.wire.codec import decode, encode
 from rlboost.shared.wire.columns import F32, I32, U8, U32, U64, ints, length, pack
 

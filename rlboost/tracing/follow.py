@@ -19,7 +19,8 @@ from rlboost.shared.errors import BusUnavailable
 from rlboost.shared.messages import Admitted
 from rlboost.shared.process.lifecycle import until_stop
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import START, Bus, Entry, position
+from rlboost.shared.streams.bus import Bus
+from rlboost.shared.streams.entries import START, Entry, position
 from rlboost.shared.streams.read_size import ReadSize
 from rlboost.tracing.samples import SampleTraces, Span
 

@@ -37,7 +37,8 @@ from rlboost.shared.errors import BusUnavailable, Fatal, Fenced
 from rlboost.shared.process.lifecycle import until_stop
 from rlboost.shared.progress import CountProgress
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import START, Bus, Entry, Op, RawEntry, Trim, after
+from rlboost.shared.streams.bus import Bus, Op, Trim
+from rlboost.shared.streams.entries import START, Entry, RawEntry, after
 from rlboost.shared.streams.read_size import ReadSize
 
 log = structlog.get_logger(__name__)

@@ -9,7 +9,7 @@ import structlog
 
 from rlboost.shared.errors import RLBoostError, Unprocessable
 from rlboost.shared.messages import TokenFrame
-from rlboost.shared.streams.bus import Entry
+from rlboost.shared.streams.entries import Entry
 
 log = structlog.get_logger(__name__)
 

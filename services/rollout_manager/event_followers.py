@@ -16,7 +16,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from dataclasses import dataclass, field
 
 from rlboost.shared.http.problem import Problem
-from rlboost.shared.streams.bus import Bus, Entry, position
+from rlboost.shared.streams.bus import Bus
+from rlboost.shared.streams.entries import Entry, position
 
 MAX_FOLLOWERS = 1024
 """Open streams of one manager; beyond it, requests are rejected with 429."""

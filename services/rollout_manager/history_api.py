@@ -20,7 +20,8 @@ from rlboost.shared.http.documented import problems, success
 from rlboost.shared.http.problem import Problem
 from rlboost.shared.messages import Event
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import START, Bus, Entry
+from rlboost.shared.streams.bus import Bus
+from rlboost.shared.streams.entries import START, Entry
 
 _JOB = problems(404, 409)
 _CONTINUED = "\n    "
@@ -53,7 +54,7 @@ def add_history(router: APIRouter, manager: Manager, bus: Bus) -> None:
         """Account for every sample and token of the job."""
         job = readable_job(manager, job_id)
         in_flight = manager.world.in_flight
-        live = [(need.is_serving, in_flight.by_requirement[need]) for need in in_flight.of_job(job.id)]
+        live = [(each.is_serving, in_flight.by_requirement[each]) for each in in_flight.of_job(job.id)]
         stored = await bus.hash_get(names.job_audit(job.id), "counters")
         counters = json.loads(stored) if stored else manager.world.audits.get(job.id, Audit()).model_dump()
         counters.pop("cost", None)  # has a route of its own

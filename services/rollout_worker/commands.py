@@ -40,7 +40,7 @@ from rlboost.services.rollout_worker.weight_updates import RecordOutcome, Weight
 from rlboost.shared.errors import BusUnavailable
 from rlboost.shared.messages import Assignment
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import Entry
+from rlboost.shared.streams.entries import Entry
 from rlboost.shared.wire.columns import ints
 
 log = structlog.get_logger(__name__)

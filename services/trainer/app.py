@@ -41,7 +41,8 @@ from rlboost.shared.job.command_signature import is_signed
 from rlboost.shared.messages import JobCommand, JobReport
 from rlboost.shared.process.lifecycle import until_stop
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import START, Ack, Append, Bus, Entry, HashDelete, HashSet, Op
+from rlboost.shared.streams.bus import Ack, Append, Bus, HashDelete, HashSet, Op
+from rlboost.shared.streams.entries import START, Entry
 from rlboost.shared.streams.fenced_lease import FencedLease
 from rlboost.shared.waiting import Waits
 

@@ -23,7 +23,7 @@ from rlboost.services.trainer.ports.storage import TrainState
 from rlboost.shared.errors import ConfigError, Fatal
 from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.process.threads import run_in_thread
-from rlboost.shared.streams.bus import START
+from rlboost.shared.streams.entries import START
 from rlboost.shared.waiting import Waits
 
 WRITE_LIMIT_S = 3600.0

@@ -17,7 +17,8 @@ import structlog
 from rlboost.shared.errors import BusUnavailable, WaitTimedOut
 from rlboost.shared.messages import Event
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import Append, Bus, Entry, Op
+from rlboost.shared.streams.bus import Append, Bus, Op
+from rlboost.shared.streams.entries import Entry
 from rlboost.shared.streams.read_size import ReadSize
 from rlboost.shared.waiting import Waits
 

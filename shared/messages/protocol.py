@@ -1,8 +1,9 @@
 """The protocol version: services with the same number work together, in any mix of releases.
 
-Messages grow only by fields with defaults (`shared.messages`), so releases with the same number understand each other.
-Any other change raises the number. A new message type on a stream that the other side reads is such a change, since an
-older reader would dead-letter it, and later trim it. `streams.state_protocol` holds services to the leader's number.
+Messages of the same number differ only by fields with defaults: fields are added, and removed if no release with the
+number reads them (`shared.messages`). Any other change raises the number. A new message type on a stream that the other
+side reads is such a change, since an older reader would dead-letter it, and later trim it. `streams.state_protocol`
+holds services to the leader's number.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from rlboost.shared.messages.fields import Attempt, Column32, Column64, Count, PackedId, Span
+from rlboost.shared.messages.fields import Attempt, Column32, Column64, PackedId, Span
 from rlboost.shared.messages.registry import Message, message
 from rlboost.shared.messages.requests import GroupRequested
 
@@ -111,7 +111,6 @@ class Restated(Message):
     logprobs: Column32
     spans: list[Span]
     """(worker, weight version, number of tokens), in order."""
-    failures: Count = 0
     failed_on: list[str] = Field(default_factory=list)
     """Names of the workers on which it failed."""
     attempt_worker: str = ""

@@ -33,23 +33,21 @@ from rlboost.shared.redis.fenced_connection import FencedConnection
 from rlboost.shared.redis.lease_scripts import ACQUIRE_FENCED, LIVE_LEASE_VALUES
 from rlboost.shared.redis.remedies import remedy
 from rlboost.shared.streams.bus import (
-    START,
     Ack,
     Append,
     AppendRaw,
     Delete,
-    Entry,
     Expire,
     Fence,
     HashDelete,
     HashSet,
     Op,
-    RawEntry,
     Remove,
     Renew,
     Trim,
 )
 from rlboost.shared.streams.dead_letters import MAX_DEAD_LETTERS, dead_letter_op, report_dead_letter
+from rlboost.shared.streams.entries import START, Entry, RawEntry
 from rlboost.shared.streams.names import DEAD_LETTERS
 from rlboost.shared.tls import CA_VARIABLE
 from rlboost.shared.wire.codec import decode, encode

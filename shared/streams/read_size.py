@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rlboost.shared.streams.bus import Entry, RawEntry
+from rlboost.shared.streams.entries import Entry, RawEntry
 
 MAX_BYTES = 64 << 20
 """Target size of one read."""

@@ -11,7 +11,6 @@ import httpx
 import pytest
 import redis.asyncio
 
-from rlboost.services.rollout_manager.recovery import read_all
 from rlboost.shared.messages import Event, SampleFinished, StepReport
 from rlboost.shared.redis.bus import RedisBus
 from rlboost.shared.streams import names
@@ -20,6 +19,7 @@ from tests.support.eventually import eventually
 from tests.support.played_job import PlayedJob
 from tests.support.redis_server import RedisServer
 from tests.support.service_process import TOKEN, ServiceProcess
+from tests.support.stream_entries import read_all
 
 
 class System:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from rlboost.services.rollout_manager.recovery import read_all
 from rlboost.services.trainer.fakes.rewards import FakeRewards
 from rlboost.services.trainer.fakes.storage import MemoryWeights
 from rlboost.services.trainer.ports.resources import JobResources
@@ -30,6 +29,7 @@ from tests.support.played_job import PlayedJob
 from tests.support.redis_server import RedisServer
 from tests.support.service_process import ServiceProcess
 from tests.support.sim_worker import SimWorker, check_completion
+from tests.support.stream_entries import read_all
 from tests.support.trainer_rig import JOB, Rig, spec
 
 PLACES, TRIES, GROUP, STEPS = 3, 2, 2, 2

@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx
 
-from rlboost.services.rollout_manager.recovery import read_all
 from rlboost.shared.errors import BusUnavailable
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import GroupRequested, JobReport, Message, SampleFinished, Sampling, WeightsCommitted
@@ -19,6 +18,7 @@ from rlboost.shared.streams import names
 from rlboost.shared.wire.columns import I32, ints, pack
 from tests.support.eventually import eventually
 from tests.support.sim_worker import SimWorker, check_completion
+from tests.support.stream_entries import read_all
 
 SPEC = {"name": "t", "model": "m", "data": {"train": "t.jsonl"}, "reward": {"function": "a:b"}, "steps": 9}
 _BEAT_S = 0.3

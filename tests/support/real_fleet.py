@@ -25,7 +25,7 @@ from rlboost.shared.job.spec import parse
 from rlboost.shared.messages import Event, GroupRequested, JobReport, SampleDropped, SampleFinished, Sampling
 from rlboost.shared.redis.bus import RedisBus
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import START
+from rlboost.shared.streams.entries import START
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.wire.columns import I32, pack

@@ -35,7 +35,8 @@ from rlboost.shared.messages import (
 from rlboost.shared.messages.command_digest import command_digest
 from rlboost.shared.messages.protocol import PROTOCOL
 from rlboost.shared.messages.workers import WorkerState
-from rlboost.shared.streams.bus import START, Append, Bus
+from rlboost.shared.streams.bus import Append, Bus
+from rlboost.shared.streams.entries import START
 from rlboost.shared.streams.names import (
     TOKEN_LOG,
     WORKER_HEARTBEATS,

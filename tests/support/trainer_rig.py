@@ -24,7 +24,8 @@ from rlboost.shared.job.command_signature import signed
 from rlboost.shared.job.spec import JobSpec, RlJob, to_json
 from rlboost.shared.messages import Event, JobCommand, JobReport, StepReport
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import START, Fence
+from rlboost.shared.streams.bus import Fence
+from rlboost.shared.streams.entries import START
 from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.waiting import Waits
 from rlboost.shared.wire.columns import I32, pack

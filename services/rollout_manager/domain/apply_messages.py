@@ -133,7 +133,7 @@ def apply_frames(world: World, frames: Sequence[TokenFrame], *, counted: bool = 
     outcome: FrameOutcome = world.ledger.extend(*frames)
     for worker_id, tokens in outcome.grown.items():
         if worker := world.fleet.workers.get(worker_id):
-            worker.kv.held += tokens
+            worker.on_tokens(tokens)
     if counted:
         world.audit_frames(outcome)
     for sample_id in outcome.failed:
@@ -239,7 +239,7 @@ def _on_heartbeat(world: World, heartbeat: WorkerHeartbeat, now: Now) -> None:
     block_tokens = worker.kv.block_tokens
     before = world.fleet.on_heartbeat(worker, heartbeat, now.mono)
     if worker.kv.block_tokens != block_tokens:
-        world.recount_kv(worker)
+        worker.set_samples(world.ledger.samples[i] for i in worker.samples)
     world.update_batch_cap(worker)
     if heartbeat.last_command and worker.assigned_version and worker.state != "draining":
         worker.commands.observe(

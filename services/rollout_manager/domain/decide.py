@@ -58,7 +58,7 @@ def decide(
     close_served(world, clients, now)
     allocate(world, now)
     for job in world.jobs.active():
-        begin_step(world, job, now)
+        begin_step(world, job, now)  # may open a window, for which reserved workers are activated
     activate_reserved(world)
     world.periodic.decided_once = True
     for job in world.jobs.active():

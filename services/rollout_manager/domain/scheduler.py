@@ -52,8 +52,8 @@ def _place_queue(world: World, requirement: Requirement, now: Now) -> None:
             n_too_long += not sample.failed_on
             postponed.append(sample)
             continue
-        # The owner is set at once: a sample that was queued twice is assigned once.
-        sample.worker, sample.placed_at = worker.id, now.mono
+        # At once, so that a sample that was queued twice is assigned once.
+        world.ledger.begin_attempt(sample, worker.id, sample.attempt + 1, sample.n_tokens, now.mono)
         assigned.setdefault(worker.id, []).append(sample)
         worker.add(sample)
         world.candidates.on_placed(worker)
@@ -64,7 +64,7 @@ def _place_queue(world: World, requirement: Requirement, now: Now) -> None:
     if queue.empty:
         del world.queues[requirement]
     for worker_id, samples in assigned.items():
-        _assign(world, world.fleet.workers[worker_id], samples, now)
+        _send_assignments(world, world.fleet.workers[worker_id], samples, now)
 
 
 def _select_worker(
@@ -91,39 +91,36 @@ def _preferred(world: World, requirement: Requirement, sample: Sample) -> Worker
     worker = world.fleet.workers.get(sample.request.preferred_worker)
     if worker is None or sample.attempt or not has_capacity(worker):
         return None
-    return worker if worker.serves(requirement.job_id, requirement.oldest, requirement.version) else None
+    return worker if requirement.is_met_by(worker) else None
 
 
 def _note_stall(world: World, requirement: Requirement, *, stalled: bool, now: Now) -> None:
     progress = world.progress[requirement.job_id]
     if not stalled:
         progress.stalled_since = None
-    elif requirement.oldest <= progress.committed_version and progress.stalled_since is None:
+    elif requirement.oldest_version <= progress.committed_version and progress.stalled_since is None:
         progress.stalled_since = now.wall
 
 
-def _assign(world: World, worker: Worker, samples: list[Sample], now: Now) -> None:
-    ids, attempts, offsets, assignments = [], [], [], []
-    migrated = migrated_tokens = 0
-    for sample in samples:
-        n_tokens = sample.n_tokens
-        world.ledger.begin_attempt(sample, worker.id, sample.attempt + 1, n_tokens)
-        ids.append(sample.id)
-        attempts.append(sample.attempt)
-        offsets.append(n_tokens)
-        assignments.append(_assignment(sample))
-        if sample.attempt > 1:
-            migrated, migrated_tokens = migrated + 1, migrated_tokens + n_tokens
+def _send_assignments(world: World, worker: Worker, samples: list[Sample], now: Now) -> None:
+    """Record the attempts that begin on a worker, and command it to generate them."""
     world.outbox.record(
-        Placed(worker=worker.id, samples=pack(ids, U64), attempts=pack(attempts, U32), offsets=pack(offsets, U32))
+        Placed(
+            worker=worker.id,
+            samples=pack([sample.id for sample in samples], U64),
+            attempts=pack([sample.attempt for sample in samples], U32),
+            offsets=pack([sample.offset for sample in samples], U32),
+        )
     )
     job_id = samples[0].request.job_id
-    if migrated:
+    if migrated := [sample.offset for sample in samples if sample.attempt > 1]:
         worker.disturbed_at = now.mono
+        n_migrated, tokens = len(migrated), sum(migrated)
         audit = world.audits[job_id]
-        audit.migrations += migrated
-        audit.tokens_saved += migrated_tokens
-        world.emit_event("samples_migrated", now, job_id, worker=worker.id, samples=migrated, tokens=migrated_tokens)
+        audit.migrations += n_migrated
+        audit.tokens_saved += tokens
+        world.emit_event("samples_migrated", now, job_id, worker=worker.id, samples=n_migrated, tokens=tokens)
+    assignments = [_assignment(sample) for sample in samples]
     world.outbox.send(worker.id, Assign(job_id=job_id, version=worker.version, samples=assignments))
     window = world.progress[job_id].window
     if window is not None and not is_served(samples[0].id):
@@ -152,7 +149,7 @@ def rebalance(world: World, now: Now) -> None:
     releasing = _revoke_overdue_releases(world, now)
     for (job_id, version), pool in world.candidates.by_serving().items():
         # Queued samples count in no load yet: they are placed first, then loads are compared again.
-        queued = any(need.job_id == job_id and need.oldest <= version for need in world.queues)
+        queued = any(each.job_id == job_id and each.oldest_version <= version for each in world.queues)
         if queued or pool.is_balanced() or not releasing.isdisjoint(pool.members):
             continue
         workers = [world.fleet.workers[worker_id] for worker_id in sorted(pool.members)]

@@ -59,7 +59,7 @@ def advance_window(world: World, job: Job, now: Now) -> None:
         return
     snapshot = _snapshot(world, job, progress, window, now)
     if window.meter is not None:
-        working = any(not need.is_serving for need in world.in_flight.of_job(job.id))
+        working = any(not requirement.is_serving for requirement in world.in_flight.of_job(job.id))
         window.meter.update(now.mono, fleet=snapshot.preemptible, reserved=snapshot.reserved, working=working)
     _follow_fleet(world, job, window, now)
     match window.advance(snapshot):

@@ -68,7 +68,7 @@ class PeriodicDecisions:
     charged_at: float | None = None
     """None: this manager has not charged a job yet."""
     allocation_inputs: object = None
-    """What the last allocation of workers was based on."""
+    """What the last allocation of workers was based on: `allocate` compares it, `activate_reserved` updates it."""
     decided_once: bool = False
     """Until then this manager may have started in the middle of a step."""
 
@@ -151,7 +151,7 @@ class World:
             self.in_flight.add(requirement)
             if not requirement.is_serving:
                 progress = self.progress[requirement.job_id]
-                progress.requested_step = max(requirement.version, progress.requested_step)
+                progress.requested_step = max(requirement.newest_version, progress.requested_step)
             elif not self.is_quarantined(sample):
                 self.served[sample.id] = sample
             self.enqueue(sample)
@@ -303,10 +303,6 @@ class World:
         self.candidates.mark_changed(worker)
         self.outbox.send(worker.id, Drain(reason=reason))
         self.emit_event("worker_drained", now, worker=worker.id, job_id=worker.job, reason=reason)
-
-    def recount_kv(self, worker: Worker) -> None:
-        """Count a worker's tokens in the KV cache again."""
-        worker.kv.recount(self.ledger.samples[i] for i in worker.samples)
 
     def update_batch_cap(self, worker: Worker) -> None:
         """Derive a worker's batch cap from what its kind has shown."""

@@ -1,4 +1,4 @@
-"""Capacity of a KV cache that is a rectangle: one row a slot, one column a token, all rows as wide as the longest.
+"""Capacity of a dense KV cache of shape [slots, columns]: every slot is as long as the longest running sample.
 
 A slot is counted with the length at which its sample ends at the latest, so an admitted sample can run to its end.
 """

@@ -17,7 +17,7 @@ from rlboost.shared.messages import (
     SeedingReopened,
     TurnAnswered,
 )
-from rlboost.shared.streams.bus import Entry, position
+from rlboost.shared.streams.entries import Entry, position
 
 
 class OpenSteps:

@@ -11,7 +11,7 @@ from typing import Protocol
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.ports.engine import Snapshot
 from rlboost.shared.job.run_profile import RunProfile
-from rlboost.shared.streams.bus import START
+from rlboost.shared.streams.entries import START
 from rlboost.shared.weights.publisher import ChunkCopy, Shard
 
 

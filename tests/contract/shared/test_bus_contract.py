@@ -13,13 +13,11 @@ from rlboost.shared.messages import DeadLetter, Event, Resume, Suspend
 from rlboost.shared.redis.bus import RedisBus
 from rlboost.shared.streams.bus import (
     LONGEST_LEASE_S,
-    START,
     Ack,
     Append,
     AppendRaw,
     Bus,
     Delete,
-    Entry,
     Expire,
     Fence,
     HashDelete,
@@ -27,9 +25,8 @@ from rlboost.shared.streams.bus import (
     Remove,
     Renew,
     Trim,
-    after,
-    position,
 )
+from rlboost.shared.streams.entries import START, Entry, after, position
 from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.streams.names import DEAD_LETTERS
 from rlboost.shared.wire.codec import encode

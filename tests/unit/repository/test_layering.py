@@ -30,7 +30,7 @@ PURE_SHARED = {
     "shared.messages.command_digest",
     "shared.messages.protocol",
     "shared.model.parity_reference",
-    "shared.streams.bus",
+    "shared.streams.entries",
     "shared.weights.delta_graph",
     "shared.weights.manifest",
     "shared.wire.columns",

@@ -6,7 +6,8 @@ from rlboost.services.rollout_manager.bus_operations import bookkeeping, operati
 from rlboost.services.rollout_manager.domain.effects import ForgetWorker
 from rlboost.shared.messages import Dismissed, Suspend
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import START, Append, HashSet
+from rlboost.shared.streams.bus import Append, HashSet
+from rlboost.shared.streams.entries import START
 from rlboost.shared.streams.fakes import MemoryBus
 
 

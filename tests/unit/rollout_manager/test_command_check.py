@@ -10,7 +10,6 @@ import pytest
 from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.domain.workers.command_check import MIN_HEARTBEATS, CommandCheck
 from rlboost.services.rollout_manager.domain.world import Now
-from rlboost.services.rollout_manager.recovery import read_all
 from rlboost.services.rollout_worker.domain.session import Session
 from rlboost.shared.messages import (
     Assign,
@@ -25,11 +24,12 @@ from rlboost.shared.messages import (
 )
 from rlboost.shared.messages.command_digest import command_digest
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import START, after
+from rlboost.shared.streams.entries import START, after
 from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.wire.columns import I32, U32, U64, ints, pack
 from tests.support.builders import group_requested, job_created, job_running
 from tests.support.sim_worker import SimWorker, check_completion
+from tests.support.stream_entries import read_all
 
 LEASE_S = 2.0
 SETTLE_S = 1.0

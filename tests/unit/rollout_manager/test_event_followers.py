@@ -13,7 +13,7 @@ from rlboost.services.rollout_manager import event_followers
 from rlboost.services.rollout_manager.event_followers import MAX_READS, EventFollowers
 from rlboost.shared.http.problem import Problem
 from rlboost.shared.messages import Event
-from rlboost.shared.streams.bus import START, Entry
+from rlboost.shared.streams.entries import START, Entry
 from rlboost.shared.streams.fakes import MemoryBus
 from tests.support.eventually import eventually
 

@@ -10,7 +10,7 @@ import pytest
 from rlboost.services.rollout_manager.app import Manager
 from rlboost.shared.messages import JobCommand, StepReport
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import START
+from rlboost.shared.streams.entries import START
 from tests.support.manager_rig import ManagerRig
 
 

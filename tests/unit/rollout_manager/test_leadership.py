@@ -22,7 +22,8 @@ from rlboost.shared.messages import Event, JobCommand, Resume
 from rlboost.shared.messages.protocol import PROTOCOL, PROTOCOL_HEADER
 from rlboost.shared.settings import read
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import START, Append, Entry, position
+from rlboost.shared.streams.bus import Append
+from rlboost.shared.streams.entries import START, Entry, position
 from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.streams.fenced_lease import FencedLease
 from tests.support.eventually import eventually

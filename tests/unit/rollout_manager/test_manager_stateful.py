@@ -24,7 +24,6 @@ from rlboost.services.rollout_manager.domain.scheduler import reclaim
 from rlboost.services.rollout_manager.domain.token_log.sample import FAILURES_LIMIT, WORKERS_LIMIT
 from rlboost.services.rollout_manager.domain.world import Now
 from rlboost.services.rollout_manager.leadership import manager_record
-from rlboost.services.rollout_manager.recovery import read_all
 from rlboost.shared.errors import BusUnavailable, Fenced
 from rlboost.shared.job.spec import parse, to_json
 from rlboost.shared.messages import (
@@ -37,11 +36,13 @@ from rlboost.shared.messages import (
     StepReport,
 )
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import HashSet, after
+from rlboost.shared.streams.bus import HashSet
+from rlboost.shared.streams.entries import after
 from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.wire.columns import I32, ints
 from tests.support.builders import group_requested, weights_committed
 from tests.support.sim_worker import SimWorker, check_completion
+from tests.support.stream_entries import read_all
 
 T = TypeVar("T")
 JOBS = {1: "job-1", 2: "job-2"}

@@ -11,7 +11,6 @@ from rlboost.services.rollout_manager.domain.jobs.audit import Audit
 from rlboost.services.rollout_manager.domain.token_log.sample import FAILURES_LIMIT
 from rlboost.services.rollout_manager.domain.world import Now
 from rlboost.services.rollout_manager.leadership import manager_record
-from rlboost.services.rollout_manager.recovery import read_all
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import (
     DeadLetter,
@@ -29,6 +28,7 @@ from rlboost.shared.wire.codec import decode
 from rlboost.shared.wire.columns import I32, ints
 from tests.support.builders import group_requested, job_running
 from tests.support.sim_worker import SimWorker, check_completion
+from tests.support.stream_entries import read_all
 
 T = TypeVar("T")
 JOB = "job"

@@ -11,7 +11,6 @@ from rlboost.services.rollout_manager.domain.compaction import compact
 from rlboost.services.rollout_manager.domain.jobs.audit import Audit
 from rlboost.services.rollout_manager.domain.world import Now
 from rlboost.services.rollout_manager.leadership import manager_record
-from rlboost.services.rollout_manager.recovery import read_all
 from rlboost.shared.job.spec import to_json
 from rlboost.shared.messages import (
     DeadLetter,
@@ -26,6 +25,7 @@ from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.wire.columns import I32, ints
 from tests.support.builders import group_id, group_requested, job_running, job_spec
 from tests.support.sim_worker import SimWorker, check_completion
+from tests.support.stream_entries import read_all
 
 JOB = "job"
 SPEC = to_json(job_spec())

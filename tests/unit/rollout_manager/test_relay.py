@@ -14,7 +14,6 @@ from rlboost.services.rollout_manager.domain.relay_rules import destination
 from rlboost.services.rollout_manager.domain.workers.departures import ABSENT_RETENTION_S, LEFT_RETENTION_S
 from rlboost.services.rollout_manager.domain.world import Now
 from rlboost.services.rollout_manager.leadership import manager_record
-from rlboost.services.rollout_manager.recovery import read_all
 from rlboost.shared.errors import BusUnavailable, Fenced, Unprocessable
 from rlboost.shared.messages import (
     Admitted,
@@ -29,11 +28,13 @@ from rlboost.shared.messages import (
     WorkerJoined,
 )
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import Entry, Fence, HashSet, Op, RawEntry
+from rlboost.shared.streams.bus import Fence, HashSet, Op
+from rlboost.shared.streams.entries import Entry, RawEntry
 from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.wire.codec import encode, fields_of
 from tests.support.builders import group_id, group_requested, job_created, job_running, placed, token_frame
 from tests.support.sim_worker import SimWorker
+from tests.support.stream_entries import read_all
 from tests.support.worker_users import FakeUsers
 
 SAMPLE = group_id()

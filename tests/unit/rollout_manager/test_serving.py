@@ -123,7 +123,7 @@ async def test_client_requests_have_priority_over_queued_samples(rig: Rig) -> No
     assert request.group in rig.held()["a"]
     waiting = rig.manager.world.queues
     assert not all(queue.empty for queue in waiting.values())
-    assert all(need.version == 0 for need in waiting)
+    assert all(need.newest_version == 0 for need in waiting)
     assert trained.n == 9
 
 

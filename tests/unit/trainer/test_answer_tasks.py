@@ -16,7 +16,7 @@ from rlboost.shared.ids import SampleId
 from rlboost.shared.job.environment import Message, Step
 from rlboost.shared.messages import GroupRequested, SampleFinished, Sampling, TurnAnswered
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import START
+from rlboost.shared.streams.entries import START
 from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.waiting import Waits
 from rlboost.shared.wire.columns import F32, I32, pack

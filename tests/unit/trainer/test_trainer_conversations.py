@@ -18,7 +18,7 @@ from rlboost.shared.job.environment import Environment, Message, Step
 from rlboost.shared.job.spec import JobSpec, parse
 from rlboost.shared.messages import Event, GroupRequested, SampleDropped, SampleFinished, TurnAnswered
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import START
+from rlboost.shared.streams.entries import START
 from rlboost.shared.wire.columns import F32, I32, U8, ints, length
 from tests.support.eventually import eventually
 from tests.support.scripted_manager import Answer, scripted

@@ -26,7 +26,8 @@ from rlboost.shared.ids import SampleId
 from rlboost.shared.job.spec import JobSpec, RlJob
 from rlboost.shared.messages import GroupRequested
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import START, Fence
+from rlboost.shared.streams.bus import Fence
+from rlboost.shared.streams.entries import START
 from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.waiting import Waits
 from rlboost.shared.wire.columns import I32, unpack

@@ -29,7 +29,7 @@ from rlboost.shared.messages import (
     SeedingReopened,
 )
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import START
+from rlboost.shared.streams.entries import START
 from rlboost.shared.wire.columns import I32, pack
 from tests.support.builders import engine_profile
 from tests.support.eventually import eventually

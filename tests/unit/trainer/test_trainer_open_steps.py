@@ -11,7 +11,7 @@ from rlboost.services.trainer.domain.open_steps import OpenSteps
 from rlboost.shared.errors import Unprocessable
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import Message, SampleDropped, SampleFinished, SeedingEnded, SeedingReopened
-from rlboost.shared.streams.bus import START, Entry
+from rlboost.shared.streams.entries import START, Entry
 from rlboost.shared.wire.columns import F32, I32, pack
 
 N_STEPS, N_GROUPS, SIZE = 5, 2, 2

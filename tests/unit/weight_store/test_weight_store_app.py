@@ -19,7 +19,7 @@ from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.ports import StoreFull
 from rlboost.shared.errors import Conflict, NotFound, StoreUnavailable, Undecodable
 from rlboost.shared.messages import WeightsCommitted
-from rlboost.shared.streams.bus import START
+from rlboost.shared.streams.entries import START
 from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.streams.names import WEIGHTS_COMMITTED
 from rlboost.shared.waiting import Waits

@@ -16,7 +16,8 @@ REALLOCATE_EVERY_S = 0.25
 def allocate(world: World, now: Now) -> None:
     """Command workers which version to serve, and count the workers of each job.
 
-    Looks at the workers only if something has changed that matters to it: see `_inputs`.
+    Reallocates workers among several jobs every `REALLOCATE_EVERY_S`. Does the rest only if the inputs of the
+    allocation have changed since the last call of `activate_reserved`.
     """
     versions = {job.id: version for job in world.jobs.active() if (version := _version(world, job.id)) >= 0}
     jobs = [world.jobs[job_id] for job_id in versions]
@@ -24,7 +25,7 @@ def allocate(world: World, now: Now) -> None:
     if len(payers) > 1 and now.mono - world.periodic.reallocated_at >= REALLOCATE_EVERY_S:
         world.periodic.reallocated_at = now.mono
         _reallocate(world, payers, versions, now)
-    if not _is_stale(world):
+    if not _inputs_changed(world):
         return
     for worker in world.fleet.workers.values():
         if worker.state == "draining":
@@ -38,8 +39,12 @@ def allocate(world: World, now: Now) -> None:
 
 
 def activate_reserved(world: World) -> None:
-    """Command reserved workers to resume or suspend generation."""
-    if not _is_stale(world):
+    """Command reserved workers to resume or suspend generation.
+
+    Looks at them only if the inputs of the allocation have changed since its last call. A step that has begun after
+    `allocate` in the same turn is such a change.
+    """
+    if not _inputs_changed(world):
         return
     jobs = world.jobs.active()
     for worker in world.fleet.workers.values():
@@ -59,15 +64,15 @@ def _inputs(world: World) -> object:
     return world.fleet.revision, world.in_flight.revision, jobs
 
 
-def _is_stale(world: World) -> bool:
+def _inputs_changed(world: World) -> bool:
     return world.periodic.allocation_inputs != _inputs(world)
 
 
 def _count_workers(world: World, job: Job) -> FleetCounts:
     workers = [w for w in world.fleet.workers.values() if w.job == job.id and w.state != "draining"]
-    needs = [need for need in world.in_flight.of_job(job.id) if not need.is_serving]
+    requirements = [each for each in world.in_flight.of_job(job.id) if not each.is_serving]
     reserved = [worker for worker in workers if worker.reserved]
-    ready = [w for w in workers if not w.reserved and any(w.serves(job.id, n.oldest, n.version) for n in needs)]
+    ready = [w for w in workers if not w.reserved and any(each.is_met_by(w) for each in requirements)]
     awake = [worker for worker in reserved if worker.state != "suspended"]
     return FleetCounts(len(reserved), len(awake), len(workers) - len(reserved), len(ready))
 
@@ -79,7 +84,7 @@ def _is_reserved_for(worker: Worker, job: Job) -> bool:
 
 def _version(world: World, job_id: str) -> int:
     """Return the version to serve: the newest one, unless samples in flight require an older one."""
-    required = [need.version for need in world.in_flight.of_job(job_id)]
+    required = [requirement.newest_version for requirement in world.in_flight.of_job(job_id)]
     return min([world.committed_version(job_id), *required])
 
 
@@ -139,9 +144,10 @@ def _reallocate(world: World, jobs: list[Job], versions: dict[str, int], now: No
 
 def _demand(world: World, job: Job, now: Now) -> Demand:
     progress = world.progress[job.id]
-    needs = [need for need in world.in_flight.of_job(job.id) if need.oldest <= progress.committed_version]
+    of_job = world.in_flight.of_job(job.id)
+    requirements = [each for each in of_job if each.oldest_version <= progress.committed_version]
     assigned = sum(len(w.samples) for w in world.fleet.workers.values() if w.job == job.id)
-    samples = sum(world.in_flight.by_requirement[need] for need in needs)
+    samples = sum(world.in_flight.by_requirement[requirement] for requirement in requirements)
     since = now.mono if progress.below_share_since is None else progress.below_share_since
     return Demand(job.id, job.spec.elastic.share, samples, max(0, samples - assigned), now.mono - since)
 

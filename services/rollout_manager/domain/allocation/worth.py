@@ -34,7 +34,7 @@ class WorkerWorth:
 
 
 class Offer(NamedTuple):
-    """Preemptible workers of one kind that can be had."""
+    """Preemptible workers of one kind that a provider can start."""
 
     kind: str
     n_workers: int
@@ -70,12 +70,13 @@ def worth_of_one_more(world: World) -> dict[str, Any] | None:
 def paying_workers(world: World, job: Job, offers: Iterable[Offer]) -> Counter[str] | None:
     """Return how many preemptible workers of each kind to have, each of them worth its price; None while unknown.
 
-    With each worker that pays, a token gets cheaper. Where a price is not known, workers are not weighed against it.
+    With each worker that pays, a token gets cheaper. An offer without a price always pays. So does every offer while
+    the training time or the price of a reserved worker is unknown, or no reserved worker is present.
 
     Args:
         world: the fleet.
-        job: it wants the workers.
-        offers: the workers that can be had, preferred first.
+        job: the job that they generate for.
+        offers: the workers that providers can start, preferred first.
 
     """
     tuner = job.window_tuner

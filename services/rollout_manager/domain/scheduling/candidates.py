@@ -157,7 +157,7 @@ class CandidatePools:
         return [
             pool
             for (job_id, version), pool in self._pools.items()
-            if job_id == requirement.job_id and requirement.oldest <= version <= requirement.version
+            if job_id == requirement.job_id and requirement.allows(version)
         ]
 
     def by_serving(self) -> dict[Serving, CandidatePool]:

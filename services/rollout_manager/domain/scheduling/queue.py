@@ -120,4 +120,6 @@ class SampleQueues(dict[Requirement, SampleQueue]):
 
     def in_order(self) -> list[Requirement]:
         """Return the requirements by priority: clients' first, since a person may wait, then the oldest step."""
-        return sorted(self, key=lambda need: (not need.is_serving, need.version, need.job_id))
+        return sorted(
+            self, key=lambda requirement: (not requirement.is_serving, requirement.newest_version, requirement.job_id)
+        )

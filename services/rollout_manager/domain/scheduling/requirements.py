@@ -5,25 +5,31 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from rlboost.services.rollout_manager.domain.token_log.sample import Sample
+from rlboost.services.rollout_manager.domain.workers.fleet import Worker
 from rlboost.shared.ids import is_served
 from rlboost.shared.wire.columns import length
 
-ANY_VERSION = 1 << 32
+UNLIMITED_VERSION = 1 << 32
 """Newer than every real version."""
 
 
 class Requirement(NamedTuple):
-    """A job, and the range of weight versions that may generate the sample."""
+    """A job, and the weight versions that may generate the sample."""
 
     job_id: str
-    version: int
-    """The newest version that may generate it, which is the step that trains on it."""
-    oldest: int
+    oldest_version: int
+    newest_version: int
+    """Also the step that trains on the sample, unless it is a client's."""
+    is_serving: bool = False
+    """True for clients' samples: any version may generate them, so they delay no weight update."""
 
-    @property
-    def is_serving(self) -> bool:
-        """Return True for clients' samples: any version may generate them, so they delay no weight update."""
-        return self.version == ANY_VERSION
+    def allows(self, version: int) -> bool:
+        """Return True if this version may generate the sample."""
+        return self.oldest_version <= version <= self.newest_version
+
+    def is_met_by(self, worker: Worker) -> bool:
+        """Return True if the worker can generate the sample now."""
+        return worker.generates and worker.job_id == self.job_id and self.allows(worker.version)
 
 
 class InFlight:
@@ -42,7 +48,7 @@ class InFlight:
             self.revision += 1
         self.by_requirement[requirement] = self.by_requirement.get(requirement, 0) + 1
         if not requirement.is_serving:
-            step = requirement.job_id, requirement.version
+            step = requirement.job_id, requirement.newest_version
             self.requested[step] = self.requested.get(step, 0) + 1
 
     def remove(self, requirement: Requirement) -> bool:
@@ -52,8 +58,8 @@ class InFlight:
             return False
         del self.by_requirement[requirement]
         self.revision += 1
-        step = requirement.job_id, requirement.version
-        if not any((other.job_id, other.version) == step for other in self.by_requirement):
+        step = requirement.job_id, requirement.newest_version
+        if not any((other.job_id, other.newest_version) == step for other in self.by_requirement):
             self.requested.pop(step, None)
         return True
 
@@ -63,15 +69,16 @@ class InFlight:
 
     def in_step(self, job_id: str, step: int) -> int:
         """Return how many samples of a step are in flight."""
-        return sum(n for requirement, n in self.by_requirement.items() if requirement[:2] == (job_id, step))
+        requirements = [each for each in self.of_job(job_id) if each.newest_version == step]
+        return sum(self.by_requirement[requirement] for requirement in requirements)
 
 
 def requirement_of(sample: Sample) -> Requirement:
     """Return what a sample requires of a worker."""
     request = sample.request
     if is_served(sample.id):
-        return Requirement(request.job_id, ANY_VERSION, 0)
-    return Requirement(request.job_id, request.version, request.version - request.max_staleness)
+        return Requirement(request.job_id, 0, UNLIMITED_VERSION, is_serving=True)
+    return Requirement(request.job_id, request.version - request.max_staleness, request.version)
 
 
 def max_tokens_of(sample: Sample) -> int:

@@ -151,12 +151,12 @@ class Ledger:
                 placed.append((sample, self.begin_attempt(sample, message.worker, attempt, offset)))
         return placed
 
-    def begin_attempt(self, sample: Sample, worker: str, attempt: int, offset: int) -> int:
+    def begin_attempt(self, sample: Sample, worker: str, attempt: int, offset: int, placed_at: float = 0.0) -> int:
         """Give a sample with its first `offset` tokens to a worker; return how many tokens were cut."""
         cut = sample.cut(offset)
         self.tokens_live -= cut
         sample.worker = sample.attempt_worker = worker
-        sample.attempt, sample.offset = attempt, offset
+        sample.attempt, sample.offset, sample.placed_at = attempt, offset, placed_at
         if sample.finish == FINISH_NONE:
             self.finished.pop(sample.id, None)
         self.failed.pop(sample.id, None)
@@ -325,7 +325,6 @@ class Ledger:
             tokens=bytes(sample.tokens),
             logprobs=bytes(sample.logprobs),
             spans=list(sample.spans),
-            failures=len(sample.failed_on),
             failed_on=list(sample.failed_on),
             attempt_worker=sample.attempt_worker,
         )

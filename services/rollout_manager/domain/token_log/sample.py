@@ -41,7 +41,7 @@ class Sample:
     offset: int = 0
     """How many tokens it had at the start of this attempt."""
     placed_at: float = 0.0
-    """When it was assigned to its owner (manager's clock)."""
+    """When it was assigned to its owner (manager's clock); 0 if an earlier manager did that."""
     routed_experts: bytes = b""
     """Of the whole completion, once it ended; see `shared.wire.routed_experts`."""
     attempt_worker: str = ""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rlboost.shared.messages.command_digest import MODULUS
-from rlboost.shared.streams.bus import START
+from rlboost.shared.streams.entries import START
 
 MIN_HEARTBEATS = 3
 """How many heartbeats must show the same difference."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -81,6 +82,7 @@ class Worker:
     unbilled_startup_s: float = 0.0
     """Time before its join that no job was charged with yet."""
     samples: set[int] = field(default_factory=set)
+    """Changed by `add`, `remove` and `set_samples`, which count the tokens in `kv`."""
     releasing: dict[int, float] = field(default_factory=dict)
     """Members of `samples` that it was asked to release -> when (manager's clock)."""
     profile: Profile = field(default_factory=Profile)
@@ -164,10 +166,6 @@ class Worker:
             return min(1.0, running / max(1, self.batch_cap))
         return 1.0 - self.profile.fixed_s / self.profile.step_s(running, running * self._tokens_each)
 
-    def serves(self, job_id: str, oldest: int, newest: int) -> bool:
-        """Return True if it can generate for this job with one of these versions now."""
-        return self.generates and self.job_id == job_id and oldest <= self.version <= newest
-
     def add(self, sample: Sample) -> None:
         """Take a sample, and count its tokens."""
         self.kv.add(sample, has_sibling=self._has_sibling(sample))
@@ -178,6 +176,16 @@ class Worker:
         self.samples.remove(sample.id)
         self.releasing.pop(sample.id, None)
         self.kv.remove(sample, has_sibling=self._has_sibling(sample))
+
+    def set_samples(self, samples: Iterable[Sample]) -> None:
+        """Set the samples that it has, and count their tokens from scratch."""
+        held = list(samples)
+        self.samples = {sample.id for sample in held}
+        self.kv.recount(held)
+
+    def on_tokens(self, n_tokens: int) -> None:
+        """Count tokens by which its samples have grown."""
+        self.kv.held += n_tokens
 
     def _has_sibling(self, sample: Sample) -> bool:
         request = sample.request

@@ -9,11 +9,10 @@ import pytest
 
 from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.leadership import manager_record
-from rlboost.services.rollout_manager.recovery import read_all
 from rlboost.services.trainer.job_streams import FinishedLog, RetryingBus
 from rlboost.shared.messages import SampleFinished
 from rlboost.shared.streams import names, read_size
-from rlboost.shared.streams.bus import Entry, RawEntry
+from rlboost.shared.streams.entries import Entry, RawEntry
 from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.streams.read_size import ReadSize
 from rlboost.shared.waiting import Waits
@@ -22,6 +21,7 @@ from rlboost.tracing.follow import follow
 from rlboost.tracing.samples import Span
 from tests.support.builders import heartbeat, worker_joined
 from tests.support.eventually import eventually
+from tests.support.stream_entries import read_all
 
 STREAM = names.rollouts_finished("j")
 MAX_BYTES = 64 << 10

@@ -24,7 +24,7 @@ from rlboost.shared.http.store_credential import (
 from rlboost.shared.http.token_signature import sign
 from rlboost.shared.messages import StoreCredential
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import START
+from rlboost.shared.streams.entries import START
 from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.waiting import Waits
 from tests.support.builders import worker_joined
