@@ -48,6 +48,7 @@ EVENTS: Mapping[str, str] = {
     "seeding_reopened": "reserved workers generate again, as no or too few spot workers are left",
     "seeding_started": "reserved workers generate at the start of a step",
     "seeding_window_closing": "reserved workers were asked to hand back their samples",
+    "seeding_window_changed": "another length was chosen in mid-window, as the number of spot workers changed",
     "seeding_window_updated": "the learned window changed",
     "warning": "something in the job needs attention",
     "warning_cleared": "a warning no longer holds",

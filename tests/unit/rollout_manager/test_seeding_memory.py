@@ -7,6 +7,7 @@ import pytest
 from rlboost.services.rollout_manager.domain.apply_messages import apply_message
 from rlboost.services.rollout_manager.domain.effects import SaveJob
 from rlboost.services.rollout_manager.domain.jobs.record import Job, from_json, to_json
+from rlboost.services.rollout_manager.domain.scheduling.requirements import Requirement
 from rlboost.services.rollout_manager.domain.seeding.tuner import Meter, WindowTuner
 from rlboost.services.rollout_manager.domain.seeding.window import Window
 from rlboost.services.rollout_manager.domain.step_windows import advance_window
@@ -63,6 +64,7 @@ def test_open_window_follows_the_number_of_preemptible_workers(world: World, job
     job.window_tuner = WindowTuner(window_s=40.0, memory={2: 12.0}, work_s=90.0, train_s=20.0, fleet_mean=1, reserved=1)
     progress = world.progress["j"]
     progress.window = window = Window(3, 40.0, began_at=0.0, fleet=1)
+    world.in_flight.add(Requirement("j", 3, 3))
     lengths = []
     for fleet in (1, 2, 3):
         progress.fleet = FleetCounts(reserved=1, preemptible=fleet)
