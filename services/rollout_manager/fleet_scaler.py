@@ -22,8 +22,8 @@ from rlboost.services.rollout_manager.domain.allocation.autoscale import (
     Autoscaler,
     fleet_view,
     present_workers,
-    requested,
     surplus,
+    workers_to_request,
 )
 from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.services.rollout_manager.ports import FleetProvider, ProviderFailed
@@ -146,7 +146,7 @@ class FleetScaler:
         for kind, target in self._autoscaler.targets.items():
             last = self._requests.get(kind)
             present = sum(not worker.reserved and worker.joined.kind == kind for worker in fleet)
-            workers = requested(target, last.workers if last else None, present)
+            workers = workers_to_request(target, last.workers if last else None, present)
             wait_s = RETRY_S if last and last.error else REPEAT_S
             if last is None or (workers != last.workers and not last.error) or now - last.at >= wait_s:
                 self._requests[kind] = request = _Request(workers, now)

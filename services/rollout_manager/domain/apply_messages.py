@@ -136,12 +136,12 @@ def apply_frames(world: World, frames: Sequence[TokenFrame], *, counted: bool = 
             worker.on_tokens(tokens)
     if counted:
         world.audit_frames(outcome)
-    for sample_id in outcome.failed:
+    for sample_id in outcome.invalid:
         if worker := world.fleet.workers.get(world.ledger.samples[sample_id].worker):
             worker.invalid_samples.add(sample_id)
     # Tokens are missing between the ledger and a gap's frame: the owner's later frames cannot be used either.
     # After a failure, the owner's later frames leave a gap.
-    gaps = [i for i in (*outcome.gaps, *outcome.failed) if world.ledger.samples[i].worker in world.fleet.workers]
+    gaps = [i for i in (*outcome.gaps, *outcome.invalid) if world.ledger.samples[i].worker in world.fleet.workers]
     for sample_id in dict.fromkeys(gaps):
         world.revoke(world.ledger.samples[sample_id])
     for sample_id in dict.fromkeys([*gaps, *outcome.released]):

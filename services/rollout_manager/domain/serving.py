@@ -23,7 +23,7 @@ class Clients:
     satisfied: set[int] = field(default_factory=set)
     """Samples that the client has received completely: to the end, or to a stop string."""
     gone: set[int] = field(default_factory=set)
-    """Groups whose client disconnected and can not reconnect."""
+    """Groups whose client disconnected and cannot reconnect."""
 
 
 NO_CLIENTS = Clients()

@@ -15,8 +15,8 @@ from rlboost.services.rollout_manager.domain.allocation.autoscale import (
     FleetView,
     Pool,
     fleet_view,
-    requested,
     surplus,
+    workers_to_request,
 )
 from rlboost.services.rollout_manager.domain.jobs.record import Job
 from rlboost.services.rollout_manager.domain.seeding.tuner import WindowTuner
@@ -229,4 +229,4 @@ def test_newest_workers_leave_while_all_cost_too_much() -> None:
 def test_provider_is_asked_for_fewer_only_as_workers_leave(
     target: int, before: int | None, present: int, workers: int
 ) -> None:
-    assert requested(target, before, present) == workers
+    assert workers_to_request(target, before, present) == workers

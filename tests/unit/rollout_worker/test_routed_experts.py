@@ -78,7 +78,7 @@ def test_end_without_experts_completes_the_sample(ledger: Ledger) -> None:
 )
 def test_experts_of_another_shape_fail_the_sample(ledger: Ledger, finish: int, routed: bytes) -> None:
     outcome = ledger.extend(*sent(emission(GROUP, 0, 5, finish, routed)))
-    assert outcome.failed == [GROUP]
+    assert outcome.invalid == [GROUP]
     assert not ledger.samples[GROUP].tokens
     assert not ledger.samples[GROUP].routed_experts
 
@@ -87,7 +87,7 @@ def test_experts_that_were_not_requested_fail_the_sample() -> None:
     ledger = Ledger()
     ledger.admit(group_requested(n=1, max_tokens=32), "1-0")
     ledger.place(builders.placed(GROUP, worker="w1", attempt=1, offset=0))
-    assert ledger.extend(*sent(emission(GROUP, 0, 5, FINISH_STOP, column(5)))).failed == [GROUP]
+    assert ledger.extend(*sent(emission(GROUP, 0, 5, FINISH_STOP, column(5)))).invalid == [GROUP]
 
 
 def test_frame_with_missing_experts_changes_nothing(ledger: Ledger) -> None:

@@ -19,7 +19,7 @@ def allocate(world: World, now: Now) -> None:
     Reallocates workers among several jobs every `REALLOCATE_EVERY_S`. Does the rest only if the inputs of the
     allocation have changed since the last call of `activate_reserved`.
     """
-    versions = {job.id: version for job in world.jobs.active() if (version := _version(world, job.id)) >= 0}
+    versions = {job.id: version for job in world.jobs.active() if (version := _version_to_serve(world, job.id)) >= 0}
     jobs = [world.jobs[job_id] for job_id in versions]
     payers = [job for job in jobs if not world.audits[job.id].cost.budget_reached]
     if len(payers) > 1 and now.mono - world.periodic.reallocated_at >= REALLOCATE_EVERY_S:
@@ -30,7 +30,7 @@ def allocate(world: World, now: Now) -> None:
     for worker in world.fleet.workers.values():
         if worker.state == "draining":
             continue
-        if job := _job_of(world, worker, jobs if worker.reserved else payers):
+        if job := _select_job(world, worker, jobs if worker.reserved else payers):
             _use_version(world, worker, job, versions[job.id])
         elif jobs and worker.job and not worker.reserved:  # others stay idle: a supervisor would restart them
             world.drain(worker, now, "no job's budget pays for it any longer: see elastic.max_dollars")
@@ -82,13 +82,13 @@ def _is_reserved_for(worker: Worker, job: Job) -> bool:
     return not worker.joined.trainer or not job.trainer or worker.joined.trainer == job.trainer
 
 
-def _version(world: World, job_id: str) -> int:
+def _version_to_serve(world: World, job_id: str) -> int:
     """Return the version to serve: the newest one, unless samples in flight require an older one."""
     required = [requirement.newest_version for requirement in world.in_flight.of_job(job_id)]
     return min([world.committed_version(job_id), *required])
 
 
-def _job_of(world: World, worker: Worker, jobs: list[Job]) -> Job | None:
+def _select_job(world: World, worker: Worker, jobs: list[Job]) -> Job | None:
     if worker.reserved:
         candidates = [job for job in jobs if _is_reserved_for(worker, job)]
         running = (job for job in candidates if job.state == "running")

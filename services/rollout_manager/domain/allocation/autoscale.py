@@ -78,7 +78,7 @@ def fleet_view(world: World, pools: Sequence[Pool]) -> FleetView:
 
 
 def _paying(world: World, jobs: Iterable[Job], pools: Iterable[tuple[Pool, float]]) -> Counter[str]:
-    """Return how many workers of each kind are worth their price; a worker that one job takes is left to no other."""
+    """Return how many workers of each kind are worth their price; each counts for one job only."""
     offers = [
         Offer(pool.kind, pool.max_workers, price, world.fleet.availability_of(pool.kind)) for pool, price in pools
     ]
@@ -134,11 +134,11 @@ class Autoscaler:
         """
         self._began_at = now if self._began_at is None else self._began_at
         if fixed is None:
-            self.targets, self.limited_by = self._within_limits(self._followed(seen, now), seen, seen.paying)
+            self.targets, self.limited_by = self._within_limits(self._next_total(seen, now), seen, seen.paying)
         else:
             self.targets, self.limited_by = self._within_limits(fixed, seen, {})
 
-    def _followed(self, seen: FleetView, now: float) -> int:
+    def _next_total(self, seen: FleetView, now: float) -> int:
         """Return the number worth having, or as much of the change toward it as is due."""
         assert self._began_at is not None
         current = sum(self.targets.values())
@@ -202,7 +202,7 @@ def surplus(
     return drained
 
 
-def requested(target: int, before: int | None, present: int) -> int:
+def workers_to_request(target: int, before: int | None, present: int) -> int:
     """Return the number of workers of a kind to request from the provider.
 
     A provider that is asked for fewer may stop any of them, so it is asked for fewer only as they leave.

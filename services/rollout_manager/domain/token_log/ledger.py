@@ -65,8 +65,8 @@ class FrameOutcome:
     """Samples whose frame began after the ledger's end: tokens are missing, so they must be placed again."""
     released: list[int] = field(default_factory=list)
     """Samples that their owner has released with all their tokens."""
-    failed: list[int] = field(default_factory=list)
-    """Samples that failed because their owner sent rows that no engine sends."""
+    invalid: list[int] = field(default_factory=list)
+    """Samples that failed because their worker sent rows that no engine sends."""
 
 
 class Ledger:
@@ -196,12 +196,12 @@ class Ledger:
             self._by_slot[slot].routed_experts = column
         for row in rows.irregular:
             self._apply_irregular(self._by_slot[row.slot], row, out)
-        for slot, worker, count in rows.unusable:
+        for slot, worker, count in rows.invalid:
             sample = self._by_slot[slot]
             out.refused.append((job_of(sample.id), "invalid", count))
             failed = SampleFailed(worker=worker, sample=sample.id, attempt=sample.attempt, reason=INVALID)
             if self.fail(failed):
-                out.failed.append(sample.id)
+                out.invalid.append(sample.id)
         return out
 
     def _apply_irregular(self, sample: Sample, row: Row, out: FrameOutcome) -> None:

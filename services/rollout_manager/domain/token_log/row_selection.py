@@ -45,9 +45,9 @@ class Limits(NamedTuple):
     vocab_size: int
     """Token ids are below this."""
     max_tokens: int
-    oldest: int
-    newest: int
-    """Weight versions that may generate it."""
+    oldest_version: int
+    newest_version: int
+    """Limits of the weight versions that may generate it."""
     layers: int = 0
     experts_per_token: int = 0
     experts: int = 0
@@ -61,7 +61,7 @@ def limits_of(request: GroupRequested) -> Limits:
     """Return what the rows of a request's samples may contain; any version may generate a client's request."""
     vocab_size, max_tokens = request.vocab_size or UNLIMITED.vocab_size, request.sampling.max_tokens
     if is_served(request.group):
-        return Limits(vocab_size, max_tokens, UNLIMITED.oldest, UNLIMITED.newest)
+        return Limits(vocab_size, max_tokens, UNLIMITED.oldest_version, UNLIMITED.newest_version)
     oldest, shape = max(0, request.version - request.max_staleness), request.sampling.routed_experts
     return Limits(
         vocab_size, max_tokens, oldest, request.version, *(shape if len(shape) == len(RoutedShape._fields) else ())
@@ -98,8 +98,8 @@ class Selection(NamedTuple):
     """All rows of samples where some row repeats tokens, leaves a gap or comes after the end; in the log's order."""
     refused: list[tuple[int, int]]
     """(Sample id, tokens) of rows of an earlier attempt, of another worker, or of a sample that is not in flight."""
-    unusable: list[tuple[int, str, int]]
-    """(Slot, worker, tokens) of rows that no engine sends: see `FrameRows.invalid` and `Limits`."""
+    invalid: list[tuple[int, str, int]]
+    """(Slot, worker, tokens) of rows that no engine sends: `FrameRows.invalid`, and those beyond their `Limits`."""
     accepted: dict[int, int]
     """Job number -> tokens in `appends`."""
 
@@ -155,11 +155,11 @@ class ExpectedRows:
         current &= (assigned == self._workers_of(rows)) | (assigned == ANY_WORKER)
         current &= rows.attempts > 0  # before its first attempt no worker may extend a sample
         refused = np.flatnonzero(~current) if not current.all() else np.zeros(0, np.int64)
-        unusable = rows.invalid
+        invalid = rows.invalid
         if (beyond := self._beyond_limits(rows, slots)).size:
-            unusable = np.union1d(unusable, beyond)
-        unusable = unusable[current[unusable]]
-        current[unusable] = False
+            invalid = np.union1d(invalid, beyond)
+        invalid = invalid[current[invalid]]
+        current[invalid] = False
         matching = np.flatnonzero(current)
         matching = matching[_stable_order(slots[matching])]
         slot, offset = slots[matching], rows.offsets[matching]
@@ -176,14 +176,14 @@ class ExpectedRows:
             matching,
             irregular=[_row(rows, row, int(slots[row])) for row in irregular.tolist()],
             refused=[(int(rows.samples[row]), int(rows.counts[row])) for row in refused.tolist()],
-            unusable=[(int(slots[row]), worker_of(rows, row), int(rows.counts[row])) for row in unusable.tolist()],
+            invalid=[(int(slots[row]), worker_of(rows, row), int(rows.counts[row])) for row in invalid.tolist()],
         )
 
     def _beyond_limits(self, rows: FrameRows, slots: Ints) -> Ints:
         """Return the rows with tokens that their samples' requests do not allow."""
-        vocab_size, max_tokens, oldest, newest, *_ = self._limits[slots].T
+        vocab_size, max_tokens, oldest_version, newest_version, *_ = self._limits[slots].T
         beyond = rows.offsets + rows.counts > max_tokens
-        beyond |= (rows.counts > 0) & ((rows.versions < oldest) | (rows.versions > newest))
+        beyond |= (rows.counts > 0) & ((rows.versions < oldest_version) | (rows.versions > newest_version))
         found = np.flatnonzero(beyond)
         if rows.routed_bytes.any():
             found = np.union1d(found, self._with_invalid_routing(rows, slots))
@@ -211,7 +211,7 @@ class ExpectedRows:
         *,
         irregular: list[Row],
         refused: list[tuple[int, int]],
-        unusable: list[tuple[int, str, int]],
+        invalid: list[tuple[int, str, int]],
     ) -> Selection:
         """Return the selection with these regular rows, sorted by slot, and expect what comes after them."""
         extending = regular[rows.counts[regular] > 0]
@@ -242,7 +242,7 @@ class ExpectedRows:
             ],
             irregular=irregular,
             refused=refused,
-            unusable=unusable,
+            invalid=invalid,
             accepted=_tokens_by_job(rows.samples[extending], counts),
         )
 

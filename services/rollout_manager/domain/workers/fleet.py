@@ -304,7 +304,7 @@ class Fleet:
         self.lifetimes[worker.joined.kind].preemptions += 1
 
     def preemptions_per_s(self, kind: str) -> float:
-        """Return the hazard of a worker of this kind."""
+        """Return how often a worker of this kind is preempted."""
         present_s = sum(worker.age_s for worker in self.workers.values() if worker.joined.kind == kind)
         return self.lifetimes[kind].preemptions_per_s(present_s)
 
