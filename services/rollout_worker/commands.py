@@ -1,6 +1,6 @@
 """The loop that reads the manager's commands and executes the effects that the session decides.
 
-Consumes: the incarnation's command stream, in order.
+Consumes: the incarnation's command stream, in order; outcomes of weight updates.
 Produces: calls of the engine, weight updates, new incarnations, dead letters.
 Waits for: the next command (`Bus.read`); a suspension also waits for the engine to pause and for Redis to accept a
     flush. A weight update runs in the background.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import assert_never
 
 import structlog
@@ -36,7 +37,7 @@ from rlboost.services.rollout_worker.domain.session import Session
 from rlboost.services.rollout_worker.generator import Generator
 from rlboost.services.rollout_worker.manager_connection import RETRY_INTERVAL_S, ManagerConnection
 from rlboost.services.rollout_worker.startup_timer import StartupTimer
-from rlboost.services.rollout_worker.weight_updates import RecordOutcome, WeightUpdates
+from rlboost.services.rollout_worker.weight_updates import Loaded, Outcome, Unavailable, WeightUpdates
 from rlboost.shared.errors import BusUnavailable
 from rlboost.shared.messages import Assignment
 from rlboost.shared.streams import names
@@ -114,7 +115,7 @@ class CommandLoop:
             match effect:
                 case PullWeights():
                     self._startup.end("version")
-                    await self._start_update(effect, group)
+                    await self._updates.start(effect, group, partial(self._on_update_ended, group))
                 case CancelPull():
                     await self._updates.cancel()
                 case DrainWorker(reason):
@@ -133,12 +134,19 @@ class CommandLoop:
         if self._connection.state_changed:
             self._on_state_changed()
 
-    async def _start_update(self, pull: PullWeights, group: asyncio.TaskGroup) -> None:
-        async def apply(outcome: RecordOutcome) -> None:
-            async with self._executing:
-                await self._execute(await outcome(), group)
-
-        await self._updates.start(pull, group, apply)
+    async def _on_update_ended(self, group: asyncio.TaskGroup, outcome: Outcome) -> None:
+        async with self._executing:
+            session = self._connection.session
+            match outcome:
+                case Loaded(weights, update_s, pause_s):
+                    self._connection.update_s, self._connection.update_pause_s = update_s, pause_s
+                    effects = session.on_weights_loaded(weights)
+                    await self._generator.resume("loading")
+                case Unavailable(weights, reason):
+                    effects = session.on_weights_unavailable(weights, reason)
+                case _:
+                    assert_never(outcome)
+            await self._execute(effects, group)
 
     async def _execute_on_engine(self, effect: EngineEffect) -> None:
         match effect:

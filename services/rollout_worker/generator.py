@@ -147,8 +147,14 @@ class Generator:
     @property
     def capabilities(self) -> dict[str, Any]:
         """Return what `WorkerHeartbeat` says about the engine; empty before there is an engine."""
-        names = ("kv_tokens", "kv_block_tokens", "max_request_tokens", "returns_routed_experts")
-        return {name: getattr(self._engine, name) for name in names if self._engine is not None}
+        if (engine := self._engine) is None:
+            return {}
+        return {
+            "kv_tokens": engine.kv_tokens,
+            "kv_block_tokens": engine.kv_block_tokens,
+            "max_request_tokens": engine.max_request_tokens,
+            "returns_routed_experts": engine.returns_routed_experts,
+        }
 
     def running(self) -> set[RequestKey]:
         """See `Engine.running`."""

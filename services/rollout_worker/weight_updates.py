@@ -1,10 +1,10 @@
 """Replaces the engine's weights: pull, load, verify, parity check, serve.
 
 Consumes: `PullWeights` effects of the session, one at a time: a newer one cancels the older.
-Produces: effects of the session once the weights are served or found unavailable.
+Produces: the outcome, once the weights can be served or are found unavailable.
 Waits for: the weight source (`WeightSource.pull`); with `in_flight: finish` also for the samples in the engine, which
     `on_flush` reports and `finish_limit_s` bounds; then for the engine's load and parity check.
-Ends when: the weights are served or unavailable, or `cancel` or `abandon` is called.
+Ends when: the outcome was handled, or `cancel` or `abandon` is called.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import structlog
 
-from rlboost.services.rollout_worker.domain.effects import Effect, PullWeights
+from rlboost.services.rollout_worker.domain.effects import PullWeights
 from rlboost.services.rollout_worker.generator import Generator
 from rlboost.services.rollout_worker.manager_connection import ManagerConnection
 from rlboost.services.rollout_worker.ports import StagedWeights, WeightSource
@@ -30,15 +31,36 @@ log = structlog.get_logger(__name__)
 
 LOAD_LIMIT_S = 3600.0
 """For the engine, its build included: compiling a large model takes many minutes."""
-RecordOutcome = Callable[[], Awaitable[list[Effect]]]
-"""Records the outcome of an update in the session; returns the effects that follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The engine has new weights, which have passed the parity check. It is paused with reason "loading"."""
+
+    weights: WeightsRef
+    update_s: float
+    """From the command to here."""
+    pause_s: float
+    """Without generation, of that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unavailable:
+    """The weights could not be pulled; the manager knows. The engine is as it was."""
+
+    weights: WeightsRef
+    reason: str
+
+
+Outcome = Loaded | Unavailable
+HandleOutcome = Callable[[Outcome], Awaitable[None]]
 
 
 class WeightUpdates:
     """Runs at most one weight update at a time.
 
     Args:
-        connection: its session records the outcome.
+        connection: reports weights that are unavailable.
         generator: loads the weights.
         source: provides the weights.
         waits: lists what is waited for.
@@ -66,19 +88,17 @@ class WeightUpdates:
         self._flushed = asyncio.Event()
         self._starts, self._loads, self._checks = LastDuration(), LastDuration(), LastDuration()
 
-    async def start(
-        self, pull: PullWeights, group: asyncio.TaskGroup, apply: Callable[[RecordOutcome], Awaitable[None]]
-    ) -> None:
+    async def start(self, pull: PullWeights, group: asyncio.TaskGroup, handle: HandleOutcome) -> None:
         """Start an update in the background; cancel the one under way.
 
         Args:
             pull: which weights.
             group: owns the task.
-            apply: called with the outcome; must not run while a command is executed.
+            handle: called with the outcome, by the task.
 
         """
         await self.cancel()
-        self._task = group.create_task(self._update(pull, apply), name=f"update-{pull.job_id}-{pull.version}")
+        self._task = group.create_task(self._update(pull, handle), name=f"update-{pull.job_id}-{pull.version}")
 
     async def cancel(self) -> None:
         """Cancel the update under way and resume the engine if it still has its old weights."""
@@ -105,7 +125,10 @@ class WeightUpdates:
         """Check again whether the samples in flight have finished."""
         self._flushed.set()
 
-    async def _update(self, pull: PullWeights, apply: Callable[[RecordOutcome], Awaitable[None]]) -> None:
+    async def _update(self, pull: PullWeights, handle: HandleOutcome) -> None:
+        await handle(await self._replace(pull))
+
+    async def _replace(self, pull: PullWeights) -> Outcome:
         session, weights, began = self._connection.session, WeightsRef(pull.job_id, pull.version), time.monotonic()
         try:
             if self._generator.is_loading:
@@ -124,30 +147,24 @@ class WeightUpdates:
                 self._source.verify_cache_again()
                 await self._load(await self._source.pull(*weights), pull)
         except (NotFound, BadSignature) as error:
-            await self._report_unavailable(weights, str(error), apply)
-            return
+            unavailable = Unavailable(weights, str(error))
+            await self._report(unavailable)
+            return unavailable
         self._startup.end("load")
         loaded = time.monotonic()
         async with self._engine_wait(f"it runs the parity check of {weights}", self._checks):
             await self._generator.check_parity()
         self._startup.end("parity")
+        checked = time.monotonic()
         log.info(
             "weights_loaded",
             job=pull.job_id,
             version=pull.version,
             pull_s=round(pulled - began, 3),
             load_s=round(loaded - pulled, 3),
-            parity_s=round(time.monotonic() - loaded, 3),
+            parity_s=round(checked - loaded, 3),
         )
-
-        async def served() -> list[Effect]:
-            done = time.monotonic()
-            self._connection.update_s, self._connection.update_pause_s = done - began, done - pulled
-            effects = session.on_weights_loaded(weights)
-            await self._generator.resume("loading")
-            return effects
-
-        await apply(served)
+        return Loaded(weights, update_s=checked - began, pause_s=checked - pulled)
 
     async def _load(self, staged: StagedWeights, pull: PullWeights) -> None:
         on_unloaded, keep_kv = self._connection.session.on_weights_unloaded, pull.in_flight == "keep"
@@ -167,18 +184,11 @@ class WeightUpdates:
             with last.measured():
                 yield
 
-    async def _report_unavailable(
-        self, weights: WeightsRef, reason: str, apply: Callable[[RecordOutcome], Awaitable[None]]
-    ) -> None:
-        connection, session = self._connection, self._connection.session
+    async def _report(self, unavailable: Unavailable) -> None:
+        connection, weights, reason = self._connection, unavailable.weights, unavailable.reason
         await connection.retry_until_ok(
             "report unavailable weights", lambda: connection.report_weights_unavailable(weights, reason)
         )
-
-        async def unavailable() -> list[Effect]:
-            return session.on_weights_unavailable(weights, reason)
-
-        await apply(unavailable)
 
     async def _until_finished(self, weights: WeightsRef) -> None:
         """Wait until the samples in the engine have finished under its current weights, up to `finish_limit_s`."""
