@@ -62,9 +62,7 @@ def meter(world: World) -> Meter:
 
 
 @pytest.mark.parametrize(("running", "work_s"), [(0, 0.0), (2, 0.25), (8, 1.0), (9, 1.0)])
-def test_worker_without_a_profile_counts_by_the_part_of_a_full_batch_that_it_runs(
-    world: World, running: int, work_s: float
-) -> None:
+def test_worker_without_a_profile_counts_by_its_part_of_a_full_batch(world: World, running: int, work_s: float) -> None:
     apply(world, 1.0, heartbeat("spot", running=running))
     apply(world, 2.0, heartbeat("spot", running=running))
     assert meter(world).work_s == work_s
