@@ -101,7 +101,7 @@ async function poll(mine) {
         return;
       }
       if (!(error instanceof ApiError)) console.error(error);
-      $("connection").textContent = error.message;
+      $("connection").textContent = error.message.replace(/: try again$/, "; trying again.");
     }
     await new Promise((resolve) => setTimeout(resolve, POLL_MS));
   }
