@@ -36,7 +36,7 @@ from rlboost.commands import (
 from rlboost.commands import eval as evaluation
 from rlboost.commands.common import new_app
 
-app = new_app("Reinforcement learning of language models on spot GPUs: nothing is lost when they go.", top=True)
+app = new_app("Train language models with reinforcement learning, with rollouts on spot GPUs.", top=True)
 init.register(app)
 up.register(app)
 demo.register(app)

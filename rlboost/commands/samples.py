@@ -23,7 +23,7 @@ def samples(
     step: Annotated[int | None, typer.Option(help="Step, from 0; the newest one if omitted.", min=0)] = None,
     best: Annotated[bool, typer.Option("--best", help="Highest rewards first.")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="Lowest rewards first.")] = False,
-    number: Annotated[int, typer.Option("-n", help="How many samples.", min=1)] = 4,
+    number: Annotated[int, typer.Option("-n", help="Number of samples.", min=1)] = 4,
     evaluation: Annotated[bool, typer.Option("--eval", help="Samples of the step's evaluation.")] = False,
     state: StateOption = DEFAULT_STATE,
     as_json: JsonOption = False,

@@ -39,12 +39,12 @@ class Role(StrEnum):
     RESERVED = "reserved"
 
 
-app = new_app("The workers that generate.")
+app = new_app("Rollout workers.")
 
 
 @app.command("list")
 def list_workers(state: StateOption = DEFAULT_STATE, as_json: JsonOption = False) -> None:
-    """List the present workers and those that left recently."""
+    """List the workers of the fleet and those that exited recently."""
     with connect(state) as client:
         workers = client.workers.list()
     if as_json:
