@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
+from operator import itemgetter
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Query, Request
@@ -136,9 +137,14 @@ def add_events(router: APIRouter, manager: Manager, bus: Bus) -> None:
     )
     @needs("read")
     async def logs(job_id: str, request: Request, follow: bool = False) -> StreamingResponse:
-        """Stream the job's events and what all processes log about it as text; with `follow`, until the job ends."""
+        """Stream the job's events and what all processes log about it as text, by time.
+
+        With `follow`, as they come and until the job ends: log lines of workers come some seconds late.
+        """
         cursors = {names.job_events(job_id): START, names.job_logs(job_id): START}
         entries = followed(job_id, cursors, request, follow=follow)
+        if not follow:
+            entries = _by_time(entries)
         return StreamingResponse(_log_lines(entries, job_id), media_type="text/plain; charset=utf-8")
 
 
@@ -148,6 +154,12 @@ async def _server_sent_events(tail: AsyncIterator[Entry | None]) -> AsyncIterato
             yield ": keep-alive\n\n"
         elif isinstance(entry.message, Event):
             yield f"id: {entry.id}\nevent: {entry.message.kind}\ndata: {entry.message.model_dump_json()}\n\n"
+
+
+async def _by_time(entries: AsyncIterator[Entry | None]) -> AsyncIterator[Entry | None]:
+    found = [(event.at, entry) async for entry in entries if entry and isinstance(event := entry.message, Event)]
+    for _, entry in sorted(found, key=itemgetter(0)):
+        yield entry
 
 
 async def _log_lines(tail: AsyncIterator[Entry | None], job_id: str) -> AsyncIterator[str]:

@@ -123,6 +123,15 @@ async def system() -> AsyncIterator[System]:
     await system.http.aclose()
 
 
+async def test_log_is_in_the_order_of_time_though_lines_of_workers_come_late(system: System) -> None:
+    events, lines = names.job_events(system.job), names.job_logs(system.job)
+    await system.bus.append(events, Event(kind="second", at=2.0, source="manager", fields={}))
+    for at in (1.0, 3.0):
+        await system.bus.append(lines, Event(kind="log", at=at, source="w1", fields={"text": f"info at-{at:g}"}))
+    shown = [line for line in await system.log() if line.startswith("1970")]
+    assert [line.split()[-1] for line in shown] == ["at-1", "second", "at-3"]
+
+
 async def test_log_has_lines_of_workers_and_events_in_order(system: System) -> None:
     events = names.job_events(system.job)
     await system.bus.append(events, Event(kind="first", at=0.0, source="manager", fields={"n": 1}))
