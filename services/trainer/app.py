@@ -291,7 +291,13 @@ class Trainer:
 
     async def _finish(self, job: ActiveJob, ending: Ending | None) -> None:
         if ending is not None and not job.lease.is_held:
-            await self._wait_for_lease(job)
+            try:
+                await job.wait_for_lease(self._waits, self._timing.lease_wait_limit_s)
+            except WaitTimedOut as error:
+                log.warning("job_superseded", job=job.job_id, reason=str(error))
+                job.superseded.set()
+            except Fenced:
+                pass  # `superseded` is set, which is checked next
         job.is_finished = True
         if job.superseded.is_set():
             return
@@ -311,16 +317,6 @@ class Trainer:
         except Fenced as error:
             # Another trainer took over; or the transaction succeeded, and only its reply was lost.
             log.warning("job_superseded", job=job.job_id, reason=str(error))
-
-    async def _wait_for_lease(self, job: ActiveJob) -> None:
-        """Wait until this trainer holds the lease; if another trainer keeps it, mark the job as superseded."""
-        because = "another trainer held it last"
-        try:
-            async with self._waits.on("the lease of the job", because=because, limit_s=self._timing.lease_wait_limit_s):
-                await _first_of(job.owns_lease.wait(), job.superseded.wait())
-        except WaitTimedOut as error:
-            log.warning("job_superseded", job=job.job_id, reason=str(error))
-            job.superseded.set()
 
     # --- lease ---
 

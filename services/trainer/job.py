@@ -37,6 +37,7 @@ from rlboost.services.trainer.step.learning_watch import LearningWatch
 from rlboost.services.trainer.step.requested_steps import RequestedSteps
 from rlboost.services.trainer.step.run import StepRun
 from rlboost.services.trainer.step.sft import sft_step
+from rlboost.shared.errors import Fenced
 from rlboost.shared.job.spec import GeneratingJob, JobSpec, SftJob, to_json
 from rlboost.shared.messages import JobReport, JobState, StepReport
 from rlboost.shared.streams import names
@@ -76,6 +77,24 @@ class ActiveJob:
     """True once the job has ended here: its lease is no longer renewed."""
     phase: Phase = "starting"
     step: int = 0
+
+    async def wait_for_lease(self, waits: Waits, limit_s: float) -> None:
+        """Wait until this trainer holds the job's lease: that of a dead trainer expires, a live one keeps it.
+
+        Raises:
+            Fenced: another trainer took over the job in the meantime.
+            WaitTimedOut: another trainer still holds the lease after `limit_s`.
+
+        """
+        events = [asyncio.create_task(event.wait()) for event in (self.owns_lease, self.superseded)]
+        try:
+            async with waits.on("the lease of the job", because="another trainer held it last", limit_s=limit_s):
+                await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for event in events:
+                event.cancel()
+        if not self.owns_lease.is_set():
+            raise Fenced(f"job {self.job_id}: another trainer took it over")
 
 
 class JobRun:
@@ -175,7 +194,7 @@ class JobRun:
         state = await self._checkpoints.restore(versions.head)
         step = state.step
         await self._write(lambda: resources.folder.begin(to_json(self._spec), step))
-        await self._wait_for_lease()
+        await self._active.wait_for_lease(self._waits, LEASE_WAIT_LIMIT_S)
         await self._checkpoints.save_initial(state)
         await self._learning.restore(self._bus)
         if self._spec.kind == "sft":
@@ -332,12 +351,6 @@ class JobRun:
 
     def _enter(self, phase: Phase, step: int) -> None:
         self._active.phase, self._active.step = phase, step
-
-    async def _wait_for_lease(self) -> None:
-        # The lease of a dead trainer expires; that of a live one must be respected.
-        because = "another trainer held it last"
-        async with self._waits.on("the lease of the job", because=because, limit_s=LEASE_WAIT_LIMIT_S):
-            await self._active.owns_lease.wait()
 
     async def _pause_point(self, step: int) -> None:
         if self._active.unpaused.is_set():
