@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from operator import itemgetter
+from operator import attrgetter
 from statistics import fmean
 
 from rlboost.services.trainer.domain.groups.collector import DroppedGroup, GroupOutcome, StepCollector
@@ -218,6 +218,6 @@ class GroupIntake:
     async def record_scores(self) -> None:
         """Pass the mean rewards of the step's groups to the curriculum."""
         if self._job.curriculum is not None and self.n_train:
-            groups = sorted(((group.samples[0].sample, group) for group in self.tally.scored), key=itemgetter(0))
-            means = [(self._planned[group_id].row, fmean(group.rewards)) for group_id, group in groups]
+            groups = sorted(self.tally.scored, key=attrgetter("group"))
+            means = [(self._planned[group.group].row, fmean(group.rewards)) for group in groups]
             await self._job.curriculum.record_scores(self.step, means)

@@ -71,7 +71,7 @@ class GroupScorer:
             return None
         if not planned.is_eval:
             self._tally.scoring_s.append(took_s)
-        return ScoredGroup(outcome.samples, scores.rewards, scores.parts, outcome.conversations, start)
+        return ScoredGroup(outcome.group, outcome.samples, scores.rewards, scores.parts, outcome.conversations, start)
 
     async def _drop(self, group: int, reason: str, detail: str) -> None:
         self._tally.dropped[reason] += 1

@@ -35,7 +35,9 @@ def test_pass_at_k_depends_on_the_pass_reward() -> None:
     empty = SampleFinished(
         sample=1, tokens=pack([], I32), logprobs=pack([], F32), finish="stop", spans=[], attempts=1, group_done=False
     )
-    tally = StepTally(evaluated=[ScoredGroup((empty, empty), (1.0, 0.5)), ScoredGroup((empty, empty), (0.0, 0.5))])
+    tally = StepTally(
+        evaluated=[ScoredGroup(1, (empty, empty), (1.0, 0.5)), ScoredGroup(1, (empty, empty), (0.0, 0.5))]
+    )
     assert {k: v for k, v in tally.metrics().items() if "@" in k} == {"eval/pass@1": 0.25, "eval/pass@2": 0.5}
     tally.pass_reward = 0.5
     assert {k: v for k, v in tally.metrics().items() if "@" in k} == {"eval/pass@1": 0.75, "eval/pass@2": 1.0}

@@ -23,7 +23,7 @@ ENGINE = engine_profile("sim")
 def tally(*, train_s: float = 2.0, engines: tuple[EngineProfile, ...] = (ENGINE,), lengths: int = 5) -> StepTally:
     """Return a step with two prompts of 3 and 4 tokens and completions of 1 to `lengths` tokens."""
     samples = tuple(sample_finished(tokens) for tokens in range(1, lengths + 1))
-    groups = [ScoredGroup(samples, (0.0,) * lengths, prompt=pack([1] * tokens, I32)) for tokens in (3, 4)]
+    groups = [ScoredGroup(1, samples, (0.0,) * lengths, prompt=pack([1] * tokens, I32)) for tokens in (3, 4)]
     times = Durations(seeding_s=1.0, wait_s=3.0, train_s=train_s, step_s=10.0)
     return StepTally(scored=groups, durations=times, engines=engines, scoring_s=[0.1, 0.3])
 

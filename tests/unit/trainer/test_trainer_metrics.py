@@ -27,10 +27,10 @@ def test_the_rows_names_are_the_fields() -> None:
     tally = StepTally(
         step=7,
         scored=[
-            ScoredGroup((sample(2), sample(4, finish="length", old=3)), (1.0, 0.0)),
-            ScoredGroup((sample(3), sample(3)), (1.0, 1.0)),
+            ScoredGroup(1, (sample(2), sample(4, finish="length", old=3)), (1.0, 0.0)),
+            ScoredGroup(1, (sample(3), sample(3)), (1.0, 1.0)),
         ],
-        evaluated=[ScoredGroup((sample(8),), (0.25,))],
+        evaluated=[ScoredGroup(1, (sample(8),), (0.25,))],
         duplicates=3,
         loss_sums={
             "tokens": 6.0,
@@ -124,8 +124,8 @@ def test_empty_tally_has_no_reward_loss_or_evaluation_metrics() -> None:
 
 
 def test_reward_function_mean_covers_only_its_own_samples() -> None:
-    first = ScoredGroup((sample(2), sample(2)), (1.0, 2.0), {"right": (1.0, 0.0), "short": (None, 4.0)})
-    second = ScoredGroup((sample(2), sample(2)), (1.0, 1.0), {"right": (1.0, 1.0), "short": (None, None)})
+    first = ScoredGroup(1, (sample(2), sample(2)), (1.0, 2.0), {"right": (1.0, 0.0), "short": (None, 4.0)})
+    second = ScoredGroup(1, (sample(2), sample(2)), (1.0, 1.0), {"right": (1.0, 1.0), "short": (None, None)})
     row = StepTally(step=7, scored=[first, second], evaluated=[second]).metrics()
     assert {name: value for name, value in row.items() if "right" in name or "short" in name} == {
         "reward/right/mean": 0.75,

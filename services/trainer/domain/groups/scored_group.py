@@ -13,6 +13,8 @@ from rlboost.shared.messages import SampleFinished
 class ScoredGroup:
     """A complete group with a reward for each sample."""
 
+    group: int
+    """Its id."""
     samples: tuple[SampleFinished, ...]
     rewards: tuple[float, ...]
     parts: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
