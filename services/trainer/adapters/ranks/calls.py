@@ -135,7 +135,7 @@ class RankCalls:
 
     def _exchange(self, name: str, requests: Sequence[dict[str, Any]], answer: AnswerFn | None) -> list[Any]:
         if self._closed:
-            raise Retryable("the trainer's ranks have ended")
+            raise Retryable("the ranks have ended: see their logs; the job resumes from its newest checkpoint")
         results: dict[int, dict[str, Any]] = {}
         try:
             for rank, request in enumerate(requests):
@@ -166,7 +166,8 @@ class RankCalls:
                         return
                     missing = sorted(set(range(self._n)) - set(results))
                     raise WaitTimedOut(
-                        f"ranks {missing} of the trainer did not answer '{name}' within {CALL_LIMIT_S:g} s"
+                        f"ranks {missing} of the trainer did not answer '{name}' within {CALL_LIMIT_S:g} s: see their "
+                        "logs; the job resumes from its newest checkpoint"
                     )
                 for key, _ in ready:
                     body = self._receive(key.data, name)
