@@ -80,7 +80,7 @@ def cost_line(cost: Mapping[str, Any]) -> str:
     text = _spent(cost) if cost.get("dollars") else ""
     if cost.get("max_dollars") is None:
         return text
-    free = [f"{of['role']} {of['kind']}" for of in cost["workers"] if of["hours"] and not of["dollars"]]
+    free = [f"{_role(of)} {of['kind']}" for of in cost["workers"] if of["hours"] and not of["dollars"]]
     if not free:
         return text
     warning = (
@@ -92,13 +92,17 @@ def cost_line(cost: Mapping[str, Any]) -> str:
 
 def _spent(cost: Mapping[str, Any]) -> str:
     spent = dollars(cost["dollars"]) + (f" of at most {dollars(cost['max_dollars'])}" if cost["max_dollars"] else "")
-    kinds = [f"{of['role']} {of['kind']} {dollars(of['dollars'])} for {of['hours']:.2f} h" for of in cost["workers"]]
+    kinds = [f"{_role(of)} {of['kind']} {dollars(of['dollars'])} for {of['hours']:.2f} h" for of in cost["workers"]]
     return (
         f"{spent}: {', '.join(kinds)}. {dollars(cost['dollars_per_step'])} a step, "
         f"{dollars(cost['dollars_per_1000_samples'])} per 1,000 samples. "
         f"Migration saved {dollars(cost['dollars_saved_by_migration'])} of tokens; "
         f"{dollars(cost['dollars_regenerated'])} were regenerated."
     )
+
+
+def _role(worker_time: Mapping[str, Any]) -> str:
+    return "spot" if worker_time["role"] == "preemptible" else str(worker_time["role"])
 
 
 def dollars(value: float | None) -> str:

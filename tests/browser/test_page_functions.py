@@ -145,6 +145,35 @@ def test_preemptions_have_their_step_and_the_time_until_their_samples_resumed(fi
     assert call(files, "history.js", incidents, events(*begins), JOB, 2) == []
 
 
+def test_preemption_cost_counts_the_job_while_its_samples_paused(files: Page) -> None:
+    job = {"started_at": "2026-01-01T00:00:00Z", "finished_at": "2026-01-01T01:00:00Z"}
+    cost = {"dollars": 7.2, "dollars_per_million_tokens": 4.0}
+    one = {"resumed_s": 1.5, "samples": 20, "tokens": 5000}
+    code = "[m.preemptionCost(a[0], a[1], a[2], 0), m.keptWorth(a[0], a[2])]"
+    assert call(files, "facts.js", code, one, job, cost) == [pytest.approx(0.003), pytest.approx(0.02)]
+    assert call(files, "facts.js", code, {**one, "resumed_s": None}, job, {"dollars": 0}) == [None, None]
+
+
+def test_preemption_text_tells_moves_by_preemptions_from_others(files: Page) -> None:
+    audit = {
+        "preemptions": {"without_notice": 1},
+        "migrations": 70,
+        "tokens_saved": 900,
+        "tokens_generated": 1000,
+        "tokens_regenerated": {},
+        "requested": 80,
+        "delivered": 80,
+        "duplicates": 0,
+        "dropped": {},
+    }
+    text = call(files, "facts.js", "m.preemptionText(a[0], a[1])", audit, [{"samples": 20}])
+    assert text.startswith(
+        "1 preemption (1 without notice) moved 20 samples to other workers. Samples moved 50 times for "
+    )
+    none = call(files, "facts.js", "m.preemptionText(a[0], [])", {**audit, "preemptions": {}})
+    assert none.startswith("No preemption so far. Samples moved 70 times for other reasons: reserved workers ")
+
+
 def test_workers_of_another_job_and_dismissed_ones_are_no_preemptions_of_a_job(files: Page) -> None:
     at = JOB_AT
     moved = {"worker": "worker-9-aaaa", "samples": 0}

@@ -86,14 +86,16 @@ function median(values) {
   return sorted.length % 2 ? sorted[middle] : (sorted[middle - 1] + sorted[middle]) / 2;
 }
 
-// What preemptions cost, from the audit.
-export function preemptionText(audit) {
+// What preemptions cost, from the audit and the `preemptions` of the events. Samples change workers for other reasons too.
+export function preemptionText(audit, preempted) {
   if (!audit) return "";
   const n = sum(audit.preemptions), lost = sum(audit.tokens_regenerated);
+  const moved = Math.min(audit.migrations, preempted.reduce((total, one) => total + one.samples, 0)), others = audit.migrations - moved;
   const kinds = Object.entries(audit.preemptions).map(([kind, count]) => `${count} ${kind.replaceAll("_", " ")}`).join(", ");
   const share = audit.tokens_generated ? ((100 * lost) / audit.tokens_generated).toFixed(2) : "0";
-  return `${n ? `${n} preemption${n > 1 ? "s" : ""} (${kinds})` : "No preemption so far"}. ` +
-    `${number(audit.migrations)} samples moved to another worker and kept ${number(audit.tokens_saved)} tokens; ` +
+  return `${n ? `${n} preemption${n > 1 ? "s" : ""} (${kinds}) moved ${number(moved)} samples to other workers` : "No preemption so far"}. ` +
+    (others ? `Samples moved ${number(others)} times for other reasons: reserved workers began to train, workers were drained, or load was balanced. ` : "") +
+    `All moved samples kept ${number(audit.tokens_saved)} tokens; ` +
     `${number(lost)} tokens (${share} %) were regenerated. ` +
     `${number(audit.requested)} samples requested, ${number(audit.delivered)} delivered, ${number(audit.duplicates)} duplicates, ` +
     `${number(sum(audit.dropped))} dropped.`;
@@ -123,10 +125,22 @@ export function auditRows(audit) {
   ].map(([name, n]) => [name, number(n)]);
 }
 
+// What the time of one preemption cost at most, in dollars: its samples resumed after `resumed_s`, and the step ends no
+// later than that; in that time the job costs what it costs on average. Null while unknown.
+export function preemptionCost({ resumed_s: delay }, job, cost, now) {
+  if (delay === null || !cost?.dollars || !job.started_at) return null;
+  const end = job.finished_at ? Date.parse(job.finished_at) : now;
+  return (delay * 1000 * cost.dollars) / (end - Date.parse(job.started_at));
+}
+
+// What the tokens that a preempted worker's samples kept would have cost again, in dollars; null while unknown.
+export const keptWorth = ({ tokens }, cost) =>
+  cost?.dollars_per_million_tokens ? (tokens * cost.dollars_per_million_tokens) / 1e6 : null;
+
 // What a job cost, from GET /cost, as 'rlboost status' says it; empty without prices.
 export function costText(cost) {
   if (!cost?.dollars) return "";
-  const kinds = cost.workers.map(({ role, kind, hours, dollars: d }) => `${role} ${kind} ${dollars(d)} for ${hours.toFixed(2)} h`);
+  const kinds = cost.workers.map(({ role, kind, hours, dollars: d }) => `${role === "preemptible" ? "spot" : role} ${kind} ${dollars(d)} for ${hours.toFixed(2)} h`);
   const limit = cost.max_dollars ? ` of at most ${dollars(cost.max_dollars)}` : "";
   return `${dollars(cost.dollars)}${limit}: ${kinds.join(", ")}. ${dollars(cost.dollars_per_step)} a step, ` +
     `${dollars(cost.dollars_per_1000_samples)} per 1,000 samples. Migration saved ${dollars(cost.dollars_saved_by_migration)} of tokens; ` +
@@ -164,6 +178,7 @@ export function cheaperTexts(job, rows, fleet, cost) {
 
 export function dollars(value) {
   if (value === null) return "-";
+  if (value > 0 && value < 1e-6) return "< $0.000001";
   return `$${value >= 1 || value === 0 ? value.toFixed(2) : value.toPrecision(2)}`;
 }
 

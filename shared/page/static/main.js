@@ -4,7 +4,7 @@
 import { ApiError, events, forgetToken, get, hasToken, isReadOnly, post, present, report, setToken, takeTokenOfLink } from "./api.js";
 import { areas, gantt, lineChart, stepBars } from "./charts.js";
 import { el } from "./dom.js";
-import { auditRows, cheaperTexts, costText, CURVES, curve, dollars, duration, fleetText, number, preemptionText, stepText, timedSteps, waitingText, workerName } from "./facts.js";
+import { auditRows, cheaperTexts, costText, CURVES, curve, dollars, duration, fleetText, keptWorth, number, preemptionCost, preemptionText, stepText, timedSteps, waitingText, workerName } from "./facts.js";
 import { lives, migrations, preemptions, stepIncidents } from "./history.js";
 import { showSamples } from "./samples.js";
 
@@ -193,11 +193,13 @@ function drawJob({ rows, events: past, answers: { job, fleet, audit, cost, spec 
   const preempted = (view.preempted = preemptions(past, view.moves, job.id));
   stepBars($("steps"), timedSteps(rows, job), preempted, selectStep);
   selectStep(view.step);
-  $("preemption-line").textContent = preemptionText(audit);
-  table($("preemption-table"), ["at", "step", "worker", "notice", "samples moved", "tokens kept", "resumed within"],
+  $("preemption-line").textContent = preemptionText(audit, preempted);
+  table($("preemption-table"), ["at", "step", "worker", "notice", "samples moved", "tokens kept", "resumed within",
+    ...(cost?.dollars ? ["cost at most", "kept tokens' worth"] : [])],
     preempted.slice(-PREEMPTIONS_SHOWN).reverse().map((one) => [new Date(one.at).toLocaleTimeString(), number(one.step), one.worker,
       one.noticed ? "yes" : "none", number(one.samples), number(one.tokens),
-      one.resumed_s === null ? "-" : duration(one.resumed_s)]), "");
+      one.resumed_s === null ? "-" : duration(one.resumed_s),
+      ...(cost?.dollars ? [dollars(preemptionCost(one, job, cost, now)), dollars(keptWorth(one, cost))] : [])]), "");
   $("cost-line").textContent = costText(cost) || "No worker of this job has a price: with RLBOOST_WORKER_PRICE_PER_HOUR where workers start, dollars are shown here.";
   $("cheaper").replaceChildren(...cheaperTexts(job, rows, fleet, cost).map((text) => el("li", {}, text)));
   table($("audit"), null, audit ? auditRows(audit) : [], "None.");
@@ -279,7 +281,7 @@ async function loadSamples() {
 function table(box, columns, rows, emptyText) {
   if (!rows.length) return box.replaceChildren(emptyText ? el("p", { class: "muted" }, emptyText) : "");
   if (box.contains(document.activeElement)) return; // keep the focus: the next answer draws it
-  const right = rows[0].map((cell) => typeof cell === "string" && /^[\d.,-]+( s)?$/.test(cell));
+  const right = rows[0].map((cell) => typeof cell === "string" && /^\$?[\d.,-]+( s)?$/.test(cell));
   const kind = (cell, i) => (right[i] ? "n" : typeof cell === "string" && cell.length > 24 ? "text" : null);
   const cells = (tag, row) => el("tr", {}, ...row.map((cell, i) => el(tag, { class: kind(cell, i) }, cell)));
   const head = columns ? el("thead", {}, cells("th", columns)) : null;

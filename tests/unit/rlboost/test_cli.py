@@ -354,7 +354,7 @@ def test_follow_and_status_end_with_the_cost_of_the_job(rest: FakeRest) -> None:
         "dollars_regenerated": 0.0012,
     }
     shown = (
-        "$12.34 of at most $20.00: preemptible h100 $12.34 for 5.00 h. $4.11 a step, - per 1,000 samples. "
+        "$12.34 of at most $20.00: spot h100 $12.34 for 5.00 h. $4.11 a step, - per 1,000 samples. "
         "Migration saved $0.50 of tokens; $0.0012 were regenerated."
     )
     rest.on("GET /v1/jobs/j-1", ok(job("completed", 3)))
@@ -374,7 +374,7 @@ def test_status_names_workers_that_a_budget_does_not_count(rest: FakeRest) -> No
     rest.on("GET /v1/jobs/j-1/metrics", ok([]))
     rest.on("GET /v1/jobs/j-1/cost", ok({"dollars": 0.0, "max_dollars": 20.0, "workers": workers}))
     shown = " ".join(rlboost("status", "j-1").stdout.split())
-    assert "not counted by elastic.max_dollars: preemptible h100: set RLBOOST_WORKER_PRICE_PER_HOUR" in shown
+    assert "not counted by elastic.max_dollars: spot h100: set RLBOOST_WORKER_PRICE_PER_HOUR" in shown
     rest.on("GET /v1/jobs/j-1/cost", ok({"dollars": 0.0, "max_dollars": None, "workers": workers}))
     assert "max_dollars" not in rlboost("status", "j-1").stdout
 
