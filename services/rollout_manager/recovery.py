@@ -162,10 +162,9 @@ class _Rebuild:
         except (ValueError, ConfigError) as error:
             self._quarantine(job_id, text, f"{source} cannot be parsed ({_describe(error)})")
             return
-        self._world.jobs[job.id] = job
-        if audit is not None:
-            self._world.audits[job.id] = audit
-        self._world.progress[job.id].lengths.prompts.update(lengths)
+        self._world.jobs.add(job, audit)
+        if not job.ended:
+            self._world.progress[job.id].lengths.prompts.update(lengths)
 
     def _quarantine(self, job_id: str, text: str, cause: str) -> None:
         reason = (

@@ -72,7 +72,7 @@ class WorldCollector:
         for state in get_args(JobState):
             jobs.add_metric([state], states[state])
         yield jobs
-        stalled = sum(world.progress[job.id].stalled_since is not None for job in world.jobs.active())
+        stalled = sum(progress.stalled_since is not None for progress in world.progress.values())
         yield GaugeMetricFamily(
             "rlboost_jobs_stalled", "Jobs with queued samples that no worker can take", value=stalled
         )

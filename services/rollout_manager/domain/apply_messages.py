@@ -154,9 +154,11 @@ def _apply_admitted(world: World, request: GroupRequested, entry_id: str) -> Non
         # The record of an admission that this manager decided itself: now its log entry is known.
         world.ledger.set_admission_entry(request, entry_id)
         return
-    progress = world.progress[request.job_id]
+    if not world.may_have_samples(request.job_id):
+        return
+    progress = world.progress.get(request.job_id)
     added = world.ledger.admit(request, entry_id)
-    done = [sample.id for sample in added if progress.is_delivered(sample.id)]
+    done = [sample.id for sample in added if progress and progress.is_delivered(sample.id)]
     world.on_admitted(added)
     world.close(done)
 
@@ -169,8 +171,11 @@ def _apply_placed(world: World, message: Placed, *, counted: bool) -> None:
 
 def _apply_restated(world: World, message: Restated, entry_id: str) -> None:
     known = message.sample in world.ledger.samples
-    if not known and world.progress[message.request.job_id].is_delivered(message.sample):
+    progress = world.progress.get(message.request.job_id)
+    if not known and progress and progress.is_delivered(message.sample):
         return  # closed after this was written
+    if not world.may_have_samples(message.request.job_id):
+        return
     world.ledger.restate(message, entry_id)
     if not known:
         world.on_admitted([world.ledger.samples[message.sample]])
@@ -337,7 +342,7 @@ def _enter(world: World, job: Job, state: JobState, now: Now, error: str) -> Non
     if job.state in ENDED:
         for sample in [s for s in world.ledger.samples.values() if s.request.job_id == job.id]:
             world.drop(sample, f"job {job.state}")
-        world.progress.pop(job.id, None)
+        world.jobs.drop_progress(job.id)
 
 
 def _on_step_report(world: World, report: StepReport, now: Now) -> None:

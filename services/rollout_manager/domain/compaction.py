@@ -44,9 +44,9 @@ def forget_ended(world: World, wall: float) -> None:
 
     """
     for job_id in list(world.audits):
-        job = world.jobs.get(job_id)
-        if job is None or (job.finished_at is not None and wall - job.finished_at > AUDIT_OPEN_S):
-            del world.audits[job_id]
+        finished_at = world.jobs[job_id].finished_at
+        if finished_at is not None and wall - finished_at > AUDIT_OPEN_S:
+            world.jobs.close_audit(job_id)
     for job in list(world.jobs.values()):
         if job.finished_at is not None and wall - job.finished_at > ENDED_JOB_RETENTION_S:
             world.forget_job(job)

@@ -173,7 +173,10 @@ def _load_of(world: World, worker: Worker, now: Now) -> WorkerLoad:
 
 
 def _running(world: World, worker: Worker, now: Now) -> Iterable[RunningSample]:
-    lengths = world.progress[worker.job_id].lengths
+    progress = world.progress.get(worker.job_id)
+    if progress is None:
+        return  # the worker still serves a job that has ended
+    lengths = progress.lengths
     for sample_id in sorted(worker.samples):
         sample = world.ledger.samples[sample_id]
         if not sample.finish:

@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from collections import UserDict, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ from rlboost.services.rollout_manager.domain.effects import FAILED, EmitEvent, F
 from rlboost.services.rollout_manager.domain.jobs.audit import Audit
 from rlboost.services.rollout_manager.domain.jobs.progress import JobProgress
 from rlboost.services.rollout_manager.domain.jobs.record import Job, QuarantinedJob
+from rlboost.services.rollout_manager.domain.jobs.table import JobTable
 from rlboost.services.rollout_manager.domain.scheduling.candidates import CandidatePools, set_batch_cap
 from rlboost.services.rollout_manager.domain.scheduling.queue import SampleQueues
 from rlboost.services.rollout_manager.domain.scheduling.requirements import InFlight, requirement_of
@@ -31,32 +31,6 @@ class Now(NamedTuple):
 
     mono: float
     wall: float
-
-
-class JobTable(UserDict[str, Job]):
-    """Job id -> job, ended jobs included until they are forgotten."""
-
-    def __init__(self) -> None:
-        """Start empty."""
-        super().__init__()
-        self.by_no: dict[int, Job] = {}
-        self._active: list[Job] = []
-
-    def __setitem__(self, job_id: str, job: Job) -> None:
-        """Add a job."""
-        super().__setitem__(job_id, job)
-        self.by_no[job.no] = job
-        self._active = sorted((j for j in self.values() if not j.ended), key=lambda j: j.no)
-
-    def __delitem__(self, job_id: str) -> None:
-        """Remove a job."""
-        del self.by_no[self[job_id].no]
-        super().__delitem__(job_id)
-
-    def active(self) -> list[Job]:
-        """Return the jobs that have not ended, oldest first."""
-        self._active = [job for job in self._active if not job.ended]
-        return list(self._active)
 
 
 @dataclass(slots=True)
@@ -81,8 +55,8 @@ class World:
         self.jobs = JobTable()
         self.quarantined: dict[str, QuarantinedJob] = {}
         """Stored jobs that cannot be parsed: see `quarantine`."""
-        self.progress: dict[str, JobProgress] = defaultdict(JobProgress)
-        self.audits: dict[str, Audit] = defaultdict(Audit)
+        self.progress: Mapping[str, JobProgress] = self.jobs.progress
+        self.audits: Mapping[str, Audit] = self.jobs.audits
         self.fleet = Fleet(lease_s)
         self.candidates = CandidatePools(self.fleet)
         self.ledger = Ledger()
@@ -107,22 +81,28 @@ class World:
         """Return True if the sample's job is quarantined: nothing is decided about it."""
         return sample.request.job_id in self.quarantined
 
+    def may_have_samples(self, job_id: str) -> bool:
+        """Return True if the job's samples may be in flight: it has not ended, or it is quarantined.
+
+        A record of the token log about any other job changes nothing: its samples were dropped when it ended, which a
+        later record tells.
+        """
+        return job_id in self.progress or job_id in self.quarantined
+
     def committed_version(self, job_id: str) -> int:
         """Return the newest committed weight version of a job, -1 before the first."""
         progress = self.progress.get(job_id)
         return progress.committed_version if progress else -1
 
     def forget_job(self, job: Job) -> None:
-        """Drop a job that ended long ago."""
+        """Drop all of a job that ended long ago."""
         del self.jobs[job.id]
         self.outbox.add(ForgetJob(job.id))
 
     def audit_of(self, job_no: int) -> Audit | None:
         """Return a job's audit, None when the job is unknown or its audit was dropped."""
-        job = self.jobs.by_no.get(job_no)
-        if job is None:
-            return None
-        return self.audits.get(job.id) if job.ended else self.audits[job.id]
+        entry = self.jobs.numbered(job_no)
+        return entry.audit if entry else None
 
     def audit_frames(self, outcome: FrameOutcome) -> None:
         """Count the tokens of frames."""
@@ -141,25 +121,27 @@ class World:
 
     def is_known(self, request: GroupRequested) -> bool:
         """Return True if the group was admitted before: it is in flight, delivered or dropped."""
-        progress = self.progress[request.job_id]
-        return self.ledger.knows(request) or any(progress.is_delivered(request.group + i) for i in range(request.n))
+        if self.ledger.knows(request):
+            return True
+        progress = self.progress.get(request.job_id)
+        return progress is not None and any(progress.is_delivered(request.group + i) for i in range(request.n))
 
     def on_admitted(self, samples: Iterable[Sample]) -> None:
         """Count samples that the ledger has just admitted, and queue them."""
         for sample in samples:
             requirement = requirement_of(sample)
             self.in_flight.add(requirement)
-            if not requirement.is_serving:
-                progress = self.progress[requirement.job_id]
-                progress.requested_step = max(requirement.newest_version, progress.requested_step)
-            elif not self.is_quarantined(sample):
-                self.served[sample.id] = sample
+            if progress := self.progress.get(requirement.job_id):  # else it is quarantined
+                if requirement.is_serving:
+                    self.served[sample.id] = sample
+                else:
+                    progress.requested_step = max(requirement.newest_version, progress.requested_step)
             self.enqueue(sample)
 
     def enqueue(self, sample: Sample) -> None:
-        """Queue a sample without an owner."""
-        if not self.is_quarantined(sample):
-            self.queues.add(sample, self.progress[sample.request.job_id].lengths)
+        """Queue a sample without an owner, unless its job is quarantined."""
+        if progress := self.progress.get(sample.request.job_id):
+            self.queues.add(sample, progress.lengths)
 
     def is_queued(self, sample_id: int) -> bool:
         """Return True if a sample has no owner and is not complete."""
@@ -208,14 +190,15 @@ class World:
             self.queues.pop(requirement, None)
         if requirement.is_serving:
             self.served.pop(sample.id, None)
-        self.progress[requirement.job_id].on_delivered(sample.id)
+        if progress := self.progress.get(requirement.job_id):  # else it is quarantined
+            progress.on_delivered(sample.id)
 
     def forget_served(self, sample_ids: Iterable[int]) -> None:
         """Forget clients' samples whose end was read in the log: no later entry is about them."""
         for sample_id in filter(is_served, sample_ids):
-            job = self.jobs.by_no.get(job_of(sample_id))
-            if job and (progress := self.progress.get(job.id)):
-                progress.forget_delivered(sample_id)
+            entry = self.jobs.numbered(job_of(sample_id))
+            if entry and entry.progress:
+                entry.progress.forget_delivered(sample_id)
 
     def deliver(self, sample: Sample) -> None:
         """Deliver a complete sample to the trainer and close it (invariant 1)."""

@@ -24,6 +24,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from rlboost.services.rollout_manager.adapters.prometheus import WorldCollector
 from rlboost.services.rollout_manager.api import build
 from rlboost.services.rollout_manager.app import Manager
+from rlboost.services.rollout_manager.domain.jobs.record import Job
 from rlboost.services.rollout_manager.scrape_targets import scrape_targets
 from rlboost.services.trainer.metrics import SHOWN, observe_step
 from rlboost.shared.errors import WaitTimedOut
@@ -35,6 +36,7 @@ from rlboost.shared.streams.bus import HashSet
 from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.peers.directory import PeerDirectory
+from tests.support.builders import job_spec
 from tests.support.interface_reference import metric_families
 from tests.support.programs import output_of, require_program
 from tests.unit.repository.test_compose import FILE, OURS, SECRETS, settings_of
@@ -281,10 +283,11 @@ async def test_counters_of_an_ended_job_stay_and_a_standby_has_none() -> None:
         return registry.get_sample_value("rlboost_tokens_total", {"fate": "delivered"})
 
     assert await manager.try_lead()
-    manager.world.audits["a"].tokens_delivered = 3
-    manager.world.audits["b"].tokens_delivered = 4
+    for number, (job_id, tokens) in enumerate({"a": 3, "b": 4}.items(), 1):
+        manager.world.jobs.add(Job(job_id, number, job_spec(), created_at=0.0))
+        manager.world.audits[job_id].tokens_delivered = tokens
     assert delivered() == 7.0
-    del manager.world.audits["a"]
+    manager.world.jobs.close_audit("a")
     assert delivered() == 7.0
     manager._step_down("a test")
     assert delivered() is None

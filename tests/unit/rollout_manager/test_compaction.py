@@ -117,8 +117,8 @@ def test_restatements_of_one_turn_are_bounded(world: World, monkeypatch: pytest.
 def test_audit_of_a_job_that_ended_long_ago_is_dropped(
     world: World, state: JobState, ended_s_ago: float | None, kept: bool
 ) -> None:
-    ended_at = None if ended_s_ago is None else 1000.0 - ended_s_ago
-    world.jobs["j"] = Job("j", 1, SPEC, created_at=0.0, state=state, finished_at=ended_at)
+    job = world.jobs["j"] = Job("j", 1, SPEC, created_at=0.0)
+    job.enter(state, 0.0 if ended_s_ago is None else 1000.0 - ended_s_ago)
     world.audits["j"].delivered = 3
     forget_ended(world, 1000.0)
     assert ("j" in world.audits) is kept
