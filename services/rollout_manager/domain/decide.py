@@ -18,7 +18,6 @@ from rlboost.services.rollout_manager.domain.token_log.sample import Sample
 from rlboost.services.rollout_manager.domain.worker_removal import dismiss_incompatible, dismiss_mismatched, lose_worker
 from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.shared.ids import SampleId, is_served
-from rlboost.shared.messages import Drain
 
 MAX_DELIVERED_BYTES = 16 << 20
 """About how much one turn delivers: the samples of a long outage need several transactions, each of which Redis
@@ -87,12 +86,10 @@ def _reject_workers(world: World, now: Now) -> None:
     """Take all samples from workers that send invalid tokens where others do not, and drain these workers."""
     for worker in world.fleet.take_rejected():
         reason = f"it sent invalid tokens for {worker.n_invalid_confirmed} samples that other workers completed"
-        world.fleet.on_drain(worker)
-        world.candidates.mark_changed(worker)
         for sample_id in worker.samples:
             world.revoke(world.ledger.samples[sample_id])
         world.unassign_all(worker, now, "invalid")
-        world.outbox.send(worker.id, Drain(reason=reason))
+        world.command_drain(worker, reason)
         world.emit_event("worker_rejected", now, worker=worker.id, job_id=worker.job, reason=reason)
 
 

@@ -281,11 +281,15 @@ class World:
         return command_digest([s.id for s in samples], attempts, worker.assigned_version, suspended=suspended)
 
     def drain(self, worker: Worker, now: Now, reason: str) -> None:
+        """Drain a worker that works as it should."""
+        self.command_drain(worker, reason)
+        self.emit_event("worker_drained", now, worker=worker.id, job_id=worker.job, reason=reason)
+
+    def command_drain(self, worker: Worker, reason: str) -> None:
         """Command a worker to hand off its samples and exit."""
         self.fleet.on_drain(worker)
         self.candidates.mark_changed(worker)
         self.outbox.send(worker.id, Drain(reason=reason))
-        self.emit_event("worker_drained", now, worker=worker.id, job_id=worker.job, reason=reason)
 
     def update_batch_cap(self, worker: Worker) -> None:
         """Derive a worker's batch cap from what its kind has shown."""
