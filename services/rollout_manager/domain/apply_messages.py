@@ -263,7 +263,6 @@ def _on_notice(world: World, notice: PreemptionNotice, now: Now) -> None:
     worker = world.fleet.workers.get(notice.worker)
     if worker is not None and not worker.noticed:
         world.fleet.on_notice(worker)
-        world.candidates.mark_changed(worker)
         world.emit_event(
             "worker_notice", now, worker=worker.id, job_id=worker.job, reason=notice.reason, lead_s=notice.lead_s
         )

@@ -56,7 +56,7 @@ def _place_queue(world: World, requirement: Requirement, now: Now) -> None:
         world.ledger.begin_attempt(sample, worker.id, sample.attempt + 1, sample.n_tokens, now.mono)
         assigned.setdefault(worker.id, []).append(sample)
         worker.add(sample)
-        world.candidates.on_placed(worker)
+        world.candidates.refresh()
     for sample in postponed:
         world.enqueue(sample)
     if not requirement.is_serving:
@@ -192,9 +192,7 @@ def _running(world: World, worker: Worker, now: Now) -> Iterable[RunningSample]:
 def reclaim(world: World, worker: Worker, sample_ids: list[int], now: Now) -> None:
     """Ask a worker to release samples; they are assigned to others once it has released them."""
     samples = [world.ledger.samples[i] for i in sample_ids]
-    for sample in samples:
-        worker.releasing[sample.id] = now.mono
-    world.candidates.mark_changed(worker)
+    worker.release(sample_ids, now.mono)
     world.outbox.send(
         worker.id,
         Release(

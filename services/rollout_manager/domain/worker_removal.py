@@ -42,7 +42,6 @@ def _remove(
         _count_preemption(world, worker, preempted)
     world.unassign_all(worker, now, state)
     world.fleet.remove(worker, state, reason)
-    world.candidates.mark_changed(worker)
     world.outbox.add(ForgetWorker(worker.id, reason))
     if state == "lost":
         world.emit_event("worker_lost", now, worker=worker.id, job_id=worker.job, reason=reason, preempted=preempted)

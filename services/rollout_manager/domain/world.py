@@ -175,7 +175,6 @@ class World:
         owner = self.fleet.workers.get(sample.worker)
         if owner is not None and sample.id in owner.samples:  # not while the log is replayed
             owner.remove(sample)
-            self.candidates.mark_changed(owner)
 
     def close(self, sample_ids: Iterable[int]) -> None:
         """End samples in the ledger and in every count that follows it."""
@@ -288,11 +287,9 @@ class World:
     def command_drain(self, worker: Worker, reason: str) -> None:
         """Command a worker to hand off its samples and exit."""
         self.fleet.on_drain(worker)
-        self.candidates.mark_changed(worker)
         self.outbox.send(worker.id, Drain(reason=reason))
 
     def update_batch_cap(self, worker: Worker) -> None:
         """Derive a worker's batch cap from what its kind has shown."""
         progress = self.progress.get(worker.job_id)
         set_batch_cap(worker, progress.lengths.mean if progress else 0.0)
-        self.candidates.mark_changed(worker)

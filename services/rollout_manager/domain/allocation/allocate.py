@@ -102,7 +102,6 @@ def _use_version(world: World, worker: Worker, job: Job, version: int) -> None:
         return
     charge_startup(world, worker, job)
     world.fleet.assign(worker, (job.id, version))
-    world.candidates.mark_changed(worker)
     world.outbox.send(worker.id, UseVersion(job_id=job.id, version=version, in_flight=job.spec.elastic.in_flight))
 
 
@@ -112,8 +111,7 @@ def _activate(world: World, worker: Worker, job: Job | None) -> None:
     active = progress is not None and window is not None and window.uses_reserved(progress.fleet.preemptible)
     if worker.assigned_active is active:
         return
-    worker.assigned_active = active
-    world.candidates.mark_changed(worker)
+    worker.set_active(active=active)
     step = window.step if window else 0
     world.outbox.send(worker.id, Resume(step=step) if active else Suspend(step=step))
 

@@ -36,12 +36,12 @@ def set_batch_cap(worker: Worker, mean_length: float) -> None:
     """
     slots = worker.joined.slots
     tokens_each = worker.kv.held / len(worker.samples) if worker.samples else mean_length / 2
-    worker.batch_cap = cap = worker.profile.plateau(slots, PLATEAU, tokens_each)
+    cap = worker.profile.plateau(slots, PLATEAU, tokens_each)
+    headroom = max(1, slots // 8)
     if worker.profile.known and mean_length:
         ends_per_s = worker.profile.tokens_per_s(cap, cap * tokens_each) * worker.speed / mean_length
-        worker.headroom = min(max(1, math.ceil(ends_per_s * TURNAROUND_S)), max(1, slots // 4))
-    else:
-        worker.headroom = max(1, slots // 8)
+        headroom = min(max(1, math.ceil(ends_per_s * TURNAROUND_S)), max(1, slots // 4))
+    worker.set_batch(cap, headroom)
 
 
 def has_capacity(worker: Worker) -> bool:
@@ -145,15 +145,10 @@ class CandidatePools:
         self._fleet = fleet
         self._pools: dict[Serving, CandidatePool] = {}
         self._serving_of: dict[str, Serving] = {}
-        self._changed: dict[str, None] = {}
-
-    def mark_changed(self, worker: Worker) -> None:
-        """Note that a worker's load, capacity or version may have changed, or that it left."""
-        self._changed[worker.id] = None
 
     def matching(self, requirement: Requirement) -> list[CandidatePool]:
         """Return the pools whose workers may generate samples with this requirement."""
-        self._refresh()
+        self.refresh()
         return [
             pool
             for (job_id, version), pool in self._pools.items()
@@ -162,12 +157,8 @@ class CandidatePools:
 
     def by_serving(self) -> dict[Serving, CandidatePool]:
         """Return the pools by what their workers serve."""
-        self._refresh()
+        self.refresh()
         return self._pools
-
-    def on_placed(self, worker: Worker) -> None:
-        """Rank a member of a pool again that got a sample."""
-        self._pools[self._serving_of[worker.id]].update(worker, self._fleet.fallback_profile)
 
     def _update(self, worker_id: str) -> None:
         """Put a worker into the pool that it belongs to now, with its current rank."""
@@ -187,7 +178,7 @@ class CandidatePools:
                 self._pools[serving] = CandidatePool()
         self._pools[serving].update(worker, self._fleet.fallback_profile)
 
-    def _refresh(self) -> None:
-        changed, self._changed = self._changed, {}
-        for worker_id in changed:
+    def refresh(self) -> None:
+        """Rank the workers again that have changed since the last call."""
+        for worker_id in self._fleet.take_changed():
             self._update(worker_id)

@@ -108,6 +108,8 @@ class Worker:
     starting: bool = False
     """True from its first heartbeat in state `joining` until it is first ready; its startup is measured in between."""
     _last_running: int = 0
+    _changed: dict[str, None] = field(default_factory=dict, repr=False, compare=False)
+    """Of its fleet: every change of load, capacity, state or version adds its id."""
 
     def __post_init__(self) -> None:
         """Take the id and the capacity from the join message."""
@@ -170,22 +172,44 @@ class Worker:
         """Take a sample, and count its tokens."""
         self.kv.add(sample, has_sibling=self._has_sibling(sample))
         self.samples.add(sample.id)
+        self.note_change()
 
     def remove(self, sample: Sample) -> None:
         """Remove a sample that it has, and its tokens."""
         self.samples.remove(sample.id)
         self.releasing.pop(sample.id, None)
         self.kv.remove(sample, has_sibling=self._has_sibling(sample))
+        self.note_change()
+
+    def release(self, sample_ids: Iterable[int], now: float) -> None:
+        """Note that it is asked to release samples that it has."""
+        self.releasing.update(dict.fromkeys(sample_ids, now))
+        self.note_change()
 
     def set_samples(self, samples: Iterable[Sample]) -> None:
         """Set the samples that it has, and count their tokens from scratch."""
         held = list(samples)
         self.samples = {sample.id for sample in held}
         self.kv.recount(held)
+        self.note_change()
+
+    def set_batch(self, cap: int, headroom: int) -> None:
+        """Set how many samples it should run and queue."""
+        self.batch_cap, self.headroom = cap, headroom
+        self.note_change()
+
+    def set_active(self, *, active: bool) -> None:
+        """Note that it is commanded to generate, or to suspend that."""
+        self.assigned_active = active
+        self.note_change()
 
     def on_tokens(self, n_tokens: int) -> None:
-        """Count tokens by which its samples have grown."""
+        """Count tokens by which its samples have grown; its rank follows at its next heartbeat."""
         self.kv.held += n_tokens
+
+    def note_change(self) -> None:
+        """Have it ranked again among the candidates for the next sample."""
+        self._changed[self.id] = None
 
     def _has_sibling(self, sample: Sample) -> bool:
         request = sample.request
@@ -208,6 +232,7 @@ class Worker:
         drains = self.noticed or self.drain_commanded
         self.state = "draining" if drains else heartbeat.state
         self._observe_throughput(heartbeat, now)
+        self.note_change()
         return before if before != self.state else None
 
     def _observe_throughput(self, heartbeat: WorkerHeartbeat, now: float) -> None:
@@ -266,6 +291,8 @@ class Fleet:
         """By kind."""
         self.revision = 0
         """Rises with every change of who is present, in which state, serving what."""
+        self._changed: dict[str, None] = {}
+        """Workers to rank again."""
         self._silence_checked_at = -math.inf
 
     def join(self, joined: WorkerJoined, now: float) -> Worker | None:
@@ -273,7 +300,8 @@ class Fleet:
         if joined.worker in self.workers or joined.worker in self.gone:
             return None
         profile = self.profiles.setdefault(joined.kind, Profile())
-        worker = self.workers[joined.worker] = Worker(joined, now, profile=profile, batch_cap=joined.slots)
+        worker = Worker(joined, now, profile=profile, batch_cap=joined.slots, _changed=self._changed)
+        self.workers[worker.id] = worker
         self.revision += 1
         if joined.protocol != PROTOCOL:
             self._incompatible.append(worker)
@@ -297,7 +325,7 @@ class Fleet:
     def on_notice(self, worker: Worker) -> None:
         """Mark a worker as about to be preempted."""
         worker.noticed, worker.state = True, "draining"
-        self.revision += 1
+        self._on_change(worker)
 
     def on_preempted(self, worker: Worker) -> None:
         """Count a preemption."""
@@ -315,7 +343,7 @@ class Fleet:
     def on_drain(self, worker: Worker) -> None:
         """Mark a worker as commanded to drain."""
         worker.drain_commanded, worker.state = True, "draining"
-        self.revision += 1
+        self._on_change(worker)
 
     def on_delivered(self, sample: Sample) -> None:
         """Blame the workers that sent invalid rows of a sample that another one completed."""
@@ -340,16 +368,26 @@ class Fleet:
     def assign(self, worker: Worker, serving: Serving) -> None:
         """Note that a worker is commanded to use a version."""
         worker.assigned_version = serving
-        self.revision += 1
+        self._on_change(worker)
 
     def remove(self, worker: Worker, state: Literal["lost", "left"], reason: str) -> None:
         """Move a worker to the departed ones."""
         worker.state, worker.tokens_per_s, worker.waiting, worker.gone_reason = state, 0.0, None, reason
         self.lifetimes[worker.joined.kind].departed_s += worker.age_s
         self.gone[worker.id] = self.workers.pop(worker.id)
-        self.revision += 1
+        self._on_change(worker)
         while len(self.gone) > GONE_RETAINED:
             self.gone.pop(next(iter(self.gone)))
+
+    def take_changed(self) -> list[str]:
+        """Return, once, the workers whose load, capacity, state or version may have changed, or that departed."""
+        changed = list(self._changed)
+        self._changed.clear()
+        return changed
+
+    def _on_change(self, worker: Worker) -> None:
+        self.revision += 1
+        worker.note_change()
 
     def silent_workers(self, now: float) -> list[str]:
         """Return the workers silent for a lease's time; each is lost if its lease has run out too.
