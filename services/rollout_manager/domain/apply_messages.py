@@ -16,6 +16,7 @@ from rlboost.services.rollout_manager.domain.effects import (
     SaveWorker,
 )
 from rlboost.services.rollout_manager.domain.jobs.record import Job
+from rlboost.services.rollout_manager.domain.sample_ends import apply_closed, close, drop
 from rlboost.services.rollout_manager.domain.scheduling.poison import suspected_samples
 from rlboost.services.rollout_manager.domain.seeding.window import Window
 from rlboost.services.rollout_manager.domain.step_windows import credit_generation, end_step
@@ -114,9 +115,7 @@ def apply_record(world: World, message: Message, entry_id: str, *, counted: bool
         case Placed():
             _apply_placed(world, message, counted=counted)
         case Closed():
-            closed = ints(message.samples, U64)
-            world.close(closed)
-            world.forget_served(closed)
+            apply_closed(world, ints(message.samples, U64))
         case Restated():
             _apply_restated(world, message, entry_id)
         case _:
@@ -160,7 +159,8 @@ def _apply_admitted(world: World, request: GroupRequested, entry_id: str) -> Non
     added = world.ledger.admit(request, entry_id)
     done = [sample.id for sample in added if progress and progress.is_delivered(sample.id)]
     world.on_admitted(added)
-    world.close(done)
+    for sample_id in done:
+        close(world, sample_id)
 
 
 def _apply_placed(world: World, message: Placed, *, counted: bool) -> None:
@@ -340,7 +340,7 @@ def _enter(world: World, job: Job, state: JobState, now: Now, error: str) -> Non
     world.outbox.add(SaveJob(job))
     if job.state in ENDED:
         for sample in [s for s in world.ledger.samples.values() if s.request.job_id == job.id]:
-            world.drop(sample, f"job {job.state}")
+            drop(world, sample, f"job {job.state}")
         world.jobs.drop_progress(job.id)
 
 

@@ -11,8 +11,9 @@ from collections.abc import Iterable
 from rlboost.services.rollout_manager.domain.allocation.allocate import activate_reserved, allocate
 from rlboost.services.rollout_manager.domain.allocation.charging import charge_workers
 from rlboost.services.rollout_manager.domain.effects import FAILED, DeadLetterSample
+from rlboost.services.rollout_manager.domain.sample_ends import deliver_to_trainer, drop
 from rlboost.services.rollout_manager.domain.scheduler import place_queued, rebalance
-from rlboost.services.rollout_manager.domain.serving import NO_CLIENTS, Clients, close_served
+from rlboost.services.rollout_manager.domain.serving import NO_CLIENTS, Clients, end_served_samples
 from rlboost.services.rollout_manager.domain.step_windows import advance_window, begin_step
 from rlboost.services.rollout_manager.domain.token_log.sample import Sample
 from rlboost.services.rollout_manager.domain.worker_removal import dismiss_incompatible, dismiss_mismatched, lose_worker
@@ -54,7 +55,7 @@ def decide(
     _deliver_finished(world)
     _reject_workers(world, now)
     _retry_failed(world, now)
-    close_served(world, clients, now)
+    end_served_samples(world, clients, now)
     allocate(world, now)
     for job in world.jobs.active():
         begin_step(world, job, now)  # may open a window, for which reserved workers are activated
@@ -77,7 +78,7 @@ def _deliver_finished(world: World) -> None:
             if n_bytes > MAX_DELIVERED_BYTES:
                 continue
             n_bytes += len(sample.tokens) + len(sample.logprobs) + len(sample.routed_experts)
-            world.deliver(sample)
+            deliver_to_trainer(world, sample)
         elif sample.worker:
             world.unassign(sample)  # the client reads the rest from the ledger
 
@@ -110,4 +111,4 @@ def _dead_letter(world: World, sample: Sample, reason: str, now: Now) -> None:
     world.outbox.add(DeadLetterSample(sample.first_id, world.ledger.restatement_of(sample), where))
     name, job_id = str(SampleId.unpack(sample.id)), sample.request.job_id
     world.emit_event("sample_failed", now, job_id, sample=name, reason=reason, workers=list(sample.failed_on))
-    world.drop(sample, FAILED, reason)
+    drop(world, sample, FAILED, reason)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from rlboost.services.rollout_manager.domain.sample_ends import deliver_to_client, drop
 from rlboost.services.rollout_manager.domain.world import Now, World
 
 GRACE_S = 30.0
@@ -29,18 +30,18 @@ class Clients:
 NO_CLIENTS = Clients()
 
 
-def close_served(world: World, clients: Clients, now: Now) -> None:
-    """Close the samples that clients have received, and drop those that no client will fetch."""
+def end_served_samples(world: World, clients: Clients, now: Now) -> None:
+    """End the samples that clients have received, and drop those that no client will fetch."""
     for sample in list(world.served.values()):
         group = sample.request.group
         if sample.id in clients.satisfied:
-            world.close_served(sample)
+            deliver_to_client(world, sample)
         elif group in clients.gone:
-            world.drop(sample, "the client disconnected")
+            drop(world, sample, "the client disconnected")
         elif now.wall >= sample.request.expires_at:
-            world.drop(sample, "out of time")
+            drop(world, sample, "out of time")
         elif group not in clients.attended and _grace_is_over(world, group, now):
-            world.drop(sample, "the client did not reconnect")
+            drop(world, sample, "the client did not reconnect")
     for group in [g for g in world.unattended_since if g in clients.attended or g not in world.ledger.open_in_group]:
         del world.unattended_since[group]
 

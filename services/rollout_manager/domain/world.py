@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from rlboost.services.rollout_manager.domain.effects import FAILED, EmitEvent, ForgetJob, Outbox, Refuse, SaveLength
+from rlboost.services.rollout_manager.domain.effects import EmitEvent, ForgetJob, Outbox
 from rlboost.services.rollout_manager.domain.jobs.audit import Audit
 from rlboost.services.rollout_manager.domain.jobs.progress import JobProgress
 from rlboost.services.rollout_manager.domain.jobs.record import Job, QuarantinedJob
@@ -20,8 +20,7 @@ from rlboost.services.rollout_manager.domain.scheduling.requirements import InFl
 from rlboost.services.rollout_manager.domain.token_log.ledger import FrameOutcome, Ledger
 from rlboost.services.rollout_manager.domain.token_log.sample import Sample
 from rlboost.services.rollout_manager.domain.workers.fleet import Fleet, Worker
-from rlboost.shared.ids import is_served, job_of
-from rlboost.shared.messages import FINISH_STOP, Drain, Event, GroupRequested, Revoke, SampleDropped, SampleFinished
+from rlboost.shared.messages import Drain, Event, GroupRequested, Revoke
 from rlboost.shared.messages.command_digest import command_digest
 from rlboost.shared.wire.columns import U32, U64, pack
 
@@ -150,7 +149,7 @@ class World:
 
     def unassign(self, sample: Sample) -> None:
         """Take a sample from its owner, and queue it unless it is complete."""
-        self._remove_from_owner(sample)
+        self.remove_from_owner(sample)
         sample.worker = ""
         if not sample.finish:
             self.enqueue(sample)
@@ -171,100 +170,11 @@ class World:
             samples, attempts = pack([sample.id], U64), pack([sample.attempt], U32)
             self.outbox.send(sample.worker, Revoke(samples=samples, attempts=attempts))
 
-    def _remove_from_owner(self, sample: Sample) -> None:
+    def remove_from_owner(self, sample: Sample) -> None:
+        """Take a sample from its owner's samples, if it has an owner."""
         owner = self.fleet.workers.get(sample.worker)
         if owner is not None and sample.id in owner.samples:  # not while the log is replayed
             owner.remove(sample)
-
-    def close(self, sample_ids: Iterable[int]) -> None:
-        """End samples in the ledger and in every count that follows it."""
-        for sample_id in sample_ids:
-            if sample := self.ledger.close(sample_id):
-                self._on_closed(sample)
-
-    def _on_closed(self, sample: Sample) -> None:
-        self._remove_from_owner(sample)
-        requirement = requirement_of(sample)
-        if self.in_flight.remove(requirement):
-            self.queues.pop(requirement, None)
-        if requirement.is_serving:
-            self.served.pop(sample.id, None)
-        if progress := self.progress.get(requirement.job_id):  # else it is quarantined
-            progress.on_delivered(sample.id)
-
-    def forget_served(self, sample_ids: Iterable[int]) -> None:
-        """Forget clients' samples whose end was read in the log: no later entry is about them."""
-        for sample_id in filter(is_served, sample_ids):
-            entry = self.jobs.numbered(job_of(sample_id))
-            if entry and entry.progress:
-                entry.progress.forget_delivered(sample_id)
-
-    def deliver(self, sample: Sample) -> None:
-        """Deliver a complete sample to the trainer and close it (invariant 1)."""
-        job_id = sample.request.job_id
-        if sample.failed_on:
-            self.fleet.on_delivered(sample)
-        is_longest = self.progress[job_id].lengths.on_finished(sample)
-        if is_longest and self.queues and (queue := self.queues.get(requirement_of(sample))):
-            queue.set_estimate(sample.request.group, float(sample.n_tokens))
-        group_done = self._close_one(sample)
-        audit = self.audits[job_id]
-        audit.delivered += 1
-        audit.tokens_delivered += sample.n_tokens
-        message = SampleFinished(
-            sample=sample.id,
-            tokens=bytes(sample.tokens),
-            logprobs=bytes(sample.logprobs),
-            finish="stop" if sample.finish == FINISH_STOP else "length",
-            spans=sample.spans,
-            attempts=sample.attempt,
-            group_done=group_done,
-            routed_experts=sample.routed_experts,
-        )
-        self.outbox.deliver(job_id, message)
-
-    def close_served(self, sample: Sample) -> None:
-        """Close a client's sample after the client has received everything it needs."""
-        self.revoke(sample)
-        self._close_one(sample)
-        audit = self.audits[sample.request.job_id].serving
-        audit.delivered += 1
-        audit.tokens_delivered += sample.n_tokens
-
-    def drop(self, sample: Sample, cause: str, reason: str = "") -> None:
-        """Report to the requester that a sample is not delivered, and why, and close it (invariant 1).
-
-        Args:
-            sample: the sample.
-            cause: counted in the audit; one of few.
-            reason: for the requester; the cause if empty.
-
-        """
-        self.revoke(sample)
-        group_done = self._close_one(sample)
-        audit = self.audits[sample.request.job_id]
-        audit.tokens_regenerated["dropped"] += sample.n_tokens
-        if is_served(sample.id):
-            audit.serving.dropped[cause] += 1
-            self.outbox.add(Refuse(sample.id, reason or cause, is_retryable=cause != FAILED))
-            return
-        audit.dropped[cause] += 1
-        message = SampleDropped(sample=sample.id, reason=reason or cause, group_done=group_done)
-        self.outbox.deliver(sample.request.job_id, message)
-
-    def _close_one(self, sample: Sample) -> bool:
-        """Close a sample and return True if it was the last open one of its group."""
-        self.close([sample.id])
-        self.outbox.record_closed(sample.id)
-        if sample.request.group in self.ledger.open_in_group:
-            return False
-        job_id = sample.request.job_id
-        lengths = self.progress[job_id].lengths
-        if learned := lengths.on_group_closed(sample):
-            self.outbox.add(SaveLength(job_id, *learned))
-        for prompt in lengths.evict():
-            self.outbox.add(SaveLength(job_id, prompt, None))
-        return True
 
     # --- workers ---
 
