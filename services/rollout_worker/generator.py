@@ -29,9 +29,10 @@ import structlog
 
 from rlboost.services.rollout_worker.domain.engine_pause import EnginePause, PauseReason
 from rlboost.services.rollout_worker.domain.hang_detector import HangDetector
+from rlboost.services.rollout_worker.domain.load import EngineStats
 from rlboost.services.rollout_worker.domain.parity_check import Precision, Verdict, judge
 from rlboost.services.rollout_worker.domain.requests import Emission, Request, RequestKey
-from rlboost.services.rollout_worker.ports import Engine, EngineFactory, EngineFailed, EngineStats, StagedWeights
+from rlboost.services.rollout_worker.ports import Engine, EngineFactory, EngineFailed, StagedWeights
 from rlboost.shared.errors import Corrupt, Fatal
 from rlboost.shared.model.experts import is_mixture
 from rlboost.shared.model.parity_reference import ParityReference

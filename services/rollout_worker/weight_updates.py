@@ -140,7 +140,7 @@ class WeightUpdates:
             parity_s=round(parity_s, 3),
         )
         async with self._executing:
-            self._connection.update_s, self._connection.update_pause_s = checked - began, checked - pulled
+            self._connection.meters.on_weights_replaced(checked - began, checked - pulled)
             effects = self._connection.session.on_weights_loaded(weights)
             await self._generator.resume("loading")
             await execute(effects)
