@@ -16,8 +16,9 @@ from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient, retry_unavailable
 from rlboost.shared.weights.manifest import CHUNK_BYTES, Manifest
-from rlboost.shared.weights.publisher import Publisher, Shard
+from rlboost.shared.weights.publisher import Publisher
 from rlboost.shared.weights.puller import Puller
+from rlboost.shared.weights.shards import Shard
 from tests.support.eventually import eventually
 from tests.support.service_process import TOKEN, ServiceProcess
 from tests.support.tcp_proxy import TcpProxy

@@ -20,10 +20,11 @@ from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights import codec
 from rlboost.shared.weights.delta_graph import Route, VersionEdges, lists_of
-from rlboost.shared.weights.deltas import Chunk, Delta, DeltaEncoder
+from rlboost.shared.weights.deltas import Delta, DeltaEncoder
 from rlboost.shared.weights.manifest import ChunkRef, Part, TensorEntry, digest_of
 from rlboost.shared.weights.plan import plan
 from rlboost.shared.weights.rest_models import CommitRequest
+from rlboost.shared.weights.shards import Chunk
 from tests.support.eventually import eventually
 
 JOB = "job-1"
