@@ -37,8 +37,9 @@ from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.delta_graph import VersionEdges
-from rlboost.shared.weights.publisher import Publisher, Shard
+from rlboost.shared.weights.publisher import Publisher
 from rlboost.shared.weights.puller import Puller
+from rlboost.shared.weights.shards import Shard
 from tests.support.service_process import TOKEN, ServiceProcess
 
 JOB = "benchmark"
@@ -97,11 +98,17 @@ class Restricted(StoreClient):
             return ()
         if self._mode == "composed":
             return await super().route(job_id, version, have)
-        documents = [await self.edges(job_id, at) for at in range(version, have, -1)]
+        documents = [await edges_to(self, job_id, at) for at in range(version, have, -1)]
         only_next = {"from_base": None}
         return tuple(
             document.model_copy(update={**only_next, "hops": document.hops[:1]}) for document in documents if document
         )
+
+
+async def edges_to(client: StoreClient, job_id: str, version: int) -> VersionEdges | None:
+    """Return the edges to one version."""
+    documents = await StoreClient.route(client, job_id, version, version - 1)
+    return next((document for document in documents if document.version == version), None)
 
 
 async def publish(client: StoreClient, publisher: Publisher, version: int, model: Model) -> None:
@@ -114,7 +121,7 @@ async def publish(client: StoreClient, publisher: Publisher, version: int, model
     expected = sum(version >= span for span in (1, 2, 4, 8)) + (version > 8 and version % 8 == 0)
     async with asyncio.timeout(_COMPOSE_LIMIT_S):
         while True:
-            document = await client.edges(JOB, version)
+            document = await edges_to(client, JOB, version)
             if document is not None and len(list(document.lists())) == expected:
                 break
             await asyncio.sleep(0.05)

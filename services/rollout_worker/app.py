@@ -1,9 +1,9 @@
 """The life of one rollout worker: join, work, shut down.
 
 Join: `_join` sends the first heartbeat, and retries while Redis is unavailable.
-Work: three loops run until the stop: heartbeats, flushes and commands (`commands`). The engine's imports and weight
-    updates (`weight_updates`) have tasks of their own, so a heartbeat never waits for them. HTTP, preemption watch and
-    hang watchdog are extra loops of `run`.
+Work: four loops run until the stop: heartbeats, flushes, commands (`commands`) and weight updates (`weight_updates`).
+    They have tasks of their own, as has the engine's import, so a heartbeat never waits for a load. HTTP, preemption
+    watch and hang watchdog are extra loops of `run`.
 Shut down: a signal, a preemption notice or the manager's drain sets the stop. `shutdown` then hands off what the worker
     holds (invariant 7); heartbeats continue until `WorkerLeft`, the last message.
 Failure: a task that fails cancels all others; `_report_failure` tells the manager why, and the process exits non-zero
@@ -94,12 +94,16 @@ class Worker:
         """Set when the next heartbeat should not wait for its interval."""
         self._handed_off = asyncio.Event()
         """Set when `WorkerLeft` has been sent."""
-        self._updates = WeightUpdates(connection, generator, weights, waits, self._startup, options.finish_limit_s)
+        executing = asyncio.Lock()
+        self._updates = WeightUpdates(
+            connection, generator, weights, waits, self._startup, options.finish_limit_s, executing
+        )
         self._commands = CommandLoop(
             connection,
             generator,
             self._updates,
             self._startup,
+            executing,
             on_drain=self.drain,
             on_state_changed=self._heartbeat_now.set,
         )
@@ -128,7 +132,8 @@ class Worker:
             group.create_task(self._flush_until_stop(), name="flush")
             commands = (
                 group.create_task(self._generator.prepare(), name="prepare-engine"),
-                group.create_task(self._commands.run(group), name="commands"),
+                group.create_task(self._commands.run(), name="commands"),
+                group.create_task(self._updates.run(self._commands.execute), name="weight-updates"),
             )
             await stop.wait()
             await self.shutdown(commands)
@@ -244,7 +249,6 @@ class Worker:
                     "send the preemption notice", lambda: connection.send_preemption_notice(reason, lead_s)
                 )
             await asyncio.wait(command_tasks)
-            await self._updates.abandon()
             connection.session.drain()
             self._heartbeat_now.set()
             await self._pause_engine()

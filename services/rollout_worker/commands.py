@@ -1,9 +1,9 @@
 """The loop that reads the manager's commands and executes the effects that the session decides.
 
-Consumes: the incarnation's command stream, in order; outcomes of weight updates.
+Consumes: the incarnation's command stream, in order.
 Produces: calls of the engine, weight updates, new incarnations, dead letters.
 Waits for: the next command (`Bus.read`); a suspension also waits for the engine to pause and for Redis to accept a
-    flush. A weight update runs in the background.
+    flush. A weight update runs in the background (`weight_updates`), and has its own effects executed here.
 Ends when: cancelled, by the shutdown.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import assert_never
 
 import structlog
@@ -37,7 +36,7 @@ from rlboost.services.rollout_worker.domain.session import Session
 from rlboost.services.rollout_worker.generator import Generator
 from rlboost.services.rollout_worker.manager_connection import RETRY_INTERVAL_S, ManagerConnection
 from rlboost.services.rollout_worker.startup_timer import StartupTimer
-from rlboost.services.rollout_worker.weight_updates import Loaded, Outcome, Unavailable, WeightUpdates
+from rlboost.services.rollout_worker.weight_updates import WeightUpdates
 from rlboost.shared.errors import BusUnavailable
 from rlboost.shared.messages import Assignment
 from rlboost.shared.streams import names
@@ -67,6 +66,7 @@ class CommandLoop:
         generator: the engine.
         updates: replaces the engine's weights.
         startup: times the first version and the first assignment.
+        executing: held from a decision of the session to the end of its effects, here and by `weight_updates`.
         on_drain: called with the reason when the manager drains the worker.
         on_state_changed: called when the next heartbeat should not wait.
 
@@ -78,6 +78,7 @@ class CommandLoop:
         generator: Generator,
         updates: WeightUpdates,
         startup: StartupTimer,
+        executing: asyncio.Lock,
         *,
         on_drain: Callable[[str], None],
         on_state_changed: Callable[[], None],
@@ -86,13 +87,12 @@ class CommandLoop:
         self._generator = generator
         self._updates = updates
         self._startup = startup
+        self._executing = executing
         self._on_drain = on_drain
         self._on_state_changed = on_state_changed
-        self._executing = asyncio.Lock()
-        """Held from a decision of the session to the end of its effects."""
 
-    async def run(self, group: asyncio.TaskGroup) -> None:
-        """Read and execute commands until cancelled; `group` owns the weight updates."""
+    async def run(self) -> None:
+        """Read and execute commands until cancelled."""
         while True:
             incarnation = self._connection.incarnation
             stream = names.worker_commands(incarnation.worker)
@@ -108,14 +108,15 @@ class CommandLoop:
                         break
                     incarnation.cursor = entry.id
                     log.debug("command_received", command=entry.message.tag)
-                    await self._execute(_decide(incarnation.session, entry), group, entry)
+                    await self.execute(_decide(incarnation.session, entry), entry)
 
-    async def _execute(self, effects: Sequence[Effect], group: asyncio.TaskGroup, entry: Entry | None = None) -> None:
+    async def execute(self, effects: Sequence[Effect], entry: Entry | None = None) -> None:
+        """Execute what the session has decided, about the command in `entry` if there is one."""
         for effect in effects:
             match effect:
                 case PullWeights():
                     self._startup.end("version")
-                    await self._updates.start(effect, group, partial(self._on_update_ended, group))
+                    await self._updates.start(effect)
                 case CancelPull():
                     await self._updates.cancel()
                 case DrainWorker(reason):
@@ -133,20 +134,6 @@ class CommandLoop:
                     await self._execute_on_engine(effect)
         if self._connection.state_changed:
             self._on_state_changed()
-
-    async def _on_update_ended(self, group: asyncio.TaskGroup, outcome: Outcome) -> None:
-        async with self._executing:
-            session = self._connection.session
-            match outcome:
-                case Loaded(weights, update_s, pause_s):
-                    self._connection.update_s, self._connection.update_pause_s = update_s, pause_s
-                    effects = session.on_weights_loaded(weights)
-                    await self._generator.resume("loading")
-                case Unavailable(weights, reason):
-                    effects = session.on_weights_unavailable(weights, reason)
-                case _:
-                    assert_never(outcome)
-            await self._execute(effects, group)
 
     async def _execute_on_engine(self, effect: EngineEffect) -> None:
         match effect:

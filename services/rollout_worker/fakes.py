@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rlboost.services.rollout_worker.domain.kv_capacity import KvCapacity
+from rlboost.services.rollout_worker.domain.load import EngineStats
 from rlboost.services.rollout_worker.domain.request_table import RequestTable
 from rlboost.services.rollout_worker.domain.requests import Emission, Request, RequestKey
 from rlboost.services.rollout_worker.domain.uniforms import uniforms
-from rlboost.services.rollout_worker.ports import EngineFailed, EngineStats, Sequences, StagedWeights
+from rlboost.services.rollout_worker.ports import EngineFailed, Sequences, StagedWeights
 from rlboost.shared.errors import BadSignature, Corrupt, Fatal, NotFound
 from rlboost.shared.model.parity_reference import ParityReference
 from rlboost.shared.process.threads import run_in_thread

@@ -1,12 +1,13 @@
 """Owns the inference engine of this process: none before the first weights, a new one after a change of model.
 
-Consumes: requests (`submit`) and staged weights (`load`).
+Consumes: requests (`submit`) and staged weights (`replace_weights`).
 Produces: emissions (`drain`), which the flush loop reports to the manager.
 Waits for: the engine's thread, which acts between two decode steps. The engine decodes only while no `PauseReason` is
     set. `pause(reason)` returns once it has stopped; the `resume(reason)` that removes the last reason lets it decode
     again, after the parity check of weights that have not passed it yet. Each reason has one owner, who resumes it:
     "suspended": the manager's `Suspend` and `Resume` (`commands`);
-    "loading": set by `load`, removed by `weight_updates` once the new weights are served; stays after a failed load;
+    "loading": set by `replace_weights`, removed by `weight_updates` once the session serves the new weights; stays
+        after a failed load;
     "unsent": the flush loop (`app`), while the outbox is full;
     "shutdown": `Worker.shutdown`, which never resumes.
 Ends when: `close` is called. Every call after the engine has died raises `EngineFailed`.
@@ -21,15 +22,17 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import Any, Literal
 
 import structlog
 
 from rlboost.services.rollout_worker.domain.engine_pause import EnginePause, PauseReason
 from rlboost.services.rollout_worker.domain.hang_detector import HangDetector
+from rlboost.services.rollout_worker.domain.load import EngineStats
 from rlboost.services.rollout_worker.domain.parity_check import Precision, Verdict, judge
 from rlboost.services.rollout_worker.domain.requests import Emission, Request, RequestKey
-from rlboost.services.rollout_worker.ports import Engine, EngineFactory, EngineFailed, EngineStats, StagedWeights
+from rlboost.services.rollout_worker.ports import Engine, EngineFactory, EngineFailed, StagedWeights
 from rlboost.shared.errors import Corrupt, Fatal
 from rlboost.shared.model.experts import is_mixture
 from rlboost.shared.model.parity_reference import ParityReference
@@ -39,6 +42,12 @@ log = structlog.get_logger(__name__)
 
 _PARITY_LIMIT_S = 300.0
 """Time limit of one parity check: the first forward pass may compile kernels."""
+
+LoadStage = Literal["load", "parity"]
+"""A stage of `replace_weights`; "load" includes building the engine, and the check of the loaded bytes."""
+AroundStage = Callable[[LoadStage], AbstractAsyncContextManager[None]]
+"""Entered around each stage, to limit its time and to list what is waited for."""
+
 _NO_ENGINE = EngineStats(running=0, pending=0, tokens_generated_total=0, version=-1)
 
 
@@ -222,34 +231,46 @@ class Generator:
         """Return True while the engine's thread loads weights."""
         return self._loading is not None and not self._loading.done()
 
-    async def load(
-        self, weights: StagedWeights, version: int, before_replace: Callable[[], None], *, keep_kv: bool = False
-    ) -> None:
-        """Load weights and check that they are the published ones (invariant 5).
+    async def replace_weights(
+        self,
+        weights: StagedWeights,
+        version: int,
+        on_unloaded: Callable[[], None],
+        *,
+        keep_kv: bool = False,
+        around: AroundStage = lambda _: nullcontext(),
+    ) -> float:
+        """Load weights and verify them twice (invariant 5); return how long the parity check took, in seconds.
 
-        Returns with the engine paused as "loading". The caller then calls `check_parity`, records that the weights are
-        good, and calls `resume("loading")`. If this raises, the weights are not usable and the engine stays paused.
+        Returns with the engine paused as "loading": the caller records that the weights are good, then calls
+        `resume("loading")`. With another reason to pause, such as a trainer that uses the device, the last `resume`
+        runs the parity check instead. If this raises, the weights are not usable and the engine stays paused.
         Cancelling it does not stop a load that has begun.
 
         Args:
             weights: to load.
             version: the version number that new tokens carry.
-            before_replace: called once the engine has paused, before its current weights are overwritten.
+            on_unloaded: called once the engine has paused, before its current weights are overwritten.
             keep_kv: let running requests continue with their current KV cache.
+            around: see `AroundStage`.
 
         Raises:
             Corrupt: the loaded tensors differ from the published ones, or their files are damaged or missing.
             ConfigError: the engine does not support these weights.
+            ParityCheckFailed: the engine's log-probabilities differ from the trainer's.
 
         """
-        if self._building is None or self._config_json != weights.config_json:
-            before_replace()
-            await self._replace_engine(weights.config_json)
-        engine = await self._built_engine()
-        await self.pause("loading", keep_kv=keep_kv)
-        before_replace()
-        self._loading = asyncio.create_task(self._load(engine, weights, version, keep_kv=keep_kv), name="load")
-        await asyncio.shield(self._loading)
+        async with around("load"):
+            engine = await self._engine_for(weights.config_json, on_unloaded)
+            await self.pause("loading", keep_kv=keep_kv)
+            on_unloaded()
+            self._loading = asyncio.create_task(self._load(engine, weights, version, keep_kv=keep_kv), name="load")
+            await asyncio.shield(self._loading)
+        began = time.monotonic()
+        async with around("parity"), self._transition:
+            if self._pause.is_only("loading"):
+                await self._check_parity()
+        return time.monotonic() - began
 
     async def _load(self, engine: Engine, weights: StagedWeights, version: int, *, keep_kv: bool) -> None:
         await self._load_verified(engine, weights, version, keep_kv=keep_kv)
@@ -270,19 +291,6 @@ class Generator:
                 "for a bad disk or memory"
             )
         self._loaded_contents, self._unchecked = contents, weights.parity_reference
-
-    async def check_parity(self) -> None:
-        """Compare the engine's log-probabilities with the trainer's, if "loading" is the only reason to pause.
-
-        With another reason, such as a trainer that uses the device, the last `resume` runs the check.
-
-        Raises:
-            ParityCheckFailed: they differ.
-
-        """
-        async with self._transition:
-            if self._pause.is_only("loading"):
-                await self._check_parity()
 
     async def _check_parity(self) -> None:
         reference, engine = self._unchecked, self._engine
@@ -313,24 +321,27 @@ class Generator:
         took_s = round(time.monotonic() - began, 3)
         log.info("parity_check_passed", version=stats.version, mean=verdict.mean, worst=verdict.worst, took_s=took_s)
 
-    async def _replace_engine(self, config_json: str) -> None:
+    async def _engine_for(self, config_json: str, on_unloaded: Callable[[], None]) -> Engine:
+        """Return the engine of this model; build it if there is none yet, or one of another model."""
+        if self._building is None or self._config_json != config_json:
+            on_unloaded()
+            await self._close_old_engine()
+            if self._prepared is not None:
+                await asyncio.shield(self._prepared)
+            self._config_json = config_json
+            self._pause.on_decoding()
+            self._loaded_contents, self._unchecked = {}, None
+            self._building = run_in_thread("engine-build", lambda: self._engines.build(config_json))
+        self._engine = await asyncio.shield(self._building)
+        return self._engine
+
+    async def _close_old_engine(self) -> None:
+        """Close the engine, if there is one; the next needs its memory, so keep no reference to it."""
         if self._building is not None:
             old = await asyncio.shield(self._building)
             self._undrained += old.drain()  # the last: its requests have been released
             self._engine = self._building = None
             await old.close()
-            del old  # the next engine needs its memory
-        if self._prepared is not None:
-            await asyncio.shield(self._prepared)
-        self._config_json = config_json
-        self._pause.on_decoding()
-        self._loaded_contents, self._unchecked = {}, None
-        self._building = run_in_thread("engine-build", lambda: self._engines.build(config_json))
-
-    async def _built_engine(self) -> Engine:
-        assert self._building is not None, "_replace_engine must be called first"
-        self._engine = await asyncio.shield(self._building)
-        return self._engine
 
     async def close(self) -> None:
         """Stop the engine for good."""

@@ -15,12 +15,13 @@ import stamina
 import structlog
 
 from rlboost.services.rollout_worker.domain.frames import Outbox
+from rlboost.services.rollout_worker.domain.heartbeat import build_heartbeat
+from rlboost.services.rollout_worker.domain.load import LoadMeters, Memory
 from rlboost.services.rollout_worker.domain.parity_check import Verdict
 from rlboost.services.rollout_worker.domain.requests import Emission
 from rlboost.services.rollout_worker.domain.session import Session
-from rlboost.services.rollout_worker.domain.throughput import DecodeMeter, Throughput
 from rlboost.services.rollout_worker.generator import Generator
-from rlboost.services.rollout_worker.ports import Join, Membership, Memory
+from rlboost.services.rollout_worker.ports import Join, Membership
 from rlboost.shared.errors import BusUnavailable
 from rlboost.shared.ids import WeightsRef
 from rlboost.shared.messages import (
@@ -30,9 +31,7 @@ from rlboost.shared.messages import (
     Message,
     PreemptionNotice,
     Role,
-    Wait,
     WorkerEvent,
-    WorkerHeartbeat,
     WorkerJoined,
     WorkerLeft,
     WorkerLog,
@@ -98,14 +97,6 @@ class Incarnation:
         return names.worker_reports(self.worker)
 
 
-@dataclass(slots=True)
-class FlushTimes:
-    """Total duration of flushes, from the engine to Redis's answer."""
-
-    count: int = 0
-    sum_s: float = 0.0
-
-
 class ManagerConnection:
     """Writes heartbeats, tokens, events and dead letters of one worker, in order, to the worker's own stream.
 
@@ -141,15 +132,10 @@ class ManagerConnection:
         self._identity = identity
         self._lease_s = lease_s
         self._waits = waits
-        self._throughput, self._decode = Throughput(), DecodeMeter(identity.slots)
         self._flush_lock = asyncio.Lock()
         self._heartbeat_lock = asyncio.Lock()
         self._left = self._has_joined = False
-        self.flush_times = FlushTimes()
-        self.tokens_per_s = 0.0
-        self.update_s = self.update_pause_s = 0.0
-        """How long the last weight update took; 0 before the first."""
-        self.memory = Memory()
+        self.meters = LoadMeters(identity.slots)
         self.incarnation = _new_incarnation(membership, None)
         self._reported: tuple[WorkerState, WeightsRef | None] | None = None
 
@@ -191,7 +177,7 @@ class ManagerConnection:
             began, incarnation = time.monotonic(), self.incarnation
             emissions = self._generator.drain()
             running = 0 if self._generator.is_paused else self._generator.stats().running
-            self._decode.on_flush(emissions, running, began)
+            self.meters.on_drained(emissions, running, began)
             if emissions:
                 incarnation.session.on_emissions(emissions)
                 incarnation.outbox.add(emissions)
@@ -199,8 +185,7 @@ class ManagerConnection:
                 await incarnation.bus.transact([Append(incarnation.reports, message) for message in batch])
                 incarnation.outbox.sent(len(batch))
             if emissions:
-                self.flush_times.count += 1
-                self.flush_times.sum_s += time.monotonic() - began
+                self.meters.on_flushed(time.monotonic() - began)
 
     def release_unstarted(self, samples: Sequence[Assignment]) -> None:
         """Report with the next flush that samples which never reached the engine are released."""
@@ -215,31 +200,15 @@ class ManagerConnection:
                 return
             incarnation, stats, now = self.incarnation, self._generator.stats(), time.time()
             session, bus = incarnation.session, incarnation.bus
-            self.tokens_per_s = self._throughput.update(stats.tokens_generated_total, time.monotonic())
-            self.memory = self._memory()
-            job_id, version = session.serving or ("", -1)
-            batch, step_s = self._decode.take()
-            heartbeat = WorkerHeartbeat(
-                worker=incarnation.worker,
-                state=session.state,
-                job_id=job_id,
-                version=version,
-                # The engine removes aborted requests at its next step; they are not held any more.
-                running=min(stats.running, len(session.held)),
-                pending=stats.pending + session.n_awaiting_weights,
-                tokens_per_s=self.tokens_per_s,
-                update_s=self.update_s,
-                at=now,
-                resident_bytes=self.memory.resident_bytes,
-                device_used_bytes=self.memory.device_used_bytes,
-                device_total_bytes=self.memory.device_total_bytes,
-                command_digest=session.command_digest(),
+            load = self.meters.measure(stats.tokens_generated_total, self._memory(), time.monotonic())
+            heartbeat = build_heartbeat(
+                session,
+                stats,
+                load,
+                capabilities=self._generator.capabilities,
                 last_command=incarnation.cursor,
-                waiting=self._oldest_wait(),
-                batch=batch,
-                step_s=step_s,
-                update_pause_s=self.update_pause_s,
-                **self._generator.capabilities,
+                waiting=next(iter(self._waits.current()), None),
+                at=now,
             )
             lease_s = self._lease_s if self._generator.exists else max(self._lease_s, STARTING_LEASE_S)
             await bus.renew(names.worker_lease(incarnation.worker), session.state, lease_s)
@@ -256,9 +225,6 @@ class ManagerConnection:
                 )
                 incarnation.joined = self._has_joined = True
             self._reported = (heartbeat.state, session.serving)
-
-    def _oldest_wait(self) -> Wait | None:
-        return next(iter(self._waits.current()), None)
 
     @property
     def state_changed(self) -> bool:

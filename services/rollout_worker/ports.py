@@ -1,4 +1,4 @@
-"""Interfaces of the rollout worker: inference engine, weights, memory and preemption notices.
+"""Interfaces of the rollout worker: inference engine, weights, membership and preemption notices.
 
 Importing this module imports no inference library.
 """
@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Container, Hashable, Iterable, 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rlboost.services.rollout_worker.domain.load import EngineStats
 from rlboost.services.rollout_worker.domain.preemption import Notice, RebalanceRecommendation
 from rlboost.services.rollout_worker.domain.requests import Emission, Request, RequestKey
 from rlboost.shared.errors import Fatal
@@ -24,20 +25,6 @@ Sequences = Sequence[tuple[Sequence[int], Sequence[int]]]
 
 class EngineFailed(Fatal):
     """The engine died or hangs; a running sample may be the cause."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """The engine's current load."""
-
-    running: int
-    """Requests in each decode step."""
-    pending: int
-    """Requests waiting for a slot or for KV-cache capacity."""
-    tokens_generated_total: int
-    """Completion tokens generated since the engine was built, including those of aborted requests."""
-    version: int
-    """The loaded weight version; -1 before the first load and after a failed one."""
 
 
 class Engine(Protocol):
@@ -197,17 +184,6 @@ class StagedWeights(Protocol):
 
         A tensor loaded in a wider dtype matches if narrowing it gives the published bytes.
         """
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """Memory in use; 0 = unknown."""
-
-    resident_bytes: int = 0
-    """Of this process."""
-    device_used_bytes: int = 0
-    """On the engine's device, by all processes."""
-    device_total_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,24 +1,25 @@
 """Replaces the engine's weights: pull, load, verify, parity check, serve.
 
 Consumes: `PullWeights` effects of the session, one at a time: a newer one cancels the older.
-Produces: the outcome, once the weights can be served or are found unavailable.
+Produces: for the session, that the weights are loaded or unavailable; what it decides then is executed before the next
+    command is read.
 Waits for: the weight source (`WeightSource.pull`); with `in_flight: finish` also for the samples in the engine, which
     `on_flush` reports and `finish_limit_s` bounds; then for the engine's load and parity check.
-Ends when: the outcome was handled, or `cancel` or `abandon` is called.
+Ends when: cancelled, by the shutdown, or an update fails.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from functools import partial
 
 import structlog
 
-from rlboost.services.rollout_worker.domain.effects import PullWeights
-from rlboost.services.rollout_worker.generator import Generator
+from rlboost.services.rollout_worker.domain.effects import Effect, PullWeights
+from rlboost.services.rollout_worker.generator import Generator, LoadStage
 from rlboost.services.rollout_worker.manager_connection import ManagerConnection
 from rlboost.services.rollout_worker.ports import StagedWeights, WeightSource
 from rlboost.services.rollout_worker.startup_timer import StartupTimer
@@ -33,27 +34,8 @@ LOAD_LIMIT_S = 3600.0
 """For the engine, its build included: compiling a large model takes many minutes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """The engine has new weights, which have passed the parity check. It is paused with reason "loading"."""
-
-    weights: WeightsRef
-    update_s: float
-    """From the command to here."""
-    pause_s: float
-    """Without generation, of that."""
-
-
-@dataclass(frozen=True, slots=True)
-class Unavailable:
-    """The weights could not be pulled; the manager knows. The engine is as it was."""
-
-    weights: WeightsRef
-    reason: str
-
-
-Outcome = Loaded | Unavailable
-HandleOutcome = Callable[[Outcome], Awaitable[None]]
+Execute = Callable[[Sequence[Effect]], Awaitable[None]]
+"""Executes what the session has decided."""
 
 
 class WeightUpdates:
@@ -66,6 +48,7 @@ class WeightUpdates:
         waits: lists what is waited for.
         startup: times the first update.
         finish_limit_s: how long new weights wait for samples that are to finish under the current ones.
+        executing: held from a decision of the session to the end of its effects, here and by `commands`.
 
     """
 
@@ -77,6 +60,7 @@ class WeightUpdates:
         waits: Waits,
         startup: StartupTimer,
         finish_limit_s: float,
+        executing: asyncio.Lock,
     ) -> None:
         self._connection = connection
         self._generator = generator
@@ -84,32 +68,44 @@ class WeightUpdates:
         self._waits = waits
         self._startup = startup
         self._finish_limit_s = finish_limit_s
+        self._executing = executing
+        self._requested: asyncio.Queue[PullWeights] = asyncio.Queue()
+        """The next update; never more than one."""
         self._task: asyncio.Task[None] | None = None
+        """The newest update."""
         self._flushed = asyncio.Event()
         self._starts, self._loads, self._checks = LastDuration(), LastDuration(), LastDuration()
 
-    async def start(self, pull: PullWeights, group: asyncio.TaskGroup, handle: HandleOutcome) -> None:
-        """Start an update in the background; cancel the one under way.
+    async def run(self, execute: Execute) -> None:
+        """Run one update at a time until cancelled; `execute` takes what the session decides at their ends."""
+        try:
+            while True:
+                pull = await self._requested.get()
+                name = f"update-{pull.job_id}-{pull.version}"
+                self._task = task = asyncio.create_task(self._update(pull, execute), name=name)
+                await asyncio.wait({task})
+                if not task.cancelled():
+                    task.result()
+        finally:
+            await self._abandon()
 
-        Args:
-            pull: which weights.
-            group: owns the task.
-            handle: called with the outcome, by the task.
-
-        """
+    async def start(self, pull: PullWeights) -> None:
+        """Start an update in the background; cancel the one under way."""
         await self.cancel()
-        self._task = group.create_task(self._update(pull, handle), name=f"update-{pull.job_id}-{pull.version}")
+        self._requested.put_nowait(pull)
 
     async def cancel(self) -> None:
         """Cancel the update under way and resume the engine if it still has its old weights."""
-        if await self.abandon() and self._connection.session.serving is not None:
+        if await self._abandon() and self._connection.session.serving is not None:
             await self._generator.resume("loading")
 
-    async def abandon(self) -> bool:
+    async def _abandon(self) -> bool:
         """Cancel the update under way and leave the engine as it is; return True if there was one.
 
         An update that cancels itself, by the effects of its own outcome, counts as none.
         """
+        if not self._requested.empty():
+            self._requested.get_nowait()
         task, self._task = self._task, None
         if task is None or task is asyncio.current_task():
             return False
@@ -125,53 +121,69 @@ class WeightUpdates:
         """Check again whether the samples in flight have finished."""
         self._flushed.set()
 
-    async def _update(self, pull: PullWeights, handle: HandleOutcome) -> None:
-        await handle(await self._replace(pull))
-
-    async def _replace(self, pull: PullWeights) -> Outcome:
-        session, weights, began = self._connection.session, WeightsRef(pull.job_id, pull.version), time.monotonic()
+    async def _update(self, pull: PullWeights, execute: Execute) -> None:
+        weights, began = WeightsRef(pull.job_id, pull.version), time.monotonic()
         try:
-            if self._generator.is_loading:
-                async with self._engine_wait(f"it ends an earlier load before {weights}", LastDuration()):
-                    await self._generator.wait_for_load()
-            staged = await self._source.pull(*weights)
-            self._startup.end("pull")
-            if pull.in_flight == "finish" and session.serving is not None:
-                await self._until_finished(weights)
+            staged = await self._pull(weights, pull)
             pulled = time.monotonic()
-            try:
-                await self._load(staged, pull)
-            except Corrupt as error:
-                # Most likely a chunk was damaged after it had been verified: starting an engine again takes longer.
-                log.warning("weights_pulled_again", job=pull.job_id, version=pull.version, error=str(error))
-                self._source.verify_cache_again()
-                await self._load(await self._source.pull(*weights), pull)
+            parity_s = await self._load(staged, weights, pull)
         except (NotFound, BadSignature) as error:
-            unavailable = Unavailable(weights, str(error))
-            await self._report(unavailable)
-            return unavailable
-        self._startup.end("load")
-        loaded = time.monotonic()
-        async with self._engine_wait(f"it runs the parity check of {weights}", self._checks):
-            await self._generator.check_parity()
-        self._startup.end("parity")
+            await self._on_unavailable(weights, str(error), execute)
+            return
         checked = time.monotonic()
         log.info(
             "weights_loaded",
             job=pull.job_id,
             version=pull.version,
             pull_s=round(pulled - began, 3),
-            load_s=round(loaded - pulled, 3),
-            parity_s=round(checked - loaded, 3),
+            load_s=round(checked - pulled - parity_s, 3),
+            parity_s=round(parity_s, 3),
         )
-        return Loaded(weights, update_s=checked - began, pause_s=checked - pulled)
+        async with self._executing:
+            self._connection.meters.on_weights_replaced(checked - began, checked - pulled)
+            effects = self._connection.session.on_weights_loaded(weights)
+            await self._generator.resume("loading")
+            await execute(effects)
 
-    async def _load(self, staged: StagedWeights, pull: PullWeights) -> None:
-        on_unloaded, keep_kv = self._connection.session.on_weights_unloaded, pull.in_flight == "keep"
-        weights, exists = WeightsRef(pull.job_id, pull.version), self._generator.exists
-        because = f"it loads {weights}" if exists else f"it starts, then loads {weights}"
-        async with self._engine_wait(because, self._loads if exists else self._starts):
-            await self._generator.load(staged, pull.version, on_unloaded, keep_kv=keep_kv)
+    async def _pull(self, weights: WeightsRef, pull: PullWeights) -> StagedWeights:
+        """Return the weights once the engine may load them."""
+        if self._generator.is_loading:
+            async with self._engine_wait(f"it ends an earlier load before {weights}", LastDuration()):
+                await self._generator.wait_for_load()
+        staged = await self._source.pull(*weights)
+        self._startup.end("pull")
+        if pull.in_flight == "finish" and self._connection.session.serving is not None:
+            await self._until_finished(weights)
+        return staged
+
+    async def _load(self, staged: StagedWeights, weights: WeightsRef, pull: PullWeights) -> float:
+        """Load the weights; pull them again if they are damaged. Return how long the parity check took."""
+        replace = partial(
+            self._generator.replace_weights,
+            version=pull.version,
+            on_unloaded=self._connection.session.on_weights_unloaded,
+            keep_kv=pull.in_flight == "keep",
+            around=partial(self._around_stage, weights),
+        )
+        try:
+            return await replace(staged)
+        except Corrupt as error:
+            # Most likely a chunk was damaged after it had been verified: starting an engine again takes longer.
+            log.warning("weights_pulled_again", job=pull.job_id, version=pull.version, error=str(error))
+            self._source.verify_cache_again()
+            return await replace(await self._source.pull(*weights))
+
+    @asynccontextmanager
+    async def _around_stage(self, weights: WeightsRef, stage: LoadStage) -> AsyncIterator[None]:
+        if stage == "parity":
+            because, last = f"it runs the parity check of {weights}", self._checks
+        elif self._generator.exists:
+            because, last = f"it loads {weights}", self._loads
+        else:
+            because, last = f"it starts, then loads {weights}", self._starts
+        async with self._engine_wait(because, last):
+            yield
+        self._startup.end(stage)
 
     @asynccontextmanager
     async def _engine_wait(self, because: str, last: LastDuration) -> AsyncIterator[None]:
@@ -184,11 +196,14 @@ class WeightUpdates:
             with last.measured():
                 yield
 
-    async def _report(self, unavailable: Unavailable) -> None:
-        connection, weights, reason = self._connection, unavailable.weights, unavailable.reason
+    async def _on_unavailable(self, weights: WeightsRef, reason: str, execute: Execute) -> None:
+        """Tell the manager and the session that the weights cannot be pulled; the engine is as it was."""
+        connection = self._connection
         await connection.retry_until_ok(
             "report unavailable weights", lambda: connection.report_weights_unavailable(weights, reason)
         )
+        async with self._executing:
+            await execute(connection.session.on_weights_unavailable(weights, reason))
 
     async def _until_finished(self, weights: WeightsRef) -> None:
         """Wait until the samples in the engine have finished under its current weights, up to `finish_limit_s`."""

@@ -157,11 +157,6 @@ def _add_versions(router: APIRouter, store: WeightStore) -> None:
         data, digest = await store.manifest(job_id, version)
         return Response(data, media_type="application/json", headers={"ETag": f'"{digest}"'})
 
-    @router.get("/{job_id}/versions/{version}/edges")
-    @needs("weights")
-    async def edges(job_id: JobId, version: Number) -> Response:
-        return Response(await store.edges(job_id, version), media_type="application/json")
-
     @router.get("/{job_id}/versions/{version}/route")
     @needs("weights")
     async def route(job_id: JobId, version: Number, have: int = -1) -> Response:

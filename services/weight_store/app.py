@@ -131,14 +131,13 @@ class WeightStore:
             raise NotFound(f"version {version} of job {job_id} is not retained")
         return await self._documents.manifest(job_id, version), found.digest
 
-    async def edges(self, job_id: str, version: int) -> bytes:
-        """Return the edges to a committed version, even a retired one, as `VersionEdges`; raises `NotFound`."""
-        if version > self.model(job_id).head:
-            raise NotFound(f"version {version} of job {job_id} is not committed")
-        return (await self._deltas.document(job_id, version)).encode()
-
     async def route(self, job_id: str, version: int, have: int) -> bytes:
-        """Return the edges from version `have` to a committed version, as `Route`; raises `NotFound`."""
+        """Return the edges from version `have` to a committed version, even a retired one, as `Route`.
+
+        Raises:
+            NotFound: the version is not committed.
+
+        """
         model = self.model(job_id)
         if version > model.head:
             raise NotFound(f"version {version} of job {job_id} is not committed")

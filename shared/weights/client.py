@@ -139,14 +139,6 @@ class StoreClient:
             raise BadSignature(f"{self.url}: the manifest sent for {asked} is that of {found}; it is not loaded")
         return manifest
 
-    async def edges(self, job_id: str, version: int) -> VersionEdges | None:
-        """Return the deltas that lead to a version's chunks; None if there are none or they are corrupt."""
-        try:
-            answer = await self._request("GET", f"/v1/models/{job_id}/versions/{version}/edges")
-            return await asyncio.to_thread(VersionEdges.decode, answer.body)
-        except (NotFound, Undecodable):
-            return None
-
     async def route(self, job_id: str, version: int, have: int) -> tuple[VersionEdges, ...]:
         """Return the deltas that lead from version `have` to `version`; empty if there are none or they are corrupt."""
         try:

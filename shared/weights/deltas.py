@@ -6,19 +6,11 @@ from typing import NamedTuple
 
 from rlboost.shared.weights import codec
 from rlboost.shared.weights.delta_graph import Edge
-from rlboost.shared.weights.manifest import ITEM_BYTES, ChunkRef, digest_of
+from rlboost.shared.weights.manifest import ITEM_BYTES, digest_of
+from rlboost.shared.weights.shards import Chunk
 
 DELTA_DTYPES = frozenset({"bfloat16", "float16", "float32"})
 """Dtypes for which the codec produces small deltas. It is exact for any bytes."""
-
-
-class Chunk(NamedTuple):
-    """One chunk of a part's byte stream."""
-
-    ref: ChunkRef
-    data: memoryview
-    dtype: str
-    """Dtype of most of its bytes."""
 
 
 class Delta(NamedTuple):

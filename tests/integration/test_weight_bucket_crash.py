@@ -13,7 +13,7 @@ from rlboost.services.weight_store.adapters.objects import ObjectChunks, ObjectD
 from rlboost.services.weight_store.app import WeightStore
 from rlboost.shared.bucket import Bucket
 from rlboost.shared.waiting import Waits
-from rlboost.shared.weights.delta_graph import VersionEdges
+from rlboost.shared.weights.delta_graph import Route
 from rlboost.shared.weights.manifest import Manifest, digest_of
 from tests.support.tiny_versions import JOB, content, deltas, publish, store_on
 
@@ -63,7 +63,8 @@ async def assert_head_is_whole(bucket: Bucket) -> int:
     for chunk in Manifest.decode(data).chunks():
         assert await chunks.read(chunk.digest) == content(head)
     if head == 1:
-        (edge,) = VersionEdges.decode(await store.edges(JOB, 1)).edges()
+        (document,) = Route.decode(await store.route(JOB, 1, 0)).documents
+        (edge,) = document.edges()
         assert await chunks.read(edge.delta) == deltas(1)[0]
     # Publishing continues from there.
     await publish(store, 1)

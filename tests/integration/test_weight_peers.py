@@ -37,8 +37,9 @@ from rlboost.shared.weights.peers.blob_routes import MAX_CONCURRENT, blob_routes
 from rlboost.shared.weights.peers.directory import CLAIM_S, PeerDirectory
 from rlboost.shared.weights.peers.source import PeerSource
 from rlboost.shared.weights.peers.transport import PeerTransport
-from rlboost.shared.weights.publisher import Publisher, Shard
+from rlboost.shared.weights.publisher import Publisher
 from rlboost.shared.weights.puller import Puller
+from rlboost.shared.weights.shards import Shard
 from rlboost.shared.weights.source import StoreSource
 from tests.support.eventually import LIMIT_S, eventually
 from tests.support.service_process import TOKEN, ServiceProcess

@@ -13,7 +13,7 @@ import pytest
 
 from rlboost.services.weight_store.adapters.disk import DiskChunks, DiskDocuments, StoreDirectory
 from rlboost.services.weight_store.app import WeightStore
-from rlboost.shared.weights.delta_graph import VersionEdges
+from rlboost.shared.weights.delta_graph import Route
 from rlboost.shared.weights.manifest import Manifest, digest_of
 from tests.support.tiny_versions import JOB, content, deltas, publish, store_on
 
@@ -65,7 +65,8 @@ async def assert_head_is_whole(root: Path, *, at_least: int) -> int:
     for chunk in Manifest.decode(data).chunks():
         assert chunks.path(chunk.digest).read_bytes() == content(model.head)
     if model.head == 1:
-        (edge,) = VersionEdges.decode(await store.edges(JOB, 1)).edges()
+        (document,) = Route.decode(await store.route(JOB, 1, 0)).documents
+        (edge,) = document.edges()
         assert chunks.path(edge.delta).read_bytes() == deltas(1)[0]
     head = model.head
     # Publishing continues from there.

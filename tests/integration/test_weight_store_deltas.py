@@ -16,8 +16,10 @@ from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient, retry_unavailable
 from rlboost.shared.weights.manifest import CHUNK_BYTES, Manifest
-from rlboost.shared.weights.publisher import Publisher, Shard
+from rlboost.shared.weights.publisher import Publisher
 from rlboost.shared.weights.puller import Puller
+from rlboost.shared.weights.shards import Shard
+from tests.support.edges import edges_to
 from tests.support.eventually import eventually
 from tests.support.service_process import TOKEN, ServiceProcess
 from tests.support.tcp_proxy import TcpProxy
@@ -61,7 +63,7 @@ async def publish_composed(publisher: Publisher, client: StoreClient, first: int
         expected = [version - span for span in (1, 2, 4, 8) if version >= span]
 
         async def composed(version: int = version, expected: list[int] = expected) -> bool:
-            document = await client.edges(JOB, version)
+            document = await edges_to(client, JOB, version)
             return [hop.base for hop in document.hops] == expected if document else not expected
 
         await eventually(composed)
@@ -130,7 +132,7 @@ async def test_worker_seeded_with_the_first_version_pulls_deltas_from_it(
         )
 
     async def from_base() -> bool:
-        document = await client.edges(JOB, 16)
+        document = await edges_to(client, JOB, 16)
         return document is not None and document.hop_from(0) is not None
 
     await eventually(from_base)
@@ -150,7 +152,7 @@ async def test_full_and_delta_publish_the_same_chunks(client: StoreClient, publi
     part = await whole.publish("job-2", 0, 0, [shard])
     assert (await client.manifest(JOB, 1)).parts[0].chunks == part.chunks
     await whole.commit("job-2", 0, expect=-1, part_digests=[part.digest], config_json="{}")
-    assert await client.edges("job-2", 0) is None
+    assert await edges_to(client, "job-2", 0) is None
 
 
 async def counted(client: StoreClient, name: str) -> float:
@@ -271,7 +273,7 @@ async def test_publisher_that_lost_the_race_restarts_without_deltas(
     with pytest.raises(Conflict, match="another process has committed"):
         await publisher.commit(JOB, 2, expect=1, part_digests=[part.digest], config_json="{}")
     await publish(publisher, 1)
-    assert await client.edges(JOB, 1) is None
+    assert await edges_to(client, JOB, 1) is None
     await assert_pulls(puller, 1)
     await publish(publisher, 2)
     await assert_pulls(puller, 2)
@@ -287,9 +289,9 @@ async def test_kill_during_composing_leaves_whole_hops_only(
         await publish(publisher, version)
         await asyncio.to_thread(store.kill)
         with pytest.raises(StoreUnavailable):
-            await client.edges(JOB, version)
+            await edges_to(client, JOB, version)
         await asyncio.to_thread(store.start)
-        document = await retry_unavailable(lambda version=version: client.edges(JOB, version))  # type: ignore[misc]
+        document = await retry_unavailable(lambda version=version: edges_to(client, JOB, version))  # type: ignore[misc]
         assert document is not None
         assert [hop.base for hop in document.hops] == [version - 1, version - 2, version - 4][: len(document.hops)]
         assert all(len(hop.edges) == 3 for hop in document.hops)
@@ -297,7 +299,7 @@ async def test_kill_during_composing_leaves_whole_hops_only(
     assert puller.last.fallbacks == 0
 
     async def composed() -> bool:
-        document = await client.edges(JOB, 4)
+        document = await edges_to(client, JOB, 4)
         return document is not None and [hop.base for hop in document.hops] == [3, 2, 0]
 
     await eventually(composed)

@@ -102,7 +102,7 @@ class EngineManager:
             return
         staged = await StoreWeights(self._puller, WorkerAccess("", "")).pull(self.weights_of, version)
         self.transfers[version] = self._puller.last
-        await self._generator.load(staged, version, lambda: None)
+        await self._generator.replace_weights(staged, version, lambda: None)
         await self._generator.resume("loading")
         engine = self._generator._engine
         assert isinstance(engine, ThreadedEngine)

@@ -9,7 +9,7 @@ from collections.abc import Container, Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlboost.shared.weights.publisher import Shard
+from rlboost.shared.weights.shards import Shard
 from tests.support.staged_versions import pulled
 
 if TYPE_CHECKING:

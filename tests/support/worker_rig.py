@@ -7,10 +7,11 @@ from collections.abc import Container, Sequence
 
 from rlboost.services.rollout_worker.app import Worker, WorkerOptions
 from rlboost.services.rollout_worker.domain.kv_capacity import KvCapacity
+from rlboost.services.rollout_worker.domain.load import Memory
 from rlboost.services.rollout_worker.fakes import FakeEngine, FakeEngineFactory, FakeStagedWeights, FakeWeights
 from rlboost.services.rollout_worker.generator import Generator
 from rlboost.services.rollout_worker.manager_connection import ManagerConnection, WorkerIdentity
-from rlboost.services.rollout_worker.ports import Memory, StagedWeights
+from rlboost.services.rollout_worker.ports import StagedWeights
 from rlboost.shared.errors import BusUnavailable, CredentialRejected
 from rlboost.shared.messages import TokenFrame
 from rlboost.shared.streams.bus import Append, Fence, Op

@@ -13,7 +13,7 @@ from typing import Any
 
 import structlog
 
-from rlboost.services.rollout_worker.ports import Memory
+from rlboost.services.rollout_worker.domain.load import Memory
 
 log = structlog.get_logger(__name__)
 

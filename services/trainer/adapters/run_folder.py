@@ -25,7 +25,7 @@ from rlboost.shared.disk_space import write_error
 from rlboost.shared.errors import DiskFull, Fatal
 from rlboost.shared.job.run_profile import RunProfile
 from rlboost.shared.model.folder import copy_without_weights, declare_dtype
-from rlboost.shared.weights.publisher import Shard
+from rlboost.shared.weights.shards import Shard
 from rlboost.shared.wire.columns import floats, ints
 
 _FINISH_LIMIT_S = 5.0

@@ -12,7 +12,7 @@ from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.domain.loss.inputs import LossFn
 from rlboost.services.trainer.ports.engine import Exported, Loaded, Snapshot
 from rlboost.shared.errors import Corrupt, Fatal
-from rlboost.shared.weights.publisher import Shard
+from rlboost.shared.weights.shards import Shard
 from rlboost.shared.wire.columns import F32, I32, U8, unpack
 
 _PEFT = "base_model.model."

@@ -11,7 +11,7 @@ from rlboost.services.trainer.ports.engine import Snapshot
 from rlboost.services.trainer.ports.storage import TrainState
 from rlboost.shared.errors import Conflict, NotFound
 from rlboost.shared.job.run_profile import RunProfile
-from rlboost.shared.weights.publisher import ChunkCopy, Shard, chunks_among
+from rlboost.shared.weights.shards import ChunkCopy, Shard, chunks_among
 
 
 class MemoryWeights:

@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.domain.loss.inputs import LossFn
 from rlboost.shared.errors import Fatal
-from rlboost.shared.weights.publisher import Shard
+from rlboost.shared.weights.shards import Shard
 
 Exported = Literal["model", "base", "adapter"]
 """`model`: the model with its adapter merged in; `base`: the model below the adapter; `adapter`: the adapter alone.

@@ -12,7 +12,7 @@ from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.ports.engine import Snapshot
 from rlboost.shared.job.run_profile import RunProfile
 from rlboost.shared.streams.entries import START
-from rlboost.shared.weights.publisher import ChunkCopy, Shard
+from rlboost.shared.weights.shards import ChunkCopy, Shard
 
 
 @dataclass(frozen=True, slots=True)

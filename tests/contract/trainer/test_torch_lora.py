@@ -15,7 +15,7 @@ from rlboost.services.trainer.adapters.run_folder import LocalRunFolder
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
-from rlboost.shared.weights.publisher import Shard
+from rlboost.shared.weights.shards import Shard
 from rlboost.shared.weights.stored import AdaptedVersion
 from rlboost.shared.wire.columns import floats, ints
 from tests.contract.trainer.test_trainer_engine_contract import train

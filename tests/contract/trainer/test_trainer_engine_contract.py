@@ -18,7 +18,7 @@ from rlboost.services.trainer.fakes.engine import FakeEngine
 from rlboost.services.trainer.ports.engine import Loaded, PolicyEngine
 from rlboost.shared.errors import Corrupt, Fatal
 from rlboost.shared.job.training import LoraSpec, Offload, OptimizerSpec
-from rlboost.shared.weights.publisher import Shard
+from rlboost.shared.weights.shards import Shard
 from rlboost.shared.wire.columns import F32, U8, unpack
 from tests.support import rank_policies
 from tests.support.losses import clipped_loss

@@ -104,6 +104,7 @@ async def _more_beats(rig: Rig, worker: str, n: int) -> bool:
 async def test_load_with_one_mismatch_is_repeated(rig: Rig) -> None:
     rig.weights.versions[JOB, 0] = FakeStagedWeights(wrong_loads=1)
     await rig.manager.ready_worker()
+    assert (rig.weights.pulled.count((JOB, 0)), rig.weights.verified_again, rig.engine.loads) == (2, 1, 2)
 
 
 async def test_load_with_two_mismatches_fails_and_is_never_served() -> None:

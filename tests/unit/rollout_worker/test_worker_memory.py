@@ -10,7 +10,7 @@ import pytest
 
 from rlboost.services.rollout_worker.adapters import memory
 from rlboost.services.rollout_worker.adapters.memory import MemoryProbe, resident_bytes
-from rlboost.services.rollout_worker.ports import Memory
+from rlboost.services.rollout_worker.domain.load import Memory
 
 
 class FakeNvml:

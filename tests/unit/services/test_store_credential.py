@@ -41,7 +41,6 @@ DOWNLOADS = {
     "GET /v1/models/{job_id}",
     "GET /v1/models/{job_id}/head",
     "GET /v1/models/{job_id}/versions/{version}",
-    "GET /v1/models/{job_id}/versions/{version}/edges",
     "GET /v1/models/{job_id}/versions/{version}/route",
 }
 OTHERS = {

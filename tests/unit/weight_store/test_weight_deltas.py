@@ -20,10 +20,11 @@ from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights import codec
 from rlboost.shared.weights.delta_graph import Route, VersionEdges, lists_of
-from rlboost.shared.weights.deltas import Chunk, Delta, DeltaEncoder
+from rlboost.shared.weights.deltas import Delta, DeltaEncoder
 from rlboost.shared.weights.manifest import ChunkRef, Part, TensorEntry, digest_of
 from rlboost.shared.weights.plan import plan
 from rlboost.shared.weights.rest_models import CommitRequest
+from rlboost.shared.weights.shards import Chunk
 from tests.support.eventually import eventually
 
 JOB = "job-1"
@@ -120,7 +121,7 @@ class World:
             return []
 
     async def document(self, version: int) -> VersionEdges:
-        return VersionEdges.decode(await self.store.edges(JOB, version))
+        return await self.deltas.document(JOB, version)
 
     def has_hops(self, version: int, *bases: int, first: int | None = None) -> Callable[[], Awaitable[bool]]:
         async def check() -> bool:
@@ -189,10 +190,12 @@ def test_delta_encoder_after_a_reset_has_no_base() -> None:
 async def test_edges_become_visible_with_the_commit(world: World) -> None:
     await world.publish(0)
     with pytest.raises(NotFound):
-        await world.store.edges(JOB, 0)
+        await world.document(0)
+    assert Route.decode(await world.store.route(JOB, 0, -1)).documents == ()
     with pytest.raises(NotFound, match="not committed"):
-        await world.store.edges(JOB, 1)
+        await world.store.route(JOB, 1, 0)
     await world.publish(1)
+    assert Route.decode(await world.store.route(JOB, 1, 0)).documents == (await world.document(1),)
     (edge,) = (await world.document(1)).edges()
     assert codec.apply(content(0), world.chunks.held[edge.delta][0]) == content(1)
 
@@ -340,8 +343,9 @@ async def test_corrupt_edges_document_counts_as_none(world: World) -> None:
     for version in range(3):
         await world.publish(version)
     await world.documents.put_edges(JOB, 2, b"corrupt")
-    with pytest.raises(NotFound):
-        await world.store.edges(JOB, 2)
+    with pytest.raises(NotFound, match="cannot be read"):
+        await world.document(2)
+    assert Route.decode(await world.store.route(JOB, 2, 1)).documents == ()
     await world.store.collect_once()
     await world.publish(3)
     await world.composing(world.has_hops(3, 2))

@@ -11,9 +11,10 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from rlboost.services.rollout_worker.adapters.engine.thread import EngineThread
+from rlboost.services.rollout_worker.domain.load import EngineStats
 from rlboost.services.rollout_worker.domain.request_table import RequestTable
 from rlboost.services.rollout_worker.domain.requests import Emission, Request, RequestKey
-from rlboost.services.rollout_worker.ports import EngineStats, Sequences, StagedWeights
+from rlboost.services.rollout_worker.ports import Sequences, StagedWeights
 from rlboost.shared.process.threads import run_in_thread
 
 if TYPE_CHECKING:

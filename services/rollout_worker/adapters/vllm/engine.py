@@ -26,10 +26,11 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from rlboost.services.rollout_worker.adapters.vllm.arguments import VllmOptions, check_device, engine_args
 from rlboost.services.rollout_worker.adapters.vllm.load_errors import decode_load_error
 from rlboost.services.rollout_worker.adapters.vllm.model_folder import model_folder
+from rlboost.services.rollout_worker.domain.load import EngineStats
 from rlboost.services.rollout_worker.domain.requests import Emission, Request, RequestKey
 from rlboost.services.rollout_worker.domain.streamed_requests import LiveRequest, StreamedRequests
 from rlboost.services.rollout_worker.domain.uniforms import stream_seed
-from rlboost.services.rollout_worker.ports import EngineFailed, EngineStats, Sequences, StagedWeights
+from rlboost.services.rollout_worker.ports import EngineFailed, Sequences, StagedWeights
 from rlboost.shared.errors import ConfigError, Fatal
 from rlboost.shared.messages import FINISH_LENGTH, FINISH_STOP
 from rlboost.shared.model.folder import require_unquantized

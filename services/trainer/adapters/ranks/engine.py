@@ -42,7 +42,8 @@ from rlboost.shared.job.training import LoraSpec, Offload, OptimizerSpec
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.manifest import digest_of
-from rlboost.shared.weights.publisher import Publisher, Shard, chunks_among
+from rlboost.shared.weights.publisher import Publisher
+from rlboost.shared.weights.shards import Shard, chunks_among
 from rlboost.shared.wire.routed_experts import RoutedShape
 
 COLLECTIVE_LIMIT = timedelta(minutes=30)

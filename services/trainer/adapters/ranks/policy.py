@@ -43,7 +43,7 @@ from rlboost.shared.job.training import LoraSpec, OptimizerSpec, TrainerSpec
 from rlboost.shared.model.experts import require_known_experts, require_mixture
 from rlboost.shared.model.folder import read_config, require_unquantized
 from rlboost.shared.model.logit_limits import MAX_LOGITS
-from rlboost.shared.weights.publisher import Shard
+from rlboost.shared.weights.shards import Shard
 from rlboost.shared.wire.columns import F32, unpack
 from rlboost.shared.wire.routed_experts import RoutedShape
 

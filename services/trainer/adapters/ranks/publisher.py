@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from rlboost.services.trainer.adapters.ranks.shards import RankShards
 from rlboost.services.trainer.adapters.weights import Digests, StorePublisher
-from rlboost.shared.weights.publisher import ChunkCopy, Shard
+from rlboost.shared.weights.shards import ChunkCopy, Shard
 
 
 @dataclass(eq=False, repr=False)

@@ -16,7 +16,7 @@ from rlboost.services.trainer.adapters.ranks.tensor_slice import TensorSlice
 from rlboost.services.trainer.ports.engine import Loaded
 from rlboost.shared.weights.lora import adapter_of
 from rlboost.shared.weights.manifest import ChunkRef, digest_of
-from rlboost.shared.weights.publisher import ChunkCopy, Shard
+from rlboost.shared.weights.shards import ChunkCopy, Shard
 from rlboost.shared.weights.torch_tensors import merged
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -37,7 +37,7 @@ from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.job.training import LoraSpec, Offload, OptimizerSpec
 from rlboost.shared.model.experts import require_known_experts, require_mixture, split_experts
 from rlboost.shared.model.folder import read_config, require_unquantized
-from rlboost.shared.weights.publisher import Shard
+from rlboost.shared.weights.shards import Shard
 from rlboost.shared.wire.routed_experts import RoutedShape
 
 

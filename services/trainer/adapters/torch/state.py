@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlboost.services.trainer.ports.engine import Snapshot
 from rlboost.shared.errors import ConfigError, Corrupt
-from rlboost.shared.weights.publisher import Shard
+from rlboost.shared.weights.shards import Shard
 
 _MODEL_FILE = "model.safetensors"
 _OPTIMIZER_FILE = "optimizer.safetensors"
