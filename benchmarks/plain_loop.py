@@ -31,6 +31,7 @@ from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.domain.loss.policy import job_loss
 from rlboost.services.trainer.domain.plan import prompt_indices
 from rlboost.services.trainer.domain.schedule import learning_rate
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.job.spec import RlJob, load
 from rlboost.shared.messages import Sampling
 from rlboost.shared.wire.columns import F32, I32, ints, pack
@@ -49,7 +50,9 @@ class PlainLoop:
         assert spec.reward is not None
         model = find_model(spec.model)
         self.data = load_data(spec, model)
-        self.policy = TorchPolicy(spec.optimizer, temperature=spec.sampling.temperature, dtype="float32", device="cpu")
+        self.policy = TorchPolicy(
+            PolicySettings(optimizer=spec.optimizer, temperature=spec.sampling.temperature), device="cpu"
+        )
         self.policy.load_hf(model)
         self.engine = TorchEngine(model, slots=spec.data.prompts_per_step * spec.algorithm.group_size)
         module, _, name = spec.reward.parts[0].source.partition(":")

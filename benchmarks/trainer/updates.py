@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.batches.batching import Accumulate, UpdatePlanner
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.job.training import OptimizerSpec
 from rlboost.shared.wire.columns import floats, ints
 from tests.support.losses import clipped_loss
@@ -52,7 +53,7 @@ class Ours:
         self._groups, self._budget = groups, micro_batch_tokens
         self._loss = clipped_loss(LOW, HIGH)
         spec = OptimizerSpec(lr=RATE)
-        self._policy = TorchPolicy(spec, temperature=1.0, dtype=dtype, device=device, compiled=compiled)
+        self._policy = TorchPolicy(PolicySettings(optimizer=spec, dtype=dtype, compile=compiled), device=device)
         self._policy.load_hf(model)
 
     def update(self) -> float:

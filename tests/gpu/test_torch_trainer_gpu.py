@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy  # noqa: E402 - only where torch is
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow  # noqa: E402 - its like
+from rlboost.services.trainer.ports.policy_settings import PolicySettings  # noqa: E402 - only where torch is
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec  # noqa: E402 - its like
 from rlboost.shared.wire.columns import F32, I32, pack  # noqa: E402 - its like
 from tests.contract.trainer.test_packing import check_packed_attention  # noqa: E402 - its like
@@ -37,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def policy(model: Path, **choices: Any) -> TorchPolicy:
     settings: dict[str, Any] = {"dtype": "bfloat16", "reference": True, **choices}
-    made = TorchPolicy(OptimizerSpec(lr=RATE), temperature=1.0, device="cuda", **settings)
+    made = TorchPolicy(PolicySettings(optimizer=OptimizerSpec(lr=RATE), **settings), device="cuda")
     made.load_hf(model)
     return made
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM  # noqa: F401 - likewise
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
-from rlboost.shared.job.training import OptimizerSpec
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.wire.columns import F32, I32, pack
 from tests.support.losses import clipped_loss
 
@@ -30,9 +30,7 @@ def row(n_tokens: int) -> TrainingRow:
 def main(model: str, dtype: str, checkpointing: str, *lengths: str) -> None:
     """Measure the second update: moments exist from the first step."""
     before = _status("VmRSS") - _status("RssFile")
-    policy = TorchPolicy(
-        OptimizerSpec(), temperature=1.0, dtype=dtype, device="cpu", activation_checkpointing=checkpointing == "True"
-    )
+    policy = TorchPolicy(PolicySettings(dtype=dtype, activation_checkpointing=checkpointing == "True"), device="cpu")
     policy.load_hf(Path(model))
     policy.accumulate([[row(16)]], LOSS)
     policy.step(1e-5)

@@ -13,6 +13,7 @@ from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.domain.loss.sums import EXPERT_LOAD, ROUTED_TOKENS, ROUTING_LOSS
 from rlboost.services.trainer.ports.engine import PolicyEngine
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import OptimizerSpec
 from rlboost.shared.wire.columns import F32, I32, pack, unpack
@@ -61,7 +62,7 @@ def values(policy: PolicyEngine) -> dict[str, Any]:
 )
 def test_ranks_that_divide_tokens_match_one_process(tmp_path: Path, model: str, layout: dict[str, Any]) -> None:
     source = rank_policies.write(tmp_path / model, model)
-    one = TorchPolicy(OPTIMIZER, temperature=0.8, dtype="float32", device="cpu")
+    one = TorchPolicy(PolicySettings(optimizer=OPTIMIZER, temperature=0.8), device="cpu")
     one.load_hf(source)
     with rank_policies.policy(OPTIMIZER, temperature=0.8, **{"backend": "torch", **layout}) as many:
         many.load_hf(source)
@@ -81,7 +82,7 @@ def test_ranks_that_divide_tokens_match_one_process(tmp_path: Path, model: str, 
 def test_balance_of_experts_counts_each_token_once(tmp_path: Path) -> None:
     """With this coefficient, the gradient is that of the load-balancing loss."""
     source, coefficient = rank_policies.write(tmp_path / "model", "qwen3-moe"), 1e4
-    one = TorchPolicy(OPTIMIZER, temperature=1.0, dtype="float32", device="cpu", router_aux_loss_coef=coefficient)
+    one = TorchPolicy(PolicySettings(optimizer=OPTIMIZER, router_aux_loss_coef=coefficient), device="cpu")
     one.load_hf(source)
     settings: dict[str, Any] = {"context_parallel": 2, "router_aux_loss_coef": coefficient}
     with rank_policies.policy(OPTIMIZER, backend="torch", **settings) as many:

@@ -16,6 +16,7 @@ from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.adapters.torch.routing import Routers
 from rlboost.services.trainer.domain.loss.policy import PolicyLoss
 from rlboost.services.trainer.domain.loss.sums import routing
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import OptimizerSpec
 from tests.support import rank_policies
@@ -54,7 +55,7 @@ AFMOE = AfmoeConfig(
 
 def torch_policy(model: Path, coefficient: float = COEFFICIENT, **settings: Any) -> TorchPolicy:
     policy = TorchPolicy(
-        OPTIMIZER, temperature=1.0, dtype="float32", device="cpu", router_aux_loss_coef=coefficient, **settings
+        PolicySettings(optimizer=OPTIMIZER, router_aux_loss_coef=coefficient, **settings), device="cpu"
     )
     policy.load_hf(model)
     return policy

@@ -21,12 +21,14 @@ import pytest
 import torch
 
 from rlboost.services.trainer.adapters.megatron.policy import MegatronPolicy
+from rlboost.services.trainer.adapters.ranks.layout import Layout
 from rlboost.services.trainer.adapters.ranks.policy import RanksPolicy
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.domain.loss.inputs import TokenBatch
 from rlboost.services.trainer.domain.loss.sums import EXPERT_LOAD, ROUTED_TOKENS, ROUTING_LOSS
 from rlboost.services.trainer.ports.engine import NotFinite, PolicyEngine
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.errors import ConfigError, Retryable
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
 from rlboost.shared.model.experts import split_experts
@@ -80,7 +82,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def torch_policy(model: Path) -> TorchPolicy:
-    policy = TorchPolicy(OPTIMIZER, temperature=TEMPERATURE, dtype="float32", device="cpu")
+    policy = TorchPolicy(PolicySettings(optimizer=OPTIMIZER, temperature=TEMPERATURE), device="cpu")
     policy.load_hf(model)
     return policy
 
@@ -251,7 +253,7 @@ def test_megatron_on_cpu_rewrites_every_module_that_names_cuda() -> None:
 def test_megatron_without_gpu_is_rejected_with_the_alternative(
     models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy = MegatronPolicy(TrainerSpec(backend="megatron"), OPTIMIZER, temperature=TEMPERATURE, device="cpu")
+    policy = MegatronPolicy(PolicySettings(), Layout.of(TrainerSpec()), device="cpu")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     try:
         with pytest.raises(ConfigError, match=r"needs CUDA.*trainer\.backend: torch"):

@@ -18,6 +18,7 @@ from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.domain.loss.sums import routing
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
 from rlboost.shared.model.experts import require_replayable
@@ -44,7 +45,7 @@ MEGATRON: dict[str, dict[str, Any]] = {
 
 
 def trained(model: Path, *, dtype: str = "float32", replayed: RoutedShape = SHAPE, **settings: Any) -> TorchPolicy:
-    policy = TorchPolicy(OPTIMIZER, temperature=1.0, dtype=dtype, device="cpu", replayed=replayed, **settings)
+    policy = TorchPolicy(PolicySettings(optimizer=OPTIMIZER, dtype=dtype, replayed=replayed, **settings), device="cpu")
     policy.load_hf(model)
     return policy
 

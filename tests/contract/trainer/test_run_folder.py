@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlboost.services.trainer.adapters.run_folder import LocalRunFolder
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.errors import DiskFull, Fatal
 from rlboost.shared.job.run_profile import RunProfile
 from rlboost.shared.job.training import OptimizerSpec
@@ -62,7 +63,7 @@ def test_begin_drops_rows_of_steps_to_train_again(tmp_path: Path) -> None:
 
 def test_full_disk_loses_no_row_and_no_model(tmp_path: Path) -> None:
     base = write_tokenizer(write_model(tmp_path / "base"))
-    engine = TorchPolicy(OptimizerSpec(), temperature=1.0, dtype="float32", device="cpu")
+    engine = TorchPolicy(PolicySettings(), device="cpu")
     engine.load_hf(base)
     with small_disk(tmp_path / "run", 8 << 20) as disk:
         folder = LocalRunFolder(disk.path, base)
@@ -90,7 +91,7 @@ def test_export_writes_a_hugging_face_directory(tmp_path: Path) -> None:
     base = write_tokenizer(write_model(tmp_path / "base"))
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
-    engine = TorchPolicy(OptimizerSpec(lr=1e-2), temperature=1.0, dtype="float32", device="cpu")
+    engine = TorchPolicy(PolicySettings(optimizer=OptimizerSpec(lr=1e-2)), device="cpu")
     engine.load_hf(base)
     engine.accumulate([rows()], clipped_loss(0.2, 0.28))
     engine.step(1e-2)

@@ -17,6 +17,7 @@ from rlboost.services.trainer.adapters.torch.optimizers import hidden_matrices, 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.sft import sft_loss
 from rlboost.services.trainer.ports.data import Prompt
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.services.trainer.ports.resources import JobResources
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import CriticSpec
@@ -39,7 +40,7 @@ Matrix = NDArray[np.float32]
 
 def engine(folder: Path, *, offload: Offload = "none", **optimizer: Any) -> TorchPolicy:
     spec = OptimizerSpec(**{"name": "muon", "lr": LR, "weight_decay": DECAY, "grad_clip": CLIP, **optimizer})
-    made = TorchPolicy(spec, temperature=1.0, dtype="float32", device="cpu", offload=offload)
+    made = TorchPolicy(PolicySettings(optimizer=spec, offload=offload), device="cpu")
     made.load_hf(folder)
     return made
 
@@ -160,7 +161,7 @@ def test_muon_checkpoint_with_adamw_critic_resumes_exactly(tmp_path: Path) -> No
 
     def made() -> TorchPolicy:
         spec = OptimizerSpec(name="muon", lr=LR)
-        policy = TorchPolicy(spec, temperature=1.0, dtype="float32", device="cpu", critic=CriticSpec(lr=5e-3))
+        policy = TorchPolicy(PolicySettings(optimizer=spec, critic=CriticSpec(lr=5e-3)), device="cpu")
         policy.load_hf(tmp_path / "model")
         return policy
 

@@ -19,6 +19,7 @@ from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.domain.loss.inputs import TokenBatch
 from rlboost.services.trainer.ports.engine import NotFinite
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.services.trainer.settings import Settings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import parse
@@ -35,7 +36,7 @@ LOW, HIGH = 0.2, 0.28
 
 
 def engine(folder: Path, temperature: float = 1.0, **optimizer: Any) -> TorchPolicy:
-    made = TorchPolicy(OptimizerSpec(**optimizer), temperature=temperature, dtype="float32", device="cpu")
+    made = TorchPolicy(PolicySettings(optimizer=OptimizerSpec(**optimizer), temperature=temperature), device="cpu")
     made.load_hf(folder)
     return made
 
@@ -227,11 +228,10 @@ def test_loss_not_finite_is_raised_before_backward(tmp_path: Path, logprob: floa
 def test_offload_on_a_cpu_trainer_is_rejected(tmp_path: Path) -> None:
     for ranks in ({"data_parallel": 2}, {"backend": "megatron"}, {}):
         spec = parse({**small_job(steps=1), "trainer": {"offload": "all", **ranks}})
+        settings = PolicySettings.of(spec, "token_mean", None)
         with pytest.raises(ConfigError, match=r"trainer\.offload: all needs a GPU.*leave it out"):
-            build._engine(Settings(device="cpu"), spec, tmp_path, None, build._loss(spec), None)
-    assert isinstance(
-        build._engine(Settings(device="meta"), spec, tmp_path, None, build._loss(spec), None), TorchPolicy
-    )
+            build._engine(Settings(device="cpu"), spec.trainer, tmp_path, None, settings)
+    assert isinstance(build._engine(Settings(device="meta"), spec.trainer, tmp_path, None, settings), TorchPolicy)
 
 
 def test_folder_without_a_model_is_rejected_by_name(tmp_path: Path) -> None:

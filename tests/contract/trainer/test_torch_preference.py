@@ -17,6 +17,7 @@ from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.domain.loss.policy import job_loss
 from rlboost.services.trainer.domain.loss.preference import pair_losses, sequence_log_ratio
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.job.algorithm import PreferenceSpec
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
 from rlboost.shared.model.experts import split_experts
@@ -37,7 +38,9 @@ LOSS = job_loss(
 
 def engine(folder: Path, lora: LoraSpec | None = None) -> TorchPolicy:
     optimizer = OptimizerSpec(lr=RATE, grad_clip=1e6)
-    made = TorchPolicy(optimizer, temperature=TEMPERATURE, dtype="float32", device="cpu", lora=lora, reference=True)
+    made = TorchPolicy(
+        PolicySettings(optimizer=optimizer, temperature=TEMPERATURE, lora=lora, reference=True), device="cpu"
+    )
     made.load_hf(folder)
     return made
 

@@ -24,7 +24,7 @@ from transformers import AutoConfig
 from rlboost.services.trainer.adapters.ranks.calls import Launcher, RankCalls
 from rlboost.services.trainer.adapters.ranks.layout import Coordinates, Layout
 from rlboost.services.trainer.adapters.ranks.losses import LossAnswers, ReplicaBatches
-from rlboost.services.trainer.adapters.ranks.packed import Balancing, pack_rows
+from rlboost.services.trainer.adapters.ranks.packed import pack_rows
 from rlboost.services.trainer.adapters.ranks.processes import LocalRanks
 from rlboost.services.trainer.adapters.ranks.scratch_dir import ScratchDir, remove_stale
 from rlboost.services.trainer.adapters.ranks.sharded_tensors import write_slices
@@ -36,16 +36,13 @@ from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.domain.loss import sums
 from rlboost.services.trainer.domain.loss.inputs import LossFn
 from rlboost.services.trainer.ports.engine import Exported, Loaded, NotFinite, Snapshot
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.disk_space import write_error
 from rlboost.shared.errors import ConfigError, DiskFull, Fatal
-from rlboost.shared.job.algorithm import Aggregation, CriticSpec
-from rlboost.shared.job.training import LoraSpec, OptimizerSpec, TrainerSpec
 from rlboost.shared.model.experts import require_known_experts, require_mixture
 from rlboost.shared.model.folder import read_config, require_unquantized
-from rlboost.shared.model.logit_limits import MAX_LOGITS
 from rlboost.shared.weights.publisher import Shard
 from rlboost.shared.wire.columns import F32, unpack
-from rlboost.shared.wire.routed_experts import RoutedShape
 
 _BATCHES_PER_STAGE = 4
 """Parts into which a micro-batch is split per pipeline stage. With fewer the stages idle longer."""
@@ -59,40 +56,24 @@ class RanksPolicy(ABC):
 
     adapter_json = ""
 
-    def __init__(  # noqa: PLR0913 - one per setting of a job
+    kind: str
+    """Of the ranks: `megatron` or `fsdp`."""
+
+    def __init__(
         self,
-        kind: str,
-        spec: TrainerSpec,
-        optimizer: OptimizerSpec,
+        settings: PolicySettings,
+        layout: Layout,
         *,
-        temperature: float,
         device: str,
-        lora: LoraSpec | None = None,
-        critic: CriticSpec | None = None,
-        seed: int = 0,
-        reference: bool = False,
-        aggregation: Aggregation = "token_mean",
-        replayed: RoutedShape | None = None,
-        max_logits: int = MAX_LOGITS,
         folder: Path | None = None,
         launcher: Launcher | None = None,
     ) -> None:
         """Describe the ranks; `load_hf` starts them.
 
         Args:
-            kind: `megatron` or `fsdp`.
-            spec: the degrees of parallelism, and the dtype.
-            optimizer: AdamW's settings.
-            temperature: the sampling temperature, which divides the logits.
+            settings: the ranks get them too.
+            layout: the degrees of parallelism; the launcher may start fewer ranks.
             device: `cpu`, or `cuda` for one GPU per rank.
-            lora: the adapter to train; None to train the model itself. FSDP2 only.
-            critic: the value model to train along with the policy, if any. FSDP2 only.
-            seed: seeds the adapter's initial values and its dropout.
-            reference: whether losses get the log-probabilities of the weights that `load_hf` loaded. It costs another
-                copy of them on the devices, unless an adapter is trained, and another forward pass.
-            aggregation: the loss's, by which the load-balancing loss of a mixture of experts is weighted.
-            replayed: the shape of rows' routed experts, which replace those of the routers of policy and reference.
-            max_logits: logits that a rank has at a time; FSDP2 only.
             folder: parent of scratch directories; the system's temporary directory if None. Ranks on other machines
                 must have it under the same path.
             launcher: starts the ranks; on this machine if None.
@@ -101,17 +82,13 @@ class RanksPolicy(ABC):
             ConfigError: there are fewer GPUs than ranks.
 
         """
-        self._layout = Layout.of(spec)
+        self.settings = settings
+        self._layout = layout
         device = device.partition(":")[0]
         if launcher is None:
-            _require_devices(device, self._layout)
-            launcher = LocalRanks(self._layout, device)
+            _require_devices(device, layout)
+            launcher = LocalRanks(layout, device)
         self._launcher = launcher
-        self._optimizer = optimizer
-        self._critic = critic
-        self._keeps_reference = reference
-        self._offload = spec.offload
-        self._router_aux_loss_coef = spec.router_aux_loss_coef
         self._folder = folder
         self._packs_rows = True
         self._divisor = self._n_tokens = 0
@@ -119,26 +96,7 @@ class RanksPolicy(ABC):
         self._captured: ScratchDir | None = None
         """The snapshot that is not being written yet. Who takes it from here, under the lock, removes it."""
         self._capture_lock = threading.Lock()
-
-        arguments = {
-            "device": device,
-            "optimizer": optimizer.model_dump(),
-            "settings": {
-                "temperature": temperature,
-                "dtype": spec.dtype,
-                "reference": reference,
-                "offload": spec.offload,
-                "activation_checkpointing": spec.activation_checkpointing,
-                "compile": spec.compile,
-                "balancing": Balancing(spec.router_aux_loss_coef, aggregation),
-                "replayed": replayed,
-                "max_logits": max_logits,
-                "lora": lora.model_dump() if lora else None,
-                "critic": critic.model_dump() if critic else None,
-                "seed": seed,
-            },
-        }
-        self._ranks = RankCalls(kind, launcher, arguments)
+        self._ranks = RankCalls(self.kind, launcher, {"device": device, "settings": settings.model_dump()})
 
     @abstractmethod
     def _model_arguments(self, source: Path, config: Any) -> dict[str, Any]:
@@ -154,7 +112,7 @@ class RanksPolicy(ABC):
         self._layout = self._launcher.layout
         require_unquantized(read_config(source))
         require_known_experts(source)
-        if self._router_aux_loss_coef:
+        if self.settings.router_aux_loss_coef:
             require_mixture(source, "trainer.router_aux_loss_coef")
         if self._layout.expert > 1:
             require_mixture(source, "trainer.expert_parallel")
@@ -188,8 +146,8 @@ class RanksPolicy(ABC):
 
     def values(self, batches: Sequence[Sequence[TrainingRow]]) -> list[bytes]:
         """See `Critic.values`."""
-        if self._critic is None:
-            raise Fatal("this engine has no critic: construct it with a CriticSpec")
+        if self.settings.critic is None:
+            raise Fatal("this engine has no critic: construct it with PolicySettings.critic")
         return self._columns(batches, "values")
 
     def _columns(self, batches: Sequence[Sequence[TrainingRow]], call: str, **arguments: Any) -> list[bytes]:
@@ -213,9 +171,9 @@ class RanksPolicy(ABC):
     def accumulate(self, batches: Sequence[Sequence[TrainingRow]], loss: LossFn) -> dict[str, float]:
         """See `PolicyEngine.accumulate`."""
         replicas = self._split(batches)
-        needs_reference = self._keeps_reference and not all(row.reference for rows in batches for row in rows)
+        needs_reference = self.settings.reference and not all(row.reference for rows in batches for row in rows)
         references = self._of_replicas(replicas, "logprobs", reference=True) if needs_reference else None
-        answers = LossAnswers(replicas, loss, references, self._critic)
+        answers = LossAnswers(replicas, loss, references, self.settings.critic)
         routings = self._ranks.call("accumulate", self._packed(replicas), answers)
         for routing in routings:
             sums.add(answers.totals, routing)
@@ -228,8 +186,8 @@ class RanksPolicy(ABC):
     def step(self, learning_rate: float) -> float:
         """See `PolicyEngine.step`."""
         rates, divisors = [learning_rate], [self._divisor]
-        if self._critic is not None:
-            rates.append(learning_rate / self._optimizer.lr * self._critic.lr)
+        if self.settings.critic is not None:
+            rates.append(learning_rate / self.settings.optimizer.lr * self.settings.critic.lr)
             divisors.append(self._n_tokens)
         self._divisor = self._n_tokens = 0
         if not divisors[0]:
@@ -304,7 +262,7 @@ class RanksPolicy(ABC):
 
     def offload(self) -> None:
         """See `PolicyEngine.offload`. Does nothing before `load_hf`: there are no ranks yet."""
-        if self._offload != "none" and self._shapes["base"]:
+        if self.settings.offload != "none" and self._shapes["base"]:
             self._ranks.call("offload", {})
 
     def close(self) -> None:
