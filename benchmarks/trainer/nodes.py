@@ -18,7 +18,7 @@ import psutil
 
 from benchmarks.trainer import work
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.batches.batching import pack
+from rlboost.services.trainer.domain.batches.batching import pack, select
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.ports.engine import PolicyEngine
 from rlboost.services.trainer.ports.policy_settings import PolicySettings
@@ -35,7 +35,7 @@ LOSS = clipped_loss(0.2, 0.28)
 def compare(case: work.Case, n_rounds: int) -> Iterator[dict[str, Any]]:
     """Yield one row per layout: medians over updates of all of the case's rows."""
     rows = [row for group in work.groups(case) for row in group]
-    batches = pack(rows, case.micro_batch_tokens)
+    batches = select(rows, pack(rows, case.micro_batch_tokens))
     with tempfile.TemporaryDirectory() as folder, _nodes() as (host, namespaces):
         model = work.write_model(case, Path(folder) / "model")
         one = TorchPolicy(PolicySettings(optimizer=OPTIMIZER, temperature=TEMPERATURE), device="cpu")

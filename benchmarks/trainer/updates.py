@@ -16,6 +16,7 @@ from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.job.training import OptimizerSpec
 from rlboost.shared.wire.columns import floats, ints
 from tests.support.losses import clipped_loss
+from tests.support.training_rows import advantage_of
 
 LOW, HIGH, RATE = 0.2, 0.28, 1e-5
 
@@ -79,7 +80,7 @@ class Bare:
     def __init__(self, model: Path, batches: list[list[TrainingRow]], device: str, dtype: str) -> None:
         self._device, self._dtype = torch.device(device), getattr(torch, dtype)
         self._batches = [
-            [(ints(row.prompt), ints(row.completion), floats(row.logprobs), row.advantage) for row in rows]
+            [(ints(row.prompt), ints(row.completion), floats(row.logprobs), advantage_of(row)) for row in rows]
             for rows in batches
         ]
         self._n_tokens = sum(len(tokens) for rows in self._batches for _, tokens, _, _ in rows)

@@ -19,7 +19,7 @@ from rlboost import client, export_folder
 from rlboost.cli import app
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.adapters.weights import StorePublisher
-from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.services.trainer.domain.batches.training_row import SequenceRow
 from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
 from rlboost.shared.waiting import Waits
@@ -114,7 +114,7 @@ def logprobs(model: Any) -> torch.Tensor:
 def trained_logprobs(engine: TorchPolicy) -> torch.Tensor:
     """Return the same under the trainer's."""
     first, *others = PROMPT[0].tolist()
-    (column,) = engine.logprobs([[TrainingRow(pack([first], I32), pack(others, I32), b"", 0.0)]])
+    (column,) = engine.logprobs([[SequenceRow(pack([first], I32), pack(others, I32))]])
     return torch.from_numpy(unpack(column, F32).copy())
 
 

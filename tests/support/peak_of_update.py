@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM  # noqa: F401 - likewise
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.ports.policy_settings import PolicySettings
-from rlboost.shared.wire.columns import F32, I32, pack
 from tests.support.losses import clipped_loss
+from tests.support.training_rows import training_row
 
 LOSS = clipped_loss(0.2, 0.28)
 
@@ -24,7 +24,7 @@ LOSS = clipped_loss(0.2, 0.28)
 def row(n_tokens: int) -> TrainingRow:
     """Return a row whose tokens are all trained but the first."""
     n = n_tokens - 1
-    return TrainingRow(pack([1], I32), pack([2] * n, I32), pack([-9.0] * n, F32), 1.0)
+    return training_row([1], [2] * n, [-9.0] * n)
 
 
 def main(model: str, dtype: str, checkpointing: str, *lengths: str) -> None:

@@ -14,13 +14,12 @@ from typing import Any
 from rlboost.services.trainer.adapters.ranks.layout import Layout
 from rlboost.services.trainer.adapters.ranks.packed import pack_rows
 from rlboost.services.trainer.adapters.ranks.rank import engine_class
-from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.job.training import TrainerSpec
-from rlboost.shared.wire.columns import F32, I32, pack
+from tests.support.training_rows import training_row
 
 N_TOKENS = 40
-ROW = TrainingRow(pack([3], I32), pack([4] * (N_TOKENS - 1), I32), pack([0.0] * (N_TOKENS - 1), F32), 1.0)
+ROW = training_row([3], [4] * (N_TOKENS - 1), [0.0] * (N_TOKENS - 1))
 
 
 def main(kind: str, *models: str) -> None:

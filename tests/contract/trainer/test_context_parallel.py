@@ -10,23 +10,22 @@ import pytest
 from transformers import LlamaConfig
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.domain.loss.sums import EXPERT_LOAD, ROUTED_TOKENS, ROUTING_LOSS
 from rlboost.services.trainer.ports.engine import PolicyEngine
 from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import OptimizerSpec
-from rlboost.shared.wire.columns import F32, I32, pack, unpack
+from rlboost.shared.wire.columns import F32, unpack
 from tests.contract.trainer.test_packing import CONVOLUTION, write
 from tests.support import rank_policies
 from tests.support.losses import clipped_loss
-from tests.support.training_rows import rows, with_loss_mask
+from tests.support.training_rows import rows, training_row, with_loss_mask
 
 RATE = 1e-3
 OPTIMIZER = OptimizerSpec(lr=RATE, weight_decay=0.1, grad_clip=0.7)
 LOSS = clipped_loss(0.2, 0.28)
 # Only one rank has trained tokens of the last micro-batch.
-ONE_TOKEN = TrainingRow(pack(range(3, 14), I32), pack([15], I32), pack([-4.0], F32), 1.0)
+ONE_TOKEN = training_row(range(3, 14), [15], [-4.0])
 BATCHES = [rows(5), with_loss_mask(rows(4, seed=1), seed=1), [ONE_TOKEN]]
 MEGATRON = {"backend": "megatron", "context_parallel": 2}
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from rlboost.services.trainer.adapters.torch.optimizers import hidden_matrices, optimizers
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
+from rlboost.services.trainer.domain.batches.training_row import constant
 from rlboost.services.trainer.domain.sft import sft_loss
 from rlboost.services.trainer.ports.data import Prompt
 from rlboost.services.trainer.ports.policy_settings import PolicySettings
@@ -30,7 +31,7 @@ from tests.support.model_folder import write_model
 from tests.support.policy_comparison import bits
 from tests.support.small_job import small_job
 from tests.support.trainer_rig import Rig
-from tests.support.training_rows import rows, taught
+from tests.support.training_rows import advantage_of, rows, taught
 
 LR, DECAY, CLIP = 1e-2, 0.1, 0.5
 LOSS = clipped_loss(0.2, 0.28)
@@ -137,7 +138,8 @@ def test_muon_and_adamw_share_learning_rate_and_clip(tmp_path: Path) -> None:
     loose, tight = engine(tmp_path, grad_clip=1e9), engine(tmp_path, grad_clip=1e-3)
     for policy in (loose, tight):
         train(policy, 0)
-        policy.accumulate([[replace(row, advantage=9 * row.advantage) for row in rows(seed=1)]], LOSS)
+        steeper = [replace(row, advantages=constant(9 * advantage_of(row), row)) for row in rows(seed=1)]
+        policy.accumulate([steeper], LOSS)
         policy.step(LR)
     same = [name for (name, left), (_, right) in zip(bits(loose), bits(tight), strict=True) if left == right]
     assert same == []

@@ -10,9 +10,9 @@ from pydantic import ValidationError
 
 from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.job.algorithm import CriticSpec
+from rlboost.shared.job.spec import parse
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
 from rlboost.shared.wire.routed_experts import RoutedShape
-from tests.support.jobs import parse
 
 SHAPE = RoutedShape(4, 2, 8)
 

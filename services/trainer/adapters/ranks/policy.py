@@ -15,7 +15,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from transformers import AutoConfig
 
 from rlboost.services.trainer.adapters.ranks.calls import Launcher, RankCalls
 from rlboost.services.trainer.adapters.ranks.layout import Coordinates, Layout
-from rlboost.services.trainer.adapters.ranks.losses import LossAnswers, ReplicaBatches
+from rlboost.services.trainer.adapters.ranks.losses import LossAnswers
 from rlboost.services.trainer.adapters.ranks.packed import pack_rows
 from rlboost.services.trainer.adapters.ranks.processes import LocalRanks
 from rlboost.services.trainer.adapters.ranks.scratch_dir import ScratchDir, remove_stale
@@ -31,8 +31,9 @@ from rlboost.services.trainer.adapters.ranks.sharded_tensors import write_slices
 from rlboost.services.trainer.adapters.ranks.shards import RankShards, merged_shards, tensor_of, whole_shards
 from rlboost.services.trainer.adapters.ranks.tensor_slice import TensorSlice
 from rlboost.services.trainer.adapters.torch.packing import one_row_each
+from rlboost.services.trainer.domain.batches.batching import select
 from rlboost.services.trainer.domain.batches.partition import partition
-from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.services.trainer.domain.batches.training_row import SequenceRow, TrainingRow
 from rlboost.services.trainer.domain.loss import sums
 from rlboost.services.trainer.domain.loss.inputs import LossFn
 from rlboost.services.trainer.ports.engine import Exported, Loaded, NotFinite, Snapshot
@@ -43,6 +44,8 @@ from rlboost.shared.model.experts import require_known_experts, require_mixture
 from rlboost.shared.model.folder import read_config, require_unquantized
 from rlboost.shared.weights.publisher import Shard
 from rlboost.shared.wire.columns import F32, unpack
+
+R = TypeVar("R", bound=SequenceRow)
 
 _BATCHES_PER_STAGE = 4
 """Parts into which a micro-batch is split per pipeline stage. With fewer the stages idle longer."""
@@ -136,32 +139,35 @@ class RanksPolicy(ABC):
             shapes |= {name: tuple(shape) for answer in answers for name, shape, *_ in answer[what]}
         self.adapter_json = answers[0]["adapter_json"]
 
-    def logprobs(self, batches: Sequence[Sequence[TrainingRow]]) -> list[bytes]:
+    def logprobs(self, batches: Sequence[Sequence[SequenceRow]]) -> list[bytes]:
         """See `PolicyEngine.logprobs`."""
         return self._columns(batches, "logprobs")
 
-    def reference_logprobs(self, batches: Sequence[Sequence[TrainingRow]]) -> list[bytes]:
+    def reference_logprobs(self, batches: Sequence[Sequence[SequenceRow]]) -> list[bytes]:
         """See `PolicyEngine.reference_logprobs`."""
         return self._columns(batches, "logprobs", reference=True)
 
-    def values(self, batches: Sequence[Sequence[TrainingRow]]) -> list[bytes]:
+    def values(self, batches: Sequence[Sequence[SequenceRow]]) -> list[bytes]:
         """See `Critic.values`."""
         if self.settings.critic is None:
             raise Fatal("this engine has no critic: construct it with PolicySettings.critic")
         return self._columns(batches, "values")
 
-    def _columns(self, batches: Sequence[Sequence[TrainingRow]], call: str, **arguments: Any) -> list[bytes]:
+    def _columns(self, batches: Sequence[Sequence[SequenceRow]], call: str, **arguments: Any) -> list[bytes]:
         """Return a column of each row from a call of the ranks."""
-        replicas = self._split(batches)
-        columns: dict[int, bytes] = {}
-        for replica, of_replica in zip(replicas, self._of_replicas(replicas, call, **arguments), strict=True):
-            for rows, column in zip(replica, of_replica, strict=True):
-                ends = np.cumsum([row.n_loss_tokens for row in rows])
-                values = np.split(unpack(column, F32), ends[:-1])
-                columns |= {id(row): value.tobytes() for row, value in zip(rows, values, strict=True)}
-        return [columns[id(row)] for rows in batches for row in rows]
+        rows, split = _flat(batches), self._split(batches)
+        columns = [b""] * len(rows)
+        replicas = [select(rows, replica) for replica in split]
+        for indices, of_replica in zip(split, self._of_replicas(replicas, call, **arguments), strict=True):
+            for batch, column in zip(indices, of_replica, strict=True):
+                ends = np.cumsum([rows[index].n_loss_tokens for index in batch])
+                for index, value in zip(batch, np.split(unpack(column, F32), ends[:-1]), strict=True):
+                    columns[index] = value.tobytes()
+        return columns
 
-    def _of_replicas(self, replicas: Sequence[ReplicaBatches], call: str, **arguments: Any) -> list[list[bytes]]:
+    def _of_replicas(
+        self, replicas: Sequence[Sequence[Sequence[SequenceRow]]], call: str, **arguments: Any
+    ) -> list[list[bytes]]:
         """Return each replica's columns, one per micro-batch."""
         of_replicas: list[list[bytes]] = [[] for _ in replicas]
         for rank, columns in enumerate(self._ranks.call(call, self._packed(replicas, **arguments))):
@@ -170,15 +176,16 @@ class RanksPolicy(ABC):
 
     def accumulate(self, batches: Sequence[Sequence[TrainingRow]], loss: LossFn) -> dict[str, float]:
         """See `PolicyEngine.accumulate`."""
-        replicas = self._split(batches)
-        needs_reference = self.settings.reference and not all(row.reference for rows in batches for row in rows)
+        rows = _flat(batches)
+        replicas = [select(rows, replica) for replica in self._split(batches)]
+        needs_reference = self.settings.reference and not all(row.reference for row in rows)
         references = self._of_replicas(replicas, "logprobs", reference=True) if needs_reference else None
         answers = LossAnswers(replicas, loss, references, self.settings.critic)
         routings = self._ranks.call("accumulate", self._packed(replicas), answers)
         for routing in routings:
             sums.add(answers.totals, routing)
         self._divisor += int(answers.totals.get("divisor", 0))
-        self._n_tokens += sum(row.n_loss_tokens for rows in batches for row in rows)
+        self._n_tokens += sum(row.n_loss_tokens for row in rows)
         if answers.not_finite:
             raise NotFinite(f"the loss is {answers.not_finite[0]}")
         return answers.totals
@@ -277,25 +284,36 @@ class RanksPolicy(ABC):
         if captured is not None:
             captured.cleanup()
 
-    def _split(self, batches: Sequence[Sequence[TrainingRow]]) -> list[ReplicaBatches]:
-        """Split micro-batches among the data-parallel replicas, balanced by tokens."""
+    def _split(self, batches: Sequence[Sequence[SequenceRow]]) -> list[list[list[int]]]:
+        """Split micro-batches among the data-parallel replicas, balanced by tokens.
+
+        Returns:
+            The micro-batches of each replica, as indices of all rows.
+
+        """
         layout = self._layout
         n_per_replica = 1 if layout.pipeline == 1 else _BATCHES_PER_STAGE * layout.pipeline
-        replicas: list[ReplicaBatches] = [[] for _ in range(layout.data)]
+        replicas: list[list[list[int]]] = [[] for _ in range(layout.data)]
+        first = 0
         for rows in batches:
             for n, indices in enumerate(partition([row.n_tokens for row in rows], layout.data * n_per_replica)):
                 if indices:
-                    part = [rows[i] for i in indices]
+                    part = [first + index for index in indices]
                     replicas[n % layout.data] += [part] if self._packs_rows else one_row_each([part])
+            first += len(rows)
         return replicas
 
-    def _packed(self, replicas: Sequence[ReplicaBatches], **arguments: Any) -> list[dict[str, Any]]:
+    def _packed(self, replicas: Sequence[Sequence[Sequence[SequenceRow]]], **arguments: Any) -> list[dict[str, Any]]:
         """Return each rank's arguments."""
         of_replica = [{"batches": [pack_rows(rows) for rows in replica], **arguments} for replica in replicas]
         return [of_replica[self._replica(rank)] for rank in range(self._layout.n_ranks)]
 
     def _replica(self, rank: int) -> int:
         return Coordinates.of(rank, self._layout).data
+
+
+def _flat(batches: Sequence[Sequence[R]]) -> list[R]:
+    return [row for rows in batches for row in rows]
 
 
 def _require_devices(device: str, layout: Layout) -> None:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from rlboost.services.trainer.adapters.torch.offload import Offloader
 from rlboost.services.trainer.adapters.torch.optimizers import optimizers
 from rlboost.services.trainer.adapters.torch.packing import one_row_each, packs_rows
 from rlboost.services.trainer.adapters.torch.state import load_state, shards_of, snapshot_of, without_aliases, write_all
-from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.services.trainer.domain.batches.training_row import SequenceRow, TrainingRow
 from rlboost.services.trainer.domain.loss import sums
 from rlboost.services.trainer.domain.loss.inputs import LossFn
 from rlboost.services.trainer.ports.engine import Exported, Loaded, NotFinite, Snapshot
@@ -38,6 +38,8 @@ from rlboost.shared.job.training import LoraSpec
 from rlboost.shared.model.experts import require_known_experts, require_mixture, split_experts
 from rlboost.shared.model.folder import read_config, require_unquantized
 from rlboost.shared.weights.publisher import Shard
+
+R = TypeVar("R", bound=SequenceRow)
 
 
 class TorchPolicy:
@@ -125,13 +127,13 @@ class TorchPolicy:
         """See `PolicyEngine.adapter_json`."""
         return self._adapter.json if self._adapter else ""
 
-    def logprobs(self, batches: Sequence[Sequence[TrainingRow]]) -> list[bytes]:
+    def logprobs(self, batches: Sequence[Sequence[SequenceRow]]) -> list[bytes]:
         """See `PolicyEngine.logprobs`."""
         self._offloader.onload_weights()
         with torch.no_grad():
             return [column for rows in self._micro_batches(batches) for column in columns(rows, self._forward(rows))]
 
-    def reference_logprobs(self, batches: Sequence[Sequence[TrainingRow]]) -> list[bytes]:
+    def reference_logprobs(self, batches: Sequence[Sequence[SequenceRow]]) -> list[bytes]:
         """See `PolicyEngine.reference_logprobs`."""
         if not self.settings.reference:
             raise Fatal("this engine has no reference model: construct it with PolicySettings.reference")
@@ -140,7 +142,7 @@ class TorchPolicy:
             column for rows in self._micro_batches(batches) for column in columns(rows, self._reference_logprobs(rows))
         ]
 
-    def values(self, batches: Sequence[Sequence[TrainingRow]]) -> list[bytes]:
+    def values(self, batches: Sequence[Sequence[SequenceRow]]) -> list[bytes]:
         """See `Critic.values`."""
         if self._critic is None:
             raise Fatal("this engine has no critic: construct it with PolicySettings.critic")
@@ -262,7 +264,7 @@ class TorchPolicy:
         torch.manual_seed(self.settings.seed)  # of its dropout
         return adapter
 
-    def _micro_batches(self, batches: Sequence[Sequence[TrainingRow]]) -> Sequence[Sequence[TrainingRow]]:
+    def _micro_batches(self, batches: Sequence[Sequence[R]]) -> Sequence[Sequence[R]]:
         return batches if self._packs else one_row_each(batches)
 
     def _zero_gradients(self) -> None:
@@ -277,7 +279,7 @@ class TorchPolicy:
         # Engines have buffers, such as the biases of expert selection, in full precision too.
         return value.to(self._dtype) if value.is_floating_point() and name not in self._buffers else value
 
-    def _reference_logprobs(self, rows: Sequence[TrainingRow]) -> Tensor:
+    def _reference_logprobs(self, rows: Sequence[SequenceRow]) -> Tensor:
         """Return the log-probabilities of all trained tokens under the weights that `load_hf` loaded, [tokens]."""
         with torch.no_grad(), self._adapter.without() if self._adapter else nullcontext():
             return self._forward_reference(rows)
