@@ -22,10 +22,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from rlboost.services.trainer.adapters.checkpoints.folder import CheckpointFolder
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.services.trainer.ports.storage import TrainState
-from rlboost.shared.job.training import OptimizerSpec
-from rlboost.shared.wire.columns import F32, I32, pack
 from tests.support.losses import clipped_loss
+from tests.support.training_rows import training_row
 
 _VOCABULARY = 16_000
 _ROWS, _TOKENS = 2, 32
@@ -53,10 +53,10 @@ def rows(seed: int) -> list[TrainingRow]:
     """Return samples of random tokens."""
     rng = random.Random(seed)
     return [
-        TrainingRow(
-            pack([rng.randrange(_VOCABULARY) for _ in range(_TOKENS)], I32),
-            pack([rng.randrange(_VOCABULARY) for _ in range(_TOKENS)], I32),
-            pack([-9.0] * _TOKENS, F32),
+        training_row(
+            [rng.randrange(_VOCABULARY) for _ in range(_TOKENS)],
+            [rng.randrange(_VOCABULARY) for _ in range(_TOKENS)],
+            [-9.0] * _TOKENS,
             rng.uniform(-1, 1),
         )
         for _ in range(_ROWS)
@@ -73,7 +73,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
         n_parameters = model(folder / "model", options.layers)
-        policy = TorchPolicy(OptimizerSpec(), temperature=1.0, dtype="float32", device="cpu")
+        policy = TorchPolicy(PolicySettings(), device="cpu")
         policy.load_hf(folder / "model")
         store = CheckpointFolder(folder / "checkpoints")
         loss = clipped_loss(0.2, 0.2)

@@ -31,11 +31,13 @@ from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.domain.loss.policy import job_loss
 from rlboost.services.trainer.domain.plan import prompt_indices
 from rlboost.services.trainer.domain.schedule import learning_rate
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.job.spec import RlJob, load
 from rlboost.shared.messages import Sampling
-from rlboost.shared.wire.columns import F32, I32, ints, pack
+from rlboost.shared.wire.columns import ints
 from tests.support.jobs import parse_rl
 from tests.support.staged_weights import Staged
+from tests.support.training_rows import training_row
 
 JOB = "examples/countdown/job.yaml"
 POLL_S = 0.02
@@ -49,7 +51,9 @@ class PlainLoop:
         assert spec.reward is not None
         model = find_model(spec.model)
         self.data = load_data(spec, model)
-        self.policy = TorchPolicy(spec.optimizer, temperature=spec.sampling.temperature, dtype="float32", device="cpu")
+        self.policy = TorchPolicy(
+            PolicySettings(optimizer=spec.optimizer, temperature=spec.sampling.temperature), device="cpu"
+        )
         self.policy.load_hf(model)
         self.engine = TorchEngine(model, slots=spec.data.prompts_per_step * spec.algorithm.group_size)
         module, _, name = spec.reward.parts[0].source.partition(":")
@@ -71,9 +75,9 @@ class PlainLoop:
         for row, group in sorted(groups, key=lambda item: max(len(tokens) for tokens, _ in item[1])):
             scored = self._score(row, [tokens for tokens, _ in group])
             rewards += scored
-            prompt, values = self.data.train[row].tokens, advantages(scored) or []
+            prompt, values = ints(self.data.train[row].tokens), advantages(scored) or []
             trained = [
-                TrainingRow(prompt, pack(tokens, I32), pack(logprobs, F32), value)
+                training_row(prompt, tokens, logprobs, value)
                 for (tokens, logprobs), value in zip(group, values, strict=False)
             ]
             for work in planner.add(trained):

@@ -18,9 +18,10 @@ import psutil
 
 from benchmarks.trainer import work
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.batches.batching import pack
+from rlboost.services.trainer.domain.batches.batching import pack, select
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.ports.engine import PolicyEngine
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.job.training import OptimizerSpec
 from tests.support.losses import clipped_loss
 from tests.support.network_namespaces import HOST_LINK, Namespace, network
@@ -34,10 +35,10 @@ LOSS = clipped_loss(0.2, 0.28)
 def compare(case: work.Case, n_rounds: int) -> Iterator[dict[str, Any]]:
     """Yield one row per layout: medians over updates of all of the case's rows."""
     rows = [row for group in work.groups(case) for row in group]
-    batches = pack(rows, case.micro_batch_tokens)
+    batches = select(rows, pack(rows, case.micro_batch_tokens))
     with tempfile.TemporaryDirectory() as folder, _nodes() as (host, namespaces):
         model = work.write_model(case, Path(folder) / "model")
-        one = TorchPolicy(OPTIMIZER, temperature=TEMPERATURE, dtype="float32", device="cpu")
+        one = TorchPolicy(PolicySettings(optimizer=OPTIMIZER, temperature=TEMPERATURE), device="cpu")
         for name, layout in DENSE_LAYOUTS.items():
             one.load_hf(model)  # again, without the updates so far
             n_bytes = 4 * sum(parameter.numel() for parameter in one._parameters)  # noqa: SLF001 - no public count

@@ -12,9 +12,11 @@ from transformers import AutoModelForCausalLM
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.batches.batching import Accumulate, UpdatePlanner
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.job.training import OptimizerSpec
 from rlboost.shared.wire.columns import floats, ints
 from tests.support.losses import clipped_loss
+from tests.support.training_rows import advantage_of
 
 LOW, HIGH, RATE = 0.2, 0.28, 1e-5
 
@@ -52,7 +54,7 @@ class Ours:
         self._groups, self._budget = groups, micro_batch_tokens
         self._loss = clipped_loss(LOW, HIGH)
         spec = OptimizerSpec(lr=RATE)
-        self._policy = TorchPolicy(spec, temperature=1.0, dtype=dtype, device=device, compiled=compiled)
+        self._policy = TorchPolicy(PolicySettings(optimizer=spec, dtype=dtype, compile=compiled), device=device)
         self._policy.load_hf(model)
 
     def update(self) -> float:
@@ -78,7 +80,7 @@ class Bare:
     def __init__(self, model: Path, batches: list[list[TrainingRow]], device: str, dtype: str) -> None:
         self._device, self._dtype = torch.device(device), getattr(torch, dtype)
         self._batches = [
-            [(ints(row.prompt), ints(row.completion), floats(row.logprobs), row.advantage) for row in rows]
+            [(ints(row.prompt), ints(row.completion), floats(row.logprobs), advantage_of(row)) for row in rows]
             for rows in batches
         ]
         self._n_tokens = sum(len(tokens) for rows in self._batches for _, tokens, _, _ in rows)

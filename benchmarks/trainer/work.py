@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
-from rlboost.shared.wire.columns import F32, I32, pack
+from tests.support.training_rows import training_row
 
 GROUP_SIZE = 8
 QUANTILES = ((0.0, 12), (0.1, 22), (0.5, 62), (0.75, 122), (0.9, 202), (0.95, 256), (1.0, 256))
@@ -73,15 +74,15 @@ def groups(case: Case, seed: int = 0) -> list[list[TrainingRow]]:
     """Return the groups of one update, in the order in which they are complete: that of their longest row."""
     draw = random.Random(seed)
 
-    def row(prompt: bytes) -> TrainingRow:
+    def row(prompt: Sequence[int]) -> TrainingRow:
         n = _length(draw.random()) * case.stretch
         tokens = [draw.randrange(3, case.config.vocab_size) for _ in range(n)]
         logprobs = [-4.5 + draw.random() for _ in tokens]
-        return TrainingRow(prompt, pack(tokens, I32), pack(logprobs, F32), draw.gauss(0, 1))
+        return training_row(prompt, tokens, logprobs, draw.gauss(0, 1))
 
     made = []
     for _ in range(case.groups):
-        prompt = pack([draw.randrange(3, case.config.vocab_size) for _ in range(case.prompt_tokens)], I32)
+        prompt = [draw.randrange(3, case.config.vocab_size) for _ in range(case.prompt_tokens)]
         made.append([row(prompt) for _ in range(GROUP_SIZE)])
     return sorted(made, key=lambda group: max(row.n_tokens for row in group))
 

@@ -15,6 +15,7 @@ from rlboost.services.trainer.adapters.machines.launcher import JobMachines
 from rlboost.services.trainer.adapters.machines.registry import TrainerMachines
 from rlboost.services.trainer.adapters.megatron.policy import MegatronPolicy
 from rlboost.services.trainer.adapters.no_reward import NoReward
+from rlboost.services.trainer.adapters.ranks.layout import Layout
 from rlboost.services.trainer.adapters.ranks.policy import RanksPolicy
 from rlboost.services.trainer.adapters.ranks.publisher import RanksPublisher
 from rlboost.services.trainer.adapters.reward_pool import RewardPool
@@ -28,10 +29,10 @@ from rlboost.services.trainer.domain.loss.inputs import LossFn
 from rlboost.services.trainer.domain.loss.policy import PolicyLoss, job_loss
 from rlboost.services.trainer.domain.parity_probe import build_probe
 from rlboost.services.trainer.domain.sft import sft_loss
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.services.trainer.ports.resources import JobResources
 from rlboost.services.trainer.settings import Settings
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.job.training import TrainerSpec
 from rlboost.shared.model.experts import require_replayable
@@ -69,7 +70,8 @@ def build_resources(
     replayed = None
     if spec.trainer.router_replay != "none" and spec.kind == "rl":
         replayed = require_replayable(model, spec.sampling.max_tokens)
-    engine = _engine(config, spec, folder, own_machines, loss, replayed)
+    policy = _policy_settings(spec, loss, replayed)
+    engine = _engine(config, spec.trainer, folder, own_machines, policy)
     skip_function = spec.data.curriculum.function if spec.data.curriculum else None
     publisher = partial(RanksPublisher, token=token) if isinstance(engine, RanksPolicy) else StorePublisher
     return JobResources(
@@ -91,7 +93,7 @@ def build_resources(
         ),
         folder=LocalRunFolder(folder, model, openers(spec, job_id, folder)),
         predecessor=places.predecessor(spec.trainer.resume),
-        critic=engine if _critic(spec) else None,
+        critic=engine if policy.critic else None,
         hardware=hardware_of(spec, model, config.device),
         machines=own_machines,
         skip_function=load_skip_function(skip_function, data.train) if skip_function else None,
@@ -119,10 +121,6 @@ def _loss(spec: JobSpec) -> LossFn:
     return job_loss(spec, load_loss(spec.algorithm.loss) if spec.algorithm.loss else None)
 
 
-def _critic(spec: JobSpec) -> CriticSpec | None:
-    return None if spec.kind == "sft" else spec.algorithm.critic
-
-
 def _machines(
     config: Settings, waits: Waits, machines: TrainerMachines | None, spec: TrainerSpec
 ) -> JobMachines | None:
@@ -135,49 +133,20 @@ def _machines(
     return JobMachines(machines, spec, waits, device=config.device, shrink_after_s=config.machines_wait_s)
 
 
+def _policy_settings(spec: JobSpec, loss: LossFn, replayed: RoutedShape | None) -> PolicySettings:
+    return PolicySettings.of(spec, loss.aggregation if isinstance(loss, PolicyLoss) else "token_mean", replayed)
+
+
 def _engine(
-    config: Settings,
-    spec: JobSpec,
-    folder: Path,
-    machines: JobMachines | None,
-    loss: LossFn,
-    replayed: RoutedShape | None,
+    config: Settings, spec: TrainerSpec, folder: Path, machines: JobMachines | None, settings: PolicySettings
 ) -> TorchPolicy | RanksPolicy:
-    if spec.trainer.offload != "none" and config.device == "cpu":
+    if spec.offload != "none" and config.device == "cpu":
         raise ConfigError(
-            f"trainer.offload: {spec.trainer.offload} needs a GPU shared by reserved engines and the trainer, but the "
+            f"trainer.offload: {spec.offload} needs a GPU shared by reserved engines and the trainer, but the "
             "trainer's device is cpu (RLBOOST_TRAINER_DEVICE): leave it out"
         )
-    temperature, reference = spec.sampling.scored_temperature, spec.kind == "rl" and spec.algorithm.needs_reference
-    if not spec.trainer.in_one_process:
-        kind = MegatronPolicy if spec.trainer.backend == "megatron" else FsdpPolicy
-        return kind(
-            spec.trainer,
-            spec.optimizer,
-            temperature=temperature,
-            device=config.device,
-            lora=spec.adapter,
-            critic=_critic(spec),
-            seed=spec.trainer.seed,
-            reference=reference,
-            aggregation=loss.aggregation if isinstance(loss, PolicyLoss) else "token_mean",
-            replayed=replayed,
-            folder=folder,
-            launcher=machines,
-        )
+    if not spec.in_one_process:
+        kind = MegatronPolicy if spec.backend == "megatron" else FsdpPolicy
+        return kind(settings, Layout.of(spec), device=config.device, folder=folder, launcher=machines)
     require_device(config.device, "RLBOOST_TRAINER_DEVICE")
-    return TorchPolicy(
-        spec.optimizer,
-        temperature=temperature,
-        dtype=spec.trainer.dtype,
-        device=config.device,
-        lora=spec.adapter,
-        seed=spec.trainer.seed,
-        reference=reference,
-        critic=_critic(spec),
-        offload=spec.trainer.offload,
-        activation_checkpointing=spec.trainer.activation_checkpointing,
-        compiled=spec.trainer.compile,
-        router_aux_loss_coef=spec.trainer.router_aux_loss_coef,
-        replayed=replayed,
-    )
+    return TorchPolicy(settings, device=config.device)

@@ -16,7 +16,7 @@ from functools import partial
 import structlog
 
 from rlboost.services.trainer.device import DeviceThread
-from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.services.trainer.domain.batches.training_row import SequenceRow
 from rlboost.services.trainer.domain.parity_probe import Probe, build_reference
 from rlboost.services.trainer.job_streams import JobStreams
 from rlboost.services.trainer.ports.engine import Exported, Loaded, PolicyEngine
@@ -132,7 +132,7 @@ class VersionPublisher:
         """Return the parity reference of the engine's weights as JSON, an empty text without a probe."""
         if (probe := self._probe) is None:
             return ""
-        rows = [TrainingRow(pack(prompt, I32), pack(completion, I32), b"", 0.0) for prompt, completion in probe.rows]
+        rows = [SequenceRow(pack(prompt, I32), pack(completion, I32)) for prompt, completion in probe.rows]
         return build_reference(probe, await self._device(lambda: self._engine.logprobs([rows]))).encode()
 
     async def _commit(self, version: int, what: Exported, parity_json: str) -> None:

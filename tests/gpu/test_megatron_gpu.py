@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy  # noqa: E402 - only where torch is
 from rlboost.services.trainer.ports.engine import PolicyEngine  # noqa: E402 - its like
+from rlboost.services.trainer.ports.policy_settings import PolicySettings  # noqa: E402 - only where torch is
 from rlboost.shared.job.training import OptimizerSpec  # noqa: E402 - its like
 from rlboost.shared.wire.columns import F32, unpack  # noqa: E402 - its like
 from tests.support import rank_policies  # noqa: E402 - its like
@@ -52,7 +53,7 @@ def test_ranks_over_nccl_match_torch_backend(tmp_path: Path, model: str, layout:
     if torch.cuda.device_count() < n_ranks:
         pytest.skip(f"{n_ranks} GPUs are needed")
     folder = rank_policies.write(tmp_path / "model", model)
-    one = TorchPolicy(OPTIMIZER, temperature=1.0, dtype=dtype, device="cuda")
+    one = TorchPolicy(PolicySettings(optimizer=OPTIMIZER, dtype=dtype), device="cuda")
     one.load_hf(folder)
     near = 1e-4 if dtype == "float32" else 0.1
     with rank_policies.policy(OPTIMIZER, dtype=dtype, device="cuda", **LAYOUTS[layout]) as many:

@@ -10,14 +10,13 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy  # noqa: E402 - only where torch is
-from rlboost.services.trainer.domain.batches.training_row import TrainingRow  # noqa: E402 - its like
+from rlboost.services.trainer.ports.policy_settings import PolicySettings  # noqa: E402 - only where torch is
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec  # noqa: E402 - its like
-from rlboost.shared.wire.columns import F32, I32, pack  # noqa: E402 - its like
 from tests.contract.trainer.test_packing import check_packed_attention  # noqa: E402 - its like
 from tests.support import large_model  # noqa: E402 - its like
 from tests.support.losses import clipped_loss  # noqa: E402 - its like
 from tests.support.policy_comparison import bits  # noqa: E402 - its like
-from tests.support.training_rows import rows  # noqa: E402 - its like
+from tests.support.training_rows import rows, training_row  # noqa: E402 - its like
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -37,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def policy(model: Path, **choices: Any) -> TorchPolicy:
     settings: dict[str, Any] = {"dtype": "bfloat16", "reference": True, **choices}
-    made = TorchPolicy(OptimizerSpec(lr=RATE), temperature=1.0, device="cuda", **settings)
+    made = TorchPolicy(PolicySettings(optimizer=OptimizerSpec(lr=RATE), **settings), device="cuda")
     made.load_hf(model)
     return made
 
@@ -120,7 +119,7 @@ def test_checkpoint_is_saved_and_loaded_while_offloaded(model: Path, tmp_path: P
 @pytest.mark.parametrize("lora", [None, LoraSpec(dropout=0.1)], ids=["model", "adapter"])
 def test_activation_checkpointing_reduces_gpu_memory(model: Path, lora: LoraSpec | None) -> None:
     # Few trained tokens, so that the logits are small compared with the layers' activations.
-    row = TrainingRow(pack([7] * 500, I32), pack([8] * 8, I32), pack([-9.0] * 8, F32), 1.0)
+    row = training_row([7] * 500, [8] * 8, [-9.0] * 8)
 
     def peak_of(engine: TorchPolicy) -> int:
         engine.accumulate([[row]], LOSS)  # gradients are there from then on

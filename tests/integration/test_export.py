@@ -19,7 +19,8 @@ from rlboost import client, export_folder
 from rlboost.cli import app
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.adapters.weights import StorePublisher
-from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.services.trainer.domain.batches.training_row import SequenceRow
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.client import StoreClient
@@ -85,7 +86,7 @@ class System:
 
         engines = []
         for version in range(versions):
-            engine = TorchPolicy(OptimizerSpec(lr=1e-2), temperature=1.0, dtype="float32", device="cpu", lora=lora)
+            engine = TorchPolicy(PolicySettings(optimizer=OptimizerSpec(lr=1e-2), lora=lora), device="cpu")
             engine.load_hf(self._base)
             for _ in range(version):
                 engine.accumulate([rows()], clipped_loss(0.2, 0.28))
@@ -113,7 +114,7 @@ def logprobs(model: Any) -> torch.Tensor:
 def trained_logprobs(engine: TorchPolicy) -> torch.Tensor:
     """Return the same under the trainer's."""
     first, *others = PROMPT[0].tolist()
-    (column,) = engine.logprobs([[TrainingRow(pack([first], I32), pack(others, I32), b"", 0.0)]])
+    (column,) = engine.logprobs([[SequenceRow(pack([first], I32), pack(others, I32))]])
     return torch.from_numpy(unpack(column, F32).copy())
 
 

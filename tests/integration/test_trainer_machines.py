@@ -16,6 +16,7 @@ from rlboost.services.trainer.adapters.machines.link import MACHINE, Link
 from rlboost.services.trainer.adapters.machines.registry import Session, TrainerMachines
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.ports.engine import PolicyEngine
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.errors import ConfigError, Retryable
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
 from rlboost.shared.tls import ServerCertificate
@@ -152,7 +153,7 @@ async def test_ranks_on_two_machines_survive_a_killed_agent(tmp_path: Path) -> N
     certificate = ServerCertificate(str(files.certificate), str(files.key))
     model, checkpoint = rank_policies.write(tmp_path / "model", "qwen3"), tmp_path / "checkpoint"
     checkpoint.mkdir()
-    one = TorchPolicy(OPTIMIZER, temperature=TEMPERATURE, dtype="float32", device="cpu")
+    one = TorchPolicy(PolicySettings(optimizer=OPTIMIZER, temperature=TEMPERATURE), device="cpu")
     one.load_hf(model)
     expected = [learn(one) for _ in range(2)]
     async with trainer_machines(certificate=certificate) as (machines, url):

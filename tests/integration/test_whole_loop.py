@@ -18,6 +18,7 @@ from rlboost.services.trainer.adapters.weights import StorePublisher
 from rlboost.services.trainer.domain.parity_probe import build_probe
 from rlboost.services.trainer.fakes.rewards import FakeRewards
 from rlboost.services.trainer.ports.data import Data, Prompt
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.services.trainer.ports.resources import JobResources
 from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
 from rlboost.shared.job.spec import JobSpec, RlJob
@@ -56,7 +57,9 @@ class Loop(Rig):
     def build(self, job: JobSpec, _job_id: str) -> JobResources:
         model = self.path.parent / "model"
         prompts = [Prompt(f"p{i}", pack([1, 3 + i, 40 - i], I32), {}) for i in range(10)]
-        policy = TorchPolicy(job.optimizer, temperature=1.0, dtype=job.trainer.dtype, device="cpu", lora=job.adapter)
+        policy = TorchPolicy(
+            PolicySettings(optimizer=job.optimizer, dtype=job.trainer.dtype, lora=job.adapter), device="cpu"
+        )
         return JobResources(
             engine=policy,
             model=model,

@@ -14,6 +14,7 @@ import pytest
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.loss.sums import EXPERT_LOAD, ROUTED_TOKENS, ROUTING_LOSS
 from rlboost.services.trainer.ports.engine import PolicyEngine
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.errors import Retryable
 from rlboost.shared.job.training import OptimizerSpec
 from rlboost.shared.wire.columns import F32, unpack
@@ -68,7 +69,7 @@ def step(policy: PolicyEngine) -> dict[str, float]:
 
 def expected_steps(model: Path, n: int) -> list[Any]:
     """Return what one process computes, to compare with."""
-    policy = TorchPolicy(OPTIMIZER, temperature=TEMPERATURE, dtype="float32", device="cpu")
+    policy = TorchPolicy(PolicySettings(optimizer=OPTIMIZER, temperature=TEMPERATURE), device="cpu")
     policy.load_hf(model)
     return [pytest.approx(step(policy), rel=1e-4, abs=1e-3) for _ in range(n)]
 

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM  # noqa: F401 - likewise
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
-from rlboost.shared.job.training import OptimizerSpec
-from rlboost.shared.wire.columns import F32, I32, pack
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from tests.support.losses import clipped_loss
+from tests.support.training_rows import training_row
 
 LOSS = clipped_loss(0.2, 0.28)
 
@@ -24,15 +24,13 @@ LOSS = clipped_loss(0.2, 0.28)
 def row(n_tokens: int) -> TrainingRow:
     """Return a row whose tokens are all trained but the first."""
     n = n_tokens - 1
-    return TrainingRow(pack([1], I32), pack([2] * n, I32), pack([-9.0] * n, F32), 1.0)
+    return training_row([1], [2] * n, [-9.0] * n)
 
 
 def main(model: str, dtype: str, checkpointing: str, *lengths: str) -> None:
     """Measure the second update: moments exist from the first step."""
     before = _status("VmRSS") - _status("RssFile")
-    policy = TorchPolicy(
-        OptimizerSpec(), temperature=1.0, dtype=dtype, device="cpu", activation_checkpointing=checkpointing == "True"
-    )
+    policy = TorchPolicy(PolicySettings(dtype=dtype, activation_checkpointing=checkpointing == "True"), device="cpu")
     policy.load_hf(Path(model))
     policy.accumulate([[row(16)]], LOSS)
     policy.step(1e-5)

@@ -13,10 +13,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 from rlboost.services.trainer.adapters.fsdp.policy import FsdpPolicy
 from rlboost.services.trainer.adapters.megatron.policy import MegatronPolicy
+from rlboost.services.trainer.adapters.ranks.layout import Layout
 from rlboost.services.trainer.adapters.ranks.policy import RanksPolicy
 from rlboost.services.trainer.adapters.ranks.shards import RankShards
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
-from rlboost.shared.model.logit_limits import MAX_LOGITS
 from tests.support.megatron_cpu import python_path
 
 _SIZES: dict[str, Any] = {
@@ -94,34 +95,16 @@ def digests(policy: RanksPolicy) -> dict[Any, str]:
 
 @contextmanager
 def policy(
-    optimizer: OptimizerSpec, *, dtype: str = "float32", temperature: float = 1.0, device: str = "cpu", **settings: Any
+    optimizer: OptimizerSpec, *, device: str = "cpu", folder: Path | None = None, **settings: Any
 ) -> Iterator[RanksPolicy]:
-    """Yield a policy and close it; settings are those of `TrainerSpec`, and `lora`, `critic`, `seed`, `reference`,
-    `aggregation`, `replayed`, `max_logits` and `folder`.
+    """Yield a policy and close it; settings are those of `PolicySettings` and `TrainerSpec`.
 
     On CPUs megatron-core needs `tests.support.megatron_cpu`, which the ranks get by their environment.
     """
-    reference = settings.pop("reference", False)
-    aggregation, replayed = settings.pop("aggregation", "token_mean"), settings.pop("replayed", None)
-    max_logits = settings.pop("max_logits", MAX_LOGITS)
-    folder = settings.pop("folder", None)
-    lora, critic, seed = settings.pop("lora", None), settings.pop("critic", None), settings.pop("seed", 0)
-    spec = TrainerSpec(**{"backend": "megatron", "dtype": dtype, **settings})
+    own = {name: settings.pop(name) for name in PolicySettings.model_fields if name in settings}
+    spec = TrainerSpec(**{"backend": "megatron", **settings})
     kind = MegatronPolicy if spec.backend == "megatron" else FsdpPolicy
-    made = kind(
-        spec,
-        optimizer,
-        temperature=temperature,
-        device=device,
-        lora=lora,
-        critic=critic,
-        seed=seed,
-        reference=reference,
-        aggregation=aggregation,
-        replayed=replayed,
-        max_logits=max_logits,
-        folder=folder,
-    )
+    made = kind(PolicySettings(optimizer=optimizer, **own), Layout.of(spec), device=device, folder=folder)
     with pytest.MonkeyPatch.context() as patch:
         if device == "cpu":
             patch.setenv("PYTHONPATH", python_path())

@@ -19,6 +19,7 @@ from rlboost.services.trainer.adapters.weights import StorePublisher
 from rlboost.services.trainer.device import DeviceThread
 from rlboost.services.trainer.domain.parity_probe import build_probe
 from rlboost.services.trainer.job_streams import JobStreams, RetryingBus
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.services.trainer.publishing import VersionPublisher
 from rlboost.shared.ids import SampleId
 from rlboost.shared.job.spec import parse
@@ -77,7 +78,7 @@ class RealFleet:
     async def _begin(self, model: Path) -> None:
         bus, device, waits = RedisBus(self.redis.url), DeviceThread(), Waits()
         spec = parse(SPEC | {"model": str(model)})
-        engine = TorchPolicy(spec.optimizer, temperature=1.0, dtype="float32", device="cpu")
+        engine = TorchPolicy(PolicySettings(optimizer=spec.optimizer), device="cpu")
         client = StoreClient(self.store.url, TOKEN)
         config_json = (model / "config.json").read_text()
         weights = StorePublisher(client, self.job, config_json, self.directory / "pulled", waits, 30.0)

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from rlboost.services.trainer.adapters.ranks.layout import Layout
-from rlboost.services.trainer.adapters.ranks.packed import NO_BALANCING, pack_rows
+from rlboost.services.trainer.adapters.ranks.packed import pack_rows
 from rlboost.services.trainer.adapters.ranks.rank import engine_class
-from rlboost.services.trainer.domain.batches.training_row import TrainingRow
-from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
-from rlboost.shared.wire.columns import F32, I32, pack
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
+from rlboost.shared.job.training import TrainerSpec
+from tests.support.training_rows import training_row
 
 N_TOKENS = 40
-ROW = TrainingRow(pack([3], I32), pack([4] * (N_TOKENS - 1), I32), pack([0.0] * (N_TOKENS - 1), F32), 1.0)
+ROW = training_row([3], [4] * (N_TOKENS - 1), [0.0] * (N_TOKENS - 1))
 
 
 def main(kind: str, *models: str) -> None:
@@ -32,9 +32,7 @@ def main(kind: str, *models: str) -> None:
     from rlboost.services.trainer.adapters.ranks.offload import local_tensor  # noqa: PLC0415 - after megatron-core, as in a rank
     from tests.support.saved_bytes import saved_bytes  # noqa: PLC0415 - after megatron-core, as in a rank
 
-    settings = {"temperature": 1.0, "dtype": "float32", "reference": False, "offload": "none"}
-    settings |= {"compile": False, "balancing": NO_BALANCING, "replayed": None, "max_logits": 1 << 27}
-    settings |= {"lora": None, "critic": None, "seed": 0}
+    settings = PolicySettings(activation_checkpointing=True)
     with tempfile.TemporaryDirectory() as folder:
         engine: Any = make(
             rank=0,
@@ -42,8 +40,7 @@ def main(kind: str, *models: str) -> None:
             init_method=f"file://{folder}/rendezvous",
             device="cpu",
             layout=Layout.of(TrainerSpec()),
-            optimizer=OptimizerSpec().model_dump(),
-            settings={**settings, "activation_checkpointing": True},
+            settings=settings.model_dump(),
         )
 
     def bytes_of(model: str) -> int:
@@ -63,8 +60,8 @@ def main(kind: str, *models: str) -> None:
         return found[0]
 
     seen = {}
-    for checkpointing in (engine._activation_checkpointing, False):
-        engine._activation_checkpointing = checkpointing
+    for checkpointing in (engine._settings.activation_checkpointing, False):
+        engine._settings = settings.model_copy(update={"activation_checkpointing": checkpointing})
         seen[json.dumps(checkpointing)] = [bytes_of(model) for model in models]
     print(json.dumps(seen))
 

@@ -16,7 +16,9 @@ from rlboost.services.trainer.adapters.fsdp.policy import FsdpPolicy
 from rlboost.services.trainer.adapters.machines.launcher import JobMachines
 from rlboost.services.trainer.adapters.machines.registry import TrainerMachines
 from rlboost.services.trainer.adapters.megatron.policy import MegatronPolicy
+from rlboost.services.trainer.adapters.ranks.layout import Layout
 from rlboost.services.trainer.adapters.ranks.policy import RanksPolicy
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.http.server import bind
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
 from rlboost.shared.tls import ServerCertificate
@@ -94,7 +96,8 @@ async def policy_on(
     gathered = JobMachines(machines, spec, Waits(), device="cpu", shrink_after_s=shrink_after_s)
     await gathered.gather()
     kind = MegatronPolicy if spec.backend == "megatron" else FsdpPolicy
-    policy = kind(spec, optimizer, temperature=TEMPERATURE, device="cpu", launcher=gathered)
+    settings = PolicySettings(optimizer=optimizer, temperature=TEMPERATURE)
+    policy = kind(settings, Layout.of(spec), device="cpu", launcher=gathered)
     try:
         yield policy
     finally:

@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from rlboost.services.trainer.domain.batches.training_row import TrainingRow
-from rlboost.shared.wire.columns import F32, I32, U8, ints, pack, unpack
+from rlboost.services.trainer.domain.batches.training_row import SequenceRow, TrainingRow, constant
+from rlboost.shared.wire.columns import F32, I32, U8, floats, ints, pack, unpack
+
+
+def training_row(
+    prompt: Sequence[int],
+    completion: Sequence[int],
+    logprobs: Sequence[float],
+    advantage: float = 1.0,
+    **columns: bytes,
+) -> TrainingRow:
+    """Return a row whose loss tokens have the same advantage."""
+    row = SequenceRow(pack(prompt, I32), pack(completion, I32), pack(logprobs, F32))
+    return TrainingRow.of(row, constant(advantage, row), **columns)
+
+
+def advantage_of(row: TrainingRow) -> float:
+    """Return the advantage that all loss tokens of a row have."""
+    (advantage,) = set(floats(row.advantages))
+    return advantage
 
 
 def rows(n: int = 6, seed: int = 0) -> list[TrainingRow]:
@@ -19,7 +38,7 @@ def rows(n: int = 6, seed: int = 0) -> list[TrainingRow]:
         prompt = [rng.randrange(3, 96) for _ in range(rng.randint(1, 5))]
         tokens = [rng.randrange(3, 96) for _ in range(rng.randint(1, 20))]
         logprobs = [-4.5 + 0.3 * rng.random() for _ in tokens]
-        made.append(TrainingRow(pack(prompt, I32), pack(tokens, I32), pack(logprobs, F32), rng.uniform(-2, 2)))
+        made.append(training_row(prompt, tokens, logprobs, rng.uniform(-2, 2)))
     return made
 
 
@@ -31,7 +50,8 @@ def with_loss_mask(batch: list[TrainingRow], seed: int = 0) -> list[TrainingRow]
 
 def _masked(row: TrainingRow, trained: list[bool]) -> TrainingRow:
     mask = np.array([*trained, True])
-    return replace(row, logprobs=unpack(row.logprobs, F32)[mask].tobytes(), loss_mask=pack(mask, U8))
+    logprobs, advantages = (unpack(column, F32)[mask].tobytes() for column in (row.logprobs, row.advantages))
+    return replace(row, logprobs=logprobs, advantages=advantages, loss_mask=pack(mask, U8))
 
 
 def taught(n: int = 6, seed: int = 0) -> list[TrainingRow]:

@@ -132,18 +132,20 @@ def _append(file: FileIO, line: bytes) -> None:
         raise
 
 
-_OPTIONAL_COLUMNS = ("reference", "advantages", "values", "returns")
+_OPTIONAL_COLUMNS = ("reference", "values", "returns")
 """Columns that only some algorithms have."""
 
 
 def _readable(row: TrainingRow) -> dict[str, Any]:
+    advantages, by_token = floats(row.advantages), bool(row.values)  # with a critic each token has its own
     return {
         "prompt": ints(row.prompt),
         "completion": ints(row.completion),
         "logprobs": floats(row.logprobs),
         "proximal": floats(row.proximal),
-        "advantage": row.advantage,
+        "advantage": 0.0 if by_token else advantages[0],
         "loss_mask": list(row.loss_mask),
+        **({"advantages": advantages} if by_token else {}),
         **{name: floats(column) for name in _OPTIONAL_COLUMNS if (column := getattr(row, name))},
     }
 

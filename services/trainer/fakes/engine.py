@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.services.trainer.domain.batches.training_row import SequenceRow, TrainingRow
 from rlboost.services.trainer.domain.loss.inputs import LossFn
 from rlboost.services.trainer.ports.engine import Exported, Loaded, Snapshot
 from rlboost.shared.errors import Corrupt, Fatal
@@ -46,16 +46,16 @@ class FakeEngine:
         self._moment = np.zeros(4, F32)
         self._gradient, self._tokens = np.zeros(4, np.float64), 0
 
-    def logprobs(self, batches: Sequence[Sequence[TrainingRow]]) -> list[bytes]:
+    def logprobs(self, batches: Sequence[Sequence[SequenceRow]]) -> list[bytes]:
         """See `PolicyEngine.logprobs`."""
         self.is_offloaded = False
         return [np.full(row.n_loss_tokens, -1.0, F32).tobytes() for rows in batches for row in rows]
 
-    def reference_logprobs(self, batches: Sequence[Sequence[TrainingRow]]) -> list[bytes]:
+    def reference_logprobs(self, batches: Sequence[Sequence[SequenceRow]]) -> list[bytes]:
         """See `PolicyEngine.reference_logprobs`."""
         return [np.full(row.n_loss_tokens, -1.5, F32).tobytes() for rows in batches for row in rows]
 
-    def values(self, batches: Sequence[Sequence[TrainingRow]]) -> list[bytes]:
+    def values(self, batches: Sequence[Sequence[SequenceRow]]) -> list[bytes]:
         """See `Critic.values`."""
         return [np.full(row.n_loss_tokens, 0.5, F32).tobytes() for rows in batches for row in rows]
 
@@ -68,7 +68,8 @@ class FakeEngine:
             tokens = unpack(row.completion, I32)
             if row.loss_mask:
                 tokens = tokens[unpack(row.loss_mask, U8).astype(bool)]
-            self._gradient += row.advantage * float(np.sum(tokens, dtype=np.int64)) * np.arange(1, 5)
+            products = unpack(row.advantages, F32).astype(np.float64) * tokens.astype(np.float64)
+            self._gradient += float(products.sum()) * np.arange(1, 5)
             self._tokens += len(tokens)
         n_tokens = float(self._tokens - before)
         return {"tokens": n_tokens, "divisor": n_tokens, **dict.fromkeys(_SUMS, 0.0)}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
-from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.services.trainer.domain.batches.training_row import SequenceRow, TrainingRow
 from rlboost.services.trainer.domain.loss.inputs import LossFn
 from rlboost.shared.errors import Fatal
 from rlboost.shared.weights.shards import Shard
@@ -46,13 +46,13 @@ class PolicyEngine(Protocol):
 
         """
 
-    def logprobs(self, batches: Sequence[Sequence[TrainingRow]]) -> list[bytes]:
-        """Return one float32 column per row: log-probabilities of its loss tokens at the job's temperature.
+    def logprobs(self, batches: Sequence[Sequence[SequenceRow]]) -> list[bytes]:
+        """Return one float32 column per row, in order: log-probabilities of its loss tokens at the job's temperature.
 
         Gradients are neither used nor changed.
         """
 
-    def reference_logprobs(self, batches: Sequence[Sequence[TrainingRow]]) -> list[bytes]:
+    def reference_logprobs(self, batches: Sequence[Sequence[SequenceRow]]) -> list[bytes]:
         """Return the same columns under the weights that `load_hf` loaded; needs an engine built with a reference."""
 
     def accumulate(self, batches: Sequence[Sequence[TrainingRow]], loss: LossFn) -> dict[str, float]:
@@ -130,5 +130,5 @@ class PolicyEngine(Protocol):
 class Critic(Protocol):
     """The additional interface of an engine with a critic."""
 
-    def values(self, batches: Sequence[Sequence[TrainingRow]]) -> list[bytes]:
+    def values(self, batches: Sequence[Sequence[SequenceRow]]) -> list[bytes]:
         """Return one float32 column per row: the expected return before each loss token is generated."""

@@ -160,7 +160,7 @@ class StepRun:
             if norm:
                 self._tally.grad_norms.append(norm)
             return
-        for batch in await self._rows.with_pair_weights(work.batches):
+        for batch in await self._rows.with_pair_weights(work):
             # One call per micro-batch: the turn may end between two.
             numbers = await self._finite(partial(engine.accumulate, [batch], loss), batch)
             self._rows_since_update += batch

@@ -10,8 +10,8 @@ import time
 from functools import partial
 
 from rlboost.services.trainer.device import DeviceThread
-from rlboost.services.trainer.domain.batches.batching import pack
-from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.services.trainer.domain.batches.batching import pack, select
+from rlboost.services.trainer.domain.batches.training_row import SequenceRow, TrainingRow, constant
 from rlboost.services.trainer.domain.loss import sums
 from rlboost.services.trainer.domain.plan import prompt_indices
 from rlboost.services.trainer.domain.schedule import learning_rate
@@ -36,7 +36,7 @@ async def sft_step(spec: SftJob, resources: JobResources, device: DeviceThread, 
     rows = [_row(data[i]) for i in prompt_indices(spec.trainer.seed, step, spec.data.prompts_per_step, len(data))]
     rate = learning_rate(spec.optimizer, step, spec.steps)
     try:
-        for batch in pack(rows, spec.trainer.micro_batch_tokens):
+        for batch in select(rows, pack(rows, spec.trainer.micro_batch_tokens)):
             # One call per micro-batch: a cancelled job waits for one only.
             sums.add(numbers, await device(partial(engine.accumulate, [batch], resources.loss)))
         norm = await device(partial(engine.step, rate))
@@ -51,4 +51,5 @@ async def sft_step(spec: SftJob, resources: JobResources, device: DeviceThread, 
 
 def _row(example: Prompt) -> TrainingRow:
     """Return an example as a training row, with log-probabilities 0: no policy generated it."""
-    return TrainingRow(example.tokens, example.completion, bytes(len(example.completion)), advantage=1.0)
+    row = SequenceRow(example.tokens, example.completion, bytes(len(example.completion)))
+    return TrainingRow.of(row, constant(1.0, row))

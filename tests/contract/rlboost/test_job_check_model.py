@@ -16,9 +16,10 @@ from rlboost.services.trainer.adapters.data import load_data
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.adapters.user_code.curriculum import load_skip_function
 from rlboost.services.trainer.adapters.user_code.loss import load_loss
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import parse
-from rlboost.shared.job.training import LoraSpec, OptimizerSpec
+from rlboost.shared.job.training import LoraSpec
 from rlboost.shared.process.extras import pip_install
 from tests.contract.trainer.test_packing import CONVOLUTION, write
 from tests.support import rank_policies
@@ -111,7 +112,7 @@ def test_missing_lora_targets_are_named(monkeypatch: pytest.MonkeyPatch) -> None
         "o_proj, q_proj, up_proj, v_proj: name some of these, or all-linear"
     )
     spec = LoraSpec(targets=("q_proj", "query"))
-    engine = TorchPolicy(OptimizerSpec(), temperature=1.0, dtype="float32", device="cpu", lora=spec)
+    engine = TorchPolicy(PolicySettings(lora=spec), device="cpu")
     assert problem == trainers_words(lambda: engine.load_hf(Path("base")))
     assert check(elastic={"weights": "lora"}, lora={"targets": ["self_attn.q_proj", "up_proj"]}) == []
 
@@ -217,7 +218,7 @@ def test_setting_that_the_model_does_not_support_is_named(
     model = write_tokenizer(write_base(folder / "other"))
     [found] = check(model=str(model), **changes)
     assert found.startswith(problem)
-    engine = TorchPolicy(OptimizerSpec(), temperature=1.0, dtype="float32", device="cpu", **settings)
+    engine = TorchPolicy(PolicySettings(**settings), device="cpu")
     assert found == trainers_words(lambda: engine.load_hf(model))
     assert check(model=str(model)) == []
 

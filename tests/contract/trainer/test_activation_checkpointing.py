@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from rlboost.services.trainer import build
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.loss.inputs import TokenBatch
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.services.trainer.settings import Settings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import CriticSpec
@@ -41,8 +42,9 @@ HIDDEN, LAYERS = 32, (2, 5)
 
 
 def engine(model: Path, *, recomputes: bool, **choices: Any) -> TorchPolicy:
-    settings = {"dtype": "float32", "device": "cpu", **choices}
-    made = TorchPolicy(OptimizerSpec(lr=RATE), temperature=0.8, activation_checkpointing=recomputes, **settings)
+    optimizer = OptimizerSpec(lr=RATE)
+    settings = PolicySettings(optimizer=optimizer, temperature=0.8, activation_checkpointing=recomputes, **choices)
+    made = TorchPolicy(settings, device="cpu")
     made.load_hf(model)
     return made
 
@@ -59,7 +61,7 @@ def three_steps(policy: TorchPolicy) -> list[Any]:
         trained = {**policy._trained, **(policy._critic.trained if policy._critic else {})}
         seen.append({name: tensor.grad.tolist() for name, tensor in trained.items() if tensor.grad is not None})
         seen += [policy.step(RATE), bits(policy), policy.logprobs([batch])]
-        if policy._keeps_reference:
+        if policy.settings.reference:
             seen.append(policy.reference_logprobs([batch]))
         if policy._critic:
             seen.append(policy.values([batch]))
@@ -227,10 +229,11 @@ def test_reference_model_is_not_checkpointed(tmp_path: Path) -> None:
 def test_job_setting_reaches_the_engine(kind: str, trainer: dict[str, Any], recomputes: bool, tmp_path: Path) -> None:
     job = {"model": "m", "data": {"train": "t"}, "steps": 1} | ({"reward": {"function": "a:b"}} if kind == "rl" else {})
     spec = parse({"kind": kind, **job, "trainer": {**trainer, "activation_checkpointing": recomputes}})
-    made = build._engine(Settings(device="cpu"), spec, tmp_path, None, build._loss(spec), None)
-    if isinstance(made, TorchPolicy):
-        assert made._activation_checkpointing is recomputes
-    else:
+    made = build._engine(
+        Settings(device="cpu"), spec.trainer, tmp_path, None, PolicySettings.of(spec, "token_mean", None)
+    )
+    assert made.settings.activation_checkpointing is recomputes
+    if not isinstance(made, TorchPolicy):
         assert made._ranks._arguments["settings"]["activation_checkpointing"] is recomputes
 
 

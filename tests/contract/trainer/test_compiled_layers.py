@@ -13,6 +13,7 @@ from torch._inductor import config as inductor_config
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.ports.engine import PolicyEngine
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.job.training import OptimizerSpec
@@ -40,7 +41,9 @@ def compilation_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def torch_policy(model: Path, *, compiled: bool, **settings: Any) -> TorchPolicy:
-    policy = TorchPolicy(OPTIMIZER, temperature=0.8, dtype="float32", device="cpu", compiled=compiled, **settings)
+    policy = TorchPolicy(
+        PolicySettings(optimizer=OPTIMIZER, temperature=0.8, compile=compiled, **settings), device="cpu"
+    )
     policy.load_hf(model)
     return policy
 

@@ -10,22 +10,22 @@ import pytest
 from transformers import LlamaConfig
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.domain.loss.sums import EXPERT_LOAD, ROUTED_TOKENS, ROUTING_LOSS
 from rlboost.services.trainer.ports.engine import PolicyEngine
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import OptimizerSpec
-from rlboost.shared.wire.columns import F32, I32, pack, unpack
+from rlboost.shared.wire.columns import F32, unpack
 from tests.contract.trainer.test_packing import CONVOLUTION, write
 from tests.support import rank_policies
 from tests.support.losses import clipped_loss
-from tests.support.training_rows import rows, with_loss_mask
+from tests.support.training_rows import rows, training_row, with_loss_mask
 
 RATE = 1e-3
 OPTIMIZER = OptimizerSpec(lr=RATE, weight_decay=0.1, grad_clip=0.7)
 LOSS = clipped_loss(0.2, 0.28)
 # Only one rank has trained tokens of the last micro-batch.
-ONE_TOKEN = TrainingRow(pack(range(3, 14), I32), pack([15], I32), pack([-4.0], F32), 1.0)
+ONE_TOKEN = training_row(range(3, 14), [15], [-4.0])
 BATCHES = [rows(5), with_loss_mask(rows(4, seed=1), seed=1), [ONE_TOKEN]]
 MEGATRON = {"backend": "megatron", "context_parallel": 2}
 
@@ -61,7 +61,7 @@ def values(policy: PolicyEngine) -> dict[str, Any]:
 )
 def test_ranks_that_divide_tokens_match_one_process(tmp_path: Path, model: str, layout: dict[str, Any]) -> None:
     source = rank_policies.write(tmp_path / model, model)
-    one = TorchPolicy(OPTIMIZER, temperature=0.8, dtype="float32", device="cpu")
+    one = TorchPolicy(PolicySettings(optimizer=OPTIMIZER, temperature=0.8), device="cpu")
     one.load_hf(source)
     with rank_policies.policy(OPTIMIZER, temperature=0.8, **{"backend": "torch", **layout}) as many:
         many.load_hf(source)
@@ -81,7 +81,7 @@ def test_ranks_that_divide_tokens_match_one_process(tmp_path: Path, model: str, 
 def test_balance_of_experts_counts_each_token_once(tmp_path: Path) -> None:
     """With this coefficient, the gradient is that of the load-balancing loss."""
     source, coefficient = rank_policies.write(tmp_path / "model", "qwen3-moe"), 1e4
-    one = TorchPolicy(OPTIMIZER, temperature=1.0, dtype="float32", device="cpu", router_aux_loss_coef=coefficient)
+    one = TorchPolicy(PolicySettings(optimizer=OPTIMIZER, router_aux_loss_coef=coefficient), device="cpu")
     one.load_hf(source)
     settings: dict[str, Any] = {"context_parallel": 2, "router_aux_loss_coef": coefficient}
     with rank_policies.policy(OPTIMIZER, backend="torch", **settings) as many:

@@ -15,6 +15,7 @@ from rlboost.jobs.model_size import ModelSize, size_of
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.loss.sums import EXPERT_LOAD, ROUTED_TOKENS, ROUTING_LOSS
 from rlboost.services.trainer.ports.engine import PolicyEngine
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
 from rlboost.shared.model.experts import split_experts
 from rlboost.shared.wire.columns import F32, unpack
@@ -53,7 +54,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def torch_policy(model: Path) -> TorchPolicy:
-    policy = TorchPolicy(OPTIMIZER, temperature=1.0, dtype="float32", device="cpu")
+    policy = TorchPolicy(PolicySettings(optimizer=OPTIMIZER), device="cpu")
     policy.load_hf(model)
     return policy
 

@@ -16,6 +16,7 @@ from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.domain.loss.policy import PolicyLoss
 from rlboost.services.trainer.ports.engine import NotFinite
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.errors import Corrupt, Retryable
 from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
@@ -37,7 +38,7 @@ BATCHES = [taught(6, seed=1), taught(3, seed=2), taught(1, seed=3)]
 
 
 def one_process(model: Path, **settings: Any) -> TorchPolicy:
-    policy = TorchPolicy(OPTIMIZER, temperature=1.0, dtype="float32", device="cpu", **SETTINGS, **settings)
+    policy = TorchPolicy(PolicySettings(optimizer=OPTIMIZER, **SETTINGS, **settings), device="cpu")
     policy.load_hf(model)
     return policy
 

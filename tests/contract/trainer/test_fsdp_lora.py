@@ -11,6 +11,7 @@ import pytest
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.loss.policy import PolicyLoss
 from rlboost.services.trainer.ports.engine import Exported, PolicyEngine
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
 from rlboost.shared.wire.columns import F32, unpack
@@ -46,7 +47,7 @@ def test_adapter_in_ranks_trains_as_in_one_process(tmp_path: Path) -> None:
     """Its checkpoint has the adapter alone, and is resumed by ranks that are sharded in another way."""
     model, checkpoint = rank_policies.write(tmp_path / "model", "qwen3"), tmp_path / "checkpoint"
     settings: dict[str, Any] = {"lora": LORA, "seed": 7, "reference": True}
-    one = TorchPolicy(OPTIMIZER, temperature=1.0, dtype="float32", device="cpu", **settings)
+    one = TorchPolicy(PolicySettings(optimizer=OPTIMIZER, **settings), device="cpu")
     one.load_hf(model)
     checkpoint.mkdir()
     with rank_policies.policy(OPTIMIZER, **FSDP, **settings) as many:

@@ -11,6 +11,7 @@ import pytest
 from rlboost.jobs.memory import TrainedModel, state_bytes
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.ports.engine import PolicyEngine
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
 from rlboost.shared.wire.columns import F32, unpack
@@ -43,7 +44,7 @@ def step(policy: PolicyEngine) -> list[float]:
 def test_copies_of_the_model_train_as_one_process(layout: str, tmp_path: Path) -> None:
     """Its checkpoint has each shard once, and is resumed by one copy."""
     model, checkpoint = rank_policies.write(tmp_path / "model", "qwen3"), tmp_path / "checkpoint"
-    one = TorchPolicy(OPTIMIZER, temperature=1.0, dtype="float32", device="cpu")
+    one = TorchPolicy(PolicySettings(optimizer=OPTIMIZER), device="cpu")
     one.load_hf(model)
     checkpoint.mkdir()
     with rank_policies.policy(OPTIMIZER, backend="torch", **LAYOUTS[layout]) as many:

@@ -14,8 +14,10 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter,
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.adapters.torch.routing import Routers
+from rlboost.services.trainer.domain.batches.batching import select
 from rlboost.services.trainer.domain.loss.policy import PolicyLoss
 from rlboost.services.trainer.domain.loss.sums import routing
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import OptimizerSpec
 from tests.support import rank_policies
@@ -54,7 +56,7 @@ AFMOE = AfmoeConfig(
 
 def torch_policy(model: Path, coefficient: float = COEFFICIENT, **settings: Any) -> TorchPolicy:
     policy = TorchPolicy(
-        OPTIMIZER, temperature=1.0, dtype="float32", device="cpu", router_aux_loss_coef=coefficient, **settings
+        PolicySettings(optimizer=OPTIMIZER, router_aux_loss_coef=coefficient, **settings), device="cpu"
     )
     policy.load_hf(model)
     return policy
@@ -107,7 +109,7 @@ def test_loss_in_ranks_matches_one_process(tmp_path: Path, layout: str) -> None:
     with rank_policies.policy(OPTIMIZER, **settings) as many:
         many.load_hf(model)
         # Each micro-batch of a rank has its own load-balancing loss.
-        batches = list(itertools.chain(*many._split(BATCHES)))
+        batches = select(list(itertools.chain(*BATCHES)), list(itertools.chain(*many._split(BATCHES))))
         sums, expected = many.accumulate(BATCHES, LOSS), one.accumulate(batches, LOSS)
         assert routing(sums) == pytest.approx(routing(expected), rel=1e-4)
         assert many.step(1e-3) == pytest.approx(one.step(1e-3), rel=1e-4)

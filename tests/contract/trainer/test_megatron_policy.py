@@ -21,16 +21,17 @@ import pytest
 import torch
 
 from rlboost.services.trainer.adapters.megatron.policy import MegatronPolicy
+from rlboost.services.trainer.adapters.ranks.layout import Layout
 from rlboost.services.trainer.adapters.ranks.policy import RanksPolicy
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.domain.loss.inputs import TokenBatch
 from rlboost.services.trainer.domain.loss.sums import EXPERT_LOAD, ROUTED_TOKENS, ROUTING_LOSS
 from rlboost.services.trainer.ports.engine import NotFinite, PolicyEngine
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.errors import ConfigError, Retryable
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
 from rlboost.shared.model.experts import split_experts
-from rlboost.shared.wire.columns import F32, I32, pack, unpack
+from rlboost.shared.wire.columns import F32, pack, unpack
 from tests.support import rank_policies
 from tests.support.eventually import eventually
 from tests.support.losses import clipped_loss, decoupled_loss
@@ -38,7 +39,7 @@ from tests.support.megatron_cpu import python_path
 from tests.support.model_folder import write_model, write_unmarked_model
 from tests.support.policy_comparison import assert_close, assert_trained_equally, gradient_of, moment, values
 from tests.support.ranks import MODULE
-from tests.support.training_rows import rows, with_loss_mask
+from tests.support.training_rows import rows, training_row, with_loss_mask
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -80,7 +81,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def torch_policy(model: Path) -> TorchPolicy:
-    policy = TorchPolicy(OPTIMIZER, temperature=TEMPERATURE, dtype="float32", device="cpu")
+    policy = TorchPolicy(PolicySettings(optimizer=OPTIMIZER, temperature=TEMPERATURE), device="cpu")
     policy.load_hf(model)
     return policy
 
@@ -204,7 +205,7 @@ def test_loss_not_finite_changes_neither_weights_nor_ranks(
     policy = policies(layout)
     policy.load_hf(models("qwen2"))
     before = values(policy)
-    bad = TrainingRow(pack([3], I32), pack([4], I32), pack([float("nan")], F32), 1.0)
+    bad = training_row([3], [4], [float("nan")])
     with pytest.raises(NotFinite):
         policy.accumulate([[bad]], LOSS)
     assert policy.step(RATE) == 0.0
@@ -251,7 +252,7 @@ def test_megatron_on_cpu_rewrites_every_module_that_names_cuda() -> None:
 def test_megatron_without_gpu_is_rejected_with_the_alternative(
     models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy = MegatronPolicy(TrainerSpec(backend="megatron"), OPTIMIZER, temperature=TEMPERATURE, device="cpu")
+    policy = MegatronPolicy(PolicySettings(), Layout.of(TrainerSpec()), device="cpu")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     try:
         with pytest.raises(ConfigError, match=r"needs CUDA.*trainer\.backend: torch"):

@@ -17,6 +17,7 @@ from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.adapters.torch.routing import weights_of
 from rlboost.services.trainer.domain.loss.sums import routing
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import OptimizerSpec
 from rlboost.shared.model.experts import FAMILIES, require_known_experts
@@ -48,7 +49,7 @@ def model(folder: Path, family: str) -> Path:
 
 
 def trained(folder: Path, **settings: Any) -> TorchPolicy:
-    policy = TorchPolicy(OPTIMIZER, temperature=1.0, device="cpu", **{"dtype": "float32", **settings})
+    policy = TorchPolicy(PolicySettings(optimizer=OPTIMIZER, **{"dtype": "float32", **settings}), device="cpu")
     policy.load_hf(folder)
     return policy
 

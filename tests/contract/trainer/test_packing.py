@@ -28,6 +28,7 @@ from rlboost.services.trainer.adapters.torch.attention_choice import attention_o
 from rlboost.services.trainer.adapters.torch.logprobs import LogprobPass
 from rlboost.services.trainer.adapters.torch.packing import PACKED, RowLengths, attention
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
 from rlboost.shared.wire.columns import floats, ints
@@ -81,7 +82,7 @@ def write(config: Any, folder: Path) -> Path:
 
 
 def policy(model: Path, **settings: Any) -> TorchPolicy:
-    made = TorchPolicy(OptimizerSpec(lr=1e-3), temperature=1.0, dtype="float32", device="cpu", **settings)
+    made = TorchPolicy(PolicySettings(optimizer=OptimizerSpec(lr=1e-3), **settings), device="cpu")
     made.load_hf(model)
     return made
 

@@ -96,7 +96,7 @@ def three_steps(policy: RanksPolicy, folder: Path, *, offloaded: bool) -> list[A
         offload_if_asked()
         seen += [bits(policy), rank_policies.digests(policy)]
         seen.append(policy.logprobs([batch]))
-        if policy._keeps_reference:
+        if policy.settings.reference:
             offload_if_asked()
             seen.append(policy.reference_logprobs([batch]))
         offload_if_asked()

@@ -16,19 +16,21 @@ from transformers import AutoModelForCausalLM
 
 from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
+from rlboost.services.trainer.domain.batches.batching import select
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.domain.loss.sums import routing
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
 from rlboost.shared.model.experts import require_replayable
-from rlboost.shared.wire.columns import F32, I32, floats, ints, pack
+from rlboost.shared.wire.columns import floats, ints, pack
 from rlboost.shared.wire.routed_experts import RoutedShape
 from tests.support import rank_policies, tiny_models
 from tests.support.engines import Collected, request, run
 from tests.support.losses import clipped_loss
 from tests.support.model_folder import write_model
 from tests.support.staged_weights import Staged
-from tests.support.training_rows import rows, with_loss_mask
+from tests.support.training_rows import rows, training_row, with_loss_mask
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -44,7 +46,7 @@ MEGATRON: dict[str, dict[str, Any]] = {
 
 
 def trained(model: Path, *, dtype: str = "float32", replayed: RoutedShape = SHAPE, **settings: Any) -> TorchPolicy:
-    policy = TorchPolicy(OPTIMIZER, temperature=1.0, dtype=dtype, device="cpu", replayed=replayed, **settings)
+    policy = TorchPolicy(PolicySettings(optimizer=OPTIMIZER, dtype=dtype, replayed=replayed, **settings), device="cpu")
     policy.load_hf(model)
     return policy
 
@@ -140,7 +142,7 @@ def test_replay_by_megatron_matches_one_process(tmp_path: Path, layout: str) -> 
     with rank_policies.policy(OPTIMIZER, **settings, **MEGATRON[layout]) as many:
         many.load_hf(model)
         # Each micro-batch of a rank has its own load-balancing loss.
-        parts = list(itertools.chain(*many._split(batches)))
+        parts = select(list(itertools.chain(*batches)), list(itertools.chain(*many._split(batches))))
         for step in range(2):
             for name in ("logprobs", "reference_logprobs"):
                 expected, found = (b"".join(getattr(policy, name)(batches)) for policy in (one, many))
@@ -177,10 +179,10 @@ async def generated(model: Any, folder: Path, requests: list[Any], dtype: Any = 
     return made
 
 
-def training_row(asked: Any, made: Collected) -> TrainingRow:
-    columns = pack(asked.prompt, I32), pack([*asked.tokens, *made.tokens], I32)
-    logprobs = pack([*([-1.0] * len(asked.tokens)), *made.logprobs], F32)
-    return TrainingRow(*columns, logprobs, 1.0, routed_experts=made.routed_experts)
+def row_of(asked: Any, made: Collected, advantage: float = 1.0) -> TrainingRow:
+    logprobs = [*([-1.0] * len(asked.tokens)), *made.logprobs]
+    row = training_row(asked.prompt, [*asked.tokens, *made.tokens], logprobs, advantage)
+    return replace(row, routed_experts=made.routed_experts)
 
 
 async def test_engine_returns_the_experts_that_the_model_selects(tmp_path: Path) -> None:
@@ -223,7 +225,7 @@ async def test_replay_lowers_the_mismatch_of_an_engine_in_bfloat16(tmp_path: Pat
     model.save_pretrained(tmp_path / "model")
     requests = [request(i, prompt=[3 + i], max_tokens=100, routed_experts=SHAPE) for i in range(8)]
     made = await generated(model, tmp_path / "engine", requests, "bfloat16")
-    batch = [training_row(asked, one) for asked, one in zip(requests, made, strict=True)]
+    batch = [row_of(asked, one) for asked, one in zip(requests, made, strict=True)]
     found = {}
     for name, columns in {"replay": batch, "none": [replace(row, routed_experts=b"") for row in batch]}.items():
         sums = trained(tmp_path / "model", dtype="bfloat16").accumulate([columns], LOSS)
@@ -250,7 +252,7 @@ async def learned(folder: Path, *, replays: bool, steps: int = 10) -> tuple[list
         scores = np.array([np.mean(np.array(one.tokens) < tiny_models.VOCABULARY // 2) for one in made]).reshape(-1, 8)
         advantages = (scores - scores.mean(1, keepdims=True)) / (scores.std(1, keepdims=True) + 1e-4)
         batch = [
-            replace(training_row(asked, one), advantage=float(advantage))
+            row_of(asked, one, float(advantage))
             for asked, one, advantage in zip(requests, made, advantages.ravel(), strict=True)
         ]
         sums.append(policy.accumulate([batch if replays else [replace(r, routed_experts=b"") for r in batch]], LOSS))

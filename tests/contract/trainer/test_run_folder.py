@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlboost.services.trainer.adapters.run_folder import LocalRunFolder
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.services.trainer.domain.batches.training_row import SequenceRow, TrainingRow
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.errors import DiskFull, Fatal
 from rlboost.shared.job.run_profile import RunProfile
 from rlboost.shared.job.training import OptimizerSpec
@@ -19,7 +20,7 @@ from rlboost.shared.wire.columns import F32, I32, pack
 from tests.support.losses import clipped_loss
 from tests.support.model_folder import write_model, write_tokenizer
 from tests.support.small_disk import small_disk
-from tests.support.training_rows import rows
+from tests.support.training_rows import rows, training_row
 
 
 def test_run_folder_has_job_file_and_metrics(tmp_path: Path) -> None:
@@ -62,7 +63,7 @@ def test_begin_drops_rows_of_steps_to_train_again(tmp_path: Path) -> None:
 
 def test_full_disk_loses_no_row_and_no_model(tmp_path: Path) -> None:
     base = write_tokenizer(write_model(tmp_path / "base"))
-    engine = TorchPolicy(OptimizerSpec(), temperature=1.0, dtype="float32", device="cpu")
+    engine = TorchPolicy(PolicySettings(), device="cpu")
     engine.load_hf(base)
     with small_disk(tmp_path / "run", 8 << 20) as disk:
         folder = LocalRunFolder(disk.path, base)
@@ -90,7 +91,7 @@ def test_export_writes_a_hugging_face_directory(tmp_path: Path) -> None:
     base = write_tokenizer(write_model(tmp_path / "base"))
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
-    engine = TorchPolicy(OptimizerSpec(lr=1e-2), temperature=1.0, dtype="float32", device="cpu")
+    engine = TorchPolicy(PolicySettings(optimizer=OptimizerSpec(lr=1e-2)), device="cpu")
     engine.load_hf(base)
     engine.accumulate([rows()], clipped_loss(0.2, 0.28))
     engine.step(1e-2)
@@ -124,7 +125,7 @@ def test_export_adapter_writes_a_peft_directory(tmp_path: Path) -> None:
 
 
 def test_dump_batch_writes_readable_rows(tmp_path: Path) -> None:
-    row = TrainingRow(pack([1, 2], I32), pack([3], I32), pack([float("nan")], F32), -0.5)
+    row = training_row([1, 2], [3], [float("nan")], -0.5)
     folder = LocalRunFolder(tmp_path / "run", tmp_path)
     folder.begin("{}", 0)
     path = folder.dump_batch("not-finite-step-3.jsonl", [row, row])
@@ -134,3 +135,13 @@ def test_dump_batch_writes_readable_rows(tmp_path: Path) -> None:
     assert str(dumped[0]["logprobs"]) == "[nan]"
     del dumped[0]["logprobs"]
     assert dumped[0] == {"prompt": [1, 2], "completion": [3], "loss_mask": [], "proximal": [], "advantage": -0.5}
+
+
+def test_dump_batch_writes_advantages_by_token_with_a_critic(tmp_path: Path) -> None:
+    advantages, values, returns = (pack(column, F32) for column in ([-0.5, 2.0], [0.25, 0.5], [1.0, 1.0]))
+    row = TrainingRow.of(SequenceRow(pack([1], I32), pack([2, 3], I32)), advantages, values=values, returns=returns)
+    folder = LocalRunFolder(tmp_path / "run", tmp_path)
+    folder.begin("{}", 0)
+    (dumped,) = map(json.loads, folder.dump_batch("not-finite-step-3.jsonl", [row]).read_text().splitlines())
+    expected = {"advantage": 0.0, "advantages": [-0.5, 2.0], "values": [0.25, 0.5], "returns": [1.0, 1.0]}
+    assert {name: dumped[name] for name in expected} == expected

@@ -15,6 +15,7 @@ from rlboost.services.trainer.adapters.torch.critic import TorchCritic
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.loss.sums import add
 from rlboost.services.trainer.ports.engine import NotFinite
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.errors import ConfigError, Corrupt, Fatal
 from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
@@ -33,7 +34,9 @@ SPEC = CriticSpec(lr=5e-3, value_clip=0.2)
 def engine(
     folder: Path, critic: CriticSpec | None = SPEC, *, lora: LoraSpec | None = None, dtype: str = "float32"
 ) -> TorchPolicy:
-    made = TorchPolicy(OptimizerSpec(lr=RATE), temperature=1.0, dtype=dtype, device="cpu", lora=lora, critic=critic)
+    made = TorchPolicy(
+        PolicySettings(optimizer=OptimizerSpec(lr=RATE), dtype=dtype, lora=lora, critic=critic), device="cpu"
+    )
     made.load_hf(folder)
     return made
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.loss.policy import job_loss
 from rlboost.services.trainer.fakes.storage import MemoryWeights
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.services.trainer.ports.resources import JobResources
 from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
 from rlboost.shared.job.spec import JobSpec, RlJob
@@ -79,13 +80,13 @@ class LearningRig(Rig):
     def build(self, spec: JobSpec, job_id: str) -> JobResources:
         job = self.rl_job
         policy = TorchPolicy(
-            job.optimizer,
-            temperature=1.0,
-            dtype="float32",
+            PolicySettings(
+                optimizer=job.optimizer,
+                lora=job.adapter,
+                reference=job.algorithm.needs_reference,
+                critic=job.algorithm.critic,
+            ),
             device="cpu",
-            lora=job.adapter,
-            reference=job.algorithm.needs_reference,
-            critic=job.algorithm.critic,
         )
         resources = super().build(job, job_id)
         return replace(resources, engine=policy, critic=policy, model=self._model, loss=job_loss(job))

@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from rlboost.services.trainer.adapters.run_folder import LocalRunFolder
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.job.training import LoraSpec, OptimizerSpec
+from rlboost.shared.job.training import LoraSpec
 from rlboost.shared.weights.shards import Shard
 from rlboost.shared.weights.stored import AdaptedVersion
 from rlboost.shared.wire.columns import floats, ints
@@ -31,7 +32,7 @@ LOSS = clipped_loss(0.2, 0.28)
 
 
 def engine(folder: Path, lora: LoraSpec = LORA, *, dtype: str = "float32", seed: int = 0) -> TorchPolicy:
-    made = TorchPolicy(OptimizerSpec(), temperature=1.0, dtype=dtype, device="cpu", lora=lora, seed=seed)
+    made = TorchPolicy(PolicySettings(dtype=dtype, lora=lora, seed=seed), device="cpu")
     made.load_hf(folder)
     return made
 

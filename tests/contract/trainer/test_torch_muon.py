@@ -15,8 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from rlboost.services.trainer.adapters.torch.optimizers import hidden_matrices, optimizers
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
+from rlboost.services.trainer.domain.batches.training_row import constant
 from rlboost.services.trainer.domain.sft import sft_loss
 from rlboost.services.trainer.ports.data import Prompt
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.services.trainer.ports.resources import JobResources
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import CriticSpec
@@ -29,7 +31,7 @@ from tests.support.model_folder import write_model
 from tests.support.policy_comparison import bits
 from tests.support.small_job import small_job
 from tests.support.trainer_rig import Rig
-from tests.support.training_rows import rows, taught
+from tests.support.training_rows import advantage_of, rows, taught
 
 LR, DECAY, CLIP = 1e-2, 0.1, 0.5
 LOSS = clipped_loss(0.2, 0.28)
@@ -39,7 +41,7 @@ Matrix = NDArray[np.float32]
 
 def engine(folder: Path, *, offload: Offload = "none", **optimizer: Any) -> TorchPolicy:
     spec = OptimizerSpec(**{"name": "muon", "lr": LR, "weight_decay": DECAY, "grad_clip": CLIP, **optimizer})
-    made = TorchPolicy(spec, temperature=1.0, dtype="float32", device="cpu", offload=offload)
+    made = TorchPolicy(PolicySettings(optimizer=spec, offload=offload), device="cpu")
     made.load_hf(folder)
     return made
 
@@ -136,7 +138,8 @@ def test_muon_and_adamw_share_learning_rate_and_clip(tmp_path: Path) -> None:
     loose, tight = engine(tmp_path, grad_clip=1e9), engine(tmp_path, grad_clip=1e-3)
     for policy in (loose, tight):
         train(policy, 0)
-        policy.accumulate([[replace(row, advantage=9 * row.advantage) for row in rows(seed=1)]], LOSS)
+        steeper = [replace(row, advantages=constant(9 * advantage_of(row), row)) for row in rows(seed=1)]
+        policy.accumulate([steeper], LOSS)
         policy.step(LR)
     same = [name for (name, left), (_, right) in zip(bits(loose), bits(tight), strict=True) if left == right]
     assert same == []
@@ -160,7 +163,7 @@ def test_muon_checkpoint_with_adamw_critic_resumes_exactly(tmp_path: Path) -> No
 
     def made() -> TorchPolicy:
         spec = OptimizerSpec(name="muon", lr=LR)
-        policy = TorchPolicy(spec, temperature=1.0, dtype="float32", device="cpu", critic=CriticSpec(lr=5e-3))
+        policy = TorchPolicy(PolicySettings(optimizer=spec, critic=CriticSpec(lr=5e-3)), device="cpu")
         policy.load_hf(tmp_path / "model")
         return policy
 

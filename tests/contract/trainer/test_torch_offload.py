@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import weakref
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from rlboost.services.trainer.adapters.torch.offload import Offloader
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.job.training import Offload, OptimizerSpec
 from tests.support.losses import clipped_loss
@@ -129,7 +129,8 @@ def test_offload_covers_reference_and_critic(tmp_path: Path) -> None:
 
 
 def engine(folder: Path, offload: Offload) -> TorchPolicy:
-    choices: dict[str, Any] = {"dtype": "float32", "device": "cpu", "reference": True, "critic": CriticSpec(lr=5e-3)}
-    made = TorchPolicy(OptimizerSpec(lr=RATE), temperature=1.0, offload=offload, **choices)
+    optimizer, critic = OptimizerSpec(lr=RATE), CriticSpec(lr=5e-3)
+    settings = PolicySettings(optimizer=optimizer, reference=True, critic=critic, offload=offload)
+    made = TorchPolicy(settings, device="cpu")
     made.load_hf(folder)
     return made

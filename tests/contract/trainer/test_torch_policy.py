@@ -19,23 +19,24 @@ from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.domain.loss.inputs import TokenBatch
 from rlboost.services.trainer.ports.engine import NotFinite
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.services.trainer.settings import Settings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import parse
 from rlboost.shared.job.training import OptimizerSpec
 from rlboost.shared.weights.shards import Shard
-from rlboost.shared.wire.columns import F32, I32, U8, floats, ints, pack
+from rlboost.shared.wire.columns import F32, U8, floats, ints
 from tests.support.losses import clipped_loss, decoupled_loss
 from tests.support.model_folder import write_model
 from tests.support.small_job import small_job
 from tests.support.tiny_models import CONFIGS, logprobs
-from tests.support.training_rows import rows, with_loss_mask
+from tests.support.training_rows import rows, training_row, with_loss_mask
 
 LOW, HIGH = 0.2, 0.28
 
 
 def engine(folder: Path, temperature: float = 1.0, **optimizer: Any) -> TorchPolicy:
-    made = TorchPolicy(OptimizerSpec(**optimizer), temperature=temperature, dtype="float32", device="cpu")
+    made = TorchPolicy(PolicySettings(optimizer=OptimizerSpec(**optimizer), temperature=temperature), device="cpu")
     made.load_hf(folder)
     return made
 
@@ -63,7 +64,8 @@ def naive_step(model: Any, batch: list[TrainingRow], optimizer: torch.optim.Opti
         if row.loss_mask:
             new = new[torch.tensor(ints(row.loss_mask, U8), dtype=torch.bool)]
         ratio = (new - torch.tensor(floats(row.logprobs))).exp()
-        value = torch.min(ratio * row.advantage, ratio.clamp(1 - LOW, 1 + HIGH) * row.advantage)
+        advantages = torch.tensor(floats(row.advantages))
+        value = torch.min(ratio * advantages, ratio.clamp(1 - LOW, 1 + HIGH) * advantages)
         (-value.sum() / n_tokens).backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
     optimizer.step()
@@ -107,7 +109,8 @@ def test_stale_updates_match_a_naive_decoupled_objective(tmp_path: Path) -> None
             logits = model(input_ids=torch.tensor([[*prompt, *tokens]])).logits[0]
             new = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1].gather(1, torch.tensor(tokens)[:, None])[:, 0]
             ratio, age = (new - then).exp(), (then - torch.tensor(floats(row.logprobs))).exp()
-            value = torch.min(ratio * row.advantage, ratio.clamp(1 - LOW, 1 + HIGH) * row.advantage)
+            advantages = torch.tensor(floats(row.advantages))
+            value = torch.min(ratio * advantages, ratio.clamp(1 - LOW, 1 + HIGH) * advantages)
             (-(age.clamp(max=cap) * value).sum() / sum(len(ints(r.completion)) for r in batch)).backward()
             n_capped += int((age > cap).sum())
         norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
@@ -203,7 +206,7 @@ def test_gradients_not_finite_leave_weights_unchanged(tmp_path: Path) -> None:
     write_model(tmp_path)
     broken = engine(tmp_path)
     before = [bytes(shard.data) for shard in broken.export_shards()]
-    broken.accumulate([[TrainingRow(pack([3], I32), pack([4], I32), pack([-4.5], F32), 1.0)]], _without_a_gradient)
+    broken.accumulate([[training_row([3], [4], [-4.5])]], _without_a_gradient)
     with pytest.raises(NotFinite, match="the gradient's norm is nan"):
         broken.step(1e-3)
     assert [bytes(shard.data) for shard in broken.export_shards()] == before
@@ -218,7 +221,7 @@ def _without_a_gradient(batch: TokenBatch) -> tuple[torch.Tensor, dict[str, floa
 def test_loss_not_finite_is_raised_before_backward(tmp_path: Path, logprob: float, loss: str) -> None:
     write_model(tmp_path)
     ours = engine(tmp_path)
-    bad = TrainingRow(pack([3], I32), pack([4], I32), pack([logprob], F32), -1.0)
+    bad = training_row([3], [4], [logprob], -1.0)
     with pytest.raises(NotFinite, match=f"the loss is {loss}"):
         ours.accumulate([[bad]], clipped_loss(LOW, HIGH))
     assert ours.step(1e-3) == 0.0, "nothing was accumulated"
@@ -227,11 +230,10 @@ def test_loss_not_finite_is_raised_before_backward(tmp_path: Path, logprob: floa
 def test_offload_on_a_cpu_trainer_is_rejected(tmp_path: Path) -> None:
     for ranks in ({"data_parallel": 2}, {"backend": "megatron"}, {}):
         spec = parse({**small_job(steps=1), "trainer": {"offload": "all", **ranks}})
+        settings = PolicySettings.of(spec, "token_mean", None)
         with pytest.raises(ConfigError, match=r"trainer\.offload: all needs a GPU.*leave it out"):
-            build._engine(Settings(device="cpu"), spec, tmp_path, None, build._loss(spec), None)
-    assert isinstance(
-        build._engine(Settings(device="meta"), spec, tmp_path, None, build._loss(spec), None), TorchPolicy
-    )
+            build._engine(Settings(device="cpu"), spec.trainer, tmp_path, None, settings)
+    assert isinstance(build._engine(Settings(device="meta"), spec.trainer, tmp_path, None, settings), TorchPolicy)
 
 
 def test_folder_without_a_model_is_rejected_by_name(tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.services.trainer.domain.batches.training_row import TrainingRow, constant
 from rlboost.services.trainer.domain.loss.policy import job_loss
 from rlboost.services.trainer.domain.loss.preference import pair_losses, sequence_log_ratio
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.job.algorithm import PreferenceSpec
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
 from rlboost.shared.model.experts import split_experts
@@ -37,7 +38,9 @@ LOSS = job_loss(
 
 def engine(folder: Path, lora: LoraSpec | None = None) -> TorchPolicy:
     optimizer = OptimizerSpec(lr=RATE, grad_clip=1e6)
-    made = TorchPolicy(optimizer, temperature=TEMPERATURE, dtype="float32", device="cpu", lora=lora, reference=True)
+    made = TorchPolicy(
+        PolicySettings(optimizer=optimizer, temperature=TEMPERATURE, lora=lora, reference=True), device="cpu"
+    )
     made.load_hf(folder)
     return made
 
@@ -57,7 +60,7 @@ def update(made: TorchPolicy, given: list[tuple[TrainingRow, TrainingRow]], cut:
     judged = pair_losses(np.array(gone[::2]) - np.array(gone[1::2]), SPEC)
     weights = [by for weight in judged.weights for by in (weight, -weight)]
     known = zip(flat, weights, start, strict=True)
-    weighed = [replace(row, advantage=weight, reference=column) for row, weight, column in known]
+    weighed = [replace(row, advantages=constant(weight, row), reference=column) for row, weight, column in known]
     by_length = sorted(weighed, key=lambda row: -row.n_tokens)
     for i in range(0, len(by_length), cut):
         made.accumulate([by_length[i : i + cut]], LOSS)

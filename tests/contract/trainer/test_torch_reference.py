@@ -11,6 +11,7 @@ import torch
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.loss.inputs import TokenBatch
 from rlboost.services.trainer.domain.loss.policy import PolicyLoss
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
 from rlboost.shared.wire.columns import floats
 from tests.support.model_folder import write_model
@@ -22,7 +23,8 @@ RATE = 1e-2
 
 def engine(folder: Path, lora: LoraSpec | None, *, reference: bool = True, dtype: str = "float32") -> TorchPolicy:
     made = TorchPolicy(
-        OptimizerSpec(lr=RATE), temperature=0.9, dtype=dtype, device="cpu", lora=lora, reference=reference
+        PolicySettings(optimizer=OptimizerSpec(lr=RATE), temperature=0.9, dtype=dtype, lora=lora, reference=reference),
+        device="cpu",
     )
     made.load_hf(folder)
     return made

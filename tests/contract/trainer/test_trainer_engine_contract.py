@@ -16,6 +16,7 @@ from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.loss.sums import add
 from rlboost.services.trainer.fakes.engine import FakeEngine
 from rlboost.services.trainer.ports.engine import Loaded, PolicyEngine
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.errors import Corrupt, Fatal
 from rlboost.shared.job.training import LoraSpec, Offload, OptimizerSpec
 from rlboost.shared.weights.shards import Shard
@@ -40,7 +41,9 @@ RANKS: dict[str, dict[str, Any]] = {
 def torch_engine(
     folder: Path, *, dtype: str = "float32", lora: LoraSpec | None = None, offload: Offload = "none"
 ) -> TorchPolicy:
-    engine = TorchPolicy(OptimizerSpec(lr=RATE), temperature=1.0, dtype=dtype, device="cpu", lora=lora, offload=offload)
+    engine = TorchPolicy(
+        PolicySettings(optimizer=OptimizerSpec(lr=RATE), dtype=dtype, lora=lora, offload=offload), device="cpu"
+    )
     engine.load_hf(folder)
     return engine
 

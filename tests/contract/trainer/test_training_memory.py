@@ -19,15 +19,16 @@ from rlboost.jobs.memory import TrainedModel, state_bytes
 from rlboost.jobs.model_size import ModelSize, adapter_parameters, size_of
 from rlboost.jobs.training_memory import estimate, update_memory
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.domain.loss.policy import PolicyLoss
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.job.spec import parse
-from rlboost.shared.job.training import LoraSpec, OptimizerSpec, TrainerSpec
+from rlboost.shared.job.training import LoraSpec, TrainerSpec
 from rlboost.shared.model.experts import count_in_experts
-from rlboost.shared.wire.columns import F32, I32, pack
+from rlboost.shared.wire.columns import F32, pack
 from tests.support.saved_bytes import saved_bytes
+from tests.support.training_rows import training_row
 
 N_TOKENS = 512
 _SIZES: dict[str, Any] = {
@@ -72,12 +73,10 @@ def written(config: Any, folder: Path) -> ModelSize:
 def test_computed_bytes_match_what_torch_saves(tmp_path: Path, family: str, dtype: Any, checkpointing: bool) -> None:
     """Within a tenth: activations, logits, and weights cast to bfloat16."""
     size = written(CONFIGS[family], tmp_path)
-    policy = TorchPolicy(
-        OptimizerSpec(), temperature=1.0, dtype=dtype, device="cpu", activation_checkpointing=checkpointing
-    )
+    policy = TorchPolicy(PolicySettings(dtype=dtype, activation_checkpointing=checkpointing), device="cpu")
     policy.load_hf(tmp_path)
     tokens = [1] * (N_TOKENS - 1)
-    row = TrainingRow(pack([1], I32), pack(tokens, I32), pack([-1.0] * len(tokens), F32), 1.0)
+    row = training_row([1], tokens, [-1.0] * len(tokens))
     with saved_bytes(policy._model.parameters()) as n_saved:
         policy._forward([row])
         saved = n_saved()
@@ -168,12 +167,9 @@ def test_parameter_count_matches_the_model(tmp_path: Path, family: str) -> None:
 def test_state_of_an_adapter_and_a_critic_is_what_torch_holds(tmp_path: Path, family: str, lora: LoraSpec) -> None:
     """Weights, gradients and moments in the middle of the second update."""
     size = written(CONFIGS[family], tmp_path)
-    policy = TorchPolicy(
-        OptimizerSpec(), temperature=1.0, dtype="bfloat16", device="cpu", lora=lora, critic=CriticSpec()
-    )
+    policy = TorchPolicy(PolicySettings(dtype="bfloat16", lora=lora, critic=CriticSpec()), device="cpu")
     policy.load_hf(tmp_path)
-    values = pack([0.1] * 7, F32)
-    row = TrainingRow(pack([1], I32), pack([1] * 7, I32), values, 1.0, values=values, returns=pack([1.0] * 7, F32))
+    row = training_row([1], [1] * 7, [0.1] * 7, values=pack([0.1] * 7, F32), returns=pack([1.0] * 7, F32))
     for _ in range(2):
         policy.accumulate([[row]], PolicyLoss())
         if not policy._optimizers[0].state:

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from rlboost.services.trainer.adapters.ranks import policy
+from rlboost.services.trainer.adapters.ranks.layout import Layout
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.errors import DiskFull
-from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
+from rlboost.shared.job.training import TrainerSpec
 
 
 class FakeRankCalls:
@@ -30,6 +32,8 @@ class FakeRankCalls:
 
 
 class Policy(policy.RanksPolicy):
+    kind = "fsdp"
+
     def _model_arguments(self, source: Path, config: Any) -> dict[str, Any]:
         raise NotImplementedError
 
@@ -38,8 +42,8 @@ class Policy(policy.RanksPolicy):
 def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Policy:
     monkeypatch.setattr(policy, "RankCalls", FakeRankCalls)
     (tmp_path / "checkpoint").mkdir()
-    spec = TrainerSpec(data_parallel=2)
-    return Policy("fsdp", spec, OptimizerSpec(), temperature=1.0, device="cpu", folder=tmp_path / "scratch")
+    layout = Layout.of(TrainerSpec(data_parallel=2))
+    return Policy(PolicySettings(), layout, device="cpu", folder=tmp_path / "scratch")
 
 
 def test_close_waits_for_a_snapshot_that_is_being_written(

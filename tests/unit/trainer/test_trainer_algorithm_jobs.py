@@ -29,6 +29,7 @@ from rlboost.shared.messages import GroupRequested
 from rlboost.shared.wire.columns import F32, I32, length, unpack
 from tests.support.scripted_manager import Answer, scripted
 from tests.support.trainer_rig import Rig, spec
+from tests.support.training_rows import advantage_of
 
 
 class Recording(FakeEngine):
@@ -111,7 +112,7 @@ async def test_groups_of_equal_rewards_are_dropped_and_counted_or_kept(tmp_path:
 async def test_reinforce_pp_normalizes_advantages_over_the_whole_step(tmp_path: Path) -> None:
     engine = Recording()
     await completed(rig_of(tmp_path, engine, algorithm={"name": "reinforce++"}))
-    values = [row.advantage for row in engine.rows]
+    values = [advantage_of(row) for row in engine.rows]
     assert len(values) == 8
     assert sum(values) == pytest.approx(0.0, abs=1e-6)
     assert sum(value**2 for value in values) / 8 == pytest.approx(1.0, abs=1e-6)
@@ -129,7 +130,7 @@ async def test_overlong_penalty_lowers_advantages_and_is_reported(tmp_path: Path
     lost = {id(row): 3.0 * length(row.completion, I32) / 8 for row in engine.rows}
     for rows in groups.values():
         mean = sum(lost[id(row)] for row in rows) / len(rows)
-        assert [row.advantage for row in rows] == pytest.approx([mean - lost[id(row)] for row in rows])
+        assert [advantage_of(row) for row in rows] == pytest.approx([mean - lost[id(row)] for row in rows])
     assert metrics["reward/overlong_penalty"] == pytest.approx(sum(lost.values()) / len(lost))
     assert metrics["reward/mean"] == 0.0, "what the reward function said"
 
@@ -255,13 +256,14 @@ async def test_pairs_are_weighed_by_the_weights_of_their_own_update(tmp_path: Pa
         assert set(unpack(row.reference, F32)) == {-1.5}
     losses = []
     for pair in pairs.values():
-        best, worst = sorted(pair, key=lambda row: -row.advantage)
+        best, worst = sorted(pair, key=lambda row: -advantage_of(row))
         assert sum(unpack(best.completion, I32)) % 7 > sum(unpack(worst.completion, I32)) % 7
         further = length(best.completion, I32) - length(worst.completion, I32)
         by = [0.1 * update for update in (1, 2)]
         weights = [2 * 2.0 / (1 + math.exp(2.0 * moved * further)) for moved in by]
-        update = int(abs(best.advantage - weights[1]) < abs(best.advantage - weights[0]))
-        assert best.advantage == -worst.advantage == pytest.approx(weights[update], rel=1e-5)
+        weight = advantage_of(best)
+        update = int(abs(weight - weights[1]) < abs(weight - weights[0]))
+        assert weight == -advantage_of(worst) == pytest.approx(weights[update], rel=1e-5)
         losses.append(math.log1p(math.exp(-2.0 * by[update] * further)))
     assert metrics["dpo/loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
     assert 0 <= metrics["dpo/accuracy"] <= 1

@@ -21,7 +21,7 @@ from rlboost.services.trainer.adapters.ranks.processes import rank_environment
 from rlboost.services.trainer.adapters.ranks.sharded_tensors import SliceReader, write_slices
 from rlboost.services.trainer.adapters.ranks.tensor_slice import TensorSlice
 from rlboost.services.trainer.domain.batches.partition import partition
-from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.services.trainer.domain.batches.training_row import SequenceRow
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import parse
 from rlboost.shared.job.training import TrainerSpec
@@ -132,8 +132,8 @@ def test_fsdp_weight_map_divides_rows_as_torch_chunk() -> None:
 
 def test_unpack_rows_is_the_inverse_of_pack_rows() -> None:
     given = [
-        TrainingRow(pack([3, 4], I32), pack([5, 6, 7], I32), b"", 0.0, loss_mask=b"\1\0\1"),
-        TrainingRow(pack([8], I32), pack([9], I32), b"", 0.0, loss_mask=b"\1"),
+        SequenceRow(pack([3, 4], I32), pack([5, 6, 7], I32), loss_mask=b"\1\0\1"),
+        SequenceRow(pack([8], I32), pack([9], I32), loss_mask=b"\1"),
     ]
     assert unpack_rows(pack_rows(given)) == given
 

@@ -191,7 +191,7 @@ async def test_successor_continues_conversations_and_trains_on_the_same_rows(
     assert all(report.metrics["groups/dropped"] == 0 for report in await rig.steps())
     assert rig.environments[1].held == 0
     rows = [
-        {(row.prompt, row.completion, row.loss_mask, row.advantage) for row in one.rows} for one in (rig, undisturbed)
+        {(row.prompt, row.completion, row.loss_mask, row.advantages) for row in one.rows} for one in (rig, undisturbed)
     ]
     assert rows[0] == rows[1]
 

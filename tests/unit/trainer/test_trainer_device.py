@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rlboost.services.trainer.device import DeviceThread, DeviceTurn
-from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.services.trainer.domain.batches.training_row import SequenceRow, TrainingRow
 from rlboost.services.trainer.fakes.engine import FakeEngine
 from rlboost.services.trainer.fakes.storage import MemoryWeights
 from rlboost.shared.waiting import Waits
@@ -134,7 +134,7 @@ class Counting(FakeEngine):
 
     asked = trained = 0
 
-    def logprobs(self, batches: Sequence[Sequence[TrainingRow]]) -> list[bytes]:
+    def logprobs(self, batches: Sequence[Sequence[SequenceRow]]) -> list[bytes]:
         self.asked += sum(map(len, batches))
         return super().logprobs(batches)
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.services.trainer.domain.batches.training_row import SequenceRow
 from rlboost.services.trainer.domain.loss.inputs import LossFn
 from rlboost.services.trainer.fakes.engine import FakeEngine
 from rlboost.services.trainer.fakes.rewards import FakeRewards
@@ -523,4 +523,4 @@ async def test_scored_samples_are_shown_with_their_lineage(tmp_path: Path) -> No
 
 
 def test_rows_know_their_length() -> None:
-    assert TrainingRow(pack([1, 2], I32), pack([3], I32), b"", 0.0).n_tokens == 3
+    assert SequenceRow(pack([1, 2], I32), pack([3], I32)).n_tokens == 3

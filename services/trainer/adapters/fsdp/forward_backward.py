@@ -16,7 +16,7 @@ from rlboost.services.trainer.adapters.ranks.packed import Balancing, LossGradie
 from rlboost.services.trainer.adapters.torch.batch import DUMMY_ROWS
 from rlboost.services.trainer.adapters.torch.context_parallel import ContextGroup
 from rlboost.services.trainer.adapters.torch.routing import Balance
-from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.services.trainer.domain.batches.training_row import SequenceRow
 from rlboost.services.trainer.domain.loss import sums
 
 
@@ -27,7 +27,7 @@ class ColumnPass(Protocol):
     def balance(self) -> Balance | None:
         """Of this rank's tokens in the last pass, if experts are balanced."""
 
-    def __call__(self, rows: Sequence[TrainingRow]) -> Tensor:
+    def __call__(self, rows: Sequence[SequenceRow]) -> Tensor:
         """Return a value of each trained token, row by row, [tokens]."""
 
 
@@ -76,8 +76,8 @@ class FsdpForwardBackward:
             surrogate.backward()
         return totals
 
-    def _with_dummies(self, batches: Sequence[PackedBatch]) -> list[Sequence[TrainingRow]]:
+    def _with_dummies(self, batches: Sequence[PackedBatch]) -> list[Sequence[SequenceRow]]:
         most = torch.tensor(len(batches), device=self._device)
         distributed.all_reduce(most, distributed.ReduceOp.MAX)
-        own: list[Sequence[TrainingRow]] = [unpack_rows(batch) for batch in batches]
+        own: list[Sequence[SequenceRow]] = [unpack_rows(batch) for batch in batches]
         return own + [DUMMY_ROWS] * (int(most) - len(own))

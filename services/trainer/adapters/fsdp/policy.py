@@ -9,15 +9,12 @@ from rlboost.services.trainer.adapters.ranks.layout import require_divisible_hea
 from rlboost.services.trainer.adapters.ranks.policy import RanksPolicy
 from rlboost.services.trainer.adapters.torch.attention_choice import attention_of, require_packed
 from rlboost.services.trainer.adapters.torch.packing import PACKED
-from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
 
 
 class FsdpPolicy(RanksPolicy):
     """`RanksPolicy` on FSDP2. With `bfloat16` weights and optimizer stay in float32, as in `TorchPolicy`."""
 
-    def __init__(self, spec: TrainerSpec, optimizer: OptimizerSpec, **settings: Any) -> None:
-        """See `RanksPolicy`."""
-        super().__init__("fsdp", spec, optimizer, **settings)
+    kind = "fsdp"
 
     def _model_arguments(self, source: Path, config: Any) -> dict[str, Any]:
         attention = attention_of(config)

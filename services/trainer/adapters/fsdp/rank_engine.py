@@ -53,7 +53,7 @@ class FsdpRank(RankEngine):
     def load_hf(self, model: dict[str, Any], files: list[str], shared: str) -> dict[str, Any]:
         """See `RankEngine.load_hf`."""
         loaded = super().load_hf(model, files, shared)
-        if self._replayed or self._balancing.coefficient:
+        if self._settings.replayed or self._balancing.coefficient:
             self._offloader.onload_weights()
             self._policy.passes.columns([pack_rows(DUMMY_ROWS)])  # checks the routers
             self.offload()
@@ -64,30 +64,33 @@ class FsdpRank(RankEngine):
         if self._adapter is None:
             return super().accumulate(batches, ask)
         # The adapter's dropout: a resumed job repeats it, and no two ranks have the same.
-        entropy = (self._seed % 2**64, self._n_steps, self._n_accumulated, distributed.get_rank())
+        entropy = (self._settings.seed % 2**64, self._n_steps, self._n_accumulated, distributed.get_rank())
         torch.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]))
         with self._adapter.training():
             return super().accumulate(batches, ask)
 
     def _build(self, model: dict[str, Any]) -> Trainable:
         module = empty_model(Path(model["source"]), model["attention"])
-        self._adapter = add_adapter(module, self._lora, self._dtype) if self._lora else None
+        self._adapter = add_adapter(module, lora, self._dtype) if (lora := self._settings.lora) else None
         prepare_layers(
-            module, self._device, activation_checkpointing=self._activation_checkpointing, compiled=self._compiled
+            module,
+            self._device,
+            activation_checkpointing=self._settings.activation_checkpointing,
+            compiled=self._settings.compile,
         )
         shard(module, self._device, self._mesh)
         passes = self._passes_of(module, balances=bool(self._balancing.coefficient))
         buffers = saved_buffers(module)
         if (adapter := self._adapter) is None:
-            whole = TrainedFsdpModel(dict(module.named_parameters()), self._optimizer, self._mesh, buffers)
+            whole = TrainedFsdpModel(dict(module.named_parameters()), self._settings.optimizer, self._mesh, buffers)
             return Trainable(whole, passes, FsdpOptimizerState(whole.optimizer, self._local_value))
-        trained = TrainedFsdpModel(adapter.tensors, self._optimizer, self._mesh)
+        trained = TrainedFsdpModel(adapter.tensors, self._settings.optimizer, self._mesh)
         return Trainable(
             trained,
             passes,
             FsdpOptimizerState(trained.optimizer, self._local_value),
             Frozen(FsdpModel(adapter.frozen, self._mesh, buffers), _BelowAdapter(passes, adapter)),
-            adapter.initial_values(self._seed),
+            adapter.initial_values(self._settings.seed),
             adapter.json,
         )
 
@@ -102,8 +105,8 @@ class FsdpRank(RankEngine):
         prepare_layers(
             module.base_model,
             self._device,
-            activation_checkpointing=self._activation_checkpointing,
-            compiled=self._compiled,
+            activation_checkpointing=self._settings.activation_checkpointing,
+            compiled=self._settings.compile,
         )
         shard(module, self._device, self._mesh)
         forward = ValuePass(module, dtype=self._dtype, device=torch.device(self._device), context=self._context)
@@ -115,11 +118,11 @@ class FsdpRank(RankEngine):
     def _passes_of(self, module: Any, *, balances: bool = False) -> FsdpForwardBackward:
         forward = LogprobPass(
             module,
-            temperature=self._temperature,
+            temperature=self._settings.temperature,
             dtype=self._dtype,
             device=torch.device(self._device),
-            max_logits=self._max_logits,
-            replayed=self._replayed,
+            max_logits=self._settings.max_logits,
+            replayed=self._settings.replayed,
             context=self._context,
             balances=balances,
         )

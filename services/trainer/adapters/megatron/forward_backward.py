@@ -33,7 +33,7 @@ from rlboost.services.trainer.adapters.ranks.packed import (
 from rlboost.services.trainer.adapters.torch.batch import DUMMY_ROWS, Packed, packed, replayed
 from rlboost.services.trainer.adapters.torch.context_parallel import ContextGroup
 from rlboost.services.trainer.adapters.torch.routing import Replay
-from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.services.trainer.domain.batches.training_row import SequenceRow
 from rlboost.shared.wire.routed_experts import RoutedShape
 
 _DUMMY = pack_rows(DUMMY_ROWS)
@@ -167,7 +167,7 @@ class PipelineForwardBackward:
         n_tokens = len(tokens.ids)
         return slice(0, n_tokens) if self._context is None else self._context.slice_of(n_tokens)
 
-    def _replay(self, rows: Sequence[TrainingRow], tokens: Packed) -> Replay | None:
+    def _replay(self, rows: Sequence[SequenceRow], tokens: Packed) -> Replay | None:
         """Return the recorded experts of the tokens that this rank routes."""
         if self._replayed is None or (found := replayed(rows, tokens.predicts, self._replayed)) is None:
             return None

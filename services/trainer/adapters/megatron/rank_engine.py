@@ -51,19 +51,23 @@ class MegatronRank(RankEngine):
             self._layout,
             self._coordinates,
             self._dtype,
-            self._optimizer,
-            activation_checkpointing=self._activation_checkpointing,
+            self._settings.optimizer,
+            activation_checkpointing=self._settings.activation_checkpointing,
             balances=self._balancing.coefficient > 0,
         )
         return Trainable(
             model_shard,
-            PipelineForwardBackward(model_shard, self._temperature, self._balancing, self._replayed, self._context),
+            PipelineForwardBackward(
+                model_shard, self._settings.temperature, self._balancing, self._settings.replayed, self._context
+            ),
             MegatronOptimizerState(model_shard, self._local_value),
         )
 
     def _build_reference(self, model: dict[str, Any]) -> Frozen:
         model_shard = MegatronModel(ModelShape(*model["shape"]), self._layout, self._coordinates, self._dtype)
-        passes = PipelineForwardBackward(model_shard, self._temperature, replayed=self._replayed, context=self._context)
+        passes = PipelineForwardBackward(
+            model_shard, self._settings.temperature, replayed=self._settings.replayed, context=self._context
+        )
         return Frozen(model_shard, passes)
 
     def _build_critic(self, model: dict[str, Any], spec: CriticSpec) -> Trainable:  # noqa: ARG002 - of the base class

@@ -36,15 +36,14 @@ from rlboost.services.trainer.adapters.ranks.packed import Balancing, PackedBatc
 from rlboost.services.trainer.adapters.ranks.sharded_tensors import SliceReader
 from rlboost.services.trainer.adapters.ranks.trainable import WEIGHT, Forward, Frozen, Model, Trainable
 from rlboost.services.trainer.ports.engine import Loaded
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import CriticSpec
-from rlboost.shared.job.training import LoraSpec, Offload, OptimizerSpec
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.manifest import digest_of
 from rlboost.shared.weights.publisher import Publisher
 from rlboost.shared.weights.shards import Shard, chunks_among
-from rlboost.shared.wire.routed_experts import RoutedShape
 
 COLLECTIVE_LIMIT = timedelta(minutes=30)
 """Timeout of a collective operation."""
@@ -63,7 +62,6 @@ class RankEngine(ABC):
         init_method: str,
         device: str,
         layout: Layout,
-        optimizer: dict[str, Any],
         settings: dict[str, Any],
     ) -> None:
         """Join the process group.
@@ -74,10 +72,7 @@ class RankEngine(ABC):
             init_method: where the ranks find each other: `file://PATH` of a new file, or `env://`.
             device: `cpu`, or `cuda` for the GPU with the local rank's number.
             layout: degrees of parallelism.
-            optimizer: the job's `OptimizerSpec`, as a mapping.
-            settings: `temperature`, `dtype`, `reference` (keep a frozen copy of the loaded weights), `offload`,
-                `activation_checkpointing`, `compile`, `balancing`, `replayed`, `max_logits`, `seed`, and `lora` and
-                `critic`, a `LoraSpec` and a `CriticSpec` as mappings, or None.
+            settings: the `PolicySettings`, as a mapping.
 
         """
         if device != "cpu":
@@ -93,19 +88,9 @@ class RankEngine(ABC):
         self._device = device
         self._layout = layout
         self._coordinates = self._init_parallel(rank, layout)
-        self._optimizer = OptimizerSpec.model_validate(optimizer)
-        self._temperature: float = settings["temperature"]
-        self._dtype: torch.dtype = getattr(torch, settings["dtype"])
-        self._keeps_reference: bool = settings["reference"]
-        self._offload: Offload = settings["offload"]
-        self._activation_checkpointing: bool = settings["activation_checkpointing"]
-        self._compiled: bool = settings["compile"]
-        self._balancing = Balancing(*settings["balancing"])
-        self._replayed = RoutedShape(*settings["replayed"]) if settings["replayed"] else None
-        self._max_logits: int = settings["max_logits"]
-        self._lora = LoraSpec.model_validate(settings["lora"]) if settings["lora"] else None
-        self._critic_spec = CriticSpec.model_validate(settings["critic"]) if settings["critic"] else None
-        self._seed: int = settings["seed"]
+        self._settings = PolicySettings.model_validate(settings)
+        self._dtype: torch.dtype = getattr(torch, self._settings.dtype)
+        self._balancing = Balancing(self._settings.router_aux_loss_coef, self._settings.aggregation)
         self._n_accumulated = 0
         """Calls of `accumulate` since the last step."""
         self._n_steps = 0
@@ -172,10 +157,10 @@ class RankEngine(ABC):
             )
         self._policy = self._build(model)
         self._n_steps = self._n_accumulated = 0
-        self._critic = self._build_critic(model, self._critic_spec) if self._critic_spec else None
+        self._critic = self._build_critic(model, spec) if (spec := self._settings.critic) else None
         self._trained = {"": self._policy} | ({CRITIC: self._critic} if self._critic else {})
         self._frozen = self._policy.below
-        if self._frozen is None and self._keeps_reference:
+        if self._frozen is None and self._settings.reference:
             self._frozen = self._build_reference(model)
         try:
             with SliceReader(Path(file) for file in files) as reader:
@@ -191,7 +176,7 @@ class RankEngine(ABC):
             [parameter for one in models for _, parameter in one.parameters()],
             [optimizer for one in trained for optimizer in one.optimizers],
             torch.device(self._device),
-            self._offload,
+            self._settings.offload,
             self._gradients,
         )
         self.offload()

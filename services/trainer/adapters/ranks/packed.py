@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.services.trainer.domain.batches.training_row import SequenceRow
 from rlboost.services.trainer.domain.loss.aggregation import divisor
 from rlboost.shared.wire.columns import I32, U8, ints, length, pack, unpack
 
@@ -50,7 +50,7 @@ class Balancing(NamedTuple):
 NO_BALANCING = Balancing()
 
 
-def pack_rows(rows: Sequence[TrainingRow]) -> PackedBatch:
+def pack_rows(rows: Sequence[SequenceRow]) -> PackedBatch:
     """Pack rows for a rank."""
     completions = [length(row.completion, I32) for row in rows]
     return PackedBatch(
@@ -63,7 +63,7 @@ def pack_rows(rows: Sequence[TrainingRow]) -> PackedBatch:
     )
 
 
-def unpack_rows(batch: PackedBatch) -> list[TrainingRow]:
+def unpack_rows(batch: PackedBatch) -> list[SequenceRow]:
     """Return the rows, with tokens, loss mask and routed experts only."""
     prompts, completions = ints(batch.prompts), ints(batch.completions)
     ends = np.cumsum([n for pair in zip(prompts, completions, strict=True) for n in pair])
@@ -71,8 +71,6 @@ def unpack_rows(batch: PackedBatch) -> list[TrainingRow]:
     loss_masks = np.split(unpack(batch.loss_mask, U8), np.cumsum(completions)[:-1])
     routed = np.split(unpack(batch.routed_experts, U8), np.cumsum(ints(batch.routed_bytes))[:-1])
     return [
-        TrainingRow(
-            prompt.tobytes(), completion.tobytes(), b"", 0.0, loss_mask=mask.tobytes(), routed_experts=experts.tobytes()
-        )
+        SequenceRow(prompt.tobytes(), completion.tobytes(), loss_mask=mask.tobytes(), routed_experts=experts.tobytes())
         for prompt, completion, mask, experts in zip(parts[::2], parts[1::2], loss_masks, routed, strict=True)
     ]

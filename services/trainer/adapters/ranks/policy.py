@@ -15,7 +15,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,29 +23,29 @@ from transformers import AutoConfig
 
 from rlboost.services.trainer.adapters.ranks.calls import Launcher, RankCalls
 from rlboost.services.trainer.adapters.ranks.layout import Coordinates, Layout
-from rlboost.services.trainer.adapters.ranks.losses import LossAnswers, ReplicaBatches
-from rlboost.services.trainer.adapters.ranks.packed import Balancing, pack_rows
+from rlboost.services.trainer.adapters.ranks.losses import LossAnswers
+from rlboost.services.trainer.adapters.ranks.packed import pack_rows
 from rlboost.services.trainer.adapters.ranks.processes import LocalRanks
 from rlboost.services.trainer.adapters.ranks.scratch_dir import ScratchDir, remove_stale
 from rlboost.services.trainer.adapters.ranks.sharded_tensors import write_slices
 from rlboost.services.trainer.adapters.ranks.shards import RankShards, merged_shards, tensor_of, whole_shards
 from rlboost.services.trainer.adapters.ranks.tensor_slice import TensorSlice
 from rlboost.services.trainer.adapters.torch.packing import one_row_each
+from rlboost.services.trainer.domain.batches.batching import select
 from rlboost.services.trainer.domain.batches.partition import partition
-from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.services.trainer.domain.batches.training_row import SequenceRow, TrainingRow
 from rlboost.services.trainer.domain.loss import sums
 from rlboost.services.trainer.domain.loss.inputs import LossFn
 from rlboost.services.trainer.ports.engine import Exported, Loaded, NotFinite, Snapshot
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.disk_space import write_error
 from rlboost.shared.errors import ConfigError, DiskFull, Fatal
-from rlboost.shared.job.algorithm import Aggregation, CriticSpec
-from rlboost.shared.job.training import LoraSpec, OptimizerSpec, TrainerSpec
 from rlboost.shared.model.experts import require_known_experts, require_mixture
 from rlboost.shared.model.folder import read_config, require_unquantized
-from rlboost.shared.model.logit_limits import MAX_LOGITS
 from rlboost.shared.weights.shards import Shard
 from rlboost.shared.wire.columns import F32, unpack
-from rlboost.shared.wire.routed_experts import RoutedShape
+
+R = TypeVar("R", bound=SequenceRow)
 
 _BATCHES_PER_STAGE = 4
 """Parts into which a micro-batch is split per pipeline stage. With fewer the stages idle longer."""
@@ -59,40 +59,24 @@ class RanksPolicy(ABC):
 
     adapter_json = ""
 
-    def __init__(  # noqa: PLR0913 - one per setting of a job
+    kind: str
+    """Of the ranks: `megatron` or `fsdp`."""
+
+    def __init__(
         self,
-        kind: str,
-        spec: TrainerSpec,
-        optimizer: OptimizerSpec,
+        settings: PolicySettings,
+        layout: Layout,
         *,
-        temperature: float,
         device: str,
-        lora: LoraSpec | None = None,
-        critic: CriticSpec | None = None,
-        seed: int = 0,
-        reference: bool = False,
-        aggregation: Aggregation = "token_mean",
-        replayed: RoutedShape | None = None,
-        max_logits: int = MAX_LOGITS,
         folder: Path | None = None,
         launcher: Launcher | None = None,
     ) -> None:
         """Describe the ranks; `load_hf` starts them.
 
         Args:
-            kind: `megatron` or `fsdp`.
-            spec: the degrees of parallelism, and the dtype.
-            optimizer: AdamW's settings.
-            temperature: the sampling temperature, which divides the logits.
+            settings: the ranks get them too.
+            layout: the degrees of parallelism; the launcher may start fewer ranks.
             device: `cpu`, or `cuda` for one GPU per rank.
-            lora: the adapter to train; None to train the model itself. FSDP2 only.
-            critic: the value model to train along with the policy, if any. FSDP2 only.
-            seed: seeds the adapter's initial values and its dropout.
-            reference: whether losses get the log-probabilities of the weights that `load_hf` loaded. It costs another
-                copy of them on the devices, unless an adapter is trained, and another forward pass.
-            aggregation: the loss's, by which the load-balancing loss of a mixture of experts is weighted.
-            replayed: the shape of rows' routed experts, which replace those of the routers of policy and reference.
-            max_logits: logits that a rank has at a time; FSDP2 only.
             folder: parent of scratch directories; the system's temporary directory if None. Ranks on other machines
                 must have it under the same path.
             launcher: starts the ranks; on this machine if None.
@@ -101,17 +85,13 @@ class RanksPolicy(ABC):
             ConfigError: there are fewer GPUs than ranks.
 
         """
-        self._layout = Layout.of(spec)
+        self.settings = settings
+        self._layout = layout
         device = device.partition(":")[0]
         if launcher is None:
-            _require_devices(device, self._layout)
-            launcher = LocalRanks(self._layout, device)
+            _require_devices(device, layout)
+            launcher = LocalRanks(layout, device)
         self._launcher = launcher
-        self._optimizer = optimizer
-        self._critic = critic
-        self._keeps_reference = reference
-        self._offload = spec.offload
-        self._router_aux_loss_coef = spec.router_aux_loss_coef
         self._folder = folder
         self._packs_rows = True
         self._divisor = self._n_tokens = 0
@@ -119,26 +99,7 @@ class RanksPolicy(ABC):
         self._captured: ScratchDir | None = None
         """The snapshot that is not being written yet. Who takes it from here, under the lock, removes it."""
         self._capture_lock = threading.Lock()
-
-        arguments = {
-            "device": device,
-            "optimizer": optimizer.model_dump(),
-            "settings": {
-                "temperature": temperature,
-                "dtype": spec.dtype,
-                "reference": reference,
-                "offload": spec.offload,
-                "activation_checkpointing": spec.activation_checkpointing,
-                "compile": spec.compile,
-                "balancing": Balancing(spec.router_aux_loss_coef, aggregation),
-                "replayed": replayed,
-                "max_logits": max_logits,
-                "lora": lora.model_dump() if lora else None,
-                "critic": critic.model_dump() if critic else None,
-                "seed": seed,
-            },
-        }
-        self._ranks = RankCalls(kind, launcher, arguments)
+        self._ranks = RankCalls(self.kind, launcher, {"device": device, "settings": settings.model_dump()})
 
     @abstractmethod
     def _model_arguments(self, source: Path, config: Any) -> dict[str, Any]:
@@ -154,7 +115,7 @@ class RanksPolicy(ABC):
         self._layout = self._launcher.layout
         require_unquantized(read_config(source))
         require_known_experts(source)
-        if self._router_aux_loss_coef:
+        if self.settings.router_aux_loss_coef:
             require_mixture(source, "trainer.router_aux_loss_coef")
         if self._layout.expert > 1:
             require_mixture(source, "trainer.expert_parallel")
@@ -178,32 +139,35 @@ class RanksPolicy(ABC):
             shapes |= {name: tuple(shape) for answer in answers for name, shape, *_ in answer[what]}
         self.adapter_json = answers[0]["adapter_json"]
 
-    def logprobs(self, batches: Sequence[Sequence[TrainingRow]]) -> list[bytes]:
+    def logprobs(self, batches: Sequence[Sequence[SequenceRow]]) -> list[bytes]:
         """See `PolicyEngine.logprobs`."""
         return self._columns(batches, "logprobs")
 
-    def reference_logprobs(self, batches: Sequence[Sequence[TrainingRow]]) -> list[bytes]:
+    def reference_logprobs(self, batches: Sequence[Sequence[SequenceRow]]) -> list[bytes]:
         """See `PolicyEngine.reference_logprobs`."""
         return self._columns(batches, "logprobs", reference=True)
 
-    def values(self, batches: Sequence[Sequence[TrainingRow]]) -> list[bytes]:
+    def values(self, batches: Sequence[Sequence[SequenceRow]]) -> list[bytes]:
         """See `Critic.values`."""
-        if self._critic is None:
-            raise Fatal("this engine has no critic: construct it with a CriticSpec")
+        if self.settings.critic is None:
+            raise Fatal("this engine has no critic: construct it with PolicySettings.critic")
         return self._columns(batches, "values")
 
-    def _columns(self, batches: Sequence[Sequence[TrainingRow]], call: str, **arguments: Any) -> list[bytes]:
+    def _columns(self, batches: Sequence[Sequence[SequenceRow]], call: str, **arguments: Any) -> list[bytes]:
         """Return a column of each row from a call of the ranks."""
-        replicas = self._split(batches)
-        columns: dict[int, bytes] = {}
-        for replica, of_replica in zip(replicas, self._of_replicas(replicas, call, **arguments), strict=True):
-            for rows, column in zip(replica, of_replica, strict=True):
-                ends = np.cumsum([row.n_loss_tokens for row in rows])
-                values = np.split(unpack(column, F32), ends[:-1])
-                columns |= {id(row): value.tobytes() for row, value in zip(rows, values, strict=True)}
-        return [columns[id(row)] for rows in batches for row in rows]
+        rows, split = _flat(batches), self._split(batches)
+        columns = [b""] * len(rows)
+        replicas = [select(rows, replica) for replica in split]
+        for indices, of_replica in zip(split, self._of_replicas(replicas, call, **arguments), strict=True):
+            for batch, column in zip(indices, of_replica, strict=True):
+                ends = np.cumsum([rows[index].n_loss_tokens for index in batch])
+                for index, value in zip(batch, np.split(unpack(column, F32), ends[:-1]), strict=True):
+                    columns[index] = value.tobytes()
+        return columns
 
-    def _of_replicas(self, replicas: Sequence[ReplicaBatches], call: str, **arguments: Any) -> list[list[bytes]]:
+    def _of_replicas(
+        self, replicas: Sequence[Sequence[Sequence[SequenceRow]]], call: str, **arguments: Any
+    ) -> list[list[bytes]]:
         """Return each replica's columns, one per micro-batch."""
         of_replicas: list[list[bytes]] = [[] for _ in replicas]
         for rank, columns in enumerate(self._ranks.call(call, self._packed(replicas, **arguments))):
@@ -212,15 +176,16 @@ class RanksPolicy(ABC):
 
     def accumulate(self, batches: Sequence[Sequence[TrainingRow]], loss: LossFn) -> dict[str, float]:
         """See `PolicyEngine.accumulate`."""
-        replicas = self._split(batches)
-        needs_reference = self._keeps_reference and not all(row.reference for rows in batches for row in rows)
+        rows = _flat(batches)
+        replicas = [select(rows, replica) for replica in self._split(batches)]
+        needs_reference = self.settings.reference and not all(row.reference for row in rows)
         references = self._of_replicas(replicas, "logprobs", reference=True) if needs_reference else None
-        answers = LossAnswers(replicas, loss, references, self._critic)
+        answers = LossAnswers(replicas, loss, references, self.settings.critic)
         routings = self._ranks.call("accumulate", self._packed(replicas), answers)
         for routing in routings:
             sums.add(answers.totals, routing)
         self._divisor += int(answers.totals.get("divisor", 0))
-        self._n_tokens += sum(row.n_loss_tokens for rows in batches for row in rows)
+        self._n_tokens += sum(row.n_loss_tokens for row in rows)
         if answers.not_finite:
             raise NotFinite(f"the loss is {answers.not_finite[0]}")
         return answers.totals
@@ -228,8 +193,8 @@ class RanksPolicy(ABC):
     def step(self, learning_rate: float) -> float:
         """See `PolicyEngine.step`."""
         rates, divisors = [learning_rate], [self._divisor]
-        if self._critic is not None:
-            rates.append(learning_rate / self._optimizer.lr * self._critic.lr)
+        if self.settings.critic is not None:
+            rates.append(learning_rate / self.settings.optimizer.lr * self.settings.critic.lr)
             divisors.append(self._n_tokens)
         self._divisor = self._n_tokens = 0
         if not divisors[0]:
@@ -304,7 +269,7 @@ class RanksPolicy(ABC):
 
     def offload(self) -> None:
         """See `PolicyEngine.offload`. Does nothing before `load_hf`: there are no ranks yet."""
-        if self._offload != "none" and self._shapes["base"]:
+        if self.settings.offload != "none" and self._shapes["base"]:
             self._ranks.call("offload", {})
 
     def close(self) -> None:
@@ -319,25 +284,36 @@ class RanksPolicy(ABC):
         if captured is not None:
             captured.cleanup()
 
-    def _split(self, batches: Sequence[Sequence[TrainingRow]]) -> list[ReplicaBatches]:
-        """Split micro-batches among the data-parallel replicas, balanced by tokens."""
+    def _split(self, batches: Sequence[Sequence[SequenceRow]]) -> list[list[list[int]]]:
+        """Split micro-batches among the data-parallel replicas, balanced by tokens.
+
+        Returns:
+            The micro-batches of each replica, as indices of all rows.
+
+        """
         layout = self._layout
         n_per_replica = 1 if layout.pipeline == 1 else _BATCHES_PER_STAGE * layout.pipeline
-        replicas: list[ReplicaBatches] = [[] for _ in range(layout.data)]
+        replicas: list[list[list[int]]] = [[] for _ in range(layout.data)]
+        first = 0
         for rows in batches:
             for n, indices in enumerate(partition([row.n_tokens for row in rows], layout.data * n_per_replica)):
                 if indices:
-                    part = [rows[i] for i in indices]
+                    part = [first + index for index in indices]
                     replicas[n % layout.data] += [part] if self._packs_rows else one_row_each([part])
+            first += len(rows)
         return replicas
 
-    def _packed(self, replicas: Sequence[ReplicaBatches], **arguments: Any) -> list[dict[str, Any]]:
+    def _packed(self, replicas: Sequence[Sequence[Sequence[SequenceRow]]], **arguments: Any) -> list[dict[str, Any]]:
         """Return each rank's arguments."""
         of_replica = [{"batches": [pack_rows(rows) for rows in replica], **arguments} for replica in replicas]
         return [of_replica[self._replica(rank)] for rank in range(self._layout.n_ranks)]
 
     def _replica(self, rank: int) -> int:
         return Coordinates.of(rank, self._layout).data
+
+
+def _flat(batches: Sequence[Sequence[R]]) -> list[R]:
+    return [row for rows in batches for row in rows]
 
 
 def _require_devices(device: str, layout: Layout) -> None:

@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.services.trainer.domain.batches.training_row import SequenceRow, TrainingRow
 from rlboost.services.trainer.domain.loss.inputs import TokenBatch
 from rlboost.shared.wire.columns import F32, I32, U8, length, pack, unpack
 from rlboost.shared.wire.routed_experts import RoutedShape
 
 Array = np.ndarray[Any, Any]
 
-DUMMY_ROWS = [TrainingRow(pack([0], I32), pack([0], I32), b"", 0.0)]
+DUMMY_ROWS = [SequenceRow(pack([0], I32), pack([0], I32))]
 """A micro-batch of two tokens, for checks, and for ranks with fewer micro-batches than others."""
 
 
@@ -45,7 +45,7 @@ class Packed(NamedTuple):
         return self._replace(ids=np.pad(self.ids, (0, n_padding)), boundaries=np.append(self.boundaries, end))
 
 
-def packed(rows: Sequence[TrainingRow]) -> Packed:
+def packed(rows: Sequence[SequenceRow]) -> Packed:
     """Return rows as one sequence."""
     ids = np.frombuffer(b"".join(part for row in rows for part in (row.prompt, row.completion)), I32)
     boundaries = np.cumsum([0, *(row.n_tokens for row in rows)])
@@ -56,7 +56,7 @@ def packed(rows: Sequence[TrainingRow]) -> Packed:
     return Packed(ids.astype(np.int64), boundaries.astype(np.int32), np.flatnonzero(predicts))
 
 
-def replayed(rows: Sequence[TrainingRow], predicts: Array, shape: RoutedShape) -> tuple[Array, Array] | None:
+def replayed(rows: Sequence[SequenceRow], predicts: Array, shape: RoutedShape) -> tuple[Array, Array] | None:
     """Return the positions where recorded experts replace the router's, int64 [n], and the experts.
 
     The latter are [n, layers, experts per token] in the dtype of `shape`. None if no row has any.
@@ -74,7 +74,7 @@ def replayed(rows: Sequence[TrainingRow], predicts: Array, shape: RoutedShape) -
     return predicts[np.repeat(known, lengths(rows))], experts
 
 
-def lengths(rows: Sequence[TrainingRow]) -> list[int]:
+def lengths(rows: Sequence[SequenceRow]) -> list[int]:
     """Return the number of trained tokens of each row."""
     return [row.n_loss_tokens for row in rows]
 
@@ -100,17 +100,15 @@ def values(rows: Sequence[TrainingRow]) -> tuple[Array, Array]:
     return unpack(b"".join(before), F32), unpack(b"".join(returns), F32)
 
 
-def columns(rows: Sequence[TrainingRow], column: Tensor) -> list[bytes]:
+def columns(rows: Sequence[SequenceRow], column: Tensor) -> list[bytes]:
     """Split a column over all completion tokens into one float32 column per row."""
     ends = np.cumsum(lengths(rows))
     return [part.tobytes() for part in np.split(column.detach().cpu().numpy().astype(F32), ends[:-1])]
 
 
 def advantages(rows: Sequence[TrainingRow]) -> Array:
-    """Return each completion token's advantage, its own or else its row's, float32 [tokens]."""
-    if (known := _joined([row.advantages for row in rows])) is not None:
-        return known
-    return np.repeat(np.asarray([row.advantage for row in rows], F32), lengths(rows))
+    """Return each completion token's advantage, float32 [tokens]."""
+    return np.concatenate([unpack(row.advantages, F32) for row in rows])
 
 
 def token_batch(rows: Sequence[TrainingRow], logprobs: Tensor, reference_logprobs: Tensor | None) -> TokenBatch:

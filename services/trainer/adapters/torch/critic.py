@@ -21,7 +21,7 @@ from rlboost.services.trainer.adapters.torch.compilation import compile_layers
 from rlboost.services.trainer.adapters.torch.experts import EXPERTS
 from rlboost.services.trainer.adapters.torch.state import load_state, snapshot_of
 from rlboost.services.trainer.adapters.torch.value_model import ValueModel, ValuePass, summed_value_loss
-from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.services.trainer.domain.batches.training_row import SequenceRow, TrainingRow
 from rlboost.services.trainer.ports.engine import Snapshot
 from rlboost.shared.errors import ConfigError, Corrupt
 from rlboost.shared.job.algorithm import CriticSpec
@@ -78,7 +78,7 @@ class TorchCritic:
         )
         self._n_tokens = 0
 
-    def values(self, rows: Sequence[TrainingRow]) -> list[bytes]:
+    def values(self, rows: Sequence[SequenceRow]) -> list[bytes]:
         """Return one float32 column per row: the value before each completion token."""
         with torch.no_grad():
             return batch.columns(rows, self._forward(rows))

@@ -20,7 +20,7 @@ from rlboost.services.trainer.adapters.torch.context_parallel import ContextGrou
 from rlboost.services.trainer.adapters.torch.packing import model_inputs, packs_rows, select_rows
 from rlboost.services.trainer.adapters.torch.routing import Balance, Replay, Routers
 from rlboost.services.trainer.adapters.torch.selected_logprobs import selected_logprobs
-from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.services.trainer.domain.batches.training_row import SequenceRow
 from rlboost.shared.model.logit_limits import MAX_LOGITS
 from rlboost.shared.wire.routed_experts import RoutedShape
 
@@ -77,7 +77,7 @@ class LogprobPass:
         """Of this rank's tokens in the last pass; None if the model is dense, or gradients were disabled."""
         model.forward = self._model_forward
 
-    def __call__(self, rows: Sequence[TrainingRow]) -> Tensor:
+    def __call__(self, rows: Sequence[SequenceRow]) -> Tensor:
         """Return the log-probabilities of all trained tokens, row by row, [tokens]."""
         batch, context = packed(rows), self._context
         shard = slice(0, len(batch.ids))
@@ -99,7 +99,7 @@ class LogprobPass:
             self.balance = self._routers.end()
         return logprobs
 
-    def _replay(self, rows: Sequence[TrainingRow], batch: Packed, shard: slice) -> Replay | None:
+    def _replay(self, rows: Sequence[SequenceRow], batch: Packed, shard: slice) -> Replay | None:
         """Return the recorded experts of this rank's slice of the tokens."""
         if self._replayed is None or (found := replayed(rows, batch.predicts, self._replayed)) is None:
             return None

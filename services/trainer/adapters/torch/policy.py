@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,17 +28,18 @@ from rlboost.services.trainer.adapters.torch.offload import Offloader
 from rlboost.services.trainer.adapters.torch.optimizers import optimizers
 from rlboost.services.trainer.adapters.torch.packing import one_row_each, packs_rows
 from rlboost.services.trainer.adapters.torch.state import load_state, shards_of, snapshot_of, without_aliases, write_all
-from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.services.trainer.domain.batches.training_row import SequenceRow, TrainingRow
 from rlboost.services.trainer.domain.loss import sums
 from rlboost.services.trainer.domain.loss.inputs import LossFn
 from rlboost.services.trainer.ports.engine import Exported, Loaded, NotFinite, Snapshot
+from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.errors import ConfigError, Fatal
-from rlboost.shared.job.algorithm import CriticSpec
-from rlboost.shared.job.training import LoraSpec, Offload, OptimizerSpec
+from rlboost.shared.job.training import LoraSpec
 from rlboost.shared.model.experts import require_known_experts, require_mixture, split_experts
 from rlboost.shared.model.folder import read_config, require_unquantized
 from rlboost.shared.weights.shards import Shard
-from rlboost.shared.wire.routed_experts import RoutedShape
+
+R = TypeVar("R", bound=SequenceRow)
 
 
 class TorchPolicy:
@@ -49,58 +50,13 @@ class TorchPolicy:
     weights are in `dtype`, in which they are published; the adapter is trained and exported in float32.
     """
 
-    def __init__(  # noqa: PLR0913 - one per setting of a job
-        self,
-        optimizer: OptimizerSpec,
-        *,
-        temperature: float,
-        dtype: str,
-        device: str,
-        lora: LoraSpec | None = None,
-        seed: int = 0,
-        reference: bool = False,
-        critic: CriticSpec | None = None,
-        offload: Offload = "none",
-        activation_checkpointing: bool = False,
-        compiled: bool = False,
-        router_aux_loss_coef: float = 0.0,
-        replayed: RoutedShape | None = None,
-    ) -> None:
-        """Hold the settings; `load_hf` creates the model.
-
-        Args:
-            optimizer: its settings.
-            temperature: the sampling temperature, which divides the logits.
-            dtype: `float32` or `bfloat16`.
-            device: a torch device.
-            lora: the adapter to train; None to train the model itself.
-            seed: seeds the adapter's initial values and its dropout.
-            reference: whether losses get the log-probabilities of the weights that `load_hf` loaded. It costs another
-                copy of them on the device, unless an adapter is trained, and another forward pass, unless rows have
-                the log-probabilities already.
-            critic: the value model to train along with the policy, if any.
-            offload: what `offload` moves to host memory.
-            activation_checkpointing: whether the layers of policy and critic are recomputed in the backward pass.
-            compiled: whether the layers of policy and critic are compiled.
-            router_aux_loss_coef: weight of the load-balancing loss of a mixture of experts.
-            replayed: the shape of rows' routed experts, which replace those of the routers of policy and reference.
-
-        """
+    def __init__(self, settings: PolicySettings, *, device: str) -> None:
+        """Hold the settings, and the name of a torch device; `load_hf` creates the model."""
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)
-        self._spec = optimizer
-        self._temperature = temperature
-        self._dtype: torch.dtype = getattr(torch, dtype)
+        self.settings = settings
+        self._dtype: torch.dtype = getattr(torch, settings.dtype)
         self._device = torch.device(device)
-        self._lora = lora
-        self._seed = seed
-        self._keeps_reference = reference
-        self._critic_spec = critic
-        self._offload = offload
-        self._activation_checkpointing = activation_checkpointing
-        self._compiled = compiled
-        self._router_aux_loss_coef = router_aux_loss_coef
-        self._replayed = replayed
         self._critic: TorchCritic | None = None
         self._adapter: Adapter | None = None
         self._reference: Any = None
@@ -111,14 +67,14 @@ class TorchPolicy:
         transformers_logging.disable_progress_bar()
         require_unquantized(read_config(source))
         require_known_experts(source)
-        if self._router_aux_loss_coef:
+        if self.settings.router_aux_loss_coef:
             require_mixture(source, "trainer.router_aux_loss_coef")
         try:
             config = AutoConfig.from_pretrained(source, local_files_only=True)
             model = AutoModelForCausalLM.from_pretrained(
                 source,
                 config=config,
-                dtype=self._dtype if self._lora else torch.float32,
+                dtype=self._dtype if self.settings.lora else torch.float32,
                 attn_implementation=attention_of(config),
                 experts_implementation=EXPERTS,
                 local_files_only=True,
@@ -130,29 +86,29 @@ class TorchPolicy:
         self._model: Any = model.to(self._device).eval()
         self._tensors = self._trained = without_aliases(self._model.state_dict(keep_vars=True))
         self._buffers = {name for name, _ in self._model.named_buffers()}
-        if self._lora is not None:
-            self._adapter = self._new_adapter(self._lora)
+        if self.settings.lora is not None:
+            self._adapter = self._new_adapter(self.settings.lora)
             self._trained = self._adapter.tensors
-        elif self._keeps_reference:
+        elif self.settings.reference:
             self._reference = copy.deepcopy(self._model).requires_grad_(False)
-        if self._compiled:
+        if self.settings.compile:
             torch.compiler.reset()  # the code of earlier jobs counts towards torch's limit of variants
             compile_layers(self._model, str(self._device))
-        if self._activation_checkpointing:
+        if self.settings.activation_checkpointing:
             checkpoint_activations(self._model)
-        self._forward = self._logprob_pass(self._model, balances=bool(self._router_aux_loss_coef))
+        self._forward = self._logprob_pass(self._model, balances=bool(self.settings.router_aux_loss_coef))
         self._forward_reference = self._forward if self._reference is None else self._logprob_pass(self._reference)
         self._parameters = [tensor for tensor in self._trained.values() if tensor.requires_grad]
-        self._optimizers = optimizers(self._model, self._parameters, self._spec)
+        self._optimizers = optimizers(self._model, self._parameters, self.settings.optimizer)
         self._zero_gradients()
-        if self._critic_spec is not None:
+        if self.settings.critic is not None:
             self._critic = TorchCritic(
                 source,
-                self._critic_spec,
+                self.settings.critic,
                 dtype=self._dtype,
                 device=self._device,
-                activation_checkpointing=self._activation_checkpointing,
-                compiled=self._compiled,
+                activation_checkpointing=self.settings.activation_checkpointing,
+                compiled=self.settings.compile,
             )
         models = [self._model, *([self._reference] if self._reference is not None else [])]
         weights = [parameter for model in models for parameter in model.parameters()]
@@ -160,10 +116,10 @@ class TorchPolicy:
         if self._critic is not None:
             weights += self._critic.trained.values()
             optimizers_to_offload.append(self._critic.optimizer)
-        if self._replayed or self._router_aux_loss_coef:
+        if self.settings.replayed or self.settings.router_aux_loss_coef:
             with torch.no_grad():
                 self._forward(DUMMY_ROWS)  # which checks the routers
-        self._offloader = Offloader(weights, optimizers_to_offload, self._device, self._offload)
+        self._offloader = Offloader(weights, optimizers_to_offload, self._device, self.settings.offload)
         self.offload()
 
     @property
@@ -171,25 +127,25 @@ class TorchPolicy:
         """See `PolicyEngine.adapter_json`."""
         return self._adapter.json if self._adapter else ""
 
-    def logprobs(self, batches: Sequence[Sequence[TrainingRow]]) -> list[bytes]:
+    def logprobs(self, batches: Sequence[Sequence[SequenceRow]]) -> list[bytes]:
         """See `PolicyEngine.logprobs`."""
         self._offloader.onload_weights()
         with torch.no_grad():
             return [column for rows in self._micro_batches(batches) for column in columns(rows, self._forward(rows))]
 
-    def reference_logprobs(self, batches: Sequence[Sequence[TrainingRow]]) -> list[bytes]:
+    def reference_logprobs(self, batches: Sequence[Sequence[SequenceRow]]) -> list[bytes]:
         """See `PolicyEngine.reference_logprobs`."""
-        if not self._keeps_reference:
-            raise Fatal("this engine has no reference model: construct it with reference=True")
+        if not self.settings.reference:
+            raise Fatal("this engine has no reference model: construct it with PolicySettings.reference")
         self._offloader.onload_weights()
         return [
             column for rows in self._micro_batches(batches) for column in columns(rows, self._reference_logprobs(rows))
         ]
 
-    def values(self, batches: Sequence[Sequence[TrainingRow]]) -> list[bytes]:
+    def values(self, batches: Sequence[Sequence[SequenceRow]]) -> list[bytes]:
         """See `Critic.values`."""
         if self._critic is None:
-            raise Fatal("this engine has no critic: construct it with a CriticSpec")
+            raise Fatal("this engine has no critic: construct it with PolicySettings.critic")
         self._offloader.onload_weights()
         return [column for rows in self._micro_batches(batches) for column in self._critic.values(rows)]
 
@@ -198,14 +154,14 @@ class TorchPolicy:
         self._offloader.onload_weights()
         totals: dict[str, float] = {}
         for rows in self._micro_batches(batches):
-            reference = self._reference_logprobs(rows) if self._keeps_reference and not _has_reference(rows) else None
+            reference = self._reference_logprobs(rows) if self.settings.reference and not _has_reference(rows) else None
             # Covers backward too, where layers may be recomputed.
             with self._adapter.training() if self._adapter else nullcontext():
                 logprobs = self._forward(rows)
                 total, metrics = loss(token_batch(rows, logprobs, reference))
                 if (balance := self._forward.balance) is not None:
-                    if self._router_aux_loss_coef:
-                        total = total + self._router_aux_loss_coef * metrics["divisor"] * balance.loss
+                    if self.settings.router_aux_loss_coef:
+                        total = total + self.settings.router_aux_loss_coef * metrics["divisor"] * balance.loss
                     metrics |= balance.sums()
                 if not torch.isfinite(total):
                     raise NotFinite(f"the loss is {total.item()}")
@@ -224,7 +180,7 @@ class TorchPolicy:
         for parameter in self._parameters:
             if parameter.grad is not None:
                 parameter.grad.div_(self._divisor)
-        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self._spec.grad_clip))
+        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self.settings.optimizer.grad_clip))
         critic_norm = self._critic.clip() if self._critic is not None else 0.0
         if not np.isfinite(norm + critic_norm):
             self._zero_gradients()
@@ -237,7 +193,7 @@ class TorchPolicy:
             optimizer.step()
         self._zero_gradients()
         if self._critic is not None:
-            self._critic.step(learning_rate / self._spec.lr)
+            self._critic.step(learning_rate / self.settings.optimizer.lr)
         return norm
 
     def export_shards(self, what: Exported = "model") -> Iterator[Shard]:
@@ -301,14 +257,14 @@ class TorchPolicy:
 
     def _new_adapter(self, spec: LoraSpec) -> Adapter:
         adapter = Adapter(self._model, {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}, spec)
-        values = adapter.initial_values(self._seed)
+        values = adapter.initial_values(self.settings.seed)
         with torch.no_grad():
             for name, tensor in adapter.tensors.items():
                 tensor.copy_(values[name])
-        torch.manual_seed(self._seed)  # of its dropout
+        torch.manual_seed(self.settings.seed)  # of its dropout
         return adapter
 
-    def _micro_batches(self, batches: Sequence[Sequence[TrainingRow]]) -> Sequence[Sequence[TrainingRow]]:
+    def _micro_batches(self, batches: Sequence[Sequence[R]]) -> Sequence[Sequence[R]]:
         return batches if self._packs else one_row_each(batches)
 
     def _zero_gradients(self) -> None:
@@ -323,7 +279,7 @@ class TorchPolicy:
         # Engines have buffers, such as the biases of expert selection, in full precision too.
         return value.to(self._dtype) if value.is_floating_point() and name not in self._buffers else value
 
-    def _reference_logprobs(self, rows: Sequence[TrainingRow]) -> Tensor:
+    def _reference_logprobs(self, rows: Sequence[SequenceRow]) -> Tensor:
         """Return the log-probabilities of all trained tokens under the weights that `load_hf` loaded, [tokens]."""
         with torch.no_grad(), self._adapter.without() if self._adapter else nullcontext():
             return self._forward_reference(rows)
@@ -331,10 +287,11 @@ class TorchPolicy:
     def _logprob_pass(self, model: Any, *, balances: bool = False) -> LogprobPass:
         return LogprobPass(
             model,
-            temperature=self._temperature,
+            temperature=self.settings.temperature,
             dtype=self._dtype,
             device=self._device,
-            replayed=self._replayed,
+            max_logits=self.settings.max_logits,
+            replayed=self.settings.replayed,
             balances=balances,
         )
 

@@ -12,7 +12,7 @@ from rlboost.services.trainer.adapters.torch import batch
 from rlboost.services.trainer.adapters.torch.context_parallel import ContextGroup
 from rlboost.services.trainer.adapters.torch.logprobs import in_dtype
 from rlboost.services.trainer.adapters.torch.packing import model_inputs, packs_rows, select_rows
-from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.services.trainer.domain.batches.training_row import SequenceRow, TrainingRow
 from rlboost.services.trainer.domain.loss.value import value_loss
 from rlboost.shared.job.algorithm import CriticSpec
 
@@ -67,7 +67,7 @@ class ValuePass:
         self._device = device
         self._context = context
 
-    def __call__(self, rows: Sequence[TrainingRow]) -> Tensor:
+    def __call__(self, rows: Sequence[SequenceRow]) -> Tensor:
         """Return the values before all trained tokens, row by row, [tokens]."""
         packed, context = batch.packed(rows), self._context
         if context is not None:

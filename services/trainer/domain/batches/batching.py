@@ -24,13 +24,22 @@ class Sized(Protocol):
 
 
 R = TypeVar("R", bound=Sized)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Accumulate(Generic[R]):
     """Run forward and backward over these micro-batches."""
 
-    batches: list[list[R]]
+    rows: list[R]
+    """Whole groups, in the order in which they were added."""
+    indices: list[list[int]]
+    """The rows of each micro-batch."""
+
+    @property
+    def batches(self) -> list[list[R]]:
+        """The micro-batches."""
+        return select(self.rows, self.indices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,24 +67,30 @@ class UpdatePlanner(Generic[R]):
         update_ends = self._n_added in self._ends
         work: list[Accumulate[R] | OptimizerStep] = []
         if self._rows and (update_ends or sum(row.n_tokens for row in self._rows) >= _FLUSH_BATCHES * self._budget):
-            work.append(Accumulate(pack(self._rows, self._budget)))
+            work.append(Accumulate(self._rows, pack(self._rows, self._budget)))
             self._rows = []
         if update_ends:
             work.append(OptimizerStep())
         return work
 
 
-def pack(rows: Sequence[R], max_tokens: int) -> list[list[R]]:
-    """Return micro-batches of at most `max_tokens` tokens, or of one longer row; rows of similar length are together.
+def pack(rows: Sequence[Sized], max_tokens: int) -> list[list[int]]:
+    """Return the indices of micro-batches of at most `max_tokens` tokens, or of one longer row.
 
-    All but the last are more than half full.
+    Rows of similar length are together. All micro-batches but the last are more than half full.
     """
-    batches: list[list[R]] = []
+    sizes = [row.n_tokens for row in rows]
+    batches: list[list[int]] = []
     tokens_left = 0
-    for row in sorted(rows, key=lambda row: -row.n_tokens):
-        if row.n_tokens > tokens_left or not batches:
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        if sizes[index] > tokens_left or not batches:
             batches.append([])
             tokens_left = max_tokens
-        batches[-1].append(row)
-        tokens_left -= row.n_tokens
+        batches[-1].append(index)
+        tokens_left -= sizes[index]
     return batches
+
+
+def select(rows: Sequence[T], batches: Sequence[Sequence[int]]) -> list[list[T]]:
+    """Return the rows of micro-batches of indices."""
+    return [[rows[index] for index in batch] for batch in batches]
