@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from operator import attrgetter
 from statistics import fmean
 
-from rlboost.services.trainer.domain.groups.collector import DroppedGroup, GroupOutcome, StepCollector
+from rlboost.services.trainer.domain.groups.collector import DroppedGroup, GroupOutcome
 from rlboost.services.trainer.domain.groups.scored_group import ScoredGroup
 from rlboost.services.trainer.domain.metrics import StepTally
 from rlboost.services.trainer.domain.plan import PlannedGroup, plan_step
@@ -25,7 +25,8 @@ from rlboost.services.trainer.domain.schedule import learning_rate
 from rlboost.services.trainer.step.context import JobContext
 from rlboost.services.trainer.step.durable_resampling import StepReplacements
 from rlboost.services.trainer.step.group_requests import GroupRequests
-from rlboost.services.trainer.step.multi_turn import Conversations
+from rlboost.services.trainer.step.multi_turn import MultiTurn
+from rlboost.services.trainer.step.rollouts import Rollouts, SingleTurn
 from rlboost.services.trainer.step.scoring import GroupScorer
 from rlboost.shared.errors import Fatal, WaitTimedOut
 from rlboost.shared.progress import CountProgress
@@ -56,13 +57,7 @@ class GroupIntake:
         self._replacements = job.resampling.of_step(step, initial) if job.resampling is not None and initial else None
         planned += [] if self._replacements is None else self._replacements.recorded()
         self._planned = {group.id: group for group in planned}
-        self._conversations = Conversations(job, step, planned) if spec.environment is not None else None
-        sizes = {group.id: group.n for group in planned}
-        self.collector = (
-            StepCollector(job.no, step, sizes, spec.elastic.max_staleness)
-            if self._conversations is None
-            else self._conversations.collector
-        )
+        self.rollouts: Rollouts = (SingleTurn if spec.environment is None else MultiTurn)(job, step, planned)
         rate = learning_rate(spec.optimizer, step, spec.steps)
         self.tally = StepTally(step=step, learning_rate=rate, hardware=job.resources.hardware)
         if spec.eval is not None:
@@ -71,8 +66,8 @@ class GroupIntake:
             self.tally.measured |= selection.metrics()
         if self._replacements is not None:
             self.tally.resampled = self._replacements.n_replaced
-        self._requests = GroupRequests(job, step, planned, self._conversations)
-        self._scorer = GroupScorer(job, self.tally, self._conversations, publish=not was_trained)
+        self._requests = GroupRequests(job, self.rollouts, planned)
+        self._scorer = GroupScorer(job, self.rollouts, self.tally, publish=not was_trained)
         self._training: asyncio.Queue[tuple[PlannedGroup, asyncio.Task[ScoredGroup | None]]] = asyncio.Queue()
         """Training groups and their scoring, in order of completion; the task returns None for a dropped group."""
         self.n_undecided = 0
@@ -98,18 +93,13 @@ class GroupIntake:
             await self._job.curriculum.persist(self.step)
         await self._requests.send(evaluation=evaluation)
 
-    def answer_turns(self) -> None:
-        """Have environments answer the new turns, once all entries at hand, which may contain answers, were read."""
-        if self._conversations is not None:
-            self._conversations.answer()
-
     # --- score ---
 
     def take(self, outcome: GroupOutcome) -> None:
         """Start a task that scores a complete group, or reports a dropped one."""
         planned = self._planned[outcome.group]
-        if self._conversations is not None and isinstance(outcome, DroppedGroup):
-            self._conversations.release(outcome.group)
+        if isinstance(outcome, DroppedGroup):
+            self.rollouts.release(outcome.group)
         name = f"score-{outcome.group}"
         if planned.is_eval:
             self.evaluation.append(self._job.scoring.create_task(self._scorer.score(outcome, planned), name=name))
@@ -145,10 +135,7 @@ class GroupIntake:
 
     def _expect(self, replacement: PlannedGroup) -> None:
         self._planned[replacement.id] = replacement
-        if self._conversations is None:
-            self.collector.add(replacement.id, replacement.n)
-        else:
-            self._conversations.add(replacement)
+        self.rollouts.add(replacement)
         self._decided.set()
 
     # --- deliver ---
@@ -211,7 +198,7 @@ class GroupIntake:
         """
         because = f"{self.n_undecided} groups of step {self.step} may have to be replaced"
         async with self._reward_wait(because, n_groups=self.n_undecided):
-            while self.n_undecided and self.collector.complete:
+            while self.n_undecided and self.rollouts.groups.complete:
                 self._decided.clear()
                 await self._decided.wait()
 

@@ -83,8 +83,8 @@ class StepRun:
             await training
             reading_ahead.cancel()
         self._tally.evaluated = await self._intake.evaluated()
-        self._tally.duplicates = self._intake.collector.duplicates
-        self._tally.engines = self._intake.collector.engines
+        self._tally.duplicates = self._intake.rollouts.groups.duplicates
+        self._tally.engines = self._intake.rollouts.groups.engines
         self._tally.durations = self._durations()
         needed = self._tally.evaluated if self._job.spec.kind == "eval" else self._tally.scored
         if not needed and (self._intake.n_train or self._job.spec.kind == "eval"):
@@ -104,7 +104,7 @@ class StepRun:
     # --- collect ---
 
     async def _collect(self) -> None:
-        collector, progress = self._intake.collector, CountProgress("samples")
+        collector, progress = self._intake.rollouts.groups, CountProgress("samples")
         subject = f"samples of step {self._step}" if self._intake.n_train else "samples of the evaluation"
         while True:
             self._turn.set_owned(owned=collector.trainer_has_device)
@@ -119,7 +119,7 @@ class StepRun:
                 return
 
     def _arrived(self) -> str:
-        collector = self._intake.collector
+        collector = self._intake.rollouts.groups
         text = f"{collector.n_arrived:,} of {collector.n_samples:,} samples have arrived"
         if self._intake.n_train and (n_evaluation := collector.n_evaluation_samples):
             text += f" ({collector.n_evaluation_arrived:,} of {n_evaluation:,} for the evaluation)"

@@ -23,7 +23,7 @@ from rlboost.services.trainer.domain.plan import PlannedGroup
 from rlboost.services.trainer.ports.data import Data, Prompt
 from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
 from rlboost.services.trainer.step.context import JobContext
-from rlboost.services.trainer.step.multi_turn import Conversations
+from rlboost.services.trainer.step.rollouts import Rollouts
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages.fields import Span
 from rlboost.shared.wire.columns import ints
@@ -37,21 +37,19 @@ _MESSAGE_CHARS = 600
 class GroupScorer:
     """Scores the groups of one step."""
 
-    def __init__(
-        self, job: JobContext, tally: StepTally, conversations: Conversations | None, *, publish: bool
-    ) -> None:
+    def __init__(self, job: JobContext, rollouts: Rollouts, tally: StepTally, *, publish: bool) -> None:
         """Bind to a step.
 
         Args:
             job: the step's job.
+            rollouts: of the step.
             tally: of the step; dropped groups are counted in it.
-            conversations: of the step, if the job has an environment.
             publish: whether to publish samples for people.
 
         """
         self._job = job
+        self._rollouts = rollouts
         self._tally = tally
-        self._conversations = conversations
         self._publish = publish
 
     async def score(self, outcome: GroupOutcome, planned: PlannedGroup) -> ScoredGroup | None:
@@ -60,7 +58,7 @@ class GroupScorer:
             await self._drop(outcome.group, outcome.reason, outcome.detail)
             return None
         job, prompt, began = self._job, self._job.prompt(planned), time.monotonic()
-        start = prompt.tokens if self._conversations is None else self._conversations.prompt_of(planned.id)
+        start = self._rollouts.prompt_of(planned.id)
         scores = await job.resources.rewards.score(reward_batch(outcome, prompt, job.resources.data))
         scores = add_environment_rewards(scores, outcome, named=job.spec.reward is not None)
         took_s = time.monotonic() - began
