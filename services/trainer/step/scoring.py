@@ -18,7 +18,7 @@ from rlboost.services.trainer.domain.groups.collector import DroppedGroup, Group
 from rlboost.services.trainer.domain.groups.conversation import Conversation
 from rlboost.services.trainer.domain.groups.messages import messages_of
 from rlboost.services.trainer.domain.groups.scored_group import ScoredGroup
-from rlboost.services.trainer.domain.metrics import StepTally
+from rlboost.services.trainer.domain.metrics import RolloutTally
 from rlboost.services.trainer.domain.plan import PlannedGroup
 from rlboost.services.trainer.ports.data import Data, Prompt
 from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
@@ -37,17 +37,19 @@ _MESSAGE_CHARS = 600
 class GroupScorer:
     """Scores the groups of one step."""
 
-    def __init__(self, job: JobContext, rollouts: Rollouts, tally: StepTally, *, publish: bool) -> None:
+    def __init__(self, job: JobContext, step: int, rollouts: Rollouts, tally: RolloutTally, *, publish: bool) -> None:
         """Bind to a step.
 
         Args:
             job: the step's job.
+            step: its number.
             rollouts: of the step.
-            tally: of the step; dropped groups are counted in it.
+            tally: of the step; scoring times and dropped groups are counted in it.
             publish: whether to publish samples for people.
 
         """
         self._job = job
+        self._step = step
         self._rollouts = rollouts
         self._tally = tally
         self._publish = publish
@@ -78,7 +80,7 @@ class GroupScorer:
         # The traceback once for each step: the stream of events is bounded in entries, not in bytes.
         shown = detail if self._tally.dropped[reason] == 1 else "\n".join(detail.splitlines()[:2])
         await self._job.streams.emit_event("group_dropped", group=name, reason=reason, detail=shown)
-        await self._job.warn(self._job.faults.on_group_dropped(self._tally.step, reason, detail))
+        await self._job.warn(self._job.faults.on_group_dropped(self._step, reason, detail))
 
 
 def reward_batch(group: WholeGroup, prompt: Prompt, data: Data) -> RewardBatch:

@@ -68,9 +68,9 @@ class StepCollector:
         self._sizes = dict(sizes)
         self._arrived: dict[int, dict[int, SampleFinished]] = {group: {} for group in sizes}
         self._seen: set[int] = set()
-        self.n_evaluation_samples = sum(n for group, n in sizes.items() if SampleId.unpack(group).is_eval)
+        self._n_evaluation_samples = sum(n for group, n in sizes.items() if SampleId.unpack(group).is_eval)
         """How many samples of the step are of its evaluation."""
-        self.n_evaluation_arrived = 0
+        self._n_evaluation_arrived = 0
         """How many of these arrived or were dropped."""
         self.trainer_has_device = False
         """True between the end of the step's seeding and its reopening."""
@@ -98,6 +98,16 @@ class StepCollector:
     def n_arrived(self) -> int:
         """Return how many samples of the step arrived or were dropped."""
         return len(self._seen)
+
+    def arrived_text(self) -> str:
+        """Return how many samples have arrived, for people."""
+        text, n_evaluation = (
+            f"{self.n_arrived:,} of {self.n_samples:,} samples have arrived",
+            self._n_evaluation_samples,
+        )
+        if 0 < n_evaluation < self.n_samples:
+            text += f" ({self._n_evaluation_arrived:,} of {n_evaluation:,} for the evaluation)"
+        return text
 
     def fold(self, message: Message) -> GroupOutcome | None:
         """Apply one message and return the group that it completes or drops, if any.
@@ -177,7 +187,7 @@ class StepCollector:
             self.duplicates += 1
             return False
         self._seen.add(sample)
-        self.n_evaluation_arrived += SampleId.unpack(sample).is_eval
+        self._n_evaluation_arrived += SampleId.unpack(sample).is_eval
         return True
 
     def _finished(self, sample: SampleFinished) -> GroupOutcome | None:
