@@ -28,10 +28,11 @@ from dataclasses import dataclass
 
 import structlog
 
+from rlboost.services.trainer.active_job import LEASE_TTL_S, LEASE_WAIT_LIMIT_S, ActiveJob, JobHost
 from rlboost.services.trainer.device import DeviceThread
 from rlboost.services.trainer.domain.job_table import JobTable
 from rlboost.services.trainer.ending import Ending, ending_with
-from rlboost.services.trainer.job import LEASE_TTL_S, LEASE_WAIT_LIMIT_S, ActiveJob, JobRun
+from rlboost.services.trainer.job import run_job
 from rlboost.services.trainer.job_streams import JobStreams, RetryingBus
 from rlboost.services.trainer.ports.resources import JobResourcesFactory
 from rlboost.shared.errors import BusUnavailable, ConfigError, Fenced, WaitTimedOut
@@ -110,8 +111,7 @@ class Trainer:
         self._bus = RetryingBus(bus, waits, limits.outage_s)
         self._build = build
         self._waits = waits
-        self._samples_limit_s = limits.samples_s
-        self._device = device
+        self._host = JobHost(name, self._bus, device, waits, limits.samples_s)
         self._table = JobTable(name)
         self._timing = timing
         self._cursor = START
@@ -286,8 +286,7 @@ class Trainer:
 
     async def _train(self, job: ActiveJob) -> None:
         spec = job_spec.parse_stored(json.loads(job.spec_json))
-        run = JobRun(job, spec, self._bus, self._device, self._waits, self._samples_limit_s, self._name)
-        await run.run(self._build)
+        await run_job(job, spec, self._host, self._build)
 
     async def _finish(self, job: ActiveJob, ending: Ending | None) -> None:
         if ending is not None and not job.lease.is_held:

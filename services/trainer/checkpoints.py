@@ -115,6 +115,11 @@ class Checkpoints:
         n_rows = len(self._resources.data.train)
         return TrainState(step, finished_cursor, n_rows, read_cursor, self._data_digest)
 
+    def is_due(self, first: int, step: int) -> bool:
+        """Return True if a checkpoint is due before a step, or after the last one; `first` was the first step here."""
+        every, end = self._spec.trainer.checkpoint_every, self._spec.steps
+        return step > first and (step % every == 0 or step == end)
+
     def _check_data(self, state: TrainState) -> None:
         remedy = "restore data.train, or create a job with the new data whose trainer.resume names this checkpoint"
         if state.train_rows != (n_rows := len(self._resources.data.train)):

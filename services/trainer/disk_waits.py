@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from rlboost.services.trainer.device import DeviceThread
 from rlboost.services.trainer.job_streams import JobStreams
 from rlboost.shared.errors import DiskFull, Fatal
 from rlboost.shared.waiting import Waits
@@ -52,3 +53,16 @@ class DiskWaits:
             f"{reason}; the disk was still full after {LIMIT_S:.0f} s: free space, then create the job again with "
             "trainer.resume"
         )
+
+
+class FolderWrites:
+    """Writes into a job's folder, in the device's thread, that wait for a full disk."""
+
+    def __init__(self, disk: DiskWaits, device: DeviceThread) -> None:
+        """Bind to the job."""
+        self._disk = disk
+        self._device = device
+
+    async def __call__(self, write: Callable[[], T]) -> T:
+        """Return the result of `write`; see `DiskWaits`."""
+        return await self._disk("the job's folder", lambda: self._device(write))

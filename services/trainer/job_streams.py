@@ -96,6 +96,11 @@ class JobStreams:
         log.info(kind, **fields)
         await self._append([Append(self._events, _event(kind, fields), names.MAX_EVENTS)])
 
+    async def emit_warnings(self, texts: Sequence[str]) -> None:
+        """Emit a warning per text."""
+        for text in texts:
+            await self.emit_event("warning", text=text)
+
     async def publish_samples(self, samples: Sequence[dict[str, Any]]) -> None:
         """Append scored samples to the job's samples."""
         await self._append([Append(self._samples, _event("sample_scored", fields), MAX_SAMPLES) for fields in samples])

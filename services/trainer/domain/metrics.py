@@ -52,13 +52,9 @@ class Durations:
 
 
 @dataclass(slots=True)
-class StepTally:
-    """The counts and sums of one step, collected while it runs."""
+class RolloutTally:
+    """What `GroupIntake` counts while a step's groups are generated and scored."""
 
-    step: int = 0
-    """The weight version that was trained."""
-    requested_before: bool = False
-    """An earlier trainer process may have requested it, so the time in which its tokens were generated is unknown."""
     scored: list[ScoredGroup] = field(default_factory=list)
     evaluated: list[ScoredGroup] = field(default_factory=list)
     pass_reward: float = 1.0
@@ -70,7 +66,7 @@ class StepTally:
     first_detail: str = ""
     """Detail of the first dropped group."""
     left_out: Counter[str] = field(default_factory=Counter)
-    """Reason -> scored training groups that are not in the loss."""
+    """Reason -> scored training groups that were replaced."""
     resampled: int | None = None
     """Number of replacement groups; None if the job replaces no group."""
     penalties: list[float] = field(default_factory=list)
@@ -78,11 +74,27 @@ class StepTally:
     duplicates: int = 0
     engines: Sequence[EngineProfile] = ()
     """Throughput of the workers that generated, by kind."""
+    measured: dict[str, float] = field(default_factory=dict)
+    """Metrics of the step's prompts, by name."""
+
+
+@dataclass(slots=True)
+class StepTally:
+    """The counts and sums of one step, which `StepRun` collects while it trains."""
+
+    step: int = 0
+    """The weight version that was trained."""
+    rollouts: RolloutTally = field(default_factory=RolloutTally)
+    """Set once all groups are scored."""
+    requested_before: bool = False
+    """An earlier trainer process may have requested it, so the time in which its tokens were generated is unknown."""
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Reason -> scored training groups that are neither replaced nor in the loss."""
     loss_sums: dict[str, float] = field(default_factory=dict)
     """The loss function's sums over loss tokens; `tokens` counts these. `mismatch_tokens` counts the tokens that
     `mismatch_kl` covers, and `all_tokens` includes prompts."""
     measured: dict[str, float] = field(default_factory=dict)
-    """Further metrics, by name."""
+    """Further metrics of training, by name."""
     grad_norms: list[float] = field(default_factory=list)
     learning_rate: float = 0.0
     durations: Durations = field(default_factory=Durations)
@@ -90,20 +102,24 @@ class StepTally:
 
     def metrics(self) -> dict[str, float]:
         """Return the step's row of the run log, without metrics that do not apply."""
-        row = _rollout(self.scored, self.step) | _training(self) | _evaluation(self.evaluated, self.pass_reward)
-        row |= self.measured
-        n_dropped = self.dropped.total()
-        row |= {"samples/duplicates": self.duplicates, "groups/dropped": n_dropped}
-        if n_groups := len(self.scored) + len(self.evaluated) + n_dropped:
+        rollouts = self.rollouts
+        row = _rollout(rollouts.scored, self.step) | _training(self)
+        row |= _evaluation(rollouts.evaluated, rollouts.pass_reward)
+        row |= rollouts.measured | self.measured
+        n_dropped = rollouts.dropped.total()
+        row |= {"samples/duplicates": rollouts.duplicates, "groups/dropped": n_dropped}
+        if n_groups := len(rollouts.scored) + len(rollouts.evaluated) + n_dropped:
             row["groups/dropped_ratio"] = n_dropped / n_groups
-        row |= {f"groups/dropped/{reason}": n for reason, n in sorted(self.dropped.items())}
-        row |= {f"dropped_groups/{reason}": n for reason, n in sorted(self.left_out.items())}
-        if self.penalties:
-            row["reward/overlong_penalty"] = _mean(self.penalties)
+        row |= {f"groups/dropped/{reason}": n for reason, n in sorted(rollouts.dropped.items())}
+        left_out = rollouts.left_out.copy()
+        left_out.update(self.left_out)
+        row |= {f"dropped_groups/{reason}": n for reason, n in sorted(left_out.items())}
+        if rollouts.penalties:
+            row["reward/overlong_penalty"] = _mean(rollouts.penalties)
         times = self.durations
-        if self.resampled is not None:
-            row |= {"groups/resampled": self.resampled, "time/resample_s": times.resample_s}
-        tokens = sum(length(s.tokens, I32) for group in (*self.scored, *self.evaluated) for s in group.samples)
+        if rollouts.resampled is not None:
+            row |= {"groups/resampled": rollouts.resampled, "time/resample_s": times.resample_s}
+        tokens = sum(length(s.tokens, I32) for group in (*rollouts.scored, *rollouts.evaluated) for s in group.samples)
         row |= {
             "time/step_s": times.step_s,
             "time/seeding_s": times.seeding_s,

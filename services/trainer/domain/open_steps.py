@@ -6,7 +6,9 @@ order, so a step that is trained again from the stream gets the same.
 
 from __future__ import annotations
 
-from rlboost.services.trainer.domain.groups.collector import GroupOutcome, StepCollector
+from typing import Protocol
+
+from rlboost.services.trainer.domain.groups.collector import GroupOutcome
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import (
     GroupOpened,
@@ -20,18 +22,25 @@ from rlboost.shared.messages import (
 from rlboost.shared.streams.entries import Entry, position
 
 
+class Fold(Protocol):
+    """Collects the groups of one step: `StepCollector`, or `ConversationCollector` with an environment."""
+
+    def fold(self, message: Message) -> GroupOutcome | None:
+        """See `StepCollector.fold`."""
+
+
 class OpenSteps:
     """Routes each entry to the collector of its step, and tracks the position that open steps must be read from."""
 
     def __init__(self, read_until: str) -> None:
         """Start without a step; an earlier process has counted late samples up to `read_until`."""
         self._read_until = position(read_until)
-        self._open: dict[int, StepCollector] = {}
+        self._open: dict[int, Fold] = {}
         self._first_position: dict[int, str] = {}
         """Step -> position before its first entry, in the order of these positions."""
         self._current = 0
 
-    def open(self, step: int, collector: StepCollector) -> None:
+    def open(self, step: int, collector: Fold) -> None:
         """Route entries of `step` to `collector` from now on."""
         self._open[step] = collector
 

@@ -44,20 +44,20 @@ class ProfileRecorder:
 
     def observe(self, tally: StepTally) -> RunProfile | None:
         """Take a complete step; return the profile, None while a throughput or a training time is unknown."""
-        for engine in tally.engines:
+        for engine in tally.rollouts.engines:
             self._engines[engine.role, engine.kind].append(engine)
-        times = tally.durations
-        if tally.scored and times.train_s and not tally.requested_before:
+        times, scored, scoring_s = tally.durations, tally.rollouts.scored, tally.rollouts.scoring_s
+        if scored and times.train_s and not tally.requested_before:
             waited_s = times.seeding_s + times.wait_s
-            lengths = [length(s.tokens, I32) for group in tally.scored for s in group.samples]
-            prompt_tokens = sum(length(group.prompt, I32) * len(group.samples) for group in tally.scored)
+            lengths = [length(s.tokens, I32) for group in scored for s in group.samples]
+            prompt_tokens = sum(length(group.prompt, I32) * len(group.samples) for group in scored)
             self._steps.append(
                 _Step(
-                    prompts=tuple(length(group.prompt, I32) for group in tally.scored),
+                    prompts=tuple(length(group.prompt, I32) for group in scored),
                     completions=np.array(lengths, np.int32),
                     tokens=sum(lengths) + prompt_tokens,
                     train_s=times.train_s,
-                    reward_s=float(np.mean(tally.scoring_s)) if tally.scoring_s else 0.0,
+                    reward_s=float(np.mean(scoring_s)) if scoring_s else 0.0,
                     update_s=max(0.0, times.step_s - waited_s - times.train_s),
                     step_s=times.step_s,
                 )

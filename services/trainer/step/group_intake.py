@@ -5,7 +5,7 @@ Produces: requests of groups (`GroupRequests`); a scoring task per outcome, owne
 training groups in the order in which they were completed (`next_group`); requests of replacement groups.
 Waits for: in `next_group`, the next outcome, which `take` puts into the queue, and then its score. In
 `wait_until_decided`, the scores of groups that may be replaced: the end of each scoring task wakes it.
-Ends when: `next_group` was called once per training group of the step.
+Ends when: `next_group` was called once per training group of the step; `finish` then returns what was counted.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from contextlib import asynccontextmanager
 from operator import attrgetter
 from statistics import fmean
 
-from rlboost.services.trainer.domain.groups.collector import DroppedGroup, GroupOutcome, StepCollector
+from rlboost.services.trainer.domain.groups.collector import DroppedGroup, GroupOutcome
 from rlboost.services.trainer.domain.groups.scored_group import ScoredGroup
-from rlboost.services.trainer.domain.metrics import StepTally
+from rlboost.services.trainer.domain.metrics import RolloutTally
 from rlboost.services.trainer.domain.plan import PlannedGroup, plan_step
 from rlboost.services.trainer.domain.rewards.shaping import length_penalties
-from rlboost.services.trainer.domain.schedule import learning_rate
 from rlboost.services.trainer.step.context import JobContext
 from rlboost.services.trainer.step.durable_resampling import StepReplacements
 from rlboost.services.trainer.step.group_requests import GroupRequests
-from rlboost.services.trainer.step.multi_turn import Conversations
+from rlboost.services.trainer.step.multi_turn import MultiTurn
+from rlboost.services.trainer.step.rollouts import Rollouts, SingleTurn
 from rlboost.services.trainer.step.scoring import GroupScorer
 from rlboost.shared.errors import Fatal, WaitTimedOut
 from rlboost.shared.progress import CountProgress
@@ -56,30 +56,24 @@ class GroupIntake:
         self._replacements = job.resampling.of_step(step, initial) if job.resampling is not None and initial else None
         planned += [] if self._replacements is None else self._replacements.recorded()
         self._planned = {group.id: group for group in planned}
-        self._conversations = Conversations(job, step, planned) if spec.environment is not None else None
-        sizes = {group.id: group.n for group in planned}
-        self.collector = (
-            StepCollector(job.no, step, sizes, spec.elastic.max_staleness)
-            if self._conversations is None
-            else self._conversations.collector
-        )
-        rate = learning_rate(spec.optimizer, step, spec.steps)
-        self.tally = StepTally(step=step, learning_rate=rate, hardware=job.resources.hardware)
+        self.rollouts: Rollouts = (SingleTurn if spec.environment is None else MultiTurn)(job, step, planned)
+        self.groups = self.rollouts.groups
+        self._tally = RolloutTally()
         if spec.eval is not None:
-            self.tally.pass_reward = spec.eval.pass_reward
+            self._tally.pass_reward = spec.eval.pass_reward
         if selection is not None:
-            self.tally.measured |= selection.metrics()
+            self._tally.measured |= selection.metrics()
         if self._replacements is not None:
-            self.tally.resampled = self._replacements.n_replaced
-        self._requests = GroupRequests(job, step, planned, self._conversations)
-        self._scorer = GroupScorer(job, self.tally, self._conversations, publish=not was_trained)
+            self._tally.resampled = self._replacements.n_replaced
+        self._requests = GroupRequests(job, self.rollouts, planned)
+        self._scorer = GroupScorer(job, step, self.rollouts, self._tally, publish=not was_trained)
         self._training: asyncio.Queue[tuple[PlannedGroup, asyncio.Task[ScoredGroup | None]]] = asyncio.Queue()
         """Training groups and their scoring, in order of completion; the task returns None for a dropped group."""
         self.n_undecided = 0
         """How many groups are complete and may still be replaced."""
         self._decided = asyncio.Event()
         """Set whenever a group was decided."""
-        self.evaluation: list[asyncio.Task[ScoredGroup | None]] = []
+        self._evaluation: list[asyncio.Task[ScoredGroup | None]] = []
         """The scoring of evaluation groups."""
 
     # --- request ---
@@ -98,21 +92,16 @@ class GroupIntake:
             await self._job.curriculum.persist(self.step)
         await self._requests.send(evaluation=evaluation)
 
-    def answer_turns(self) -> None:
-        """Have environments answer the new turns, once all entries at hand, which may contain answers, were read."""
-        if self._conversations is not None:
-            self._conversations.answer()
-
     # --- score ---
 
     def take(self, outcome: GroupOutcome) -> None:
         """Start a task that scores a complete group, or reports a dropped one."""
         planned = self._planned[outcome.group]
-        if self._conversations is not None and isinstance(outcome, DroppedGroup):
-            self._conversations.release(outcome.group)
+        if isinstance(outcome, DroppedGroup):
+            self.rollouts.release(outcome.group)
         name = f"score-{outcome.group}"
         if planned.is_eval:
-            self.evaluation.append(self._job.scoring.create_task(self._scorer.score(outcome, planned), name=name))
+            self._evaluation.append(self._job.scoring.create_task(self._scorer.score(outcome, planned), name=name))
             return
         self.n_initial_pending -= planned.number < self.n_train
         if self._replacements is None:
@@ -137,7 +126,7 @@ class GroupIntake:
             if replacement is not None:
                 self._expect(replacement)
                 await self._requests.send_replacement(replacement)
-            self.tally.resampled = replacements.n_replaced
+            self._tally.resampled = replacements.n_replaced
             return scored
         finally:
             self.n_undecided -= 1
@@ -145,10 +134,7 @@ class GroupIntake:
 
     def _expect(self, replacement: PlannedGroup) -> None:
         self._planned[replacement.id] = replacement
-        if self._conversations is None:
-            self.collector.add(replacement.id, replacement.n)
-        else:
-            self._conversations.add(replacement)
+        self.rollouts.add(replacement)
         self._decided.set()
 
     # --- deliver ---
@@ -158,12 +144,12 @@ class GroupIntake:
         while True:
             planned, scoring = await self._training.get()
             if (group := await self._scored(scoring)) is not None:
-                self.tally.scored.append(group)
+                self._tally.scored.append(group)
                 spec = self._job.spec
-                self.tally.penalties += length_penalties(group, spec.algorithm, spec.sampling.max_tokens)
+                self._tally.penalties += length_penalties(group, spec.algorithm, spec.sampling.max_tokens)
             if self._replacements is None or not self._replacements.is_replaced(planned):
                 return group
-            self.tally.left_out["equal_rewards"] += group is not None
+            self._tally.left_out["equal_rewards"] += group is not None
 
     async def _scored(self, scoring: asyncio.Task[ScoredGroup | None]) -> ScoredGroup | None:
         because = f"a complete group of step {self.step} has none yet"
@@ -171,14 +157,19 @@ class GroupIntake:
             await asyncio.wait({scoring})
         return await scoring
 
-    async def evaluated(self) -> list[ScoredGroup]:
-        """Return the evaluation's scored groups, once each is scored or dropped.
+    async def finish(self) -> RolloutTally:
+        """Return what was counted, once each group of the evaluation, too, is scored or dropped.
 
         Raises:
             Fatal: scoring takes too long.
 
         """
-        tasks, progress = self.evaluation, CountProgress("groups")
+        self._tally.evaluated = await self._evaluated()
+        self._tally.duplicates, self._tally.engines = self.groups.duplicates, self.groups.engines
+        return self._tally
+
+    async def _evaluated(self) -> list[ScoredGroup]:
+        tasks, progress = self._evaluation, CountProgress("groups")
 
         def scored() -> str:
             progress.update(sum(task.done() for task in tasks), len(tasks))
@@ -211,13 +202,13 @@ class GroupIntake:
         """
         because = f"{self.n_undecided} groups of step {self.step} may have to be replaced"
         async with self._reward_wait(because, n_groups=self.n_undecided):
-            while self.n_undecided and self.collector.complete:
+            while self.n_undecided and self.groups.complete:
                 self._decided.clear()
                 await self._decided.wait()
 
     async def record_scores(self) -> None:
         """Pass the mean rewards of the step's groups to the curriculum."""
         if self._job.curriculum is not None and self.n_train:
-            groups = sorted(self.tally.scored, key=attrgetter("group"))
+            groups = sorted(self._tally.scored, key=attrgetter("group"))
             means = [(self._planned[group.group].row, fmean(group.rewards)) for group in groups]
             await self._job.curriculum.record_scores(self.step, means)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 import structlog
 
-from rlboost.services.trainer.domain.metrics import StepTally
+from rlboost.services.trainer.domain.metrics import RolloutTally, StepTally
 from rlboost.services.trainer.domain.warnings.rules import JobFacts
 from rlboost.services.trainer.domain.warnings.tracker import Change, WarningTracker
 from rlboost.services.trainer.job_streams import JobStreams, RetryingBus
@@ -70,12 +70,12 @@ class LearningWatch:
             text = f"no longer: {finding.seen} (a warning since step {change.since_step})"
             await self._streams.emit_event("warning_cleared", name=finding.name, step=step, text=text)
             return
-        shown = "" if tally is None else example(finding.name, tally, self._data)
+        shown = "" if tally is None else example(finding.name, tally.rollouts, self._data)
         text = f"{finding.text}. {shown}" if shown else finding.text
         await self._streams.emit_event("warning", name=finding.name, step=step, text=text)
 
 
-def example(name: str, tally: StepTally, data: Data) -> str:
+def example(name: str, tally: RolloutTally, data: Data) -> str:
     """Return what illustrates a finding, as one line: a completion with its reward, or why a group was dropped."""
     if name == "many_groups_dropped" and tally.first_detail:
         detail = " ".join(tally.first_detail.split())[:_DETAIL_CHARS]

@@ -49,7 +49,7 @@ class RequestedSteps:
                 if curriculum is not None and number < spec.steps:
                     await curriculum.prepare(number)
                 intake = self._intakes[number] = GroupIntake(self._job, number, was_trained=number < head)
-                self._open.open(number, intake.collector)
+                self._open.open(number, intake.rollouts)
         self._open.enter(step)
         self._intakes = {number: intake for number, intake in self._intakes.items() if number >= step}
         return self._intakes[step]
@@ -109,5 +109,6 @@ class RequestedSteps:
             self._answer_turns()
 
     def _answer_turns(self) -> None:
+        # Only once all entries at hand, which may contain answers, were read.
         for intake in self._intakes.values():
-            intake.answer_turns()
+            intake.rollouts.answer_turns()

@@ -22,7 +22,8 @@ from rlboost.services.trainer.device import DeviceTurn
 from rlboost.services.trainer.domain.batches.batching import Accumulate, OptimizerStep, UpdatePlanner
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.domain.loss import sums
-from rlboost.services.trainer.domain.metrics import Durations, StepTally
+from rlboost.services.trainer.domain.metrics import Durations, RolloutTally, StepTally
+from rlboost.services.trainer.domain.schedule import learning_rate
 from rlboost.services.trainer.ports.engine import NotFinite
 from rlboost.services.trainer.step.context import JobContext
 from rlboost.services.trainer.step.group_intake import GroupIntake
@@ -57,13 +58,14 @@ class StepRun:
         self._step = intake.step
         self._intake = intake
         self._source = source
-        self._tally = intake.tally
+        rate = learning_rate(job.spec.optimizer, intake.step, job.spec.steps)
+        self._tally = StepTally(step=intake.step, learning_rate=rate, hardware=job.resources.hardware)
         self._turn = DeviceTurn(job.device, job.waits, intake.step, job.limit_s, job.resources.engine.offload)
         self._idle_before_s: float | None = None
         """Idle time of the device until all initial groups were complete."""
         self._weights_changed = False
         """True once the weights differ from those at the start of the step."""
-        self._rows = TrainingRowBuilder(job, intake.tally, self._turn)
+        self._rows = TrainingRowBuilder(job, self._tally, self._turn)
         self._rows_since_update: list[TrainingRow] = []
         """Rows accumulated since the last optimizer step."""
 
@@ -82,48 +84,39 @@ class StepRun:
             reading_ahead = tasks.create_task(self._source.read_ahead(), name=f"read-ahead-{self._step}")
             await training
             reading_ahead.cancel()
-        self._tally.evaluated = await self._intake.evaluated()
-        self._tally.duplicates = self._intake.collector.duplicates
-        self._tally.engines = self._intake.collector.engines
+        rollouts = self._tally.rollouts = await self._intake.finish()
         self._tally.durations = self._durations()
-        needed = self._tally.evaluated if self._job.spec.kind == "eval" else self._tally.scored
+        needed = rollouts.evaluated if self._job.spec.kind == "eval" else rollouts.scored
         if not needed and (self._intake.n_train or self._job.spec.kind == "eval"):
             raise Fatal(
-                f"no group of step {self._step} could be scored ({dict(self._tally.dropped)}): check {self._suspect()}"
-                f"; the first: {self._tally.first_detail or 'no detail'}"
+                f"no group of step {self._step} could be scored ({dict(rollouts.dropped)}): "
+                f"check {self._suspect(rollouts)}; the first: {rollouts.first_detail or 'no detail'}"
             )
         return self._tally
 
-    def _suspect(self) -> str:
-        if set(self._tally.dropped) == {"stale"}:
+    def _suspect(self, rollouts: RolloutTally) -> str:
+        if set(rollouts.dropped) == {"stale"}:
             return "for workers with old weights, or raise elastic.max_staleness"
-        if (environment := self._job.spec.environment) and any("environment" in why for why in self._tally.dropped):
+        if (environment := self._job.spec.environment) and any("environment" in why for why in rollouts.dropped):
             return f"environment.function {environment.function}"
         return "reward.function " + ", ".join(part.source for part in self._job.spec.reward_parts)
 
     # --- collect ---
 
     async def _collect(self) -> None:
-        collector, progress = self._intake.collector, CountProgress("samples")
+        groups, progress = self._intake.groups, CountProgress("samples")
         subject = f"samples of step {self._step}" if self._intake.n_train else "samples of the evaluation"
         while True:
-            self._turn.set_owned(owned=collector.trainer_has_device)
+            self._turn.set_owned(owned=groups.trainer_has_device)
             if self._idle_before_s is None and not self._intake.n_initial_pending:
                 self._idle_before_s = self._turn.idle_s
-            if not collector.complete or (self._intake.n_train and not collector.trainer_has_device):
-                progress.update(collector.n_arrived, collector.n_samples)
-                await self._source.read(subject, self._arrived(), progress.rate_text)
+            if not groups.complete or (self._intake.n_train and not groups.trainer_has_device):
+                progress.update(groups.n_arrived, groups.n_samples)
+                await self._source.read(subject, groups.arrived_text(), progress.rate_text)
             elif self._intake.n_undecided:
                 await self._read_until_decided()
             else:
                 return
-
-    def _arrived(self) -> str:
-        collector = self._intake.collector
-        text = f"{collector.n_arrived:,} of {collector.n_samples:,} samples have arrived"
-        if self._intake.n_train and (n_evaluation := collector.n_evaluation_samples):
-            text += f" ({collector.n_evaluation_arrived:,} of {n_evaluation:,} for the evaluation)"
-        return text
 
     async def _read_until_decided(self) -> None:
         """Read entries of later steps until no group can be replaced any more, or a replacement is pending."""
@@ -187,7 +180,7 @@ class StepRun:
 
     def _durations(self) -> Durations:
         wait_s = max(0.0, self._turn.held_s - self._turn.busy_s)
-        before_s = wait_s if not self._tally.resampled or self._idle_before_s is None else self._idle_before_s
+        before_s = wait_s if not self._tally.rollouts.resampled or self._idle_before_s is None else self._idle_before_s
         return Durations(
             seeding_s=self._turn.waited_s or 0.0,
             wait_s=wait_s,

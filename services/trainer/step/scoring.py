@@ -18,12 +18,12 @@ from rlboost.services.trainer.domain.groups.collector import DroppedGroup, Group
 from rlboost.services.trainer.domain.groups.conversation import Conversation
 from rlboost.services.trainer.domain.groups.messages import messages_of
 from rlboost.services.trainer.domain.groups.scored_group import ScoredGroup
-from rlboost.services.trainer.domain.metrics import StepTally
+from rlboost.services.trainer.domain.metrics import RolloutTally
 from rlboost.services.trainer.domain.plan import PlannedGroup
 from rlboost.services.trainer.ports.data import Data, Prompt
 from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
 from rlboost.services.trainer.step.context import JobContext
-from rlboost.services.trainer.step.multi_turn import Conversations
+from rlboost.services.trainer.step.rollouts import Rollouts
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages.fields import Span
 from rlboost.shared.wire.columns import ints
@@ -37,21 +37,21 @@ _MESSAGE_CHARS = 600
 class GroupScorer:
     """Scores the groups of one step."""
 
-    def __init__(
-        self, job: JobContext, tally: StepTally, conversations: Conversations | None, *, publish: bool
-    ) -> None:
+    def __init__(self, job: JobContext, step: int, rollouts: Rollouts, tally: RolloutTally, *, publish: bool) -> None:
         """Bind to a step.
 
         Args:
             job: the step's job.
-            tally: of the step; dropped groups are counted in it.
-            conversations: of the step, if the job has an environment.
+            step: its number.
+            rollouts: of the step.
+            tally: of the step; scoring times and dropped groups are counted in it.
             publish: whether to publish samples for people.
 
         """
         self._job = job
+        self._step = step
+        self._rollouts = rollouts
         self._tally = tally
-        self._conversations = conversations
         self._publish = publish
 
     async def score(self, outcome: GroupOutcome, planned: PlannedGroup) -> ScoredGroup | None:
@@ -60,7 +60,7 @@ class GroupScorer:
             await self._drop(outcome.group, outcome.reason, outcome.detail)
             return None
         job, prompt, began = self._job, self._job.prompt(planned), time.monotonic()
-        start = prompt.tokens if self._conversations is None else self._conversations.prompt_of(planned.id)
+        start = self._rollouts.prompt_of(planned.id)
         scores = await job.resources.rewards.score(reward_batch(outcome, prompt, job.resources.data))
         scores = add_environment_rewards(scores, outcome, named=job.spec.reward is not None)
         took_s = time.monotonic() - began
@@ -80,7 +80,7 @@ class GroupScorer:
         # The traceback once for each step: the stream of events is bounded in entries, not in bytes.
         shown = detail if self._tally.dropped[reason] == 1 else "\n".join(detail.splitlines()[:2])
         await self._job.streams.emit_event("group_dropped", group=name, reason=reason, detail=shown)
-        await self._job.warn(self._job.faults.on_group_dropped(self._tally.step, reason, detail))
+        await self._job.warn(self._job.faults.on_group_dropped(self._step, reason, detail))
 
 
 def reward_batch(group: WholeGroup, prompt: Prompt, data: Data) -> RewardBatch:

@@ -11,10 +11,10 @@ from rlboost.services.trainer.domain.plan import PlannedGroup
 from rlboost.services.trainer.fakes.environments import FakeChatFormatter, FakeEnvironments
 from rlboost.services.trainer.ports.data import Data, Prompt
 from rlboost.services.trainer.step.context import JobContext
-from rlboost.services.trainer.step.multi_turn import Conversations
+from rlboost.services.trainer.step.multi_turn import MultiTurn
 from rlboost.shared.ids import SampleId
 from rlboost.shared.job.environment import Message, Step
-from rlboost.shared.messages import GroupRequested, SampleFinished, Sampling, TurnAnswered
+from rlboost.shared.messages import SampleFinished, TurnAnswered
 from rlboost.shared.streams import names
 from rlboost.shared.streams.entries import START
 from rlboost.shared.streams.fakes import MemoryBus
@@ -46,14 +46,12 @@ async def test_turn_answered_in_the_log_before_its_task_starts_is_answered_once(
     async with asyncio.TaskGroup() as scoring:
         conversations = _conversations(bus, environments, scoring)
         await conversations.start([PlannedGroup(GROUP, is_eval=False, row=0, n=1, seed=0, number=0)])
-        conversations.note_requests([_request()])
-        collector = conversations.collector
-        collector.fold(_turn(GROUP))
-        conversations.answer()
+        conversations.fold(_turn(GROUP))
+        conversations.answer_turns()
         # Before the task starts, the log has the answer of an earlier trainer process, and the next turn.
-        collector.fold(TurnAnswered(sample=GROUP, tokens=pack([50, 1], I32), reward=1.0))
-        collector.fold(_turn(SECOND_TURN))
-        conversations.answer()
+        conversations.fold(TurnAnswered(sample=GROUP, tokens=pack([50, 1], I32), reward=1.0))
+        conversations.fold(_turn(SECOND_TURN))
+        conversations.answer_turns()
 
     async def answered() -> list[int]:
         entries = await bus.read({names.rollouts_finished(JOB): START})
@@ -75,13 +73,7 @@ def _turn(turn: int) -> SampleFinished:
     )
 
 
-def _request() -> GroupRequested:
-    return GroupRequested(
-        job_id=JOB, group=GROUP, n=1, prompt=PROMPT.tokens, sampling=Sampling(max_tokens=40), version=4, seed=0
-    )
-
-
-def _conversations(bus: MemoryBus, environments: FakeEnvironments, scoring: asyncio.TaskGroup) -> Conversations:
+def _conversations(bus: MemoryBus, environments: FakeEnvironments, scoring: asyncio.TaskGroup) -> MultiTurn:
     job = spec(reward=None, environment={"function": "m:game", "max_turns": 3}, sampling={"max_tokens": 40})
     data = Data(
         [PROMPT],
@@ -97,7 +89,7 @@ def _conversations(bus: MemoryBus, environments: FakeEnvironments, scoring: asyn
 
     context = SimpleNamespace(
         spec=job,
-        resources=SimpleNamespace(data=data, environments=environments),
+        resources=SimpleNamespace(data=data, environments=environments, replayed=None),
         no=1,
         id=JOB,
         limit_s=60.0,
@@ -108,4 +100,4 @@ def _conversations(bus: MemoryBus, environments: FakeEnvironments, scoring: asyn
         warn=warn,
         prompt=lambda _group: PROMPT,
     )
-    return Conversations(cast("JobContext", context), 4, [PlannedGroup(GROUP, False, 0, 1, 0, 0)])
+    return MultiTurn(cast("JobContext", context), 4, [PlannedGroup(GROUP, False, 0, 1, 0, 0)])

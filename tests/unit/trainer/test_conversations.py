@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlboost.services.trainer.domain import plan
-from rlboost.services.trainer.domain.groups.collector import DroppedGroup, GroupOutcome, WholeGroup
+from rlboost.services.trainer.domain.groups.collector import DroppedGroup, GroupOutcome, StepCollector, WholeGroup
 from rlboost.services.trainer.domain.groups.conversation import Conversation
 from rlboost.services.trainer.domain.groups.conversation_collector import ConversationCollector
 from rlboost.services.trainer.domain.groups.messages import messages_of
@@ -43,7 +43,7 @@ def told(sample: int, number: int, *tokens: int, reward: float = 0.0, over: str 
 
 
 def collector(max_staleness: int = 0) -> ConversationCollector:
-    return ConversationCollector(1, 4, {GROUP: 2, OTHER: 2}, max_staleness, StepTurnIds(IDS, None))
+    return ConversationCollector(StepCollector(1, 4, {GROUP: 2, OTHER: 2}, max_staleness), StepTurnIds(IDS, None))
 
 
 def folded(collecting: ConversationCollector, *messages: Message) -> list[GroupOutcome]:
@@ -178,7 +178,7 @@ def test_a_group_is_whole_with_the_answer_that_ends_its_last_conversation() -> N
     collecting = collector()
     turns = [said(GROUP + 1, 0, 5, 2), said(GROUP, 0, 6, 2), told(GROUP, 0, reward=1.0, over="done")]
     assert folded(collecting, *turns, told(GROUP + 1, 0, 9), said(GROUP + 1, 1, 7)) == []
-    assert (collecting.n_arrived, collecting.n_samples, collecting.complete) == (1, 4, False)
+    assert (collecting.groups.n_arrived, collecting.groups.n_samples, collecting.groups.complete) == (1, 4, False)
     (outcome,) = folded(collecting, told(GROUP + 1, 1, reward=2.0, over="cut"))
     assert isinstance(outcome, WholeGroup)
     assert [sample.sample for sample in outcome.samples] == [GROUP, GROUP + 1]
@@ -186,8 +186,8 @@ def test_a_group_is_whole_with_the_answer_that_ends_its_last_conversation() -> N
     assert [ints(talk.completion) for talk in outcome.conversations] == [[6, 2], [5, 2, 9, 7]]
     assert [talk.reward for talk in outcome.conversations] == [1.0, 2.0]
     assert len(folded(collecting, *alone(OTHER), *alone(OTHER + 1))) == 1
-    assert collecting.complete
-    assert collecting.duplicates == 0
+    assert collecting.groups.complete
+    assert collecting.groups.duplicates == 0
 
 
 def test_a_turn_is_to_be_answered_once_and_not_where_an_answer_follows() -> None:
@@ -213,7 +213,7 @@ def test_duplicate_turn_is_counted_without_effect() -> None:
     folded(collecting, said(GROUP, 0, 5, 2), said(GROUP, 0, 5, 2))
     earlier = said(SampleId(1, False, 3, 0, 0).pack(), 1, 5)
     folded(collecting, earlier)
-    assert collecting.duplicates == 2
+    assert collecting.groups.duplicates == 2
     (talk,) = collecting.take_unanswered()
     assert len(talk.turns) == 1
 
@@ -237,8 +237,8 @@ def test_failed_environment_drops_its_group_without_further_requests() -> None:
     assert folded(collecting, told(GROUP + 1, 0, 9), said(GROUP + 1, 1, 5, 2)) == []
     assert collecting.take_unanswered() == []
     folded(collecting, *alone(OTHER), *alone(OTHER + 1))
-    assert collecting.complete
-    assert collecting.duplicates == 0
+    assert collecting.groups.complete
+    assert collecting.groups.duplicates == 0
 
 
 def test_a_later_turn_that_cannot_be_generated_drops_its_group() -> None:
@@ -276,4 +276,4 @@ def test_group_with_another_prompt_digest_is_dropped() -> None:
 def test_the_end_of_the_seeding_is_still_heard() -> None:
     collecting = collector()
     collecting.fold(SeedingEnded(step=4, window_s=1.0, reason="window"))
-    assert collecting.trainer_has_device
+    assert collecting.groups.trainer_has_device

@@ -5,7 +5,7 @@ from itertools import combinations
 import pytest
 
 from rlboost.services.trainer.domain.groups.scored_group import ScoredGroup
-from rlboost.services.trainer.domain.metrics import StepTally
+from rlboost.services.trainer.domain.metrics import RolloutTally, StepTally
 from rlboost.services.trainer.domain.pass_at_k import pass_at_k, pass_rates
 from rlboost.shared.messages import SampleFinished
 from rlboost.shared.wire.columns import F32, I32, pack
@@ -35,9 +35,8 @@ def test_pass_at_k_depends_on_the_pass_reward() -> None:
     empty = SampleFinished(
         sample=1, tokens=pack([], I32), logprobs=pack([], F32), finish="stop", spans=[], attempts=1, group_done=False
     )
-    tally = StepTally(
-        evaluated=[ScoredGroup(1, (empty, empty), (1.0, 0.5)), ScoredGroup(1, (empty, empty), (0.0, 0.5))]
-    )
+    groups = [ScoredGroup(1, (empty, empty), (1.0, 0.5)), ScoredGroup(1, (empty, empty), (0.0, 0.5))]
+    tally = StepTally(rollouts=RolloutTally(evaluated=groups))
     assert {k: v for k, v in tally.metrics().items() if "@" in k} == {"eval/pass@1": 0.25, "eval/pass@2": 0.5}
-    tally.pass_reward = 0.5
+    tally.rollouts.pass_reward = 0.5
     assert {k: v for k, v in tally.metrics().items() if "@" in k} == {"eval/pass@1": 0.75, "eval/pass@2": 1.0}

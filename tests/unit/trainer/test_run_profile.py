@@ -10,7 +10,7 @@ from rlboost.services.rollout_manager.domain.engine_profiles import engine_profi
 from rlboost.services.rollout_manager.domain.workers.throughput_model import MIN_OBSERVATIONS
 from rlboost.services.rollout_manager.domain.world import World
 from rlboost.services.trainer.domain.groups.scored_group import ScoredGroup
-from rlboost.services.trainer.domain.metrics import Durations, StepTally
+from rlboost.services.trainer.domain.metrics import Durations, RolloutTally, StepTally
 from rlboost.services.trainer.domain.profile_recorder import RECENT_STEPS, ProfileRecorder
 from rlboost.shared.job.run_profile import RunProfile
 from rlboost.shared.messages import EngineProfile, SampleFinished
@@ -25,7 +25,7 @@ def tally(*, train_s: float = 2.0, engines: tuple[EngineProfile, ...] = (ENGINE,
     samples = tuple(sample_finished(tokens) for tokens in range(1, lengths + 1))
     groups = [ScoredGroup(1, samples, (0.0,) * lengths, prompt=pack([1] * tokens, I32)) for tokens in (3, 4)]
     times = Durations(seeding_s=1.0, wait_s=3.0, train_s=train_s, step_s=10.0)
-    return StepTally(scored=groups, durations=times, engines=engines, scoring_s=[0.1, 0.3])
+    return StepTally(durations=times, rollouts=RolloutTally(scored=groups, engines=engines, scoring_s=[0.1, 0.3]))
 
 
 def sample_finished(n_tokens: int) -> SampleFinished:

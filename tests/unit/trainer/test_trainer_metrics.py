@@ -5,7 +5,7 @@ import math
 import pytest
 
 from rlboost.services.trainer.domain.groups.scored_group import ScoredGroup
-from rlboost.services.trainer.domain.metrics import Durations, StepTally
+from rlboost.services.trainer.domain.metrics import Durations, RolloutTally, StepTally
 from rlboost.services.trainer.domain.utilization import TrainingHardware, flops_per_token, peak_flops
 from rlboost.shared.messages import SampleFinished
 from rlboost.shared.wire.columns import F32, I32, pack
@@ -24,14 +24,19 @@ def sample(n: int, *, finish: str = "stop", logprob: float = -0.5, old: int = 0)
 
 
 def test_the_rows_names_are_the_fields() -> None:
-    tally = StepTally(
-        step=7,
+    rollouts = RolloutTally(
         scored=[
             ScoredGroup(1, (sample(2), sample(4, finish="length", old=3)), (1.0, 0.0)),
             ScoredGroup(1, (sample(3), sample(3)), (1.0, 1.0)),
         ],
         evaluated=[ScoredGroup(1, (sample(8),), (0.25,))],
         duplicates=3,
+        measured={"data/skipped_solved": 3},
+        penalties=[0.0, 0.5, 0.0, 0.5],
+    )
+    tally = StepTally(
+        step=7,
+        rollouts=rollouts,
         loss_sums={
             "tokens": 6.0,
             "loss": -3.0,
@@ -49,15 +54,15 @@ def test_the_rows_names_are_the_fields() -> None:
             "reference_kl": 1.5,
             "all_tokens": 50.0,
         },
-        measured={"data/skipped_solved": 3, "data/skipped_failed": 1},
+        measured={"data/skipped_failed": 1},
         hardware=TrainingHardware(n_devices=5, flops_per_token=1e12, peak_flops=1e14),
-        penalties=[0.0, 0.5, 0.0, 0.5],
         grad_norms=[1.0, 3.0],
         learning_rate=1e-3,
         durations=Durations(seeding_s=1.0, wait_s=0.5, train_s=0.25, publish_s=0.125, step_s=2.0),
     )
-    tally.dropped["timeout"] += 2
-    tally.left_out["equal_rewards"] += 1
+    rollouts.dropped["timeout"] += 2
+    rollouts.left_out["equal_rewards"] += 1
+    tally.left_out["equal_rewards"] += 2
     assert tally.metrics() == pytest.approx(
         {
             "reward/mean": 0.75,
@@ -93,7 +98,7 @@ def test_the_rows_names_are_the_fields() -> None:
             "groups/dropped": 2.0,
             "groups/dropped_ratio": 0.4,
             "groups/dropped/timeout": 2.0,
-            "dropped_groups/equal_rewards": 1.0,
+            "dropped_groups/equal_rewards": 3.0,
             "reward/overlong_penalty": 0.25,
             "time/step_s": 2.0,
             "time/seeding_s": 1.0,
@@ -126,7 +131,7 @@ def test_empty_tally_has_no_reward_loss_or_evaluation_metrics() -> None:
 def test_reward_function_mean_covers_only_its_own_samples() -> None:
     first = ScoredGroup(1, (sample(2), sample(2)), (1.0, 2.0), {"right": (1.0, 0.0), "short": (None, 4.0)})
     second = ScoredGroup(1, (sample(2), sample(2)), (1.0, 1.0), {"right": (1.0, 1.0), "short": (None, None)})
-    row = StepTally(step=7, scored=[first, second], evaluated=[second]).metrics()
+    row = StepTally(step=7, rollouts=RolloutTally(scored=[first, second], evaluated=[second])).metrics()
     assert {name: value for name, value in row.items() if "right" in name or "short" in name} == {
         "reward/right/mean": 0.75,
         "reward/short/mean": 4.0,

@@ -2,6 +2,8 @@
 
 Invariants: every sample counts once (1); every token is at most `max_staleness` weight versions old (4); a group is
 complete, or dropped with a reason (6).
+
+A step whose samples are conversations has a `ConversationCollector` in front of it.
 """
 
 from __future__ import annotations
@@ -66,9 +68,9 @@ class StepCollector:
         self._sizes = dict(sizes)
         self._arrived: dict[int, dict[int, SampleFinished]] = {group: {} for group in sizes}
         self._seen: set[int] = set()
-        self.n_evaluation_samples = sum(n for group, n in sizes.items() if SampleId.unpack(group).is_eval)
+        self._n_evaluation_samples = sum(n for group, n in sizes.items() if SampleId.unpack(group).is_eval)
         """How many samples of the step are of its evaluation."""
-        self.n_evaluation_arrived = 0
+        self._n_evaluation_arrived = 0
         """How many of these arrived or were dropped."""
         self.trainer_has_device = False
         """True between the end of the step's seeding and its reopening."""
@@ -97,6 +99,16 @@ class StepCollector:
         """Return how many samples of the step arrived or were dropped."""
         return len(self._seen)
 
+    def arrived_text(self) -> str:
+        """Return how many samples have arrived, for people."""
+        text, n_evaluation = (
+            f"{self.n_arrived:,} of {self.n_samples:,} samples have arrived",
+            self._n_evaluation_samples,
+        )
+        if 0 < n_evaluation < self.n_samples:
+            text += f" ({self._n_evaluation_arrived:,} of {n_evaluation:,} for the evaluation)"
+        return text
+
     def fold(self, message: Message) -> GroupOutcome | None:
         """Apply one message and return the group that it completes or drops, if any.
 
@@ -110,8 +122,8 @@ class StepCollector:
         match message:
             case SampleFinished():
                 return self._finished(message) if self._is_new(message.sample) else None
-            case SampleDropped():
-                return self._dropped(message) if self._is_new(message.sample) else None
+            case SampleDropped(sample=sample, reason=reason):
+                return self.drop(group_of(sample), "generation", reason) if self._is_new(sample) else None
             case SeedingEnded(step=self._step, engines=engines):
                 self.trainer_has_device = True
                 self.engines = engines
@@ -125,34 +137,63 @@ class StepCollector:
         """Return True if a group is neither complete nor dropped."""
         return group in self._open
 
-    def _is_new(self, sample: int) -> bool:
-        if self._is_late(sample):
-            return False
-        self._check_requested(sample)
-        if sample in self._seen:
-            self.duplicates += 1
-            return False
-        self._seen.add(sample)
-        self.n_evaluation_arrived += SampleId.unpack(sample).is_eval
-        return True
+    def drop(self, group: int, reason: str, detail: str) -> DroppedGroup | None:
+        """Drop a group and return it, None if it is not open any more; for the reasons see `DroppedGroup`."""
+        if group not in self._open:
+            return None
+        del self._open[group], self._arrived[group]
+        return DroppedGroup(group, reason, detail)
 
-    def _is_late(self, sample: int) -> bool:
+    def is_late(self, sample: int) -> bool:
+        """Return True if a sample is of an earlier step."""
         sample_id = SampleId.unpack(sample)
-        late = sample_id.job == self._job_no and sample_id.step < self._step
-        self.duplicates += late
-        return late
+        return sample_id.job == self._job_no and sample_id.step < self._step
 
-    def _check_requested(self, sample: int) -> None:
+    def check_requested(self, sample: int) -> None:
+        """Check that a sample belongs to a group of the step.
+
+        Raises:
+            Unprocessable: it does not.
+
+        """
         sample_id = SampleId.unpack(sample)
         if sample_id.member >= self._sizes.get(group_of(sample), 0):
             raise Unprocessable(
                 f"received sample {sample_id}, which was not requested by step {self._step} of job {self._job_no}"
             )
 
+    def error_of(self, sample: SampleFinished) -> str:
+        """Return an error text if a sample's columns differ in length, otherwise "".
+
+        Raises:
+            Fatal: with `max_staleness` 0, a token of another weight version.
+
+        """
+        name = SampleId.unpack(sample.sample)
+        n_tokens = length(sample.tokens, I32)
+        spanned = sum(n for _, _, n in sample.spans)
+        if spanned != n_tokens or length(sample.logprobs, F32) != n_tokens:
+            n_logprobs = length(sample.logprobs, F32)
+            return f"sample {name} has {n_tokens} tokens, {n_logprobs} logprobs and spans over {spanned}"
+        if self._max_staleness == 0 and (stale := self._staleness(sample)):
+            raise Fatal(stale)
+        return ""
+
+    def _is_new(self, sample: int) -> bool:
+        late = self.is_late(sample)
+        if not late:
+            self.check_requested(sample)
+        if late or sample in self._seen:
+            self.duplicates += 1
+            return False
+        self._seen.add(sample)
+        self._n_evaluation_arrived += SampleId.unpack(sample).is_eval
+        return True
+
     def _finished(self, sample: SampleFinished) -> GroupOutcome | None:
         group = group_of(sample.sample)
-        if invalid := self._check(sample):
-            return self._drop(group, "generation", invalid)
+        if invalid := self.error_of(sample):
+            return self.drop(group, "generation", invalid)
         if group not in self._open:
             return None
         arrived = self._arrived[group]
@@ -164,27 +205,6 @@ class StepCollector:
         # Not before the group is complete: a dropped group would get further samples.
         stale = next((name for name in map(self._staleness, samples) if name), None)
         return DroppedGroup(group, "stale", stale) if stale else WholeGroup(group, samples)
-
-    def _dropped(self, sample: SampleDropped) -> DroppedGroup | None:
-        return self._drop(group_of(sample.sample), "generation", sample.reason)
-
-    def _drop(self, group: int, reason: str, detail: str) -> DroppedGroup | None:
-        if group not in self._open:
-            return None
-        del self._open[group], self._arrived[group]
-        return DroppedGroup(group, reason, detail)
-
-    def _check(self, sample: SampleFinished) -> str:
-        """Return an error text if a sample's columns differ in length, otherwise ""."""
-        name = SampleId.unpack(sample.sample)
-        n_tokens = length(sample.tokens, I32)
-        spanned = sum(n for _, _, n in sample.spans)
-        if spanned != n_tokens or length(sample.logprobs, F32) != n_tokens:
-            n_logprobs = length(sample.logprobs, F32)
-            return f"sample {name} has {n_tokens} tokens, {n_logprobs} logprobs and spans over {spanned}"
-        if self._max_staleness == 0 and (stale := self._staleness(sample)):
-            raise Fatal(stale)
-        return ""
 
     def _staleness(self, sample: SampleFinished) -> str:
         """Return an error text if a sample has tokens of a weight version that is not allowed, otherwise ""."""

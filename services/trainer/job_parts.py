@@ -1,0 +1,67 @@
+"""The objects that one job's run is made of."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from rlboost.services.trainer.active_job import ActiveJob, JobHost, JobProgress
+from rlboost.services.trainer.checkpoints import Checkpoints
+from rlboost.services.trainer.disk_waits import DiskWaits, FolderWrites
+from rlboost.services.trainer.job_streams import JobStreams
+from rlboost.services.trainer.ports.resources import JobResources
+from rlboost.services.trainer.publishing import VersionPublisher
+from rlboost.services.trainer.step.learning_watch import LearningWatch
+from rlboost.services.trainer.step_log import StepLog
+from rlboost.shared.job.spec import JobSpec
+from rlboost.shared.streams import names
+
+
+@dataclass(frozen=True, slots=True)
+class JobParts:
+    """What a job's prologue, steps and epilogue share."""
+
+    active: ActiveJob
+    host: JobHost
+    resources: JobResources
+    progress: JobProgress
+    streams: JobStreams
+    write: FolderWrites
+    checkpoints: Checkpoints
+    learning: LearningWatch
+    versions: VersionPublisher
+    log: StepLog
+
+    @classmethod
+    def of(cls, active: ActiveJob, spec: JobSpec, host: JobHost, resources: JobResources) -> JobParts:
+        """Return the parts of a job whose resources are built. Nothing is read or written yet."""
+        streams, device, waits = JobStreams(host.bus, active.job_id), host.device, host.waits
+        disk = DiskWaits(waits, streams)
+        write = FolderWrites(disk, device)
+        finished = names.rollouts_finished(active.job_id)
+        checkpoints = Checkpoints(spec, resources, device, waits, streams, disk, finished)
+        learning = LearningWatch(active.job_id, spec, streams, resources.data)
+        return cls(
+            active=active,
+            host=host,
+            resources=resources,
+            progress=JobProgress(active, host),
+            streams=streams,
+            write=write,
+            checkpoints=checkpoints,
+            learning=learning,
+            versions=VersionPublisher(resources.engine, resources.weights, device, streams, resources.probe),
+            log=StepLog(active.job_id, spec.steps, streams, resources.folder, write, checkpoints, learning),
+        )
+
+    async def close(self) -> None:
+        """Stop what the job has started."""
+        resources = self.resources
+        self.checkpoints.cancel()
+        await resources.rewards.close()
+        if resources.environments is not None:
+            await resources.environments.close()
+        await resources.weights.close()
+        # Not awaited: a cancelled job has ended, even if its last micro-batch is still being computed.
+        self.host.device.post(resources.engine.close)
+        await self.streams.emit_warnings(await asyncio.to_thread(resources.folder.close))
