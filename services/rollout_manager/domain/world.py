@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 from collections import UserDict, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from rlboost.services.rollout_manager.domain.effects import FAILED, EmitEvent, ForgetJob, Outbox, Refuse, SaveLength
@@ -76,14 +77,14 @@ class PeriodicDecisions:
 class World:
     """Jobs, fleet, ledger and queues."""
 
-    def __init__(self, lease_s: float) -> None:
-        """Start empty."""
+    def __init__(self, lease_s: float, prices: Mapping[str, float] = MappingProxyType({})) -> None:
+        """Start empty; for the arguments see `Fleet`."""
         self.jobs = JobTable()
         self.quarantined: dict[str, QuarantinedJob] = {}
         """Stored jobs that cannot be parsed: see `quarantine`."""
         self.progress: dict[str, JobProgress] = defaultdict(JobProgress)
         self.audits: dict[str, Audit] = defaultdict(Audit)
-        self.fleet = Fleet(lease_s)
+        self.fleet = Fleet(lease_s, prices)
         self.candidates = CandidatePools(self.fleet)
         self.ledger = Ledger()
         self.in_flight = InFlight()

@@ -44,6 +44,17 @@ def test_worker_that_serves_no_job_or_is_gone_costs_no_job(world: World) -> None
     assert world.audits["a"].cost.dollars == pytest.approx(2.0)
 
 
+@pytest.mark.parametrize(("own", "charged"), [(0.0, 3.0), (5.0, 5.0), (-5.0, 3.0)])
+def test_worker_without_a_price_costs_what_its_kind_does(own: float, charged: float) -> None:
+    world = World(2.0, {"k": 3.0})
+    world.jobs["a"] = Job("a", 1, job_spec(), created_at=0.0, state="running")
+    worker = world.fleet.join(worker_joined("spot", price_per_hour=own), now=0.0)
+    assert worker
+    world.fleet.assign(worker, ("a", 0))
+    charge(world, (0.0, 100.0), (HOUR_S, 100.0 + HOUR_S))
+    assert world.audits["a"].cost.dollars == pytest.approx(charged)
+
+
 def test_next_manager_charges_the_time_without_a_leader(world: World) -> None:
     charge(world, (0.0, 100.0), (10.0, 110.0))
     world.periodic.charged_at = None

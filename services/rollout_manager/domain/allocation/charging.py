@@ -29,7 +29,7 @@ def charge_workers(world: World, now: Now) -> None:
         elapsed_s = now.mono - last if last is not None else max(0.0, now.wall - cost.charged_until)
         if cost.charged_until:
             for worker in _billed_workers(world, job):
-                cost.charge(worker.joined.role, worker.joined.kind, worker.joined.price_per_hour, elapsed_s)
+                cost.charge(worker.joined.role, worker.joined.kind, worker.price_per_hour, elapsed_s)
         cost.charged_until = now.wall
         if job.step > cost.estimated_steps and (estimate := step_without_spot(world, job)):
             cost.add_estimate(job.step, *estimate)
@@ -41,7 +41,7 @@ def charge_startup(world: World, worker: Worker, job: Job) -> None:
     joined, seconds = worker.joined, worker.unbilled_startup_s
     worker.unbilled_startup_s = 0.0
     if seconds:
-        world.audits[job.id].cost.charge(joined.role, joined.kind, joined.price_per_hour, seconds)
+        world.audits[job.id].cost.charge(joined.role, joined.kind, worker.price_per_hour, seconds)
 
 
 def has_budget(world: World, job: Job, worker: Worker | None = None) -> bool:
@@ -51,10 +51,10 @@ def has_budget(world: World, job: Job, worker: Worker | None = None) -> bool:
         return True
     if cost.budget_reached:
         return False
-    per_hour = sum(member.joined.price_per_hour for member in _billed_workers(world, job))
+    per_hour = sum(member.price_per_hour for member in _billed_workers(world, job))
     dollars = cost.dollars + DRAIN_RESERVE_S / _HOUR_S * per_hour
     if worker is not None:
-        dollars += (DRAIN_RESERVE_S + worker.unbilled_startup_s) / _HOUR_S * worker.joined.price_per_hour
+        dollars += (DRAIN_RESERVE_S + worker.unbilled_startup_s) / _HOUR_S * worker.price_per_hour
     return dollars < limit
 
 

@@ -84,7 +84,7 @@ def paying_workers(world: World, job: Job, offers: Iterable[Offer]) -> Counter[s
         return None
     target = tuner.target_workers
     reserved, _ = _serving_workers(world, job)
-    prices = [worker.joined.price_per_hour for worker in reserved]
+    prices = [worker.price_per_hour for worker in reserved]
     is_weighed = tuner.train_s and prices and all(prices)
     dollars = sum(prices)
     found: Counter[str] = Counter()
@@ -104,7 +104,7 @@ def step_without_spot(world: World, job: Job) -> tuple[float, float] | None:
     step_s, (reserved, _) = world.progress[job.id].step_without_spot_s, _serving_workers(world, job)
     if step_s is None or not reserved:
         return None
-    return step_s, step_s / _HOUR_S * sum(worker.joined.price_per_hour for worker in reserved)
+    return step_s, step_s / _HOUR_S * sum(worker.price_per_hour for worker in reserved)
 
 
 def _serving_workers(world: World, job: Job) -> tuple[list[Worker], list[Worker]]:
@@ -122,10 +122,10 @@ def _worth(world: World, job: Job) -> WorkerWorth | None:
     kinds = Counter(worker.joined.kind for worker in preemptible)
     available = sum(n * world.fleet.availability_of(kind) for kind, n in kinds.items())
     share = available / len(preemptible) if preemptible else 1.0
-    prices = [worker.joined.price_per_hour for worker in preemptible]
+    prices = [worker.price_per_hour for worker in preemptible]
     return WorkerWorth(
         job_id=job.id,
         tokens_per_hour=speedup * share * tuner.tokens_per_s * _HOUR_S,
-        dollars_per_hour=speedup * share * sum(w.joined.price_per_hour for w in (*reserved, *preemptible)),
+        dollars_per_hour=speedup * share * sum(w.price_per_hour for w in (*reserved, *preemptible)),
         price_per_hour=sum(prices) / len(prices) if prices else 0.0,
     )
