@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks.support.system import System, rss_bytes
 from benchmarks.support.workers import FrameWriter, LoadWorker, Row
 from rlboost.services.rollout_manager.domain.jobs.record import Job, to_json
-from rlboost.services.rollout_manager.domain.world import Now
+from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.services.rollout_manager.entry_batches import PoisonEntries
 from rlboost.services.rollout_manager.recovery import recover
 from rlboost.shared.ids import SampleId
@@ -105,7 +105,7 @@ def measure_recovery(url: str, pipe: Connection) -> None:
         bus = RedisBus(url)
         before = rss_bytes(os.getpid())
         began, began_cpu = time.monotonic(), time.process_time()
-        found = await recover(bus, 2.0, Now(time.monotonic(), time.time()), PoisonEntries())
+        found = await recover(bus, lambda: World(2.0), Now(time.monotonic(), time.time()), PoisonEntries())
         result = {
             "recover_s": round(time.monotonic() - began, 2),
             "recover_cpu_s": round(time.process_time() - began_cpu, 2),

@@ -32,7 +32,7 @@ from rlboost.services.trainer.domain.profile_recorder import RECENT_STEPS
 from rlboost.shared.job.run_profile import RunProfile
 from rlboost.shared.job.spec import RlJob, parse
 from rlboost.shared.messages import ENDED
-from rlboost.simulation.prices import Prices
+from rlboost.shared.prices import Prices
 from rlboost.simulation.traces import FleetEvent, FleetTrace
 
 PREEMPT_EVERY_S = 8.0

@@ -254,7 +254,7 @@ class Jobs:
         return audit
 
     def cost(self, job_id: str) -> Json:
-        """Return what the job's workers have cost, at their `RLBOOST_WORKER_PRICE_PER_HOUR`, and the job's budget."""
+        """Return what the job's workers and trainer have cost at their prices, and the job's budget."""
         cost: Json = self._get(job_id, "cost")
         return cost
 

@@ -31,7 +31,7 @@ def prices(
         Path | None, typer.Option(metavar="FILE", help="The file to write or replace; printed if not given.")
     ] = None,
 ) -> None:
-    """Look up list prices of machines and write them as a price file for 'rlboost plan --prices'.
+    """Look up list prices of machines and write them as a price file for the manager and 'rlboost plan --prices'.
 
     A MACHINE is CLOUD/REGION/TYPE, such as aws/us-east-1/p5.48xlarge; on Google Cloud it names its GPUs too:
     gcp/us-central1/a3-highgpu-8g+H100:8. A zone may stand for the region, whose cheapest zone counts.

@@ -10,8 +10,8 @@ from rlboost.planning.simulated_run import simulate_run, simulated_machine, work
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.run_profile import RunProfile
 from rlboost.shared.job.spec import RlJob
+from rlboost.shared.prices import Prices
 from rlboost.simulation import Machine, SimulationResult, StepTooLong
-from rlboost.simulation.prices import Prices
 from rlboost.simulation.traces import FleetTrace
 
 SIMULATED_STEPS = 30

@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 
 from rlboost.shared.errors import ConfigError, Retryable
-from rlboost.simulation.prices import Prices
+from rlboost.shared.prices import Prices
 
 CATALOG_URL = "https://raw.githubusercontent.com/skypilot-org/skypilot-catalog/master/catalogs/v8"
 AZURE_URL = "https://prices.azure.com/api/retail/prices"

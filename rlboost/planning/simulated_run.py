@@ -12,9 +12,9 @@ from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.run_profile import RunProfile
 from rlboost.shared.job.spec import RlJob
 from rlboost.shared.messages import EngineProfile
+from rlboost.shared.prices import Prices
 from rlboost.shared.validation import first_error
 from rlboost.simulation import POLICIES, EngineSpec, Lengths, Machine, SimulatedJob, SimulationResult, simulate
-from rlboost.simulation.prices import Prices
 from rlboost.simulation.traces import FleetTrace
 
 

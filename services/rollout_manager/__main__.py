@@ -38,7 +38,7 @@ log = structlog.get_logger(__name__)
 async def main(config: Settings, stop: asyncio.Event) -> None:
     """Run the manager until the stop."""
     collect_garbage_rarely()
-    certificate = config.certificate
+    certificate, prices = config.certificate, config.prices
     sock = server.bind(config.host, config.port)
     bus = await connect(config.redis_url, "rollout_manager")
     # Clients have connections of their own: however many there are, the manager's loop gets one.
@@ -55,6 +55,7 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
         leader_lease_s=config.leader_lease_s,
         identities=identities,
         leader_watch=leader,
+        prices=prices,
     )
     WorldCollector(manager).register()
     provider = _provider(config)

@@ -16,7 +16,9 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 from typing import ClassVar, NamedTuple
 
 import structlog
@@ -67,7 +69,7 @@ class Manager:
 
     TRIMMED_WHEN_READ: ClassVar[frozenset[str]] = frozenset({names.JOB_REPORTS, names.WORKER_HEARTBEATS})
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - its limits and collaborators, by keyword
         self,
         bus: Bus,
         *,
@@ -78,6 +80,7 @@ class Manager:
         leader_lease_s: float = LEASE_S,
         identities: WorkerIdentities | None = None,
         leader_watch: LeaderWatch | None = None,
+        prices: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         """Create a standby; the world is empty until it is recovered.
 
@@ -90,16 +93,17 @@ class Manager:
             leader_lease_s: how long a leader may be silent until another manager takes over.
             identities: of workers; without Redis users when None.
             leader_watch: notices a leader's death sooner.
+            prices: kind -> dollars per hour of one worker that has no price of its own.
 
         """
         self._bus = bus
         self._leader_watch = leader_watch
         self._now = clock or _now
-        self._lease_s = lease_s
+        self._new_world = partial(World, lease_s, prices)
         self._redis_limit_s = redis_limit_s
         self._leadership = Leadership(bus, record or manager_record("", 0, ""), leader_lease_s)
         self.identities = identities or WorkerIdentities(bus)
-        self.world = World(lease_s)
+        self.world = self._new_world()
         self.completion_waiters = CompletionWaiters()
         self.recovered = False
         self._outage = ""
@@ -196,7 +200,7 @@ class Manager:
         try:
             await self.identities.load()
             poison, keep_lease = self._poison, self._keep_lease
-            recovered = await recover(self._bus, self._lease_s, self._now(), poison, keep_lease, self._rebuild)
+            recovered = await recover(self._bus, self._new_world, self._now(), poison, keep_lease, self._rebuild)
         finally:
             self._rebuild = None
         self.world, self._cursors = recovered.world, recovered.cursors
@@ -212,7 +216,7 @@ class Manager:
 
     def _step_down(self, reason: str) -> None:
         self.recovered = False
-        self.world = World(self._lease_s)
+        self.world = self._new_world()
         self._cursors.clear()
         self._audit_texts.clear()
         self.completion_waiters.close(reason)

@@ -85,11 +85,12 @@ class FleetScaler:
         return {
             "workers": AUTO if self._fixed is None else self._fixed,
             "limited_by": scaler.limited_by,
-            "dollars_per_hour": sum(worker.joined.price_per_hour for worker in fleet),
+            "dollars_per_hour": sum(worker.price_per_hour for worker in fleet),
             "max_dollars_per_hour": scaler.max_dollars_per_hour,
             "pools": [
                 {
                     **pool.model_dump(),
+                    "price_per_hour": self._manager.world.fleet.prices.get(pool.kind, 0.0),
                     "present": present[pool.kind],
                     "target": scaler.targets.get(pool.kind),
                     "error": errors.get(pool.kind),

@@ -67,7 +67,7 @@ async def _do_nothing() -> None:
 
 async def recover(
     bus: Bus,
-    lease_s: float,
+    new_world: Callable[[], World],
     now: Now,
     poison: PoisonEntries,
     before_batch: BeforeBatch = _do_nothing,
@@ -80,7 +80,7 @@ async def recover(
 
     Args:
         bus: the broker.
-        lease_s: how long a worker may be silent.
+        new_world: returns an empty world.
         now: the present time.
         poison: the entries that cannot be applied; those found here are added.
         before_batch: awaited before each batch of entries is read.
@@ -90,7 +90,7 @@ async def recover(
     replayed = replayed or CountProgress("entries")
     while True:
         try:
-            return await _Rebuild(bus, World(lease_s), now, poison, before_batch, replayed).run()
+            return await _Rebuild(bus, new_world(), now, poison, before_batch, replayed).run()
         except PoisonFound as found:
             log.warning("recovery_restarted", reason=str(found))
 

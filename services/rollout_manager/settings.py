@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from rlboost.services.rollout_manager.domain.allocation.autoscale import Pool
+from rlboost.shared.prices import read_prices
 from rlboost.shared.settings import ServiceSettings
 
 
@@ -48,6 +50,11 @@ class Settings(ServiceSettings):
         description="kinds of spot workers that autoscaling may start, preferred first, as JSON, such as "
         '`[{"kind": "h100", "max_workers": 8, "price_per_hour": 2.5}]`; without any there is no autoscaling',
     )
+    price_file: str = Field(
+        "",
+        description="file of `rlboost prices`: dollars per hour of workers by kind, for those without a price of their "
+        "own; read at the start",
+    )
     provider: Literal["none", "command", "kubernetes"] = Field(
         "none", description="what starts and stops workers; none = something that follows `GET /v1/fleet`"
     )
@@ -69,6 +76,17 @@ class Settings(ServiceSettings):
         300.0, ge=0, description="autoscaling: how long fewer workers must be enough before the fleet shrinks"
     )
     redis_limit_s: float = Field(300.0, gt=0, description="exit after Redis has not answered for this time")
+
+    @property
+    def prices(self) -> dict[str, float]:
+        """Return dollars per hour of one worker by kind: the price file's, else its pool's.
+
+        Raises:
+            ConfigError: the price file cannot be read, or is not one.
+
+        """
+        of_pools = {pool.kind: pool.price_per_hour for pool in self.pools}
+        return of_pools | (read_prices(Path(self.price_file)).workers if self.price_file else {})
 
     @model_validator(mode="after")
     def _check_autoscaling(self) -> Self:

@@ -51,6 +51,7 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
         name=config.trainer_name,
         token=token,
         limits=Limits(outage_s=config.outage_limit_s, samples_s=config.samples_limit_s),
+        price_per_hour=config.price_per_hour,
     )
     # The first job finds it imported.
     device.post(_import_build)

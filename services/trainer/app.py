@@ -79,7 +79,7 @@ class Limits:
 class Trainer:
     """Runs jobs, one at a time."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - its identity, limits and collaborators, by keyword
         self,
         bus: Bus,
         build: JobResourcesFactory,
@@ -90,6 +90,7 @@ class Trainer:
         token: str,
         limits: Limits,
         timing: Timing = Timing(),
+        price_per_hour: float = 0.0,
     ) -> None:
         """Bind to Redis and the adapters; the loops do the work.
 
@@ -102,10 +103,12 @@ class Trainer:
             token: the system's, under which managers sign commands.
             limits: of waits.
             timing: of the loops.
+            price_per_hour: dollars that its jobs are charged for its machines, besides its reserved workers.
 
         """
         self._name = name
         self._token = token
+        self._price_per_hour = price_per_hour
         self._incarnation = f"{name}-{new_token()}"
         """Unique per process, to distinguish a restarted trainer from an earlier process that may still run."""
         self._bus = RetryingBus(bus, waits, limits.outage_s)
@@ -335,6 +338,7 @@ class Trainer:
         waiting = self._waits.current()
         body = {
             "trainer": self._incarnation,
+            "price_per_hour": self._price_per_hour,
             "phase": job.phase,
             "step": job.step,
             "waiting": waiting[0].public() if waiting else None,

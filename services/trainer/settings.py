@@ -30,6 +30,12 @@ class Settings(ServiceSettings):
     device: str = Field(
         "cpu", description="torch device of the trained model; with cuda, rank r uses the r-th visible GPU"
     )
+    price_per_hour: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="dollars per hour of the trainer's machines, beyond what the prices of its reserved workers cover",
+    )
     cpus: str = Field("", description="CPUs to use, such as 0-15,32-47; empty = all")
     user_modules: str = Field(
         "", description="installed packages, separated by commas, whose functions job files may name as user code"

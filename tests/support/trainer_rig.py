@@ -36,6 +36,7 @@ from tests.support.scripted_manager import ScriptedManager
 
 JOB = "job-1"
 TOKEN = "token"
+PRICE_PER_HOUR = 2.5
 
 
 def spec(**changes: Any) -> RlJob:
@@ -159,6 +160,7 @@ class Rig:
             token=TOKEN,
             limits=Limits(outage_s=self.outage_limit_s, samples_s=self.samples_limit_s),
             timing=self.timing,
+            price_per_hour=PRICE_PER_HOUR,
         )
         loops = [
             asyncio.create_task(loop(stop)) for loop in (trainer.follow_commands, trainer.run_jobs, trainer.renew_lease)

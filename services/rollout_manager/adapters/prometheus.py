@@ -50,7 +50,7 @@ class WorldCollector:
         tokens = CounterMetricFamily("rlboost_tokens", "Tokens of jobs by outcome", labels=["fate"])
         migrations = CounterMetricFamily("rlboost_migrations", "Migrated samples of jobs")
         preemptions = CounterMetricFamily("rlboost_preemptions", "Preemptions that jobs have seen", labels=["kind"])
-        dollars = CounterMetricFamily("rlboost_cost_dollars", "What the workers of jobs have cost")
+        dollars = CounterMetricFamily("rlboost_cost_dollars", "What jobs have cost")
         # A counter must not start at 0 when another manager has counted before, nor fall when the world drops an
         # ended job: Prometheus would count what was there before as new.
         if self._manager.leads:

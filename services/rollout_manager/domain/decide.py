@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rlboost.services.rollout_manager.domain.allocation.allocate import activate_reserved, allocate
-from rlboost.services.rollout_manager.domain.allocation.charging import charge_workers
+from rlboost.services.rollout_manager.domain.allocation.charging import charge_jobs
 from rlboost.services.rollout_manager.domain.effects import FAILED, DeadLetterSample
 from rlboost.services.rollout_manager.domain.sample_ends import deliver_to_trainer, drop
 from rlboost.services.rollout_manager.domain.scheduler import place_queued, rebalance
@@ -65,7 +65,7 @@ def decide(
         advance_window(world, job, now)
     place_queued(world, now)
     rebalance(world, now)
-    charge_workers(world, now)
+    charge_jobs(world, now)
 
 
 def _deliver_finished(world: World) -> None:

@@ -28,7 +28,7 @@ def _profile(workers: list[Worker]) -> EngineProfile:
         workers=len(workers),
         slots=min(worker.joined.slots for worker in workers),
         kv_tokens=min(worker.kv.capacity for worker in workers),
-        price_per_hour=median_low(worker.joined.price_per_hour for worker in workers),
+        price_per_hour=median_low(worker.price_per_hour for worker in workers),
         step_s=profile.fixed_s,
         per_sample_s=profile.each_s,
         per_kv_token_s=profile.token_s,

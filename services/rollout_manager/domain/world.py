@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from rlboost.services.rollout_manager.domain.effects import EmitEvent, ForgetJob, Outbox
@@ -49,14 +50,14 @@ class PeriodicDecisions:
 class World:
     """Jobs, fleet, ledger and queues."""
 
-    def __init__(self, lease_s: float) -> None:
-        """Start empty."""
+    def __init__(self, lease_s: float, prices: Mapping[str, float] = MappingProxyType({})) -> None:
+        """Start empty; for the arguments see `Fleet`."""
         self.jobs = JobTable()
         self.quarantined: dict[str, QuarantinedJob] = {}
         """Stored jobs that cannot be parsed: see `quarantine`."""
         self.progress: Mapping[str, JobProgress] = self.jobs.progress
         self.audits: Mapping[str, Audit] = self.jobs.audits
-        self.fleet = Fleet(lease_s)
+        self.fleet = Fleet(lease_s, prices)
         self.candidates = CandidatePools(self.fleet)
         self.ledger = Ledger()
         self.in_flight = InFlight()

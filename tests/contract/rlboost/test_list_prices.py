@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from rlboost.cli import app
 from rlboost.planning import list_prices
-from rlboost.simulation.prices import read_prices
+from rlboost.shared.prices import read_prices
 
 AWS = """\
 InstanceType,AcceleratorName,AcceleratorCount,vCPUs,MemoryGiB,GpuInfo,Price,SpotPrice,Region,AvailabilityZone,Arch

@@ -25,7 +25,7 @@ from rlboost.shared.settings import ServiceSettings, read
 
 ROOT = Path(__file__).parents[3]
 SECRETS = {"RLBOOST_TOKEN": "t0ken", "RLBOOST_JOIN_TOKEN": "j0in", "REDIS_PASSWORD": "passw0rd"}
-_VARIABLE = re.compile(r"\$\{(\w+)(?::([-?])([^}]*))?\}")
+_VARIABLE = re.compile(r"\$\{(\w+)(?::([-?+])([^}]*))?\}")
 _DOCKERFILE = (ROOT / "deploy/docker/Dockerfile").read_text(encoding="utf-8")
 _EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
 
@@ -35,14 +35,15 @@ class Unset(Exception):
 
 
 def compose(variables: dict[str, str], file: str = "docker-compose.yml") -> dict[str, Any]:
-    """Return a file as compose reads it, with `${NAME}`, `${NAME:-default}` and `${NAME:?error}` filled in."""
+    """Return a file as compose reads it, with `${NAME}`, `:-default`, `:+if set` and `:?error` filled in."""
 
     def fill(found: re.Match[str]) -> str:
         name, kind, text = found.groups()
         if kind == "?" and not variables.get(name):
             raise Unset(f"{name}: {text}")
         assert kind or name in variables, f"{name} has no default"
-        return variables.get(name) or text
+        value = variables.get(name, "")
+        return (text if value else "") if kind == "+" else value or text
 
     def walk(node: Any) -> Any:
         if isinstance(node, dict):
@@ -131,6 +132,13 @@ def test_standby_manager_needs_its_profile_and_has_its_own_url() -> None:
     assert own.keys() == {"RLBOOST_MANAGER_PUBLIC_URL"}
 
 
+def test_price_file_is_mounted_where_the_manager_reads_it() -> None:
+    manager = compose(SECRETS | {"PRICE_FILE": "./mine.yaml"})["services"]["manager"]
+    [mount] = manager["volumes"]
+    assert mount == f"./mine.yaml:{manager['environment']['RLBOOST_MANAGER_PRICE_FILE']}:ro"
+    assert FILE["services"]["manager"]["environment"]["RLBOOST_MANAGER_PRICE_FILE"] == ""
+
+
 @pytest.mark.parametrize("service", OURS)
 def test_an_image_runs_a_module_that_is_there(service: str) -> None:
     assert find_spec(f"{module_of(service)}.__main__") is not None
@@ -213,7 +221,7 @@ def test_named_volumes_are_declared_and_their_folders_belong_to_the_user() -> No
                 assert f" {volume}/" in base, f"{volume} would belong to root"
                 continue
             source, target = volume.split(":")[:2]
-            assert source in FILE["volumes"] or source.startswith("./")
+            assert source in FILE["volumes"] or source.startswith(("./", "/dev/null"))
             if name in OURS and source in FILE["volumes"]:
                 assert re.search(rf"mkdir -p .*{re.escape(target)}(\s|$)", base), f"{target} would belong to root"
 

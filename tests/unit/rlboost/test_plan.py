@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from rlboost.planning.simulated_run import read_profile, simulated_machine
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.run_profile import RunProfile
 from rlboost.shared.job.spec import RlJob, parse
-from rlboost.simulation.prices import SHIPPED, Prices, read_prices
+from rlboost.shared.prices import Prices, read_prices
 from rlboost.simulation.traces import FleetEvent, FleetTrace
 from tests.support.builders import engine_profile
 
@@ -198,7 +199,7 @@ def test_plan_command_prints_each_fleet_and_marks_one(tmp_path: Path) -> None:
 
 
 def test_shipped_prices_are_a_dated_price_list() -> None:
-    prices = read_prices(SHIPPED)
+    prices = read_prices(Path(str(files("rlboost.simulation") / "prices.yaml")))
     assert prices.as_of
     assert prices.source
     assert prices.reserved == 83.79

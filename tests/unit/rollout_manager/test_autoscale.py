@@ -39,7 +39,8 @@ class Fleet:
 
     def at(self, now: float, desired: int | None, fixed: int | None = None, **view: float) -> dict[str, int]:
         self.now = now
-        self.scaler.decide(FleetView(desired, self.present, **view), fixed, now)  # type: ignore[arg-type]
+        prices = {pool.kind: pool.price_per_hour for pool in self.scaler.pools}
+        self.scaler.decide(FleetView(desired, self.present, prices, **view), fixed, now)  # type: ignore[arg-type]
         self.present = dict(self.scaler.targets)
         return self.scaler.targets
 
@@ -94,10 +95,6 @@ def test_pools_are_filled_in_their_order_up_to_the_limit_of_dollars() -> None:
     assert fleet.scaler.limited_by == "max_dollars_per_hour"
 
 
-def test_higher_price_that_workers_report_counts() -> None:
-    assert Fleet(TWO, limit=8.0).at(0.0, 6, price_per_hour={"cheap": 4.0}) == {"cheap": 2, "dear": 0}  # type: ignore[arg-type]
-
-
 @given(
     limit=st.floats(0.0, 50.0),
     pools=st.lists(st.tuples(st.integers(0, 9), st.floats(0.0, 9.0)), max_size=3),
@@ -134,6 +131,13 @@ def test_view_counts_pooled_workers_that_do_not_drain() -> None:
     assert (seen.present, seen.price_per_hour["k"], seen.other_dollars_per_hour) == ({"k": 1}, 8.0, 12.0)
 
 
+@pytest.mark.parametrize(("own", "price"), [(0.0, 1.0), (2.0, 2.0), (0.5, 1.0)])
+def test_view_prices_a_kind_as_its_most_expensive_worker(own: float, price: float) -> None:
+    world = World(2.0, {"k": 1.0})
+    world.fleet.join(worker_joined("a", kind="k", price_per_hour=own), 0.0)
+    assert fleet_view(world, ONE).price_per_hour == {"k": price}
+
+
 @pytest.mark.parametrize(("state", "target", "desired"), [("running", None, None), ("running", 3, 3), ("paused", 3, 0)])
 def test_running_jobs_alone_want_workers(state: str, target: int | None, desired: int | None) -> None:
     world = World(lease_s=2.0)
@@ -152,12 +156,12 @@ def test_job_whose_budget_is_reached_wants_no_workers() -> None:
 
 @pytest.mark.parametrize(("price", "desired"), [(0.1, 6), (4.0, 3), (7.9, 0)])
 def test_no_worker_is_desired_that_is_worth_less_than_its_price(price: float, desired: int) -> None:
-    world = World(lease_s=2.0)
+    world = World(2.0, {"k": price})
     job = world.jobs["j"] = Job("j", 1, job_spec(), created_at=0.0, state="running")
     job.window_tuner = WindowTuner(target_workers=6, work_s=550.0, train_s=100.0, step_s=700.0)
     world.fleet.join(worker_joined("r", role="reserved", kind="own", price_per_hour=8.0), 0.0)
     world.fleet.assign(world.fleet.workers["r"], ("j", 0))
-    assert fleet_view(world, [Pool(kind="k", max_workers=10, price_per_hour=price)]).desired == desired
+    assert fleet_view(world, ONE).desired == desired
 
 
 def priced_job(world: World, name: str, number: int) -> None:
@@ -177,10 +181,10 @@ def priced_job(world: World, name: str, number: int) -> None:
     ],
 )
 def test_jobs_share_the_workers_that_pay(pools: list[tuple[str, int, float]], paying: dict[str, int]) -> None:
-    world = World(lease_s=2.0)
+    world = World(2.0, {kind: price for kind, _, price in pools})
     priced_job(world, "i", 1)
     priced_job(world, "j", 2)
-    kinds = [Pool(kind=kind, max_workers=n, price_per_hour=price) for kind, n, price in pools]
+    kinds = [Pool(kind=kind, max_workers=n) for kind, n, _ in pools]
     seen = fleet_view(world, kinds)
     assert seen.paying == paying
     scaler = Autoscaler(kinds, None, scale_in_delay_s=0.0)

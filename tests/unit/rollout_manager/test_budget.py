@@ -83,6 +83,15 @@ def test_spot_worker_is_drained_before_the_budget_is_spent() -> None:
     assert job.events.count("budget_reached") == job.events.count("worker_drained") == 1
 
 
+def test_trainer_counts_in_the_budget_and_in_what_it_still_pays_for() -> None:
+    job = job_with_budget(max_dollars=2.0)
+    job.world.progress["j"].on_trainer_status('{"price_per_hour": 36.0}', job.now.wall)
+    job.join("spot", price_per_hour=36.0)
+    while Drain not in job.told("spot"):
+        job.second()
+    assert 2.0 - 2 * 36.0 * 32 / 3600 <= job.dollars < 2.0 - 2 * 36.0 * 28 / 3600
+
+
 def test_worker_without_a_budget_stays() -> None:
     job = job_with_budget(max_dollars=None)
     job.join("spot", price_per_hour=36.0)

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from rlboost.services.rollout_manager.domain.allocation import charging
-from rlboost.services.rollout_manager.domain.allocation.charging import charge_workers
+from rlboost.services.rollout_manager.domain.allocation.charging import charge_jobs
 from rlboost.services.rollout_manager.domain.jobs.audit import Audit
 from rlboost.services.rollout_manager.domain.jobs.cost_report import cost_report
 from rlboost.services.rollout_manager.domain.jobs.record import Job
@@ -27,7 +29,7 @@ def world() -> World:
 
 def charge(world: World, *times: tuple[float, float]) -> None:
     for mono, wall in times:
-        charge_workers(world, Now(mono, wall))
+        charge_jobs(world, Now(mono, wall))
 
 
 def test_each_job_is_charged_with_the_time_of_its_own_workers(world: World) -> None:
@@ -42,6 +44,41 @@ def test_worker_that_serves_no_job_or_is_gone_costs_no_job(world: World) -> None
     world.fleet.remove(world.fleet.workers["spot"], "lost", "its lease ran out")
     charge(world, (2 * HOUR_S, 100.0 + 2 * HOUR_S))
     assert world.audits["a"].cost.dollars == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(("own", "charged"), [(0.0, 3.0), (5.0, 5.0), (-5.0, 3.0)])
+def test_worker_without_a_price_costs_what_its_kind_does(own: float, charged: float) -> None:
+    world = World(2.0, {"k": 3.0})
+    world.jobs["a"] = Job("a", 1, job_spec(), created_at=0.0, state="running")
+    worker = world.fleet.join(worker_joined("spot", price_per_hour=own), now=0.0)
+    assert worker
+    world.fleet.assign(worker, ("a", 0))
+    charge(world, (0.0, 100.0), (HOUR_S, 100.0 + HOUR_S))
+    assert world.audits["a"].cost.dollars == pytest.approx(charged)
+
+
+def lease_of_trainer(price_per_hour: float) -> str:
+    return json.dumps({"trainer": "t-1", "price_per_hour": price_per_hour, "waiting": None})
+
+
+def test_trainer_is_charged_while_it_holds_the_lease(world: World) -> None:
+    charge(world, (0.0, 100.0))
+    world.progress["a"].on_trainer_status(lease_of_trainer(6.0), 100.0)
+    charge(world, (HOUR_S / 2, 100.0 + HOUR_S / 2))
+    world.progress["a"].on_trainer_status(None, 100.0)
+    charge(world, (HOUR_S, 100.0 + HOUR_S))
+    assert cost_report(world.audits["a"], steps=1, max_dollars=None)["workers"] == [
+        {"role": "preemptible", "kind": "k", "hours": 1.0, "dollars": 2.0},
+        {"role": "trainer", "kind": "", "hours": 0.5, "dollars": 3.0},
+    ]
+    assert world.audits["b"].cost.dollars == pytest.approx(8.0)
+
+
+@pytest.mark.parametrize("body", ['{"trainer": "t-1", "waiting": null}', lease_of_trainer(0.0)])
+def test_trainer_without_a_price_is_not_in_the_report(world: World, body: str) -> None:
+    world.progress["a"].on_trainer_status(body, 100.0)
+    charge(world, (0.0, 100.0), (HOUR_S, 100.0 + HOUR_S))
+    assert [time.role for time in world.audits["a"].cost.workers.values()] == ["preemptible"]
 
 
 def test_next_manager_charges_the_time_without_a_leader(world: World) -> None:
@@ -95,7 +132,7 @@ def test_each_step_without_spot_workers_is_estimated_once(world: World, monkeypa
     }
 
 
-def test_break_even_price_is_what_reserved_workers_alone_would_cost_more() -> None:
+def test_break_even_price_is_what_the_job_would_cost_more_without_spot() -> None:
     audit = Audit()
     audit.cost.charge("reserved", "k", 6.0, HOUR_S)
     assert cost_report(audit, steps=10, max_dollars=None)["reserved_only"] is None
@@ -103,6 +140,8 @@ def test_break_even_price_is_what_reserved_workers_alone_would_cost_more() -> No
     assert cost_report(audit, steps=10, max_dollars=None)["reserved_only"]["break_even_price_per_hour"] is None
     audit.cost.charge("preemptible", "k", 0.5, 2 * HOUR_S)
     assert cost_report(audit, steps=10, max_dollars=None)["reserved_only"]["break_even_price_per_hour"] == 2.0
+    audit.cost.charge("trainer", "", 1.0, HOUR_S)
+    assert cost_report(audit, steps=10, max_dollars=None)["reserved_only"]["break_even_price_per_hour"] == 1.5
     audit.cost.charge("reserved", "k", 6.0, HOUR_S)
     assert cost_report(audit, steps=10, max_dollars=None)["reserved_only"]["break_even_price_per_hour"] == 0.0
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from rlboost.services.rollout_manager.__main__ import main
 from rlboost.services.rollout_manager.api import build
 from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.domain.allocation.autoscale import Pool
@@ -46,10 +49,11 @@ class Cloud:
 class System:
     """A leading manager on a fake bus, one running job, and workers that appear as the provider is asked for them."""
 
-    def __init__(self, *, pools: list[Pool], limit: float | None = None) -> None:
+    def __init__(self, *, pools: list[Pool], limit: float | None = None, price_file: str = "") -> None:
         self.bus, self.cloud, self.at_s = MemoryBus(), Cloud(), 0.0
-        self.manager = Manager(self.bus, lease_s=1e9, redis_limit_s=1.0)
-        settings = Settings(token="t", pools=pools, max_dollars_per_hour=limit, scale_in_delay_s=DELAY_S)
+        limits: dict[str, Any] = {"max_dollars_per_hour": limit, "scale_in_delay_s": DELAY_S}
+        settings = Settings(token="t", pools=pools, price_file=price_file, **limits)
+        self.manager = Manager(self.bus, lease_s=1e9, redis_limit_s=1.0, prices=settings.prices)
         self.scaler = FleetScaler(self.manager, self.bus, settings, self.cloud)
         transport = httpx.ASGITransport(build(self.manager, self.bus, settings, scaler=self.scaler))
         headers = {"Authorization": "Bearer t"}
@@ -163,6 +167,35 @@ async def test_fleet_never_costs_more_per_hour_than_its_limit() -> None:
     fleet = await system.fleet()
     assert (fleet["limited_by"], fleet["max_dollars_per_hour"]) == ("max_dollars_per_hour", 5.0)
     await system.http.aclose()
+
+
+async def test_price_file_prices_workers_their_pool_and_what_the_fleet_may_cost(tmp_path: Path) -> None:
+    (tmp_path / "prices.yaml").write_text("as_of: 2026-10-01\nworkers: {sim: 3.0}\n", encoding="utf-8")
+    system = System(pools=[POOL], limit=7.0, price_file=str(tmp_path / "prices.yaml"))
+    await system.start()
+    await system.http.post("/fleet/scale", json={"workers": 4})
+    await system.pass_s(1)
+    assert system.cloud.requests == [("sim", 2)]
+    assert await system.manager.try_lead()  # rebuilt from what the workers said of themselves
+    await system.pass_s(1)
+    fleet = await system.fleet()
+    assert (fleet["dollars_per_hour"], fleet["pools"][0]["price_per_hour"]) == (6.0, 3.0)
+    assert [worker["price_per_hour"] for worker in (await system.http.get("/workers")).json()] == [3.0, 3.0]
+    await system.http.aclose()
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [(None, r"prices .*prices\.yaml: No such file"), ("workers: {sim: cheap}", r"workers\.sim: .*'rlboost prices'")],
+)
+async def test_manager_with_an_unusable_price_file_exits_and_says_what_to_do(
+    tmp_path: Path, text: str | None, problem: str
+) -> None:
+    if text is not None:
+        (tmp_path / "prices.yaml").write_text(text, encoding="utf-8")
+    config = read(Settings, ["--price-file", str(tmp_path / "prices.yaml"), "--redis-url", "redis://127.0.0.1:1/0"])
+    with pytest.raises(ConfigError, match=problem):
+        await main(config, asyncio.Event())
 
 
 async def test_scale_without_pools_says_what_to_set() -> None:

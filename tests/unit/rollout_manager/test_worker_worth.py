@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -173,6 +175,20 @@ def test_worth_of_one_more_is_its_tokens_at_the_present_price(world: World) -> N
     }
 
 
+def test_trainer_counts_in_what_one_more_is_worth_and_in_a_step_without_spot(world: World) -> None:
+    window = world.progress["j"].window
+    assert window
+    window.lasted_s = 100.0
+    finish_step(world, work_s=300.0)
+    before = worth_of_one_more(world)
+    world.progress["j"].on_trainer_status('{"price_per_hour": 9.0}', 220.0)
+    priced = worth_of_one_more(world)
+    assert before
+    assert priced
+    assert priced["dollars_per_hour"] == pytest.approx(2 * before["dollars_per_hour"])
+    assert step_without_spot(world, world.jobs["j"]) == pytest.approx((420.0, 420.0 / HOUR_S * 17.0))
+
+
 @pytest.mark.parametrize("halves", [(2, 0), (0, 2), (1, 1)])
 def test_two_workers_for_half_a_step_are_one_worker_of_the_step(halves: tuple[int, int]) -> None:
     world = world_of(job_spec())
@@ -231,10 +247,14 @@ def test_step_without_spot_is_the_same_if_workers_join_in_its_middle(seeding: st
 # --- workers that pay for themselves ---
 
 
-@given(price=st.floats(0.1, 60.0), share=st.floats(0.1, 1.0))
-def test_each_paying_worker_makes_tokens_cheaper_and_one_more_does_not(price: float, share: float) -> None:
+@given(price=st.floats(0.1, 60.0), share=st.floats(0.1, 1.0), trainer=st.sampled_from([0.0, 3.0, 8.0]))
+def test_each_paying_worker_makes_tokens_cheaper_and_one_more_does_not(
+    price: float, share: float, trainer: float
+) -> None:
+    """The trainer's machine may have the price of the reserved worker on it, in part or in whole."""
     world = World(lease_s=2.0)
-    apply(world, 0.0, *job_running(), worker_joined("own", role="reserved", price_per_hour=8.0))
+    apply(world, 0.0, *job_running(), worker_joined("own", role="reserved", price_per_hour=8.0 - trainer))
+    world.progress["j"].on_trainer_status(json.dumps({"price_per_hour": trainer}), 0.0)
     world.fleet.assign(world.fleet.workers["own"], ("j", 0))
     job = world.jobs["j"]
     tuner = job.window_tuner = WindowTuner(target_workers=6, work_s=550.0, train_s=100.0, step_s=700.0)

@@ -37,7 +37,7 @@ class Pool(BaseModel):
     """`RLBOOST_WORKER_KIND` of its workers, and the provider's name for it."""
     max_workers: int = Field(ge=0)
     price_per_hour: float = Field(0.0, ge=0, allow_inf_nan=False)
-    """Dollars for one worker; where its workers report a higher price, theirs counts."""
+    """Dollars for one worker without a price of its own, unless the price file has its kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class FleetView:
     present: Mapping[str, int] = field(default_factory=dict)
     """Kind -> preemptible workers that do not drain."""
     price_per_hour: Mapping[str, float] = field(default_factory=dict)
-    """Kind -> the highest price that one of its workers has reported."""
+    """Kind -> price of one worker: the highest of those that were here, and of what its kind costs."""
     other_dollars_per_hour: float = 0.0
     """Price of the workers that are in no pool."""
     paying: Mapping[str, int] = field(default_factory=dict)
@@ -61,15 +61,15 @@ def fleet_view(world: World, pools: Sequence[Pool]) -> FleetView:
     """Return what the manager's world shows of the fleet. Jobs that are paused or out of budget want no workers."""
     jobs = [j for j in world.jobs.active() if j.state == "running" and not world.audits[j.id].cost.budget_reached]
     kinds = {pool.kind for pool in pools}
-    prices: dict[str, float] = {}
+    prices = dict(world.fleet.prices)
     other = 0.0
     for worker in world.fleet.workers.values():
         if not _is_pooled(worker, kinds):
-            other += worker.joined.price_per_hour
+            other += worker.price_per_hour
     for worker in (*world.fleet.workers.values(), *world.fleet.gone.values()):
         kind = worker.joined.kind
-        prices[kind] = max(prices.get(kind, 0.0), worker.joined.price_per_hour)
-    paying = _paying(world, jobs, [(pool, _price(pool, prices)) for pool in pools])
+        prices[kind] = max(prices.get(kind, 0.0), worker.price_per_hour)
+    paying = _paying(world, jobs, pools, prices)
     desired = target_workers(job.window_tuner for job in jobs) if jobs else 0
     # If all workers of all pools pay, the pools limit the fleet, and not the price.
     if desired is not None and paying.total() < sum(pool.max_workers for pool in pools):
@@ -77,21 +77,17 @@ def fleet_view(world: World, pools: Sequence[Pool]) -> FleetView:
     return FleetView(desired, present_workers(world, kinds), prices, other, paying)
 
 
-def _paying(world: World, jobs: Iterable[Job], pools: Iterable[tuple[Pool, float]]) -> Counter[str]:
+def _paying(world: World, jobs: Iterable[Job], pools: Iterable[Pool], prices: Mapping[str, float]) -> Counter[str]:
     """Return how many workers of each kind are worth their price; each counts for one job only."""
     offers = [
-        Offer(pool.kind, pool.max_workers, price, world.fleet.availability_of(pool.kind)) for pool, price in pools
+        Offer(pool.kind, pool.max_workers, prices.get(pool.kind, 0.0), world.fleet.availability_of(pool.kind))
+        for pool in pools
     ]
     found: Counter[str] = Counter()
     for job in jobs:
         left = [offer._replace(n_workers=offer.n_workers - found[offer.kind]) for offer in offers]
         found += paying_workers(world, job, left) or Counter()
     return found
-
-
-def _price(pool: Pool, reported: Mapping[str, float]) -> float:
-    """Return the price of a worker: the pool's, or what its workers report where that is higher."""
-    return max(pool.price_per_hour, reported.get(pool.kind, 0.0))
 
 
 def present_workers(world: World, kinds: Collection[str]) -> Counter[str]:
@@ -168,7 +164,7 @@ class Autoscaler:
         left = float("inf") if limit is None else limit - seen.other_dollars_per_hour
         first = [(pool, min(paying.get(pool.kind, 0), pool.max_workers)) for pool in self.pools]
         for pool, most in (*first, *((pool, pool.max_workers) for pool in self.pools)):
-            price = _price(pool, seen.price_per_hour)
+            price = seen.price_per_hour.get(pool.kind, 0.0)
             n = min(missing, most - targets[pool.kind])
             if price and price * n > left + _ROUNDING:
                 n, limited_by = int(max(0.0, left + _ROUNDING) / price), "max_dollars_per_hour"
@@ -194,10 +190,10 @@ def surplus(
     if max_dollars_per_hour is None:
         return drained
     remaining = [worker for worker in workers if worker.id not in drained]
-    excess = sum(worker.joined.price_per_hour for worker in remaining) - max_dollars_per_hour
+    excess = sum(worker.price_per_hour for worker in remaining) - max_dollars_per_hour
     for worker in sorted(remaining, key=lambda worker: -worker.joined.at):
-        if excess > _ROUNDING and worker.joined.price_per_hour and not worker.reserved:
-            excess -= worker.joined.price_per_hour
+        if excess > _ROUNDING and worker.price_per_hour and not worker.reserved:
+            excess -= worker.price_per_hour
             drained[worker.id] = f"the workers cost more than {max_dollars_per_hour:g} dollars per hour"
     return drained
 

@@ -1,4 +1,4 @@
-"""Charges jobs with the time of their workers, and checks what their budgets still pay for."""
+"""Charges jobs with the time of their workers and trainers, and checks what their budgets still pay for."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ DRAIN_RESERVE_S = 30.0
 _HOUR_S = 3600.0
 
 
-def charge_workers(world: World, now: Now) -> None:
-    """Charge each active job with the time of its workers since the last charge, if that is due.
+def charge_jobs(world: World, now: Now) -> None:
+    """Charge each active job with the time of its workers and its trainer since the last charge, if that is due.
 
-    A worker costs from the start of its process until it is gone, except for time in which it serves no job. Time in
-    which no manager led is charged by the next one, for the workers that are still there.
+    A worker costs from the start of its process until it is gone, except for time in which it serves no job; a trainer
+    while it holds the job's lease. Time in which no manager led is charged by the next one, for those that are still
+    there.
     """
     last = world.periodic.charged_at
     if last is not None and now.mono - last < CHARGE_EVERY_S:
@@ -29,7 +30,9 @@ def charge_workers(world: World, now: Now) -> None:
         elapsed_s = now.mono - last if last is not None else max(0.0, now.wall - cost.charged_until)
         if cost.charged_until:
             for worker in _billed_workers(world, job):
-                cost.charge(worker.joined.role, worker.joined.kind, worker.joined.price_per_hour, elapsed_s)
+                cost.charge(worker.joined.role, worker.joined.kind, worker.price_per_hour, elapsed_s)
+            if trainer_price := world.progress[job.id].trainer_price_per_hour:
+                cost.charge("trainer", "", trainer_price, elapsed_s)
         cost.charged_until = now.wall
         if job.step > cost.estimated_steps and (estimate := step_without_spot(world, job)):
             cost.add_estimate(job.step, *estimate)
@@ -41,20 +44,21 @@ def charge_startup(world: World, worker: Worker, job: Job) -> None:
     joined, seconds = worker.joined, worker.unbilled_startup_s
     worker.unbilled_startup_s = 0.0
     if seconds:
-        world.audits[job.id].cost.charge(joined.role, joined.kind, joined.price_per_hour, seconds)
+        world.audits[job.id].cost.charge(joined.role, joined.kind, worker.price_per_hour, seconds)
 
 
 def has_budget(world: World, job: Job, worker: Worker | None = None) -> bool:
-    """Return True if the job's budget pays for its workers a while longer, and for one more worker if one is given."""
+    """Return True if the job's budget pays for its trainer and workers a while longer, and for one more, if given."""
     cost, limit = world.audits[job.id].cost, job.spec.elastic.max_dollars
     if limit is None:
         return True
     if cost.budget_reached:
         return False
-    per_hour = sum(member.joined.price_per_hour for member in _billed_workers(world, job))
+    per_hour = world.progress[job.id].trainer_price_per_hour
+    per_hour += sum(member.price_per_hour for member in _billed_workers(world, job))
     dollars = cost.dollars + DRAIN_RESERVE_S / _HOUR_S * per_hour
     if worker is not None:
-        dollars += (DRAIN_RESERVE_S + worker.unbilled_startup_s) / _HOUR_S * worker.joined.price_per_hour
+        dollars += (DRAIN_RESERVE_S + worker.unbilled_startup_s) / _HOUR_S * worker.price_per_hour
     return dollars < limit
 
 

@@ -28,7 +28,7 @@ class WorkerWorth:
     tokens_per_hour: float
     """Additional tokens delivered."""
     dollars_per_hour: float
-    """Cost of generating these tokens with the present workers. Another worker pays for itself if it costs less."""
+    """Cost of these tokens with the trainer and the present workers. Another one pays for itself if it costs less."""
     price_per_hour: float
     """Mean price of the present preemptible workers; 0 if there are none."""
 
@@ -71,7 +71,7 @@ def paying_workers(world: World, job: Job, offers: Iterable[Offer]) -> Counter[s
     """Return how many preemptible workers of each kind to have, each of them worth its price; None while unknown.
 
     With each worker that pays, a token gets cheaper. An offer without a price always pays. So does every offer while
-    the training time or the price of a reserved worker is unknown, or no reserved worker is present.
+    the training time is unknown, no reserved worker is present, or one has no price and the trainer has none either.
 
     Args:
         world: the fleet.
@@ -84,9 +84,9 @@ def paying_workers(world: World, job: Job, offers: Iterable[Offer]) -> Counter[s
         return None
     target = tuner.target_workers
     reserved, _ = _serving_workers(world, job)
-    prices = [worker.joined.price_per_hour for worker in reserved]
-    is_weighed = tuner.train_s and prices and all(prices)
-    dollars = sum(prices)
+    is_priced = world.progress[job.id].trainer_price_per_hour or all(worker.price_per_hour for worker in reserved)
+    is_weighed = tuner.train_s and reserved and is_priced
+    dollars = _dollars_per_hour(world, job, reserved)
     found: Counter[str] = Counter()
     for offer in offers:
         for _ in range(min(offer.n_workers, target - found.total())):
@@ -104,13 +104,18 @@ def step_without_spot(world: World, job: Job) -> tuple[float, float] | None:
     step_s, (reserved, _) = world.progress[job.id].step_without_spot_s, _serving_workers(world, job)
     if step_s is None or not reserved:
         return None
-    return step_s, step_s / _HOUR_S * sum(worker.joined.price_per_hour for worker in reserved)
+    return step_s, step_s / _HOUR_S * _dollars_per_hour(world, job, reserved)
 
 
 def _serving_workers(world: World, job: Job) -> tuple[list[Worker], list[Worker]]:
     """Return the job's reserved and preemptible workers that do not drain."""
     workers = [worker for worker in world.fleet.workers.values() if worker.job == job.id and worker.state != "draining"]
     return [worker for worker in workers if worker.reserved], [worker for worker in workers if not worker.reserved]
+
+
+def _dollars_per_hour(world: World, job: Job, workers: Iterable[Worker]) -> float:
+    """Return what the job's trainer and these workers cost."""
+    return world.progress[job.id].trainer_price_per_hour + sum(worker.price_per_hour for worker in workers)
 
 
 def _worth(world: World, job: Job) -> WorkerWorth | None:
@@ -122,10 +127,10 @@ def _worth(world: World, job: Job) -> WorkerWorth | None:
     kinds = Counter(worker.joined.kind for worker in preemptible)
     available = sum(n * world.fleet.availability_of(kind) for kind, n in kinds.items())
     share = available / len(preemptible) if preemptible else 1.0
-    prices = [worker.joined.price_per_hour for worker in preemptible]
+    prices = [worker.price_per_hour for worker in preemptible]
     return WorkerWorth(
         job_id=job.id,
         tokens_per_hour=speedup * share * tuner.tokens_per_s * _HOUR_S,
-        dollars_per_hour=speedup * share * sum(w.joined.price_per_hour for w in (*reserved, *preemptible)),
+        dollars_per_hour=speedup * share * _dollars_per_hour(world, job, [*reserved, *preemptible]),
         price_per_hour=sum(prices) / len(prices) if prices else 0.0,
     )

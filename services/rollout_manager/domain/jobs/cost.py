@@ -1,4 +1,4 @@
-"""What a job costs: the time of the workers that serve it, and its price."""
+"""What a job costs: the time of its trainer and of the workers that serve it, and its price."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ _HOUR_S = 3600.0
 
 
 class WorkerTime(BaseModel):
-    """Time of the workers of one role and kind, and its price at the workers' `price_per_hour`."""
+    """Time of the workers of one role and kind, or of the trainer, and its price."""
 
     role: str
     kind: str
+    """Empty of the trainer."""
     seconds: float = 0.0
     dollars: float = 0.0
 
 
 class Cost(BaseModel):
-    """Time of all workers that served one job."""
+    """Time of the trainer, and of all workers that served one job."""
 
     charged_until: float = 0.0
     """Unix seconds; 0 before the first charge."""
@@ -26,13 +27,13 @@ class Cost(BaseModel):
     budget_reached: bool = False
     """True once the job's remaining budget only just pays for draining its workers. It stays so."""
     reserved_only_s: float = 0.0
-    """Estimated duration of the `estimated_steps` with the job's reserved workers alone."""
+    """Estimated duration of the `estimated_steps` with the job's trainer and reserved workers alone."""
     reserved_only_dollars: float = 0.0
     """What that would have cost."""
     estimated_steps: int = 0
 
     def charge(self, role: str, kind: str, price_per_hour: float, seconds: float) -> None:
-        """Add the time of one worker."""
+        """Add the time of one worker, or of the trainer."""
         key = f"{role} {kind}"
         time = self.workers.get(key)
         if time is None:
@@ -49,5 +50,5 @@ class Cost(BaseModel):
 
     @property
     def dollars(self) -> float:
-        """Return the sum over all workers."""
+        """Return the sum over the trainer and all workers."""
         return sum(time.dollars for time in self.workers.values())

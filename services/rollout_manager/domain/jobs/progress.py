@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -34,6 +35,8 @@ class JobProgress:
 
     trainer_status: str | None = None
     """The value of the trainer's lease on the job (JSON), None if no trainer holds it."""
+    trainer_price_per_hour: float = 0.0
+    """Dollars for the machines of the trainer that holds the lease, beyond what its reserved workers' prices cover."""
     trainer_renewed_at: float | None = None
     """When the lease was renewed last (Unix); without a renewal, when it was first missed; None before both."""
     trainer_checked_at: float = 0.0
@@ -45,6 +48,7 @@ class JobProgress:
         if self.trainer_renewed_at is None or (status is not None and status != self.trainer_status):
             self.trainer_renewed_at = now
         self.trainer_status = status
+        self.trainer_price_per_hour = json.loads(status or "{}").get("price_per_hour", 0.0)
 
     def is_delivered(self, sample_id: int) -> bool:
         """Return True if the sample was delivered or dropped."""

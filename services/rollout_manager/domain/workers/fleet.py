@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -48,6 +48,8 @@ class Worker:
     joined: WorkerJoined
     id: str = field(init=False)
     """Of the incarnation."""
+    price_per_hour: float = field(init=False)
+    """Its own setting in dollars, else what its kind costs: see `Fleet.prices`."""
     last_seen_at: float
     """When its last heartbeat was read (manager's clock)."""
     state: State = "joining"
@@ -112,8 +114,9 @@ class Worker:
     """Of its fleet: every change of load, capacity, state or version adds its id."""
 
     def __post_init__(self) -> None:
-        """Take the id and the capacity from the join message."""
+        """Take the id, the price and the capacity from the join message."""
         self.id, self.kv.capacity = self.joined.worker, self.joined.kv_tokens
+        self.price_per_hour = max(0.0, self.joined.price_per_hour)
 
     @property
     def reserved(self) -> bool:
@@ -263,7 +266,7 @@ class Worker:
             "resident_bytes": self.resident_bytes or None,
             "device_used_bytes": self.device_used_bytes or None,
             "device_total_bytes": self.device_total_bytes or None,
-            "price_per_hour": self.joined.price_per_hour,
+            "price_per_hour": self.price_per_hour,
             "host": self.joined.host,
             "pid": self.joined.pid,
             "joined_at": self.joined.at,
@@ -276,9 +279,11 @@ class Worker:
 class Fleet:
     """All present workers, and the most recent of the departed ones."""
 
-    def __init__(self, lease_s: float) -> None:
-        """Start empty. A worker is a suspect after `lease_s` without a heartbeat."""
+    def __init__(self, lease_s: float, prices: Mapping[str, float]) -> None:
+        """Start empty. A worker is a suspect after `lease_s` without a heartbeat; see `prices`."""
         self.lease_s = lease_s
+        self.prices = prices
+        """Kind -> dollars per hour of one worker that has no price of its own."""
         self.workers: dict[str, Worker] = {}
         self.gone: dict[str, Worker] = {}
         self.profiles: dict[str, Profile] = {}
@@ -301,6 +306,7 @@ class Fleet:
             return None
         profile = self.profiles.setdefault(joined.kind, Profile())
         worker = Worker(joined, now, profile=profile, batch_cap=joined.slots, _changed=self._changed)
+        worker.price_per_hour = worker.price_per_hour or self.prices.get(joined.kind, 0.0)
         self.workers[worker.id] = worker
         self.revision += 1
         if joined.protocol != PROTOCOL:

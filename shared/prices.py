@@ -1,9 +1,8 @@
-"""Prices of machines by kind of worker, from a YAML file."""
+"""Prices of machines by kind of worker, from a YAML file: for `rlboost plan` and for the manager."""
 
 from __future__ import annotations
 
 from datetime import date
-from importlib.resources import files
 from pathlib import Path
 
 import yaml
@@ -13,8 +12,7 @@ from rlboost.shared.errors import ConfigError
 from rlboost.shared.job import strict_yaml
 from rlboost.shared.validation import Section, describe
 
-SHIPPED = Path(str(files("rlboost.simulation") / "prices.yaml"))
-"""A dated list, as an example."""
+_HOW_TO_WRITE = "write it as 'rlboost prices' does: docs/planning.md shows one"
 
 
 class Prices(Section):
@@ -42,6 +40,6 @@ def read_prices(path: Path) -> Prices:
         raise ConfigError(f"prices {path}: {error.strerror}: name a file that exists") from error
     except ValidationError as error:
         problems = "; ".join(describe(error, Prices, "the file"))
-        raise ConfigError(f"prices {path}: {problems}: write it like {SHIPPED}") from error
+        raise ConfigError(f"prices {path}: {problems}: {_HOW_TO_WRITE}") from error
     except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"prices {path} does not parse: {error}: write YAML in UTF-8, like {SHIPPED}") from error
+        raise ConfigError(f"prices {path} does not parse: {error}: write YAML in UTF-8: {_HOW_TO_WRITE}") from error
