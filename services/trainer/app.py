@@ -338,6 +338,7 @@ class Trainer:
             "trainer": self._incarnation,
             "phase": job.phase,
             "step": job.step,
+            "phase_since": job.phase_since,
             "waiting": waiting[0].public() if waiting else None,
             "at": time.time(),  # the manager detects a trainer that renews no longer
         }

@@ -77,6 +77,12 @@ class ActiveJob:
     """True once the job has ended here: its lease is no longer renewed."""
     phase: Phase = "starting"
     step: int = 0
+    phase_since: float = field(default_factory=time.time)
+    """When the phase began (Unix seconds)."""
+
+    def enter(self, phase: Phase, step: int) -> None:
+        """Begin a phase."""
+        self.phase, self.step, self.phase_since = phase, step, time.time()
 
     async def wait_for_lease(self, waits: Waits, limit_s: float) -> None:
         """Wait until this trainer holds the job's lease: that of a dead trainer expires, a live one keeps it.
@@ -204,7 +210,7 @@ class JobRun:
         await self._checkpoints.wait_until_saved()
         if self._spec.kind == "eval":
             return
-        self._enter("finishing", self._spec.steps)
+        self._active.enter("finishing", self._spec.steps)
         engine, folder = resources.engine, resources.folder
         model = await self._write(lambda: folder.export(engine.export_shards()))
         await self._streams.emit_event("model_saved", path=str(model))
@@ -243,14 +249,14 @@ class JobRun:
         """Train on completions from the data. No worker needs the weights, so only the last version is published."""
         for step in range(first, spec.steps):
             await self._pause_point(step)
-            self._enter("training", step)
+            self._active.enter("training", step)
             if self._due(first, step):
                 await self._checkpoints.start_save(self._checkpoints.state(step))
             done = await sft_step(spec, resources, self._device, step)
             await self._log_step(resources, step, done.metrics(), wait_s=0.0, train_s=done.train_s)
         if self._due(first, spec.steps):
             await self._checkpoints.start_save(self._checkpoints.state(spec.steps))
-        self._enter("publishing", spec.steps)
+        self._active.enter("publishing", spec.steps)
         was_committed = versions.head >= spec.steps
         await versions.ensure_published(spec.steps)
         if was_committed:
@@ -265,7 +271,7 @@ class JobRun:
         self, job: JobContext, steps: RequestedSteps, versions: VersionPublisher, step: int, *, save: bool
     ) -> None:
         began = time.monotonic()
-        self._enter("training" if step < self._spec.steps else "evaluating", step)
+        self._active.enter("training" if step < self._spec.steps else "evaluating", step)
         intake = await steps.enter(step, versions.head)
         run = StepRun(job, intake, steps)
         await steps.request()
@@ -276,7 +282,7 @@ class JobRun:
         tally.requested_before = step <= self._requested_until
         await intake.record_scores()
         if step < self._spec.steps:
-            self._enter("publishing", step)
+            self._active.enter("publishing", step)
             publish_began = time.monotonic()
             await versions.publish(step + 1)
             tally.durations.publish_s = time.monotonic() - publish_began
@@ -349,13 +355,10 @@ class JobRun:
 
     # --- reports, pauses, lease ---
 
-    def _enter(self, phase: Phase, step: int) -> None:
-        self._active.phase, self._active.step = phase, step
-
     async def _pause_point(self, step: int) -> None:
         if self._active.unpaused.is_set():
             return
-        self._enter("paused", step)
+        self._active.enter("paused", step)
         await self._report("paused", step)
         async with self._waits.on("a resume", because="the job was paused", limit_s=PAUSE_LIMIT_S):
             await self._active.unpaused.wait()

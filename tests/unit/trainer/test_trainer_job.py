@@ -316,20 +316,24 @@ async def _paused_again(rig: Rig) -> bool:
     return (await rig.states()).count("paused") == 2
 
 
-async def test_trainer_lease_names_the_current_wait(tmp_path: Path) -> None:
+async def test_trainer_lease_names_the_current_phase_and_wait(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
-    rig.manager.held = {1}
+    rig.manager.held = {0}
     async with rig.trainer():
         await rig.command("create")
 
-        async def told() -> dict[str, Any] | None:
+        async def told(step: int) -> dict[str, Any] | None:
             [text] = await rig.bus.lease_values([names.trainer_lease(JOB)])
             body: dict[str, Any] = json.loads(text) if text else {}
-            return body if body.get("step") == 1 and body["waiting"] else None
+            return body if body.get("step") == step and body["waiting"] else None
 
-        body = await eventually(told)
+        before = await eventually(lambda: told(0))
+        assert before is not None
+        rig.manager.held = {1}
+        body = await eventually(lambda: told(1))
         assert body is not None
         assert body["phase"] == "training"
+        assert before["phase_since"] < body["phase_since"] <= body["at"]
         assert body["waiting"]["for"] == "samples of step 2"
         assert body["waiting"]["kind"] == "samples"
         assert body["waiting"]["because"] == "0 of 8 samples have arrived"
