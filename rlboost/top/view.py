@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlboost.client import Json
-from rlboost.job_lines import dollars, duration, fitted, remaining, unix_s, wait_line
+from rlboost.job_lines import activity_line, dollars, duration, fitted, remaining, unix_s, wait_line
 from rlboost.shared.ids import worker_name
 from rlboost.shared.messages import ENDED
 from rlboost.terminal import STATE_STYLES, chart
@@ -125,9 +125,10 @@ def _job(job: JobSnapshot, now: float, width: int) -> list[Text]:
         lines.append(_curve(job, width))
     if record["state"] in ENDED:
         return lines
-    if wait := record["waiting"]:
-        is_long = now - unix_s(wait["since"]) > _LONG_WAIT_S
-        lines += _paragraph(wait_line(wait, now), "yellow" if is_long else "", width)
+    if doing := activity_line(record, now):
+        wait = record["waiting"]
+        is_long = wait is not None and now - unix_s(wait["since"]) > _LONG_WAIT_S
+        lines += _paragraph(doing, "yellow" if is_long else "", width)
     for warning in record.get("warnings", ()):
         lines += _paragraph(f"warning: {warning}", "yellow", width)
     return lines

@@ -100,14 +100,19 @@ def test_snapshot_of_a_quarantined_job_has_no_cost(rest: FakeRest) -> None:
     assert seen.dollars == 0.0
 
 
-def test_view_shows_what_a_job_waits_for_and_what_it_costs() -> None:
+def test_view_shows_what_a_job_does_and_waits_for_and_what_it_costs() -> None:
     wait = {"for": "samples", "because": "3 of 8 are there", "since": "2026-01-01T00:00:00+00:00", "limit_s": 600.0}
+    phase = {"name": "training", "step": 2, "since": "2026-01-01T00:00:18+00:00", "last_s": 50.0}
     shown = running(waiting=wait)
     shown.preemptions = 1
     lines = drawn(snapshot([shown], [worker("w-1")]), width=100)
     assert "j-1  running  step 2 of 3  about 2 s left (2 s a step)  $0.50 ($0.25 a step)  1 preemption" in lines
     assert "  reward/mean ▁█ 0 -> 1" in lines
-    assert "  waiting for samples because 3 of 8 are there (60 s so far, 10 min at most)" in lines
+    waiting = "waiting for samples because 3 of 8 are there (60 s so far, 10 min at most)"
+    assert f"  {waiting}" in lines
+    doing = "training step 3, for 42 s (the last took 50 s)"
+    assert f"  {doing}" in drawn(snapshot([running(phase=phase)], []))
+    assert f"  {doing}; {waiting}" in drawn(snapshot([running(phase=phase, waiting=wait)], []), width=140)
     assert lines[-1].split() == ["w-1", "spot", "torch-cpu", "ready", "3", "4", "0", "617", "0.40", "j-1"]
 
 
