@@ -159,6 +159,11 @@ def duration(seconds: float) -> str:
     raise AssertionError("unreachable: a minute is the smallest unit")
 
 
+def brief_duration(seconds: float) -> str:
+    """Format a duration, below 10 s to a tenth of a second."""
+    return f"{seconds:.1f} s" if seconds < 10 else duration(seconds)
+
+
 def moment(at: str, now: float) -> str:
     """Format an RFC 3339 time in the local time zone, with how long ago it was."""
     then = unix_s(at)

@@ -44,10 +44,11 @@ def follow(
     state: StateOption = DEFAULT_STATE,
     as_json: JsonOption = False,
 ) -> None:
-    """Show a job's steps as they finish, what it does and waits for, and its warnings, until it ends; fail if the job fails.
+    """Show a job's steps as they finish, what it does and waits for, and its warnings, until it ends.
 
-    Also shows the steps and the result of a job that has ended. Ctrl-C stops following, not the job. While the manager
-    does not answer, for example between 'rlboost down' and 'up', it tries again for 10 minutes.
+    It fails if the job fails. Also shows the steps and the result of a job that has ended. Ctrl-C stops following, not
+    the job. While the manager does not answer, for example between 'rlboost down' and 'up', it tries again for 10
+    minutes.
     """
     from rlboost.job_lines import begin_line  # noqa: PLC0415 - keeps --help quick
 
