@@ -11,6 +11,7 @@ from typing import Any, Literal
 import httpx
 
 from rlboost.client import Client, ClientError
+from rlboost.job_lines import phase_name
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.messages import ENDED
 
@@ -19,13 +20,13 @@ OUTAGE_LIMIT_S = 600.0
 LAST_STEPS = 5
 """Steps to show of a job that has run before, if none is requested."""
 
-Change = tuple[Literal["job", "step", "wait", "state", "warning", "lost", "back"], Any]
+Change = tuple[Literal["job", "step", "wait", "phase", "state", "warning", "lost", "back"], Any]
 
 _POLL_S = 0.5
 _LONG_WAIT_S = 5.0
 """Every step waits briefly for samples and weights; only longer waits are shown."""
-_WAIT_AGAIN_S = 60.0
-"""A wait is shown again after this time, so that the log of a long step shows its progress."""
+_AGAIN_S = 60.0
+"""A wait is shown again after this time, so that the log of a long step shows its progress; a phase after each."""
 _LONG_OUTAGE_S = 2.0
 """A shorter outage, such as a new leader's start, is not shown."""
 _REMAINING_WARNINGS_LIMIT_S = 5.0
@@ -39,7 +40,8 @@ def follow(connect: Callable[[], Client], job_id: str, *, from_step: int | None 
 
     - `job`: its record, at each poll.
     - `step`: each finished step's metrics, once.
-    - `wait`: each long wait, once a minute; `state`: paused, or running again.
+    - `wait`: each long wait, once a minute; `phase`: what the trainer does, each minute of it without a wait.
+    - `state`: paused, or running again.
     - `warning`: the text of each warning, once, also across restarts of the manager.
     - `lost`, `back`: an outage: `{since, because, limit_s}` and `{since, outage_s}`, `since` in Unix seconds.
 
@@ -147,7 +149,7 @@ class Progress:
         """Start before the first look; `from_step` None starts at the last few steps of that look."""
         self._next_step = from_step
         self._state = ""
-        self._waits = _LongWaits()
+        self._waits, self._phases = _Lasting(_LONG_WAIT_S), _Lasting(_AGAIN_S)
 
     def next_step(self, job: Mapping[str, Any]) -> int:
         """Return the first step that has not been yielded."""
@@ -171,8 +173,11 @@ class Progress:
             return
         if before != self._state and "paused" in (before, self._state):
             yield "state", self._state
-        if self._waits.is_news(job["waiting"], now):
-            yield "wait", job["waiting"]
+        wait, phase = job["waiting"], job.get("phase")
+        if self._waits.is_news(wait["for"] if wait else None, now):
+            yield "wait", wait
+        if self._phases.is_news(phase_name(phase) if phase else None, now) and not wait:
+            yield "phase", phase
 
 
 class _Warnings:
@@ -219,18 +224,20 @@ class _Warnings:
                 return
 
 
-class _LongWaits:
-    """Reports each long wait, and once a minute while it lasts; a changed reason is still the same wait."""
+class _Lasting:
+    """Reports a wait or phase that lasts, and once a minute while it has the same name."""
 
-    def __init__(self) -> None:
-        self._for: str | None = None
+    def __init__(self, first_s: float) -> None:
+        """Report it for the first time after `first_s`."""
+        self._first_s = first_s
+        self._name: str | None = None
         self._report_at = 0.0
 
-    def is_news(self, wait: Mapping[str, Any] | None, now: float) -> bool:
-        for_ = wait["for"] if wait else None
-        if for_ != self._for:
-            self._for, self._report_at = for_, now + _LONG_WAIT_S
-        if for_ is None or now < self._report_at:
+    def is_news(self, name: str | None, now: float) -> bool:
+        """Return True if it is to be reported at this moment; None: there is none."""
+        if name != self._name:
+            self._name, self._report_at = name, now + self._first_s
+        if name is None or now < self._report_at:
             return False
-        self._report_at = now + _WAIT_AGAIN_S
+        self._report_at = now + _AGAIN_S
         return True

@@ -10,6 +10,8 @@ from typing import Any
 _SHOWN = ("reward/mean", "perplexity", "completions/mean_length", "perf/tokens_per_s")
 RECENT_STEPS = 10
 """Steps whose mean duration is used to estimate how long a job will take."""
+_PHASES = {"publishing": "publishing weights", "finishing": "saving the model"}
+"""Texts of phases that their names alone do not explain."""
 _INDENT = "    "
 _BRIEF_S = 5.0
 _UNITS = (("day", 86_400), ("h", 3_600), ("min", 60))
@@ -36,6 +38,26 @@ def wait_line(wait: Mapping[str, Any], now: float) -> str:
     times = [f"{duration(so_far_s)} so far"] if so_far_s >= _BRIEF_S else []
     times += [f"{duration(wait['limit_s'])} at most"] if wait.get("limit_s") else []
     return f"waiting for {wait['for']} because {wait['because']}" + (f" ({', '.join(times)})" if times else "")
+
+
+def activity_line(job: Mapping[str, Any], now: float) -> str:
+    """Format what a job does and what it waits for as one line; empty where neither is known."""
+    phase, wait = job.get("phase"), job["waiting"]
+    doing = "" if phase is None or (wait and phase["name"] == "paused") else phase_line(phase, now)
+    return "; ".join(text for text in (doing, wait_line(wait, now) if wait else "") if text)
+
+
+def phase_line(phase: Mapping[str, Any], now: float) -> str:
+    """Format what a job's trainer does as one line; `now` is Unix seconds."""
+    last = f" (the last took {duration(phase['last_s'])})" if phase.get("last_s") else ""
+    return f"{phase_name(phase)}, for {duration(now - unix_s(phase['since']))}{last}"
+
+
+def phase_name(phase: Mapping[str, Any]) -> str:
+    """Format what a job's trainer does, without times; names of a newer release are shown as they are."""
+    if phase["name"] == "training":
+        return f"training step {phase['step'] + 1}"
+    return _PHASES.get(phase["name"], str(phase["name"]))
 
 
 def warning_lines(job_id: str, text: str) -> str:
@@ -135,6 +157,11 @@ def duration(seconds: float) -> str:
             n_finer = rest // finer[1] if finer else 0
             return f"{shown} {n_finer} {finer[0]}" if finer and n_finer and n < 10 else shown
     raise AssertionError("unreachable: a minute is the smallest unit")
+
+
+def brief_duration(seconds: float) -> str:
+    """Format a duration, below 10 s to a tenth of a second."""
+    return f"{seconds:.1f} s" if seconds < 10 else duration(seconds)
 
 
 def moment(at: str, now: float) -> str:

@@ -44,10 +44,11 @@ def follow(
     state: StateOption = DEFAULT_STATE,
     as_json: JsonOption = False,
 ) -> None:
-    """Show a job's steps as they finish, what it waits for, and its warnings, until it ends; fail if the job fails.
+    """Show a job's steps as they finish, what it does and waits for, and its warnings, until it ends.
 
-    Also shows the steps and the result of a job that has ended. Ctrl-C stops following, not the job. While the manager
-    does not answer, for example between 'rlboost down' and 'up', it tries again for 10 minutes.
+    It fails if the job fails. Also shows the steps and the result of a job that has ended. Ctrl-C stops following, not
+    the job. While the manager does not answer, for example between 'rlboost down' and 'up', it tries again for 10
+    minutes.
     """
     from rlboost.job_lines import begin_line  # noqa: PLC0415 - keeps --help quick
 
@@ -122,11 +123,12 @@ def _print_end(job: Mapping[str, Any], state: Path, *, as_json: bool) -> None:
 
 
 def print_change(job_id: str, steps: int, change: Change, *, all_err: bool = False) -> None:
-    """Print a change other than `job`: steps, waits and states to standard output unless `all_err`, the rest not."""
+    """Print a change other than `job`: warnings and outages to standard error, the rest only if `all_err`."""
     from rlboost.job_lines import (  # noqa: PLC0415 - keeps --help quick
         back_line,
         fitted,
         lost_line,
+        phase_line,
         step_line,
         wait_line,
         warning_lines,
@@ -139,6 +141,8 @@ def print_change(job_id: str, steps: int, change: Change, *, all_err: bool = Fal
             text = step_line(news, steps, width)
         case "wait":
             text = fitted(wait_line(news, time.time()), width)
+        case "phase":
+            text = fitted(phase_line(news, time.time()), width)
         case "state":
             text = f"{job_id} is {news}"
         case "warning":

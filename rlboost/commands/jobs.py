@@ -69,7 +69,7 @@ def run(
 
 
 def status(job: JobArgument, state: StateOption = DEFAULT_STATE, as_json: JsonOption = False) -> None:
-    """Show a job's state, how long it will take, what it waits for, and the metrics of its last step."""
+    """Show a job's state, how long it will take, what it does and waits for, and the metrics of its last step."""
     from rlboost.job_lines import RECENT_STEPS  # noqa: PLC0415 - keeps --help quick
 
     with connect(state) as client:
@@ -85,7 +85,7 @@ def status(job: JobArgument, state: StateOption = DEFAULT_STATE, as_json: JsonOp
 def _status_rows(
     job: dict[str, Any], recent: list[dict[str, Any]], cost: Mapping[str, Any], now: float
 ) -> list[tuple[str, str]]:
-    from rlboost.job_lines import cost_line, moment, remaining, wait_line  # noqa: PLC0415 - keeps --help quick
+    from rlboost.job_lines import activity_line, cost_line, moment, remaining  # noqa: PLC0415 - keeps --help quick
 
     rows = [("state", job["state"]), ("step", f"{job['step']} of {job['steps']}")]
     if left := remaining(job, recent):
@@ -93,7 +93,7 @@ def _status_rows(
     rows += [(name, moment(job[f"{name}_at"], now)) for name in ("created", "started", "finished") if job[f"{name}_at"]]
     rows += [("cost", spent)] if (spent := cost_line(cost)) else []
     rows += [("error", job["error"])] if job["error"] else []
-    rows += [("waiting", wait_line(job["waiting"], now).removeprefix("waiting "))] if job["waiting"] else []
+    rows += [("now", doing)] if (doing := activity_line(job, now)) else []
     rows += [("warning", text) for text in job.get("warnings", ())]
     if job["latest"]:
         rows += [("", ""), (f"step {job['step']}", "")]

@@ -66,12 +66,16 @@ def _print_jobs(jobs: list[dict[str, Any]]) -> None:
             job["state"],
             f"{job['step']}/{job['steps']}",
             job["created_at"],
-            (job["error"] or _wait_of(job)).partition("\n")[0],
+            (job["error"] or _activity(job)).partition("\n")[0],
         )
         for job in jobs
     ]
     print_table("jobs", ("id", "state", "step", "created", "note"), rows)
 
 
-def _wait_of(job: dict[str, Any]) -> str:
-    return f"waiting for {job['waiting']['for']}" if job.get("waiting") else ""
+def _activity(job: dict[str, Any]) -> str:
+    from rlboost.job_lines import phase_name  # noqa: PLC0415 - keeps --help quick
+
+    if job.get("waiting"):
+        return f"waiting for {job['waiting']['for']}"
+    return phase_name(job["phase"]) if job.get("phase") else ""

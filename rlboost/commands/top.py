@@ -30,7 +30,7 @@ def top(
     state: StateOption = DEFAULT_STATE,
     as_json: JsonOption = False,
 ) -> None:
-    """Show jobs, what they wait for, rewards, workers and cost until Ctrl-C.
+    """Show jobs, what they do and wait for, rewards, workers and cost until Ctrl-C.
 
     With --json, or where the output is no terminal, it prints once. While the manager does not answer, it tries again
     for 10 minutes.

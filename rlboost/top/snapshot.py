@@ -10,13 +10,17 @@ from typing import Any
 import httpx
 
 from rlboost.client import Client, ClientError, Json, Rows
-from rlboost.job_lines import RECENT_STEPS
 from rlboost.shared.messages import ENDED
+from rlboost.top.step_time import STEPS_BEFORE, StepTime, last_step_time
 
 JOBS_SHOWN = 8
 """Most jobs of a snapshot: active ones first, the newest first."""
 _CURVES = ("reward/mean", "perplexity", "loss")
 """The first of these metrics that a job reports is its curve."""
+_EVALUATIONS = ("eval/pass@1", "eval/reward_mean", "eval/perplexity", "eval/loss")
+"""The first of these metrics that a job reports is its evaluation."""
+_RECENT_ROWS = STEPS_BEFORE + 2
+"""The last step, those before it, and the evaluation after it."""
 _GONE = frozenset({"lost", "left"})
 
 
@@ -35,6 +39,12 @@ class JobSnapshot:
     dollars_per_step: float | None = None
     preemptions: int = 0
     """Of workers that served the job."""
+    evaluation_name: str = ""
+    evaluation: list[float] = field(default_factory=list)
+    """One value per evaluation, from the first."""
+    last_step: StepTime | None = None
+    reserved_only: Json | None = None
+    """What the reserved workers alone would have taken and cost, as `GET /v1/jobs/{job_id}/cost` has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +91,7 @@ class SnapshotReader:
         for row in client.jobs.metrics(job_id, self._next_step.get(job_id, 0)):
             self._next_step[job_id] = row["step"] + 1
             _add_row(job, row)
+        job.last_step = last_step_time(job.recent, record["steps"])
         try:
             cost, audit = client.jobs.cost(job_id), client.jobs.audit(job_id)
         except ClientError as error:
@@ -88,6 +99,7 @@ class SnapshotReader:
                 raise
         else:
             job.dollars, job.dollars_per_step = cost["dollars"], cost["dollars_per_step"]
+            job.reserved_only = cost["reserved_only"]
             job.preemptions = sum(audit["preemptions"].values())
         return job
 
@@ -96,4 +108,7 @@ def _add_row(job: JobSnapshot, row: Mapping[str, Any]) -> None:
     job.curve_name = job.curve_name or next((name for name in _CURVES if name in row), "")
     if job.curve_name in row:
         job.curve.append(row[job.curve_name])
-    job.recent = [*job.recent, dict(row)][-RECENT_STEPS:]
+    job.evaluation_name = job.evaluation_name or next((name for name in _EVALUATIONS if name in row), "")
+    if job.evaluation_name in row:
+        job.evaluation.append(row[job.evaluation_name])
+    job.recent = [*job.recent, dict(row)][-_RECENT_ROWS:]

@@ -13,16 +13,21 @@ from rich.table import Table
 from rich.text import Text
 
 from rlboost.client import Json
-from rlboost.job_lines import dollars, duration, fitted, remaining, unix_s, wait_line
+from rlboost.job_lines import RECENT_STEPS, activity_line, dollars, duration, fitted, remaining, unix_s, wait_line
 from rlboost.shared.ids import worker_name
 from rlboost.shared.messages import ENDED
 from rlboost.terminal import STATE_STYLES, chart
+from rlboost.top.fleet_facts import fleet_text, reserved_only_text
 from rlboost.top.snapshot import JobSnapshot, Snapshot
 
 _INDENT = "  "
 _WIDEST_CHART = 60
 _FEWEST_WORKERS = 3
 """Lines that jobs leave for workers, if there are as many."""
+_DETAILS_LEAVE = 1 / 3
+"""Fraction of the height that details leave for workers, if there are as many."""
+_NARROWEST_CHART = 10
+"""With less width, the evaluation is left out."""
 _JOB_STYLES = {"running": "green", "paused": "yellow", "failed": "red", "pending": "cyan"}
 _LONG_WAIT_S = 30.0
 """A longer wait is highlighted."""
@@ -44,7 +49,8 @@ class View:
     Attributes:
         snapshot: what to show.
         now: Unix seconds.
-        height: most lines; None for no limit. The last jobs and workers are left out, and counted.
+        height: most lines; None for no limit. Details are left out first, then the last jobs and workers, which are
+            counted.
         problem: why there is no newer snapshot; empty if there is one.
 
     """
@@ -58,24 +64,36 @@ class View:
         """Render for the console's width."""
         width = options.max_width
         workers = self.snapshot.workers
-        lines = _head(self.snapshot, self.now, self.problem, width)
+        head = _head(self.snapshot, self.now, self.problem, width)
         reserve = 2 + min(_FEWEST_WORKERS, len(workers) or 1)  # a blank line and the header
         blocks = [_job(job, self.now, width) for job in self.snapshot.jobs]
-        shown = _fitting([len(block) + 1 for block in blocks], self._left(lines, reserve + 2))
-        for block in blocks[:shown]:
-            lines += [Text(), *block]
-        if hidden := len(blocks) - shown + self.snapshot.hidden_jobs:
-            lines += [Text(), Text(f"{hidden} more job{'s' if hidden > 1 else ''}: 'rlboost ps'", style="dim")]
+        n_shown = _fitting([len(block) + 1 for block in blocks], self._left(len(head), reserve + 2))
+        shown = [head, *blocks[:n_shown]]
+        if hidden := len(blocks) - n_shown + self.snapshot.hidden_jobs:
+            shown.append([Text(f"{hidden} more job{'s' if hidden > 1 else ''}: 'rlboost ps'", style="dim")])
         if not blocks:
-            lines += [Text(), Text("no job: 'rlboost run JOB.yaml' starts one", style="dim")]
-        lines.append(Text())
+            shown.append([Text("no job: 'rlboost run JOB.yaml' starts one", style="dim")])
+        self._add_details(shown, n_shown, width)
+        lines = [line for block in shown for line in (*block, Text())]
         for line in lines:
             line.truncate(width, overflow="ellipsis")
             yield line
-        yield from _workers(workers, self.now, self._left(lines, 1), width)
+        yield from _workers(workers, self.now, self._left(len(lines), 1), width)
 
-    def _left(self, lines: Sequence[Text], reserve: int) -> int | None:
-        return None if self.height is None else max(0, self.height - len(lines) - reserve)
+    def _add_details(self, shown: Sequence[list[Text]], n_jobs: int, width: int) -> None:
+        """Add details to the head and the `n_jobs` jobs after it, as far as there is room: the fleet's first."""
+        texts = [(shown[0], fleet_text(self.snapshot.fleet))]
+        for job, block in zip(self.snapshot.jobs[:n_jobs], shown[1 : n_jobs + 1], strict=True):
+            texts += [(block, text) for text in _details(job)]
+        details = [(block, _paragraph(text, "", width)) for block, text in texts]
+        n_lines = sum(len(block) + 1 for block in shown)
+        n_workers = min(int((self.height or 0) * _DETAILS_LEAVE), len(self.snapshot.workers))
+        room = self._left(n_lines, 2 + max(1, n_workers))  # the header, and the last line, which stays empty
+        for block, added in details[: _fitting([len(added) for _, added in details], room)]:
+            block.extend(added)
+
+    def _left(self, n_lines: int, reserve: int) -> int | None:
+        return None if self.height is None else max(0, self.height - n_lines - reserve)
 
 
 def _fitting(heights: Sequence[int], room: int | None) -> int:
@@ -112,7 +130,7 @@ def _job(job: JobSnapshot, now: float, width: int) -> list[Text]:
     head = Text(record["id"], style="bold")
     head.append(f"  {record['state']}", style=_JOB_STYLES.get(record["state"], "not bold"))
     facts = [f"step {record['step']} of {record['steps']}" if record["steps"] else ""]
-    facts.append(remaining(record, job.recent))
+    facts.append(remaining(record, job.recent[-RECENT_STEPS:]))
     if job.dollars:
         facts.append(f"{dollars(job.dollars)} ({dollars(job.dollars_per_step)} a step)")
     if job.preemptions:
@@ -125,20 +143,34 @@ def _job(job: JobSnapshot, now: float, width: int) -> list[Text]:
         lines.append(_curve(job, width))
     if record["state"] in ENDED:
         return lines
-    if wait := record["waiting"]:
-        is_long = now - unix_s(wait["since"]) > _LONG_WAIT_S
-        lines += _paragraph(wait_line(wait, now), "yellow" if is_long else "", width)
+    if doing := activity_line(record, now):
+        wait = record["waiting"]
+        is_long = wait is not None and now - unix_s(wait["since"]) > _LONG_WAIT_S
+        lines += _paragraph(doing, "yellow" if is_long else "", width)
     for warning in record.get("warnings", ()):
         lines += _paragraph(f"warning: {warning}", "yellow", width)
     return lines
 
 
+def _details(job: JobSnapshot) -> list[str]:
+    """Return why the last step took as long as it did, and what the reserved workers alone would have cost."""
+    texts = [job.last_step.text()] if job.last_step and job.record["state"] not in ENDED else []
+    return texts + ([reserved_only_text(job.reserved_only, job.dollars)] if job.reserved_only else [])
+
+
 def _curve(job: JobSnapshot, width: int) -> Text:
     values, name = job.curve, f"{_INDENT}{job.curve_name} "
-    number = f" {values[0]:.4g} -> {values[-1]:.4g}"
+    number = f" {_change(values)}"
+    if job.evaluation:
+        evaluation = f"  {job.evaluation_name} {_change(job.evaluation)}"
+        number += evaluation if width - len(name + number + evaluation) >= _NARROWEST_CHART else ""
     room = min(_WIDEST_CHART, width - len(name) - len(number))
     values = _averaged(values, max(1, room))
     return Text.assemble(name, chart(values, min(values), max(values), room), number)
+
+
+def _change(values: Sequence[float]) -> str:
+    return f"{values[0]:.4g} -> {values[-1]:.4g}" if len(values) > 1 else f"{values[0]:.4g}"
 
 
 def _averaged(values: Sequence[float], n: int) -> list[float]:

@@ -23,7 +23,7 @@ from rlboost.services.rollout_manager.scrape_targets import ScrapeTarget, scrape
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.services.rollout_manager.timestamps import iso_times
 from rlboost.services.rollout_manager.token_routes import add_token_routes
-from rlboost.services.rollout_manager.wait_status import job_wait_status, redis_wait
+from rlboost.services.rollout_manager.wait_status import job_phase, job_wait_status, redis_wait
 from rlboost.services.rollout_manager.weights import weights_overview
 from rlboost.shared.errors import BusUnavailable, StoreUnavailable
 from rlboost.shared.http.authentication import needs
@@ -128,7 +128,7 @@ def _add_jobs(router: APIRouter, manager: Manager, bus: Bus, token: str) -> None
     @router.get("/jobs", tags=["jobs"])
     @needs("read")
     async def list_jobs() -> list[dict[str, Any]]:
-        """Return every job, oldest first: state, step, current wait, error."""
+        """Return every job, oldest first: state, step, current phase and wait, error."""
         jobs: list[Job | QuarantinedJob] = [*manager.world.jobs.values(), *manager.world.quarantined.values()]
         jobs.sort(key=lambda job: job.no)
         return [_public(manager, job) for job in jobs]
@@ -136,7 +136,11 @@ def _add_jobs(router: APIRouter, manager: Manager, bus: Bus, token: str) -> None
     @router.get("/jobs/{job_id}", tags=["jobs"], responses=problems(404))
     @needs("read")
     async def show_job(job_id: str) -> dict[str, Any]:
-        """Return one job: state, step, metrics of its last step, current wait, error."""
+        """Return one job: state, step, metrics of its last step, current phase and wait, error.
+
+        `phase` is what its trainer does: `name`, `step` (from 0), `since`, and `last_s`, how long that took in the last
+        step; null while no trainer holds the job.
+        """
         return _public(manager, find_job(manager, job_id))
 
     @router.get("/jobs/{job_id}/spec", tags=["jobs"], responses=_JOB)
@@ -195,10 +199,11 @@ async def _create(manager: Manager, bus: Bus, token: str, job_id: str, spec: Job
 
 
 def _public(manager: Manager, job: Job | QuarantinedJob) -> dict[str, Any]:
-    waiting = None
+    phase = waiting = None
     if isinstance(job, Job) and not job.ended:
+        phase = job_phase(manager.world, job)
         waiting = redis_wait(manager.turn_began_at, time.time()) or job_wait_status(manager.world, job)
-    return iso_times({**job.public(), "waiting": waiting})
+    return iso_times({**job.public(), "phase": phase, "waiting": waiting})
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------

@@ -9,10 +9,11 @@ _TIMES = ("created_at", "started_at", "finished_at", "joined_at", "last_heartbea
 
 
 def iso_times(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields with their Unix seconds as ISO 8601 text, those of a wait in them too."""
+    """Return the fields with their Unix seconds as ISO 8601 text, those of a phase or wait in them too."""
     shown = dict(fields)
-    if shown.get("waiting"):
-        shown["waiting"] = iso_times(shown["waiting"])
+    for name in ("phase", "waiting"):
+        if shown.get(name):
+            shown[name] = iso_times(shown[name])
     for name in _TIMES:
         if isinstance(shown.get(name), float | int):
             shown[name] = datetime.fromtimestamp(shown[name], UTC).isoformat()

@@ -1,4 +1,4 @@
-"""What a job waits for: its trainer's own wait, a missing trainer, or samples that no worker can take."""
+"""What a job does, and what it waits for: its trainer's own wait, a missing trainer, or a worker for its samples."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ def job_wait_status(world: World, job: Job) -> dict[str, Any] | None:
     progress = world.progress.get(job.id)
     if progress is None or progress.trainer_renewed_at is None:
         return None  # this manager has not read the trainer's lease yet
-    silence_s = progress.trainer_checked_at - progress.trainer_renewed_at
-    if progress.trainer_status is None or silence_s > TRAINER_SILENCE_S:
+    if not _has_trainer(progress):
         because = "it does not renew its lease on this job: it died, cannot reach Redis, or cannot read the job: "
         return public_wait("the trainer", because + "look at its log", progress.trainer_renewed_at, kind="trainer")
     if progress.stalled_since is not None:
@@ -43,6 +42,40 @@ def job_wait_status(world: World, job: Job) -> dict[str, Any] | None:
         subject = "a worker that is ready with this job's weights"
         return public_wait(subject, because, progress.stalled_since, limit_s, kind="worker")
     return _trainers_wait(world.fleet, job, progress)
+
+
+def job_phase(world: World, job: Job) -> dict[str, Any] | None:
+    """Return what the trainer does, None while none holds the job.
+
+    Its fields are `name`; `step`, from 0; `since` (Unix seconds); and `last_s`, how long it took in the last step, None
+    where that is not measured.
+    """
+    progress = world.progress.get(job.id)
+    if job.ended or progress is None or not _has_trainer(progress):
+        return None
+    status = json.loads(progress.trainer_status or "{}")
+    if "phase_since" not in status:
+        return None  # a trainer of an earlier release
+    phase = {"name": status["phase"], "step": status["step"], "since": status["phase_since"]}
+    return phase | {"last_s": _last_duration_s(status["phase"], job.latest)}
+
+
+def _has_trainer(progress: JobProgress) -> bool:
+    """Return True if a trainer holds the job and renews its lease."""
+    if progress.trainer_status is None or progress.trainer_renewed_at is None:
+        return False
+    return progress.trainer_checked_at - progress.trainer_renewed_at <= TRAINER_SILENCE_S
+
+
+def _last_duration_s(phase: str, latest: dict[str, float]) -> float | None:
+    """Return how long a phase took in the step with these metrics; training includes generation and waits."""
+    publish_s = latest.get("time/publish_s", 0.0)
+    match phase:
+        case "training" if "time/step_s" in latest:
+            return latest["time/step_s"] - publish_s
+        case "publishing" if publish_s:
+            return publish_s
+    return None
 
 
 def redis_wait(turn_began_at: float | None, now: float) -> dict[str, Any] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -44,10 +45,12 @@ class ActiveJob:
     """True once the job has ended here: its lease is no longer renewed."""
     phase: Phase = "starting"
     step: int = 0
+    phase_since: float = field(default_factory=time.time)
+    """When the phase began (Unix seconds)."""
 
     def enter(self, phase: Phase, step: int) -> None:
         """Begin a phase."""
-        self.phase, self.step = phase, step
+        self.phase, self.step, self.phase_since = phase, step, time.time()
 
     async def wait_for_lease(self, waits: Waits, limit_s: float) -> None:
         """Wait until this trainer holds the job's lease: that of a dead trainer expires, a live one keeps it.

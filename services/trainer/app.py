@@ -341,6 +341,7 @@ class Trainer:
             "price_per_hour": self._price_per_hour,
             "phase": job.phase,
             "step": job.step,
+            "phase_since": job.phase_since,
             "waiting": waiting[0].public() if waiting else None,
             "at": time.time(),  # the manager detects a trainer that renews no longer
         }

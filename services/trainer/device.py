@@ -114,7 +114,7 @@ class DeviceTurn:
             self.busy_s += time.monotonic() - began
 
     async def _turn(self) -> None:
-        because = f"the reserved engines generate for step {self._step} on it"
+        because = f"the reserved engines generate for step {self._step + 1} on it"
         try:
             async with self._waits.on("the device", because=because, limit_s=self._limit_s):
                 await self._owned.wait()

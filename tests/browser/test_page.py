@@ -55,6 +55,9 @@ def test_page_shows_steps_losses_waits_and_samples_and_pauses_the_job(box: Black
     sync_api.expect(page.locator("#preemption-line")).to_contain_text("0 duplicates, 0 dropped")
     sync_api.expect(page.locator("#preemption-table")).to_contain_text("none")
 
+    sync_api.expect(page.locator("#waiting")).to_contain_text(
+        re.compile(r"^(Training step \d+|Publishing weights), for ")
+    )
     trainer = box.processes("trainer")[0]["pid"]
     os.kill(trainer, signal.SIGSTOP)
     try:

@@ -223,6 +223,28 @@ def test_step_text_says_why_a_step_took_longer_than_those_before(files: Page) ->
     assert usual == "Step 5 took 4.0 s: waiting for samples 50 %, training 50 %."
 
 
+PHASE = {"name": "training", "step": 6, "since": "2026-01-01T00:00:00Z", "last_s": 50.0}
+WAIT = {"for": "samples", "because": "7 of 8", "since": "2026-01-01T00:00:30Z", "limit_s": 600.0}
+
+
+def test_activity_text_names_the_phase_and_the_wait(files: Page) -> None:
+    jobs = [
+        {"phase": PHASE},
+        {"phase": {**PHASE, "name": "publishing", "last_s": None}},
+        {"phase": PHASE, "waiting": WAIT},
+        {"phase": {**PHASE, "name": "paused"}, "waiting": {**WAIT, "limit_s": None}},
+        {"finished_at": "2026-01-01T00:00:00Z"},
+    ]
+    code = "a[0].map((job) => m.activityText(job, Date.parse('2026-01-01T00:00:42Z')))"
+    assert call(files, "facts.js", code, jobs) == [
+        "Training step 7, for 42 s (the last took 50 s).",
+        "Publishing weights, for 42 s.",
+        "Training step 7, for 42 s (the last took 50 s). Waiting for samples: 7 of 8 (for 12 s; limit 10 min).",
+        "Waiting for samples: 7 of 8 (for 12 s).",
+        "",
+    ]
+
+
 COST = {
     "dollars": 10.0,
     "dollars_per_step": 0.5,

@@ -176,7 +176,7 @@ async def test_killed_adapter_trainer_resumes_from_adapter_and_published_base(
         worker.stop_before = STEPS - 1
         async with killed.trainer(killed=True):
             await killed.command("create")
-            await killed.waits_for(f"samples of step {STEPS - 1}")
+            await killed.waits_for(f"samples of step {STEPS}")
         worker.stop_before = None
         killed.lease_runs_out()
         async with killed.trainer():

@@ -197,7 +197,7 @@ class Rig:
         due = step - step % self.job.trainer.checkpoint_every
         async with self.trainer(killed=True):
             await self.command("create")
-            await self.waits_for(f"samples of step {step}")
+            await self.waits_for(f"samples of step {step + 1}")
             await eventually(lambda: not due or self._is_saved(due))
         self.manager.held = set()
         self.lease_runs_out()

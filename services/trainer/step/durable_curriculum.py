@@ -65,11 +65,11 @@ class DurableCurriculum:
             Fatal: see `Curriculum.plan`; or the user's function took too long.
 
         """
-        await self._ask(lambda: self._curriculum.plan(step), f"it chooses the prompts of step {step}")
+        await self._ask(lambda: self._curriculum.plan(step), f"it chooses the prompts of step {step + 1}")
 
     async def find(self, step: int, find: Callable[[Callable[[int], bool]], T]) -> T:
         """Return the result of `find`, called in a thread with `Curriculum.skips` of a planned step; see `prepare`."""
-        because = f"it chooses replacement prompts of step {step}"
+        because = f"it chooses replacement prompts of step {step + 1}"
         return await self._ask(lambda: find(partial(self._curriculum.skips, step)), because)
 
     async def _ask(self, call: Callable[[], T], because: str) -> T:

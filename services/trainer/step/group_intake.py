@@ -152,7 +152,7 @@ class GroupIntake:
             self._tally.left_out["equal_rewards"] += group is not None
 
     async def _scored(self, scoring: asyncio.Task[ScoredGroup | None]) -> ScoredGroup | None:
-        because = f"a complete group of step {self.step} has none yet"
+        because = f"a complete group of step {self.step + 1} has none yet"
         async with self._reward_wait(because, n_groups=len(self._planned)):
             await asyncio.wait({scoring})
         return await scoring
@@ -176,7 +176,7 @@ class GroupIntake:
             return progress.text()
 
         if any(not task.done() for task in tasks):
-            async with self._reward_wait(f"the evaluation of step {self.step} is scored", len(tasks), scored):
+            async with self._reward_wait(f"the evaluation after step {self.step} is scored", len(tasks), scored):
                 await asyncio.wait(tasks)
         return [group for task in tasks if (group := await task) is not None]
 
@@ -200,7 +200,7 @@ class GroupIntake:
             Fatal: scoring takes too long.
 
         """
-        because = f"{self.n_undecided} groups of step {self.step} may have to be replaced"
+        because = f"{self.n_undecided} groups of step {self.step + 1} may have to be replaced"
         async with self._reward_wait(because, n_groups=self.n_undecided):
             while self.n_undecided and self.groups.complete:
                 self._decided.clear()

@@ -81,7 +81,7 @@ class MultiTurn:
         """Reset the groups' environments; see `Rollouts.start`."""
         # Each call has its own limit; in addition, a process may be busy with conversations of earlier steps.
         limit_s = self._job.limit_s + self._spec.timeout_s * len(groups)
-        because = f"{len(groups)} groups of step {self._step} start"
+        because = f"{len(groups)} groups start"
         try:
             async with self._job.waits.on("the environment", because=because, limit_s=limit_s):
                 started = await asyncio.gather(*(self._start(group) for group in groups))

@@ -105,7 +105,7 @@ class StepRun:
 
     async def _collect(self) -> None:
         groups, progress = self._intake.groups, CountProgress("samples")
-        subject = f"samples of step {self._step}" if self._intake.n_train else "samples of the evaluation"
+        subject = f"samples of step {self._step + 1}" if self._intake.n_train else "samples of the evaluation"
         while True:
             self._turn.set_owned(owned=groups.trainer_has_device)
             if self._idle_before_s is None and not self._intake.n_initial_pending:

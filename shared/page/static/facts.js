@@ -42,13 +42,23 @@ export function curve(rows, names) {
 // The rows of steps whose time is known; the row after the last step has only an evaluation.
 export const timedSteps = (rows, job) => rows.filter((row) => row["time/step_s"] && row.step < (job.steps || Infinity));
 
-// One sentence on what a job waits for: what, why, since when, until when.
-export function waitingText(job, now) {
-  const wait = job.waiting;
-  if (!wait) return job.finished_at ? "" : job.state === "paused" ? "Paused." : "Not waiting.";
-  const since = duration((now - Date.parse(wait.since)) / 1000);
-  const limit = wait.limit_s ? `; limit ${duration(wait.limit_s)}` : "";
-  return `Waiting for ${wait.for}: ${wait.because} (for ${since}${limit}).`;
+// What a job does and what it waits for: what, why, since when, until when.
+export function activityText(job, now) {
+  const { phase, waiting: wait } = job, since = (one) => duration((now - Date.parse(one.since)) / 1000);
+  if (!phase && !wait) return job.finished_at ? "" : job.state === "paused" ? "Paused." : "Not waiting.";
+  const texts = [];
+  if (phase && !(wait && phase.name === "paused")) {
+    const last = phase.last_s ? ` (the last took ${duration(phase.last_s)})` : "", name = phaseName(phase);
+    texts.push(`${name[0].toUpperCase()}${name.slice(1)}, for ${since(phase)}${last}.`);
+  }
+  if (wait) texts.push(`Waiting for ${wait.for}: ${wait.because} (for ${since(wait)}${wait.limit_s ? `; limit ${duration(wait.limit_s)}` : ""}).`);
+  return texts.join(" ");
+}
+
+// What a job's trainer does, as 'rlboost top' says it.
+export function phaseName({ name, step }) {
+  if (name === "training") return `training step ${step + 1}`;
+  return { publishing: "publishing weights", finishing: "saving the model" }[name] ?? name;
 }
 
 // Why a step took as long as it did: its parts, how it differs from the ten steps before it, and what happened meanwhile.

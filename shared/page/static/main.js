@@ -4,7 +4,7 @@
 import { ApiError, events, forgetToken, get, hasToken, isReadOnly, post, present, report, setToken, takeTokenOfLink } from "./api.js";
 import { areas, gantt, lineChart, stepBars } from "./charts.js";
 import { el } from "./dom.js";
-import { auditRows, cheaperTexts, costText, CURVES, curve, dollars, duration, fleetText, keptWorth, number, preemptionCost, preemptionText, stepText, timedSteps, waitingText, workerName } from "./facts.js";
+import { activityText, auditRows, cheaperTexts, costText, CURVES, curve, dollars, duration, fleetText, keptWorth, number, phaseName, preemptionCost, preemptionText, stepText, timedSteps, workerName } from "./facts.js";
 import { lives, migrations, preemptions, stepIncidents } from "./history.js";
 import { showSamples } from "./samples.js";
 
@@ -153,9 +153,9 @@ function drawJobLinks(jobs) {
 }
 
 function drawJobs(jobs) {
-  table($("job-table"), ["job", "state", "step", "reward", "waiting for"], jobs.toReversed().map((job) => [
+  table($("job-table"), ["job", "state", "step", "reward", "now"], jobs.toReversed().map((job) => [
     el("a", { href: `#/jobs/${encodeURIComponent(job.id)}` }, job.id), job.state, `${job.step} of ${job.steps ?? "-"}`,
-    number(job.latest?.["reward/mean"]), job.waiting?.for ?? ""]), "No job yet: 'rlboost run JOB.yaml' starts one.");
+    number(job.latest?.["reward/mean"]), job.waiting ? `waiting for ${job.waiting.for}` : job.phase ? phaseName(job.phase) : ""]), "No job yet: 'rlboost run JOB.yaml' starts one.");
 }
 
 function drawWorkers(workers, fleet) {
@@ -178,7 +178,7 @@ function drawJob({ rows, events: past, answers: { job, fleet, audit, cost, spec 
   $("state").textContent = job.state;
   $("state").className = `badge ${job.state}`;
   drawActions(job);
-  $("waiting").textContent = job.error ? `Error: ${job.error}` : waitingText(job, now);
+  $("waiting").textContent = job.error ? `Error: ${job.error}` : activityText(job, now);
   $("waiting").hidden = !$("waiting").textContent;
   $("waiting").classList.toggle("slow", Boolean(job.waiting) && now - Date.parse(job.waiting.since) > 30_000);
   $("warnings").replaceChildren(...(job.warnings ?? []).map((text) => el("p", { class: "warning" }, text)));

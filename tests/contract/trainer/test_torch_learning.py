@@ -147,7 +147,7 @@ async def test_killed_job_with_critic_ends_with_the_same_bits(tmp_path: Path) ->
     async with rig.trainer(killed=True):
         await rig.command("create")
         await eventually(lambda: 2 in rig.weights.versions, within_s=60)
-        await rig.waits_for("samples of step 2")
+        await rig.waits_for("samples of step 3")
     rig.lease_runs_out()
     rig.manager.held = set()
     assert (await run(rig))[-1]["value/loss"] == expected[-1]["value/loss"]

@@ -425,17 +425,20 @@ def test_an_answer_that_is_a_problem_is_one_line(rest: FakeRest) -> None:
     assert result.stderr == "rlboost: Conflict: job j is completed: it can not resume any more\n"
 
 
-def test_status_shows_state_step_wait_and_metrics(rest: FakeRest) -> None:
+def test_status_shows_state_step_phase_wait_and_metrics(rest: FakeRest) -> None:
     waiting = {"for": "the trainer", "because": "it died", "since": "2026-01-01", "limit_s": 2592000.0}
+    phase = {"name": "training", "step": 2, "since": "2026-01-01", "last_s": 5.0}
     rest.on(
-        "GET /v1/jobs/j-1", ok(job("running", 2, waiting=waiting, latest={"reward/mean": 0.25}, warnings=["all 0"]))
+        "GET /v1/jobs/j-1",
+        ok(job("running", 2, phase=phase, waiting=waiting, latest={"reward/mean": 0.25}, warnings=["all 0"])),
     )
     rest.on("GET /v1/jobs/j-1/metrics", ok([{"step": step, "time/step_s": 60.0 + step} for step in range(2)]))
     shown = rlboost("status", "j-1").stdout
     for part in (
         "running",
         "2 of 3",
-        "the trainer because it died",
+        "training step 3, for",
+        "(the last took 5 s); waiting for the trainer because it died",
         "30 days at most",
         "step 2",
         "0.25",
@@ -558,7 +561,8 @@ def test_hints_repeat_the_state_folder() -> None:
 
 
 def test_ps_lists_processes_jobs_and_workers(rest: FakeRest) -> None:
-    rest.on("GET /v1/jobs", ok([job("running", 1)]))
+    phase = {"name": "publishing", "step": 1, "since": "2026-01-01T00:00:00+00:00", "last_s": None}
+    rest.on("GET /v1/jobs", ok([job("running", 1, phase=phase)]))
     rest.on("GET /v1/workers", ok([WORKER]))
     record = ProcessRecord("worker-1", "preemptible", 77, "2026-01-01T00:00:00+00:00", 2, alive=True)
     state = StateDir(Path(".rlboost"))
@@ -570,7 +574,7 @@ def test_ps_lists_processes_jobs_and_workers(rest: FakeRest) -> None:
     assert answer["processes"][0]["restarts"] == 2
     assert answer["jobs"][0]["id"] == "j-1"
     assert answer["workers"] == [WORKER]
-    for part in ("worker-1", "77", "j-1", "1/3", "worker-1-abcd", "ready"):
+    for part in ("worker-1", "77", "j-1", "1/3", "publishing weights", "worker-1-abcd", "ready"):
         assert part in shown
 
 

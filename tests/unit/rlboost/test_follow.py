@@ -7,32 +7,90 @@ import pytest
 
 from rlboost import follow
 from rlboost.client import Client, ClientError
-from rlboost.job_lines import duration, fitted, remaining, step_line
+from rlboost.job_lines import activity_line, duration, fitted, phase_line, remaining, step_line, unix_s
 from rlboost.shared.errors import ConfigError
 from tests.support.fake_rest import FakeRest, job, ok, problem
 
 
-def wait(for_: str, because: str = "so") -> dict[str, str]:
+def wait(for_: str, because: str = "so") -> dict[str, Any]:
     return {"for": for_, "because": because}
 
 
-def test_a_long_wait_is_reported_once_a_minute() -> None:
-    waits = follow._LongWaits()
-    told = [
-        waits.is_news(wait_now, now)
-        for now, wait_now in [
-            (0.0, wait("samples", "0 of 8 are there")),
-            (4.9, wait("samples", "7 of 8 are there")),
-            (5.0, wait("samples", "7 of 8 are there")),
-            (64.9, wait("samples", "7 of 8 are there")),
-            (65.0, wait("samples", "8 of 8 are there")),
-            (70.0, None),
-            (76.0, wait("samples")),
-            (77.0, wait("a worker")),
-            (82.0, wait("a worker")),
-        ]
+def training(step: int, last_s: float | None = None) -> dict[str, Any]:
+    return {"name": "training", "step": step, "since": "2026-01-01T00:00:00+00:00", "last_s": last_s}
+
+
+def reported(*shown: tuple[float, dict[str, Any]]) -> list[tuple[float, str]]:
+    """Return when which kind of change was yielded, of a running job with these fields at these times."""
+    progress = follow.Progress(0)
+    progress.next_step(job("running"))
+    return [
+        (now, kind)
+        for now, fields in shown
+        for kind, _ in progress.changes(job("running", **fields), [], now)
+        if kind != "job"
     ]
-    assert told == [False, False, True, False, True, False, False, False, True]
+
+
+def test_a_long_wait_is_reported_once_a_minute() -> None:
+    shown = reported(
+        (0.0, {"waiting": wait("samples", "0 of 8 are there")}),
+        (4.9, {"waiting": wait("samples", "7 of 8 are there")}),
+        (5.0, {"waiting": wait("samples", "7 of 8 are there")}),
+        (64.9, {"waiting": wait("samples", "7 of 8 are there")}),
+        (65.0, {"waiting": wait("samples", "8 of 8 are there")}),
+        (70.0, {}),
+        (76.0, {"waiting": wait("samples")}),
+        (77.0, {"waiting": wait("a worker")}),
+        (82.0, {"waiting": wait("a worker")}),
+    )
+    assert shown == [(5.0, "wait"), (65.0, "wait"), (82.0, "wait")]
+
+
+def test_a_phase_is_reported_each_minute_in_which_nothing_is_waited_for() -> None:
+    shown = reported(
+        (0.0, {"phase": training(1)}),
+        (59.0, {"phase": training(1)}),
+        (60.0, {"phase": training(1)}),
+        (119.0, {"phase": training(1)}),
+        (120.0, {"phase": training(1), "waiting": wait("samples")}),
+        (180.0, {"phase": training(1)}),
+        (190.0, {"phase": training(2)}),
+        (240.0, {"phase": training(2)}),
+        (250.0, {"phase": training(2)}),
+    )
+    assert [(at, kind) for at, kind in shown if kind == "phase"] == [
+        (60.0, "phase"),
+        (180.0, "phase"),
+        (250.0, "phase"),
+    ]
+
+
+AT = unix_s("2026-01-01T00:00:42+00:00")
+
+
+@pytest.mark.parametrize(
+    ("phase", "line"),
+    [
+        (training(6), "training step 7, for 42 s"),
+        (training(6, last_s=50.0), "training step 7, for 42 s (the last took 50 s)"),
+        (training(6) | {"name": "publishing", "last_s": 3.0}, "publishing weights, for 42 s (the last took 3 s)"),
+        (training(6) | {"name": "finishing"}, "saving the model, for 42 s"),
+        (training(6) | {"name": "of a newer release"}, "of a newer release, for 42 s"),
+    ],
+)
+def test_phase_line_names_the_phase_and_how_long_it_takes(phase: dict[str, Any], line: str) -> None:
+    assert phase_line(phase, AT) == line
+
+
+def test_activity_line_has_the_phase_and_the_wait() -> None:
+    waiting = wait("samples") | {"since": "2026-01-01T00:00:30+00:00"}
+    line = "training step 7, for 42 s; waiting for samples because so (12 s so far)"
+    assert activity_line(job("running", phase=training(6), waiting=waiting), AT) == line
+    paused = training(6) | {"name": "paused"}
+    assert activity_line(job("paused", phase=paused, waiting=waiting), AT) == line.partition("; ")[2]
+    assert activity_line(job("paused", phase=paused), AT) == "paused, for 42 s"
+    assert activity_line(job("running"), AT) == ""
 
 
 @pytest.mark.parametrize(

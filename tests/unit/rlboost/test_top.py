@@ -10,11 +10,24 @@ import pytest
 from rich.console import Console
 
 from rlboost.client import Client
+from rlboost.shared.page.files import STATIC
+from rlboost.top.fleet_facts import fleet_text
 from rlboost.top.snapshot import JOBS_SHOWN, JobSnapshot, Snapshot, SnapshotReader
+from rlboost.top.step_time import PARTS, Difference, last_step_time
 from rlboost.top.view import View
 from tests.support.fake_rest import FakeRest, job, ok, problem
 
-FLEET = {"present": 2, "reserved": 0, "by_state": {"ready": 1, "pulling": 1}, "tokens_per_s": 1234.5}
+SCALING = {"workers": "auto", "limited_by": None, "dollars_per_hour": 0, "max_dollars_per_hour": None, "pools": []}
+FLEET = {
+    "present": 2,
+    "reserved": 0,
+    "by_state": {"ready": 1, "pulling": 1},
+    "tokens_per_s": 1234.5,
+    "target_workers": None,
+    "worth_of_one_more": None,
+    "autoscaling": SCALING,
+}
+FREE = {"dollars": 0.0, "dollars_per_step": None, "reserved_only": None}
 AT = 1_767_225_600.0  # 2026-01-01T00:00:00Z
 
 
@@ -38,8 +51,12 @@ def running(**fields: Any) -> JobSnapshot:
     return JobSnapshot(job("running", 2, **fields), "reward/mean", [0.0, 1.0], [{"time/step_s": 2.0}], 0.5, 0.25)
 
 
-def snapshot(jobs: list[JobSnapshot], workers: list[dict[str, Any]]) -> Snapshot:
-    return Snapshot(AT, "http://127.0.0.1:8700", FLEET, jobs, 0, workers)
+def snapshot(jobs: list[JobSnapshot], workers: list[dict[str, Any]], **fleet: Any) -> Snapshot:
+    return Snapshot(AT, "http://127.0.0.1:8700", FLEET | fleet, jobs, 0, workers)
+
+
+def step(number: int, wait_s: float, **metrics: float) -> dict[str, float]:
+    return {"step": number - 1, "time/step_s": wait_s + 2.0, "time/wait_s": wait_s, "time/train_s": 2.0} | metrics
 
 
 def drawn(shown: Snapshot, width: int = 80, height: int | None = None, **fields: Any) -> list[str]:
@@ -66,7 +83,9 @@ def test_snapshot_has_active_jobs_first_and_present_workers(rest: FakeRest) -> N
     rest.on("GET /v1/jobs", ok([job("pending"), *ended]))
     for record in ended:
         rest.on(f"GET /v1/jobs/{record['id']}/metrics", ok([]))
-        rest.on(f"GET /v1/jobs/{record['id']}/cost", ok({"dollars": 0.0, "dollars_per_step": None}))
+        rest.on(
+            f"GET /v1/jobs/{record['id']}/cost", ok({"dollars": 0.0, "dollars_per_step": None, "reserved_only": None})
+        )
         rest.on(f"GET /v1/jobs/{record['id']}/audit", ok({"preemptions": {}}))
     seen = SnapshotReader().read(client(rest))
     assert [shown.record["id"] for shown in seen.jobs] == ["j-1", *(f"old-{i}" for i in range(JOBS_SHOWN - 1, 0, -1))]
@@ -81,7 +100,7 @@ def test_reader_asks_only_for_new_steps(rest: FakeRest) -> None:
         ok([{"step": 0, "reward/mean": 0.1}, {"step": 1, "reward/mean": 0.2}]),
         ok([{"step": 2, "reward/mean": 0.3}]),
     )
-    rest.on("GET /v1/jobs/j-1/cost", ok({"dollars": 1.5, "dollars_per_step": 0.75}))
+    rest.on("GET /v1/jobs/j-1/cost", ok({"dollars": 1.5, "dollars_per_step": 0.75, "reserved_only": None}))
     rest.on("GET /v1/jobs/j-1/audit", ok({"preemptions": {"with_notice": 2, "without_notice": 1}}))
     reader = SnapshotReader()
     reader.read(client(rest))
@@ -100,14 +119,19 @@ def test_snapshot_of_a_quarantined_job_has_no_cost(rest: FakeRest) -> None:
     assert seen.dollars == 0.0
 
 
-def test_view_shows_what_a_job_waits_for_and_what_it_costs() -> None:
+def test_view_shows_what_a_job_does_and_waits_for_and_what_it_costs() -> None:
     wait = {"for": "samples", "because": "3 of 8 are there", "since": "2026-01-01T00:00:00+00:00", "limit_s": 600.0}
+    phase = {"name": "training", "step": 2, "since": "2026-01-01T00:00:18+00:00", "last_s": 50.0}
     shown = running(waiting=wait)
     shown.preemptions = 1
     lines = drawn(snapshot([shown], [worker("w-1")]), width=100)
     assert "j-1  running  step 2 of 3  about 2 s left (2 s a step)  $0.50 ($0.25 a step)  1 preemption" in lines
     assert "  reward/mean ▁█ 0 -> 1" in lines
-    assert "  waiting for samples because 3 of 8 are there (60 s so far, 10 min at most)" in lines
+    waiting = "waiting for samples because 3 of 8 are there (60 s so far, 10 min at most)"
+    assert f"  {waiting}" in lines
+    doing = "training step 3, for 42 s (the last took 50 s)"
+    assert f"  {doing}" in drawn(snapshot([running(phase=phase)], []))
+    assert f"  {doing}; {waiting}" in drawn(snapshot([running(phase=phase, waiting=wait)], []), width=140)
     assert lines[-1].split() == ["w-1", "spot", "torch-cpu", "ready", "3", "4", "0", "617", "0.40", "j-1"]
 
 
@@ -121,12 +145,128 @@ def test_view_shows_how_far_the_wait_of_a_worker_is_where_there_is_room() -> Non
     assert line not in drawn(snapshot([], workers), width=100, height=height - 2)
 
 
+# --- details: the last step, the fleet, the reserved workers alone ----------------------------------------------------
+
+STEP = (
+    "step 6 took 10 s: waiting for samples 80 %, training 20 %. That is 6.0 s longer than the median of the 5 steps "
+    "before, mostly waiting for samples (6.0 s longer)"
+)
+RESERVED_ONLY = {"seconds": 7200.0, "dollars": 1.0, "break_even_price_per_hour": None}
+ALONE = (
+    "the reserved workers alone would have taken about 2 h and cost $1.00: with spot workers the job is 50 % cheaper"
+)
+WORTH = {"job_id": "j-1", "tokens_per_hour": 5e5, "dollars_per_hour": 2.0, "price_per_hour": 1.5}
+
+
+def test_last_step_time_says_why_it_took_longer_as_the_page_does() -> None:
+    rows = [step(n, 2.0) for n in range(1, 6)]
+    usual = last_step_time(rows, 6)
+    assert usual is not None
+    assert usual.text() == "step 5 took 4.0 s: waiting for samples 50 %, training 50 %"
+    slow = last_step_time([*rows, step(6, 8.0), {"step": 6, "time/step_s": 99.0, "eval/pass@1": 1.0}], 6)
+    assert slow is not None
+    assert slow.text() == STEP
+    assert slow.parts["waiting for samples"] == 8.0
+    quick = last_step_time([*rows, step(6, 0.5)], 6)
+    assert quick is not None
+    assert quick.difference == Difference(5, -1.5, "waiting for samples", -1.5)
+    assert last_step_time(rows[:0], 6) is None
+
+
+def test_parts_of_a_step_are_those_of_the_page() -> None:
+    page = (STATIC / "facts.js").read_text()
+    for metric, name in PARTS:
+        assert f'["{metric}", "{name}", ' in page
+
+
+def test_snapshot_has_the_last_step_the_evaluation_and_the_cost_without_spot_workers(rest: FakeRest) -> None:
+    rows = [step(n, 2.0, **({"eval/pass@1": n / 10} if n % 2 else {})) for n in range(1, 6)]
+    cost = {"dollars": 0.5, "dollars_per_step": 0.1, "reserved_only": RESERVED_ONLY}
+    rest.on("GET /v1/jobs", ok([job("running", 5, steps=9)]), ok([job("running", 6, steps=9)]))
+    rest.on("GET /v1/jobs/j-1/metrics", ok(rows), ok([step(6, 8.0)]))
+    rest.on("GET /v1/jobs/j-1/cost", ok(cost))
+    rest.on("GET /v1/jobs/j-1/audit", ok({"preemptions": {}}))
+    reader = SnapshotReader()
+    reader.read(client(rest))
+    (seen,) = reader.read(client(rest)).public()["jobs"]
+    assert seen["last_step"] == {
+        "step": 6,
+        "seconds": 10.0,
+        "parts": {
+            "reserved workers generate": 0.0,
+            "waiting for samples": 8.0,
+            "training": 2.0,
+            "publishing weights": 0.0,
+            "other": 0.0,
+        },
+        "difference": {"steps": 5, "seconds": 6.0, "part": "waiting for samples", "part_seconds": 6.0},
+    }
+    assert (seen["evaluation_name"], seen["evaluation"]) == ("eval/pass@1", [0.1, 0.3, 0.5])
+    assert seen["reserved_only"] == RESERVED_ONLY
+
+
+def test_fleet_text_has_target_worth_price_and_autoscaling() -> None:
+    pool = {"kind": "h100", "target": 3, "max_workers": 8, "error": None}
+    scaling = SCALING | {"dollars_per_hour": 6.3, "max_dollars_per_hour": 10.0, "pools": [pool]}
+    text = fleet_text(FLEET | {"target_workers": 5, "worth_of_one_more": WORTH, "autoscaling": scaling})
+    assert text == (
+        "up to 5 spot workers would shorten the steps; one more would generate 500,000 more tokens per hour, worth "
+        "$2.00, and cost $1.50; all workers cost $6.30 per hour of at most $10.00; autoscaling (auto): 3 of at most 8 "
+        "h100"
+    )
+    stuck = SCALING | {"limited_by": "max_workers", "pools": [pool | {"target": None, "error": "no quota"}]}
+    assert fleet_text(FLEET | {"target_workers": 1, "autoscaling": stuck}) == (
+        "more than 1 spot workers would not shorten the steps; autoscaling (auto): - of at most 8 h100, limited by "
+        "max_workers, provider: no quota"
+    )
+    assert fleet_text(FLEET) == ""
+
+
+def test_view_has_details_whole_or_not_at_all_and_leaves_workers_a_third() -> None:
+    shown = running()
+    shown.evaluation_name, shown.evaluation = "eval/pass@1", [0.1, 0.5]
+    shown.last_step = last_step_time([*(step(n, 2.0) for n in range(1, 6)), step(6, 8.0)], 6)
+    shown.reserved_only = RESERVED_ONLY
+    whole = snapshot([shown], [worker(f"w-{i}") for i in range(20)], target_workers=5)
+    details = ("up to 5 spot workers would shorten the steps", STEP, ALONE)
+
+    def seen(height: int | None) -> tuple[list[bool], list[str]]:
+        lines = drawn(whole, height=height)
+        text = " ".join(" ".join(lines).split())
+        return [detail in text for detail in details], lines
+
+    assert seen(None)[0] == [True, True, True]
+    present, lines = seen(24)
+    assert present == [True, True, True]
+    assert "  reward/mean ▁█ 0 -> 1  eval/pass@1 0.1 -> 0.5" in lines
+    assert sum("spot" in line and "ready" in line for line in lines) >= 7
+    order = []
+    for height in range(24, 8, -1):
+        present, lines = seen(height)
+        assert len(lines) <= height
+        order.append(sum(present))
+        assert present == [True] * sum(present) + [False] * (3 - sum(present)), "the last ones are left out first"
+        assert ("took 10 s" in " ".join(lines)) is present[1]
+    assert order == sorted(order, reverse=True)
+    assert order[-1] == 0
+
+
+def test_view_of_an_ended_job_has_no_last_step() -> None:
+    ended = JobSnapshot(job("completed", 6), last_step=last_step_time([step(6, 8.0)], 6), reserved_only=RESERVED_ONLY)
+    text = " ".join(" ".join(drawn(snapshot([ended], []))).split())
+    assert "step 6 took" not in text
+    assert "the reserved workers alone" in text
+
+
 @pytest.mark.parametrize(("width", "height"), [(40, 12), (80, 24), (120, 40), (200, 10)])
 @pytest.mark.parametrize("n_workers", [3, 50])
 def test_view_fits_every_terminal(width: int, height: int, n_workers: int) -> None:
     wait = {"for": "the store", "because": "pull " * 30, "since": "2026-01-01T00:00:00+00:00"}
     jobs = [running(id=f"job-{i}", warnings=["w" * 30 + " x" * 60]) for i in range(6)]
-    lines = drawn(snapshot(jobs, [worker(f"w-{i}", waiting=wait) for i in range(n_workers)]), width, height)
+    for each in jobs:
+        each.last_step, each.reserved_only = last_step_time([step(6, 8.0)], 6), RESERVED_ONLY
+    workers = [worker(f"w-{i}", waiting=wait) for i in range(n_workers)]
+    lines = drawn(snapshot(jobs, workers, target_workers=5), width, height)
     assert len(lines) <= height
     assert max(map(len, lines)) <= width
     assert any("more worker" in line for line in lines) is (n_workers == 50)

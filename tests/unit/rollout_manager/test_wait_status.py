@@ -14,7 +14,7 @@ import pytest
 from rlboost.services.rollout_manager import wait_status
 from rlboost.services.rollout_manager.domain.apply_messages import apply_message
 from rlboost.services.rollout_manager.domain.world import Now, World
-from rlboost.services.rollout_manager.wait_status import TRAINER_SILENCE_S, job_wait_status
+from rlboost.services.rollout_manager.wait_status import TRAINER_SILENCE_S, job_phase, job_wait_status
 from rlboost.shared import progress
 from rlboost.shared.errors import BusUnavailable
 from rlboost.shared.messages import JobReport, JobState, UseVersion, Wait, WorkerHeartbeat, WorkerJoined, WorkerLeft
@@ -175,6 +175,47 @@ def test_wait_for_samples_shows_who_generates_and_how_fast() -> None:
     assert running.wait()["because"] == "7 of 8 samples have arrived; in flight: 1,200 on 1 worker (35 tokens/s)"
 
 
+# --- what the trainer does --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "latest", "last_s"),
+    [
+        ("training", {"time/step_s": 50.0, "time/publish_s": 8.0}, 42.0),
+        ("training", {"time/step_s": 50.0}, 50.0),
+        ("training", {}, None),
+        ("publishing", {"time/step_s": 50.0, "time/publish_s": 8.0}, 8.0),
+        ("publishing", {"time/step_s": 50.0}, None),
+        ("finishing", {"time/step_s": 50.0, "time/publish_s": 8.0}, None),
+    ],
+)
+def test_phase_shows_how_long_it_took_in_the_last_step(
+    name: str, latest: dict[str, float], last_s: float | None
+) -> None:
+    running = Running()
+    job = running.world.jobs["j"]
+    job.latest = latest
+    status = json.dumps({"phase": name, "step": 3, "phase_since": 990.0, "waiting": None})
+    running.progress.on_trainer_status(status, NOW.wall)
+    assert job_phase(running.world, job) == {"name": name, "step": 3, "since": 990.0, "last_s": last_s}
+
+
+def test_phase_is_unknown_without_a_trainer_and_of_an_earlier_release() -> None:
+    running = Running()
+    job = running.world.jobs["j"]
+    assert job_phase(running.world, job) is None, "its lease does not say when the phase began"
+    status = json.dumps({"phase": "training", "step": 3, "phase_since": 990.0, "waiting": None})
+    running.progress.on_trainer_status(status, NOW.wall)
+    assert job_phase(running.world, job) is not None
+    running.progress.on_trainer_status(status, NOW.wall + TRAINER_SILENCE_S + 0.1)
+    assert job_phase(running.world, job) is None
+    running.progress.on_trainer_status(None, NOW.wall + 4.0)
+    assert job_phase(running.world, job) is None
+    running.progress.on_trainer_status(status, NOW.wall + 5.0)
+    apply_message(running.world, JobReport(job_id="j", state="completed", step=4), "5-0", NOW)
+    assert job_phase(running.world, job) is None
+
+
 # --- what workers report ----------------------------------------------------------------------------------------------
 
 
@@ -241,17 +282,22 @@ async def system() -> AsyncIterator[System]:
     await system.http.aclose()
 
 
-async def test_status_shows_the_trainers_wait_then_its_absence(system: System) -> None:
+async def test_status_shows_the_trainers_phase_and_wait_then_its_absence(system: System) -> None:
     lease = names.trainer_lease(system.job)
     waiting = {"for": "the rewards", "because": "a group", "since": 0.0, "limit_s": 5.0}
-    await system.bus.renew(lease, json.dumps({"waiting": waiting, "at": 1.0}), 60.0)
+    status = {"phase": "training", "step": 0, "phase_since": 0.0, "waiting": waiting, "at": 1.0}
+    await system.bus.renew(lease, json.dumps(status), 60.0)
     system.manager._trainers_checked_at = -math.inf
     await system.manager.turn()
-    assert (await system.shown())["waiting"] == waiting | {"since": "1970-01-01T00:00:00+00:00"}
+    since = {"since": "1970-01-01T00:00:00+00:00"}
+    shown = await system.shown()
+    assert shown["waiting"] == waiting | since
+    assert shown["phase"] == {"name": "training", "step": 0, "last_s": None} | since
     await system.bus.transact([Delete(lease)])
     system.manager._trainers_checked_at = -math.inf
     await system.manager.turn()
-    assert (await system.shown())["waiting"]["for"] == "the trainer"
+    shown = await system.shown()
+    assert (shown["waiting"]["for"], shown["phase"]) == ("the trainer", None)
 
 
 async def test_status_names_redis_before_a_request_to_it_times_out(

@@ -162,7 +162,7 @@ async def test_trainer_killed_during_a_checkpoint_resumes_from_the_one_before(tm
     rig.manager.held = {3}
     async with rig.trainer(killed=True):
         await rig.command("create")
-        await rig.waits_for("samples of step 3")
+        await rig.waits_for("samples of step 4")
         await eventually(lambda: store.writing == 1)
     # The thread of the dead one may end whenever it likes.
     rig.checkpoints = MemoryCheckpoints(tmp_path / "c")
@@ -194,7 +194,7 @@ async def test_job_resumes_from_the_older_checkpoint_without_generating_twice(tm
 
     async with rig.trainer(killed=True):
         await rig.command("create")
-        await rig.waits_for("samples of step 5")
+        await rig.waits_for("samples of step 6")
         await eventually(is_trimmed)
     assert await steps_in_stream() >= {2, 3, 4}
     newest = store._retained.pop()

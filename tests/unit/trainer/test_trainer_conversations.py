@@ -178,7 +178,7 @@ async def test_successor_continues_conversations_and_trains_on_the_same_rows(
     rig.manager.withholds = is_late
     async with rig.trainer(killed=True):
         await rig.command("create")
-        await rig.waits_for("samples of step 2")
+        await rig.waits_for("samples of step 3")
     await rig.manager.release()
     rig.lease_runs_out()
     async with rig.trainer():

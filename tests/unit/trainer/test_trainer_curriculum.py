@@ -221,7 +221,7 @@ async def test_curriculum_records_prompts_before_they_are_requested(tmp_path: Pa
     rig.manager.held = {2}
     async with rig.trainer(killed=True):
         await rig.command("create")
-        await rig.waits_for("samples of step 2")
+        await rig.waits_for("samples of step 3")
     records = await rig.bus.hash_all(names.job_curriculum(JOB))
     entries = await rig.bus.read({names.rollouts_requested(JOB): START}, count=100)
     asked = [int(unpack(e.message.prompt, I32)[1]) for e in entries if isinstance(e.message, GroupRequested)]
@@ -286,7 +286,7 @@ async def test_a_function_that_never_answers_ends_the_job_and_is_named(
         report = await rig.ended()
     stop.set()
     assert report.state == "failed"
-    assert "for the curriculum (it chooses the prompts of step 0): make data.curriculum.function faster" in report.error
+    assert "for the curriculum (it chooses the prompts of step 1): make data.curriculum.function faster" in report.error
 
 
 async def test_superseded_trainer_cannot_overwrite_recorded_scores() -> None:

@@ -122,12 +122,12 @@ async def test_evaluation_shows_how_many_samples_have_arrived_and_are_scored(tmp
     async with rig.trainer():
         await rig.command("create")
         both = "8 of 12 samples have arrived (0 of 4 for the evaluation)"
-        await eventually(waits_for("samples of step 0", both))
+        await eventually(waits_for("samples of step 1", both))
         await rig.manager.release(lambda sample: SampleId.unpack(sample)[1:3] == (True, 1))
         await eventually(waits_for("samples of the evaluation", "0 of 4 samples have arrived"))
         may_score.clear()
         await rig.manager.release()
-        await eventually(waits_for("the rewards", "the evaluation of step 1 is scored: 0 of 3 groups"))
+        await eventually(waits_for("the rewards", "the evaluation after step 1 is scored: 0 of 3 groups"))
         may_score.set()
         assert (await rig.ended()).state == "completed"
 
@@ -169,7 +169,7 @@ async def test_device_is_used_only_between_seeding_end_and_reopening(tmp_path: P
     stream = names.rollouts_finished(JOB)
     async with rig.trainer():
         await rig.command("create")
-        await rig.waits_for("samples of step 0")
+        await rig.waits_for("samples of step 1")
         await rig.bus.append(stream, SeedingEnded(step=0, window_s=1.0, reason="window"))
         await rig.bus.append(stream, SeedingReopened(step=0))
         rig.manager.held = set()
@@ -252,7 +252,7 @@ async def test_cancel_during_a_wait_for_samples_takes_effect_within_1_s(tmp_path
     rig.manager.held = {1}
     async with rig.trainer():
         await rig.command("create")
-        await rig.waits_for("samples of step 1")
+        await rig.waits_for("samples of step 2")
         await _cancel(rig)
     assert await rig.bus.claim(names.JOB_COMMANDS, names.TRAINER_GROUP, "x", min_idle_s=0) == []
 
@@ -316,22 +316,26 @@ async def _paused_again(rig: Rig) -> bool:
     return (await rig.states()).count("paused") == 2
 
 
-async def test_trainer_lease_names_the_current_wait(tmp_path: Path) -> None:
+async def test_trainer_lease_names_the_current_phase_and_wait(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
-    rig.manager.held = {1}
+    rig.manager.held = {0}
     async with rig.trainer():
         await rig.command("create")
 
-        async def told() -> dict[str, Any] | None:
+        async def told(step: int) -> dict[str, Any] | None:
             [text] = await rig.bus.lease_values([names.trainer_lease(JOB)])
             body: dict[str, Any] = json.loads(text) if text else {}
-            return body if body.get("step") == 1 and body["waiting"] else None
+            return body if body.get("step") == step and body["waiting"] else None
 
-        body = await eventually(told)
+        before = await eventually(lambda: told(0))
+        assert before is not None
+        rig.manager.held = {1}
+        body = await eventually(lambda: told(1))
         assert body is not None
         assert body["phase"] == "training"
         assert body["price_per_hour"] == PRICE_PER_HOUR
-        assert body["waiting"]["for"] == "samples of step 1"
+        assert before["phase_since"] < body["phase_since"] <= body["at"]
+        assert body["waiting"]["for"] == "samples of step 2"
         assert body["waiting"]["kind"] == "samples"
         assert body["waiting"]["because"] == "0 of 8 samples have arrived"
         rig.manager.held = set()
@@ -481,7 +485,7 @@ async def test_a_silence_that_lasts_too_long_fails_the_job_by_name(tmp_path: Pat
     async with rig.trainer():
         await rig.command("create")
         report = await rig.ended()
-    assert "samples of step 0" in report.error
+    assert "samples of step 1" in report.error
     assert "0 of 8" in report.error
 
 

@@ -26,7 +26,7 @@ async def test_superseded_trainer_drops_its_job_without_a_report(tmp_path: Path)
     rig.manager.held = {2}
     async with rig.trainer(name="first"):
         await rig.command("create")
-        await rig.waits_for("samples of step 2")
+        await rig.waits_for("samples of step 3")
         # It was paused for longer than its lease, and another has it now.
         await another_takes_it(rig)
         assert await eventually(lambda: rig.engine.closed)
@@ -51,7 +51,7 @@ async def test_superseded_trainer_takes_the_next_job(tmp_path: Path) -> None:
     rig.manager.held = {2}
     async with rig.trainer():
         await rig.command("create")
-        await rig.waits_for("samples of step 2")
+        await rig.waits_for("samples of step 3")
         await another_takes_it(rig)
         assert await eventually(lambda: rig.engine.closed)
         rig.manager.held = set()
@@ -70,7 +70,7 @@ async def test_waiting_trainer_does_not_repeat_an_ended_job(
     rig.manager.held = {2}
     async with rig.trainer():
         await rig.command("create")
-        await rig.waits_for("samples of step 2")
+        await rig.waits_for("samples of step 3")
         first = rig.engine
         async with rig.trainer():
             await rig.waits_for("the lease of the job")
@@ -87,7 +87,7 @@ async def test_trainer_reports_no_failure_of_a_job_it_does_not_hold(tmp_path: Pa
     rig.manager.held = {2}
     async with rig.trainer():
         await rig.command("create")
-        await rig.waits_for("samples of step 2")
+        await rig.waits_for("samples of step 3")
 
         def refuse() -> FakeEngine:
             raise ConfigError("model: 'm' is no directory here")
@@ -105,7 +105,7 @@ async def test_expired_lease_is_renewed_if_it_is_still_free(tmp_path: Path) -> N
     rig.manager.held = {2}
     async with rig.trainer():
         await rig.command("create")
-        await rig.waits_for("samples of step 2")
+        await rig.waits_for("samples of step 3")
         rig.lease_runs_out()
         assert await eventually(lambda: _held(rig))
         rig.manager.held = set()
@@ -149,7 +149,7 @@ async def test_conflicting_weights_end_the_process_without_a_report(tmp_path: Pa
     async def until_another_commits() -> None:
         async with rig.trainer():
             await rig.command("create")
-            await rig.waits_for("samples of step 1")
+            await rig.waits_for("samples of step 2")
             rig.weights.versions[2] = rig.weights.versions[1]
             rig.manager.held = set()
             await eventually(lambda: rig.engine.closed)

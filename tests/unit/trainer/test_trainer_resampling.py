@@ -270,4 +270,4 @@ async def test_missing_scores_fail_the_job_with_the_named_wait(tmp_path: Path) -
         await rig.command("create")
         report = await rig.ended()
     assert report.state == "failed"
-    assert "for the rewards (3 groups of step 0 may have to be replaced)" in report.error
+    assert "for the rewards (3 groups of step 1 may have to be replaced)" in report.error

@@ -75,7 +75,7 @@ async def killed(rig: Rig, point: str, step: int) -> None:
         if point == "recorded":
             await eventually(lambda: bus.reached)
         else:
-            await rig.waits_for(f"samples of step {step}")
+            await rig.waits_for(f"samples of step {step + 1}")
             await eventually(lambda: rig.manager._withheld)
             await eventually(lambda: (asked(rig).keys() - of_step) & replacements(rig, step))
     if point == "recorded":
