@@ -182,12 +182,12 @@ class JobRun:
             await self._streams.emit_event("warning", text=text)
         if (data := resources.data).n_too_long or data.n_too_long_eval:
             await self._streams.emit_event(
-                "prompts_left_out",
-                because=f"they have {self._spec.data.limits}",
-                train=data.n_too_long,
-                train_left=len(data.train),
-                evaluation=data.n_too_long_eval,
-                evaluation_left=len(data.evaluation),
+                "prompts_filtered",
+                reason=self._spec.data.limits,
+                train_filtered=data.n_too_long,
+                train_remaining=len(data.train),
+                eval_filtered=data.n_too_long_eval,
+                eval_remaining=len(data.evaluation),
             )
         versions = VersionPublisher(resources.engine, resources.weights, self._device, self._streams, resources.probe)
         await versions.refresh_head()

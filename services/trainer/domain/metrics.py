@@ -97,7 +97,7 @@ class StepTally:
         if n_groups := len(self.scored) + len(self.evaluated) + n_dropped:
             row["groups/dropped_ratio"] = n_dropped / n_groups
         row |= {f"groups/dropped/{reason}": n for reason, n in sorted(self.dropped.items())}
-        row |= {f"dropped_groups/{reason}": n for reason, n in sorted(self.left_out.items())}
+        row |= {f"groups/excluded/{reason}": n for reason, n in sorted(self.left_out.items())}
         if self.penalties:
             row["reward/overlong_penalty"] = _mean(self.penalties)
         times = self.durations
