@@ -5,6 +5,7 @@ Those modules import their implementation only when a command runs, so that `--h
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
@@ -35,6 +36,7 @@ from rlboost.commands import (
 )
 from rlboost.commands import eval as evaluation
 from rlboost.commands.common import new_app
+from rlboost.shared.variables import ignored
 
 app = new_app("Train language models with reinforcement learning, with rollouts on spot GPUs.", top=True)
 init.register(app)
@@ -77,6 +79,9 @@ def _options(
     ] = False,
 ) -> None:
     """Hold the options of the command itself."""
+    del version  # its callback prints it
+    for problem in ignored(os.environ):
+        typer.echo(f"rlboost: warning: {problem}", err=True)
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ import difflib
 import os
 import sys
 from collections.abc import Mapping
+from contextvars import ContextVar
 from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import AliasChoices, Field, SecretStr, ValidationError
@@ -24,25 +25,24 @@ from pydantic_settings import (
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.tls import ServerCertificate, server_certificate
 from rlboost.shared.validation import describe
+from rlboost.shared.variables import COMMON, PREFIX, RENAMED
 
-_COMMON = ("redis_url", "token", "tls_cert", "tls_key", "tls_ca", "log_level", "log_format")
-RENAMED: Mapping[str, str] = {
-    "RLBOOST_WORKER_BEAT_INTERVAL_S": "RLBOOST_WORKER_HEARTBEAT_INTERVAL_S",
-    "RLBOOST_WORKER_CANARY_TOLERANCE": "RLBOOST_WORKER_PARITY_TOLERANCE",
-}
-"""Former name of an environment variable -> its present name, which the error names."""
+_SIMILAR = 0.7
+"""Least similarity of a name to a setting's that makes it a suggestion, as `difflib` measures it."""
+_environment: ContextVar[Mapping[str, str] | None] = ContextVar("environment", default=None)
+"""What is read instead of this process's environment."""
 
 
 def environment_without_settings(*kept: str) -> dict[str, str]:
     """Return this process's environment for a child, without our settings (some are secrets) but those kept."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("RLBOOST_") or name in kept}
+    return {name: value for name, value in os.environ.items() if not name.startswith(PREFIX) or name in kept}
 
 
 class ServiceSettings(BaseSettings):
     """The settings that all services have."""
 
     model_config = SettingsConfigDict(frozen=True, extra="forbid", populate_by_name=True)
-    prefix: ClassVar[str] = "RLBOOST_"
+    prefix: ClassVar[str] = PREFIX
 
     redis_url: str = Field("redis://127.0.0.1:6379/0", description="URL of Redis")
     token: SecretStr = Field(
@@ -82,7 +82,7 @@ class ServiceSettings(BaseSettings):
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         """Add the short environment names of the common fields."""
         super().__pydantic_init_subclass__(**kwargs)
-        for name in _COMMON:
+        for name in COMMON:
             upper = name.upper()
             cls.model_fields[name].validation_alias = AliasChoices(name, f"{cls.prefix}{upper}", f"RLBOOST_{upper}")
         cls.model_rebuild(force=True)
@@ -90,7 +90,9 @@ class ServiceSettings(BaseSettings):
 
 class _ProjectEnvironment(EnvSettingsSource):
     def _load_env_vars(self) -> Mapping[str, str | None]:
-        return {name: value for name, value in super()._load_env_vars().items() if name.startswith("rlboost_")}
+        given = _environment.get()
+        everything = super()._load_env_vars() if given is None else {name.lower(): given[name] for name in given}
+        return {name: value for name, value in everything.items() if name.startswith(PREFIX.lower())}
 
 
 S = TypeVar("S", bound=ServiceSettings)
@@ -107,14 +109,8 @@ def read(cls: type[S], args: list[str] | None = None) -> S:
         ConfigError: a value is invalid, or a variable with the service's prefix names no setting.
 
     """
-    known = {f"{cls.prefix}{name}".upper() for name in cls.model_fields}
-    for variable in os.environ:
-        if cls.prefix != "RLBOOST_" and variable.startswith(cls.prefix) and variable not in known:
-            similar = RENAMED.get(variable) or next(iter(difflib.get_close_matches(variable, known, 1)), None)
-            raise ConfigError(
-                f"environment variable {variable} names no setting; "
-                + (f"did you mean {similar}?" if similar else "remove it")
-            )
+    given = _environment.get()
+    _require_known_names(cls, os.environ if given is None else given)
     try:
         source: CliSettingsSource[S] = CliSettingsSource(
             cls,
@@ -125,4 +121,41 @@ def read(cls: type[S], args: list[str] | None = None) -> S:
         )
         return cls(_cli_settings_source=source)
     except ValidationError as error:
-        raise ConfigError("settings: " + "; ".join(describe(error))) from error
+        lines = describe(error) if given is None else [_with_variable(cls, line, given) for line in describe(error)]
+        raise ConfigError("settings: " + "; ".join(lines)) from error
+
+
+def check(cls: type[ServiceSettings], environment: Mapping[str, str]) -> None:
+    """Check the settings with which a service would start in this environment.
+
+    Raises:
+        ConfigError: see `read`.
+
+    """
+    token = _environment.set(environment)
+    try:
+        read(cls, [])
+    finally:
+        _environment.reset(token)
+
+
+def _require_known_names(cls: type[ServiceSettings], environment: Mapping[str, str]) -> None:
+    names = [name.upper() for name in cls.model_fields]
+    for variable in sorted(environment):
+        name = variable.removeprefix(cls.prefix)
+        if cls.prefix == PREFIX or name == variable or name in names:
+            continue
+        # Without the prefix, with which every name is similar.
+        similar = difflib.get_close_matches(name, names, 1, _SIMILAR)
+        known = RENAMED.get(variable) or (f"{cls.prefix}{similar[0]}" if similar else "")
+        raise ConfigError(
+            f"environment variable {variable} names no setting; "
+            + (f"did you mean {known}?" if known else "remove it or fix its spelling")
+        )
+
+
+def _with_variable(cls: type[ServiceSettings], line: str, environment: Mapping[str, str]) -> str:
+    """Return an error about a field with the variable that gave its value."""
+    field, _, text = line.partition(": ")
+    variables = (f"{cls.prefix}{field}".upper(), f"{PREFIX}{field}".upper())
+    return next((f"{variable}: {text}" for variable in variables if variable in environment), line)

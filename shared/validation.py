@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 Place = tuple[int | str, ...]
+Advice = Callable[[str, object], str]
+"""(dotted key, value) -> what to write instead."""
 
 _ARM = re.compile(r"(?:literal|tuple|list|dict|constrained|function)[\[-].*|str|int|float|bool")
 """Location parts with which pydantic names one alternative of a union."""
@@ -85,17 +87,21 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-def describe(error: ValidationError, model: type[BaseModel] | None = None, whole: str = "job") -> list[str]:
+def describe(
+    error: ValidationError, model: type[BaseModel] | None = None, whole: str = "job", advice: Advice | None = None
+) -> list[str]:
     """Return one line per invalid field, such as `data.train: missing: give it`.
 
     Args:
         error: pydantic's error.
         model: the validated class; an unknown key that resembles one of its keys gets a suggestion.
         whole: names the place of an error about everything.
+        advice: returns what to write instead of an unknown key, from its dotted name and value, or an empty text; it
+            takes precedence over a similar key.
 
     """
     found: dict[Place, list[ErrorDetails]] = {}
-    items = [_with_suggestion(_normalize_key_error(item), model) for item in error.errors()]
+    items = [_with_suggestion(_normalize_key_error(item), model, advice) for item in error.errors()]
     above = {item["loc"][:depth] for item in items for depth in range(len(item["loc"]))}
     for item in items:
         if item["type"] == "too_short" and item["loc"] in above:
@@ -117,7 +123,8 @@ def one_of(given: object, words: Sequence[str]) -> str:
     choice = f"{', '.join(others)} or {last}"
     if not isinstance(given, str):
         return f"should be {choice}"
-    similar = difflib.get_close_matches(given, words, 1)
+    by_lower = {word.lower(): word for word in words}
+    similar = [by_lower[word] for word in difflib.get_close_matches(given.lower(), by_lower, 1)]
     hint = f"did you mean {similar[0]!r}? Use" if similar else "use"
     return f"{_shown(given)} is unknown: {hint} {choice}"
 
@@ -141,11 +148,13 @@ def _normalize_key_error(item: ErrorDetails) -> ErrorDetails:
     return item
 
 
-def _with_suggestion(item: ErrorDetails, model: type[BaseModel] | None) -> ErrorDetails:
-    """Add the most similar known key to an error about an unknown key, if there is one."""
-    if model is None or item["type"] != "extra_forbidden":
+def _with_suggestion(item: ErrorDetails, model: type[BaseModel] | None, advice: Advice | None) -> ErrorDetails:
+    """Add to an error about an unknown key the advice, or else the most similar known key, if there is one."""
+    if item["type"] != "extra_forbidden":
         return item
-    similar = difflib.get_close_matches(str(item["loc"][-1]), _keys(model, item["loc"][:-1]), 1)
+    if advice and (text := advice(".".join(map(str, item["loc"])), item["input"])):
+        return {**item, "type": "misspelt", "msg": f"unknown key: {text}"}
+    similar = difflib.get_close_matches(str(item["loc"][-1]), _keys(model, item["loc"][:-1]), 1) if model else []
     return {**item, "type": "misspelt", "msg": f"unknown key: did you mean {similar[0]}?"} if similar else item
 
 

@@ -7,7 +7,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
@@ -36,8 +36,23 @@ OverridesArgument = Annotated[
 DEFAULT_STATE = Path(".rlboost")
 
 
+VERBS: Mapping[str, str] = {
+    **dict.fromkeys(("stop", "kill"), "'rlboost cancel JOB' ends a job, 'rlboost down' stops the system"),
+    **dict.fromkeys(("jobs", "list", "ls"), "use 'rlboost ps'"),
+    **dict.fromkeys(("submit", "train"), "use 'rlboost run JOB.yaml'"),
+    "start": "'rlboost up' starts a system, 'rlboost run JOB.yaml' a job",
+}
+"""Verbs of other tools -> ours."""
+
+
 class _Commands(TyperGroup):
     """Prints expected errors as one line, `rlboost: ...`, and exits with their exit code."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Answer another tool's verb with ours, not with the most similar one."""
+        if args and args[0] in VERBS:
+            ctx.fail(f"No such command {args[0]!r}: {VERBS[args[0]]}")
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:  # the class of a context differs between typer releases
         try:
@@ -101,10 +116,12 @@ def endpoint(state: Path) -> tuple[str, str]:
     if url and (config is None or config.url != url):
         raise ConfigError(f"RLBOOST_URL is {url}, but its token is not known: set RLBOOST_TOKEN")
     if config is None:
-        why = "is still starting" if folder.running() else folder.end() or "does not run"
+        end = folder.end()
+        why = "is still starting" if folder.running() else end if end and not end.reason else "does not run"
+        last = f" (the last one {end})" if end and end.reason else ""
         start = command("up", state)
         raise ConfigError(
-            f"the system in {state} {why}: start one with '{start}', or set RLBOOST_URL and RLBOOST_TOKEN"
+            f"the system in {state} {why}: start one with '{start}', or set RLBOOST_URL and RLBOOST_TOKEN{last}"
         )
     return config.url, token or config.token
 

@@ -68,7 +68,7 @@ def _of_job(events: list[JobEvent]) -> Iterator[EventLine]:
                 yield EventLine(event.at, "warn", "  no spot worker is left: the reserved engine generates again")
             case "checkpoint_saved":
                 yield EventLine(event.at, "plain", f"  checkpoint after step {fields['step']}")
-            case "job_state":
+            case "job_state_changed":
                 because = f": {_first_line(fields['error'])}" if fields["error"] else ""
                 yield EventLine(event.at, "plain", f"  the job is {fields['state']}{because}")
             case "group_dropped":

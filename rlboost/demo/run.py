@@ -243,7 +243,7 @@ def record_file(state: Path) -> Path:
 
 def _is_last(event: ServerEvent) -> bool:
     fields: dict[str, Any] = event.data["fields"]
-    return event.kind == "job_state" and fields["state"] in ENDED
+    return event.kind == "job_state_changed" and fields["state"] in ENDED
 
 
 def _stalled(seen: Observation, state: Path) -> str:

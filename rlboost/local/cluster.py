@@ -10,6 +10,7 @@ async with LocalCluster(LocalOptions(workers=3)) as cluster:
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import shutil
 import time
@@ -40,6 +41,7 @@ from rlboost.local.state import Config, ProcessRecord, StateDir
 from rlboost.local.supervisor import ClusterEvent, Supervisor
 from rlboost.shared.disk_space import is_full
 from rlboost.shared.errors import ConfigError, DiskFull, Fatal, RLBoostError, leaves
+from rlboost.shared.settings import check
 
 _GRACE_S = 12.0
 """A worker may take 10 s to hand off after a stop (invariant 7)."""
@@ -62,7 +64,8 @@ class LocalCluster:
         spec_of: returns each process's command; tests substitute small programs.
 
     Raises:
-        ConfigError: on entering: a system already runs in the folder, a port is in use, Redis is not installed.
+        ConfigError: on entering: a system already runs in the folder, a port is in use, Redis is not installed, a
+            service's setting is invalid.
         StartFailed: on entering: a process did not become ready.
         Fatal: on entering or leaving: the disk is full, or a limit of this machine is reached.
 
@@ -95,6 +98,7 @@ class LocalCluster:
                 self._ports = stack.enter_context(Ports(self.state.ports(), self.options.host))
                 self._context = self._launch_context()
                 specs = [self._spec_of(self._context, name, role) for name, role in initial_processes(self.options)]
+                _check_settings(specs)
                 self._forks = _fork_server(specs, self.state)
                 stack.callback(self._forks.close)
                 tasks = await stack.enter_async_context(asyncio.TaskGroup())
@@ -272,6 +276,19 @@ def _fork_server(specs: Sequence[ProcessSpec], state: StateDir) -> ForkServer:
     if len(heavy) > 1:
         forks.start()
     return forks
+
+
+def _check_settings(specs: Sequence[ProcessSpec]) -> None:
+    """Check the settings of all services before the first one starts, which takes seconds.
+
+    Raises:
+        ConfigError: a variable is unknown or has an invalid value.
+
+    """
+    for spec in specs:
+        if (module := spec.argv[-1]).startswith("rlboost.services."):
+            settings = importlib.import_module(f"{module}.settings").Settings
+            check(settings, {**os.environ, **spec.env})
 
 
 def _check_folder(cwd: Path) -> None:

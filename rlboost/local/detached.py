@@ -62,7 +62,8 @@ def _complaint(state: StateDir, log: Path, before: int) -> str:
     with log.open("rb") as written:
         written.seek(before)
         text = written.read().decode(errors="replace")
-    if complaint := text.rpartition("rlboost: ")[2].strip():
+    complaint = text.rpartition("rlboost: ")[2].strip()
+    if complaint and not complaint.startswith("warning: "):
         return complaint
     # A full disk keeps the supervisor from writing its log.
     end = state.end()

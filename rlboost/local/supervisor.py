@@ -294,4 +294,4 @@ class Supervisor:
 
 def _exit_report(slot: _Slot, what: str) -> str:
     lines: Sequence[str] = slot.child.output(_SHOWN_LINES)
-    return "\n".join([f"{what}; the end of {slot.spec.log}:", *(f"  {line}" for line in lines)])
+    return "\n".join([what, f"the end of {slot.spec.log}:", *(f"  {line}" for line in lines)])

@@ -151,7 +151,7 @@ class SampleTraces:
     def _take_event(self, kind: str, fields: Mapping[str, Any], at: float, job_id: str) -> list[Span]:
         if kind == "sample_scored":
             return self._score(fields, at)
-        if kind == "job_state" and fields["state"] in ENDED:
+        if kind == "job_state_changed" and fields["state"] in ENDED:
             return self._end_job(job_id, at)
         if kind == "samples_unassigned":
             self._unassigned[fields["worker"]].append((at, fields["cause"]))

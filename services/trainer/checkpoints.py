@@ -107,7 +107,7 @@ class Checkpoints:
         if (fallback := await self._device(self._resources.checkpoints.fallback)) is not None:
             self.covered_step = fallback.step
         begins = {"begins_with": resume} if self._starts_from_another_job else {}
-        await self._streams.emit_event("resumed", step=state.step, head=head, **begins)
+        await self._streams.emit_event("job_resumed", step=state.step, head=head, **begins)
         return state
 
     def state(self, step: int, finished_cursor: str = START, read_cursor: str = START) -> TrainState:

@@ -75,12 +75,12 @@ async def _load(spec: JobSpec, job: JobParts) -> None:
         await job.streams.emit_event("warning", text=text)
     if data.n_too_long or data.n_too_long_eval:
         await job.streams.emit_event(
-            "prompts_left_out",
-            because=f"they have {spec.data.limits}",
-            train=data.n_too_long,
-            train_left=len(data.train),
-            evaluation=data.n_too_long_eval,
-            evaluation_left=len(data.evaluation),
+            "prompts_filtered",
+            reason=spec.data.limits,
+            train_filtered=data.n_too_long,
+            train_remaining=len(data.train),
+            eval_filtered=data.n_too_long_eval,
+            eval_remaining=len(data.evaluation),
         )
 
 

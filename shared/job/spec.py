@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, fi
 
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.ids import MAX_STEPS
-from rlboost.shared.job import strict_yaml
+from rlboost.shared.job import other_trainers, strict_yaml
 from rlboost.shared.job.algorithm import AlgorithmSpec, with_former_defaults
 from rlboost.shared.job.data import DataSpec, EvalDataSpec, RlDataSpec, SftDataSpec, TrainDataSpec
 from rlboost.shared.job.fleet import (
@@ -275,7 +275,7 @@ def _job(raw: object, *, is_stored: bool) -> JobSpec:
     try:
         job = spec.model_validate(applicable)
     except ValidationError as error:
-        raise InvalidJob(describe(error, spec), rejected, because) from error
+        raise InvalidJob(describe(error, spec, advice=other_trainers.advice), rejected, because) from error
     if rejected:
         raise InvalidJob([], rejected, because)
     return job

@@ -20,6 +20,7 @@ from rlboost.shared.process import logs
 from rlboost.shared.process.dump_protection import protect_process_memory
 from rlboost.shared.settings import ServiceSettings, read
 from rlboost.shared.tls import CA_VARIABLE
+from rlboost.shared.variables import ignored
 
 log = structlog.get_logger(__name__)
 
@@ -113,6 +114,7 @@ def run_service(name: str, settings: type[S], main: Callable[[S, asyncio.Event],
         print(f"{name}: {error}", file=sys.stderr, flush=True)
         return EXIT_CONFIG
     logs.configure(name, level=config.log_level, form=config.log_format, secrets=config.secrets)
+    _warn_of_ignored_variables()
     if config.tls_ca:
         os.environ[CA_VARIABLE] = config.tls_ca  # for child processes, too
 
@@ -143,6 +145,11 @@ def run_service(name: str, settings: type[S], main: Callable[[S, asyncio.Event],
     except* RLBoostError as group:
         code = code or _report(name, group, EXIT_FAILED)
     return code
+
+
+def _warn_of_ignored_variables() -> None:
+    for problem in ignored(os.environ):
+        log.warning("variable_ignored", problem=problem)
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -26,7 +26,7 @@ def test_a_short_demo_makes_its_preemptions_and_its_report(tmp_path: Path) -> No
     assert record.audit["requested"] == record.audit["delivered"] > 0
     assert record.cpu_s["trainer"] > 0
     assert {event.kind for event in record.job_events} >= {
-        "job_state",
+        "job_state_changed",
         "worker_lost",
         "worker_left",
         "samples_migrated",

@@ -39,5 +39,5 @@ def test_job_on_two_machines_loses_no_sample_with_one(tmp_path: Path, monkeypatc
             join("b")
             box.until_completed(job_id)
         check(box, job_id, observer, spec)
-        assert "resumed" in {event["kind"] for event in box.events(job_id)}
+        assert "job_resumed" in {event["kind"] for event in box.events(job_id)}
         assert "machine_lost" in (box.state / "logs" / "trainer.log").read_text()

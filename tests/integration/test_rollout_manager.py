@@ -275,7 +275,7 @@ async def test_events_can_be_followed_and_resumed(system: System) -> None:
     system.start_worker("w1")
     await system.request(groups=1)
     await system.delivered(8)
-    seen = await _read_events(system, {}, lambda kinds: "worker_joined" in kinds and "job_state" in kinds)
+    seen = await _read_events(system, {}, lambda kinds: "worker_joined" in kinds and "job_state_changed" in kinds)
     rest = await _read_events(system, {"Last-Event-ID": seen[0][0]}, lambda kinds: len(kinds) >= len(seen) - 1)
     assert rest[: len(seen) - 1] == seen[1:]
     present = await system.http.get(_events_path(system), params={"follow": 0})  # ends although the job has not

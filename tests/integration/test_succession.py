@@ -207,7 +207,7 @@ async def test_clients_and_workers_reach_the_leader_through_the_standby(pair: Pa
 
     jobs, created, kinds = await asyncio.to_thread(ask)
     assert jobs == [pair.id, created]
-    assert "job_state" in kinds
+    assert "job_state_changed" in kinds
     joined = await join(pair.two.url, TOKEN, "w", "preemptible")
     assert await joined.bus.length(names.worker_reports(joined.worker)) == 0
     await joined.bus.close()

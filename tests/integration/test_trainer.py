@@ -288,8 +288,8 @@ async def test_a_job_trains_on_verls_parquet_by_several_rewards_of_both_signatur
         assert row["groups/dropped"] == 0
         assert row["reward/mean"] == pytest.approx(0.5 * row["reward/right/mean"] + 2 * row["reward/lengths/mean"])
         assert row["reward/lengths/mean"] > 0
-    [left_out] = [fields for kind, fields in await site.events("verl") if kind == "prompts_left_out"]
-    assert (left_out["train"], left_out["train_left"]) == (1, 8)
+    [left_out] = [fields for kind, fields in await site.events("verl") if kind == "prompts_filtered"]
+    assert (left_out["train_filtered"], left_out["train_remaining"]) == (1, 8)
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -366,7 +366,7 @@ async def test_sft_without_workers_survives_a_kill_and_its_model_is_evaluated(
 ) -> None:
     await fine_tuned(site, "tuned")
     await fine_tuned(site, "tuned-killed", kill_at=30)
-    [resumed] = [fields for kind, fields in await site.events("tuned-killed") if kind == "resumed"]
+    [resumed] = [fields for kind, fields in await site.events("tuned-killed") if kind == "job_resumed"]
     assert resumed["step"] >= 20
     assert site.model("tuned-killed") == site.model("tuned") == await published(site, "tuned", tmp_path)
     assert await site.head("tuned") == TUNING

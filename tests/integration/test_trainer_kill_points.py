@@ -194,7 +194,7 @@ async def test_dropout_draws_are_the_same_after_a_kill(site: Site, lives: Lives)
         await site.expire_lease("adapter-killed")
         await live_to_the_end(site, lives, "adapter-killed")
     assert site.model("adapter-killed") == site.model("adapter")
-    assert [fields["step"] for kind, fields in await site.events("adapter-killed") if kind == "resumed"] == [2]
+    assert [fields["step"] for kind, fields in await site.events("adapter-killed") if kind == "job_resumed"] == [2]
 
 
 async def test_job_resumes_from_the_object_store_elsewhere_and_in_another_job(
@@ -213,7 +213,7 @@ async def test_job_resumes_from_the_object_store_elsewhere_and_in_another_job(
         shutil.rmtree(site.folder / "runs/moved")  # another machine has an empty disk
         await live_to_the_end(site, lives, "moved")
     assert site.model("moved") == site.model("whole")
-    assert [fields["step"] for kind, fields in await site.events("moved") if kind == "resumed"] == [2]
+    assert [fields["step"] for kind, fields in await site.events("moved") if kind == "job_resumed"] == [2]
     async with site.manager("continued") as manager:
         await site.create(
             "continued", **(JOB | rates | {"trainer": trainer | {"resume": f"{s3_url}/moved/step-000004"}})

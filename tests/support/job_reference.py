@@ -20,9 +20,9 @@ from pydantic.fields import FieldInfo
 
 from rlboost.shared.job import spec as job_spec
 from rlboost.shared.job.algorithm import PRESETS, AlgorithmSpec
+from rlboost.shared.job.other_trainers import NAMES, Names
 from rlboost.shared.validation import Section
 from tests.support.generated_docs import ROOT, write_block
-from tests.support.other_trainers import NAMES, Names
 
 PAGE = ROOT / "docs" / "job-keys.md"
 OTHERS_PAGE = ROOT / "docs" / "coming-from.md"

@@ -22,7 +22,7 @@ def events_with_a_killed_rank(box: BlackBox, spec: dict[str, Any]) -> list[dict[
         box.until_completed(job_id)
     check(box, job_id, observer, spec)
     events = box.events(job_id)
-    assert "resumed" in {event["kind"] for event in events}
+    assert "job_resumed" in {event["kind"] for event in events}
     return events
 
 

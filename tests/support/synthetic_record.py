@@ -67,7 +67,7 @@ def gone(at: float, kind: str, name: str, reason: str, preempted: str | None, jo
 
 
 def job_events() -> list[JobEvent]:
-    events = [told(JOB_AT + 0.1, "job_state", state="running", before="pending", error="")]
+    events = [told(JOB_AT + 0.1, "job_state_changed", state="running", before="pending", error="")]
     for name in ("reserved-1", "worker-1", "worker-2", "worker-3"):
         events += [state(JOB_AT + 0.5, name, "pulling", "joining"), state(JOB_AT + 1, name, "ready", "pulling")]
     for step in range(STEPS):
@@ -88,7 +88,7 @@ def job_events() -> list[JobEvent]:
         told(LEFT_AT, "samples_unassigned", worker="worker-1-aaaa", samples=20, tokens=900, cause="left"),
         gone(LEFT_AT, "worker_left", "worker-1", "sigterm", "with_notice"),
         told(LEFT_AT, "samples_migrated", worker="worker-3-aaaa", samples=20, tokens=900),
-        told(END_AT, "job_state", state="completed", before="running", error=""),
+        told(END_AT, "job_state_changed", state="completed", before="running", error=""),
     ]
     for name, at in JOINED_AT.items():
         events += [

@@ -336,7 +336,7 @@ def _enter(world: World, job: Job, state: JobState, now: Now, error: str) -> Non
     before = job.state
     if not job.enter(state, now.wall, error):
         return
-    world.emit_event("job_state", now, job.id, state=job.state, before=before, error=error)
+    world.emit_event("job_state_changed", now, job.id, state=job.state, before=before, error=error)
     world.outbox.add(SaveJob(job))
     if job.state in ENDED:
         for sample in [s for s in world.ledger.samples.values() if s.request.job_id == job.id]:

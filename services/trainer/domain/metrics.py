@@ -113,7 +113,7 @@ class StepTally:
         row |= {f"groups/dropped/{reason}": n for reason, n in sorted(rollouts.dropped.items())}
         left_out = rollouts.left_out.copy()
         left_out.update(self.left_out)
-        row |= {f"dropped_groups/{reason}": n for reason, n in sorted(left_out.items())}
+        row |= {f"groups/excluded/{reason}": n for reason, n in sorted(left_out.items())}
         if rollouts.penalties:
             row["reward/overlong_penalty"] = _mean(rollouts.penalties)
         times = self.durations

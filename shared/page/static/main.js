@@ -254,7 +254,7 @@ function drawCards(job, rows, fleet, audit, cost, now) {
 
 function drawGantt() {
   const last = view.events.at(-1);
-  const now = last?.kind === "job_state" && ENDED.includes(last.fields.state) ? last.at * 1000 : present();
+  const now = last?.kind === "job_state_changed" && ENDED.includes(last.fields.state) ? last.at * 1000 : present();
   const moves = view.moves.filter(({ from, to }) => from !== to);
   const start = gantt($("gantt"), lives(view.events, view.jobId), moves, now - Number($("span").value) * 1000, now);
   areas($("speeds"), view.speeds, start ?? now, now);

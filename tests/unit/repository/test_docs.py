@@ -21,12 +21,12 @@ from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.settings import Settings as ManagerSettings
 from rlboost.shared import messages
 from rlboost.shared.job import spec as job_spec
+from rlboost.shared.job.other_trainers import NAMES
 from rlboost.shared.streams import names
 from rlboost.shared.streams.fakes import MemoryBus
 from tests.support import architecture_diagram, interface_reference, job_reference, settings_reference
 from tests.support.doc_snippets import DOCS, blocks_in
 from tests.support.generated_docs import read_block
-from tests.support.other_trainers import NAMES
 
 ROOT = Path(__file__).parents[3]
 _TOPS = r"services|shared|rlboost|tests|deploy|docs|examples|benchmarks|\.ci"

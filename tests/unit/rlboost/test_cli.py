@@ -96,7 +96,7 @@ def test_commands_without_a_system_name_how_to_start_one() -> None:
     [
         (
             "No space left on device",
-            r"ended at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d: No space left on device: start one with ",
+            r"does not run: start one with .* \(the last one ended at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d: No space left",
         ),
         ("", r"was stopped at \d{4}-"),
         (None, "ended and left no reason: its supervisor was killed, or the machine restarted"),
@@ -558,6 +558,19 @@ def test_hints_repeat_the_state_folder() -> None:
 
 
 # --- processes and workers --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("verb", "ours"), [("stop", "cancel JOB"), ("list", "ps"), ("train", "run JOB.yaml")])
+def test_verb_of_another_tool_is_answered_with_ours(verb: str, ours: str) -> None:
+    result = rlboost(verb, "x")
+    assert result.exit_code == 2
+    assert f"rlboost {ours}" in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_misspelt_variable_of_the_command_line_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLBOOST_URLL", "http://10.0.0.5:8700")
+    printed = "rlboost: warning: environment variable RLBOOST_URLL is ignored: did you mean RLBOOST_URL?\n"
+    assert rlboost("ps").stderr.startswith(printed)
 
 
 def test_ps_lists_processes_jobs_and_workers(rest: FakeRest) -> None:

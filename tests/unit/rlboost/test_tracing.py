@@ -164,14 +164,14 @@ def test_attempt_ends_by_the_first_cause_after_its_beginning(cause: str, error: 
         unassigned("a", cause),
         placed("b", 2),
         unassigned("a", "lost"),
-        event("job_state", state="failed"),
+        event("job_state_changed", state="failed"),
     ]
     (trace,) = taken(SampleTraces(), messages)
     assert ends(trace) == [("a", cause, error), ("b", "closed", "")]
 
 
 def test_attempt_whose_cause_of_end_is_unknown_is_no_error() -> None:
-    messages = [admitted(), placed("a", 1), placed("", 2), placed("b", 3), event("job_state", state="failed")]
+    messages = [admitted(), placed("a", 1), placed("", 2), placed("b", 3), event("job_state_changed", state="failed")]
     (trace,) = taken(SampleTraces(), messages)
     assert ends(trace) == [("a", "unassigned", ""), ("b", "closed", "")]
 
@@ -213,8 +213,8 @@ def test_sample_of_a_dropped_group_has_a_trace_after_the_next_step() -> None:
 
 def test_end_of_a_job_ends_its_traces() -> None:
     traces = SampleTraces()
-    assert not taken(traces, [admitted(n=2), *generated(), event("job_state", state="running")])
-    found = traces.take(event("job_state", state="cancelled"), 9.0, "j")
+    assert not taken(traces, [admitted(n=2), *generated(), event("job_state_changed", state="running")])
+    found = traces.take(event("job_state_changed", state="cancelled"), 9.0, "j")
     assert ["rlboost.dropped" in trace.attributes for trace in found] == [False, True]
     assert not traces.jobs
     assert not traces.remaining()
@@ -263,9 +263,14 @@ async def test_follow_skips_an_entry_that_it_cannot_apply() -> None:
     messages += [placed("a", 2).model_copy(update={"offsets": b""}), frame("a", 1, 0, 2, FINISH_STOP), closed()]
     for message in messages:
         await bus.append(names.TOKEN_LOG, message)
-    for message in (event("samples_unassigned"), event("sample_scored"), event("job_state")):
+    for message in (event("samples_unassigned"), event("sample_scored"), event("job_state_changed")):
         await bus.append(names.job_events("j"), message)
-    for kind in ("worker_joined", "worker_joined", "worker_joined", "job_state"):  # the last after the last sample
+    for kind in (
+        "worker_joined",
+        "worker_joined",
+        "worker_joined",
+        "job_state_changed",
+    ):  # the last after the last sample
         await bus.append(names.job_events("j"), event(kind, state="completed"))
     sink = Sink(1)
     await asyncio.wait_for(follow(bus, sink.send, sink.stop), 30)

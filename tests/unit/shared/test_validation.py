@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import CriticSpec, PreferenceSpec
 from rlboost.shared.job.curriculum import CurriculumSpec
+from rlboost.shared.job.other_trainers import NAMES, advice
 from rlboost.shared.job.reward import EnvironmentSpec, RewardPart
 from rlboost.shared.job.run_log import WandbSpec
 from rlboost.shared.job.spec import RlJob, parse
@@ -157,3 +158,45 @@ def test_no_wrong_value_is_answered_in_the_words_of_python(path: tuple[str, ...]
             given = {name: given} if name != "functions" or given is value else {name: [given]}
         told = said({**JOB, **given}).replace(repr(value), "")
         assert not PYTHONS.search(told), f"{given}: {told}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"learning_rate": 1e-6}, "learning_rate: unknown key: RLBoost calls it optimizer.lr"),
+        ({"sampling": {"max_completion_length": 8}}, "unknown key: RLBoost calls it sampling.max_tokens"),
+        ({"data": {"train_batch_size": 8}}, "unknown key: RLBoost calls it data.prompts_per_step"),
+        ({"algorithm": {"loss_type": "dapo"}}, "unknown key: RLBoost calls it algorithm.aggregation"),
+        ({"report_to": "wandb"}, "unknown key: RLBoost calls it log.wandb or log.tensorboard"),
+        (
+            {"generation_batch_size": 256},
+            "RLBoost calls it data.prompts_per_step = generation_batch_size / num_generations",
+        ),
+        ({"per_device_train_batch_size": 8}, "RLBoost calls it trainer.micro_batch_tokens (there in completions)"),
+        ({"sampling": {"top_k": 8}}, "unknown key: RLBoost has no top_k (docs/coming-from.md#what-differs)"),
+        ({"num_train_epochs": 2}, "(docs/coming-from.md#what-differs): set steps to epochs x rows / data.prompts_"),
+        (
+            {"actor_rollout_ref": {"rollout": {"n": 8}, "actor": {"optim": {"lr": 1.0}}}},
+            "actor_rollout_ref.rollout.n is algorithm.group_size, actor_rollout_ref.actor.optim.lr is optimizer.lr",
+        ),
+        (
+            {"rollout": {"secret": "s"}},
+            "rollout: unknown key: a section of another trainer (docs/coming-from.md#names)",
+        ),
+        ({"algorithm": {"name": "GRPO"}}, "'GRPO' is unknown: did you mean 'grpo'?"),
+    ],
+)
+def test_key_of_another_trainer_is_answered_with_its_name_here(changes: dict[str, Any], text: str) -> None:
+    assert text in complaint(**{name: _merged(name, value) for name, value in changes.items()})
+
+
+def _merged(name: str, value: object) -> object:
+    before = JOB.get(name)
+    return {**before, **value} if isinstance(before, dict) and isinstance(value, dict) else value
+
+
+def test_every_name_of_another_trainer_has_advice() -> None:
+    names = {name for cells in NAMES.values() for cell in cells for name in re.findall(r"`([^` ]+)`", cell)}
+    second_in_a_calculation = {"actor.ppo_mini_batch_size", "gradient_accumulation_steps"}
+    assert second_in_a_calculation < names
+    assert {name for name in names if not advice(name, 1)} == {"train.batch_size"}

@@ -104,7 +104,7 @@ async def test_groups_of_equal_rewards_are_dropped_and_counted_or_kept(tmp_path:
     rig.reward = equal_in(1, 4, 7)
     metrics = await completed(rig)
     assert len(engine.rows) == trained
-    assert metrics.get("dropped_groups/equal_rewards", 0.0) == (3.0 if trained < 20 else 0.0)
+    assert metrics.get("groups/excluded/equal_rewards", 0.0) == (3.0 if trained < 20 else 0.0)
     assert metrics["frac_reward_zero_std"] == pytest.approx(0.3)
     assert metrics["groups/dropped"] == 0.0
 
@@ -197,7 +197,7 @@ async def test_groups_of_equal_rewards_train_with_a_critic_unless_dropped(
     rig.reward = equal_in(*[group.row for group in plan_step(rig.rl_job, 1, 0, 10, 3)[:2]])
     metrics = await completed(rig)
     assert len(engine.rows) == trained
-    assert metrics.get("dropped_groups/equal_rewards", 0.0) == (0.0 if trained == 8 else 2.0)
+    assert metrics.get("groups/excluded/equal_rewards", 0.0) == (0.0 if trained == 8 else 2.0)
 
 
 async def test_evaluation_step_with_a_critic_reports_no_advantages(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ async def test_a_group_of_completions_without_a_token_has_no_pair(tmp_path: Path
     rig.manager.script = script
     rig.reward = lambda batch: Scores(tuple(map(float, range(len(batch.completions)))))
     metrics = await completed(rig)
-    assert metrics["dropped_groups/equal_rewards"] == 1.0
+    assert metrics["groups/excluded/equal_rewards"] == 1.0
     assert metrics["tokens/trained"] > 0
 
 
@@ -248,7 +248,7 @@ async def test_pairs_are_weighed_by_the_weights_of_their_own_update(tmp_path: Pa
     metrics = await completed(rig)
     groups = [group for group in scores.values() if group[0] < group[-1]]
     assert len(engine.rows) == 2 * len(groups) > 0
-    assert metrics.get("dropped_groups/equal_rewards", 0.0) == 4 - len(groups)
+    assert metrics.get("groups/excluded/equal_rewards", 0.0) == 4 - len(groups)
     pairs: dict[bytes, list[TrainingRow]] = {}
     for row in engine.rows:
         pairs.setdefault(row.prompt, []).append(row)

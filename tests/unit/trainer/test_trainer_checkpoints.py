@@ -203,7 +203,7 @@ async def test_job_resumes_from_the_older_checkpoint_without_generating_twice(tm
     rig.lease_runs_out()
     async with rig.trainer():
         assert (await rig.ended()).state == "completed"
-    assert [fields["step"] for kind, fields in await rig.events() if kind == "resumed"] == [2]
+    assert [fields["step"] for kind, fields in await rig.events() if kind == "job_resumed"] == [2]
     assert rig.folder.model == undisturbed.folder.model
     assert set(rig.manager.answered.values()) == {1}
 
@@ -336,7 +336,7 @@ async def test_successor_after_the_last_checkpoint_only_exports(tmp_path: Path, 
     rig.lease_runs_out()
     async with rig.trainer():
         assert (await rig.ended()).state == "completed"
-    assert [fields["step"] for kind, fields in await rig.events() if kind == "resumed"] == [3]
+    assert [fields["step"] for kind, fields in await rig.events() if kind == "job_resumed"] == [3]
     assert rig.folder.model == published[3]
     assert rig.weights.versions == published
     assert rig.manager.answered == asked

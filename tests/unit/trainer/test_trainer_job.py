@@ -403,9 +403,9 @@ async def test_omitted_prompts_are_reported(tmp_path: Path) -> None:
     async with rig.trainer():
         await rig.command("create")
         assert (await rig.ended()).state == "completed"
-    [(_, fields)] = [event for event in await rig.events() if event[0] == "prompts_left_out"]
-    assert (fields["train"], fields["train_left"], fields["evaluation"]) == (4, 10, 0)
-    assert "more than 9 tokens (data.max_prompt_tokens)" in fields["because"]
+    [(_, fields)] = [event for event in await rig.events() if event[0] == "prompts_filtered"]
+    assert (fields["train_filtered"], fields["train_remaining"], fields["eval_filtered"]) == (4, 10, 0)
+    assert "more than 9 tokens (data.max_prompt_tokens)" in fields["reason"]
 
 
 async def test_reward_of_each_function_is_reported(tmp_path: Path) -> None:

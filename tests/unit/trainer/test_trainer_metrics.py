@@ -98,7 +98,7 @@ def test_the_rows_names_are_the_fields() -> None:
             "groups/dropped": 2.0,
             "groups/dropped_ratio": 0.4,
             "groups/dropped/timeout": 2.0,
-            "dropped_groups/equal_rewards": 3.0,
+            "groups/excluded/equal_rewards": 3.0,
             "reward/overlong_penalty": 0.25,
             "time/step_s": 2.0,
             "time/seeding_s": 1.0,

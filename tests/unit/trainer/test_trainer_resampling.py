@@ -177,7 +177,7 @@ async def test_step_without_signal_stops_at_the_resample_limit(tmp_path: Path) -
     rig = await completed(rig_of(tmp_path, job(steps=1), frozenset(range(ROWS))))
     [report] = await rig.steps()
     assert report.metrics["groups/resampled"] == PLACES * TRIES
-    assert report.metrics["dropped_groups/equal_rewards"] == PLACES * (1 + TRIES)
+    assert report.metrics["groups/excluded/equal_rewards"] == PLACES * (1 + TRIES)
     assert report.metrics["groups/dropped"] == 0
     assert "tokens/trained" not in report.metrics
 

@@ -184,10 +184,8 @@ async def test_omitted_rows_are_reported(tmp_path: Path) -> None:
     rig = SftRig(tmp_path, sft(steps=1, data={"train": "t", "max_prompt_tokens": 9, "max_completion_tokens": 5}))
     rig.n_too_long = 3
     await run(rig)
-    [because] = [fields["because"] for kind, fields in await rig.events() if kind == "prompts_left_out"]
-    assert because == (
-        "they have more than 9 tokens (data.max_prompt_tokens) or more than 5 tokens (data.max_completion_tokens)"
-    )
+    [reason] = [fields["reason"] for kind, fields in await rig.events() if kind == "prompts_filtered"]
+    assert reason == "more than 9 tokens (data.max_prompt_tokens) or more than 5 tokens (data.max_completion_tokens)"
 
 
 def test_the_loss_is_the_cross_entropy_of_the_completions_tokens() -> None:

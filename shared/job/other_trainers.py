@@ -1,4 +1,4 @@
-"""What other trainers call RLBoost's job keys, for the job key reference and the page about coming from them.
+"""What other trainers call RLBoost's job keys: for the error about an unknown key, and for two pages of the docs.
 
 Names are those of TRL 1.16 (`GRPOConfig`, and arguments of `GRPOTrainer`), verl 0.9 (`ppo_trainer.yaml`; `actor.`,
 `rollout.` and `model.` are below `actor_rollout_ref`), OpenRLHF 0.11 (`train_ppo_ray`) and prime-rl (2026; `model.`,
@@ -7,7 +7,9 @@ Names are those of TRL 1.16 (`GRPOConfig`, and arguments of `GRPOTrainer`), verl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import NamedTuple
 
 
@@ -199,3 +201,103 @@ NAMES: Mapping[str, Names] = {
     "log.tensorboard": Names("`report_to`", "`trainer.logger`", "`logger.tensorboard_dir`"),
 }
 """Dotted job key -> what others call it. Entries of `reward.functions` have no index."""
+
+ABSENT: Mapping[str, str] = {
+    "top_k": "",
+    "min_p": "",
+    "repetition_penalty": "",
+    "presence_penalty": "",
+    "frequency_penalty": "",
+    "epochs": "set steps to epochs x rows / data.prompts_per_step",
+    "num_train_epochs": "set steps to epochs x rows / data.prompts_per_step",
+    "total_epochs": "set steps to epochs x rows / data.prompts_per_step",
+    "num_episodes": "set steps to episodes x rows / data.prompts_per_step",
+    "num_iterations": "each completion is used once, and algorithm.updates_per_step divides a step's groups",
+    "ppo_epochs": "each completion is used once, and algorithm.updates_per_step divides a step's groups",
+    "max_epochs": "each completion is used once, and algorithm.updates_per_step divides a step's groups",
+    "ppo_mini_batch_size": "set algorithm.updates_per_step to train_batch_size / ppo_mini_batch_size",
+    "gradient_accumulation_steps": "trainer.micro_batch_tokens divides a batch, and results do not depend on it",
+    "mask_truncated_completions": "algorithm.overlong_penalty lowers their reward",
+    "chat_template_kwargs": "",
+    "push_to_hub": "rlboost export writes a folder that you can upload",
+    "use_vllm": "the engine is a setting of workers, RLBOOST_WORKER_ENGINE",
+}
+"""Keys of other trainers that have no counterpart -> what to do instead, if there is something."""
+
+_NAMES_PAGE = "docs/coming-from.md#names"
+_DIFFERENCES_PAGE = "docs/coming-from.md#what-differs"
+_VERL_SECTION = "actor_rollout_ref."
+_IS = " = "
+"""Separates our key from the calculation that yields it."""
+_MAX_SHOWN = 3
+"""Keys of another trainer's section that an error translates."""
+
+
+def advice(place: str, value: object) -> str:
+    """Return what to write instead of an unknown key, empty if no other trainer has it.
+
+    Args:
+        place: the dotted key, such as `algorithm.num_generations`.
+        value: its value; if it is a section, its keys are translated.
+
+    """
+    if isinstance(value, dict):
+        known = [f"{leaf} is {found}" for leaf in _leaves(place, value) if (found := _translation(leaf))]
+        if known or place in _foreign_sections():
+            return ": ".join(
+                filter(None, (f"a section of another trainer ({_NAMES_PAGE})", ", ".join(known[:_MAX_SHOWN])))
+            )
+    if ours := _translation(place):
+        return f"RLBoost calls it {ours}"
+    last = place.rpartition(".")[2]
+    if last in ABSENT:
+        return ": ".join(filter(None, (f"RLBoost has no {last} ({_DIFFERENCES_PAGE})", ABSENT[last])))
+    return ""
+
+
+def _translation(place: str) -> str:
+    """Return our keys for another trainer's, empty if there is none or it means several things."""
+    full, last = _index()
+    return " or ".join(full.get(place.removeprefix(_VERL_SECTION)) or last.get(place.rpartition(".")[2], ()))
+
+
+def _leaves(place: str, value: object) -> Iterator[str]:
+    if isinstance(value, dict):
+        for name, part in value.items():
+            yield from _leaves(f"{place}.{name}", part)
+    else:
+        yield place
+
+
+@cache
+def _foreign_sections() -> frozenset[str]:
+    """Return the first parts of dotted names."""
+    return frozenset({_VERL_SECTION.rstrip("."), *(name.partition(".")[0] for name in _index()[0] if "." in name)})
+
+
+@cache
+def _index() -> tuple[Mapping[str, list[str]], Mapping[str, list[str]]]:
+    """Return our keys by the others' full names, and by the last parts of those that mean the same everywhere."""
+    full: dict[str, list[str]] = {}
+    for key, names in NAMES.items():
+        for name, ours in (pair for cell in names for pair in _named_in(cell, key)):
+            found = full.setdefault(name, [])
+            if ours not in found and not (found and _IS in ours):
+                found.append(ours)
+    last: dict[str, list[str]] = {}
+    for name, found in full.items():
+        last.setdefault(name.rpartition(".")[2], []).extend(found)
+    ours_by_last = {key.rpartition(".")[2]: key for key in NAMES}
+    unique = {name: found[0] for name, found in last.items() if len(set(found)) == 1}
+    return full, {name: [found] for name, found in unique.items() if ours_by_last.get(name, found) == found}
+
+
+def _named_in(cell: str, key: str) -> Iterator[tuple[str, str]]:
+    """Yield each name in a cell of the table with what it is here; of a calculation only its first name."""
+    names = re.findall(r"`([^` ]+)`", cell)
+    if re.search(r"` [/x] `", cell):
+        yield names[0], f"{key}{_IS}{cell.replace('`', '')}"
+        return
+    note = re.search(r"\((.*)\)$", cell)
+    for name in names:
+        yield name, f"{key} (there {note[1]})" if note else key
