@@ -1,4 +1,4 @@
-"""The manifests of deploy/kubernetes: they fit each other, the images and the settings classes."""
+"""The manifests for Kubernetes: valid, and those of deploy/kubernetes fit each other, the images and the settings."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from kubernetes_validate import validate
 
 from rlboost.services.rollout_manager.settings import Settings as ManagerSettings
 from rlboost.shared.settings import ServiceSettings, read
@@ -17,6 +18,8 @@ from rlboost.shared.settings import ServiceSettings, read
 ROOT = Path(__file__).parents[3]
 FILES = sorted((ROOT / "deploy/kubernetes").glob("*.yaml"))
 MACHINES = ROOT / "deploy/multi-node/kubernetes.yaml"
+VERSION = "1.37"
+"""The version of Kubernetes that docs/kubernetes.md and docs/multi-node.md name."""
 SERVICES = {
     "rlboost-weight-store": "weight_store",
     "rlboost-manager": "rollout_manager",
@@ -70,6 +73,19 @@ def settings(name: str, monkeypatch: pytest.MonkeyPatch) -> ServiceSettings:
     for key, value in given.items():
         monkeypatch.setenv(key, value)
     return read(cls, [])
+
+
+@pytest.mark.parametrize("file", [*FILES, MACHINES], ids=lambda file: f"{file.parent.name}/{file.name}")
+def test_manifest_is_valid_and_has_no_unknown_field(file: Path) -> None:
+    found = list(documents(file))
+    assert found
+    for one in found:
+        assert validate(one, VERSION, strict=True) == VERSION
+
+
+def test_pages_name_the_version_that_manifests_are_checked_for() -> None:
+    for page in ("kubernetes", "multi-node"):
+        assert f"schema of Kubernetes {VERSION}" in " ".join((ROOT / f"docs/{page}.md").read_text().split())
 
 
 @pytest.mark.parametrize("name", SERVICES)
