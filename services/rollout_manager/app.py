@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import structlog
 
@@ -33,7 +33,8 @@ from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.services.rollout_manager.entry_batches import PoisonEntries, PoisonFound, apply_in_batches
 from rlboost.services.rollout_manager.leadership import LEASE_S, Leadership, ManagerRecord, manager_record
 from rlboost.services.rollout_manager.ports import LeaderWatch
-from rlboost.services.rollout_manager.recovery import SHARED_STREAMS, dead_letter, recover
+from rlboost.services.rollout_manager.read_streams import SHARED_STREAMS, apply_order, is_trimmed_when_read
+from rlboost.services.rollout_manager.recovery import dead_letter, recover
 from rlboost.services.rollout_manager.relay import relay
 from rlboost.shared.errors import BusUnavailable, Fatal, Fenced
 from rlboost.shared.process.lifecycle import until_stop
@@ -66,8 +67,6 @@ class _Batch(NamedTuple):
 
 class Manager:
     """Reads, decides, writes; `world` is what the REST API shows."""
-
-    TRIMMED_WHEN_READ: ClassVar[frozenset[str]] = frozenset({names.JOB_REPORTS, names.WORKER_HEARTBEATS})
 
     def __init__(  # noqa: PLR0913 - its limits and collaborators, by keyword
         self,
@@ -287,7 +286,7 @@ class Manager:
         world = self.world
         self._cursors.update((entry.stream, entry.id) for entry in entries)
         invalid = apply_in_batches(
-            sorted(entries, key=_apply_order),
+            sorted(entries, key=apply_order),
             lambda frames: apply_frames(world, frames),
             lambda entry: apply_message(world, entry.message, entry.id, now),
             self._poison,
@@ -347,31 +346,19 @@ class Manager:
         active = {names.rollouts_requested(job.id) for job in self.world.jobs.active()}
         for stream in active - self._cursors.keys():
             self._cursors[stream] = START
-        for stream in self._cursors.keys() - active - set(SHARED_STREAMS):
+        for stream in self._cursors.keys() - active - SHARED_STREAMS.keys():
             del self._cursors[stream]
             self._closed_streams.append(stream)
 
     def _due_trims(self) -> list[Op]:
         oldest = compact(self.world, self._cursors[names.TOKEN_LOG])
-        trims: list[Op] = [Trim(names.TOKEN_LOG, oldest)]
-        for stream, cursor in self._cursors.items():
-            if stream in self.TRIMMED_WHEN_READ or stream not in SHARED_STREAMS:
-                trims.append(Trim(stream, after(cursor)))
-        return trims
+        read = [Trim(stream, after(cursor)) for stream, cursor in self._cursors.items() if is_trimmed_when_read(stream)]
+        return [Trim(names.TOKEN_LOG, oldest), *read]
 
 
 def _are_below(count: int, entries: Sequence[Entry] | Sequence[RawEntry]) -> bool:
     """Return True if a read of at most `count` entries of each stream has read every stream to its end."""
     return len(entries) < count or max(Counter(entry.stream for entry in entries).values()) < count
-
-
-def _apply_order(entry: Entry) -> int:
-    # Requests before the log, heartbeats last: a heartbeat in state "suspended" follows the frames flushed before it.
-    if entry.stream == names.WORKER_HEARTBEATS:
-        return 3
-    if entry.stream == names.TOKEN_LOG:
-        return 2
-    return 0 if entry.stream in SHARED_STREAMS else 1
 
 
 def _now() -> Now:

@@ -28,6 +28,7 @@ from rlboost.services.rollout_manager.entry_batches import (
     apply_each,
     apply_in_batches,
 )
+from rlboost.services.rollout_manager.read_streams import SHARED_STREAMS
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.messages import WeightsCommitted, WorkerJoined
 from rlboost.shared.progress import CountProgress
@@ -40,14 +41,6 @@ from rlboost.shared.validation import describe
 
 log = structlog.get_logger(__name__)
 
-SHARED_STREAMS = (
-    names.JOB_COMMANDS,
-    names.JOB_REPORTS,
-    names.WEIGHTS_COMMITTED,
-    names.TOKEN_LOG,
-    names.WORKER_HEARTBEATS,
-)
-"""Streams that are read for all jobs, in the order in which entries of one batch are applied."""
 BeforeBatch = Callable[[], Awaitable[None]]
 """Awaited before each batch of entries is read: a long recovery must renew the leader's lease."""
 MAX_BATCH = 256

@@ -1,4 +1,4 @@
-"""Providers of workers: one contract for a shell command and for Kubernetes."""
+"""Providers of workers: one contract for the fake, a shell command and Kubernetes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 
 from rlboost.services.rollout_manager.adapters.kubernetes import Kubernetes
 from rlboost.services.rollout_manager.adapters.shell_command import ShellCommand
+from rlboost.services.rollout_manager.fakes import FakeProvider
 from rlboost.services.rollout_manager.ports import FleetProvider, ProviderFailed
 from rlboost.shared.errors import ConfigError
 from tests.support import aws_cli
@@ -38,9 +39,13 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KubernetesServer:
     return server
 
 
-@pytest.fixture(params=["command", "kubernetes"])
+@pytest.fixture(params=["fake", "command", "kubernetes"])
 async def site(request: pytest.FixtureRequest, tmp_path: Path, server: KubernetesServer) -> AsyncIterator[Site]:
-    if request.param == "command":
+    if request.param == "fake":
+        fake = FakeProvider({"spot"})
+        fake.requests.append(("spot", 1))
+        site = Site(fake, lambda: [workers for kind, workers in fake.requests if kind in fake.kinds][-1])
+    elif request.param == "command":
         folder = tmp_path / "scaled"
         folder.mkdir()
         (folder / "spot").write_text("1")

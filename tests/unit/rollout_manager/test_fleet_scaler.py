@@ -15,8 +15,8 @@ from rlboost.services.rollout_manager.api import build
 from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.domain.allocation.autoscale import Pool
 from rlboost.services.rollout_manager.domain.world import Now
+from rlboost.services.rollout_manager.fakes import FakeProvider
 from rlboost.services.rollout_manager.fleet_scaler import REPEAT_S, RETRY_S, FleetScaler
-from rlboost.services.rollout_manager.ports import ProviderFailed
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.messages import JobReport
@@ -30,27 +30,11 @@ DELAY_S = 300.0
 POOL = Pool(kind="sim", max_workers=4, price_per_hour=2.0)
 
 
-class Cloud:
-    """A provider, and the machines that it runs."""
-
-    def __init__(self) -> None:
-        self.requests: list[tuple[str, int]] = []
-        self.error = ""
-
-    async def scale(self, kind: str, workers: int) -> None:
-        self.requests.append((kind, workers))
-        if self.error:
-            raise ProviderFailed(self.error)
-
-    async def close(self) -> None:
-        pass
-
-
 class System:
     """A leading manager on a fake bus, one running job, and workers that appear as the provider is asked for them."""
 
     def __init__(self, *, pools: list[Pool], limit: float | None = None, price_file: str = "") -> None:
-        self.bus, self.cloud, self.at_s = MemoryBus(), Cloud(), 0.0
+        self.bus, self.cloud, self.at_s = MemoryBus(), FakeProvider({POOL.kind}), 0.0
         limits: dict[str, Any] = {"max_dollars_per_hour": limit, "scale_in_delay_s": DELAY_S}
         settings = Settings(token="t", pools=pools, price_file=price_file, **limits)
         self.manager = Manager(self.bus, lease_s=1e9, redis_limit_s=1.0, prices=settings.prices)

@@ -6,10 +6,10 @@ import pytest
 
 from rlboost.services.rollout_manager.access.identities import WorkerIdentities
 from rlboost.services.rollout_manager.access.join import JoinRequest, join
+from rlboost.services.rollout_manager.fakes import FakeWorkerUsers
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.shared.redis.bus import RedisBus
 from rlboost.shared.streams.fakes import MemoryBus
-from tests.support.worker_users import FakeUsers
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from tests.support.worker_users import FakeUsers
     ],
 )
 async def test_redis_url_of_a_worker_has_only_its_own_password(advertised: str, expected: str) -> None:
-    bus, users = MemoryBus(), FakeUsers()
+    bus, users = MemoryBus(), FakeWorkerUsers()
     settings = Settings(token="t", advertised_redis_url=advertised)
     request = JoinRequest(name="w", role="preemptible")
     answer = await join(request, WorkerIdentities(bus, users), settings, bus.transact)

@@ -14,6 +14,7 @@ from rlboost.services.rollout_manager.adapters.prometheus import WorldCollector
 from rlboost.services.rollout_manager.api import build
 from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.domain.world import Now
+from rlboost.services.rollout_manager.fakes import FakeLeaderWatch
 from rlboost.services.rollout_manager.leadership import RECOVERY_LEASE_S, ManagerRecord, manager_record
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.shared.errors import BusUnavailable, ConfigError, Fenced
@@ -100,27 +101,15 @@ async def test_standby_leads_after_the_leaders_lease_expires(pair: Pair) -> None
     assert await pair.epoch() == 2
 
 
-class Watch:
-    """Says that a manager has died once."""
-
-    def __init__(self) -> None:
-        self.urls: list[str] = []
-
-    async def has_died(self, url: str, limit_s: float) -> bool:
-        self.urls.append(url)
-        await asyncio.sleep(0)
-        return len(self.urls) == 2
-
-
 async def test_standby_replaces_a_dead_leader_within_its_lease(pair: Pair) -> None:
     assert await pair.first.try_lead()
-    watch = pair.second._leader_watch = Watch()
+    watch = pair.second._leader_watch = FakeLeaderWatch(dies_before=2)
     stop = asyncio.Event()
     running = asyncio.create_task(pair.second.run(stop))
     await eventually(lambda: pair.second.leads)
     stop.set()
     await running
-    assert watch.urls == [who(1).url] * 2
+    assert watch.watched == [who(1).url] * 2
     assert await pair.epoch() == 2
 
 

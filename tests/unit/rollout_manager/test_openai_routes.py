@@ -13,6 +13,7 @@ import pytest
 from openai import APIStatusError, AsyncOpenAI, AuthenticationError, BadRequestError, NotFoundError
 
 from rlboost.services.rollout_manager.api import build
+from rlboost.services.rollout_manager.fakes import FakeTokenizer
 from rlboost.services.rollout_manager.openai.errors import error_object, openai_error_format
 from rlboost.services.rollout_manager.openai.routes import add_openai_routes
 from rlboost.services.rollout_manager.openai.schemas import parse_chat
@@ -26,22 +27,12 @@ from tests.unit.rollout_manager.test_serving import Rig
 TOKEN = "secret"
 
 
-class Words:
-    """A tokenizer of one token a character, where 1 begins a text and 2 is special."""
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return [1] * add_special_tokens + [ord(char) for char in text]
-
-    def decode(self, tokens: Any, *, skip_special_tokens: bool) -> str:
-        return "".join("<eos>" * (not skip_special_tokens) if token < 3 else f"[{token}]" for token in tokens)
-
-
 class Site(Rig):
     """A manager with its HTTP routes, whose workers generate all the time."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.files = ModelFiles("m", tokenizer=Words(), stop_token_ids=(2,))
+        self.files = ModelFiles("m", tokenizer=FakeTokenizer(), stop_token_ids=(2,))
         self.http = httpx.AsyncClient(
             transport=httpx.ASGITransport(
                 build(
@@ -162,7 +153,7 @@ async def test_invalid_prompt_is_named_as_it_was_written(site: Site, prompt: Any
 
 
 async def test_prompt_that_the_model_cannot_take_is_named_by_its_number(site: Site) -> None:
-    site.files = ModelFiles("m", tokenizer=Words(), max_len=4)
+    site.files = ModelFiles("m", tokenizer=FakeTokenizer(), max_len=4)
     with pytest.raises(BadRequestError, match="prompt 1: a prompt of 4 tokens"):
         await site.client().completions.create(model="j", prompt=[[3], [3] * 4])
 

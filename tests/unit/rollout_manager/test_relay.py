@@ -13,6 +13,7 @@ from rlboost.services.rollout_manager.app import BATCH, MIN_BATCH, Manager
 from rlboost.services.rollout_manager.domain.relay_rules import destination
 from rlboost.services.rollout_manager.domain.workers.departures import ABSENT_RETENTION_S, LEFT_RETENTION_S
 from rlboost.services.rollout_manager.domain.world import Now
+from rlboost.services.rollout_manager.fakes import FakeWorkerUsers
 from rlboost.services.rollout_manager.leadership import manager_record
 from rlboost.shared.errors import BusUnavailable, Fenced, Unprocessable
 from rlboost.shared.messages import (
@@ -35,7 +36,6 @@ from rlboost.shared.wire.codec import encode, fields_of
 from tests.support.builders import group_id, group_requested, job_created, job_running, placed, token_frame
 from tests.support.sim_worker import SimWorker
 from tests.support.stream_entries import read_all
-from tests.support.worker_users import FakeUsers
 
 SAMPLE = group_id()
 LETTER = DeadLetter(stream="s", entry_id="1-0", consumer="w-1", reason="r", body=b"", at=0.0)
@@ -115,7 +115,7 @@ class System:
     """A manager, its Redis, and one job."""
 
     def __init__(self) -> None:
-        self.bus, self.users, self.clock = MortalBus(), FakeUsers(), 1000.0
+        self.bus, self.users, self.clock = MortalBus(), FakeWorkerUsers(), 1000.0
         self.manager = self.new_manager()
 
     def new_manager(self, address: int = 1) -> Manager:

@@ -1,0 +1,49 @@
+"""The streams that the manager reads: in which order it applies the entries of one turn, and which of them it trims."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple
+
+from rlboost.shared.streams import names
+from rlboost.shared.streams.entries import Entry
+
+
+class Order(IntEnum):
+    """When entries that were read together are applied, the lowest first; entries of equal order as they were read."""
+
+    JOBS = 0
+    REQUESTS = 1
+    TOKEN_LOG = 2
+    WORKERS = 3
+    """Last: a heartbeat in state "suspended" follows the frames that were flushed before it."""
+
+
+class ReadStream(NamedTuple):
+    """How the manager reads one stream."""
+
+    order: Order
+    is_trimmed_when_read: bool
+    """True if nothing needs its entries after the manager has applied them."""
+
+
+SHARED_STREAMS = {
+    names.JOB_COMMANDS: ReadStream(Order.JOBS, is_trimmed_when_read=False),  # trainers read it too
+    names.JOB_REPORTS: ReadStream(Order.JOBS, is_trimmed_when_read=True),
+    names.WEIGHTS_COMMITTED: ReadStream(Order.JOBS, is_trimmed_when_read=False),  # all read it, from its beginning
+    names.TOKEN_LOG: ReadStream(Order.TOKEN_LOG, is_trimmed_when_read=False),  # as far as `compact` allows
+    names.WORKER_HEARTBEATS: ReadStream(Order.WORKERS, is_trimmed_when_read=True),
+}
+"""Streams that are read for all jobs, by name."""
+JOB_STREAM = ReadStream(Order.REQUESTS, is_trimmed_when_read=True)
+"""The requests of each active job: the only other streams that the manager reads."""
+
+
+def apply_order(entry: Entry) -> Order:
+    """Return when to apply an entry."""
+    return SHARED_STREAMS.get(entry.stream, JOB_STREAM).order
+
+
+def is_trimmed_when_read(stream: str) -> bool:
+    """Return True if the manager trims the stream up to what it has read."""
+    return SHARED_STREAMS.get(stream, JOB_STREAM).is_trimmed_when_read
