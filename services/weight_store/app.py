@@ -5,7 +5,7 @@ Three loops, each until the stop:
 - `announcements.announce` consumes commits in order and produces `WeightsCommitted`. It waits for the next commit and
   for Redis, and ends at the stop. A commit is valid before it is announced; every head is announced again at start, in
   case a crash came between.
-- `compose` writes chunks that deltas lead to, and composes longer deltas: see `deltas`.
+- `DeltaComposer.compose` writes chunks that deltas lead to, and composes longer deltas: see `delta_composer`.
 - `collect` consumes nothing and, once a minute or at the limit of the store's size, retires the versions of ended jobs
   and removes the chunks that no version and no upload in progress needs. It waits for Redis and for the chunk and
   document stores, and ends at the stop.

@@ -10,6 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from rlboost.services.weight_store.app import UPLOAD_GRACE_S, WeightStore
+from rlboost.services.weight_store.delta_composer import DeltaComposer
 from rlboost.services.weight_store.deltas import Deltas
 from rlboost.services.weight_store.derived_chunks import DerivedChunks
 from rlboost.services.weight_store.fakes import MemoryChunks, MemoryDocuments
@@ -62,6 +63,7 @@ class World:
         metrics = Metrics(CollectorRegistry())
         self.derived = DerivedChunks(self.chunks)
         self.deltas = Deltas(self.derived, self.documents, metrics, keep=12, clock=lambda: self.now)
+        self.composer = DeltaComposer(self.deltas, self.derived, self.documents, metrics, clock=lambda: self.now)
         self.store = WeightStore(
             self.derived,
             self.documents,
@@ -106,7 +108,7 @@ class World:
     async def composing(self, done: Callable[[], Awaitable[object]]) -> None:
         """Run the loop until `done`, and stop it."""
         stop = asyncio.Event()
-        loop = asyncio.create_task(self.deltas.compose(stop), name="compose")
+        loop = asyncio.create_task(self.composer.compose(stop), name="compose")
         try:
             await eventually(done)
         finally:
@@ -121,7 +123,7 @@ class World:
             return []
 
     async def document(self, version: int) -> VersionEdges:
-        return await self.deltas.document(JOB, version)
+        return await self.deltas.edges_to(JOB, version)
 
     def has_hops(self, version: int, *bases: int, first: int | None = None) -> Callable[[], Awaitable[bool]]:
         async def check() -> bool:

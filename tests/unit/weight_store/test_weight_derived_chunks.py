@@ -12,8 +12,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
-from rlboost.services.weight_store import deltas as deltas_module
+from rlboost.services.weight_store import delta_composer
 from rlboost.services.weight_store.app import UPLOAD_GRACE_S, WeightStore
+from rlboost.services.weight_store.delta_composer import DeltaComposer
 from rlboost.services.weight_store.deltas import Deltas
 from rlboost.services.weight_store.derived_chunks import DerivedChunks
 from rlboost.services.weight_store.fakes import MemoryChunks, MemoryDocuments
@@ -63,6 +64,7 @@ class World:
         self.chunks = chunks = DerivedChunks(self.files, self.max_bytes_in_memory)
         self.bus = MemoryBus()
         self.deltas = Deltas(chunks, self.documents, metrics, keep=1, clock=lambda: self.now)
+        self.composer = DeltaComposer(self.deltas, chunks, self.documents, metrics, clock=lambda: self.now)
         self.store = WeightStore(
             chunks,
             self.documents,
@@ -120,7 +122,7 @@ class World:
     @asynccontextmanager
     async def composing(self) -> AsyncIterator[None]:
         stop = asyncio.Event()
-        loop = asyncio.create_task(self.deltas.compose(stop))
+        loop = asyncio.create_task(self.composer.compose(stop))
         yield
         stop.set()
         await loop
@@ -215,7 +217,7 @@ async def test_full_disk_leaves_a_derived_version_served_from_memory(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Later, without another commit, its chunks are written into space that has become free."""
-    monkeypatch.setattr(deltas_module, "WRITE_INTERVAL_S", 0.01)
+    monkeypatch.setattr(delta_composer, "WRITE_INTERVAL_S", 0.01)
     await world.publish(1)
     world.files.full = True
     with capture_logs() as logs:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 import pytest
 from prometheus_client import CollectorRegistry
 
-from rlboost.services.weight_store import app, deltas
+from rlboost.services.weight_store import app, delta_composer
 from rlboost.services.weight_store.adapters.model_document import decode_model
 from rlboost.services.weight_store.app import UPLOAD_GRACE_S, WeightStore
+from rlboost.services.weight_store.delta_composer import DeltaComposer
 from rlboost.services.weight_store.deltas import Deltas
 from rlboost.services.weight_store.derived_chunks import DerivedChunks
 from rlboost.services.weight_store.domain.versions import Model, Version
@@ -42,6 +43,7 @@ class World:
         metrics = Metrics(CollectorRegistry())
         self.derived = DerivedChunks(self.chunks)
         self.deltas = Deltas(self.derived, self.documents, metrics, keep=3, clock=lambda: self.now)
+        self.composer = DeltaComposer(self.deltas, self.derived, self.documents, metrics, clock=lambda: self.now)
         return WeightStore(
             self.derived,
             self.documents,
@@ -358,7 +360,7 @@ async def test_collecting_and_composing_wait_for_the_object_store(
     for number in range(3):
         await commit(store, number, b"weights %d" % number)
     monkeypatch.setattr(app, "_COLLECT_INTERVAL_S", 0.001)
-    monkeypatch.setattr(deltas, "_RETRY_S", 0.001)
+    monkeypatch.setattr(delta_composer, "_RETRY_S", 0.001)
     asked = {"last_used": 0, "edges": 0}
 
     def fail_once(port: object, name: str) -> None:
@@ -375,7 +377,7 @@ async def test_collecting_and_composing_wait_for_the_object_store(
     fail_once(world.chunks, "last_used")
     fail_once(world.documents, "edges")
     stop = asyncio.Event()
-    loops = [asyncio.create_task(loop(stop)) for loop in (store.collect, world.deltas.compose)]
+    loops = [asyncio.create_task(loop(stop)) for loop in (store.collect, world.composer.compose)]
     await eventually(lambda: digest_of(b"weights 0") not in world.chunks.held)
     # Each of the three commits was asked for once in the end.
     await eventually(lambda: asked["edges"] == 5)
