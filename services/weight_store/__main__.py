@@ -60,7 +60,7 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
             await store.load()
             if limited is not None:
                 await limited.measure()
-                limited.reclaim = store.tidy
+                limited.reclaim = store.collector.tidy
             token = settings.token.get_secret_value()
             app = create(
                 store,
@@ -78,7 +78,7 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
                 **origin.loops,
                 "http": server_loop(app, sock, settings.certificate, files=files),
                 "announce": store.announcements.announce,
-                "collect": store.collect,
+                "collect": store.collector.collect,
                 "compose": composer.compose,
                 "protocol": leader_check(bus),
                 "logs": log_sender(bus, NAME, list),
