@@ -122,7 +122,7 @@ async def publish(client: StoreClient, publisher: Publisher, version: int, model
     async with asyncio.timeout(_COMPOSE_LIMIT_S):
         while True:
             document = await edges_to(client, JOB, version)
-            if document is not None and len(list(document.lists())) == expected:
+            if document is not None and len(list(document.all_hops())) == expected:
                 break
             await asyncio.sleep(0.05)
 

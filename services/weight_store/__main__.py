@@ -15,6 +15,7 @@ from rlboost.services.weight_store.api import create
 from rlboost.services.weight_store.app import WeightStore
 from rlboost.services.weight_store.chunk_response import find_chunk
 from rlboost.services.weight_store.chunk_upload import chunk_receiver
+from rlboost.services.weight_store.delta_composer import DeltaComposer
 from rlboost.services.weight_store.deltas import Deltas
 from rlboost.services.weight_store.derived_chunks import DerivedChunks
 from rlboost.services.weight_store.metrics import Metrics
@@ -52,13 +53,14 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
             limited = LimitedChunks(origin.chunks, settings.max_bytes, time.monotonic) if settings.max_bytes else None
             chunks = DerivedChunks(limited or origin.chunks)
             deltas = Deltas(chunks, documents, metrics, keep=settings.keep_deltas, clock=time.time)
+            composer = DeltaComposer(deltas, chunks, documents, metrics, clock=time.time)
             store = WeightStore(
                 chunks, documents, deltas, bus, waits, metrics, keep_versions=settings.keep_versions, clock=time.time
             )
             await store.load()
             if limited is not None:
                 await limited.measure()
-                limited.reclaim = store.tidy
+                limited.reclaim = store.collector.tidy
             token = settings.token.get_secret_value()
             app = create(
                 store,
@@ -76,8 +78,8 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
                 **origin.loops,
                 "http": server_loop(app, sock, settings.certificate, files=files),
                 "announce": store.announcements.announce,
-                "collect": store.collect,
-                "compose": deltas.compose,
+                "collect": store.collector.collect,
+                "compose": composer.compose,
                 "protocol": leader_check(bus),
                 "logs": log_sender(bus, NAME, list),
             }

@@ -1,4 +1,4 @@
-"""An in-memory bus for unit tests and simulation: same contract as Redis, with fault injection."""
+"""An in-memory bus for unit tests: same contract as Redis, with fault injection."""
 
 from __future__ import annotations
 
@@ -56,12 +56,14 @@ class MemoryBus:
     """`shared.streams.bus.Bus` in one process. Entry ids count from `1-0`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Start empty; `clock` drives leases and idle times."""
+        """Start empty; `clock` drives leases, expiries and idle times."""
         self._clock = clock
         self._streams: dict[str, _Stream] = defaultdict(_Stream)
         self._hashes: dict[str, dict[str, str]] = defaultdict(dict)
         self._counters: dict[str, int] = defaultdict(int)
         self._leases: dict[str, tuple[str, float]] = {}
+        self._expires_at: dict[str, float] = {}
+        """Of streams, hashes and counters."""
         self._undecodable: set[tuple[str, str]] = set()
         self._changed = asyncio.Condition()
         self.down = False
@@ -74,6 +76,22 @@ class MemoryBus:
     def _check(self) -> None:
         if self.down:
             raise BusUnavailable("the fake broker is down")
+        now = self._clock()
+        for key in [key for key, at in self._expires_at.items() if at <= now]:
+            self._delete(key)
+
+    def _delete(self, key: str) -> None:
+        self._streams.pop(key, None)
+        self._hashes.pop(key, None)
+        self._leases.pop(key, None)
+        self._counters.pop(key, None)
+        self._expires_at.pop(key, None)
+
+    def _expire(self, key: str, at: float) -> None:
+        if key in self._leases:
+            self._leases[key] = (self._leases[key][0], at)
+        elif self._streams[key].last or self._hashes[key] or self._counters[key]:
+            self._expires_at[key] = at
 
     async def _notify(self) -> None:
         async with self._changed:
@@ -121,13 +139,10 @@ class MemoryBus:
             case HashDelete(key, names):
                 for name in names:
                     self._hashes[key].pop(name, None)
-            case Expire():
-                pass
+            case Expire(key, ttl_s):
+                self._expire(key, self._clock() + ttl_s)
             case Delete(key):
-                self._streams.pop(key, None)
-                self._hashes.pop(key, None)
-                self._leases.pop(key, None)
-                self._counters.pop(key, None)
+                self._delete(key)
             case Renew(lease, value, ttl_s):
                 self._leases[lease] = (value, self._clock() + ttl_s)
 
@@ -189,6 +204,7 @@ class MemoryBus:
         self, cursors: Mapping[str, str], raw_streams: Collection[str], *, count: int = 512, block_s: float = 0.0
     ) -> tuple[list[Entry], list[RawEntry]]:
         """See `Bus.read_with_raw`."""
+        self._check()
         raw = [
             RawEntry(stream, entry_id, body)
             for stream in raw_streams

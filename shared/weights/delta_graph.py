@@ -1,9 +1,13 @@
-"""The delta graph: chunks are its nodes; an edge is a delta that turns one chunk into another.
+"""The delta graph: how the chunks of one version become those of a later one.
 
-Edges refer to digests, not to versions: an edge can be used by everyone who holds its base, whatever version the base
-belongs to. Edges are hints: the result of a delta is digest-checked, so a wrong edge costs time only, and a version
-without edges is pulled whole. A *hop* is the set of edges from the chunks of one version to those of a later one. A
-delta's dtype and kind are in its own header: see `codec`.
+- *edge*: a delta that turns one chunk, its base, into another. It refers to digests, not to versions: it can be used by
+  everyone who holds its base, whatever version the base belongs to.
+- *hop*: the edges from the chunks of one version to those of a later one (`EdgeList`). The hops to one version, with
+  different first versions, are stored together (`VersionEdges`).
+- *route*: consecutive hops from an older version to a newer one (`Route`). The versions on it are its *stops*.
+
+Edges are hints: the result of a delta is digest-checked, so a wrong edge costs time only, and a version without edges
+is pulled whole. A delta's dtype and kind are in its own header: see `codec`.
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ class Edge(NamedTuple):
 
 
 class EdgeList(Document):
-    """One hop: edges from the chunks of one version to those of a later one."""
+    """One hop; of an upload, a part of one."""
 
     base: NonNegativeInt
     """Version of the bases. A hint: what counts are the digests."""
@@ -54,7 +58,7 @@ class EdgeList(Document):
 
 
 class VersionEdges(Document):
-    """All edges to the chunks of one version. Hop 0 comes from its publisher; hop i+1 spans two hops i."""
+    """All hops to one version. Hop 0 comes from its publisher; hop i+1 joins two hops i."""
 
     version: NonNegativeInt
     at: FiniteFloat
@@ -65,12 +69,12 @@ class VersionEdges(Document):
 
     @model_validator(mode="after")
     def _leads_forward(self) -> Self:
-        for hop in self.lists():
+        for hop in self.all_hops():
             if hop.base >= self.version:
                 raise ValueError(f"a hop to version {self.version} starts at {hop.base}, which is not an older version")
         return self
 
-    def lists(self) -> Iterator[EdgeList]:
+    def all_hops(self) -> Iterator[EdgeList]:
         """Yield every hop, the shortest first."""
         yield from self.hops
         if self.from_base is not None:
@@ -78,16 +82,16 @@ class VersionEdges(Document):
 
     def edges(self) -> Iterator[Edge]:
         """Yield every edge, those of the shortest hop first."""
-        for hop in self.lists():
+        for hop in self.all_hops():
             yield from hop.edges
 
     def hop_from(self, base: int) -> EdgeList | None:
         """Return the hop from a version, None if there is none."""
-        return next((hop for hop in self.lists() if hop.base == base), None)
+        return next((hop for hop in self.all_hops() if hop.base == base), None)
 
 
 class Route(Document):
-    """The documents along the longest hops from an older version to a newer one, newest first."""
+    """The hops to each stop along the longest ones from an older version to a newer one, newest first."""
 
     documents: Annotated[tuple[VersionEdges, ...], Field(max_length=MAX_DOCUMENTS)]
 

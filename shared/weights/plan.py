@@ -87,10 +87,10 @@ def _search(edges: Iterable[Edge], held: AbstractSet[str], longest: int) -> dict
 
 
 def next_stop(document: VersionEdges, have: int) -> int | None:
-    """Return the version whose edges come next on the route back to `have`; None if there is none.
+    """Return the stop that comes next on the route back to `have`; None if there is none.
 
     This is the longest hop that does not go back past `have`.
     """
-    stops = [hop.base for hop in document.lists() if hop.base > have]
+    stops = [hop.base for hop in document.all_hops() if hop.base > have]
     arrived = document.hop_from(have) is not None
     return None if arrived or not stops else min(stops)

@@ -174,7 +174,7 @@ class Puller:
             job_id, version, have = manifest.job_id, manifest.version, self._newest_held(manifest)
             documents = await retry_unavailable(lambda: self._client.route(job_id, version, have))
             retained.indexes += [
-                BlobIndex([edge.delta for edge in hop.edges]) for document in documents for hop in document.lists()
+                BlobIndex([edge.delta for edge in hop.edges]) for document in documents for hop in document.all_hops()
             ]
         edges = [edge for document in documents for edge in document.edges()]
         return await asyncio.to_thread(plan, needed, edges, cached)

@@ -76,4 +76,4 @@ async def publish(store: WeightStore, version: int) -> None:
     await store.put_part(JOB, version, 0, part.encode())
     request = CommitRequest(expect=version - 1, parts=(part.digest,), config_json="{}")
     await store.commit(JOB, version, request)
-    await store.collect_once()
+    await store.collector.collect_once()

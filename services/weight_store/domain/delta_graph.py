@@ -9,10 +9,10 @@ from typing import NamedTuple
 from rlboost.shared.errors import Undecodable
 from rlboost.shared.weights.delta_graph import Edge, EdgeList
 
-LONGEST_HOPS = 4
-"""Hops over 1, 2, 4 and 8 versions: a longer delta contains most of the values."""
-LONGEST_SPAN = 2 ** (LONGEST_HOPS - 1)
-"""Versions spanned by the longest hop, and the interval of versions with a hop from the job's first version."""
+HOPS_BY_SPAN = 4
+"""Number of hops to a version: over 1, 2, 4 and 8 versions. A longer delta contains most of the values."""
+LONGEST_SPAN = 2 ** (HOPS_BY_SPAN - 1)
+"""Versions spanned by the longest of them, and the interval of versions with a hop from the job's first version."""
 
 
 class EdgePair(NamedTuple):
@@ -22,8 +22,8 @@ class EdgePair(NamedTuple):
     second: Edge
 
 
-class HopPlan(NamedTuple):
-    """The content of a longer hop."""
+class JoinedHop(NamedTuple):
+    """The content of a hop over two consecutive ones."""
 
     base: int
     pairs: tuple[EdgePair, ...]
@@ -64,7 +64,7 @@ def merge_uploaded(version: int, lists: Sequence[EdgeList], sizes: Mapping[str, 
     return EdgeList(base=base, edges=tuple(found.values()))
 
 
-def span(earlier: EdgeList, later: EdgeList, digests: AbstractSet[str]) -> HopPlan:
+def join_hops(earlier: EdgeList, later: EdgeList, digests: AbstractSet[str]) -> JoinedHop:
     """Return how to compose two consecutive hops; `digests` are the chunks of the target version."""
     first_by_new = {edge.new: edge for edge in earlier.edges}
     pairs = tuple(
@@ -74,7 +74,7 @@ def span(earlier: EdgeList, later: EdgeList, digests: AbstractSet[str]) -> HopPl
     )
     changed = {edge.new for edge in later.edges}
     copies = tuple(edge for edge in earlier.edges if edge.new in digests and edge.new not in changed)
-    return HopPlan(earlier.base, pairs, copies)
+    return JoinedHop(earlier.base, pairs, copies)
 
 
 def nearest_from_base(version: int, base: int) -> int | None:

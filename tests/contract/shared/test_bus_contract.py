@@ -231,6 +231,35 @@ async def test_lease_from_before_the_clock_stepped_back_is_shortened(bus: Bus) -
         assert await seconds_left(bus, lease) <= LONGEST_LEASE_S
 
 
+async def test_expired_key_is_gone_and_a_new_one_stays(bus: Bus) -> None:
+    await bus.transact([HashSet("h", {"k": "v"}), HashSet("other", {"k": "v"}), Append(S, Resume(step=1))])
+    await bus.increment("n")
+    await bus.transact([*(Expire(key, 0.1) for key in ("h", S, "n", "missing")), Expire("other", 60.0)])
+    await bus.transact([HashSet("h", {"k": "w"}), Append("missing", Resume(step=2))])
+
+    async def gone() -> bool:
+        return await bus.length(S) == 0 and await bus.hash_all("h") == {}
+
+    await eventually(gone)
+    assert await bus.increment("n") == 1
+    await bus.transact([HashSet("h", {"k": "new"}), Append(S, Resume(step=3))])
+    assert await bus.hash_all("h") == {"k": "new"}
+    assert await bus.hash_all("other") == {"k": "v"}
+    assert [step_of(e) for e in await bus.read({S: START, "missing": START})] == [3, 2]
+
+
+async def test_deleted_key_no_longer_expires(bus: Bus) -> None:
+    await bus.transact([HashSet("h", {"k": "v"}), Expire("h", 0.1), Delete("h"), HashSet("h", {"k": "w"})])
+    await bus.renew("lease:a", "me", 60.0)
+    await bus.transact([Expire("lease:a", 0.1)])
+
+    async def gone() -> bool:
+        return await bus.lease_values(["lease:a"]) == [None]
+
+    await eventually(gone)
+    assert await bus.hash_all("h") == {"k": "w"}
+
+
 async def test_lease_is_acquired_by_one_holder_until_it_expires(bus: Bus) -> None:
     assert await bus.acquire("lease:a", "me", 60.0)
     assert not await bus.acquire("lease:a", "you", 60.0)

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from rlboost.services.weight_store.app import UPLOAD_GRACE_S, WeightStore
+from rlboost.services.weight_store.app import WeightStore
+from rlboost.services.weight_store.collection import UPLOAD_GRACE_S
+from rlboost.services.weight_store.delta_composer import DeltaComposer
 from rlboost.services.weight_store.deltas import Deltas
 from rlboost.services.weight_store.derived_chunks import DerivedChunks
 from rlboost.services.weight_store.fakes import MemoryChunks, MemoryDocuments
@@ -62,6 +64,7 @@ class World:
         metrics = Metrics(CollectorRegistry())
         self.derived = DerivedChunks(self.chunks)
         self.deltas = Deltas(self.derived, self.documents, metrics, keep=12, clock=lambda: self.now)
+        self.composer = DeltaComposer(self.deltas, self.derived, self.documents, metrics, clock=lambda: self.now)
         self.store = WeightStore(
             self.derived,
             self.documents,
@@ -106,7 +109,7 @@ class World:
     async def composing(self, done: Callable[[], Awaitable[object]]) -> None:
         """Run the loop until `done`, and stop it."""
         stop = asyncio.Event()
-        loop = asyncio.create_task(self.deltas.compose(stop), name="compose")
+        loop = asyncio.create_task(self.composer.compose(stop), name="compose")
         try:
             await eventually(done)
         finally:
@@ -121,7 +124,7 @@ class World:
             return []
 
     async def document(self, version: int) -> VersionEdges:
-        return await self.deltas.document(JOB, version)
+        return await self.deltas.edges_to(JOB, version)
 
     def has_hops(self, version: int, *bases: int, first: int | None = None) -> Callable[[], Awaitable[bool]]:
         async def check() -> bool:
@@ -238,7 +241,7 @@ async def test_every_eighth_version_has_a_hop_from_a_pinned_first_one(world: Wor
     assert found.from_base is not None
     (edge,) = found.from_base.edges
     assert codec.apply(content(0), world.chunks.held[edge.delta][0]) == content(24)
-    await world.store.collect_once()  # which drops the edges to all but the newest twelve
+    await world.store.collector.collect_once()  # which drops the edges to all but the newest twelve
     route = Route.decode(await world.store.route(JOB, 25, 0))
     edges = [edge for document in route.documents for edge in document.edges()]
     large = ChunkRef(digest_of(content(25)), 4 << 20)  # so that any delta is cheaper
@@ -249,7 +252,7 @@ async def test_every_eighth_version_has_a_hop_from_a_pinned_first_one(world: Wor
 async def test_late_compose_loop_skips_removed_versions(world: World) -> None:
     for version in range(6):
         await world.publish(version)
-    await world.store.collect_once()
+    await world.store.collector.collect_once()
     await world.composing(world.has_hops(5, 4, 3))
     assert await world.hops(3) == [2], "version 3 is not retained"
 
@@ -297,7 +300,7 @@ async def test_a_full_disk_stops_composing_and_nothing_else(world: World, monkey
 
 async def test_edges_outlive_their_versions_and_are_removed_with_their_deltas(world: World) -> None:
     await with_hops(world, 14)
-    await world.store.collect_once()
+    await world.store.collector.collect_once()
     assert await world.documents.edge_versions(JOB) == list(range(2, 14))
     needed = {edge.delta for version in range(2, 14) for edge in (await world.document(version)).edges()}
     lists = {digest for digest in world.chunks.held if digest not in needed}
@@ -306,7 +309,7 @@ async def test_edges_outlive_their_versions_and_are_removed_with_their_deltas(wo
     for digest in lists - dense:
         assert world.chunks.held[digest][0].startswith(b'{"base"'), "only lists wait for the end of the grace"
     world.now += UPLOAD_GRACE_S + 1
-    await world.store.collect_once()
+    await world.store.collector.collect_once()
     assert set(world.chunks.held) == needed | dense
 
 
@@ -315,7 +318,7 @@ async def test_a_part_that_waits_keeps_its_edges(world: World) -> None:
     with pytest.raises(Undecodable):
         await world.publish(1, lists=[b"no list"])
     world.now += UPLOAD_GRACE_S - 10
-    await world.store.collect_once()
+    await world.store.collector.collect_once()
     assert digest_of(b"no list") in world.chunks.held
 
 
@@ -346,6 +349,6 @@ async def test_corrupt_edges_document_counts_as_none(world: World) -> None:
     with pytest.raises(NotFound, match="cannot be read"):
         await world.document(2)
     assert Route.decode(await world.store.route(JOB, 2, 1)).documents == ()
-    await world.store.collect_once()
+    await world.store.collector.collect_once()
     await world.publish(3)
     await world.composing(world.has_hops(3, 2))

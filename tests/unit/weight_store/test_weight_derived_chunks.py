@@ -12,8 +12,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
-from rlboost.services.weight_store import deltas as deltas_module
-from rlboost.services.weight_store.app import UPLOAD_GRACE_S, WeightStore
+from rlboost.services.weight_store import delta_composer
+from rlboost.services.weight_store.app import WeightStore
+from rlboost.services.weight_store.collection import UPLOAD_GRACE_S
+from rlboost.services.weight_store.delta_composer import DeltaComposer
 from rlboost.services.weight_store.deltas import Deltas
 from rlboost.services.weight_store.derived_chunks import DerivedChunks
 from rlboost.services.weight_store.fakes import MemoryChunks, MemoryDocuments
@@ -63,6 +65,7 @@ class World:
         self.chunks = chunks = DerivedChunks(self.files, self.max_bytes_in_memory)
         self.bus = MemoryBus()
         self.deltas = Deltas(chunks, self.documents, metrics, keep=1, clock=lambda: self.now)
+        self.composer = DeltaComposer(self.deltas, chunks, self.documents, metrics, clock=lambda: self.now)
         self.store = WeightStore(
             chunks,
             self.documents,
@@ -120,7 +123,7 @@ class World:
     @asynccontextmanager
     async def composing(self) -> AsyncIterator[None]:
         stop = asyncio.Event()
-        loop = asyncio.create_task(self.deltas.compose(stop))
+        loop = asyncio.create_task(self.composer.compose(stop))
         yield
         stop.set()
         await loop
@@ -169,7 +172,7 @@ async def test_killed_store_serves_a_derived_version_after_the_restart(world: Wo
     for index in range(n_written):
         await world.served(1, index)
     await world.start()
-    await world.store.collect_once()
+    await world.store.collector.collect_once()
     assert world.written(1) == list(range(n_written))
     assert [await world.served(1, index) for index in range(CHUNKS)] == [content(1, index) for index in range(CHUNKS)]
 
@@ -192,14 +195,14 @@ async def test_commit_without_the_base_of_a_delta_is_refused(world: World) -> No
 
 async def test_bases_are_collected_once_the_chunks_are_written(world: World) -> None:
     await world.publish(1)
-    await world.store.collect_once()
+    await world.store.collector.collect_once()
     assert world.written(0) == [0, 1, 2]
     await world.write()
-    await world.store.collect_once()
+    await world.store.collector.collect_once()
     assert (world.written(0), world.written(1)) == ([], [0, 1, 2])
     await world.publish(2)
     await world.write()
-    await world.store.collect_once()
+    await world.store.collector.collect_once()
     assert (world.written(1), world.written(2)) == ([], [0, 1, 2])
 
 
@@ -215,7 +218,7 @@ async def test_full_disk_leaves_a_derived_version_served_from_memory(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Later, without another commit, its chunks are written into space that has become free."""
-    monkeypatch.setattr(deltas_module, "WRITE_INTERVAL_S", 0.01)
+    monkeypatch.setattr(delta_composer, "WRITE_INTERVAL_S", 0.01)
     await world.publish(1)
     world.files.full = True
     with capture_logs() as logs:
@@ -278,11 +281,11 @@ async def test_deltas_of_an_abandoned_upload_are_collected(world: World) -> None
     """The trainer dies after its deltas were applied, and its job is deleted."""
     await world.upload(1)
     await world.delete()
-    await world.store.collect_once()
+    await world.store.collector.collect_once()
     assert len(world.chunks) == CHUNKS
     world.now += UPLOAD_GRACE_S + 1
-    await world.store.collect_once()
-    await world.store.collect_once()
+    await world.store.collector.collect_once()
+    await world.store.collector.collect_once()
     assert (len(world.chunks), world.files.held, world.store.models()) == (0, {}, [])
 
 
@@ -290,12 +293,12 @@ async def test_deleted_version_that_was_never_written_is_collected(world: World)
     """The disk is full from its commit on: only the collection of its base makes space."""
     await world.publish(1)
     world.files.full = True
-    await world.store.collect_once()  # removes the committed parts
+    await world.store.collector.collect_once()  # removes the committed parts
     await world.delete()
-    await world.store.collect_once()
+    await world.store.collector.collect_once()
     assert (len(world.chunks), world.written(0)) == (0, [])
     world.now += UPLOAD_GRACE_S + 1
-    await world.store.collect_once()
+    await world.store.collector.collect_once()
     assert world.files.held == {}
 
 
@@ -355,6 +358,6 @@ async def test_written_chunks_are_durable_before_their_bases_are_removed(world: 
         await remove(unused_since)
 
     world.files.sync, world.files.remove = recorded_sync, recorded_remove  # type: ignore[method-assign]
-    await world.store.collect_once()
+    await world.store.collector.collect_once()
     assert done == ["sync", "remove"]
     assert world.written(0) == []

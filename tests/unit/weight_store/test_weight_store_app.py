@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 import pytest
 from prometheus_client import CollectorRegistry
 
-from rlboost.services.weight_store import app, deltas
+from rlboost.services.weight_store import collection, delta_composer
 from rlboost.services.weight_store.adapters.model_document import decode_model
-from rlboost.services.weight_store.app import UPLOAD_GRACE_S, WeightStore
+from rlboost.services.weight_store.app import WeightStore
+from rlboost.services.weight_store.collection import UPLOAD_GRACE_S
+from rlboost.services.weight_store.delta_composer import DeltaComposer
 from rlboost.services.weight_store.deltas import Deltas
 from rlboost.services.weight_store.derived_chunks import DerivedChunks
 from rlboost.services.weight_store.domain.versions import Model, Version
@@ -42,6 +44,7 @@ class World:
         metrics = Metrics(CollectorRegistry())
         self.derived = DerivedChunks(self.chunks)
         self.deltas = Deltas(self.derived, self.documents, metrics, keep=3, clock=lambda: self.now)
+        self.composer = DeltaComposer(self.deltas, self.derived, self.documents, metrics, clock=lambda: self.now)
         return WeightStore(
             self.derived,
             self.documents,
@@ -120,7 +123,7 @@ async def test_an_adapter_keeps_its_base_and_the_chunks_of_it(world: World) -> N
         with pytest.raises(Conflict, match="committed already"):
             await store.commit(JOB, version, request.model_copy(update={"adapter_json": "{ }"}))
     world.now += 10 * UPLOAD_GRACE_S
-    await store.collect_once()
+    await store.collector.collect_once()
     data, _ = await store.manifest(JOB, 3)
     manifest = Manifest.decode(data)
     assert (manifest.base_version, manifest.adapter_json) == (0, "{}")
@@ -276,7 +279,7 @@ async def test_collection_removes_unreferenced_chunks_of_a_retired_version(world
     for number in range(4):
         world.now += 1
         await commit(store, number, b"weights %d" % number if number else b"weights 3")
-    await store.collect_once()
+    await store.collector.collect_once()
     # Version 0 has the content of version 3; version 1 has its own.
     assert set(world.chunks.held) == {digest_of(b"weights 2"), digest_of(b"weights 3")}
     assert [known.version for known in store.model(JOB).versions] == [2, 3]
@@ -292,11 +295,11 @@ async def test_a_pinned_version_keeps_its_chunks(world: World, store: WeightStor
         await commit(store, number, b"weights %d" % number)
         if number == 0:
             await store.pin(JOB, 0)
-    await store.collect_once()
+    await store.collector.collect_once()
     await store.manifest(JOB, 0)
     assert digest_of(b"weights 0") in world.chunks.held
     await store.unpin(JOB, 0)
-    await store.collect_once()
+    await store.collector.collect_once()
     assert digest_of(b"weights 0") not in world.chunks.held
 
 
@@ -309,7 +312,7 @@ async def test_an_upload_in_progress_is_safe_from_collection(world: World, store
     await store.put_chunk(digest_of(b"new"), [b"new"])
     await commit(store, 2, b"weights 2")
     world.now += UPLOAD_GRACE_S - 1
-    await store.collect_once()
+    await store.collector.collect_once()
     assert await store.missing([ChunkRef(digest_of(b"weights 0"), 9), ChunkRef(digest_of(b"new"), 3)]) == []
 
 
@@ -317,7 +320,7 @@ async def test_abandoned_upload_is_removed_after_the_grace(world: World, store: 
     await commit(store, 0, b"weights")
     request = await publish(store, 1, b"abandoned")
     world.now += UPLOAD_GRACE_S + 1
-    await store.collect_once()
+    await store.collector.collect_once()
     assert set(world.chunks.held) == {digest_of(b"weights")}
     with pytest.raises(Conflict, match="rank 0 of 1 has not published"):
         await store.commit(JOB, 1, request)
@@ -328,7 +331,7 @@ async def test_a_part_that_waits_keeps_its_chunks(world: World, store: WeightSto
     world.now += UPLOAD_GRACE_S - 1
     await store.put_part(JOB, 0, 0, part_of(b"weights").encode())
     world.now += UPLOAD_GRACE_S - 1
-    await store.collect_once()
+    await store.collector.collect_once()
     assert (await store.commit(JOB, 0, request)).version == 0
 
 
@@ -344,10 +347,10 @@ async def test_collection_killed_midway_is_repeated(
     with monkeypatch.context() as dying:
         dying.setattr(world.documents, "save_model", killed)
         with pytest.raises(RuntimeError):
-            await store.collect_once()
+            await store.collector.collect_once()
     again = world.store()
     await again.load()
-    await again.collect_once()
+    await again.collector.collect_once()
     assert again.model(JOB).retired == ()
     assert set(world.chunks.held) == {digest_of(b"weights 1"), digest_of(b"weights 2")}
 
@@ -357,8 +360,8 @@ async def test_collecting_and_composing_wait_for_the_object_store(
 ) -> None:
     for number in range(3):
         await commit(store, number, b"weights %d" % number)
-    monkeypatch.setattr(app, "_COLLECT_INTERVAL_S", 0.001)
-    monkeypatch.setattr(deltas, "_RETRY_S", 0.001)
+    monkeypatch.setattr(collection, "_COLLECT_INTERVAL_S", 0.001)
+    monkeypatch.setattr(delta_composer, "_RETRY_S", 0.001)
     asked = {"last_used": 0, "edges": 0}
 
     def fail_once(port: object, name: str) -> None:
@@ -375,7 +378,7 @@ async def test_collecting_and_composing_wait_for_the_object_store(
     fail_once(world.chunks, "last_used")
     fail_once(world.documents, "edges")
     stop = asyncio.Event()
-    loops = [asyncio.create_task(loop(stop)) for loop in (store.collect, world.deltas.compose)]
+    loops = [asyncio.create_task(loop(stop)) for loop in (store.collector.collect, world.composer.compose)]
     await eventually(lambda: digest_of(b"weights 0") not in world.chunks.held)
     # Each of the three commits was asked for once in the end.
     await eventually(lambda: asked["edges"] == 5)
@@ -405,14 +408,14 @@ async def test_unreadable_model_document_leaves_the_other_jobs_served(world: Wor
     await successor.put_chunk(digest_of(b"other"), [b"other"])
     world.now += 10 * UPLOAD_GRACE_S
     with pytest.raises(Undecodable):
-        await successor.collect_once()
+        await successor.collector.collect_once()
     assert await world.chunks.read(digest_of(b"other")) == b"other"
 
 
 async def test_damaged_manifest_defers_the_collection(
     world: World, store: WeightStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app, "_COLLECT_INTERVAL_S", 0.001)
+    monkeypatch.setattr(collection, "_COLLECT_INTERVAL_S", 0.001)
     await commit(store, 0, b"some")
     await world.documents.put_manifest(JOB, 0, b"{")
     stop, n_rounds, jobs = asyncio.Event(), 0, world.documents.jobs
@@ -423,7 +426,7 @@ async def test_damaged_manifest_defers_the_collection(
         return await jobs()
 
     world.documents.jobs = counted  # type: ignore[method-assign]
-    collecting = asyncio.create_task(store.collect(stop))
+    collecting = asyncio.create_task(store.collector.collect(stop))
     await eventually(lambda: n_rounds > 2 or collecting.done())
     stop.set()
     await collecting

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from rlboost.services.weight_store.app import UPLOAD_GRACE_S, WeightStore
+from rlboost.services.weight_store.app import WeightStore
+from rlboost.services.weight_store.collection import UPLOAD_GRACE_S
 from rlboost.services.weight_store.ports import StoreFull
 from rlboost.services.weight_store.quota import LimitedChunks
 from rlboost.shared.errors import Conflict, NotFound
@@ -62,7 +63,7 @@ async def test_garbage_is_collected_before_a_write_is_rejected(world: World) -> 
     world_chunks = world.chunks
     world.chunks = chunks  # type: ignore[assignment] # the store writes through the limit
     store = world.store(keep=1)
-    chunks.reclaim = store.tidy
+    chunks.reclaim = store.collector.tidy
     for version in range(4):
         world.now += 60
         await commit(store, version, bytes([version]) * 100)
@@ -82,7 +83,7 @@ async def test_deleted_model_is_unknown_and_its_chunks_are_removed(world: World,
     with pytest.raises(NotFound):
         await store.delete(JOB)
     world.now += UPLOAD_GRACE_S + 1
-    await store.tidy()
+    await store.collector.tidy()
     assert not world.chunks.held
     again = world.store()
     await again.load()
@@ -115,7 +116,7 @@ async def test_job_with_a_damaged_record_counts_as_not_ended(world: World, store
     await world.bus.transact([HashSet(JOBS, {JOB: record})])
     with pytest.raises(Conflict, match="has not ended"):
         await store.delete(JOB)
-    await store.tidy()
+    await store.collector.tidy()
     assert [known.version for known in store.model(JOB).versions] == [0, 1]
 
 
@@ -123,10 +124,10 @@ async def test_only_the_last_version_of_an_ended_job_is_retained(world: World, s
     for version in range(3):
         await commit(store, version, b"weights %d" % version)
     await in_state(world, "running")
-    await store.tidy()
+    await store.collector.tidy()
     assert [known.version for known in store.model(JOB).versions] == [1, 2]
     await in_state(world, "completed")
-    await store.tidy()
+    await store.collector.tidy()
     assert [known.version for known in store.model(JOB).versions] == [2]
     assert set(world.chunks.held) == {digest_of(b"weights 2")}
 
@@ -144,10 +145,10 @@ async def test_full_disk_defers_retiring_and_still_frees_space(
     await in_state(world, "completed")
     with monkeypatch.context() as full:
         full.setattr(world.documents, "save_model", no_room)
-        await store.tidy()
+        await store.collector.tidy()
     assert [known.version for known in store.model(JOB).versions] == [0, 1]
     assert digest_of(b"abandoned") not in world.chunks.held
-    await store.tidy()
+    await store.collector.tidy()
     assert [known.version for known in store.model(JOB).versions] == [1]
 
 
@@ -156,9 +157,9 @@ async def test_versions_of_a_job_that_ended_just_now_remain(world: World, store:
         await commit(store, version, b"weights %d" % version)
     record = {"state": "completed", "finished_at": world.now}
     await world.bus.transact([HashSet(JOBS, {JOB: json.dumps(record)})])
-    await store.tidy(ended_before=world.now)
+    await store.collector.tidy(ended_before=world.now)
     assert [known.version for known in store.model(JOB).versions] == [0, 1]
-    await store.tidy(ended_before=world.now + 0.1)
+    await store.collector.tidy(ended_before=world.now + 0.1)
     assert [known.version for known in store.model(JOB).versions] == [1]
 
 
@@ -168,5 +169,5 @@ async def test_base_of_an_ended_adapter_job_is_retained(world: World, store: Wei
         request = await publish(store, version, b"adapter %d" % version)
         await store.commit(JOB, version, request.model_copy(update={"base_version": 0, "adapter_json": "{}"}))
     await in_state(world, "completed")
-    await store.tidy()
+    await store.collector.tidy()
     assert [known.version for known in store.model(JOB).versions] == [0, 2]

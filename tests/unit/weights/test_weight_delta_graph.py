@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlboost.services.weight_store.domain.delta_graph import EdgePair, is_worthwhile, merge_uploaded, outdated, span
+from rlboost.services.weight_store.domain.delta_graph import (
+    EdgePair,
+    is_worthwhile,
+    join_hops,
+    merge_uploaded,
+    outdated,
+)
 from rlboost.shared.errors import Undecodable
 from rlboost.shared.weights.delta_graph import LIST_EDGES, Edge, EdgeList, VersionEdges, lists_of
 from rlboost.shared.weights.manifest import CHUNK_BYTES, ChunkRef
@@ -112,7 +118,7 @@ def test_edges_from_the_version_itself_are_refused() -> None:
 def test_span_composes_meeting_edges_and_copies_unchanged_ones() -> None:
     earlier = EdgeList(base=1, edges=(edge(A, B), edge("1" * 64, "2" * 64), edge("3" * 64, "4" * 64)))
     later = EdgeList(base=2, edges=(edge(B, C), edge("5" * 64, "6" * 64), edge("4" * 64, "3" * 64)))
-    found = span(earlier, later, {C, "2" * 64, "6" * 64, "3" * 64})
+    found = join_hops(earlier, later, {C, "2" * 64, "6" * 64, "3" * 64})
     assert found.base == 1
     assert found.pairs == (EdgePair(edge(A, B), edge(B, C)),), "what came back to where it was needs no delta"
     assert found.copies == (edge("1" * 64, "2" * 64),)

@@ -1,0 +1,181 @@
+"""Collects garbage: versions of ended jobs, and the chunks that no version and no upload in progress needs.
+
+One loop, `collect`, consumes nothing and, once a minute or at the limit of the store's size, retires the versions of
+ended jobs and removes what no job refers to. It waits for Redis and for the chunk and document stores, and ends at the
+stop. The rules are in `domain.garbage` and `domain.versions`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import structlog
+
+from rlboost.services.weight_store.deltas import Deltas
+from rlboost.services.weight_store.derived_chunks import DerivedChunks
+from rlboost.services.weight_store.domain import versions
+from rlboost.services.weight_store.domain.garbage import garbage
+from rlboost.services.weight_store.domain.versions import Model
+from rlboost.services.weight_store.ended_jobs import EndedJobs
+from rlboost.services.weight_store.metrics import Metrics
+from rlboost.services.weight_store.models import Models
+from rlboost.services.weight_store.ports import Documents, StoreFull
+from rlboost.shared.errors import BusUnavailable, NotFound, StoreUnavailable, Undecodable
+from rlboost.shared.process.lifecycle import until_stop
+from rlboost.shared.weights.manifest import Manifest, Part
+
+log = structlog.get_logger(__name__)
+
+UPLOAD_GRACE_S = 3600.0
+"""Maximum time of an upload from its first chunk to the commit."""
+_COLLECT_INTERVAL_S = 60.0
+ENDED_GRACE_S = 600.0
+"""How long the versions of an ended job remain, so that each can still be exported."""
+
+
+class _References(NamedTuple):
+    """What one job refers to, by digest of chunks and deltas."""
+
+    model: Model
+    needed: set[str]
+    """By visible versions, staged parts, and edges that are retained."""
+    retired: dict[str, float]
+    """Chunk or delta -> time; it is garbage unless it is needed or was used after that time."""
+    chunks_of: dict[int, set[str]]
+    """Of each retired version."""
+    outdated: list[int]
+    """Versions whose edges are removed."""
+
+
+class Collector:
+    """Collects the garbage of one store."""
+
+    def __init__(
+        self,
+        models: Models,
+        chunks: DerivedChunks,
+        documents: Documents,
+        deltas: Deltas,
+        ended_jobs: EndedJobs,
+        metrics: Metrics,
+        *,
+        clock: Callable[[], float],
+    ) -> None:
+        """Remove from the store's ports; `clock` returns Unix seconds."""
+        self._models = models
+        self._chunks = chunks
+        self._documents = documents
+        self._deltas = deltas
+        self._ended_jobs = ended_jobs
+        self._metrics = metrics
+        self._clock = clock
+        self._tidying = asyncio.Lock()
+
+    async def collect(self, stop: asyncio.Event) -> None:
+        """Collect garbage once a minute."""
+        while not await until_stop(stop, _COLLECT_INTERVAL_S):
+            await self.tidy(ended_before=self._now() - ENDED_GRACE_S)
+
+    async def tidy(self, ended_before: float = math.inf) -> None:
+        """Retire the versions of ended jobs and collect garbage; what is unavailable now is deferred."""
+        async with self._tidying:
+            for action in (partial(self.retire_ended, ended_before), self.collect_once):
+                try:
+                    await action()
+                except (BusUnavailable, StoreFull, StoreUnavailable, Undecodable) as error:
+                    log.warning("collection_deferred", error=str(error))
+
+    async def retire_ended(self, before: float = math.inf) -> None:
+        """Retire all but the last version of jobs that ended `before`; pinned ones and bases stay. See `EndedJobs`."""
+        ended = await self._ended_jobs.ids(before)
+        for job_id in [model.job_id for model in self._models.all() if model.job_id in ended]:
+            async with self._models.lock(job_id):
+                model = self._models.get(job_id)
+                if (after := versions.retire(model, keep=1)) != model:
+                    await self._models.save(after)
+
+    async def collect_once(self) -> None:
+        """Remove retired versions, abandoned parts, and unreferenced chunks.
+
+        Raises:
+            Undecodable: the chunks that a job refers to are unknown, so nothing was removed.
+
+        """
+        self._models.check_all_readable()
+        now = self._now()
+        # Read before the references: a chunk that is referenced for the first time later has also been used later.
+        last_used = await self._chunks.last_used()
+        jobs = [await self._references_of(job_id, now) for job_id in await self._documents.jobs()]
+        derived_from = await self._remove_chunks(last_used, jobs, now)
+        for job in jobs:
+            await self._deltas.forget(job.model.job_id, job.outdated)
+            await self._remove_retired(job, derived_from)
+
+    async def _references_of(self, job_id: str, now: float) -> _References:
+        async with self._models.lock(job_id):
+            model = self._models.get(job_id)
+            needed = await self._staged_chunks(model, now)
+            for version in model.versions:
+                needed |= await self._chunks_of(job_id, version.version)
+            chunks_of = {old.version: await self._chunks_of(job_id, old.version) for old in model.retired}
+            retired: dict[str, float] = {}
+            for old in model.retired:
+                retired |= dict.fromkeys(chunks_of[old.version], old.committed_at)
+            deltas = await self._deltas.survey(model)
+        return _References(model, needed | deltas.referenced, retired | deltas.dropped, chunks_of, deltas.outdated)
+
+    async def _remove_chunks(self, last_used: Mapping[str, float], jobs: Sequence[_References], now: float) -> set[str]:
+        """Remove the chunks that are garbage; return those that remain for the chunks that are derived from them."""
+        needed: set[str] = set().union(*(job.needed for job in jobs))
+        retired: dict[str, float] = {}
+        for job in jobs:
+            retired |= job.retired
+        abandoned = garbage(self._chunks.derived_last_used(), needed, retired, now=now, grace_s=UPLOAD_GRACE_S)
+        self._chunks.drop(abandoned)
+        derived_from = self._chunks.inputs()
+        victims = garbage(last_used, needed | derived_from, retired, now=now, grace_s=UPLOAD_GRACE_S)
+        if victims:
+            await self._chunks.sync()  # chunks written in the meantime, before the bases that led to them are removed
+        await self._chunks.remove(victims)
+        self._metrics.chunks_removed.inc(len(victims))
+        return derived_from
+
+    async def _remove_retired(self, job: _References, derived_from: set[str]) -> None:
+        """Remove retired versions; one whose chunks are bases stays, so that they are garbage once they are not."""
+        job_id = job.model.job_id
+        removable = tuple(old for old in job.model.retired if job.chunks_of[old.version].isdisjoint(derived_from))
+        if not removable:
+            return
+        for old in removable:
+            await self._documents.remove_manifest(job_id, old.version)
+            log.info("version_removed", job=job_id, version=old.version)
+        async with self._models.lock(job_id):
+            await self._models.save(versions.forget_retired(self._models.get(job_id), removable))
+
+    async def _staged_chunks(self, model: Model, now: float) -> set[str]:
+        """Return the chunks of the uploads in progress; remove the parts of others."""
+        chunks: set[str] = set()
+        for part in await self._documents.parts(model.job_id):
+            if part.version <= model.head or part.staged_at < now - UPLOAD_GRACE_S:
+                await self._documents.remove_part(model.job_id, part)
+            else:
+                data = await self._documents.part(model.job_id, part.version, part.rank)
+                content = await asyncio.to_thread(Part.decode, data)
+                chunks |= {blob.digest for blob in (*content.chunks, *content.edges)}
+        return chunks
+
+    async def _chunks_of(self, job_id: str, version: int) -> set[str]:
+        try:
+            data = await self._documents.manifest(job_id, version)
+        except NotFound:
+            # Retired, and its manifest removed just before the process was killed.
+            return set()
+        return {chunk.digest for chunk in (await asyncio.to_thread(Manifest.decode, data)).chunks()}
+
+    def _now(self) -> float:
+        # The resolution of the chunk store: a time read back from it compares equal.
+        return round(self._clock(), 6)
