@@ -41,7 +41,7 @@ def compare(case: work.Case, n_rounds: int) -> Iterator[dict[str, Any]]:
         one = TorchPolicy(PolicySettings(optimizer=OPTIMIZER, temperature=TEMPERATURE), device="cpu")
         for name, layout in DENSE_LAYOUTS.items():
             one.load_hf(model)  # again, without the updates so far
-            n_bytes = 4 * sum(parameter.numel() for parameter in one._parameters)  # noqa: SLF001 - no public count
+            n_bytes = 4 * sum(parameter.numel() for parameter in one.loaded.parameters)
             found = asyncio.run(_rounds(layout, n_rounds, one, model, batches, host, namespaces))
             row = {key: round(median(values), 3) for key, values in found.items() if values}
             if "between_nodes_mb" in row:

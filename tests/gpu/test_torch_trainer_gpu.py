@@ -86,8 +86,8 @@ def test_offload_all_frees_gpu_memory(model: Path) -> None:
     busy = emptied()
     engine.offload()
     assert on_device() - before < SMALL
-    assert busy - before > 16 * sum(parameter.numel() for parameter in engine._parameters)
-    assert all(parameter.is_pinned() for parameter in engine._model.parameters())
+    assert busy - before > 16 * sum(parameter.numel() for parameter in engine.loaded.parameters)
+    assert all(parameter.is_pinned() for parameter in engine.loaded.model.parameters())
 
 
 def test_offload_optimizer_keeps_weights_on_gpu(model: Path) -> None:
@@ -96,9 +96,9 @@ def test_offload_optimizer_keeps_weights_on_gpu(model: Path) -> None:
     engine.step(RATE)
     busy = emptied()
     engine.offload()
-    n = sum(parameter.numel() for parameter in engine._parameters)
+    n = sum(parameter.numel() for parameter in engine.loaded.parameters)
     assert busy - on_device() > 7.5 * n, "two moments of four bytes"
-    assert all(parameter.is_cuda for parameter in engine._parameters)
+    assert all(parameter.is_cuda for parameter in engine.loaded.parameters)
 
 
 def test_checkpoint_is_saved_and_loaded_while_offloaded(model: Path, tmp_path: Path) -> None:

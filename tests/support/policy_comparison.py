@@ -11,6 +11,7 @@ import torch
 from rlboost.services.trainer.adapters.ranks.policy import RanksPolicy
 from rlboost.services.trainer.adapters.ranks.sharded_tensors import SliceReader
 from rlboost.services.trainer.adapters.ranks.tensor_slice import TensorSlice
+from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.ports.engine import Exported, PolicyEngine
 from rlboost.shared.wire.columns import F32
 
@@ -37,6 +38,13 @@ def assert_close(found: dict[str, Any], expected: dict[str, Any], atol: float) -
     assert set(found) == set(expected)
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, rtol=0, atol=atol, err_msg=name)
+
+
+def gradients(policy: TorchPolicy) -> dict[str, torch.Tensor]:
+    """Return copies of the accumulated gradients, of the critic too."""
+    critic = policy.loaded.critic
+    trained = {**policy.loaded.trained, **(critic.trained if critic is not None else {})}
+    return {name: tensor.grad.clone() for name, tensor in trained.items() if tensor.grad is not None}
 
 
 def gradient_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ from tests.support.fork_server import output_of
 from tests.support.losses import clipped_loss
 from tests.support.megatron_cpu import python_path
 from tests.support.model_folder import write_model, write_unmarked_model
-from tests.support.policy_comparison import bits
+from tests.support.policy_comparison import bits, gradients
 from tests.support.saved_bytes import saved_bytes
 from tests.support.saved_bytes_of_rank import N_TOKENS, ROW
 from tests.support.training_rows import taught
@@ -58,12 +58,11 @@ def three_steps(policy: TorchPolicy) -> list[Any]:
     for seed in range(3):
         batch = taught(seed=seed)
         seen.append(policy.accumulate([batch[:3], batch[3:]], LOSS))
-        trained = {**policy._trained, **(policy._critic.trained if policy._critic else {})}
-        seen.append({name: tensor.grad.tolist() for name, tensor in trained.items() if tensor.grad is not None})
+        seen.append({name: gradient.tolist() for name, gradient in gradients(policy).items()})
         seen += [policy.step(RATE), bits(policy), policy.logprobs([batch])]
         if policy.settings.reference:
             seen.append(policy.reference_logprobs([batch]))
-        if policy._critic:
+        if policy.settings.critic:
             seen.append(policy.values([batch]))
     return seen
 
@@ -150,7 +149,7 @@ def test_layer_saves_only_its_input(models: list[Path], lora: LoraSpec | None) -
             found.append(n_saved_bytes())
             return LOSS(batch)
 
-        with saved_bytes(policy._model.parameters()) as n_saved_bytes:
+        with saved_bytes(policy.loaded.model.parameters()) as n_saved_bytes:
             policy.accumulate([[ROW]], loss)
         return found[0]
 
@@ -163,9 +162,10 @@ def test_layer_saves_only_its_input(models: list[Path], lora: LoraSpec | None) -
 
 def test_critic_layer_saves_only_its_input(models: list[Path]) -> None:
     def kept_of(policy: TorchPolicy) -> int:
-        assert policy._critic is not None
-        with saved_bytes(policy._critic.trained.values()) as n_saved_bytes:
-            policy._critic._forward([ROW])
+        critic = policy.loaded.critic
+        assert critic is not None
+        with saved_bytes(critic.trained.values()) as n_saved_bytes:
+            critic.forward([ROW])
             return n_saved_bytes()
 
     without, within = (
@@ -197,10 +197,10 @@ class Rounded(TorchDispatchMode):
 
 def test_rounded_weights_of_a_layer_are_freed(models: list[Path]) -> None:
     made = engine(models[0], recomputes=True, dtype="bfloat16")
-    layers = made._model.get_decoder().layers
+    layers = made.loaded.model.get_decoder().layers
     seen: list[tuple[int, int]] = []
     with Rounded(tuple(layers[0].mlp.up_proj.weight.shape)) as rounded:
-        made._model.get_output_embeddings().register_forward_pre_hook(lambda *_: seen.append(rounded.count()))
+        made.loaded.model.get_output_embeddings().register_forward_pre_hook(lambda *_: seen.append(rounded.count()))
         made.accumulate([[ROW]], LOSS)
     assert seen == [(2 * LAYERS[0], 0)]  # two matrices of that shape, up and gate
 
@@ -216,7 +216,7 @@ def test_rank_with_checkpointing_saves_only_layer_inputs(kind: str, models: list
 
 def test_reference_model_is_not_checkpointed(tmp_path: Path) -> None:
     made = engine(write_model(tmp_path), recomputes=True, reference=True)
-    policy, reference = ([*model.get_decoder().layers] for model in (made._model, made._reference))
+    policy, reference = ([*model.get_decoder().layers] for model in (made.loaded.model, made.loaded.reference))
     assert all("forward" in vars(layer) for layer in policy)
     assert not any("forward" in vars(layer) for layer in reference)
 

@@ -95,7 +95,7 @@ def test_two_steps_with_divided_experts_match_one_process(model: Path, layout: s
         np.testing.assert_allclose(logprobs(many), logprobs(one), rtol=0, atol=1e-5)
         for step in range(2):
             sums = one.accumulate(BATCHES, LOSS)
-            gradients = {name: gradient_of(tensor) / sums["divisor"] for name, tensor in one._trained.items()}
+            gradients = {name: gradient_of(tensor) / sums["divisor"] for name, tensor in one.loaded.trained.items()}
             found = many.accumulate(BATCHES, LOSS)
             if "tp2" not in layout:
                 # Once per layer; no token of a dummy. With tp2 also per rank, and padding.

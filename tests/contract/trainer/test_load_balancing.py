@@ -22,6 +22,7 @@ from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import OptimizerSpec
 from tests.support import rank_policies
 from tests.support.model_folder import write_model
+from tests.support.policy_comparison import gradients
 from tests.support.training_rows import rows, with_loss_mask
 
 pytestmark = pytest.mark.timeout(600)
@@ -60,10 +61,6 @@ def torch_policy(model: Path, coefficient: float = COEFFICIENT, **settings: Any)
     )
     policy.load_hf(model)
     return policy
-
-
-def gradients(policy: TorchPolicy) -> dict[str, torch.Tensor]:
-    return {name: tensor.grad.clone() for name, tensor in policy._trained.items() if tensor.grad is not None}
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -180,8 +177,9 @@ def test_coefficient_of_zero_builds_no_graph(tmp_path: Path) -> None:
     write_model(tmp_path, "qwen3-moe")
     for coefficient in (0.0, COEFFICIENT):
         policy = torch_policy(tmp_path, coefficient)
-        policy._forward(rows(2))
-        assert policy._forward.balance is not None
-        assert policy._forward.balance.loss.requires_grad == bool(coefficient)
+        forward = policy.loaded.forward
+        forward(rows(2))
+        assert forward.balance is not None
+        assert forward.balance.loss.requires_grad == bool(coefficient)
         policy.logprobs([rows(2)])
-        assert policy._forward.balance is None
+        assert forward.balance is None

@@ -105,7 +105,7 @@ def test_ranks_three_steps_match_torch_backend(
         sums = one.accumulate(BATCHES, LOSS)
         for name in (ROUTED_TOKENS, ROUTING_LOSS, EXPERT_LOAD):
             sums.pop(name, None)  # for each rank's part: see test_load_balancing
-        gradients = {name: gradient_of(tensor) / sums["divisor"] for name, tensor in one._trained.items()}
+        gradients = {name: gradient_of(tensor) / sums["divisor"] for name, tensor in one.loaded.trained.items()}
         found = many.accumulate(BATCHES, LOSS)
         assert {name: found[name] for name in sums} == pytest.approx(sums, rel=1e-4, abs=1e-3)
         norm = one.step(RATE)

@@ -25,7 +25,6 @@ from transformers import (
 
 from rlboost.services.trainer.adapters.torch import attention_choice
 from rlboost.services.trainer.adapters.torch.attention_choice import attention_of
-from rlboost.services.trainer.adapters.torch.logprobs import LogprobPass
 from rlboost.services.trainer.adapters.torch.packing import PACKED, RowLengths, attention
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.ports.policy_settings import PolicySettings
@@ -33,6 +32,7 @@ from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
 from rlboost.shared.wire.columns import floats, ints
 from tests.support.losses import clipped_loss
+from tests.support.policy_comparison import gradients
 from tests.support.tiny_models import CONFIGS, MIXTURES, VOCABULARY, logprobs
 from tests.support.training_rows import rows
 
@@ -183,14 +183,11 @@ def test_logits_in_chunks_change_no_gradient(tmp_path: Path, family: str, recomp
     batch = rows(5)
     found = []
     for max_logits in (1, 7 * VOCABULARY, 1 << 20):
-        ours = policy(model, activation_checkpointing=recomputes and family != "gpt2")
-        ours._model.forward = ours._forward._forward
-        forward = LogprobPass(
-            ours._model, temperature=0.7, dtype=torch.float32, device=torch.device("cpu"), max_logits=max_logits
-        )
-        logprobs = forward(batch)
+        recomputing = recomputes and family != "gpt2"
+        ours = policy(model, temperature=0.7, max_logits=max_logits, activation_checkpointing=recomputing)
+        logprobs = ours.loaded.forward(batch)
         logprobs.square().sum().backward()
-        found.append([logprobs.detach(), *(p.grad for p in ours._model.parameters() if p.grad is not None)])
+        found.append([logprobs.detach(), *(p.grad for p in ours.loaded.model.parameters() if p.grad is not None)])
     for chunked in found[:2]:
         for ours_, whole in zip(chunked, found[2], strict=True):
             torch.testing.assert_close(ours_, whole, atol=1e-3, rtol=1e-4)
@@ -203,11 +200,10 @@ def test_logits_in_chunks_change_no_gradient_of_an_adapter(tmp_path: Path, recom
     lora = LoraSpec(targets=["q_proj", "lm_head"])
     found = []
     for max_logits in (7 * VOCABULARY, 1 << 20):
-        ours = policy(model, lora=lora, activation_checkpointing=recomputes)
-        ours._forward._chunk = max_logits // VOCABULARY
+        ours = policy(model, lora=lora, max_logits=max_logits, activation_checkpointing=recomputes)
         ours.accumulate([rows(5)], LOSS)
-        found.append([p.grad for p in ours._parameters if p.grad is not None])
-        assert len(found[-1]) == len(ours._parameters)
+        found.append(list(gradients(ours).values()))
+        assert len(found[-1]) == len(ours.loaded.parameters)
     for chunked, whole in zip(*found, strict=True):
         torch.testing.assert_close(chunked, whole, atol=1e-4, rtol=1e-4)
 
@@ -238,15 +234,15 @@ def test_ranks_exchange_half_precision_under_autocast() -> None:
 def test_critic_of_packed_rows_trains_as_row_by_row(tmp_path: Path, recomputes: bool) -> None:
     model = write(CONFIGS["qwen3-moe"], tmp_path)
     batch = rows(5)
-    gradients = []
+    found = []
     for batches in ([batch], [[row] for row in batch]):
-        critic = policy(model, critic=CriticSpec(), activation_checkpointing=recomputes)._critic
+        critic = policy(model, critic=CriticSpec(), activation_checkpointing=recomputes).loaded.critic
         assert critic is not None
         with torch.no_grad():
             weight = critic.trained["head.weight"]
             weight.copy_(torch.linspace(-1, 1, weight.numel()).expand_as(weight))
         for part in batches:
-            critic._forward(part).square().sum().backward()
-        gradients.append([tensor.grad for tensor in critic.trained.values() if tensor.grad is not None])
-    for packed, single in zip(*gradients, strict=True):
+            critic.forward(part).square().sum().backward()
+        found.append([tensor.grad for tensor in critic.trained.values() if tensor.grad is not None])
+    for packed, single in zip(*found, strict=True):
         torch.testing.assert_close(packed, single, atol=1e-3, rtol=1e-4)

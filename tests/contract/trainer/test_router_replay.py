@@ -244,7 +244,7 @@ async def learned(folder: Path, *, replays: bool, steps: int = 10) -> tuple[list
     engine = TorchEngine(tiny_models.save_config(model.config, folder), slots=32, dtype="bfloat16")
     rewards, sums = [], []
     for step in range(steps):
-        weights = tiny_models.weights(policy._model)
+        weights = tiny_models.weights(policy.loaded.model)
         await engine.load_weights(step, Staged((name, tensor.bfloat16()) for name, tensor in weights))
         ids = range(32 * step, 32 * step + 32)
         requests = [request(i, prompt=[3 + i // 8 % 4], max_tokens=24, routed_experts=SHAPE) for i in ids]

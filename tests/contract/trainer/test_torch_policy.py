@@ -130,7 +130,7 @@ def test_accumulate_makes_one_forward_pass_per_micro_batch(tmp_path: Path) -> No
     write_model(tmp_path)
     ours = engine(tmp_path)
     shapes: list[tuple[int, ...]] = []
-    ours._model.register_forward_pre_hook(
+    ours.loaded.model.register_forward_pre_hook(
         lambda _model, _args, given: shapes.append(tuple(given["input_ids"].shape)), with_kwargs=True
     )
     batch = sorted(rows(6), key=lambda row: row.n_tokens)

@@ -77,8 +77,8 @@ def test_computed_bytes_match_what_torch_saves(tmp_path: Path, family: str, dtyp
     policy.load_hf(tmp_path)
     tokens = [1] * (N_TOKENS - 1)
     row = training_row([1], tokens, [-1.0] * len(tokens))
-    with saved_bytes(policy._model.parameters()) as n_saved:
-        policy._forward([row])
+    with saved_bytes(policy.loaded.model.parameters()) as n_saved:
+        policy.loaded.forward([row])
         saved = n_saved()
     spec = TrainerSpec(dtype=dtype, activation_checkpointing=checkpointing)
     update = update_memory(size, TrainedModel(size.total), spec, N_TOKENS)
@@ -172,20 +172,21 @@ def test_state_of_an_adapter_and_a_critic_is_what_torch_holds(tmp_path: Path, fa
     row = training_row([1], [1] * 7, [0.1] * 7, values=pack([0.1] * 7, F32), returns=pack([1.0] * 7, F32))
     for _ in range(2):
         policy.accumulate([[row]], PolicyLoss())
-        if not policy._optimizers[0].state:
+        if not policy.loaded.optimizers[0].state:
             policy.step(1e-3)
-    assert policy._critic is not None
-    weights = [*policy._model.parameters(), *policy._critic.trained.values()]
+    critic = policy.loaded.critic
+    assert critic is not None
+    weights = [*policy.loaded.model.parameters(), *critic.trained.values()]
     gradients = [weight.grad for weight in weights if weight.grad is not None]
     moments = [
         state[key]
-        for one in (*policy._optimizers, policy._critic.optimizer)
+        for one in (*policy.loaded.optimizers, critic.optimizer)
         for state in one.state.values()
         for key in ("exp_avg", "exp_avg_sq")
     ]
     held = sum(tensor.nbytes for tensor in (*weights, *gradients, *moments))
     n_added = adapter_parameters(size, lora) + size.critic
-    assert adapter_parameters(size, lora) == sum(tensor.numel() for tensor in policy._trained.values())
+    assert adapter_parameters(size, lora) == sum(tensor.numel() for tensor in policy.loaded.trained.values())
     model = TrainedModel(size.total, frozen=True, n_added=n_added)
     assert state_bytes(model, TrainerSpec(dtype="bfloat16")) == pytest.approx(held, rel=2e-2)
 

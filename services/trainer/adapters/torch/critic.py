@@ -70,7 +70,7 @@ class TorchCritic:
             compile_layers(body, str(device))
         if activation_checkpointing:
             checkpoint_activations(body)
-        self._forward = ValuePass(model, dtype=dtype, device=device)
+        self.forward = ValuePass(model, dtype=dtype, device=device)
         self.trained: dict[str, Tensor] = dict(model.named_parameters())
         """All trained tensors, by name."""
         self.optimizer = torch.optim.AdamW(
@@ -81,14 +81,14 @@ class TorchCritic:
     def values(self, rows: Sequence[SequenceRow]) -> list[bytes]:
         """Return one float32 column per row: the value before each completion token."""
         with torch.no_grad():
-            return batch.columns(rows, self._forward(rows))
+            return batch.columns(rows, self.forward(rows))
 
     def accumulate(self, rows: Sequence[TrainingRow]) -> dict[str, float]:
         """Add a micro-batch's unnormalized gradients; return its metrics, for `sums.add`.
 
         They are those of `summed_value_loss`. A loss that is not finite shows in the gradients' norm.
         """
-        values = self._forward(rows)
+        values = self.forward(rows)
         total, metrics = summed_value_loss(rows, values, self._spec)
         total.backward()
         self._n_tokens += len(values)
