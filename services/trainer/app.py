@@ -28,28 +28,25 @@ from dataclasses import dataclass
 
 import structlog
 
-from rlboost.services.trainer.active_job import LEASE_TTL_S, LEASE_WAIT_LIMIT_S, ActiveJob, JobHost
+from rlboost.services.trainer.active_job import LEASE_WAIT_LIMIT_S, ActiveJob, JobHost
+from rlboost.services.trainer.claims import JobClaims, signed_command
 from rlboost.services.trainer.device import DeviceThread
 from rlboost.services.trainer.domain.job_table import JobTable
 from rlboost.services.trainer.ending import Ending, ending_with
 from rlboost.services.trainer.job import run_job
-from rlboost.services.trainer.job_streams import JobStreams, RetryingBus
+from rlboost.services.trainer.job_streams import RetryingBus
 from rlboost.services.trainer.ports.resources import JobResourcesFactory
-from rlboost.shared.errors import BusUnavailable, ConfigError, Fenced, WaitTimedOut
+from rlboost.shared.errors import BusUnavailable, Fenced, WaitTimedOut
 from rlboost.shared.ids import new_token
 from rlboost.shared.job import spec as job_spec
-from rlboost.shared.job.command_signature import is_signed
-from rlboost.shared.messages import JobCommand, JobReport
+from rlboost.shared.messages import JobReport
 from rlboost.shared.process.lifecycle import until_stop
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Ack, Append, Bus, HashDelete, HashSet, Op
 from rlboost.shared.streams.entries import START, Entry
-from rlboost.shared.streams.fenced_lease import FencedLease
 from rlboost.shared.waiting import Waits
 
 log = structlog.get_logger(__name__)
-
-_CLAIMED_AT_ONCE = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +113,11 @@ class Trainer:
         self._waits = waits
         self._host = JobHost(name, self._bus, device, waits, limits.samples_s)
         self._table = JobTable(name)
+        self._claims = JobClaims(self._bus, self._table, name=name, incarnation=self._incarnation, token=token)
         self._timing = timing
         self._cursor = START
         self._queue: asyncio.Queue[ActiveJob] = asyncio.Queue()
         self._current: ActiveJob | None = None
-        self._quarantined: set[str] = set()
-        """Commands whose job file this trainer cannot parse; another trainer may claim them."""
         self._takeovers_checked_at = -math.inf
         self._is_caught_up = False
 
@@ -152,18 +148,13 @@ class Trainer:
         while entries:
             for entry in entries:
                 self._cursor = entry.id
-                if (command := self._command(entry)) is not None:
+                if (command := signed_command(entry, self._token)) is not None:
                     self._table.apply(entry.id, command)
                     if self._is_caught_up:  # not for commands from before the start
                         log.info("command_applied", action=command.action, job=command.job_id)
             if self._current is not None:
                 self._apply(self._current)
             entries = await self._read(0.0)
-
-    def _command(self, entry: Entry) -> JobCommand | None:
-        """Return the command in an entry, None if no manager has signed one."""
-        command = entry.message
-        return command if isinstance(command, JobCommand) and is_signed(command, self._token) else None
 
     async def _read(self, block_s: float) -> list[Entry]:
         return await self._bus(lambda bus: bus.read({names.JOB_COMMANDS: self._cursor}, block_s=block_s))
@@ -180,76 +171,26 @@ class Trainer:
         """Claim a job for this trainer, if there is one."""
         if (now := time.monotonic()) - self._takeovers_checked_at >= self._timing.takeover_check_s:
             self._takeovers_checked_at = now
-            for entry, contested in await self._takeover_candidates():
+            for entry, contested in await self._claims.takeover_candidates():
                 if (job := await self._claim(entry, contested=contested)) is not None:
                     return job
-        stream = names.JOB_COMMANDS
-        new = await self._bus(lambda bus: bus.consume(stream, names.TRAINER_GROUP, self._incarnation, count=1))
-        if not new:
+        new = await self._claims.next_command()
+        if new is None:
             return None
         await self._follow()  # it may be newer than the last command read, and a repetition of one in between
-        return await self._claim(new[0], contested=False)
-
-    async def _takeover_candidates(self) -> list[tuple[Entry, bool]]:
-        """Return the commands of started jobs that this trainer may take over.
-
-        Each comes with `contested`: True unless this trainer ran the job last. Then several trainers may claim it at
-        once, and only the one that gets the lease runs it.
-        """
-        claimed = await self._pending()
-        jobs = {e.id: e.message.job_id for e, _ in claimed if isinstance(e.message, JobCommand)}
-        jobs = {
-            entry_id: job_id
-            for entry_id, job_id in jobs.items()
-            if entry_id not in self._quarantined or self._table.is_cancelled(job_id)
-        }
-        if not jobs:
-            return []
-        owners = await self._bus(lambda bus: bus.hash_all(names.JOB_TRAINERS))
-        held = await self._bus(
-            lambda bus: bus.live_lease_values([names.trainer_lease(job_id) for job_id in jobs.values()])
-        )
-        free = {
-            entry_id
-            for (entry_id, job_id), holder in zip(jobs.items(), held, strict=True)
-            if self._table.may_take_over(job_id, owners.get(job_id), held=holder is not None)
-        }
-        return [(entry, owners.get(jobs[entry.id]) != self._name) for entry, _ in claimed if entry.id in free]
+        return await self._claim(new, contested=False)
 
     async def _claim(self, entry: Entry, *, contested: bool) -> ActiveJob | None:
-        command = self._command(entry)
-        if command is None:
-            reason = f"a {entry.message.tag} does not belong in this stream"
-            if isinstance(entry.message, JobCommand):
-                reason = "no manager has signed this command: give managers and trainers the same RLBOOST_TOKEN"
-            await self._bus(lambda bus: bus.dead_letter(entry.stream, names.TRAINER_GROUP, entry, reason))
+        """Return the job of a claimed command if this trainer is to run it."""
+        job = await self._claims.job_of(entry)
+        if job is None:
             return None
-        if not self._table.creates(entry.id, command):
-            # Every trainer applies the other commands through `_follow`.
-            await self._bus.transact([Ack(entry.stream, names.TRAINER_GROUP, (entry.id,))])
-            return None
-        if not self._table.is_cancelled(command.job_id) and (why := _parse_error(command.spec_json)):
-            await self._quarantine(entry.id, command.job_id, why)
-            return None
-        lease = FencedLease(
-            self._bus.raw, names.trainer_lease(command.job_id), names.trainer_epoch(command.job_id), LEASE_TTL_S
-        )
-        job = ActiveJob(command.job_id, command.job_no, command.spec_json, entry.id, lease)
         held = await self._bus(lambda _: self._hold(job))
         # The trainer's own job starts at once: the lease of its earlier process expires while the model is loaded.
         if job.superseded.is_set() or (contested and not held):
             return None
-        log.info("job_claimed", job=command.job_id)
+        log.info("job_claimed", job=job.job_id)
         return job
-
-    async def _quarantine(self, command: str, job_id: str, why: str) -> None:
-        """Leave a job unchanged, its command pending, for a trainer that can parse its job file."""
-        self._quarantined.add(command)
-        reason = (
-            f"the trainer cannot parse the job file ({why}). The job is unchanged: start the version of rlboost that "
-            "wrote it, or cancel the job from a manager that can parse it"
-        )
-        await JobStreams(self._bus, job_id).emit_event("job_quarantined", trainer=self._name, reason=reason)
 
     # --- jobs ---
 
@@ -348,7 +289,7 @@ class Trainer:
         value = json.dumps(body)
 
         async def is_pending() -> bool:
-            pending = any(entry.id == job.command for entry, _ in await self._pending())
+            pending = await self._claims.is_pending(job.command)
             if not pending:
                 job.superseded.set()  # the previous holder has ended the job in the meantime
             return pending
@@ -363,21 +304,6 @@ class Trainer:
             return False
         job.owns_lease.set()
         return True
-
-    async def _pending(self) -> list[tuple[Entry, int]]:
-        stream, group = names.JOB_COMMANDS, names.TRAINER_GROUP
-        return await self._bus(
-            lambda bus: bus.claim(stream, group, self._incarnation, min_idle_s=0, count=_CLAIMED_AT_ONCE)
-        )
-
-
-def _parse_error(spec_json: str) -> str:
-    """Return why this version cannot parse a stored job, an empty text if it can."""
-    try:
-        job_spec.parse_stored(json.loads(spec_json))
-    except (ValueError, ConfigError) as error:
-        return str(error)
-    return ""
 
 
 async def _first_of(*awaitables: Awaitable[object]) -> None:

@@ -66,7 +66,7 @@ class GroupIntake:
         if self._replacements is not None:
             self._tally.resampled = self._replacements.n_replaced
         self._requests = GroupRequests(job, self.rollouts, planned)
-        self._scorer = GroupScorer(job, step, self.rollouts, self._tally, publish=not was_trained)
+        self._scorer = GroupScorer(job, step, self.rollouts.prompts, self._tally, publish=not was_trained)
         self._training: asyncio.Queue[tuple[PlannedGroup, asyncio.Task[ScoredGroup | None]]] = asyncio.Queue()
         """Training groups and their scoring, in order of completion; the task returns None for a dropped group."""
         self.n_undecided = 0

@@ -62,6 +62,7 @@ class MultiTurn:
         self._planned = {group.id: group for group in planned}
         self._ids = turn_ids(spec, len(data.evaluation))
         self.groups = collector_of(job, step, planned)
+        self.prompts: dict[int, bytes] = {}
         self._conversations = ConversationCollector(self.groups, self._ids)
         self._starts: dict[int, tuple[ChatMessage, ResetResult]] = {}
         """Group -> its prompt, and what `reset` returned."""
@@ -96,6 +97,7 @@ class MultiTurn:
             if not message.reason
         ]
         self._first |= {request.group: request for request in requests}
+        self.prompts.update({request.group: request.prompt for request in requests})
         return requests
 
     async def _start(self, group: PlannedGroup) -> tuple[GroupOpened, bytes]:
@@ -131,10 +133,6 @@ class MultiTurn:
                 f"no conversation of step {self._step} could start ({self._last_fault.reason}: "
                 f"{self._last_fault.detail}): fix environment.function {self._spec.function}"
             )
-
-    def prompt_of(self, group: int) -> bytes:
-        """See `Rollouts.prompt_of`."""
-        return self._first[group].prompt
 
     # --- answer ---
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from rlboost.services.trainer.domain.groups.collector import GroupOutcome, StepCollector
@@ -17,6 +17,10 @@ class Rollouts(Protocol):
     @property
     def groups(self) -> StepCollector:
         """The step's groups, and which of their samples are complete."""
+
+    @property
+    def prompts(self) -> Mapping[int, bytes]:
+        """Started group -> its prompt, an int32 column."""
 
     def add(self, group: PlannedGroup) -> None:
         """Add a replacement group."""
@@ -37,9 +41,6 @@ class Rollouts(Protocol):
 
         """
 
-    def prompt_of(self, group: int) -> bytes:
-        """Return the prompt of a started group, an int32 column."""
-
     def fold(self, message: Message) -> GroupOutcome | None:
         """Apply one message of the log; see `StepCollector.fold`."""
 
@@ -58,23 +59,19 @@ class SingleTurn:
         self.groups = collector_of(job, step, planned)
         self._job = job
         self._step = step
-        self._planned = {group.id: group for group in planned}
+        self.prompts: dict[int, bytes] = {}
 
     def add(self, group: PlannedGroup) -> None:
         """See `Rollouts.add`."""
-        self._planned[group.id] = group
         self.groups.add(group.id, group.n)
 
     async def start(self, groups: Sequence[PlannedGroup]) -> list[GroupRequested]:
         """Return the request of each group."""
-        return [request_of(self._job, self._step, group, self._job.prompt(group).tokens) for group in groups]
+        self.prompts.update({group.id: self._job.prompt(group).tokens for group in groups})
+        return [request_of(self._job, self._step, group, self.prompts[group.id]) for group in groups]
 
     def check_started(self) -> None:
         """Every group starts."""
-
-    def prompt_of(self, group: int) -> bytes:
-        """See `Rollouts.prompt_of`."""
-        return self._job.prompt(self._planned[group]).tokens
 
     def fold(self, message: Message) -> GroupOutcome | None:
         """See `StepCollector.fold`."""

@@ -9,7 +9,7 @@ Ends when: the group has its score, or was dropped.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -23,7 +23,6 @@ from rlboost.services.trainer.domain.plan import PlannedGroup
 from rlboost.services.trainer.ports.data import Data, Prompt
 from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
 from rlboost.services.trainer.step.context import JobContext
-from rlboost.services.trainer.step.rollouts import Rollouts
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages.fields import Span
 from rlboost.shared.wire.columns import ints
@@ -37,20 +36,22 @@ _MESSAGE_CHARS = 600
 class GroupScorer:
     """Scores the groups of one step."""
 
-    def __init__(self, job: JobContext, step: int, rollouts: Rollouts, tally: RolloutTally, *, publish: bool) -> None:
+    def __init__(
+        self, job: JobContext, step: int, prompts: Mapping[int, bytes], tally: RolloutTally, *, publish: bool
+    ) -> None:
         """Bind to a step.
 
         Args:
             job: the step's job.
             step: its number.
-            rollouts: of the step.
+            prompts: started group -> its prompt, an int32 column.
             tally: of the step; scoring times and dropped groups are counted in it.
             publish: whether to publish samples for people.
 
         """
         self._job = job
         self._step = step
-        self._rollouts = rollouts
+        self._prompts = prompts
         self._tally = tally
         self._publish = publish
 
@@ -60,7 +61,7 @@ class GroupScorer:
             await self._drop(outcome.group, outcome.reason, outcome.detail)
             return None
         job, prompt, began = self._job, self._job.prompt(planned), time.monotonic()
-        start = self._rollouts.prompt_of(planned.id)
+        start = self._prompts[planned.id]
         scores = await job.resources.rewards.score(reward_batch(outcome, prompt, job.resources.data))
         scores = add_environment_rewards(scores, outcome, named=job.spec.reward is not None)
         took_s = time.monotonic() - began
