@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -16,6 +17,8 @@ from rlboost.shared.messages import Wait, WaitKind
 
 log = structlog.get_logger(__name__)
 
+_MAX_TIMED_OUT = 16
+"""Most waits that are retained for `Waits.take_timed_out`."""
 _TIMEOUTS = Counter("rlboost_wait_timeouts", "Waits that reached their limit")
 
 
@@ -25,6 +28,7 @@ class Waits:
     def __init__(self) -> None:
         self._active: dict[int, tuple[Wait, Callable[[], str]]] = {}
         self._numbers = itertools.count()
+        self._timed_out: deque[Wait] = deque(maxlen=_MAX_TIMED_OUT)
 
     @asynccontextmanager
     async def on(
@@ -57,8 +61,8 @@ class Waits:
                 yield
         except TimeoutError as error:
             if timer.expired():
-                _TIMEOUTS.inc()
-                log.warning("wait_timed_out", subject=subject, because=because, limit_s=limit_s)
+                count_timeout(subject, because, limit_s)
+                self._timed_out.append(wait)
                 raise WaitTimedOut(f"waited {limit_s:.0f} s for {subject} ({because})") from error
             raise
         finally:
@@ -68,6 +72,18 @@ class Waits:
         """Return the current waits, oldest first."""
         waits = sorted(self._active.values(), key=lambda active: active[0].since)
         return [_with_progress(wait, progress()) for wait, progress in waits]
+
+    def take_timed_out(self) -> list[Wait]:
+        """Return the waits that have reached their limit since the last call, oldest first."""
+        waits = list(self._timed_out)
+        self._timed_out.clear()
+        return waits
+
+
+def count_timeout(subject: str, because: str, limit_s: float, **ids: str) -> None:
+    """Log and count a wait that has reached its limit; `ids` are added to the log line."""
+    _TIMEOUTS.inc()
+    log.warning("wait_timed_out", subject=subject, because=because, limit_s=limit_s, **ids)
 
 
 def _with_progress(wait: Wait, text: str) -> Wait:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from rlboost.commands.common import DEFAULT_STATE, StateOption, connect, endpoint
+from rlboost.commands.common import DEFAULT_STATE, JsonOption, StateOption, connect, endpoint, print_json
 
 _READ_ONLY_S = 7 * 86_400.0
 """How long a read-only link works."""
@@ -23,6 +23,7 @@ def page(
     read_only: Annotated[
         bool, typer.Option("--read-only", help="A link to share: it shows everything, changes nothing, for 7 days.")
     ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Print a link to the web page of the system.
 
@@ -35,6 +36,9 @@ def page(
         with connect(state) as client:
             created = client.tokens.create("read", name="read-only page", expires_s=_READ_ONLY_S)
         link = f"{url}/#token={created['secret']}&read-only"
-    typer.echo(link)
+    if as_json:
+        print_json({"url": link, "read_only": read_only})
+    else:
+        typer.echo(link)
     if show:
         typer.launch(link)

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from rlboost.commands.common import JsonOption, print_json
 from rlboost.shared.errors import ConfigError
 
 _LIMIT_S = 30.0
@@ -30,6 +31,7 @@ def prices(
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The file to write or replace; printed if not given.")
     ] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Look up list prices of machines and write them as a price file for the manager and 'rlboost plan --prices'.
 
@@ -50,8 +52,11 @@ def prices(
         found = ListPrices(http).prices(machines, spot, datetime.now(UTC).date())
     text = "# Dollars per hour, by 'rlboost prices': list prices, without taxes, discounts, disks and traffic.\n"
     text += yaml.safe_dump(found.model_dump(exclude_none=True), sort_keys=False, width=1000)
+    if as_json:
+        print_json(found.model_dump(exclude_none=True))
     if out is None:
-        typer.echo(text, nl=False)
+        if not as_json:
+            typer.echo(text, nl=False)
         return
     try:
         out.write_text(text, encoding="utf-8")

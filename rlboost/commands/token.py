@@ -78,11 +78,15 @@ def list_tokens(state: StateOption = DEFAULT_STATE, as_json: JsonOption = False)
 def revoke(
     token: Annotated[str, typer.Argument(metavar="ID", help="Its id, as 'token list' shows it.")],
     state: StateOption = DEFAULT_STATE,
+    as_json: JsonOption = False,
 ) -> None:
     """Revoke an access token: it is rejected after at most 2 seconds."""
     with connect(state) as client:
         client.tokens.revoke(token)
-    typer.echo(f"token {token} is revoked")
+    if as_json:
+        print_json({"id": token, "revoked": True})
+    else:
+        typer.echo(f"token {token} is revoked")
 
 
 def _seconds(text: str) -> float:

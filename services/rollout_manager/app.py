@@ -36,6 +36,7 @@ from rlboost.services.rollout_manager.ports import LeaderWatch
 from rlboost.services.rollout_manager.read_streams import SHARED_STREAMS, apply_order, is_trimmed_when_read
 from rlboost.services.rollout_manager.recovery import dead_letter, recover
 from rlboost.services.rollout_manager.relay import relay
+from rlboost.services.rollout_manager.wait_status import OVERDUE_S, report_overdue
 from rlboost.shared.errors import BusUnavailable, Fatal, Fenced
 from rlboost.shared.process.lifecycle import until_stop
 from rlboost.shared.progress import CountProgress
@@ -43,6 +44,7 @@ from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Bus, Op, Trim
 from rlboost.shared.streams.entries import START, Entry, RawEntry, after
 from rlboost.shared.streams.read_size import ReadSize
+from rlboost.shared.waiting import count_timeout
 
 log = structlog.get_logger(__name__)
 
@@ -327,7 +329,7 @@ class Manager:
         self.completion_waiters.fail(decided)
 
     async def _check_trainers(self, now: Now) -> None:
-        """Read the trainers' leases, which tell what their jobs wait for."""
+        """Read the trainers' leases, which tell what their jobs do and wait for; report waits that last too long."""
         if now.mono - self._trainers_checked_at < TRAINER_CHECK_EVERY_S:
             return
         self._trainers_checked_at = now.mono
@@ -335,6 +337,8 @@ class Manager:
         values = await self._bus.lease_values([names.trainer_lease(job_id) for job_id in running])
         for job_id, value in zip(running, values, strict=True):
             self.world.progress[job_id].on_trainer_status(value, now.wall)
+        for job_id, wait in report_overdue(self.world, now):
+            count_timeout(wait["for"], wait["because"], OVERDUE_S, job=job_id)
 
     def _forget_ended(self, now: Now) -> None:
         forget_ended(self.world, now.wall)

@@ -8,13 +8,15 @@ from typing import Any
 from rlboost.services.rollout_manager.domain.jobs.progress import JobProgress
 from rlboost.services.rollout_manager.domain.jobs.record import Job
 from rlboost.services.rollout_manager.domain.workers.fleet import Fleet, Worker
-from rlboost.services.rollout_manager.domain.world import World
+from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.shared.messages import public_wait
 
 TRAINER_SILENCE_S = 3.0
 """A trainer that has not renewed its lease for this time counts as missing; it renews every second."""
 LONG_TURN_S = 2.0
 """A turn of the manager that takes longer waits for Redis."""
+OVERDUE_S = 300.0
+"""How long a job may wait for a trainer or a worker, which has no limit of its own, until that is reported."""
 FEW_SAMPLES = 8
 """When no more samples are in flight, the workers that have them are named."""
 
@@ -42,6 +44,31 @@ def job_wait_status(world: World, job: Job) -> dict[str, Any] | None:
         subject = "a worker that is ready with this job's weights"
         return public_wait(subject, because, progress.stalled_since, limit_s, kind="worker")
     return _trainers_wait(world.fleet, job, progress)
+
+
+def report_overdue(world: World, now: Now) -> list[tuple[str, dict[str, Any]]]:
+    """Emit an event for each wait for a trainer or a worker that lasts too long, once; return these jobs and waits."""
+    reported = []
+    active = world.jobs.active()
+    are_trainers_held = any(job.state != "pending" for job in active)
+    for job in active:
+        progress = world.progress[job.id]
+        if job.state == "pending" and (are_trainers_held or not _is_overdue(progress, job.created_at, now)):
+            continue  # also saves describing the wait of each of many queued jobs
+        wait = job_wait_status(world, job)
+        if wait is None or wait.get("kind") not in {"trainer", "worker"}:
+            continue
+        if not _is_overdue(progress, wait["since"], now):
+            continue
+        progress.reported_wait_since = wait["since"]
+        subject, because = wait["for"], wait["because"]
+        world.emit_event("wait_limit_exceeded", now, job.id, subject=subject, because=because, limit_s=OVERDUE_S)
+        reported.append((job.id, wait))
+    return reported
+
+
+def _is_overdue(progress: JobProgress, since: float, now: Now) -> bool:
+    return now.wall - since > OVERDUE_S and since != progress.reported_wait_since
 
 
 def job_phase(world: World, job: Job) -> dict[str, Any] | None:

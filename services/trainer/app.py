@@ -215,12 +215,14 @@ class Trainer:
             Conflict: another process has committed weights, a trainer believed dead; the job can continue there.
 
         """
+        self._waits.take_timed_out()  # before this job
         task = asyncio.create_task(self._train(job), name=f"job-{job.job_id}")
         try:
             await _first_of(stop.wait(), job.cancelled.wait(), job.superseded.wait(), task)
         finally:
             task.cancel()
         await asyncio.wait({task})
+        await self._report_timeouts(job)
         if task.cancelled():
             return Ending("cancelled") if job.cancelled.is_set() else None
         error = task.exception()
@@ -269,6 +271,7 @@ class Trainer:
             if (job := self._current) is not None and not job.is_finished:
                 try:
                     await self._hold(job)
+                    await self._report_timeouts(job)
                 except BusUnavailable as error:
                     # Let it expire: without Redis, others must assume that this trainer is dead.
                     log.warning("lease_renewal_failed", error=str(error))
@@ -304,6 +307,13 @@ class Trainer:
             return False
         job.owns_lease.set()
         return True
+
+    async def _report_timeouts(self, job: ActiveJob) -> None:
+        streams = JobStreams(self._bus, job.job_id)
+        for wait in self._waits.take_timed_out():
+            await streams.emit_event(
+                "wait_limit_exceeded", subject=wait.subject, because=wait.because, limit_s=wait.limit_s
+            )
 
 
 async def _first_of(*awaitables: Awaitable[object]) -> None:

@@ -50,6 +50,9 @@ EVENTS: Mapping[str, str] = {
     "seeding_window_closing": "reserved workers were asked to hand back their samples",
     "seeding_window_changed": "another length was chosen in mid-window, as the number of spot workers changed",
     "seeding_window_updated": "the learned window changed",
+    "wait_limit_exceeded": (
+        "a wait of the trainer has reached its limit, or the job has waited for a trainer or a worker for 5 minutes"
+    ),
     "warning": "something in the job needs attention",
     "warning_cleared": "a warning no longer holds",
     "weights_restored": "a version was published again after a restart",

@@ -130,6 +130,8 @@ def test_prices_writes_a_price_file_of_three_clouds(server: PriceServer, tmp_pat
     assert found.workers == {"aws-h100": 2.5, "gcp-h100": 2.5, "azure-h100": 8.0, "zone": 22.5}
     assert "gcp/us-central1/a3-highgpu-8g+H100:8" in found.source
     assert found.as_of
+    shown = prices(*workers, *reserved, "--json")
+    assert json.loads(shown.stdout) == found.model_dump(exclude_none=True)
     for part in ("armRegionName eq 'eastus'", "serviceName eq 'Virtual Machines'", "priceType eq 'Consumption'"):
         assert part in server.filters[0]
 

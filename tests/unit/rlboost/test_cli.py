@@ -394,6 +394,8 @@ def test_scale_sets_the_number_of_workers(rest: FakeRest) -> None:
 
 def test_read_only_link_has_a_token_that_reads_and_expires(rest: FakeRest) -> None:
     assert rlboost("page").stdout == "http://api.test/#token=secret\n"
+    shown = json.loads(rlboost("page", "--json").stdout)
+    assert shown == {"url": "http://api.test/#token=secret", "read_only": False}
     assert not rest.requests
     rest.on("POST /v1/tokens", ok({"id": "t", "secret": "abc", "scope": "read"}, 201))
     assert rlboost("page", "--read-only").stdout == "http://api.test/#token=abc&read-only\n"

@@ -122,9 +122,16 @@ def test_expiry_that_is_no_duration_is_refused(rest: FakeRest, text: str) -> Non
 
 def test_list_and_revoke_show_no_secret(rest: FakeRest) -> None:
     rest.on("GET /v1/tokens", ok([TOKEN, {**TOKEN, "id": "cd34", "expires_at": 1.0}]))
-    rest.on("DELETE /v1/tokens/ab12", httpx.Response(204), problem(404, "No such token", "there is no token"))
+    rest.on(
+        "DELETE /v1/tokens/ab12",
+        httpx.Response(204),
+        httpx.Response(204),
+        problem(404, "No such token", "there is no token"),
+    )
     listed = CliRunner().invoke(app, ["token", "list"])
     assert "never" in listed.stdout
     assert "(expired)" in listed.stdout
     assert CliRunner().invoke(app, ["token", "revoke", "ab12"]).exit_code == 0
+    revoked = CliRunner().invoke(app, ["token", "revoke", "ab12", "--json"])
+    assert json.loads(revoked.stdout) == {"id": "ab12", "revoked": True}
     assert CliRunner().invoke(app, ["token", "revoke", "ab12"]).exit_code == 1

@@ -10,17 +10,35 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
 
 from rlboost.services.rollout_manager import wait_status
 from rlboost.services.rollout_manager.domain.apply_messages import apply_message
+from rlboost.services.rollout_manager.domain.effects import EmitEvent
 from rlboost.services.rollout_manager.domain.world import Now, World
-from rlboost.services.rollout_manager.wait_status import TRAINER_SILENCE_S, job_phase, job_wait_status
+from rlboost.services.rollout_manager.wait_status import (
+    OVERDUE_S,
+    TRAINER_SILENCE_S,
+    job_phase,
+    job_wait_status,
+    report_overdue,
+)
 from rlboost.shared import progress
 from rlboost.shared.errors import BusUnavailable
-from rlboost.shared.messages import JobReport, JobState, UseVersion, Wait, WorkerHeartbeat, WorkerJoined, WorkerLeft
+from rlboost.shared.messages import (
+    Event,
+    JobReport,
+    JobState,
+    UseVersion,
+    Wait,
+    WorkerHeartbeat,
+    WorkerJoined,
+    WorkerLeft,
+)
 from rlboost.shared.messages.workers import WorkerState
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Delete
+from rlboost.shared.streams.entries import START
 from tests.support.builders import job_created
 from tests.support.eventually import eventually
 from tests.support.manager_rig import ManagerRig
@@ -175,6 +193,55 @@ def test_wait_for_samples_shows_who_generates_and_how_fast() -> None:
     assert running.wait()["because"] == "7 of 8 samples have arrived; in flight: 1,200 on 1 worker (35 tokens/s)"
 
 
+# --- waits that last too long -----------------------------------------------------------------------------------------
+
+
+def overdue(world: World, wall: float) -> list[tuple[str, str]]:
+    """Return the jobs and subjects of the events that are emitted at this moment."""
+    reported = report_overdue(world, Now(mono=1.0, wall=wall))
+    emitted = [effect for effect in world.outbox.take() if isinstance(effect, EmitEvent)]
+    assert [(one.job_id, one.event.kind) for one in emitted] == [(job, "wait_limit_exceeded") for job, _ in reported]
+    return [(one.job_id, one.event.fields["subject"]) for one in emitted]
+
+
+def test_stall_that_lasts_too_long_is_reported_once_and_the_next_one_again() -> None:
+    running = Running()
+    running.world.outbox.take()
+    worker = [("j", "a worker that is ready with this job's weights")]
+    for since in (1000.0, 2000.0):
+        running.progress.stalled_since = since
+        running.renew(since + OVERDUE_S)
+        assert overdue(running.world, since + OVERDUE_S) == []
+        running.renew(since + OVERDUE_S + 1.0)
+        assert overdue(running.world, since + OVERDUE_S + 1.0) == worker
+        assert overdue(running.world, since + OVERDUE_S + 2.0) == []
+
+
+def test_missing_trainer_is_reported_and_a_wait_with_a_limit_is_not() -> None:
+    running = Running()
+    running.world.outbox.take()
+    late = NOW.wall + OVERDUE_S + 1.0
+    running.renew(late)
+    assert overdue(running.world, late) == [], "the trainer itself ends its wait for samples"
+    running.progress.on_trainer_status(None, late + OVERDUE_S + 1.0)
+    assert overdue(running.world, late + OVERDUE_S + 1.0) == [("j", "the trainer")]
+
+
+def test_pending_job_is_reported_unless_it_is_queued_for_the_trainer_of_another() -> None:
+    world = World(lease_s=2.0)
+    apply_message(world, job_created("first", 0), "1-0", NOW)
+    apply_message(world, job_created("second", 1), "2-0", NOW)
+    world.outbox.take()
+    late = world.jobs["first"].created_at + OVERDUE_S + 1.0
+    apply_message(world, JobReport(job_id="first", state="running", step=0), "3-0", NOW)
+    world.outbox.take()
+    assert overdue(world, late) == []
+    apply_message(world, JobReport(job_id="first", state="completed", step=1), "4-0", NOW)
+    world.outbox.take()
+    assert overdue(world, late) == [("second", "a trainer to take the job")]
+    assert overdue(world, late + 1.0) == []
+
+
 # --- what the trainer does --------------------------------------------------------------------------------------------
 
 
@@ -298,6 +365,19 @@ async def test_status_shows_the_trainers_phase_and_wait_then_its_absence(system:
     await system.manager.turn()
     shown = await system.shown()
     assert (shown["waiting"]["for"], shown["phase"]) == ("the trainer", None)
+
+
+async def test_wait_that_lasts_too_long_is_counted_and_an_event(system: System) -> None:
+    timeouts = REGISTRY.get_sample_value("rlboost_wait_timeouts_total") or 0.0
+    system.manager.world.progress[system.job].stalled_since = 1000.0
+    await system.bus.renew(names.trainer_lease(system.job), json.dumps({"waiting": None, "at": 1.0}), 60.0)
+    for _ in range(2):
+        system.manager._trainers_checked_at = -math.inf
+        await system.manager.turn()
+    assert REGISTRY.get_sample_value("rlboost_wait_timeouts_total") == timeouts + 1
+    entries = await system.bus.read({names.job_events(system.job): START})
+    kinds = [entry.message.kind for entry in entries if isinstance(entry.message, Event)]
+    assert kinds.count("wait_limit_exceeded") == 1
 
 
 async def test_status_names_redis_before_a_request_to_it_times_out(

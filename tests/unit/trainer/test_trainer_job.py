@@ -487,6 +487,8 @@ async def test_a_silence_that_lasts_too_long_fails_the_job_by_name(tmp_path: Pat
         report = await rig.ended()
     assert "samples of step 1" in report.error
     assert "0 of 8" in report.error
+    (exceeded,) = [fields for kind, fields in await rig.events() if kind == "wait_limit_exceeded"]
+    assert (exceeded["subject"], exceeded["limit_s"]) == ("samples of step 1", 0.3)
 
 
 async def test_finished_samples_are_trimmed_up_to_the_older_checkpoint(tmp_path: Path) -> None:

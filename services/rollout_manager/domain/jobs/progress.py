@@ -42,6 +42,9 @@ class JobProgress:
     trainer_checked_at: float = 0.0
     """When the lease was read last (Unix): no trainer is blamed for an outage of Redis."""
 
+    reported_wait_since: float | None = None
+    """When the last wait began (Unix) that was reported to last too long."""
+
     def on_trainer_status(self, status: str | None, now: float) -> None:
         """Note the present value of the trainer's lease, which each renewal changes."""
         self.trainer_checked_at = now
