@@ -63,7 +63,7 @@ test-network: $(INSTALLED) ## run the tests of training on several machines, in 
 	$(BIN)/python -m pytest tests/network $(ARGS)
 
 test-docker: $(INSTALLED) ## build the images and run a job in containers; needs a Docker engine
-	$(BIN)/python -m pytest -m docker $(ARGS)
+	$(BIN)/python -m pytest tests/docker $(ARGS)
 
 check: $(INSTALLED) ## lint, formatting and types; changes nothing
 	$(BIN)/ruff check

@@ -34,7 +34,7 @@ from rlboost.services.trainer.device import DeviceThread
 from rlboost.services.trainer.domain.job_table import JobTable
 from rlboost.services.trainer.ending import Ending, ending_with
 from rlboost.services.trainer.job import run_job
-from rlboost.services.trainer.job_streams import RetryingBus
+from rlboost.services.trainer.job_streams import JobStreams, RetryingBus
 from rlboost.services.trainer.ports.resources import JobResourcesFactory
 from rlboost.shared.errors import BusUnavailable, Fenced, WaitTimedOut
 from rlboost.shared.ids import new_token

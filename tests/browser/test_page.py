@@ -6,7 +6,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -20,11 +20,21 @@ sync_api = pytest.importorskip("playwright.sync_api", reason="run 'make test-bro
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
 
+STALLS = {
+    "trainer": "Waiting for the trainer: it does not renew its lease",
+    "weight_store": "Waiting for the weight store at http",
+}
+"""Role of a process that hangs -> how the page names it."""
+
 
 @pytest.fixture(scope="module")
 def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlackBox]:
     with black_box(tmp_path_factory.mktemp("page") / "state", workers=2, autoscale=3) as box:
         yield box
+
+
+def is_present(worker: dict[str, Any]) -> bool:
+    return worker["state"] not in {"lost", "left"}
 
 
 def test_login_with_a_wrong_token_is_refused_and_with_the_right_one_works(box: BlackBox, page: Page) -> None:
@@ -58,14 +68,13 @@ def test_page_shows_steps_losses_waits_and_samples_and_pauses_the_job(box: Black
     sync_api.expect(page.locator("#waiting")).to_contain_text(
         re.compile(r"^(Training step \d+|Publishing weights), for ")
     )
-    trainer = box.processes("trainer")[0]["pid"]
-    os.kill(trainer, signal.SIGSTOP)
-    try:
-        sync_api.expect(page.locator("#waiting")).to_contain_text(
-            "Waiting for the trainer: it does not renew its lease"
-        )
-    finally:
-        os.kill(trainer, signal.SIGCONT)
+    for role, text in STALLS.items():
+        hanging = box.processes(role)[0]["pid"]
+        os.kill(hanging, signal.SIGSTOP)
+        try:
+            sync_api.expect(page.locator("#waiting")).to_contain_text(text)
+        finally:
+            os.kill(hanging, signal.SIGCONT)
 
     page.get_by_role("button", name="Pause").click()
     sync_api.expect(page.locator("#state")).to_have_text("paused")
@@ -97,6 +106,28 @@ def test_page_on_a_phone_does_not_scroll_sideways(box: BlackBox, page: Page) -> 
     page.goto(f"{box.url}/#token={box.token}")
     sync_api.expect(page.locator("#worker-table")).to_contain_text("worker-2")
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_drain_button_asks_and_ends_the_worker_with_its_samples_handed_off(box: BlackBox, page: Page) -> None:
+    job_id = box.submit(small_job(steps=400, seed=1))
+    assert box.until_busy(job_id)
+    (worker,) = [one["id"] for one in box.get("/v1/workers") if one["id"].startswith("worker-2-") and is_present(one)]
+    page.goto(f"{box.url}/#token={box.token}")
+    drain = page.locator("#worker-table tr", has_text="worker-2").get_by_role("button", name="Drain")
+    for answer in ("No", "Yes"):
+        drain.click()
+        sync_api.expect(page.get_by_role("dialog")).to_contain_text("Drain worker-2? It hands its samples to other")
+        assert worker in {one["id"] for one in box.get("/v1/workers") if one["state"] == "ready"}
+        page.get_by_role("button", name=answer).click()
+    page.get_by_role("link", name=job_id).first.click()
+    left = page.locator("#gantt title", has_text="worker-2 left: requested over REST")
+    sync_api.expect(left).to_have_count(1)
+    assert worker not in {one["id"] for one in box.get("/v1/workers") if is_present(one)}
+    page.get_by_role("button", name="Cancel").click()
+    page.get_by_role("button", name="Yes").click()
+    sync_api.expect(page.locator("#state")).to_have_text("cancelled")
+    audit = box.get(f"/v1/jobs/{job_id}/audit")
+    assert audit["preemptions"].get("without_notice", 0) == audit["duplicates"] == 0
 
 
 def test_scale_button_changes_the_number_of_spot_workers(box: BlackBox, page: Page) -> None:
