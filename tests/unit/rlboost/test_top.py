@@ -108,7 +108,7 @@ def test_view_shows_what_a_job_waits_for_and_what_it_costs() -> None:
     assert "j-1  running  step 2 of 3  about 2 s left (2 s a step)  $0.50 ($0.25 a step)  1 preemption" in lines
     assert "  reward/mean ▁█ 0 -> 1" in lines
     assert "  waiting for samples because 3 of 8 are there (60 s so far, 10 min at most)" in lines
-    assert lines[-1].split() == ["w-1", "spot", "torch-cpu", "ready", "3", "4", "0", "617", "0.40", "j-1"]
+    assert lines[-1].split() == ["w-1", "spot", "torch-cpu", "ready", "3", "4", "0", "617", "$0.40", "j-1"]
 
 
 def test_view_shows_how_far_the_wait_of_a_worker_is_where_there_is_room() -> None:
