@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from decimal import ROUND_HALF_UP, Context, Decimal
 from typing import Any
 
 _SHOWN = ("reward/mean", "perplexity", "completions/mean_length", "perf/tokens_per_s")
@@ -14,6 +15,15 @@ _PHASES = {"publishing": "publishing weights", "finishing": "saving the model"}
 """Texts of phases that their names alone do not explain."""
 _INDENT = "    "
 _BRIEF_S = 5.0
+_LEAST_DOLLARS = 1e-6
+_ROUNDS_TO_A_DOLLAR = 0.995
+_CAUSES = {
+    "late": "regenerated: arrived after the sample had migrated",
+    "sample_over": "discarded: arrived after the sample was complete",
+    "gap": "regenerated: arrived after lost tokens",
+    "dropped": "generated for a sample that was dropped",
+}
+"""Why tokens were paid for in vain."""
 _UNITS = (("day", 86_400), ("h", 3_600), ("min", 60))
 
 
@@ -97,41 +107,73 @@ def end_line(job: Mapping[str, Any], logs: str) -> str:
 def cost_line(cost: Mapping[str, Any]) -> str:
     """Format `GET /v1/jobs/{job_id}/cost` as the web page does, and kinds without a price if there is a budget.
 
-    It is empty without prices and budget.
+    One sentence or more per line; empty without prices and budget.
     """
-    text = _spent(cost) if cost.get("dollars") else ""
-    if cost.get("max_dollars") is None:
-        return text
-    free = [f"{_role(of)} {of['kind']}" for of in cost["workers"] if of["hours"] and not of["dollars"]]
-    if not free:
-        return text
-    warning = (
-        f"Without a price, and so not counted by elastic.max_dollars: {', '.join(free)}: set "
-        "RLBOOST_WORKER_PRICE_PER_HOUR there."
-    )
-    return f"{text} {warning}".lstrip()
+    lines = [_spent(cost), *_cost_details(cost)] if cost.get("dollars") else []
+    if cost.get("max_dollars") is not None:
+        lines += _unpriced(cost)
+    return "\n".join(lines)
 
 
 def _spent(cost: Mapping[str, Any]) -> str:
     spent = dollars(cost["dollars"]) + (f" of at most {dollars(cost['max_dollars'])}" if cost["max_dollars"] else "")
-    kinds = [f"{_role(of)} {of['kind']} {dollars(of['dollars'])} for {of['hours']:.2f} h" for of in cost["workers"]]
+    payees = [f"{_payee(of)} {dollars(of['dollars'])} for {_hours(of['hours'])}" for of in cost["workers"]]
     return (
-        f"{spent}: {', '.join(kinds)}. {dollars(cost['dollars_per_step'])} a step, "
-        f"{dollars(cost['dollars_per_1000_samples'])} per 1,000 samples. "
+        f"{spent}: {', '.join(payees)}. {dollars(cost['dollars_per_step'])} a step, "
+        f"{dollars(cost['dollars_per_1000_samples'])} per 1,000 samples, "
+        f"{dollars(cost['dollars_per_million_tokens'])} per million tokens. "
         f"Migration saved {dollars(cost['dollars_saved_by_migration'])} of tokens; "
         f"{dollars(cost['dollars_regenerated'])} were regenerated."
     )
 
 
-def _role(worker_time: Mapping[str, Any]) -> str:
-    return "spot" if worker_time["role"] == "preemptible" else str(worker_time["role"])
+def _cost_details(cost: Mapping[str, Any]) -> Iterator[str]:
+    if only := cost["reserved_only"]:
+        saved, price = 1 - cost["dollars"] / only["dollars"], only["break_even_price_per_hour"]
+        verdict = f"{_fixed(100 * abs(saved), 0)} % {'cheaper' if saved >= 0 else 'more expensive'}"
+        yield (
+            f"The reserved workers alone would have taken about {_hours(only['seconds'] / 3600)} and cost "
+            f"{dollars(only['dollars'])} so far: with spot workers the job is {verdict}."
+            + ("" if price is None else f" They pay below {dollars(price)} per hour and worker.")
+        )
+    for cause, spent in cost["dollars_regenerated_by_cause"].items():
+        if spent:
+            yield f"Tokens {_CAUSES.get(cause, cause)}: {dollars(spent)}."
+
+
+def _unpriced(cost: Mapping[str, Any]) -> Iterator[str]:
+    if free := [_payee(of) for of in cost["workers"] if of["hours"] and not of["dollars"]]:
+        yield (
+            f"Without a price, and so not counted by elastic.max_dollars: {', '.join(free)}: set their price in the "
+            "manager's RLBOOST_MANAGER_PRICE_FILE, or RLBOOST_WORKER_PRICE_PER_HOUR where they start."
+        )
+
+
+def _payee(of: Mapping[str, Any]) -> str:
+    """Return the role and the kind of what was paid for; the trainer has no kind."""
+    role = "spot" if of["role"] == "preemptible" else of["role"]
+    return f"{role} {of['kind']}".rstrip()
 
 
 def dollars(value: float | None) -> str:
-    """Format an amount to the cent, below a dollar to two significant digits."""
+    """Format an amount as the web page does: to the cent, below a dollar to two significant digits."""
     if value is None:
         return "-"
-    return f"${value:.2f}" if value >= 1 or value == 0 else f"${value:#.2g}"
+    if 0 < value < _LEAST_DOLLARS:
+        return "< $0.000001"
+    if value == 0 or value >= _ROUNDS_TO_A_DOLLAR:
+        return f"${_fixed(value, 2)}"
+    rounded = Context(prec=2, rounding=ROUND_HALF_UP).create_decimal_from_float(value)
+    return f"${rounded:.{1 - rounded.adjusted()}f}"
+
+
+def _hours(hours: float) -> str:
+    return f"{_fixed(hours, 2)} h"
+
+
+def _fixed(value: float, places: int) -> str:
+    """Format a number as JavaScript's `toFixed`, which rounds a tie up, where Python rounds it to even."""
+    return str(Decimal(value).quantize(Decimal(1).scaleb(-places), ROUND_HALF_UP))
 
 
 def remaining(job: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:

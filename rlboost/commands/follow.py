@@ -113,7 +113,7 @@ def _print_end(job: Mapping[str, Any], state: Path, *, as_json: bool) -> None:
             print_json({"cost": cost})
         print_json({"job": job})
     elif spent := cost_line(cost):
-        typer.echo(fitted(f"cost: {spent}", output_width()))
+        typer.echo(fitted("cost: " + spent.replace("\n", "\n    "), output_width()))
     end = end_line(job, command(f"logs {job['id']}", state))
     if job["state"] != "completed":
         typer.echo(f"rlboost: {end}", err=True)

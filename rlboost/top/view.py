@@ -240,7 +240,7 @@ _COLUMNS = (
     _Column("running", _number("running"), "right", from_width=60),
     _Column("pending", _number("pending"), "right", from_width=70),
     _Column("tokens/s", _number("tokens_per_s"), "right"),
-    _Column("$/h", lambda worker: f"{worker['price_per_hour']:.2f}" if worker["price_per_hour"] else "-", "right", 80),
+    _Column("$/h", lambda worker: dollars(worker["price_per_hour"] or None), "right", 80),
     _Column("joined", _joined, from_width=110),
     _Column("waiting for", _wait, from_width=120),
     _Column("job", lambda worker: worker["job_id"] or "-", from_width=100),

@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from rlboost.job_lines import cost_line, dollars
+from rlboost.services.rollout_manager.domain.jobs.audit import Audit
+from rlboost.services.rollout_manager.domain.jobs.cost_report import cost_report
 from rlboost.shared.page.files import STATIC
 from tests.support.synthetic_record import (
     JOB,
@@ -266,7 +269,7 @@ def test_cheaper_texts_weigh_one_more_worker_and_the_reserved_ones_alone(files: 
             "cost now. It costs $1.50 per hour: tokens would become cheaper."
         ),
         (
-            "The reserved workers alone would have taken about 118 min and cost $20.00 so far: with spot workers the "
+            "The reserved workers alone would have taken about 1.97 h and cost $20.00 so far: with spot workers the "
             "job is 50 % cheaper. They pay below $3.00 per hour and worker."
         ),
         "Tokens regenerated: arrived after the sample had migrated: $0.25.",
@@ -275,6 +278,36 @@ def test_cheaper_texts_weigh_one_more_worker_and_the_reserved_ones_alone(files: 
             "model sometimes solves (data.curriculum) use more of what is generated."
         ),
     ]
+
+
+AMOUNTS = [None, 0.0, 1e-9, 1e-6, 3e-5, 0.000125, 0.0996, 0.125, 0.994, 0.995, 0.996, 1.005, 1.125, 2.675, 1234567.5]
+
+
+def test_page_shows_the_amounts_that_the_command_line_prints(files: Page) -> None:
+    amounts = AMOUNTS + [i / 64 for i in range(1, 1024)]  # ties of rounding, which the languages break differently
+    assert call(files, "facts.js", "a[0].map(m.dollars)", amounts) == [dollars(amount) for amount in amounts]
+
+
+@pytest.mark.parametrize(
+    ("spent", "max_dollars", "only"),
+    [
+        (0.0, 5.0, None),
+        (3.125, 5.0, {"seconds": 7110.0, "dollars": 3.0, "break_even_price_per_hour": None}),
+        (2.1e-5, None, {"seconds": 9.0, "dollars": 2.4e-5, "break_even_price_per_hour": 0.125}),
+    ],
+)
+def test_page_says_what_a_job_cost_as_the_command_line_does(
+    files: Page, spent: float, max_dollars: float | None, only: dict[str, float | None] | None
+) -> None:
+    audit = Audit(tokens_generated=64_000, tokens_saved=1000, delivered=320)
+    audit.tokens_regenerated.update({"late": 8, "gap": 3, "of a newer release": 2})
+    for role, kind, part in (("preemptible", "h100", 0.5), ("reserved", "own", 0.375), ("trainer", "", 0.125)):
+        audit.cost.charge(role, kind, part * spent * 8, 450.0)
+    cost = cost_report(audit, steps=3, max_dollars=max_dollars) | {"reserved_only": only}
+    code = "[m.costText(a[0]), ...(a[0].dollars ? m.costDetails(a[0]) : [])].join('\\n')"
+    shown = call(files, "facts.js", code, cost)
+    assert shown == cost_line(cost if spent else cost | {"max_dollars": None})
+    assert bool(shown) == bool(spent)
 
 
 def test_cheaper_texts_name_workers_that_do_not_shorten_the_steps(files: Page) -> None:

@@ -150,16 +150,32 @@ export const keptWorth = ({ tokens }, cost) =>
 // What a job cost, from GET /cost, as 'rlboost status' says it; empty without prices.
 export function costText(cost) {
   if (!cost?.dollars) return "";
-  const kinds = cost.workers.map(({ role, kind, hours, dollars: d }) => `${role === "preemptible" ? "spot" : role} ${kind} ${dollars(d)} for ${hours.toFixed(2)} h`);
+  const payees = cost.workers.map(({ role, kind, hours, dollars: d }) =>
+    `${`${role === "preemptible" ? "spot" : role} ${kind}`.trimEnd()} ${dollars(d)} for ${hours.toFixed(2)} h`);
   const limit = cost.max_dollars ? ` of at most ${dollars(cost.max_dollars)}` : "";
-  return `${dollars(cost.dollars)}${limit}: ${kinds.join(", ")}. ${dollars(cost.dollars_per_step)} a step, ` +
-    `${dollars(cost.dollars_per_1000_samples)} per 1,000 samples. Migration saved ${dollars(cost.dollars_saved_by_migration)} of tokens; ` +
-    `${dollars(cost.dollars_regenerated)} were regenerated.`;
+  return `${dollars(cost.dollars)}${limit}: ${payees.join(", ")}. ${dollars(cost.dollars_per_step)} a step, ` +
+    `${dollars(cost.dollars_per_1000_samples)} per 1,000 samples, ${dollars(cost.dollars_per_million_tokens)} per million tokens. ` +
+    `Migration saved ${dollars(cost.dollars_saved_by_migration)} of tokens; ${dollars(cost.dollars_regenerated)} were regenerated.`;
+}
+
+// What the job would have cost without spot workers, and what was generated in vain, as 'rlboost status' says it.
+export function costDetails(cost) {
+  const texts = [], only = cost?.reserved_only;
+  if (only) {
+    const saved = 1 - cost.dollars / only.dollars, price = only.break_even_price_per_hour;
+    texts.push(`The reserved workers alone would have taken about ${(only.seconds / 3600).toFixed(2)} h and cost ${dollars(only.dollars)} ` +
+      `so far: with spot workers the job is ${(100 * Math.abs(saved)).toFixed(0)} % ${saved >= 0 ? "cheaper" : "more expensive"}.` +
+      `${price === null ? "" : ` They pay below ${dollars(price)} per hour and worker.`}`);
+  }
+  for (const [cause, spent] of Object.entries(cost?.dollars_regenerated_by_cause ?? {})) {
+    if (spent) texts.push(`Tokens ${CAUSES[cause] ?? cause}: ${dollars(spent)}.`);
+  }
+  return texts;
 }
 
 // What would make the job cheaper, one sentence each.
 export function cheaperTexts(job, rows, fleet, cost) {
-  const texts = [], worth = fleet?.worth_of_one_more, only = cost?.reserved_only;
+  const texts = [], worth = fleet?.worth_of_one_more;
   if (worth?.job_id === job.id) {
     const value = worth.dollars_per_hour ? `, worth ${dollars(worth.dollars_per_hour)} per hour at what tokens cost now` : "";
     const verdict = worth.dollars_per_hour > worth.price_per_hour ? "cheaper" : "more expensive";
@@ -169,15 +185,7 @@ export function cheaperTexts(job, rows, fleet, cost) {
     const idle = fleet.present - Math.ceil(fleet.target_workers ?? Infinity);
     if (idle > 0) texts.push(`${idle} of the ${fleet.present} spot workers do not shorten the steps: without them the job costs less.`);
   }
-  if (only) {
-    const saved = 1 - cost.dollars / only.dollars, price = only.break_even_price_per_hour;
-    texts.push(`The reserved workers alone would have taken about ${duration(only.seconds)} and cost ${dollars(only.dollars)} ` +
-      `so far: with spot workers the job is ${Math.abs(Math.round(100 * saved))} % ${saved >= 0 ? "cheaper" : "more expensive"}.` +
-      `${price === null ? "" : ` They pay below ${dollars(price)} per hour and worker.`}`);
-  }
-  for (const [cause, spent] of Object.entries(cost?.dollars_regenerated_by_cause ?? {})) {
-    if (spent) texts.push(`Tokens ${CAUSES[cause] ?? cause}: ${dollars(spent)}.`);
-  }
+  texts.push(...costDetails(cost));
   const equal = rows.findLast((row) => "frac_reward_zero_std" in row)?.frac_reward_zero_std ?? 0;
   if (equal >= 0.3) {
     texts.push(`In the last step ${Math.round(100 * equal)} % of the groups had equal rewards, from which GRPO learns nothing: ` +
@@ -186,10 +194,11 @@ export function cheaperTexts(job, rows, fleet, cost) {
   return texts;
 }
 
+// An amount as the command line prints it: to the cent, below a dollar to two significant digits.
 export function dollars(value) {
   if (value === null) return "-";
   if (value > 0 && value < 1e-6) return "< $0.000001";
-  return `$${value >= 1 || value === 0 ? value.toFixed(2) : value.toPrecision(2)}`;
+  return `$${value >= 0.995 || value === 0 ? value.toFixed(2) : value.toPrecision(2)}`;
 }
 
 export function fleetText(fleet) {

@@ -97,7 +97,7 @@ export function preemptions(events, moves, job) {
   return found;
 }
 
-// When each step began, as [step, time], as far as events say so: in jobs with reserved workers.
+// When each step began, as [step, time], as far as events say so.
 export function stepBegins(events) {
   const began = new Map();
   for (const { kind, at, fields } of events) {

@@ -165,7 +165,8 @@ function drawWorkers(workers, fleet) {
   const present = workers.filter((worker) => !["lost", "left"].includes(worker.state));
   table($("worker-table"), ["worker", "kind", "state", "version", "running", "queued", "tokens/s", "$/h", "waits for", ""], present.map((worker) => [
     workerName(worker.id), `${worker.role === "reserved" ? "reserved" : "spot"}, ${worker.kind}`, worker.state,
-    number(worker.weight_version), number(worker.running), number(worker.pending), number(worker.tokens_per_s), number(worker.price_per_hour),
+    number(worker.weight_version), number(worker.running), number(worker.pending), number(worker.tokens_per_s),
+    worker.price_per_hour ? dollars(worker.price_per_hour) : "-",
     worker.waiting ? `${worker.waiting.for} (${duration((Date.now() - Date.parse(worker.waiting.since)) / 1000)}): ${worker.waiting.because}` : "",
     el("button", { class: "act", disabled: worker.state === "draining", onclick: () => act(`workers/${worker.id}/drain`,
       `Drain ${workerName(worker.id)}? It hands its samples to other workers and exits.`) }, "Drain")]),
@@ -200,7 +201,7 @@ function drawJob({ rows, events: past, answers: { job, fleet, audit, cost, spec 
       one.noticed ? "yes" : "none", number(one.samples), number(one.tokens),
       one.resumed_s === null ? "-" : duration(one.resumed_s),
       ...(cost?.dollars ? [dollars(preemptionCost(one, job, cost, now)), dollars(keptWorth(one, cost))] : [])]), "");
-  $("cost-line").textContent = costText(cost) || "No worker of this job has a price: with RLBOOST_WORKER_PRICE_PER_HOUR where workers start, dollars are shown here.";
+  $("cost-line").textContent = costText(cost) || "Nothing in this job has a price: with RLBOOST_MANAGER_PRICE_FILE, dollars are shown here.";
   $("cheaper").replaceChildren(...cheaperTexts(job, rows, fleet, cost).map((text) => el("li", {}, text)));
   table($("audit"), null, audit ? auditRows(audit) : [], "None.");
   table($("metrics"), null, Object.entries(job.latest ?? {}).map(([name, value]) => [name, number(value)]), "None yet.");

@@ -347,21 +347,35 @@ def test_follow_and_status_end_with_the_cost_of_the_job(rest: FakeRest) -> None:
     cost = {
         "dollars": 12.344,
         "max_dollars": 20.0,
-        "workers": [{"role": "preemptible", "kind": "h100", "hours": 5.0, "dollars": 12.344}],
+        "workers": [
+            {"role": "preemptible", "kind": "h100", "hours": 5.0, "dollars": 9.344},
+            {"role": "trainer", "kind": "", "hours": 1.5, "dollars": 3.0},
+        ],
         "dollars_per_step": 4.114,
         "dollars_per_1000_samples": None,
+        "dollars_per_million_tokens": 0.25,
         "dollars_saved_by_migration": 0.5049,
         "dollars_regenerated": 0.0012,
+        "dollars_regenerated_by_cause": {"late": 0.0012, "gap": 0.0},
+        "reserved_only": {"seconds": 9000.0, "dollars": 15.43, "break_even_price_per_hour": 3.0},
     }
-    shown = (
-        "$12.34 of at most $20.00: spot h100 $12.34 for 5.00 h. $4.11 a step, - per 1,000 samples. "
-        "Migration saved $0.50 of tokens; $0.0012 were regenerated."
-    )
+    lines = [
+        (
+            "$12.34 of at most $20.00: spot h100 $9.34 for 5.00 h, trainer $3.00 for 1.50 h. $4.11 a step, - per 1,000 "
+            "samples, $0.25 per million tokens. Migration saved $0.50 of tokens; $0.0012 were regenerated."
+        ),
+        (
+            "The reserved workers alone would have taken about 2.50 h and cost $15.43 so far: with spot workers the "
+            "job is 20 % cheaper. They pay below $3.00 per hour and worker."
+        ),
+        "Tokens regenerated: arrived after the sample had migrated: $0.0012.",
+    ]
     rest.on("GET /v1/jobs/j-1", ok(job("completed", 3)))
     rest.on("GET /v1/jobs/j-1/metrics", ok([]))
     rest.on("GET /v1/jobs/j-1/cost", ok(cost))
+    shown = "\n    ".join(lines)
     assert f"\ncost: {shown}\nj-1 completed: 3 steps\n" in rlboost("follow", "j-1").stdout
-    assert shown in rlboost("status", "j-1").stdout
+    assert " ".join(lines) in " ".join(rlboost("status", "j-1").stdout.split())
     assert json.loads(rlboost("follow", "j-1", "--json").stdout.splitlines()[0]) == {"cost": cost}
 
 
@@ -374,7 +388,10 @@ def test_status_names_workers_that_a_budget_does_not_count(rest: FakeRest) -> No
     rest.on("GET /v1/jobs/j-1/metrics", ok([]))
     rest.on("GET /v1/jobs/j-1/cost", ok({"dollars": 0.0, "max_dollars": 20.0, "workers": workers}))
     shown = " ".join(rlboost("status", "j-1").stdout.split())
-    assert "not counted by elastic.max_dollars: spot h100: set RLBOOST_WORKER_PRICE_PER_HOUR" in shown
+    assert (
+        "not counted by elastic.max_dollars: spot h100: set their price in the manager's RLBOOST_MANAGER_PRICE_FILE"
+        in shown
+    )
     rest.on("GET /v1/jobs/j-1/cost", ok({"dollars": 0.0, "max_dollars": None, "workers": workers}))
     assert "max_dollars" not in rlboost("status", "j-1").stdout
 

@@ -132,7 +132,7 @@ def test_view_shows_what_a_job_does_and_waits_for_and_what_it_costs() -> None:
     doing = "training step 3, for 42 s (the last took 50 s)"
     assert f"  {doing}" in drawn(snapshot([running(phase=phase)], []))
     assert f"  {doing}; {waiting}" in drawn(snapshot([running(phase=phase, waiting=wait)], []), width=140)
-    assert lines[-1].split() == ["w-1", "spot", "torch-cpu", "ready", "3", "4", "0", "617", "0.40", "j-1"]
+    assert lines[-1].split() == ["w-1", "spot", "torch-cpu", "ready", "3", "4", "0", "617", "$0.40", "j-1"]
 
 
 def test_view_shows_how_far_the_wait_of_a_worker_is_where_there_is_room() -> None:
