@@ -209,7 +209,7 @@ class ImitatingRig(Rig):
             Prompt(f"p{i}", pack([1, 3 + i], I32), {}, pack([40 + i, 50 + i % 3, 60 + i], I32)) for i in range(8)
         ]
         built = super().build(job, job_id)
-        policy = Hanging(self.hangs_in, job.optimizer, temperature=1.0, dtype="float32", device="cpu")
+        policy = Hanging(self.hangs_in, PolicySettings(optimizer=job.optimizer))
         self.engines.append(policy)
         data = replace(built.data, train=examples, evaluation=())
         return replace(built, engine=policy, model=self._base, loss=sft_loss, data=data)
@@ -218,8 +218,8 @@ class ImitatingRig(Rig):
 class Hanging(TorchPolicy):
     """Hangs in one of its updates until it is let go."""
 
-    def __init__(self, hangs_in: int | None, *settings: Any, **more: Any) -> None:
-        super().__init__(*settings, **more)
+    def __init__(self, hangs_in: int | None, settings: PolicySettings) -> None:
+        super().__init__(settings, device="cpu")
         self._left = hangs_in
         self.hangs = False
         self.goes_on = threading.Event()

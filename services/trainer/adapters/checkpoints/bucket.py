@@ -18,7 +18,7 @@ import asyncio
 import os
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
@@ -40,9 +40,10 @@ from rlboost.services.trainer.ports.engine import Snapshot
 from rlboost.services.trainer.ports.storage import TrainState
 from rlboost.shared.bucket import Bucket, Listed, NoCredentials, Refused, configuration
 from rlboost.shared.disk_space import write_error
-from rlboost.shared.errors import Fatal, NotFound, StoreUnavailable, leaves
+from rlboost.shared.errors import Fatal, NotFound, StoreUnavailable
 from rlboost.shared.ids import new_token
 from rlboost.shared.progress import TransferProgress
+from rlboost.shared.weights.parallel import for_each
 
 log = structlog.get_logger(__name__)
 
@@ -148,10 +149,11 @@ class CheckpointBucket:
         folder = f"{name_of(state.step)}-{self._started_at:010x}{new_token()}"
         manifest = await asyncio.to_thread(Manifest.of, directory, state, folder)
         self._begin_transfer(manifest)
-        await _run_concurrently(
-            self._upload(directory / file, f"{_FILES}/{folder}/{_part(file, number)}", number)
-            for file, digest in manifest.files.items()
-            for number in _numbers(digest.n_bytes)
+        await for_each(
+            _parts(manifest),
+            lambda part: self._upload(directory, folder, *part),
+            concurrency=CONCURRENCY,
+            name="checkpoint-upload",
         )
         await self._retry_until_ok(lambda: self._bucket.put(_manifest_path(folder), manifest.encode().encode()))
         await self._remove_old(manifest)
@@ -166,9 +168,9 @@ class CheckpointBucket:
         self._started_at = max(int(now), self._started_at + 1)
         await self._remove([f"{_PROBE}/{name}" for name, it in probes.items() if name == probe or _is_expired(it, now)])
 
-    async def _upload(self, file: Path, path: str, number: int) -> None:
-        data = await asyncio.to_thread(_read_part, file, number)
-        await self._retry_until_ok(lambda: self._bucket.put(path, data))
+    async def _upload(self, directory: Path, folder: str, file: str, number: int) -> None:
+        data = await asyncio.to_thread(_read_part, directory / file, number)
+        await self._retry_until_ok(lambda: self._bucket.put(f"{_FILES}/{folder}/{_part(file, number)}", data))
         self._transfer.done_bytes += len(data)
 
     def _begin_transfer(self, manifest: Manifest) -> None:
@@ -256,19 +258,20 @@ class CheckpointBucket:
                 for name, digest in manifest.files.items():
                     with (directory / name).open("wb") as file:
                         file.truncate(digest.n_bytes)
-                await _run_concurrently(
-                    self._download(f"{_FILES}/{manifest.folder}/{_part(name, number)}", directory / name, number)
-                    for name, digest in manifest.files.items()
-                    for number in _numbers(digest.n_bytes)
+                await for_each(
+                    _parts(manifest),
+                    lambda part: self._download(directory, manifest.folder, *part),
+                    concurrency=CONCURRENCY,
+                    name="checkpoint-download",
                 )
                 await asyncio.to_thread(manifest.verify, directory)
         except OSError as error:
             raise Fatal(f"the checkpoint cannot be written to {self._scratch}: {error}; free space there") from error
         return manifest.state, directory
 
-    async def _download(self, path: str, file: Path, number: int) -> None:
-        found = await self._retry_until_ok(lambda: self._bucket.get(path))
-        await asyncio.to_thread(_write_part, file, number, found.data)
+    async def _download(self, directory: Path, folder: str, file: str, number: int) -> None:
+        found = await self._retry_until_ok(lambda: self._bucket.get(f"{_FILES}/{folder}/{_part(file, number)}"))
+        await asyncio.to_thread(_write_part, directory / file, number, found.data)
         self._transfer.done_bytes += len(found.data)
 
     async def _fallback(self) -> TrainState | None:
@@ -306,25 +309,11 @@ def _is_transient(error: Exception) -> bool:
     return isinstance(error, StoreUnavailable) and not isinstance(error, Refused | NoCredentials)
 
 
-async def _run_concurrently(transfers: Iterable[Coroutine[None, None, None]]) -> None:
-    """Run all coroutines, `CONCURRENCY` at a time; the first error cancels the others."""
-    pending = iter(transfers)
-
-    async def run_pending() -> None:
-        for transfer in pending:
-            await transfer
-
-    try:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(CONCURRENCY):
-                group.create_task(run_pending())
-    except BaseExceptionGroup as errors:
-        raise leaves(errors)[0] from errors
-
-
-def _numbers(n_bytes: int) -> range:
-    """Return the numbers of a file's parts; an empty file has no parts."""
-    return range(-(-n_bytes // PART_BYTES))
+def _parts(manifest: Manifest) -> Iterator[tuple[str, int]]:
+    """Yield (file, number) of all parts of a checkpoint; an empty file has no parts."""
+    for file, digest in manifest.files.items():
+        for number in range(-(-digest.n_bytes // PART_BYTES)):
+            yield file, number
 
 
 def _step(name: str) -> int:
@@ -339,9 +328,7 @@ def _is_expired(listed: Listed, now: float) -> bool:
 def _has_all_files(manifest: Manifest, files: Mapping[str, Mapping[str, Listed]]) -> bool:
     """Return True if all parts of a manifest's files exist; their content is not checked."""
     parts = files.get(manifest.folder, {})
-    return all(
-        _part(file, number) in parts for file, digest in manifest.files.items() for number in _numbers(digest.n_bytes)
-    )
+    return all(_part(file, number) in parts for file, number in _parts(manifest))
 
 
 def _part(file: str, number: int) -> str:

@@ -89,7 +89,7 @@ class FsdpRank(RankEngine):
             trained,
             passes,
             FsdpOptimizerState(trained.optimizer, self._local_value),
-            Frozen(FsdpModel(adapter.frozen, self._mesh, buffers), _BelowAdapter(passes, adapter)),
+            Frozen(FsdpModel(adapter.frozen, self._mesh, buffers), _BasePasses(passes, adapter)),
             adapter.initial_values(self._settings.seed),
             adapter.json,
         )
@@ -138,7 +138,7 @@ class FsdpRank(RankEngine):
         return self._context is None or self._context.is_first
 
 
-class _BelowAdapter:
+class _BasePasses:
     """`Forward` of the model below an adapter."""
 
     def __init__(self, passes: FsdpForwardBackward, adapter: Adapter) -> None:

@@ -159,7 +159,7 @@ class RankEngine(ABC):
         self._n_steps = self._n_accumulated = 0
         self._critic = self._build_critic(model, spec) if (spec := self._settings.critic) else None
         self._trained = {"": self._policy} | ({CRITIC: self._critic} if self._critic else {})
-        self._frozen = self._policy.below
+        self._frozen = self._policy.base
         if self._frozen is None and self._settings.reference:
             self._frozen = self._build_reference(model)
         try:
@@ -180,23 +180,23 @@ class RankEngine(ABC):
             self._gradients,
         )
         self.offload()
-        adapter = slices_of(self._policy.model) if self._policy.below else []
+        adapter = slices_of(self._policy.model) if self._policy.base else []
         return {"base": slices_of(self._loaded("base")), "adapter": adapter, "adapter_json": self._policy.adapter_json}
 
     def load_weights(self, files: list[str], what: Loaded) -> None:
         """Overwrite the weights only, from files that `policy` has checked against this model."""
         self._offloader.onload()
         with SliceReader(Path(file) for file in files) as reader:
-            if what == "base" and self._policy.below is not None:
-                fill_frozen(self._policy.below.model, reader)
+            if (frozen := self._policy.frozen(what)) is not None:
+                fill_frozen(frozen.model, reader)
             else:
                 fill(self._policy, reader)
         self.offload()
 
     def _loaded(self, what: Loaded) -> Model:
         """Return the whole model, or the adapter that is trained on it."""
-        below = self._policy.below
-        return below.model if below is not None and what == "base" else self._policy.model
+        frozen = self._policy.frozen(what)
+        return self._policy.model if frozen is None else frozen.model
 
     # --- training ---
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from rlboost.services.trainer.adapters.ranks.packed import LossGradientFn, PackedBatch
 from rlboost.services.trainer.adapters.ranks.tensor_slice import TensorSlice
+from rlboost.services.trainer.ports.engine import Loaded
 
 WEIGHT = "weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -109,9 +110,13 @@ class Trainable(NamedTuple):
     model: TrainedModel
     passes: ForwardBackward
     state: OptimizerState
-    below: Frozen | None = None
+    base: Frozen | None = None
     """The model below an adapter; None if the whole model is trained."""
     initial: Mapping[str, Tensor] = MappingProxyType({})
     """Whole values of tensors that a model's files do not have."""
     adapter_json: str = ""
     """PEFT's `adapter_config.json` if an adapter is trained."""
+
+    def frozen(self, what: Loaded) -> Frozen | None:
+        """Return the frozen model with the weights of one kind; None if these are trained."""
+        return self.base if what == "base" else None
