@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple, NoReturn, Self, TypeVar
@@ -24,10 +23,10 @@ from rlboost.shared.errors import (
     Undecodable,
 )
 from rlboost.shared.tls import client_verification
-from rlboost.shared.weights.access import WorkerAccess
+from rlboost.shared.weights.access import Access, SystemToken
 from rlboost.shared.weights.delta_graph import Edge, Route, VersionEdges
 from rlboost.shared.weights.manifest import ChunkRef, Manifest, Part, digest_of
-from rlboost.shared.weights.manifest_key import ManifestKey, check_manifest
+from rlboost.shared.weights.manifest_key import check_manifest
 from rlboost.shared.weights.rest_models import (
     ChunkDirectory,
     ChunkList,
@@ -64,24 +63,20 @@ class StoreClient:
     (other refusals). A store with a full disk is unavailable.
     """
 
-    def __init__(self, url: str, access: str | WorkerAccess) -> None:
+    def __init__(self, url: str, access: str | Access) -> None:
         """Connect lazily.
 
         Args:
             url: of the store.
-            access: the system's token, or what a worker has in its place; that can only download.
+            access: the system's token, or what a worker has in its place.
 
         Raises:
             ConfigError: the URL or the token is malformed.
 
         """
         self.url = url.rstrip("/")
-        if isinstance(access, str) and not re.fullmatch(r"[!-~]([ -~]*[!-~])?", access):
-            raise ConfigError(
-                "the token is empty or not printable ASCII: set RLBOOST_TOKEN to the weight store's token"
-            )
+        self._access: Access = SystemToken(access) if isinstance(access, str) else access
         _check_url(self.url)
-        self._access = access
         self._session: aiohttp.ClientSession | None = None
         self._blobs = BlobTransfer(connect_s=_CONNECT_S, stall_s=_STALL_S, follow_redirects=True, use_proxies=True)
 
@@ -132,8 +127,8 @@ class StoreClient:
         return await asyncio.to_thread(self._verified, answer.body, job_id, version)
 
     def _verified(self, data: bytes, job_id: str, version: int) -> Manifest:
-        manifest, access = Manifest.decode(data), self._access
-        check_manifest(manifest, ManifestKey(access).public if isinstance(access, str) else access.manifest_key)
+        manifest = Manifest.decode(data)
+        check_manifest(manifest, self._access.manifest_key)
         if (manifest.job_id, manifest.version) != (job_id, version):
             asked, found = f"version {version} of job {job_id}", f"version {manifest.version} of job {manifest.job_id}"
             raise BadSignature(f"{self.url}: the manifest sent for {asked} is that of {found}; it is not loaded")
@@ -212,9 +207,7 @@ class StoreClient:
             ConfigError: this client has no token to sign with.
 
         """
-        if not isinstance(self._access, str):
-            raise ConfigError(f"version {version} of job {job_id} cannot be signed without the system's token")
-        signature = ManifestKey(self._access).sign(request.statement(job_id, version))
+        signature = self._access.sign(request.statement(job_id, version), f"version {version} of job {job_id}")
         request = request.model_copy(update={"signature": signature})
         path = f"/v1/models/{job_id}/versions/{version}/commit"
         answer = await self._request("POST", path, request.model_dump_json().encode(), _JSON)
@@ -267,10 +260,10 @@ class StoreClient:
             self._raise_for_status(error.status, what, redirected=error.redirected)
 
     def _authorization(self) -> str:
-        return f"Bearer {self._access if isinstance(self._access, str) else self._access.credential}"
+        return f"Bearer {self._access.credential}"
 
     def _raise_for_status(self, status: int, what: str, *, redirected: bool = False) -> NoReturn:
-        if status == 401 and not redirected and not isinstance(self._access, str):
+        if status == 401 and not redirected and self._access.is_renewed:
             raise StoreUnavailable(f"{what}; the worker waits for a new credential of the manager")
         _raise_for_status(status, what, redirected=redirected)
 
