@@ -53,6 +53,7 @@ def make(folder: Path, model: str | None = None) -> list[str]:
 def with_model(job_file: str, model: str, lr: str) -> str:
     """Return the text of a job file of the template for another model, with AdamW at a learning rate for it."""
     text = re.sub(r"^model: .*$", lambda _: f"model: {json.dumps(model)}", job_file, count=1, flags=re.MULTILINE)
+    text = re.sub(r"^(trainer: .*)$", r"\1  # on a GPU also: dtype: bfloat16, offload: all", text, flags=re.MULTILINE)
     return re.sub(r"^optimizer: .*$", f"optimizer: {{lr: {lr}, warmup_steps: 5}}", text, count=1, flags=re.MULTILINE)
 
 

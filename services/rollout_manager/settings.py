@@ -32,7 +32,7 @@ class Settings(ServiceSettings):
         "Redis URL",
     )
     lease_s: float = Field(
-        2.0, gt=0, description="a worker without a lease is lost after this time without a heartbeat"
+        2.0, gt=0, description="lease of workers that announce none of their own, which is `RLBOOST_WORKER_LEASE_S`"
     )
     leader_lease_s: float = Field(
         3.0,

@@ -1,24 +1,23 @@
-"""The package diagram of `docs/architecture.md`, generated from the imports.
+"""The diagrams of components and packages, generated from the imports.
 
     python -m tests.support.architecture_diagram --write
 
 A *component* is a service, `shared` or `rlboost`; a *package* is a folder of it. Modules at the top of a component are
 grouped by their role: `entry` (`__main__.py`, `api.py`, `cli.py`), `ports` (`ports*.py`, `settings.py`), `fakes`, and
-the rest, which is `app` in a service and `base` elsewhere. An arrow means "imports". Arrows between packages of one
-component connect the packages; arrows that leave a component connect the components.
+the rest, which is `app` in a service and `base` elsewhere. An arrow means "imports". `docs/architecture.md` has the
+arrows between components, `docs/notes/packages.md` one diagram of packages for each component.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tests.support.generated_docs import ROOT, read_block, run
+from tests.support.generated_docs import ROOT, read_block, write_block
 
-PAGE = ROOT / "docs" / "architecture.md"
-BLOCK = "package diagram"
 _TOPS = ("services", "shared", "rlboost")
 _ROLES = {"__main__": "entry", "api": "entry", "cli": "entry", "settings": "ports"}
 _EDGE = re.compile(r"^\s*([\w.]+) --> ([\w.]+)$", re.MULTILINE)
@@ -41,23 +40,31 @@ def import_edges() -> set[Edge]:
 
 
 def drawn_edges() -> set[Edge]:
-    """Return the edges of the diagram in `docs/architecture.md`."""
-    return {(source, target) for source, target in _EDGE.findall(read_block(PAGE, BLOCK))}
+    """Return the edges of the diagrams on both pages."""
+    pages = "\n".join(read_block(page, block) for page, block, _ in BLOCKS)
+    return {(source, target) for source, target in _EDGE.findall(pages)}
 
 
-def diagram() -> str:
-    """Return the diagram as a fenced Mermaid block."""
+def component_diagram() -> str:
+    """Return the arrows between components as a fenced Mermaid block."""
+    edges = sorted(edge for edge in import_edges() if not _is_package(edge[0]))
+    names = sorted({node for edge in edges for node in edge}, key=_rank)
+    lines = [f'    {name}["{_folder(name)}"]' for name in names]
+    lines += [f"    {source} --> {target}" for source, target in edges]
+    return "\n".join(["```mermaid", "flowchart TD", *lines, "```"])
+
+
+def package_diagrams() -> str:
+    """Return a section with a fenced Mermaid block for each component."""
     edges = import_edges()
     packages = {_package(module, path) for module, path in _modules().items()}
-    lines = ["```mermaid", "flowchart TD"]
+    parts = []
     for component in sorted({_owner(package) for package in packages}, key=_rank):
         inside = sorted(edge for edge in edges if _is_package(edge[0]) and _owner(edge[0]) == component)
-        lines.append(f'    subgraph {component}["{_folder(component)}"]')
-        lines += [f'        {node}["{_label(node)}"]' for node in sorted(packages) if _owner(node) == component]
-        lines += [f"        {source} --> {target}" for source, target in inside]
-        lines.append("    end")
-    lines += [f"    {source} --> {target}" for source, target in sorted(edges) if not _is_package(source)]
-    return "\n".join([*lines, "```"])
+        lines = [f'    {node}["{_label(node)}"]' for node in sorted(packages) if _owner(node) == component]
+        lines += [f"    {source} --> {target}" for source, target in inside]
+        parts.append("\n".join([f"## `{_folder(component)}`", "", "```mermaid", "flowchart TD", *lines, "```"]))
+    return "\n\n".join(parts)
 
 
 def _modules() -> dict[str, Path]:
@@ -130,5 +137,15 @@ def _rank(component: str) -> tuple[int, str]:
     return (("rlboost", "shared").index(component) * 2 if component in ("rlboost", "shared") else 1), component
 
 
+BLOCKS: tuple[tuple[Path, str, Callable[[], str]], ...] = (
+    (ROOT / "docs" / "architecture.md", "component diagram", component_diagram),
+    (ROOT / "docs" / "notes" / "packages.md", "package diagrams", package_diagrams),
+)
+
+
 if __name__ == "__main__":
-    run(PAGE, BLOCK, diagram)
+    for page, block, generate in BLOCKS:
+        if sys.argv[1:] == ["--write"]:
+            write_block(page, block, generate())
+        else:
+            print(generate(), end="\n\n")

@@ -153,15 +153,36 @@ def _default(param: Any) -> str:
 def routes() -> str:
     """Return the manager's routes, from its OpenAPI description."""
     manager = Manager(MemoryBus(), lease_s=1.0, redis_limit_s=1.0)
-    paths = build(manager, MemoryBus(), Settings(token="t")).openapi()["paths"]
-    lines = ["| route | scope | parameters | meaning |", "|---|---|---|---|"]
-    for path, methods in paths.items():
+    document = build(manager, MemoryBus(), Settings(token="t")).openapi()
+    lines = ["| route | scope | parameters | body | meaning |", "|---|---|---|---|---|"]
+    for path, methods in document["paths"].items():
         for method, route in methods.items():
             given = [f"`{one['name']}`" for one in route.get("parameters", []) if one["in"] != "path"]
             scope = f"`{route[SCOPE_KEY]}`" if SCOPE_KEY in route else ""
-            cells = (f"`{method.upper()} {path}`", scope, ", ".join(given), _cell(route.get("description", "")))
+            body = _body(route, document["components"]["schemas"])
+            cells = (f"`{method.upper()} {path}`", scope, ", ".join(given), body, _cell(route.get("description", "")))
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _body(route: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
+    """Return the fields of a request's body, optional ones in brackets."""
+    if "requestBody" not in route:
+        return ""
+    schema = route["requestBody"]["content"]["application/json"]["schema"]
+    if "$ref" not in schema:
+        return "a job file"
+    fields = schemas[schema["$ref"].rpartition("/")[2]]
+    shown = {name: f"`{name}`: {_values(field)}" for name, field in fields["properties"].items()}
+    return ", ".join(text if name in fields["required"] else f"[{text}]" for name, text in shown.items())
+
+
+def _values(field: Mapping[str, Any]) -> str:
+    """Return the type of a body's field, or its values."""
+    if "anyOf" in field:
+        return " or ".join(text for part in field["anyOf"] if (text := _values(part)) != "null")
+    words = field.get("enum", [field["const"]] if "const" in field else [])
+    return " or ".join(f"`{word}`" for word in words) or field["type"]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -232,7 +253,7 @@ BLOCKS: tuple[tuple[Path, str, Callable[[], str]], ...] = (
     (ROOT / "docs" / "cli.md", "commands", commands),
     (ROOT / "docs" / "rest.md", "routes", routes),
     (ROOT / "docs" / "metrics.md", "metrics", metrics),
-    (ROOT / "docs" / "metrics.md", "events", events),
+    (ROOT / "docs" / "events.md", "events", events),
 )
 
 

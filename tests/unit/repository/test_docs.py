@@ -18,6 +18,8 @@ from benchmarks import gpu_fit
 from rlboost.cli import app
 from rlboost.services.rollout_manager.api import build
 from rlboost.services.rollout_manager.app import Manager
+from rlboost.services.rollout_manager.domain.jobs.audit import Audit
+from rlboost.services.rollout_manager.domain.jobs.record import Job
 from rlboost.services.rollout_manager.settings import Settings as ManagerSettings
 from rlboost.shared import messages
 from rlboost.shared.job import spec as job_spec
@@ -27,6 +29,7 @@ from rlboost.shared.streams.fakes import MemoryBus
 from tests.support import architecture_diagram, interface_reference, job_reference, settings_reference
 from tests.support.doc_snippets import DOCS, blocks_in
 from tests.support.generated_docs import read_block
+from tests.support.jobs import job_file
 
 ROOT = Path(__file__).parents[3]
 _TOPS = r"services|shared|rlboost|tests|deploy|docs|examples|benchmarks|\.ci"
@@ -119,7 +122,7 @@ def test_command_and_its_options_exist(place: Mention) -> None:
 def test_named_job_keys_exist() -> None:
     known = {key.path for key in job_reference.job_keys()}
     sections = "|".join(sorted(path for path in known if any(key.startswith(f"{path}.") for key in known)))
-    foreign = {"architecture.md", "coming-from.md", "job-keys.md", "CHANGELOG.md"}
+    foreign = {"packages.md", "coming-from.md", "job-keys.md", "CHANGELOG.md"}
     named = named_in_code(rf"(?:^|\s)((?:{sections})\.[a-z_.]+)(?=[:=`\s]|$)")
     assert len(named) > 50
     unknown = [str(place) for place in named if place.doc.name not in foreign and place.text not in known]
@@ -158,6 +161,17 @@ def test_settings_reference_matches_the_settings_classes() -> None:
 @pytest.mark.parametrize(("page", "block", "generate", "command"), GENERATED, ids=[block[1] for block in GENERATED])
 def test_generated_block_matches_the_code(page: Path, block: str, generate: Callable[[], str], command: str) -> None:
     assert read_block(page, block) == generate(), f"run python -m {command} --write"
+
+
+def test_fields_of_jobs_and_audits_are_documented() -> None:
+    page = (ROOT / "docs/rest.md").read_text(encoding="utf-8")
+    shown = {
+        title: set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`[^|]*) \|", section, re.MULTILINE))))
+        for title, _, section in (part.partition("\n") for part in re.split(r"^### ", page, flags=re.MULTILINE)[1:])
+    }
+    job = Job("j", 1, job_spec.parse(job_file(steps=1)), created_at=0.0)
+    assert shown["A job"] == {*job.public(), "waiting"}
+    assert shown["An audit"] == {*Audit.model_fields, "in_flight"} - {"cost"}
 
 
 def test_each_interface_has_a_meaning() -> None:

@@ -87,6 +87,7 @@ def test_init_hub_id_fills_job_files_with_rates_for_it(here: Path) -> None:
         assert spec.model == "Qwen/Qwen3-0.6B"
         assert spec.optimizer.name == "adamw"
         assert spec.optimizer.lr <= 1e-5
+        assert "dtype: bfloat16" in (here / "sums" / name).read_text()
 
 
 def test_init_model_folder_is_absolute_in_job_files(here: Path) -> None:
