@@ -14,11 +14,11 @@ from fastapi.routing import APIRoute
 
 from rlboost.services.rollout_manager.access.token_table import TokenTable
 from rlboost.services.rollout_manager.app import Manager
-from rlboost.services.rollout_manager.domain.jobs.record import Job, QuarantinedJob, to_json
+from rlboost.services.rollout_manager.domain.jobs.record import Job, QuarantinedJob
 from rlboost.services.rollout_manager.fleet_api import add_fleet
 from rlboost.services.rollout_manager.fleet_scaler import FleetScaler
 from rlboost.services.rollout_manager.history_api import add_events, add_history, find_job, readable_job
-from rlboost.services.rollout_manager.leader_routes import leader_only, not_leading_reason, write
+from rlboost.services.rollout_manager.leader_routes import create_job, leader_only, not_leading_reason, write
 from rlboost.services.rollout_manager.scrape_targets import ScrapeTarget, scrape_targets
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.services.rollout_manager.timestamps import iso_times
@@ -38,7 +38,7 @@ from rlboost.shared.job.spec import InvalidJob, JobSpec, parse
 from rlboost.shared.job.spec import to_json as spec_to_json
 from rlboost.shared.messages import JobCommand, JobState
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import Append, Bus, HashSet
+from rlboost.shared.streams.bus import Append, Bus
 
 JOB_COMMANDS_MAX_LEN = 100_000
 IDEMPOTENCY_TTL_S = 24 * 3600.0
@@ -192,10 +192,8 @@ async def _create(manager: Manager, bus: Bus, token: str, job_id: str, spec: Job
     command = JobCommand(
         command_id=new_token(8), action="create", job_id=job_id, job_no=no, spec_json=spec_to_json(spec)
     )
-    record = HashSet(names.JOBS, {job_id: to_json(job)})
-    await write(manager, [record, Append(names.JOB_COMMANDS, signed(command, token), JOB_COMMANDS_MAX_LEN)])
-    manager.world.jobs[job.id] = job
-    return job
+    await create_job(manager, job, Append(names.JOB_COMMANDS, signed(command, token), JOB_COMMANDS_MAX_LEN))
+    return manager.world.jobs.get(job_id, job)
 
 
 def _public(manager: Manager, job: Job | QuarantinedJob) -> dict[str, Any]:

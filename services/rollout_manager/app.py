@@ -1,7 +1,8 @@
 """The manager's loop.
 
-Consumes: job commands and reports, requested groups, the token log, heartbeats, committed weights; and the streams of
-    workers, whose entries it first relays to the token log and to the heartbeats.
+Consumes: job commands and reports, requested groups, the token log, heartbeats, committed weights; the streams of
+    workers, whose entries it first relays to the token log and to the heartbeats; and the targets of autoscaling. The
+    world changes in turns only.
 Produces: token-log records, worker commands, finished samples, events; each turn writes them in one transaction,
     together with the positions up to which the streams were read.
 Waits for: the next entry or tick, in `Bus.read`; a standby, for the end of the leader's process or
@@ -26,9 +27,12 @@ import structlog
 from rlboost.services.rollout_manager.access.identities import WorkerIdentities
 from rlboost.services.rollout_manager.bus_operations import bookkeeping, operations
 from rlboost.services.rollout_manager.completion_waiters import CompletionWaiters
+from rlboost.services.rollout_manager.domain.allocation.autoscale import FleetTargets, scale_fleet
 from rlboost.services.rollout_manager.domain.apply_messages import apply_frames, apply_message
 from rlboost.services.rollout_manager.domain.compaction import compact, forget_ended
 from rlboost.services.rollout_manager.domain.decide import decide
+from rlboost.services.rollout_manager.domain.effects import SaveJob
+from rlboost.services.rollout_manager.domain.jobs.record import Job
 from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.services.rollout_manager.entry_batches import PoisonEntries, PoisonFound, apply_in_batches
 from rlboost.services.rollout_manager.leadership import LEASE_S, Leadership, ManagerRecord, manager_record
@@ -122,6 +126,10 @@ class Manager:
         self._trimmed_at = 0.0
         self._trainers_checked_at = -math.inf
         self._poison = PoisonEntries()
+        self._turning = asyncio.Lock()
+        """Held by who may change the world."""
+        self._fleet_targets: list[FleetTargets] = []
+        """What autoscaling has decided since the last turn."""
         self._pending_trims: list[Op] = []
         """Trims of what stored cursors and restated records have made superfluous, due at the next turn."""
 
@@ -205,6 +213,7 @@ class Manager:
         finally:
             self._rebuild = None
         self.world, self._cursors = recovered.world, recovered.cursors
+        self._fleet_targets.clear()
         self._audit_texts.clear()
         self._pending_trims.clear()
         # Store the cursors of this recovery now, so that what it counted is not counted again.
@@ -218,6 +227,7 @@ class Manager:
     def _step_down(self, reason: str) -> None:
         self.recovered = False
         self.world = self._new_world()
+        self._fleet_targets.clear()
         self._cursors.clear()
         self._audit_texts.clear()
         self.completion_waiters.close(reason)
@@ -238,8 +248,29 @@ class Manager:
             self._leadership.invalidate(fence)  # the loop notices at its next commit
             raise
 
+    async def create_job(self, job: Job, command: Op) -> None:
+        """Write a new job's record and the command that creates it; the world has the job when this returns.
+
+        Raises:
+            Fenced: see `write`.
+            BusUnavailable: see `write`.
+
+        """
+        await self.write([*operations([SaveJob(job)]), command])
+        async with self._turning:  # a turn that runs now reads the command
+            if self.leads and job.id not in self.world.jobs:
+                self.world.jobs.add(job)
+
+    def scale_fleet(self, targets: FleetTargets) -> None:
+        """Have the next turn scale the fleet to these targets."""
+        self._fleet_targets.append(targets)
+
     async def turn(self, block_s: float = 0.0) -> None:
         """Read new entries, waiting up to `block_s` for the first one; decide; write."""
+        async with self._turning:
+            await self._turn(block_s)
+
+    async def _turn(self, block_s: float) -> None:
         batch = await self._read(block_s)
         now = self._now()
         try:
@@ -254,6 +285,9 @@ class Manager:
         leases = await self._bus.live_lease_values([names.worker_lease(worker) for worker in silent])
         dead = [worker for worker, lease in zip(silent, leases, strict=True) if lease is None]
         mismatched = await self._mismatched(caught_up=batch.is_caught_up)
+        fleet_targets, self._fleet_targets = self._fleet_targets, []
+        for targets in fleet_targets:
+            scale_fleet(self.world, targets, now)
         decide(self.world, now, dead, self.completion_waiters.clients, mismatched)
         advanced = {entry.stream: self._cursors[entry.stream] for entry in batch.entries}
         await self._trim()  # what the previous turn found due: the cursors that allow it are stored by now

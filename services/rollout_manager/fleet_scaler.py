@@ -1,7 +1,7 @@
 """Keeps the number of spot workers at what autoscaling decides, and the fleet's cost below its limit.
 
 Consumes: the fleet and the jobs of the manager's world, and the operator's number.
-Produces: drains of surplus workers, with the manager's next transaction; requests to the provider, which are repeated
+Produces: targets, by which the manager's next turn drains surplus workers; requests to the provider, which are repeated
     every `REPEAT_S`, since the provider's number may be changed by others.
 Waits for: the next second; in `request`, the provider, which limits its own calls.
 Ends when: the stop is set. A standby decides and requests nothing.
@@ -20,9 +20,9 @@ import structlog
 from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.domain.allocation.autoscale import (
     Autoscaler,
+    FleetTargets,
     fleet_view,
     present_workers,
-    surplus,
     workers_to_request,
 )
 from rlboost.services.rollout_manager.domain.world import Now, World
@@ -114,7 +114,7 @@ class FleetScaler:
                 log.warning("redis_unavailable", error=str(error), during="reading the number of workers")
 
     async def decide_once(self, now: Now) -> None:
-        """Set the targets, and drain workers beyond them; raises `BusUnavailable`."""
+        """Set the targets, and hand them to the manager; raises `BusUnavailable`."""
         if not self._manager.leads:
             self._world, self._requests = None, {}
             return
@@ -129,10 +129,7 @@ class FleetScaler:
         for kind, target in scaler.targets.items():
             if before and before[kind] != target:
                 log.info("fleet_scaled", worker_kind=kind, workers=target, limited_by=scaler.limited_by)
-                world.emit_event("fleet_scaled", now, worker_kind=kind, workers=target, before=before[kind])
-        workers = world.fleet.workers
-        for worker_id, reason in surplus(workers.values(), scaler.targets, scaler.max_dollars_per_hour).items():
-            world.drain(workers[worker_id], now, reason)
+        self._manager.scale_fleet(FleetTargets(dict(scaler.targets), before, scaler.max_dollars_per_hour))
 
     async def request(self, stop: asyncio.Event) -> None:
         """Request workers from the provider until the stop."""

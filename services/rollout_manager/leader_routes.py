@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import Request
 
 from rlboost.services.rollout_manager.app import Manager
+from rlboost.services.rollout_manager.domain.jobs.record import Job
 from rlboost.shared.errors import Fenced
 from rlboost.shared.http.problem import Problem
 from rlboost.shared.streams.bus import Op
@@ -46,6 +47,14 @@ async def write(manager: Manager, ops: Sequence[Op]) -> None:
     """Apply a client's operations as the leader; raises `Problem` 503 if this manager does not lead."""
     try:
         await manager.write(ops)
+    except Fenced as error:
+        raise _no_leader(str(error)) from error
+
+
+async def create_job(manager: Manager, job: Job, command: Op) -> None:
+    """Create a job as the leader; raises `Problem` 503 if this manager does not lead."""
+    try:
+        await manager.create_job(job, command)
     except Fenced as error:
         raise _no_leader(str(error)) from error
 

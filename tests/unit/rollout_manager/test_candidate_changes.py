@@ -22,7 +22,7 @@ def sample(number: int = 0) -> Sample:
 
 
 def beat(**fields: object) -> WorkerHeartbeat:
-    return heartbeat("w", **{"state": "ready", "job_id": "j", "version": 0} | fields)  # type: ignore[arg-type]
+    return heartbeat("w", **{"state": "ready", "job_id": "j", "version": 0} | fields)
 
 
 @pytest.fixture

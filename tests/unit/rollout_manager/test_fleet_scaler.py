@@ -19,9 +19,10 @@ from rlboost.services.rollout_manager.fakes import FakeProvider
 from rlboost.services.rollout_manager.fleet_scaler import REPEAT_S, RETRY_S, FleetScaler
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.messages import JobReport
+from rlboost.shared.messages import Event, JobReport
 from rlboost.shared.settings import read
 from rlboost.shared.streams import names
+from rlboost.shared.streams.entries import START
 from rlboost.shared.streams.fakes import MemoryBus
 from tests.support.jobs import job_file
 from tests.support.sim_worker import SimWorker
@@ -111,6 +112,23 @@ async def test_workers_leave_before_the_provider_stops_any(system: System) -> No
     assert system.cloud.requests == [("sim", 3)]  # two drain
     await system.pass_s(1)
     assert system.cloud.requests == [("sim", 3), ("sim", 1)]
+
+
+async def test_surplus_workers_are_drained_in_the_managers_next_turn(system: System) -> None:
+    await system.http.post("/fleet/scale", json={"workers": 3})
+    await system.pass_s(1)
+    await system.http.post("/fleet/scale", json={"workers": 1})
+    world = system.manager.world
+    await system.scaler.decide_once(Now(9.0, 9.0))
+    await system.scaler.decide_once(Now(10.0, 10.0))
+    assert not world.outbox.effects
+    assert not any(worker.state == "draining" for worker in world.fleet.workers.values())
+    await system.manager.turn()
+    assert [worker.state for worker in world.fleet.workers.values()].count("draining") == 2
+    entries = await system.bus.read({names.job_events(system.job): START})
+    events = [entry.message for entry in entries if isinstance(entry.message, Event)]
+    scaled = [event.fields for event in events if event.kind == "fleet_scaled"]
+    assert scaled == [{"worker_kind": "sim", "workers": 1, "before": 3}]
 
 
 async def test_operators_number_survives_a_new_leader_and_auto_ends_it(system: System) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import AsyncIterator
 
@@ -11,6 +12,7 @@ from rlboost.services.rollout_manager.app import Manager
 from rlboost.shared.messages import JobCommand, StepReport
 from rlboost.shared.streams import names
 from rlboost.shared.streams.entries import START
+from tests.support.jobs import job_file
 from tests.support.manager_rig import ManagerRig
 
 
@@ -32,6 +34,32 @@ async def system() -> AsyncIterator[System]:
     await system.report("running")
     yield system
     await system.http.aclose()
+
+
+async def test_job_created_while_a_turn_waits_is_there_when_the_client_is_answered(system: System) -> None:
+    """The command ends the turn's wait for an entry, and the turn adds the job."""
+    turn = asyncio.create_task(system.manager.turn(block_s=60.0))
+    await asyncio.sleep(0)
+    answer = await system.http.post("/jobs", json=job_file())
+    assert turn.done()
+    created = answer.json()
+    assert (answer.status_code, created["state"]) == (201, "pending")
+    shown = {job["id"]: job["state"] for job in (await system.http.get("/jobs")).json()}
+    assert shown == {system.job: "running", created["id"]: "pending"}
+    (await system.http.post(f"/jobs/{created['id']}/cancel")).raise_for_status()
+    await turn
+    await system.manager.turn()
+    assert (await system.http.get(f"/jobs/{created['id']}")).json()["state"] == "cancelled"
+
+
+async def test_job_created_between_two_turns_survives_a_new_leader(system: System) -> None:
+    created = (await system.http.post("/jobs", json=job_file())).json()["id"]
+    await system.manager._leadership.resign()
+    successor = Manager(system.bus, lease_s=1.0, redis_limit_s=1.0)
+    assert await successor.try_lead()
+    assert set(successor.world.jobs) == {system.job, created}
+    await successor.turn()
+    assert [job.id for job in successor.world.jobs.active()] == [system.job, created]
 
 
 async def test_command_repeated_after_its_effect_is_written_once(system: System) -> None:

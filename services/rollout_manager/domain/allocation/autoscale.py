@@ -19,7 +19,7 @@ from rlboost.services.rollout_manager.domain.allocation.worth import Offer, payi
 from rlboost.services.rollout_manager.domain.jobs.record import Job
 from rlboost.services.rollout_manager.domain.seeding.tuner import target_workers
 from rlboost.services.rollout_manager.domain.workers.fleet import Worker
-from rlboost.services.rollout_manager.domain.world import World
+from rlboost.services.rollout_manager.domain.world import Now, World
 
 COOL_DOWN_S = 30.0
 """Shortest time between two increases: what one adds is seen in the next steps only."""
@@ -55,6 +55,28 @@ class FleetView:
     """Price of the workers that are in no pool."""
     paying: Mapping[str, int] = field(default_factory=dict)
     """Kind -> workers among the desired ones that are worth their price."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetTargets:
+    """How many workers there should be, as an input of the manager's next turn."""
+
+    workers: Mapping[str, int]
+    """Kind -> workers."""
+    before: Mapping[str, int]
+    """Kind -> workers of the decision before; empty for the first."""
+    max_dollars_per_hour: float | None
+    """Most that all workers together may cost; None: no limit."""
+
+
+def scale_fleet(world: World, targets: FleetTargets, now: Now) -> None:
+    """Report targets that have changed, and drain the workers beyond them."""
+    for kind, workers in targets.workers.items():
+        if targets.before and targets.before[kind] != workers:
+            world.emit_event("fleet_scaled", now, worker_kind=kind, workers=workers, before=targets.before[kind])
+    present = world.fleet.workers
+    for worker_id, reason in surplus(present.values(), targets.workers, targets.max_dollars_per_hour).items():
+        world.drain(present[worker_id], now, reason)
 
 
 def fleet_view(world: World, pools: Sequence[Pool]) -> FleetView:

@@ -15,7 +15,7 @@ from rlboost.services.rollout_manager.domain.jobs.audit import Audit
 from rlboost.services.rollout_manager.domain.jobs.progress import JobProgress
 from rlboost.services.rollout_manager.domain.jobs.record import Job
 
-_Part = TypeVar("_Part", JobProgress, Audit)
+_Part = TypeVar("_Part")
 _Default = TypeVar("_Default")
 
 
