@@ -15,16 +15,16 @@ from fastapi.routing import APIRoute
 from rlboost.services.rollout_manager.access.token_table import TokenTable
 from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.domain.jobs.record import Job, QuarantinedJob
-from rlboost.services.rollout_manager.fleet_api import add_fleet
+from rlboost.services.rollout_manager.domain.jobs.wait_status import job_phase, job_wait_status, redis_wait
 from rlboost.services.rollout_manager.fleet_scaler import FleetScaler
-from rlboost.services.rollout_manager.history_api import add_events, add_history, find_job, readable_job
-from rlboost.services.rollout_manager.leader_routes import create_job, leader_only, not_leading_reason, write
-from rlboost.services.rollout_manager.scrape_targets import ScrapeTarget, scrape_targets
+from rlboost.services.rollout_manager.routes.fleet import add_fleet
+from rlboost.services.rollout_manager.routes.history import add_events, add_history, find_job, readable_job
+from rlboost.services.rollout_manager.routes.leader import create_job, leader_only, not_leading_reason, write
+from rlboost.services.rollout_manager.routes.scrape_targets import ScrapeTarget, scrape_targets
+from rlboost.services.rollout_manager.routes.timestamps import iso_times
+from rlboost.services.rollout_manager.routes.tokens import add_token_routes
+from rlboost.services.rollout_manager.routes.weights import weights_overview
 from rlboost.services.rollout_manager.settings import Settings
-from rlboost.services.rollout_manager.timestamps import iso_times
-from rlboost.services.rollout_manager.token_routes import add_token_routes
-from rlboost.services.rollout_manager.wait_status import job_phase, job_wait_status, redis_wait
-from rlboost.services.rollout_manager.weights import weights_overview
 from rlboost.shared.errors import BusUnavailable, StoreUnavailable
 from rlboost.shared.http.authentication import needs
 from rlboost.shared.http.documented import GUARDED, Responses, problems

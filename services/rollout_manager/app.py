@@ -33,6 +33,7 @@ from rlboost.services.rollout_manager.domain.compaction import compact, forget_e
 from rlboost.services.rollout_manager.domain.decide import decide
 from rlboost.services.rollout_manager.domain.effects import SaveJob
 from rlboost.services.rollout_manager.domain.jobs.record import Job
+from rlboost.services.rollout_manager.domain.jobs.wait_status import OVERDUE_S, report_overdue
 from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.services.rollout_manager.entry_batches import PoisonEntries, PoisonFound, apply_in_batches
 from rlboost.services.rollout_manager.leadership import LEASE_S, Leadership, ManagerRecord, manager_record
@@ -40,7 +41,6 @@ from rlboost.services.rollout_manager.ports import LeaderWatch
 from rlboost.services.rollout_manager.read_streams import SHARED_STREAMS, apply_order, is_trimmed_when_read
 from rlboost.services.rollout_manager.recovery import dead_letter, recover
 from rlboost.services.rollout_manager.relay import relay
-from rlboost.services.rollout_manager.wait_status import OVERDUE_S, report_overdue
 from rlboost.shared.errors import BusUnavailable, Fatal, Fenced
 from rlboost.shared.process.lifecycle import until_stop
 from rlboost.shared.progress import CountProgress

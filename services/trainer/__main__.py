@@ -11,8 +11,8 @@ import structlog
 from rlboost.services.trainer import api
 from rlboost.services.trainer.adapters.machines.registry import TrainerMachines
 from rlboost.services.trainer.app import Limits, Trainer
-from rlboost.services.trainer.device import DeviceThread
 from rlboost.services.trainer.ports.resources import JobResources
+from rlboost.services.trainer.runtime.device import DeviceThread
 from rlboost.services.trainer.settings import Settings
 from rlboost.shared.http import server as http
 from rlboost.shared.job.spec import JobSpec

@@ -28,14 +28,14 @@ from dataclasses import dataclass
 
 import structlog
 
-from rlboost.services.trainer.active_job import LEASE_WAIT_LIMIT_S, ActiveJob, JobHost
 from rlboost.services.trainer.claims import JobClaims, signed_command
-from rlboost.services.trainer.device import DeviceThread
 from rlboost.services.trainer.domain.job_table import JobTable
 from rlboost.services.trainer.ending import Ending, ending_with
-from rlboost.services.trainer.job import run_job
-from rlboost.services.trainer.job_streams import JobStreams, RetryingBus
+from rlboost.services.trainer.job.active import LEASE_WAIT_LIMIT_S, ActiveJob, JobHost
+from rlboost.services.trainer.job.run import run_job
 from rlboost.services.trainer.ports.resources import JobResourcesFactory
+from rlboost.services.trainer.runtime.device import DeviceThread
+from rlboost.services.trainer.runtime.job_streams import JobStreams, RetryingBus
 from rlboost.shared.errors import BusUnavailable, Fenced, WaitTimedOut
 from rlboost.shared.ids import new_token
 from rlboost.shared.job import spec as job_spec

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 
-from rlboost.services.trainer.active_job import LEASE_TTL_S, ActiveJob
 from rlboost.services.trainer.domain.job_table import JobTable
-from rlboost.services.trainer.job_streams import JobStreams, RetryingBus
+from rlboost.services.trainer.job.active import LEASE_TTL_S, ActiveJob
+from rlboost.services.trainer.runtime.job_streams import JobStreams, RetryingBus
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job import spec as job_spec
 from rlboost.shared.job.command_signature import is_signed

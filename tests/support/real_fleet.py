@@ -16,11 +16,11 @@ import httpx
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.adapters.weights import StorePublisher
-from rlboost.services.trainer.device import DeviceThread
 from rlboost.services.trainer.domain.parity_probe import build_probe
-from rlboost.services.trainer.job_streams import JobStreams, RetryingBus
+from rlboost.services.trainer.job.publishing import VersionPublisher
 from rlboost.services.trainer.ports.policy_settings import PolicySettings
-from rlboost.services.trainer.publishing import VersionPublisher
+from rlboost.services.trainer.runtime.device import DeviceThread
+from rlboost.services.trainer.runtime.job_streams import JobStreams, RetryingBus
 from rlboost.shared.ids import SampleId
 from rlboost.shared.job.spec import parse
 from rlboost.shared.messages import Event, GroupRequested, JobReport, SampleDropped, SampleFinished, Sampling

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from rlboost.services.trainer.app import Limits, Timing, Trainer
-from rlboost.services.trainer.device import DeviceThread
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.domain.loss.inputs import LossFn
 from rlboost.services.trainer.fakes.engine import FakeEngine
@@ -20,6 +19,7 @@ from rlboost.services.trainer.ports.data import Data, Prompt
 from rlboost.services.trainer.ports.resources import JobResources
 from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
 from rlboost.services.trainer.ports.storage import CheckpointStore, TrainState
+from rlboost.services.trainer.runtime.device import DeviceThread
 from rlboost.shared.job.command_signature import signed
 from rlboost.shared.job.spec import JobSpec, RlJob, to_json
 from rlboost.shared.messages import Event, JobCommand, JobReport, StepReport

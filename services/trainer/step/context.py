@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from rlboost.services.trainer.device import DeviceThread
 from rlboost.services.trainer.domain.plan import PlannedGroup
 from rlboost.services.trainer.domain.warnings.faults import FaultWarnings
-from rlboost.services.trainer.job_streams import JobStreams
 from rlboost.services.trainer.ports.data import Prompt
 from rlboost.services.trainer.ports.resources import JobResources
+from rlboost.services.trainer.runtime.device import DeviceThread
+from rlboost.services.trainer.runtime.job_streams import JobStreams
 from rlboost.services.trainer.step.durable_curriculum import DurableCurriculum
 from rlboost.services.trainer.step.durable_resampling import DurableResampling
 from rlboost.shared.job.spec import GeneratingJob

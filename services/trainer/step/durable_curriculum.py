@@ -12,8 +12,8 @@ from functools import partial
 from typing import TypeVar
 
 from rlboost.services.trainer.domain.curriculum import Curriculum, Means, PromptSelection
-from rlboost.services.trainer.job_streams import RetryingBus
 from rlboost.services.trainer.ports.resources import JobResources
+from rlboost.services.trainer.runtime.job_streams import RetryingBus
 from rlboost.shared.errors import Fatal, WaitTimedOut
 from rlboost.shared.job.spec import GeneratingJob
 from rlboost.shared.process.threads import run_in_thread

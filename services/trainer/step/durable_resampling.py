@@ -14,7 +14,7 @@ from rlboost.services.trainer.domain.groups.scored_group import ScoredGroup
 from rlboost.services.trainer.domain.plan import PlannedGroup, training_group
 from rlboost.services.trainer.domain.resampling import Replacements, has_signal
 from rlboost.services.trainer.domain.rewards.shaping import shaped_rewards
-from rlboost.services.trainer.job_streams import RetryingBus
+from rlboost.services.trainer.runtime.job_streams import RetryingBus
 from rlboost.services.trainer.step.durable_curriculum import DurableCurriculum
 from rlboost.shared.ids import SampleId
 from rlboost.shared.job.spec import JobSpec, RlJob

@@ -17,8 +17,8 @@ import structlog
 from rlboost.services.trainer.domain.metrics import RolloutTally, StepTally
 from rlboost.services.trainer.domain.warnings.rules import JobFacts
 from rlboost.services.trainer.domain.warnings.tracker import Change, WarningTracker
-from rlboost.services.trainer.job_streams import JobStreams, RetryingBus
 from rlboost.services.trainer.ports.data import Data
+from rlboost.services.trainer.runtime.job_streams import JobStreams, RetryingBus
 from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.streams import names
 from rlboost.shared.wire.columns import ints

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import structlog
 
 from rlboost.services.trainer.domain.open_steps import OpenSteps
-from rlboost.services.trainer.job_streams import FinishedLog
+from rlboost.services.trainer.runtime.job_streams import FinishedLog
 from rlboost.services.trainer.step.context import JobContext
 from rlboost.services.trainer.step.group_intake import GroupIntake
 from rlboost.shared.errors import Fatal, Unprocessable, WaitTimedOut

@@ -18,13 +18,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol, TypeVar
 
-from rlboost.services.trainer.device import DeviceTurn
 from rlboost.services.trainer.domain.batches.batching import Accumulate, OptimizerStep, UpdatePlanner
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.domain.loss import sums
 from rlboost.services.trainer.domain.metrics import Durations, RolloutTally, StepTally
 from rlboost.services.trainer.domain.schedule import learning_rate
 from rlboost.services.trainer.ports.engine import NotFinite
+from rlboost.services.trainer.runtime.device import DeviceTurn
 from rlboost.services.trainer.step.context import JobContext
 from rlboost.services.trainer.step.group_intake import GroupIntake
 from rlboost.services.trainer.step.training_rows import TrainingRowBuilder

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from functools import partial
 
-from rlboost.services.trainer.device import DeviceThread
 from rlboost.services.trainer.domain.batches.batching import pack, select
 from rlboost.services.trainer.domain.batches.training_row import SequenceRow, TrainingRow, constant
 from rlboost.services.trainer.domain.loss import sums
@@ -19,6 +18,7 @@ from rlboost.services.trainer.domain.sft import SftStep
 from rlboost.services.trainer.ports.data import Prompt
 from rlboost.services.trainer.ports.engine import NotFinite
 from rlboost.services.trainer.ports.resources import JobResources
+from rlboost.services.trainer.runtime.device import DeviceThread
 from rlboost.shared.errors import Fatal
 from rlboost.shared.job.spec import SftJob
 from rlboost.shared.wire.columns import I32, length

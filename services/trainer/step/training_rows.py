@@ -14,7 +14,6 @@ from typing import TypeVar
 
 import numpy as np
 
-from rlboost.services.trainer.device import DeviceTurn
 from rlboost.services.trainer.domain.advantages import gae
 from rlboost.services.trainer.domain.advantages.group_estimators import NEED_THE_STEP, group_advantages
 from rlboost.services.trainer.domain.batches.batching import Accumulate, pack, select
@@ -24,6 +23,7 @@ from rlboost.services.trainer.domain.loss import preference, sums
 from rlboost.services.trainer.domain.metrics import StepTally
 from rlboost.services.trainer.domain.rewards.shaping import shaped_rewards
 from rlboost.services.trainer.ports.engine import Critic
+from rlboost.services.trainer.runtime.device import DeviceTurn
 from rlboost.services.trainer.step.context import JobContext
 from rlboost.shared.job.algorithm import CriticSpec, PreferenceSpec
 from rlboost.shared.wire.columns import F32, unpack

@@ -119,10 +119,10 @@ def test_libraries_of_the_manager_are_imported_only_in_adapters_and_the_api() ->
     anywhere = {"services", "shared", "structlog", "pydantic", "pydantic_settings", *PURE_LIBRARIES}
     routes = (
         "api.py",
-        "fleet_api.py",
-        "history_api.py",
-        "leader_routes.py",
-        "token_routes.py",
+        "routes/fleet.py",
+        "routes/history.py",
+        "routes/leader.py",
+        "routes/tokens.py",
         "openai/routes.py",
         "page/routes.py",
     )
@@ -151,7 +151,7 @@ def test_adapters_see_ports_and_shared_only(service: str) -> None:
 
 ADAPTER_IMPORTS = {
     "rollout_manager/access/join.py": {"services.rollout_manager.adapters.manifest_key"},
-    "rollout_manager/weights.py": {"services.rollout_manager.adapters.weight_store"},
+    "rollout_manager/routes/weights.py": {"services.rollout_manager.adapters.weight_store"},
 }
 """Functions without state that defer a slow import to their first call."""
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from rlboost.services.rollout_manager.domain.apply_messages import apply_message
 from rlboost.services.rollout_manager.domain.decide import decide
 from rlboost.services.rollout_manager.domain.effects import EmitEvent, Send
+from rlboost.services.rollout_manager.domain.jobs.wait_status import job_wait_status
 from rlboost.services.rollout_manager.domain.world import Now, World
-from rlboost.services.rollout_manager.wait_status import job_wait_status
 from rlboost.shared.messages import Drain, UseVersion, WorkerLeft
 from tests.support.builders import group_requested, heartbeat, job_running, job_spec, worker_joined
 

@@ -8,8 +8,8 @@ from rlboost.services.rollout_manager.domain.apply_messages import apply_message
 from rlboost.services.rollout_manager.domain.compaction import AUDIT_OPEN_S, forget_ended
 from rlboost.services.rollout_manager.domain.decide import decide
 from rlboost.services.rollout_manager.domain.effects import Record, Send
+from rlboost.services.rollout_manager.domain.jobs.wait_status import job_wait_status
 from rlboost.services.rollout_manager.domain.world import Now, World
-from rlboost.services.rollout_manager.wait_status import job_wait_status
 from rlboost.shared.messages import (
     ENDED_JOB_RETENTION_S,
     Admitted,

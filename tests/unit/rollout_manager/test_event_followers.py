@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rlboost.services.rollout_manager import event_followers
-from rlboost.services.rollout_manager.event_followers import MAX_READS, EventFollowers
+from rlboost.services.rollout_manager.routes import event_followers
+from rlboost.services.rollout_manager.routes.event_followers import MAX_READS, EventFollowers
 from rlboost.shared.http.problem import Problem
 from rlboost.shared.messages import Event
 from rlboost.shared.streams.entries import START, Entry

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 import pytest
 import structlog
 
-from rlboost.services.rollout_manager import event_followers
-from rlboost.services.rollout_manager.event_followers import in_order
+from rlboost.services.rollout_manager.routes import event_followers
+from rlboost.services.rollout_manager.routes.event_followers import in_order
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.shared.ids import WeightsRef
 from rlboost.shared.messages import Event, WorkerLog

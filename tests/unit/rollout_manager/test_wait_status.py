@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from rlboost.services.rollout_manager import wait_status
 from rlboost.services.rollout_manager.domain.apply_messages import apply_message
 from rlboost.services.rollout_manager.domain.effects import EmitEvent
-from rlboost.services.rollout_manager.domain.world import Now, World
-from rlboost.services.rollout_manager.wait_status import (
+from rlboost.services.rollout_manager.domain.jobs import wait_status
+from rlboost.services.rollout_manager.domain.jobs.wait_status import (
     OVERDUE_S,
     TRAINER_SILENCE_S,
     job_phase,
     job_wait_status,
     report_overdue,
 )
+from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.shared import progress
 from rlboost.shared.errors import BusUnavailable
 from rlboost.shared.messages import (

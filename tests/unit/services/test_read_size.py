@@ -9,7 +9,7 @@ import pytest
 
 from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.leadership import manager_record
-from rlboost.services.trainer.job_streams import FinishedLog, RetryingBus
+from rlboost.services.trainer.runtime.job_streams import FinishedLog, RetryingBus
 from rlboost.shared.messages import SampleFinished
 from rlboost.shared.streams import names, read_size
 from rlboost.shared.streams.entries import Entry, RawEntry

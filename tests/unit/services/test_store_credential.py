@@ -10,8 +10,8 @@ import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
+from rlboost.services.rollout_manager.access.store_credentials import StoreCredentials
 from rlboost.services.rollout_manager.app import Manager
-from rlboost.services.rollout_manager.store_credentials import StoreCredentials
 from rlboost.services.weight_store import api as store_api
 from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.store_credential import (

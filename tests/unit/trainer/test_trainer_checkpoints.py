@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from rlboost.services.trainer import disk_waits
 from rlboost.services.trainer.domain.fingerprint import fingerprint
 from rlboost.services.trainer.fakes.storage import MemoryCheckpoints
 from rlboost.services.trainer.ports.engine import Snapshot
 from rlboost.services.trainer.ports.storage import TrainState
+from rlboost.services.trainer.runtime import disk_waits
 from rlboost.shared.errors import ConfigError, DiskFull, Fatal
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import SampleFinished

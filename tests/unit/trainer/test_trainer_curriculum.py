@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from rlboost.services.trainer.adapters.user_code.curriculum import load_skip_function
 from rlboost.services.trainer.domain.curriculum import Curriculum, SkipFunction
 from rlboost.services.trainer.domain.plan import prompt_indices
-from rlboost.services.trainer.job_streams import RetryingBus
 from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
+from rlboost.services.trainer.runtime.job_streams import RetryingBus
 from rlboost.services.trainer.step.durable_curriculum import DurableCurriculum
 from rlboost.shared.errors import ConfigError, Fatal, Fenced
 from rlboost.shared.ids import SampleId

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from rlboost.services.trainer.device import DeviceThread, DeviceTurn
 from rlboost.services.trainer.domain.batches.training_row import SequenceRow, TrainingRow
 from rlboost.services.trainer.fakes.engine import FakeEngine
 from rlboost.services.trainer.fakes.storage import MemoryWeights
+from rlboost.services.trainer.runtime.device import DeviceThread, DeviceTurn
 from rlboost.shared.waiting import Waits
 from tests.support.eventually import eventually
 from tests.support.trainer_rig import Rig, spec
@@ -49,7 +49,7 @@ async def test_idle_time_counts_the_owned_device_without_calls(
     thread: DeviceThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = itertools.count()
-    monkeypatch.setattr("rlboost.services.trainer.device.time.monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr("rlboost.services.trainer.runtime.device.time.monotonic", lambda: float(next(clock)))
     ours = turn(thread, lambda: None)  # 0
     assert ours.idle_s == 0.0  # 1
     ours.set_owned(owned=True)  # 2

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from rlboost.services.trainer.device import DeviceThread
 from rlboost.services.trainer.domain.parity_probe import Probe, build_probe
 from rlboost.services.trainer.fakes.engine import FakeEngine
 from rlboost.services.trainer.fakes.storage import MemoryWeights
-from rlboost.services.trainer.publishing import VersionPublisher
+from rlboost.services.trainer.job.publishing import VersionPublisher
+from rlboost.services.trainer.runtime.device import DeviceThread
 from rlboost.shared.model.parity_reference import ParityReference
 from rlboost.shared.weights.manifest import digest_of
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from rlboost.services.trainer.domain.plan import plan_step
-from rlboost.services.trainer.job_streams import RetryingBus
 from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
+from rlboost.services.trainer.runtime.job_streams import RetryingBus
 from rlboost.services.trainer.step.durable_resampling import DurableResampling
 from rlboost.shared.errors import Fenced
 from rlboost.shared.ids import SampleId

@@ -13,13 +13,13 @@ after the position of the checkpoint.
 
 from __future__ import annotations
 
-from rlboost.services.trainer.active_job import LEASE_WAIT_LIMIT_S, ActiveJob, JobHost, JobProgress
 from rlboost.services.trainer.domain import plan
-from rlboost.services.trainer.generating_run import run_generating_steps
-from rlboost.services.trainer.job_parts import JobParts
+from rlboost.services.trainer.job.active import LEASE_WAIT_LIMIT_S, ActiveJob, JobHost, JobProgress
+from rlboost.services.trainer.job.generating import run_generating_steps
+from rlboost.services.trainer.job.parts import JobParts
+from rlboost.services.trainer.job.sft import run_sft_steps
 from rlboost.services.trainer.ports.resources import JobResourcesFactory
 from rlboost.services.trainer.ports.storage import TrainState
-from rlboost.services.trainer.sft_run import run_sft_steps
 from rlboost.shared.job.spec import JobSpec, to_json
 
 BUILD_LIMIT_S = 4 * 3600.0

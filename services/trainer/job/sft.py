@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlboost.services.trainer.job_parts import JobParts
+from rlboost.services.trainer.job.parts import JobParts
 from rlboost.services.trainer.step.sft import sft_step
 from rlboost.shared.job.spec import SftJob
 

@@ -15,7 +15,7 @@ from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.domain.jobs.audit import Audit
 from rlboost.services.rollout_manager.domain.jobs.cost_report import cost_report
 from rlboost.services.rollout_manager.domain.jobs.record import Job, QuarantinedJob
-from rlboost.services.rollout_manager.event_followers import EventFollowers
+from rlboost.services.rollout_manager.routes.event_followers import EventFollowers
 from rlboost.shared.http.authentication import needs
 from rlboost.shared.http.documented import problems, success
 from rlboost.shared.http.problem import Problem

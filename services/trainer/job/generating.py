@@ -12,9 +12,9 @@ import asyncio
 import time
 
 from rlboost.services.trainer.domain import plan
-from rlboost.services.trainer.job_parts import JobParts
-from rlboost.services.trainer.job_streams import FinishedLog
+from rlboost.services.trainer.job.parts import JobParts
 from rlboost.services.trainer.ports.storage import TrainState
+from rlboost.services.trainer.runtime.job_streams import FinishedLog
 from rlboost.services.trainer.step.context import JobContext
 from rlboost.services.trainer.step.durable_curriculum import DurableCurriculum
 from rlboost.services.trainer.step.durable_resampling import DurableResampling

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from rlboost.services.rollout_manager.access.token_table import TokenTable
 from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.domain.access_tokens import SECRET_BYTES, AccessToken, digest_of_secret
-from rlboost.services.rollout_manager.leader_routes import write
+from rlboost.services.rollout_manager.routes.leader import write
 from rlboost.shared.http.authentication import needs
 from rlboost.shared.http.documented import problems
 from rlboost.shared.http.problem import Problem

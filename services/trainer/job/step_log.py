@@ -6,13 +6,13 @@ Produces: a row of the run log; a `StepReport` with the warnings that hold; the 
 
 from __future__ import annotations
 
-from rlboost.services.trainer.checkpoints import Checkpoints
-from rlboost.services.trainer.disk_waits import FolderWrites
 from rlboost.services.trainer.domain.metrics import StepTally
 from rlboost.services.trainer.domain.profile_recorder import ProfileRecorder
-from rlboost.services.trainer.job_streams import JobStreams
+from rlboost.services.trainer.job.checkpoints import Checkpoints
 from rlboost.services.trainer.metrics import observe_step
 from rlboost.services.trainer.ports.storage import RunFolder
+from rlboost.services.trainer.runtime.disk_waits import FolderWrites
+from rlboost.services.trainer.runtime.job_streams import JobStreams
 from rlboost.services.trainer.step.learning_watch import LearningWatch
 from rlboost.shared.messages import StepReport
 from rlboost.shared.streams import names

@@ -7,8 +7,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rlboost.services.trainer.device import DeviceThread
-from rlboost.services.trainer.job_streams import RetryingBus
+from rlboost.services.trainer.runtime.device import DeviceThread
+from rlboost.services.trainer.runtime.job_streams import RetryingBus
 from rlboost.shared.errors import Fenced
 from rlboost.shared.messages import JobReport, JobState
 from rlboost.shared.streams import names

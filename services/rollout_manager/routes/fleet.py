@@ -21,9 +21,9 @@ from rlboost.services.rollout_manager.domain.allocation.worth import worth_of_on
 from rlboost.services.rollout_manager.domain.seeding.tuner import target_workers
 from rlboost.services.rollout_manager.domain.world import World
 from rlboost.services.rollout_manager.fleet_scaler import FleetScaler
-from rlboost.services.rollout_manager.leader_routes import write
+from rlboost.services.rollout_manager.routes.leader import write
+from rlboost.services.rollout_manager.routes.timestamps import iso_times
 from rlboost.services.rollout_manager.settings import Settings
-from rlboost.services.rollout_manager.timestamps import iso_times
 from rlboost.shared.http.authentication import needs
 from rlboost.shared.http.documented import problems
 from rlboost.shared.http.problem import Problem

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import asyncio
 
-from rlboost.services.trainer.device import DeviceThread
-from rlboost.services.trainer.disk_waits import DiskWaits
 from rlboost.services.trainer.domain.fingerprint import fingerprint
-from rlboost.services.trainer.job_streams import JobStreams
 from rlboost.services.trainer.ports.engine import Snapshot
 from rlboost.services.trainer.ports.resources import JobResources
 from rlboost.services.trainer.ports.storage import TrainState
+from rlboost.services.trainer.runtime.device import DeviceThread
+from rlboost.services.trainer.runtime.disk_waits import DiskWaits
+from rlboost.services.trainer.runtime.job_streams import JobStreams
 from rlboost.shared.errors import ConfigError, Fatal
 from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.process.threads import run_in_thread

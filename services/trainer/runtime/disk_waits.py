@@ -7,8 +7,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from rlboost.services.trainer.device import DeviceThread
-from rlboost.services.trainer.job_streams import JobStreams
+from rlboost.services.trainer.runtime.device import DeviceThread
+from rlboost.services.trainer.runtime.job_streams import JobStreams
 from rlboost.shared.errors import DiskFull, Fatal
 from rlboost.shared.waiting import Waits
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from rlboost.services.trainer.active_job import ActiveJob, JobHost, JobProgress
-from rlboost.services.trainer.checkpoints import Checkpoints
-from rlboost.services.trainer.disk_waits import DiskWaits, FolderWrites
-from rlboost.services.trainer.job_streams import JobStreams
+from rlboost.services.trainer.job.active import ActiveJob, JobHost, JobProgress
+from rlboost.services.trainer.job.checkpoints import Checkpoints
+from rlboost.services.trainer.job.publishing import VersionPublisher
+from rlboost.services.trainer.job.step_log import StepLog
 from rlboost.services.trainer.ports.resources import JobResources
-from rlboost.services.trainer.publishing import VersionPublisher
+from rlboost.services.trainer.runtime.disk_waits import DiskWaits, FolderWrites
+from rlboost.services.trainer.runtime.job_streams import JobStreams
 from rlboost.services.trainer.step.learning_watch import LearningWatch
-from rlboost.services.trainer.step_log import StepLog
 from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.streams import names
 

@@ -15,12 +15,12 @@ from functools import partial
 
 import structlog
 
-from rlboost.services.trainer.device import DeviceThread
 from rlboost.services.trainer.domain.batches.training_row import SequenceRow
 from rlboost.services.trainer.domain.parity_probe import Probe, build_reference
-from rlboost.services.trainer.job_streams import JobStreams
 from rlboost.services.trainer.ports.engine import Exported, Loaded, PolicyEngine
 from rlboost.services.trainer.ports.storage import WeightPublisher
+from rlboost.services.trainer.runtime.device import DeviceThread
+from rlboost.services.trainer.runtime.job_streams import JobStreams
 from rlboost.shared.errors import Fatal
 from rlboost.shared.wire.columns import I32, pack
 
