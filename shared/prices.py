@@ -8,8 +8,8 @@ from pathlib import Path
 import yaml
 from pydantic import Field, NonNegativeFloat, ValidationError
 
+from rlboost.shared import strict_yaml
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.job import strict_yaml
 from rlboost.shared.validation import Section, describe
 
 _HOW_TO_WRITE = "write it as 'rlboost prices' does: docs/planning.md shows one"

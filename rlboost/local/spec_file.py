@@ -12,8 +12,8 @@ from typing import Any, Literal, TypeVar
 import yaml
 from pydantic import ConfigDict, Field, ValidationError, field_validator
 
+from rlboost.shared import strict_yaml
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.job import strict_yaml
 from rlboost.shared.process.extras import pip_install
 from rlboost.shared.validation import Section, describe
 

@@ -11,9 +11,10 @@ from typing import Annotated, Any, ClassVar, Literal, Self, cast
 import yaml
 from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
+from rlboost.shared import strict_yaml
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.ids import MAX_STEPS
-from rlboost.shared.job import other_trainers, strict_yaml
+from rlboost.shared.job import other_trainers
 from rlboost.shared.job.algorithm import AlgorithmSpec, with_former_defaults
 from rlboost.shared.job.data import DataSpec, EvalDataSpec, RlDataSpec, SftDataSpec, TrainDataSpec
 from rlboost.shared.job.fleet import (

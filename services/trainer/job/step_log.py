@@ -9,7 +9,7 @@ from __future__ import annotations
 from rlboost.services.trainer.domain.metrics import StepTally
 from rlboost.services.trainer.domain.profile_recorder import ProfileRecorder
 from rlboost.services.trainer.job.checkpoints import Checkpoints
-from rlboost.services.trainer.metrics import observe_step
+from rlboost.services.trainer.job.metrics import observe_step
 from rlboost.services.trainer.ports.storage import RunFolder
 from rlboost.services.trainer.runtime.disk_waits import FolderWrites
 from rlboost.services.trainer.runtime.job_streams import JobStreams

@@ -26,7 +26,7 @@ from rlboost.services.rollout_manager.api import build
 from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.domain.jobs.record import Job
 from rlboost.services.rollout_manager.routes.scrape_targets import scrape_targets
-from rlboost.services.trainer.metrics import SHOWN, observe_step
+from rlboost.services.trainer.job.metrics import SHOWN, observe_step
 from rlboost.shared.errors import WaitTimedOut
 from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.server import create_app
