@@ -26,7 +26,7 @@ _POLL_S = 0.5
 _LONG_WAIT_S = 5.0
 """Every step waits briefly for samples and weights; only longer waits are shown."""
 _AGAIN_S = 60.0
-"""A wait is shown again after this time, so that the log of a long step shows its progress; a phase after each."""
+"""How often a wait that lasts, or a phase without a wait, is shown, so that the log of a long step shows its progress."""
 _LONG_OUTAGE_S = 2.0
 """A shorter outage, such as a new leader's start, is not shown."""
 _REMAINING_WARNINGS_LIMIT_S = 5.0
@@ -40,7 +40,8 @@ def follow(connect: Callable[[], Client], job_id: str, *, from_step: int | None 
 
     - `job`: its record, at each poll.
     - `step`: each finished step's metrics, once.
-    - `wait`: each long wait, once a minute; `phase`: what the trainer does, each minute of it without a wait.
+    - `wait`: each long wait, once a minute.
+    - `phase`: what the trainer does, after each minute of it, unless there is a wait.
     - `state`: paused, or running again.
     - `warning`: the text of each warning, once, also across restarts of the manager.
     - `lost`, `back`: an outage: `{since, because, limit_s}` and `{since, outage_s}`, `since` in Unix seconds.

@@ -309,6 +309,7 @@ class Trainer:
         return True
 
     async def _report_timeouts(self, job: ActiveJob) -> None:
+        """Emit an event for each wait that has reached its limit."""
         streams = JobStreams(self._bus, job.job_id)
         for wait in self._waits.take_timed_out():
             await streams.emit_event(

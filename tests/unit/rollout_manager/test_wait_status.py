@@ -265,6 +265,10 @@ def test_phase_shows_how_long_it_took_in_the_last_step(
     status = json.dumps({"phase": name, "step": 3, "phase_since": 990.0, "waiting": None})
     running.progress.on_trainer_status(status, NOW.wall)
     assert job_phase(running.world, job) == {"name": name, "step": 3, "since": 990.0, "last_s": last_s}
+    job.step = 4
+    ended = job_phase(running.world, job)
+    assert ended is not None
+    assert ended["last_s"] is None, "the metrics are those of this step"
 
 
 def test_phase_is_unknown_without_a_trainer_and_of_an_earlier_release() -> None:

@@ -83,8 +83,9 @@ def job_phase(world: World, job: Job) -> dict[str, Any] | None:
     status = json.loads(progress.trainer_status or "{}")
     if "phase_since" not in status:
         return None  # a trainer of an earlier release
-    phase = {"name": status["phase"], "step": status["step"], "since": status["phase_since"]}
-    return phase | {"last_s": _last_duration_s(status["phase"], job.latest)}
+    name, step = status["phase"], status["step"]
+    latest = job.latest if step >= job.step else {}  # the step has just ended: these are its own metrics
+    return {"name": name, "step": step, "since": status["phase_since"], "last_s": _last_duration_s(name, latest)}
 
 
 def _has_trainer(progress: JobProgress) -> bool:
