@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,13 @@ def lengths(prompts: list[str], completions: list[str], completion_ids: list[lis
 def lengths_but_in_row_8(row: list[int], completion_ids: list[list[int]], **_: Any) -> list[float]:
     """The same, but all alike for one prompt."""
     return [1.0 if row[0] == 8 else len(ids) % 5 / 4 for ids in completion_ids]
+
+
+def lengths_when_open(completion_ids: list[list[int]], gate: Sequence[str] = (), **_: Any) -> list[float]:
+    """The same, once the files that the column `gate` names exist."""
+    while not all(Path(file).exists() for file in gate):
+        time.sleep(0.05)
+    return [len(ids) % 5 / 4 for ids in completion_ids]
 
 
 def mixed(  # noqa: C901, PLR0912 - one flat table
