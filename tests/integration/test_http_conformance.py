@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlboost.client import Client
+from tests.support.black_box import black_box
 from tests.support.service_process import TOKEN, ServiceProcess
 from tests.support.small_job import small_job
 
@@ -34,7 +35,7 @@ def manager(tmp_path: Path, redis_url: str, store: ServiceProcess) -> Iterator[S
     process.kill()
 
 
-def check(url: str, folder: Path, job_id: str, *, max_examples: int) -> None:
+def check(url: str, folder: Path, job_id: str, *, max_examples: int, token: str = TOKEN) -> None:
     """Run schemathesis on a service; its report is the error."""
     config = ["[parameters]", f'"path.job_id" = "{job_id}"']
     for route in RULES_BEYOND_THE_SCHEMA:
@@ -49,7 +50,7 @@ def check(url: str, folder: Path, job_id: str, *, max_examples: int) -> None:
     done = subprocess.run(
         [
             *(program, "--config-file", file, "run", f"{url}/openapi.json"),
-            *("--header", f"Authorization: Bearer {TOKEN}", "--phases", "examples,coverage,fuzzing"),
+            *("--header", f"Authorization: Bearer {token}", "--phases", "examples,coverage,fuzzing"),
             *("--max-examples", str(max_examples), "--seed", "1", "--no-color"),
         ],
         cwd=folder,
@@ -76,3 +77,14 @@ def test_manager_answers_as_documented(manager: ServiceProcess, tmp_path: Path, 
         job_id = client.jobs.create(small_job(steps=2))["id"]
         client.jobs.cancel(job_id)
     check(manager.url, tmp_path, job_id, max_examples=max_examples)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_manager_answers_about_a_completed_job_as_documented(tmp_path: Path) -> None:
+    """The job has metrics, samples, events, logs and a cost, and the fleet has workers."""
+    with black_box(tmp_path / "state", workers=1) as box:
+        job_id = box.submit(small_job(steps=2))
+        box.until_completed(job_id)
+        assert box.get(f"/v1/jobs/{job_id}/samples")
+        check(box.url, tmp_path, job_id, max_examples=10, token=box.token)
