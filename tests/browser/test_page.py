@@ -22,9 +22,9 @@ pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
 
 STALLS = {
     "trainer": "Waiting for the trainer: it does not renew its lease",
-    "weight_store": "Waiting for the weight store at http",
+    "weight_store": "the weight store at http",
 }
-"""Role of a process that hangs -> how the page names it."""
+"""Role of a process that hangs -> what the page says then. The trainer or a worker waits for the weight store."""
 
 
 @pytest.fixture(scope="module")

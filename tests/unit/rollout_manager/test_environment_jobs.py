@@ -9,16 +9,16 @@ import pytest
 import yaml
 
 from rlboost.jobs import check as jobcheck
-from rlboost.services.rollout_manager.domain.apply_messages import apply_delivered
+from rlboost.services.rollout_manager.domain.apply_messages import apply_delivered, apply_message
 from rlboost.services.rollout_manager.domain.scheduling.length_estimates import LengthEstimates
 from rlboost.services.rollout_manager.domain.token_log.sample import Sample
-from rlboost.services.rollout_manager.domain.world import World
+from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import RlJob
 from rlboost.shared.messages import GroupOpened, TurnAnswered
 from rlboost.shared.wire.columns import I32, pack
 from tests.support import jobs
-from tests.support.builders import group_requested
+from tests.support.builders import group_requested, job_created
 
 GAME = {"function": "tests.support.environments:Game"}
 
@@ -91,6 +91,7 @@ def test_lengths_are_remembered_for_prompts_that_come_again(preferred_worker: st
 
 def test_restarted_manager_skips_the_trainers_notes() -> None:
     world = World(lease_s=1.0)
+    apply_message(world, job_created(), "1-0", Now(0.0, 0.0))
     for note in (GroupOpened(group=256, prompt_digest=b"1"), TurnAnswered(sample=256)):
         apply_delivered(world, "j", note)
-    assert not any(progress.delivered for progress in world.progress.values())
+    assert not world.progress["j"].delivered
