@@ -89,18 +89,6 @@ def test_job_names_each_stall_within_seconds(tmp_path: Path) -> None:
             def names() -> bool:
                 nonlocal since
                 (shown,) = box.get("/v1/jobs")
-<<<<<<< HEAD
-                if shown["waiting"] is None or not shown["waiting"]["for"].startswith(what):
-                    return False
-                since = datetime.fromisoformat(shown["waiting"]["since"]).timestamp()
-                return began - (STEP_S if in_step else EARLIER_S) < since < time.time() - LASTING_S
-
-            box.until(names, f"{job} waits for {what}")
-            after_s = time.time() - (max(began, since) if in_step else began)
-            assert after_s < NAMED_WITHIN_S + ALLOWANCE_S, f"{what} was named after {after_s:.1f} s"
-            for text in printed(box, *views):
-                assert f"waiting for {what}" in text
-=======
                 wait = shown["waiting"]
                 if wait is None or what not in f"waiting for {wait['for']} because {wait['because']}":
                     return False
@@ -112,21 +100,11 @@ def test_job_names_each_stall_within_seconds(tmp_path: Path) -> None:
             assert after_s < NAMED_WITHIN_S + ALLOWANCE_S, f"{what!r} after {after_s:.1f} s"
             for text in printed(box, *views):
                 assert what in text
->>>>>>> wt/tests
 
         def check_continues() -> None:
             box.until_step(job, box.get(f"/v1/jobs/{job}")["step"] + 1)
 
         with stopped(box, "trainer") as began:
-<<<<<<< HEAD
-            check_named("the trainer", began)
-        check_continues()
-        with stopped(box, "weight_store") as began:
-            check_named("the weight store", began, in_step=True)
-        check_continues()
-        with closed(gate) as began:
-            check_named("the rewards", began, in_step=True)
-=======
             check_named("waiting for the trainer because", began)
         check_continues()
         with stopped(box, "weight_store") as began:
@@ -135,7 +113,6 @@ def test_job_names_each_stall_within_seconds(tmp_path: Path) -> None:
         check_continues()
         with closed(gate) as began:
             check_named("waiting for the rewards because", began, in_step=True)
->>>>>>> wt/tests
         check_continues()
         with stopped(box, "redis") as began:
             # As the job's wait, and once a request to Redis has timed out, as the reason of 503, which commands print
@@ -146,11 +123,7 @@ def test_job_names_each_stall_within_seconds(tmp_path: Path) -> None:
                 assert answer in text
         check_continues()
         with stopped(box, "reserved", "preemptible") as began:
-<<<<<<< HEAD
-            check_named("a worker that is ready with this job's weights", began)
-=======
             check_named("waiting for a worker that is ready with this job's weights because", began)
->>>>>>> wt/tests
         log = box.command("logs", job)
         for source, text in (("worker-1", "weights_loaded"), ("trainer", "job_claimed"), ("weight_store", "version_")):
             assert any(f" {source}" in line and text in line for line in log.splitlines()), log[-2000:]
