@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from datetime import date
 from pathlib import Path
+from typing import Annotated
 
 import yaml
-from pydantic import Field, NonNegativeFloat, ValidationError
+from pydantic import Field, ValidationError
 
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job import strict_yaml
 from rlboost.shared.validation import Section, describe
 
-_HOW_TO_WRITE = "write it as 'rlboost prices' does: docs/planning.md shows one"
+_HOW_TO_WRITE = "write it as 'rlboost prices' does, such as 'workers: {h100: 2.5}'"
+
+
+_Dollars = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Prices(Section):
@@ -21,9 +25,9 @@ class Prices(Section):
     as_of: str | int | date = ""
     """When these were the prices, and where they are from: for readers."""
     source: str = ""
-    reserved: NonNegativeFloat | None = None
+    reserved: _Dollars | None = None
     """The whole reserved cluster."""
-    workers: dict[str, NonNegativeFloat] = Field(default_factory=dict)
+    workers: dict[str, _Dollars] = Field(default_factory=dict)
     """Kind of worker -> one worker."""
 
 

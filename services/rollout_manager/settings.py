@@ -9,6 +9,7 @@ from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from rlboost.services.rollout_manager.domain.allocation.autoscale import Pool
+from rlboost.shared.errors import ConfigError
 from rlboost.shared.prices import read_prices
 from rlboost.shared.settings import ServiceSettings
 
@@ -86,7 +87,12 @@ class Settings(ServiceSettings):
 
         """
         of_pools = {pool.kind: pool.price_per_hour for pool in self.pools}
-        return of_pools | (read_prices(Path(self.price_file)).workers if self.price_file else {})
+        if not self.price_file:
+            return of_pools
+        try:
+            return of_pools | read_prices(Path(self.price_file)).workers
+        except ConfigError as error:
+            raise ConfigError(f"RLBOOST_MANAGER_PRICE_FILE: {error}") from error
 
     @model_validator(mode="after")
     def _check_autoscaling(self) -> Self:

@@ -216,6 +216,7 @@ def test_price_list_is_dated_in_any_form(tmp_path: Path, moment: str) -> None:
     [
         ("reserved: 1\nworkers: {a: 1\n", "line 3"),
         ("workers: {a: -1}", "workers.a"),
+        ("workers: {a: .inf}", "workers.a"),
         ("reserverd: 1", "reserverd"),
         ("", "the file"),
         ("reserved: 1\nreserved: 2", "'reserved' is given twice"),

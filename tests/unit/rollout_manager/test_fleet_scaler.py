@@ -186,7 +186,10 @@ async def test_price_file_prices_workers_their_pool_and_what_the_fleet_may_cost(
 
 @pytest.mark.parametrize(
     ("text", "problem"),
-    [(None, r"prices .*prices\.yaml: No such file"), ("workers: {sim: cheap}", r"workers\.sim: .*'rlboost prices'")],
+    [
+        (None, r"PRICE_FILE: prices .*: No such file"),
+        ("workers: {sim: cheap}", r"workers\.sim: .*'rlboost prices'"),
+    ],
 )
 async def test_manager_with_an_unusable_price_file_exits_and_says_what_to_do(
     tmp_path: Path, text: str | None, problem: str

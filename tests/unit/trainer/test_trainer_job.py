@@ -35,7 +35,7 @@ from tests.support.builders import engine_profile
 from tests.support.eventually import eventually
 from tests.support.scripted_manager import Answer, scripted
 from tests.support.stopwatch import Stopwatch
-from tests.support.trainer_rig import JOB, PRICE_PER_HOUR, Rig, by_length, spec
+from tests.support.trainer_rig import JOB, Rig, by_length, spec
 
 
 async def test_a_job_runs_to_its_end(tmp_path: Path) -> None:
@@ -330,7 +330,6 @@ async def test_trainer_lease_names_the_current_wait(tmp_path: Path) -> None:
         body = await eventually(told)
         assert body is not None
         assert body["phase"] == "training"
-        assert body["price_per_hour"] == PRICE_PER_HOUR
         assert body["waiting"]["for"] == "samples of step 1"
         assert body["waiting"]["kind"] == "samples"
         assert body["waiting"]["because"] == "0 of 8 samples have arrived"

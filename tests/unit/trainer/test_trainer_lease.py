@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from rlboost.shared.messages import JobReport
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Fence, HashSet
 from tests.support.eventually import eventually
-from tests.support.trainer_rig import JOB, Rig
+from tests.support.trainer_rig import JOB, PRICE_PER_HOUR, Rig
 
 QUICK = Timing(block_s=0.01, takeover_check_s=0.02, lease_renewal_interval_s=0.02)
 LEASE, EPOCH = names.trainer_lease(JOB), names.trainer_epoch(JOB)
@@ -37,6 +38,18 @@ async def test_superseded_trainer_drops_its_job_without_a_report(tmp_path: Path)
     assert max(rig.weights.versions) == 2
     assert await rig.bus.lease_values([LEASE]) == ["another's"], "a stop, too, leaves it alone"
     assert len(await rig.bus.claim(names.JOB_COMMANDS, names.TRAINER_GROUP, "x", min_idle_s=0)) == 1, "still to be done"
+
+
+async def test_lease_tells_the_price_of_the_trainers_machines(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, timing=QUICK)
+
+    async def held() -> str:
+        [body] = await rig.bus.lease_values([LEASE])
+        return body or ""
+
+    async with rig.trainer():
+        await rig.command("create")
+        assert json.loads(await eventually(held))["price_per_hour"] == PRICE_PER_HOUR
 
 
 async def another_takes_it(rig: Rig) -> None:

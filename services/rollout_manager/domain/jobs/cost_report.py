@@ -53,8 +53,8 @@ def _reserved_only(cost: Cost) -> dict[str, Any] | None:
     if not cost.reserved_only_dollars:
         return None
     spot_s = sum(time.seconds for time in cost.workers.values() if time.role == "preemptible")
-    reserved_dollars = sum(time.dollars for time in cost.workers.values() if time.role != "preemptible")
-    saved = max(0.0, cost.reserved_only_dollars - reserved_dollars)
+    other_dollars = sum(time.dollars for time in cost.workers.values() if time.role != "preemptible")
+    saved = max(0.0, cost.reserved_only_dollars - other_dollars)
     return {
         "seconds": cost.reserved_only_s,
         "dollars": cost.reserved_only_dollars,
