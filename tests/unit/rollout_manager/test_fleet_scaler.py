@@ -189,7 +189,7 @@ async def test_price_file_prices_workers_their_pool_and_what_the_fleet_may_cost(
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        (None, r"RLBOOST_MANAGER_PRICE_FILE: prices .*prices\.yaml: No such file"),
+        (None, r"PRICE_FILE: prices .*: No such file"),
         ("workers: {sim: cheap}", r"workers\.sim: .*'rlboost prices'"),
     ],
 )
