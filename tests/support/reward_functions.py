@@ -24,7 +24,7 @@ def lengths_but_in_row_8(row: list[int], completion_ids: list[list[int]], **_: A
 
 
 def lengths_when_open(completion_ids: list[list[int]], gate: Sequence[str] = (), **_: Any) -> list[float]:
-    """The same, once the files that the column `gate` names exist."""
+    """As `lengths`, once the files that the column `gate` names exist."""
     while not all(Path(file).exists() for file in gate):
         time.sleep(0.05)
     return [len(ids) % 5 / 4 for ids in completion_ids]
