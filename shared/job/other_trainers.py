@@ -258,7 +258,8 @@ def advice(place: str, value: object) -> str:
 def _translation(place: str) -> str:
     """Return our keys for another trainer's, empty if there is none or it means several things."""
     full, last = _index()
-    return " or ".join(full.get(place.removeprefix(_VERL_SECTION)) or last.get(place.rpartition(".")[2], ()))
+    found = full.get(place.removeprefix(_VERL_SECTION), []) or last.get(place.rpartition(".")[2], [])
+    return " or ".join(found)
 
 
 def _leaves(place: str, value: object) -> Iterator[str]:
