@@ -11,7 +11,7 @@ from rlboost.services.rollout_manager.domain.scheduling.requirements import Requ
 from rlboost.services.rollout_manager.domain.seeding.tuner import Meter, WindowTuner
 from rlboost.services.rollout_manager.domain.seeding.window import Window
 from rlboost.services.rollout_manager.domain.step_windows import advance_window
-from rlboost.services.rollout_manager.domain.workers.fleet import FleetCounts
+from rlboost.services.rollout_manager.domain.workers.fleet_counts import FleetCounts
 from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.shared.job.spec import parse
 from rlboost.shared.messages import JobReport, StepReport

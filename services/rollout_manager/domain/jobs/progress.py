@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from rlboost.services.rollout_manager.domain.scheduling.length_estimates import LengthEstimates
 from rlboost.services.rollout_manager.domain.seeding.window import Window
-from rlboost.services.rollout_manager.domain.workers.fleet import FleetCounts
+from rlboost.services.rollout_manager.domain.workers.fleet_counts import FleetCounts
 from rlboost.shared.ids import step_of
 
 

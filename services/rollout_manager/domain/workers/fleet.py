@@ -6,13 +6,13 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from rlboost.services.rollout_manager.domain.token_log.sample import Sample
 from rlboost.services.rollout_manager.domain.workers.command_check import CommandCheck
 from rlboost.services.rollout_manager.domain.workers.kv_usage import KvUsage
 from rlboost.services.rollout_manager.domain.workers.lifetimes import Lifetimes, availability
-from rlboost.services.rollout_manager.domain.workers.throughput_model import Profile, speed_after
+from rlboost.services.rollout_manager.domain.workers.throughput_model import Profile, is_possible, speed_after
 from rlboost.shared.messages import Wait, WorkerHeartbeat, WorkerJoined
 from rlboost.shared.messages.protocol import PROTOCOL
 
@@ -22,23 +22,10 @@ Serving = tuple[str, int]
 
 DISTURBED_S = 2.0
 """How long the prefill of migrated samples shows in a worker's measured throughput."""
-MIN_STEP_S, MAX_STEP_S = 1e-6, 1e4
-"""No engine's decode step takes less or more: such a report is wrong."""
 MAX_INVALID = 3
 """A worker is drained after it sent invalid tokens for this many samples that another worker then completed."""
 GONE_RETAINED = 200
 """How many departed workers stay in the list that the REST API shows."""
-
-
-class FleetCounts(NamedTuple):
-    """Numbers of workers allocated to a job and not draining."""
-
-    reserved: int = 0
-    reserved_awake: int = 0
-    """Not suspended."""
-    preemptible: int = 0
-    preemptible_ready: int = 0
-    """Can generate for a step in flight now."""
 
 
 @dataclass(slots=True)
@@ -241,8 +228,8 @@ class Worker:
     def _observe_throughput(self, heartbeat: WorkerHeartbeat, now: float) -> None:
         self._last_running = heartbeat.running
         batch, step_s = heartbeat.batch, heartbeat.step_s
-        is_possible = 1.0 <= batch <= self.joined.slots and MIN_STEP_S < step_s < MAX_STEP_S
-        if is_possible and heartbeat.state == "ready" and now - self.disturbed_at > DISTURBED_S:
+        is_settled = heartbeat.state == "ready" and now - self.disturbed_at > DISTURBED_S
+        if is_settled and is_possible(batch, step_s, self.joined.slots):
             tokens_per_s, tokens = batch / step_s, batch * self._tokens_each
             if self.profile.known:
                 self.speed = speed_after(self.speed, self.profile.tokens_per_s(batch, tokens), tokens_per_s)
@@ -297,7 +284,6 @@ class Fleet:
         self.revision = 0
         """Rises with every change of who is present, in which state, serving what."""
         self._changed: dict[str, None] = {}
-        """Workers to rank again."""
         self._silence_checked_at = -math.inf
 
     def join(self, joined: WorkerJoined, now: float) -> Worker | None:

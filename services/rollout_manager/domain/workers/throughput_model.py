@@ -14,6 +14,8 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
+MIN_STEP_S, MAX_STEP_S = 1e-6, 1e4
+"""No engine's decode step takes less or more: such a report is wrong."""
 OBSERVATION_DECAY = 0.995
 """Factor by which each new observation lowers the weight of earlier ones."""
 MIN_OBSERVATIONS = 6
@@ -99,6 +101,11 @@ class Profile:
         each_s = self.each_s + self.token_s * tokens_each
         most = share * slots / (self.fixed_s + each_s * slots)
         return min(slots, max(1, round(most * self.fixed_s / (1.0 - most * each_s))))
+
+
+def is_possible(batch: float, step_s: float, slots: int) -> bool:
+    """Return True if an engine with so many slots can report this mean batch and time of a decode step."""
+    return 1.0 <= batch <= slots and MIN_STEP_S < step_s < MAX_STEP_S
 
 
 def speed_after(speed: float, expected: float, tokens_per_s: float) -> float:
