@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlboost.services.trainer.domain.advantages.gae import Experience, gae_advantages
 from rlboost.services.trainer.domain.advantages.group_estimators import NEED_THE_STEP, group_advantages
-from rlboost.services.trainer.domain.batches.batching import Accumulate, UpdatePlanner
+from rlboost.services.trainer.domain.batches.batching import Accumulate, UpdatePlanner, select
 from rlboost.services.trainer.domain.loss.inputs import TokenBatch
 from rlboost.services.trainer.domain.loss.policy import job_loss
 from rlboost.services.trainer.domain.loss.preference import best_and_worst, pair_losses, sequence_log_ratio
@@ -108,25 +108,21 @@ def rows_of(spec: RlJob, policy: TinyPolicy, groups: list[ScoredSequence]) -> li
     ]
 
 
-def weighed(spec: RlJob, policy: TinyPolicy, batches: list[list[Sample]], pairs: list[list[Sample]]) -> None:
-    """Give the completions of pairs the weights that their loss comes down to, in place."""
+def weighed(spec: RlJob, policy: TinyPolicy, work: Accumulate[Sample]) -> list[list[Sample]]:
+    """Return micro-batches in which the completions of pairs have the weights that their loss comes down to."""
     if spec.algorithm.preference is None:
-        return
+        return work.batches
 
     def gone(row: Sample) -> float:
         with torch.no_grad():
             now, start = (policy.logprobs(table, [row]).numpy() for table in (policy.table, policy.reference))
         return sequence_log_ratio(now, start)
 
-    margins = np.array([gone(best) - gone(worst) for best, worst in pairs])
+    margins = np.array([gone(best) - gone(worst) for best, worst in zip(work.rows[::2], work.rows[1::2], strict=True)])
     judged = pair_losses(margins, spec.algorithm.preference)
-    weights = {
-        id(row): by
-        for pair, w in zip(pairs, judged.weights, strict=True)
-        for row, by in zip(pair, (w, -w), strict=True)
-    }
-    for batch in batches:
-        batch[:] = [Sample(row.tokens, row.before, (weights[id(row)],) * row.n_tokens) for row in batch]
+    weights = [by for w in judged.weights for by in (w, -w)]
+    rows = [Sample(row.tokens, row.before, (by,) * row.n_tokens) for row, by in zip(work.rows, weights, strict=True)]
+    return select(rows, work.indices)
 
 
 def update(spec: RlJob, groups: list[ScoredSequence], budget: int) -> tuple[Tensor, dict[str, float]]:
@@ -134,15 +130,11 @@ def update(spec: RlJob, groups: list[ScoredSequence], budget: int) -> tuple[Tens
     policy, loss = TinyPolicy(), job_loss(spec)
     planner: UpdatePlanner[Sample] = UpdatePlanner(len(groups), 1, budget)
     numbers: dict[str, float] = {}
-    pairs: list[list[Sample]] = []
     for rows in rows_of(spec, policy, groups):
-        pairs += [rows] if rows else []
         for work in planner.add(rows):
             if not isinstance(work, Accumulate):
                 continue
-            weighed(spec, policy, work.batches, pairs)
-            pairs = []
-            for batch in work.batches:
+            for batch in weighed(spec, policy, work):
                 total, part = loss(policy.batch(batch))
                 total.backward()
                 add(numbers, part)
