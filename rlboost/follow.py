@@ -26,7 +26,7 @@ _POLL_S = 0.5
 _LONG_WAIT_S = 5.0
 """Every step waits briefly for samples and weights; only longer waits are shown."""
 _AGAIN_S = 60.0
-"""How often a wait that lasts, or a phase without a wait, is shown, so that the log of a long step shows its progress."""
+"""How often a wait that lasts, or a phase without one, is shown, so that the log of a long step shows its progress."""
 _LONG_OUTAGE_S = 2.0
 """A shorter outage, such as a new leader's start, is not shown."""
 _REMAINING_WARNINGS_LIMIT_S = 5.0

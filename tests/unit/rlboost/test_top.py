@@ -17,8 +17,14 @@ from rlboost.top.step_time import PARTS, Difference, last_step_time
 from rlboost.top.view import View
 from tests.support.fake_rest import FakeRest, job, ok, problem
 
-SCALING = {"workers": "auto", "limited_by": None, "dollars_per_hour": 0, "max_dollars_per_hour": None, "pools": []}
-FLEET = {
+SCALING: dict[str, Any] = {
+    "workers": "auto",
+    "limited_by": None,
+    "dollars_per_hour": 0,
+    "max_dollars_per_hour": None,
+    "pools": [],
+}
+FLEET: dict[str, Any] = {
     "present": 2,
     "reserved": 0,
     "by_state": {"ready": 1, "pulling": 1},
