@@ -32,7 +32,8 @@ from rlboost.services.trainer.domain.loss.policy import job_loss
 from rlboost.services.trainer.domain.plan import prompt_indices
 from rlboost.services.trainer.domain.schedule import learning_rate
 from rlboost.services.trainer.ports.policy_settings import PolicySettings
-from rlboost.shared.job.spec import RlJob, load
+from rlboost.shared.job.file import load
+from rlboost.shared.job.spec import RlJob
 from rlboost.shared.messages import Sampling
 from rlboost.shared.wire.columns import ints
 from tests.support.jobs import parse_rl

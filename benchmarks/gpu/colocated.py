@@ -21,7 +21,7 @@ from rlboost.jobs.file import complete
 from rlboost.local.cluster import LocalCluster
 from rlboost.local.spec_file import SystemSpec
 from rlboost.local.system_layout import local_options
-from rlboost.shared.job.spec import load
+from rlboost.shared.job.file import load
 from rlboost.shared.messages import ENDED
 
 _JOB = "examples/countdown/job.yaml"

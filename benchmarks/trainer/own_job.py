@@ -13,7 +13,7 @@ import time
 import torch
 
 from benchmarks.plain_loop import JOB, PlainLoop
-from rlboost.shared.job.spec import load
+from rlboost.shared.job.file import load
 from tests.support.jobs import parse_rl
 
 

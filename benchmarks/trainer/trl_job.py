@@ -18,7 +18,8 @@ from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from rlboost.examples.countdown.reward import score
-from rlboost.shared.job.spec import RlJob, load
+from rlboost.shared.job.file import load
+from rlboost.shared.job.spec import RlJob
 from tests.support.jobs import parse_rl
 
 JOB = "examples/countdown/job.yaml"

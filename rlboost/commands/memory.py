@@ -34,7 +34,8 @@ def memory(
     workspaces and fragmentation come on top.
     """
     from rlboost.jobs.training_memory import estimate  # noqa: PLC0415 - keeps --help quick
-    from rlboost.shared.job.spec import load, parse  # noqa: PLC0415 - likewise
+    from rlboost.shared.job.file import load  # noqa: PLC0415 - likewise
+    from rlboost.shared.job.spec import parse  # noqa: PLC0415 - likewise
 
     spec = parse(load(str(job_file), overrides or []))
     found = estimate(spec, tokens)

@@ -18,7 +18,8 @@ from rlboost.shared.data.rows import BadRow, Row, is_messages, is_remote, read_r
 from rlboost.shared.data.shards import Source, is_here, names, shown
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.data import DataSpec, Rows, SftDataSpec
-from rlboost.shared.job.spec import InvalidJob, JobSpec, load, parse
+from rlboost.shared.job.file import load
+from rlboost.shared.job.spec import InvalidJob, JobSpec, parse
 from rlboost.shared.job.training import TrainerSpec
 
 _REWARD_SCRIPT = """

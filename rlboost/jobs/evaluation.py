@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.file import read_override
 from rlboost.shared.job.fleet import EvalSpec
-from rlboost.shared.job.spec import read_override
 
 _NAMES = ("name", "model")
 _COPIED = ("environment", "reward", "sampling")

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -38,7 +37,7 @@ from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.services.rollout_manager.entry_batches import PoisonEntries, PoisonFound, apply_in_batches
 from rlboost.services.rollout_manager.leadership import LEASE_S, Leadership, ManagerRecord, manager_record
 from rlboost.services.rollout_manager.ports import LeaderWatch
-from rlboost.services.rollout_manager.read_streams import SHARED_STREAMS, apply_order, is_trimmed_when_read
+from rlboost.services.rollout_manager.read_streams import SHARED_STREAMS, apply_order, are_below, is_trimmed_when_read
 from rlboost.services.rollout_manager.recovery import dead_letter, recover
 from rlboost.services.rollout_manager.relay import relay
 from rlboost.shared.errors import BusUnavailable, Fatal, Fenced
@@ -46,7 +45,7 @@ from rlboost.shared.process.lifecycle import until_stop
 from rlboost.shared.progress import CountProgress
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Bus, Op, Trim
-from rlboost.shared.streams.entries import START, Entry, RawEntry, after
+from rlboost.shared.streams.entries import START, Entry, after
 from rlboost.shared.streams.read_size import ReadSize
 from rlboost.shared.waiting import count_timeout
 
@@ -311,12 +310,12 @@ class Manager:
         entries, reports = await self._bus.read_with_raw(self._cursors, owners, count=count, block_s=block_s)
         self._read_size.update(entries, reports)
         if not reports:
-            return _Batch(entries, _are_below(count, entries))
+            return _Batch(entries, are_below(count, entries))
         await self._bus.transact(relay(reports, owners, roles), self._leadership.fence)
         cursors = self._cursors | {entry.stream: entry.id for entry in entries}
         count_relayed = self._read_size.count
         relayed = await self._bus.read(cursors, count=count_relayed)
-        return _Batch(entries + relayed, _are_below(count, reports) and _are_below(count_relayed, relayed))
+        return _Batch(entries + relayed, are_below(count, reports) and are_below(count_relayed, relayed))
 
     def _apply(self, entries: list[Entry], now: Now) -> None:
         world = self.world
@@ -392,11 +391,6 @@ class Manager:
         oldest = compact(self.world, self._cursors[names.TOKEN_LOG])
         read = [Trim(stream, after(cursor)) for stream, cursor in self._cursors.items() if is_trimmed_when_read(stream)]
         return [Trim(names.TOKEN_LOG, oldest), *read]
-
-
-def _are_below(count: int, entries: Sequence[Entry] | Sequence[RawEntry]) -> bool:
-    """Return True if a read of at most `count` entries of each stream has read every stream to its end."""
-    return len(entries) < count or max(Counter(entry.stream for entry in entries).values()) < count
 
 
 def _now() -> Now:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
 from rlboost.shared.streams import names
-from rlboost.shared.streams.entries import Entry
+from rlboost.shared.streams.entries import Entry, RawEntry
 
 
 class Order(IntEnum):
@@ -47,3 +49,8 @@ def apply_order(entry: Entry) -> Order:
 def is_trimmed_when_read(stream: str) -> bool:
     """Return True if the manager trims the stream up to what it has read."""
     return SHARED_STREAMS.get(stream, JOB_STREAM).is_trimmed_when_read
+
+
+def are_below(count: int, entries: Sequence[Entry] | Sequence[RawEntry]) -> bool:
+    """Return True if a read of at most `count` entries of each stream has read every stream to its end."""
+    return len(entries) < count or max(Counter(entry.stream for entry in entries).values()) < count

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
-import yaml
 from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from rlboost.shared import strict_yaml
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.ids import MAX_STEPS
 from rlboost.shared.job import other_trainers
@@ -34,9 +30,7 @@ from rlboost.shared.validation import Section, describe, one_of
 Kind = Literal["rl", "sft", "eval"]
 _SECTIONS_BY_KIND = ("data", "elastic")
 """Sections whose keys depend on the kind of job."""
-_NO_MAPPING = "a job file is a mapping with the keys model, data, reward, steps, ..."
-# YAML would parse JSON's 1e-06 as text.
-_READERS: Mapping[str, Callable[[str], object]] = {".toml": tomllib.loads, ".json": json.loads}
+NO_MAPPING = "a job file is a mapping with the keys model, data, reward, steps, ..."
 
 
 class BaseJob(Section):
@@ -261,7 +255,7 @@ def parse(raw: object) -> JobSpec:
 
 def _job(raw: object, *, is_stored: bool) -> JobSpec:
     if not isinstance(raw, dict):
-        raise ConfigError(_NO_MAPPING)
+        raise ConfigError(NO_MAPPING)
     kind = raw.get("kind", "rl")
     if not isinstance(kind, str) or kind not in _KINDS:
         raise InvalidJob([f"kind: {one_of(kind, list(_KINDS))}"])
@@ -304,79 +298,6 @@ def _without_other_keys(
 def _section(kind: type[BaseJob], name: str) -> type[Section]:
     section: Any = kind.model_fields[name].annotation
     return cast("type[Section]", section)
-
-
-def load(path: str, overrides: list[str] | None = None) -> dict[str, Any]:
-    """Return the mapping in a YAML, TOML or JSON job file with `a.b=v` overrides applied, not validated.
-
-    Raises:
-        ConfigError: the file is missing or does not parse, or an override is not of the form `a.b=v`.
-
-    """
-    file = Path(path)
-    try:
-        text = file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"job file {path}: {error.strerror or error}: name a file that can be read") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"job file {path} is not UTF-8: {error}") from error
-    try:
-        raw = _READERS.get(file.suffix, strict_yaml.read)(text)
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"job file {path} does not parse: {error}") from error
-    if not isinstance(raw, dict):
-        raise ConfigError(f"job file {path}: {_NO_MAPPING}")
-    for override in overrides or []:
-        set_by_override(raw, override)
-    return raw
-
-
-def set_by_override(raw: dict[str, Any], override: str) -> None:
-    """Set one value of a job file, in place.
-
-    Args:
-        raw: the job file as a mapping.
-        override: `a.b=v`, where `v` is read as YAML.
-
-    Raises:
-        ConfigError: it is not of that form, or `a` is no section.
-
-    """
-    (*parents, leaf), value = read_override(override)
-    node = raw
-    for parent in parents:
-        if (child := node.get(parent)) is None:
-            child = node[parent] = {}
-        if not isinstance(child, dict):
-            raise ConfigError(f"override {override!r}: {parent} is not a section")
-        node = child
-    node[leaf] = value
-
-
-def read_override(override: str) -> tuple[list[str], object]:
-    """Return the names of an override, from the outermost section to the key, and its value.
-
-    A value that is not YAML is text, such as `*.jsonl`, unless it starts like a section or a list.
-
-    Raises:
-        ConfigError: it is not of the form `a.b=v`, or `v` is a section or list that does not parse.
-
-    """
-    key, separator, text = override.partition("=")
-    if not separator or not all(names := key.split(".")):
-        raise ConfigError(f"override {override!r} is not of the form a.b=value")
-    try:
-        return names, strict_yaml.read(text)
-    except (yaml.YAMLError, ValueError) as error:
-        if isinstance(error, strict_yaml.DuplicateKey):
-            raise ConfigError(f"override {override!r}: {error.problem}") from error
-        # A pattern may begin with a bracket and close it.
-        if text.startswith("{") or (text.startswith("[") and "]" not in text):
-            why = error.problem if isinstance(error, yaml.MarkedYAMLError) else error
-            raise ConfigError(
-                f"override {override!r} does not parse: {why}: close every bracket, and quote the whole override"
-            ) from error
-        return names, text
 
 
 def to_json(spec: JobSpec) -> str:

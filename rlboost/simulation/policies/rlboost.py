@@ -18,7 +18,7 @@ from rlboost.services.rollout_manager.domain.scheduling.length_estimates import 
 from rlboost.services.rollout_manager.domain.scheduling.queue import SampleQueue, SampleQueues
 from rlboost.services.rollout_manager.domain.scheduling.requirements import requirement_of
 from rlboost.services.rollout_manager.domain.token_log.sample import Sample
-from rlboost.services.rollout_manager.domain.workers.fleet import Worker
+from rlboost.services.rollout_manager.domain.workers.worker import Worker
 from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.shared.job.spec import parse
 from rlboost.shared.messages import (

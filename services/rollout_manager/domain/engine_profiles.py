@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from statistics import median_low
 
-from rlboost.services.rollout_manager.domain.workers.fleet import Worker
 from rlboost.services.rollout_manager.domain.workers.throughput_model import Profile
+from rlboost.services.rollout_manager.domain.workers.worker import Worker
 from rlboost.services.rollout_manager.domain.world import World
 from rlboost.shared.messages import EngineProfile
 

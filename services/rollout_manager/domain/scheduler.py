@@ -15,8 +15,8 @@ from rlboost.services.rollout_manager.domain.scheduling.poison import worker_for
 from rlboost.services.rollout_manager.domain.scheduling.rebalance import RunningSample, WorkerLoad, select_migrations
 from rlboost.services.rollout_manager.domain.scheduling.requirements import Requirement
 from rlboost.services.rollout_manager.domain.token_log.sample import Sample
-from rlboost.services.rollout_manager.domain.workers.fleet import Worker
 from rlboost.services.rollout_manager.domain.workers.kv_usage import tokens_of
+from rlboost.services.rollout_manager.domain.workers.worker import Worker
 from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.shared.ids import is_served
 from rlboost.shared.messages import Assign, Assignment, Placed, Release

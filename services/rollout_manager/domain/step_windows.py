@@ -9,7 +9,7 @@ from rlboost.services.rollout_manager.domain.jobs.progress import JobProgress
 from rlboost.services.rollout_manager.domain.jobs.record import Job
 from rlboost.services.rollout_manager.domain.seeding.tuner import Meter, WindowSource
 from rlboost.services.rollout_manager.domain.seeding.window import StepSnapshot, Window
-from rlboost.services.rollout_manager.domain.workers.fleet import Worker
+from rlboost.services.rollout_manager.domain.workers.worker import Worker
 from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.shared.messages import SeedingEnded, SeedingReopened, StepReport
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from rlboost.services.rollout_manager.domain.effects import ForgetWorker
-from rlboost.services.rollout_manager.domain.workers.fleet import Worker
+from rlboost.services.rollout_manager.domain.workers.worker import Worker
 from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.shared.messages.protocol import PROTOCOL
 

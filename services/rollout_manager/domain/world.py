@@ -20,7 +20,8 @@ from rlboost.services.rollout_manager.domain.scheduling.queue import SampleQueue
 from rlboost.services.rollout_manager.domain.scheduling.requirements import InFlight, requirement_of
 from rlboost.services.rollout_manager.domain.token_log.ledger import FrameOutcome, Ledger
 from rlboost.services.rollout_manager.domain.token_log.sample import Sample
-from rlboost.services.rollout_manager.domain.workers.fleet import Fleet, Worker
+from rlboost.services.rollout_manager.domain.workers.fleet import Fleet
+from rlboost.services.rollout_manager.domain.workers.worker import Worker
 from rlboost.shared.messages import Drain, Event, GroupRequested, Revoke
 from rlboost.shared.messages.command_digest import command_digest
 from rlboost.shared.wire.columns import U32, U64, pack

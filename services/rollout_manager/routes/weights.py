@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from rlboost.services.rollout_manager.adapters.weight_store import list_models
-from rlboost.services.rollout_manager.domain.workers.fleet import Worker
+from rlboost.services.rollout_manager.domain.workers.worker import Worker
 from rlboost.shared.streams.bus import Bus
 from rlboost.shared.weights.peers.directory import list_peers
 

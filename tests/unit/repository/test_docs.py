@@ -23,6 +23,7 @@ from rlboost.services.rollout_manager.domain.jobs.record import Job
 from rlboost.services.rollout_manager.settings import Settings as ManagerSettings
 from rlboost.shared import messages
 from rlboost.shared.job import spec as job_spec
+from rlboost.shared.job.file import load
 from rlboost.shared.job.other_trainers import NAMES
 from rlboost.shared.streams import names
 from rlboost.shared.streams.fakes import MemoryBus
@@ -242,7 +243,7 @@ def test_example_job_files_are_valid() -> None:
     files = sorted((ROOT / "examples").glob("*/*.yaml"))
     assert files
     for file in files:
-        job_spec.parse(job_spec.load(str(file)))
+        job_spec.parse(load(str(file)))
 
 
 def test_shown_reward_functions_score_each_completion() -> None:

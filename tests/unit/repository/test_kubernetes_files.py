@@ -84,8 +84,12 @@ def test_manifest_is_valid_and_has_no_unknown_field(file: Path) -> None:
 
 
 def test_pages_name_the_version_that_manifests_are_checked_for() -> None:
-    for page in ("kubernetes", "multi-node"):
-        assert f"schema of Kubernetes {VERSION}" in " ".join((ROOT / f"docs/{page}.md").read_text().split())
+    for page, text in (
+        ("kubernetes", f"schema of Kubernetes {VERSION}"),
+        ("support", f"valid against the schema of {VERSION}"),
+        ("notes/test-coverage", f"valid against the schema of {VERSION}"),
+    ):
+        assert text in " ".join((ROOT / f"docs/{page}.md").read_text().split())
 
 
 @pytest.mark.parametrize("name", SERVICES)

@@ -20,7 +20,7 @@ from rlboost.services.rollout_manager.domain.allocation.autoscale import (
 )
 from rlboost.services.rollout_manager.domain.jobs.record import Job
 from rlboost.services.rollout_manager.domain.seeding.tuner import WindowTuner
-from rlboost.services.rollout_manager.domain.workers.fleet import Worker
+from rlboost.services.rollout_manager.domain.workers.worker import Worker
 from rlboost.services.rollout_manager.domain.world import World
 from tests.support.builders import job_spec, worker_joined
 

@@ -9,7 +9,8 @@ import pytest
 from rlboost.services.rollout_manager.domain.scheduling.candidates import CandidatePools
 from rlboost.services.rollout_manager.domain.scheduling.requirements import Requirement
 from rlboost.services.rollout_manager.domain.token_log.sample import Sample
-from rlboost.services.rollout_manager.domain.workers.fleet import Fleet, Worker
+from rlboost.services.rollout_manager.domain.workers.fleet import Fleet
+from rlboost.services.rollout_manager.domain.workers.worker import Worker
 from rlboost.shared.messages import WorkerHeartbeat
 from tests.support.builders import group_id, group_requested, heartbeat, worker_joined
 
@@ -28,7 +29,7 @@ def beat(**fields: object) -> WorkerHeartbeat:
 @pytest.fixture
 def fleet() -> Fleet:
     """One worker that is ready, and has one sample."""
-    fleet = Fleet(lease_s=1e9)
+    fleet = Fleet(1e9, {})
     fleet.join(worker_joined("w", slots=SLOTS), 0.0)
     worker = fleet.workers["w"]
     fleet.on_heartbeat(worker, beat(), 0.0)

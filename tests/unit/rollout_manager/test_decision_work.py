@@ -24,8 +24,8 @@ from rlboost.services.rollout_manager.domain.scheduling.rebalance import (
     is_balanced,
     select_migrations,
 )
-from rlboost.services.rollout_manager.domain.workers.fleet import Worker
 from rlboost.services.rollout_manager.domain.workers.throughput_model import MIN_OBSERVATIONS, Profile
+from rlboost.services.rollout_manager.domain.workers.worker import Worker
 from rlboost.services.rollout_manager.domain.world import Now
 from tests.support.builders import worker_joined
 

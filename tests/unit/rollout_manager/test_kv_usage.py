@@ -8,7 +8,7 @@ import pytest
 
 from rlboost.services.rollout_manager.domain.apply_messages import apply_message
 from rlboost.services.rollout_manager.domain.decide import decide
-from rlboost.services.rollout_manager.domain.workers.fleet import Worker
+from rlboost.services.rollout_manager.domain.workers.worker import Worker
 from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.shared.messages import (
     GroupRequested,

@@ -27,8 +27,8 @@ from rlboost.services.rollout_manager.domain.scheduling.length_estimates import 
 from rlboost.services.rollout_manager.domain.scheduling.queue import OLDEST_GROUP_EVERY, SampleQueue
 from rlboost.services.rollout_manager.domain.scheduling.rebalance import RunningSample, WorkerLoad, select_migrations
 from rlboost.services.rollout_manager.domain.token_log.sample import Sample
-from rlboost.services.rollout_manager.domain.workers.fleet import Worker
 from rlboost.services.rollout_manager.domain.workers.throughput_model import MIN_OBSERVATIONS, Profile
+from rlboost.services.rollout_manager.domain.workers.worker import Worker
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import Sampling
 from rlboost.shared.wire.columns import I32, pack

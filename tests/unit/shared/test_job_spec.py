@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.job.spec import InvalidJob, load, parse, set_by_override, to_json
+from rlboost.shared.job.file import load, set_by_override
+from rlboost.shared.job.spec import InvalidJob, parse, to_json
 from rlboost.shared.job.training import LoraSpec
 
 

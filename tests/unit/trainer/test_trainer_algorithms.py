@@ -24,7 +24,8 @@ from rlboost.services.trainer.domain.loss.sums import add
 from rlboost.services.trainer.domain.rewards.shaping import overlong_penalty
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import GROUPLESS, PRESETS, AlgorithmSpec, CriticSpec
-from rlboost.shared.job.spec import load, parse, to_json
+from rlboost.shared.job.file import load
+from rlboost.shared.job.spec import parse, to_json
 from tests.support.jobs import parse_rl
 
 Groups = list[list[float]]

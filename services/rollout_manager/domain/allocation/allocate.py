@@ -5,8 +5,8 @@ from __future__ import annotations
 from rlboost.services.rollout_manager.domain.allocation.charging import charge_startup, has_budget
 from rlboost.services.rollout_manager.domain.jobs.record import Job
 from rlboost.services.rollout_manager.domain.scheduling.fair_share import Demand, Member, reallocate, shares_of
-from rlboost.services.rollout_manager.domain.workers.fleet import Worker
 from rlboost.services.rollout_manager.domain.workers.fleet_counts import FleetCounts
+from rlboost.services.rollout_manager.domain.workers.worker import Worker
 from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.shared.messages import Resume, Suspend, UseVersion
 

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from rlboost.services.rollout_manager.domain.allocation.worth import Offer, paying_workers
 from rlboost.services.rollout_manager.domain.jobs.record import Job
 from rlboost.services.rollout_manager.domain.seeding.tuner import target_workers
-from rlboost.services.rollout_manager.domain.workers.fleet import Worker
+from rlboost.services.rollout_manager.domain.workers.worker import Worker
 from rlboost.services.rollout_manager.domain.world import Now, World
 
 COOL_DOWN_S = 30.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlboost.services.rollout_manager.domain.allocation.worth import step_without_spot
 from rlboost.services.rollout_manager.domain.jobs.record import Job
-from rlboost.services.rollout_manager.domain.workers.fleet import Worker
+from rlboost.services.rollout_manager.domain.workers.worker import Worker
 from rlboost.services.rollout_manager.domain.world import Now, World
 
 CHARGE_EVERY_S = 1.0

@@ -7,7 +7,8 @@ from typing import Any
 
 from rlboost.services.rollout_manager.domain.jobs.progress import JobProgress
 from rlboost.services.rollout_manager.domain.jobs.record import Job
-from rlboost.services.rollout_manager.domain.workers.fleet import Fleet, Worker
+from rlboost.services.rollout_manager.domain.workers.fleet import Fleet
+from rlboost.services.rollout_manager.domain.workers.worker import Worker
 from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.shared.messages import public_wait
 

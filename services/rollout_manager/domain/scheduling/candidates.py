@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from rlboost.services.rollout_manager.domain.scheduling.rebalance import is_balanced
 from rlboost.services.rollout_manager.domain.scheduling.requirements import Requirement, max_tokens_of
 from rlboost.services.rollout_manager.domain.token_log.sample import Sample
-from rlboost.services.rollout_manager.domain.workers.fleet import Fleet, Serving, Worker
+from rlboost.services.rollout_manager.domain.workers.fleet import Fleet
 from rlboost.services.rollout_manager.domain.workers.throughput_model import Profile
+from rlboost.services.rollout_manager.domain.workers.worker import Serving, Worker
 
 PLATEAU = 0.9
 """A batch is on the plateau when it reaches this share of the throughput of all slots."""

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from rlboost.services.rollout_manager.domain.scheduling.candidates import has_capacity, least_loaded
 from rlboost.services.rollout_manager.domain.token_log.sample import Sample
-from rlboost.services.rollout_manager.domain.workers.fleet import Worker
+from rlboost.services.rollout_manager.domain.workers.worker import Worker
 from rlboost.shared.ids import worker_name
 
 

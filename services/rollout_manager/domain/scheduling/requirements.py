@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from rlboost.services.rollout_manager.domain.token_log.sample import Sample
-from rlboost.services.rollout_manager.domain.workers.fleet import Worker
+from rlboost.services.rollout_manager.domain.workers.worker import Worker
 from rlboost.shared.ids import is_served
 from rlboost.shared.wire.columns import length
 
