@@ -51,14 +51,14 @@ def evaluate(
     from rlboost.job_lines import end_line  # noqa: PLC0415 - keeps --help quick
     from rlboost.jobs import file as jobfile  # noqa: PLC0415 - only this command needs it
     from rlboost.jobs.evaluation import require_read  # noqa: PLC0415 - likewise
-    from rlboost.shared.job import file as job_file  # noqa: PLC0415 - only this command needs it
+    from rlboost.shared.job.file import load  # noqa: PLC0415 - only this command needs it
 
     overrides = overrides or []
     for override in overrides:
         require_read(override)
     asked = None
     if Path(target).suffix in _FILES:
-        asked = _evaluation_of(target, job_file.load(target, overrides), model, samples)
+        asked = _evaluation_of(target, load(target, overrides), model, samples)
         if not no_check:
             require_sound(target, asked, state)
     with connect(state) as client:

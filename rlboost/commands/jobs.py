@@ -45,9 +45,9 @@ def run(
     A file or module missing here is only a warning if the system runs on another machine or in another folder.
     """
     from rlboost.jobs import file as jobfile  # noqa: PLC0415 - only this command needs it
-    from rlboost.shared.job import file as job_file  # noqa: PLC0415 - only this command needs it
+    from rlboost.shared.job.file import load  # noqa: PLC0415 - only this command needs it
 
-    raw = job_file.load(str(job_file), overrides)
+    raw = load(str(job_file), overrides)
     if not (dry_run or no_check):
         require_sound(str(job_file), raw, state)
     job = jobfile.resolved(str(job_file), raw)

@@ -44,12 +44,12 @@ def plan(  # noqa: PLR0913, PLR0917 - the options of a command
     """
     from rlboost.planning.fleets import best, plans  # noqa: PLC0415 - keeps --help quick
     from rlboost.planning.simulated_run import read_profile  # noqa: PLC0415 - likewise
-    from rlboost.shared.job import file as job_file  # noqa: PLC0415 - likewise
     from rlboost.shared.job import spec as job_spec  # noqa: PLC0415 - likewise
+    from rlboost.shared.job.file import load  # noqa: PLC0415 - likewise
     from rlboost.shared.prices import Prices, read_prices  # noqa: PLC0415 - likewise
     from rlboost.simulation.traces import G4DN, generate_trace, read_trace  # noqa: PLC0415 - likewise
 
-    spec = job_spec.parse(job_file.load(str(job_file), overrides))
+    spec = job_spec.parse(load(str(job_file), overrides))
     if not isinstance(spec, job_spec.RlJob):
         raise ConfigError(f"{job_file}: a job of kind {spec.kind} uses no spot fleet for long: plan jobs of kind rl")
     run = read_profile(profile)

@@ -8,8 +8,8 @@ from typing import Any
 
 from rlboost.examples import countdown as countdown_example
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.job import file as job_file
 from rlboost.shared.job import spec as job_spec
+from rlboost.shared.job.file import load
 
 GOAL = 0.70
 """Held-out accuracy that the full job reaches; runs ended at 0.75 to 0.88."""
@@ -33,7 +33,7 @@ def countdown(steps: int | None, seed: int) -> tuple[dict[str, Any], float | Non
     file = folder / "job.yaml"
     if not file.exists():
         raise ConfigError(f"{file} is missing: install rlboost again")
-    raw = job_file.load(str(file))
+    raw = load(str(file))
     full: int = raw["steps"]
     # The job file names paths in a checkout; installed, the example is elsewhere.
     raw["model"] = str(folder / Path(raw["model"]).name)

@@ -28,8 +28,8 @@ from rlboost.examples.countdown.task import (
     parse_attempt,
     training_problems,
 )
-from rlboost.shared.job import file as job_file
 from rlboost.shared.job import spec as job_spec
+from rlboost.shared.job.file import load
 from rlboost.shared.job.spec import RlJob
 
 COUNTDOWN = Path(make_data.__file__).parent
@@ -217,7 +217,7 @@ def test_columns_of_a_row_match_its_prompt() -> None:
 
 
 def test_the_shipped_job_file_is_valid_and_its_prompts_last_for_one_epoch() -> None:
-    spec = job_spec.parse(job_file.load(str(COUNTDOWN / "job.yaml")))
+    spec = job_spec.parse(load(str(COUNTDOWN / "job.yaml")))
     assert spec.steps * spec.data.prompts_per_step <= len(rows_of("train.jsonl"))
     assert isinstance(spec, RlJob)
     assert spec.eval is not None
@@ -290,7 +290,7 @@ def test_traces_exclude_held_out_problems_and_end_with_an_answer() -> None:
 
 
 def test_the_warm_up_is_a_job_that_imitates_each_trace_once() -> None:
-    spec = job_spec.parse(job_file.load(str(COUNTDOWN / "warmup.yaml")))
+    spec = job_spec.parse(load(str(COUNTDOWN / "warmup.yaml")))
     assert (spec.kind, spec.optimizer.name) == ("sft", "muon")
     assert spec.steps * spec.data.prompts_per_step == N_ROWS
 

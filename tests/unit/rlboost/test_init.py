@@ -16,8 +16,8 @@ from rlboost.cli import app
 from rlboost.jobs import check as jobcheck
 from rlboost.jobs import new_folder
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.job import file as job_file
 from rlboost.shared.job import spec as job_spec
+from rlboost.shared.job.file import load
 
 ROOT = Path(__file__).parents[3]
 SUMS = ROOT / "examples/sums"
@@ -84,7 +84,7 @@ def test_init_hub_id_fills_job_files_with_rates_for_it(here: Path) -> None:
     rlboost("init", "sums", "--model", "Qwen/Qwen3-0.6B")
     assert not (here / "sums/model").exists()
     for name in new_folder.JOB_FILES:
-        spec = job_spec.parse(job_file.load(f"sums/{name}"))
+        spec = job_spec.parse(load(f"sums/{name}"))
         assert spec.model == "Qwen/Qwen3-0.6B"
         assert spec.optimizer.name == "adamw"
         assert spec.optimizer.lr <= 1e-5
@@ -94,7 +94,7 @@ def test_init_hub_id_fills_job_files_with_rates_for_it(here: Path) -> None:
 def test_init_model_folder_is_absolute_in_job_files(here: Path) -> None:
     (here / "my: base #1").mkdir()
     new_folder.make(Path("sums"), "my: base #1")
-    assert job_file.load("sums/job.yaml")["model"] == str(here / "my: base #1")
+    assert load("sums/job.yaml")["model"] == str(here / "my: base #1")
 
 
 def test_init_unknown_model_creates_nothing(here: Path) -> None:
