@@ -117,8 +117,8 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order files so that all processors are busy until the end, and give tests of real processes time.
 
-    With several test processes (`make test`) each takes the next file when it is done with one. Files of e2e, which
-    compute, alternate with those of integration and contract, which mostly wait; short ones come last.
+    With several test processes (`make test`) each takes the next file when it is done with one. Files of e2e and
+    adapters, which compute, alternate with those of integration and contract, which mostly wait; short ones come last.
     """
     files: dict[str, list[str]] = {}
     for item in items:
@@ -150,7 +150,9 @@ _LONG_FILES = (
 
 
 def _tier(item: pytest.Item) -> str:
-    return next((tier for tier in ("e2e", "integration", "contract", "unit") if tier in item.path.parts), "")
+    return next(
+        (tier for tier in ("e2e", "integration", "contract", "adapters", "unit") if tier in item.path.parts), ""
+    )
 
 
 def _length_rank(name: str) -> int:

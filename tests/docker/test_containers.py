@@ -18,8 +18,8 @@ import httpx
 import pytest
 
 from tests.support.compose_project import JOB_LIMIT_S, Compose, System, docker
+from tests.support.grafana_files import ALERTS, BOARD
 from tests.support.small_job import small_job
-from tests.unit.repository.test_monitoring import ALERTS, BOARD
 
 BUILD_LIMIT_S, UP_LIMIT_S = 1800, 300
 

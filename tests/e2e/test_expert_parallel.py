@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.e2e.test_router_replay import mixture
 from tests.support.black_box import black_box
 from tests.support.killed_rank import events_with_a_killed_rank
 from tests.support.megatron_cpu import python_path
+from tests.support.mixture_folder import mixture
 from tests.support.small_job import small_job
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]

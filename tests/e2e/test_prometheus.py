@@ -15,10 +15,10 @@ import yaml
 from rlboost.local.state import StateDir
 from tests.support.black_box import BlackBox
 from tests.support.eventually import eventually
+from tests.support.grafana_files import ALERTS, BOARD, GRAFANA
 from tests.support.ports import reserved_port
 from tests.support.programs import require_program
 from tests.support.small_job import small_job
-from tests.unit.repository.test_monitoring import ALERTS, BOARD, GRAFANA
 
 WITHOUT_DATA_HERE = {"Device memory of workers"}
 """Panels that need a GPU."""

@@ -12,9 +12,9 @@ torch = pytest.importorskip("torch")
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy  # noqa: E402 - only where torch is
 from rlboost.services.trainer.ports.policy_settings import PolicySettings  # noqa: E402 - only where torch is
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec  # noqa: E402 - its like
-from tests.contract.trainer.test_packing import check_packed_attention  # noqa: E402 - its like
 from tests.support import large_model  # noqa: E402 - its like
 from tests.support.losses import clipped_loss  # noqa: E402 - its like
+from tests.support.packed_models import check_packed_attention  # noqa: E402 - its like
 from tests.support.policy_comparison import bits  # noqa: E402 - its like
 from tests.support.training_rows import rows, training_row  # noqa: E402 - its like
 

@@ -22,13 +22,11 @@ from rlboost.shared.job.training import LoraSpec, Offload, OptimizerSpec
 from rlboost.shared.weights.shards import Shard
 from rlboost.shared.wire.columns import F32, U8, unpack
 from tests.support import rank_policies
-from tests.support.losses import clipped_loss
+from tests.support.engine_steps import LOSS, RATE, train
 from tests.support.model_folder import write_model
 from tests.support.policy_comparison import bits
 from tests.support.training_rows import rows, with_loss_mask
 
-LOSS = clipped_loss(0.2, 0.28)
-RATE = 1e-2
 New = Callable[[], PolicyEngine]
 Kept = Callable[[str, int], PolicyEngine]
 RANKS: dict[str, dict[str, Any]] = {
@@ -98,11 +96,6 @@ def new(request: pytest.FixtureRequest, tmp_path: Path, kept: Kept) -> Iterator[
 def trained(engine: PolicyEngine) -> Loaded:
     """Return what the engine trains."""
     return "adapter" if engine.adapter_json else "base"
-
-
-def train(engine: PolicyEngine, seed: int) -> float:
-    engine.accumulate([rows(seed=seed)], LOSS)
-    return engine.step(RATE)
 
 
 def test_step_changes_the_weights(new: New) -> None:

@@ -3,7 +3,7 @@
 megatron-core names the device in its sources (`device="cuda"`, `torch.cuda.current_device()`) and has no switch for it.
 This module, which Python imports at startup, rewrites those expressions while `megatron.core` is compiled. No file is
 changed, no bytecode is written, line numbers stay, and nothing is rewritten where CUDA is available. The expressions
-depend on the release, so it is pinned, and `tests/contract/trainer/test_megatron_policy.py` names the modules that
+depend on the release, so it is pinned, and `tests/adapters/trainer/test_megatron_policy.py` names the modules that
 must change.
 """
 

@@ -195,3 +195,10 @@ def test_nothing_is_pickled() -> None:
     for path in SOURCES:
         assert not tops(imports(path)) & {"pickle", "cloudpickle", "dill", "shelve"}, path
         assert "torch.load(" not in path.read_text(encoding="utf-8"), path
+
+
+def test_no_test_imports_another() -> None:
+    """What tests share is in tests/support. On a GPU the contract of engines is collected from its own module."""
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        found = {name for name in imports(path) if re.match(r"tests\.(?!support\b)", name)}
+        assert found <= {"tests.contract.rollout_worker"}, f"{path} imports {found}"

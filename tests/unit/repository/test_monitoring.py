@@ -8,7 +8,6 @@ import socket
 from collections.abc import Iterator
 from copy import deepcopy
 from functools import cache
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -37,13 +36,11 @@ from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.peers.directory import PeerDirectory
 from tests.support.builders import job_spec
+from tests.support.compose_file import FILE, OURS, SECRETS, settings_of
+from tests.support.grafana_files import ALERTS, BOARD, GRAFANA
 from tests.support.interface_reference import metric_families
 from tests.support.programs import output_of, require_program
-from tests.unit.repository.test_compose import FILE, OURS, SECRETS, settings_of
 
-GRAFANA = Path(__file__).parents[3] / "deploy/grafana"
-BOARD: dict[str, Any] = json.loads((GRAFANA / "board.json").read_text(encoding="utf-8"))
-ALERTS: dict[str, Any] = yaml.safe_load((GRAFANA / "alerts.yml").read_text(encoding="utf-8"))
 SCRAPES: list[dict[str, Any]] = yaml.safe_load((GRAFANA / "prometheus.yml").read_text(encoding="utf-8"))[
     "scrape_configs"
 ]

@@ -24,7 +24,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "base/config.json").write_text("{}")
     (tmp_path / "base/model.safetensors").touch()
     (tmp_path / "base/tokenizer.json").touch()
-    # It tokenizes, with a real model: tests/contract/rlboost/test_job_check_model.py.
+    # It tokenizes, with a real model: tests/adapters/rlboost/test_job_check_model.py.
     monkeypatch.setattr("rlboost.jobs.check.data_problem", lambda _: "")
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     (tmp_path / "my_reward.py").write_text(

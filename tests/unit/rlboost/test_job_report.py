@@ -15,8 +15,8 @@ from rlboost.cli import app
 from rlboost.report import answers
 from rlboost.report.answers import samples_by_step
 from tests.support.fake_rest import FakeRest, job, lines, ok, problem
+from tests.support.report_data import data_of
 from tests.support.synthetic_record import AUDIT, JOB_AT, row, sample
-from tests.unit.rlboost.test_report_page import data_of
 
 
 @pytest.fixture

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -16,14 +14,8 @@ from rlboost.report.page import render, write
 from rlboost.report.record import Record
 from rlboost.report.run_report import report_of
 from rlboost.shared.page.files import STATIC
+from tests.support.report_data import data_of
 from tests.support.synthetic_record import record, sample, unfinished
-
-DATA = re.compile(r'<script type="application/json" id="report">(.*?)</script>', re.DOTALL)
-
-
-def data_of(html: str) -> Any:
-    (text,) = DATA.findall(html)
-    return json.loads(text)
 
 
 def test_report_has_every_part_of_the_page_and_the_answers() -> None:

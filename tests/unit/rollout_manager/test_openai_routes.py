@@ -22,7 +22,7 @@ from rlboost.services.rollout_manager.ports import ModelFiles
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.shared.http.problem import Problem
 from tests.support.eventually import eventually
-from tests.unit.rollout_manager.test_serving import Rig
+from tests.support.serving_rig import Rig
 
 TOKEN = "secret"
 

@@ -13,8 +13,8 @@ from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import LONGEST_LEASE_S
 from rlboost.shared.streams.fakes import MemoryBus
 from tests.support.builders import group_id, group_requested, heartbeat, job_running, token_frame, worker_joined
+from tests.support.scheduler_turns import NOW, apply
 from tests.support.sim_worker import SimWorker
-from tests.unit.rollout_manager.test_scheduler import NOW, apply
 
 N_SAMPLES = 5
 

@@ -44,7 +44,7 @@ from rlboost.shared.streams.entries import START
 from rlboost.shared.wire.codec import encode
 from rlboost.shared.wire.columns import F32, I32, U8, U32, U64, pack
 from tests.support.builders import group_id, group_requested, job_created
-from tests.unit.rollout_manager.test_serving import Rig
+from tests.support.serving_rig import Rig
 
 SAMPLE = SampleId(1, False, 0, 1, 0).pack()
 HUGE = [-1, 0, 1, 255, 256, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1, -(2**63)]

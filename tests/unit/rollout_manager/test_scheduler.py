@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlboost.services.rollout_manager.domain.apply_messages import apply_delivered, apply_message
+from rlboost.services.rollout_manager.domain.apply_messages import apply_delivered
 from rlboost.services.rollout_manager.domain.effects import Send
 from rlboost.services.rollout_manager.domain.scheduler import (
     REBALANCE_EVERY_S,
@@ -14,8 +14,8 @@ from rlboost.services.rollout_manager.domain.scheduler import (
     reclaim,
 )
 from rlboost.services.rollout_manager.domain.workers.throughput_model import MIN_OBSERVATIONS
-from rlboost.services.rollout_manager.domain.world import Now, World
-from rlboost.shared.messages import Admitted, Message, Release, Restated, Revoke, SampleDropped
+from rlboost.services.rollout_manager.domain.world import World
+from rlboost.shared.messages import Admitted, Release, Restated, Revoke, SampleDropped
 from rlboost.shared.wire.columns import I32, U64, ints, pack
 from tests.support.builders import (
     group_id,
@@ -26,15 +26,10 @@ from tests.support.builders import (
     weights_committed,
     worker_joined,
 )
+from tests.support.scheduler_turns import NOW, apply
 
-NOW = Now(mono=100.0, wall=1000.0)
 STEP = 3
 SAMPLE = group_id(step=STEP)
-
-
-def apply(world: World, *messages: Message) -> None:
-    for number, message in enumerate(messages, 1):
-        apply_message(world, message, f"{number}-0", NOW)
 
 
 def world_with(**versions: int) -> World:

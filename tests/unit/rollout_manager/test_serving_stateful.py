@@ -19,7 +19,7 @@ from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Append
 from rlboost.shared.wire.columns import I32, pack
 from tests.support.sim_worker import check_completion
-from tests.unit.rollout_manager.test_manager_stateful import JOBS, Spot
+from tests.support.stateful_manager import JOBS, Spot
 
 
 @dataclass

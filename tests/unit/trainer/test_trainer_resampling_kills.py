@@ -22,6 +22,7 @@ from rlboost.shared.streams.bus import Fence, HashSet, Op
 from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.waiting import Waits
 from rlboost.shared.wire.columns import I32, unpack
+from tests.support.conversation_rig import ConversationRig, done
 from tests.support.eventually import eventually
 from tests.support.resampled_job import (
     EQUAL,
@@ -38,7 +39,6 @@ from tests.support.resampled_job import (
 )
 from tests.support.scripted_manager import scripted
 from tests.support.trainer_rig import JOB, Rig, succession
-from tests.unit.trainer.test_trainer_conversations import ConversationRig, done
 
 
 class Deaf(MemoryBus):

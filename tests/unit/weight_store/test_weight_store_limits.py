@@ -14,7 +14,7 @@ from rlboost.shared.errors import Conflict, NotFound
 from rlboost.shared.streams.bus import HashSet
 from rlboost.shared.streams.names import JOBS, trainer_lease
 from rlboost.shared.weights.manifest import digest_of
-from tests.unit.weight_store.test_weight_store_app import JOB, World, commit, publish
+from tests.support.weight_store_rig import JOB, World, commit, publish
 
 
 @pytest.fixture

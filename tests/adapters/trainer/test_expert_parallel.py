@@ -19,9 +19,9 @@ from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
 from rlboost.shared.model.experts import split_experts
 from rlboost.shared.wire.columns import F32, unpack
-from tests.contract.trainer.test_ranks_offload import resident
 from tests.support import rank_policies
 from tests.support.losses import clipped_loss
+from tests.support.offloaded_ranks import resident
 from tests.support.policy_comparison import assert_close, assert_trained_equally, bits, gradient_of, moment, values
 from tests.support.training_rows import rows, with_loss_mask
 

@@ -9,8 +9,8 @@ import pytest
 
 from rlboost.shared.errors import DiskFull
 from rlboost.shared.job.training import OptimizerSpec
-from tests.contract.trainer.test_trainer_engine_contract import LOSS, RATE
 from tests.support import rank_policies
+from tests.support.engine_steps import LOSS, RATE
 from tests.support.policy_comparison import bits
 from tests.support.small_disk import small_disk
 from tests.support.training_rows import rows

@@ -89,7 +89,7 @@ SAVER = """
 import asyncio, os, sys, pathlib
 from rlboost.services.trainer.adapters.checkpoints import bucket as checkpoint_bucket
 from rlboost.shared.bucket import Bucket
-from tests.contract.trainer.test_checkpoint_bucket import PART, state, writing
+from tests.adapters.trainer.test_checkpoint_bucket import PART, state, writing
 url, scratch = sys.argv[1], pathlib.Path(sys.argv[2])
 checkpoint_bucket.PART_BYTES = PART
 checkpoint_bucket._EXPIRY_S = 0.0

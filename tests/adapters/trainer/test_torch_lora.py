@@ -19,7 +19,7 @@ from rlboost.shared.job.training import LoraSpec
 from rlboost.shared.weights.shards import Shard
 from rlboost.shared.weights.stored import AdaptedVersion
 from rlboost.shared.wire.columns import floats, ints
-from tests.contract.trainer.test_trainer_engine_contract import train
+from tests.support.engine_steps import train
 from tests.support.losses import clipped_loss
 from tests.support.model_folder import write_model
 from tests.support.policy_comparison import bits

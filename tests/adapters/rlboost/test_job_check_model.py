@@ -21,9 +21,9 @@ from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import parse
 from rlboost.shared.job.training import LoraSpec
 from rlboost.shared.process.extras import pip_install
-from tests.contract.trainer.test_packing import CONVOLUTION, write
 from tests.support import rank_policies
 from tests.support.model_folder import write_model, write_tokenizer, write_unmarked_model
+from tests.support.packed_models import CONVOLUTION, write
 
 
 @pytest.fixture(autouse=True)

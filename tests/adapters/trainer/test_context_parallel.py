@@ -16,9 +16,9 @@ from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import OptimizerSpec
 from rlboost.shared.wire.columns import F32, unpack
-from tests.contract.trainer.test_packing import CONVOLUTION, write
 from tests.support import rank_policies
 from tests.support.losses import clipped_loss
+from tests.support.packed_models import CONVOLUTION, write
 from tests.support.training_rows import rows, training_row, with_loss_mask
 
 RATE = 1e-3

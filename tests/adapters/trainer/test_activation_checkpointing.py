@@ -23,12 +23,12 @@ from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.job.spec import parse
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
-from tests.contract.trainer.test_ranks_offload import three_steps as three_steps_of_ranks
 from tests.support import rank_policies
 from tests.support.fork_server import output_of
 from tests.support.losses import clipped_loss
 from tests.support.megatron_cpu import python_path
 from tests.support.model_folder import write_model, write_unmarked_model
+from tests.support.offloaded_ranks import three_steps as three_steps_of_ranks
 from tests.support.policy_comparison import bits, gradients
 from tests.support.saved_bytes import saved_bytes
 from tests.support.saved_bytes_of_rank import N_TOKENS, ROW

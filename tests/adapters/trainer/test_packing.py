@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from structlog.testing import capture_logs
@@ -16,7 +15,6 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GraniteSWAConfig,
-    Lfm2Config,
     LlamaConfig,
     NemotronConfig,
     Qwen2MoeConfig,
@@ -25,30 +23,19 @@ from transformers import (
 
 from rlboost.services.trainer.adapters.torch import attention_choice
 from rlboost.services.trainer.adapters.torch.attention_choice import attention_of
-from rlboost.services.trainer.adapters.torch.packing import PACKED, RowLengths, attention
+from rlboost.services.trainer.adapters.torch.packing import PACKED, RowLengths
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
 from rlboost.shared.wire.columns import floats, ints
 from tests.support.losses import clipped_loss
+from tests.support.packed_models import _SIZES, CONVOLUTION, check_packed_attention, write
 from tests.support.policy_comparison import gradients
 from tests.support.tiny_models import CONFIGS, MIXTURES, VOCABULARY, logprobs
 from tests.support.training_rows import rows
 
 LOSS = clipped_loss(0.2, 0.28)
-_SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 160,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
 WINDOWED: dict[str, Any] = {
     "qwen3": Qwen3Config(**_SIZES, use_sliding_window=True, sliding_window=5, max_window_layers=1, head_dim=16),
     "gemma3": Gemma3TextConfig(
@@ -56,7 +43,6 @@ WINDOWED: dict[str, Any] = {
     ),
 }
 SCALED = Gemma3TextConfig(**_SIZES, head_dim=16, final_logit_softcapping=3.0, layer_types=["full_attention"] * 2)
-CONVOLUTION = Lfm2Config(**_SIZES, layer_types=["conv", "full_attention"])
 
 _MIXTURE: dict[str, Any] = {**_SIZES, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 OTHERS: dict[str, Any] = {
@@ -75,49 +61,10 @@ OTHERS: dict[str, Any] = {
 }
 
 
-def write(config: Any, folder: Path) -> Path:
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
-
-
 def policy(model: Path, **settings: Any) -> TorchPolicy:
     made = TorchPolicy(PolicySettings(optimizer=OptimizerSpec(lr=1e-3), **settings), device="cpu")
     made.load_hf(model)
     return made
-
-
-def check_packed_attention(window: int, device: str, dtype: torch.dtype, head: int, tolerance: float | None) -> None:
-    """Compare `attention` and its gradients with attention in float32 under a mask.
-
-    Args:
-        window: tokens that a token attends to.
-        device: where it is computed.
-        dtype: in which it is computed.
-        head: the head size.
-        tolerance: absolute; None for that of float32.
-
-    """
-    torch.manual_seed(0)
-    boundaries = [0, 1, 8, 14, 27]  # the second and third row are computed by one call
-    exact = [torch.randn(27, n, head).to(dtype).float().requires_grad_() for n in (4, 2, 2)]
-    at = torch.arange(27)
-    row = torch.bucketize(at, torch.tensor(boundaries[1:]), right=True)
-    mask = (row[:, None] == row) & (at[:, None] >= at) & (at[:, None] - at < (window or 27))
-    q, k, v = (part.transpose(0, 1) for part in exact)
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-    expected = expected.transpose(0, 1)
-    ours = [part.detach().to(device, dtype).requires_grad_() for part in exact]
-    ends = torch.tensor(boundaries, dtype=torch.int32, device=device)
-    packed = attention(ours[0], ours[1], ours[2], ends, np.diff(boundaries).tolist(), None, window)
-    upstream = torch.randn_like(expected).to(dtype)
-    pairs = zip(
-        (packed, *torch.autograd.grad(packed, ours, upstream.to(device))),
-        (expected, *torch.autograd.grad(expected, exact, upstream.float())),
-        strict=True,
-    )
-    for found, wanted in pairs:
-        torch.testing.assert_close(found.float().cpu(), wanted, atol=tolerance, rtol=tolerance and 0)
 
 
 @pytest.mark.parametrize("window", [0, 1, 4, 100])
