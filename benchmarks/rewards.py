@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from rlboost.services.trainer.adapters.reward_pool import RewardPool
 from rlboost.services.trainer.ports.rewards import RewardBatch
 from rlboost.shared.job.reward import RewardSpec
-from rlboost.shared.waiting import Waits
+from rlboost.shared.process.waiting import Waits
 
 FUNCTION = "rlboost.rewards.math:score"
 REASONING = (

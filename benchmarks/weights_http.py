@@ -32,7 +32,7 @@ import numpy.typing as npt
 
 from benchmarks.support.weight_store import running_store
 from rlboost.shared.process.lifecycle import loop_factory
-from rlboost.shared.waiting import Waits
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.publisher import Publisher

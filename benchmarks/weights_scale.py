@@ -44,7 +44,7 @@ from benchmarks.support.weight_store import running_store
 from benchmarks.weights_http import JOB, cpu_s_of, shards_of
 from rlboost.shared.http.server import bind
 from rlboost.shared.process.lifecycle import loop_factory
-from rlboost.shared.waiting import Waits
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.directory_source import DirectorySource

@@ -28,7 +28,7 @@ from rlboost.services.rollout_worker.domain.requests import Request
 from rlboost.services.rollout_worker.ports import Engine
 from rlboost.shared.messages import Sampling
 from rlboost.shared.process.lifecycle import loop_factory
-from rlboost.shared.waiting import Waits
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.directory_source import DirectorySource

@@ -31,7 +31,7 @@ import numpy as np
 
 from benchmarks.support.shaped_link import ShapedLink
 from benchmarks.support.weight_store import running_store
-from rlboost.shared.waiting import Waits
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.manifest import digest_of
 from rlboost.shared.weights.publisher import Publisher

@@ -18,7 +18,7 @@ from rlboost.shared.errors import ConfigError, NotFound
 from rlboost.shared.process.extras import pip_install
 
 if TYPE_CHECKING:
-    from rlboost.shared.waiting import Waits
+    from rlboost.shared.process.waiting import Waits
 
 _PULL_LIMIT_S = 3600.0
 _SHOW_EVERY_S = 2.0
@@ -134,7 +134,7 @@ def _naming_hint(model: str) -> str:
 
 async def _pulled(url: str, token: str, request: ExportRequest, base: Path | None, to: NewFolder) -> int:
     try:
-        from rlboost.shared.waiting import Waits  # noqa: PLC0415 - torch takes seconds
+        from rlboost.shared.process.waiting import Waits  # noqa: PLC0415 - torch takes seconds
         from rlboost.shared.weights import torch_tensors  # noqa: PLC0415
         from rlboost.shared.weights.cache import Cache  # noqa: PLC0415
         from rlboost.shared.weights.client import StoreClient  # noqa: PLC0415

@@ -23,8 +23,8 @@ from rlboost.shared.messages import (
     StepReport,
     WeightsCommitted,
 )
+from rlboost.shared.messages.codec import encode
 from rlboost.shared.streams import names
-from rlboost.shared.wire.codec import encode
 from rlboost.shared.wire.columns import I32, pack
 
 GROUP_SIZE = 8

@@ -29,7 +29,7 @@ from rlboost.local.state import ProcessRecord, StateDir
 from rlboost.shared.disk_space import is_full
 from rlboost.shared.errors import Conflict, Fatal, WaitTimedOut
 from rlboost.shared.process.lifecycle import EXIT_CONFIG, EXIT_OK, until_stop
-from rlboost.shared.waiting import Waits
+from rlboost.shared.process.waiting import Waits
 
 NOTICE_LEAD_S = 30.0
 """From a preemption notice until SIGKILL, as clouds give."""

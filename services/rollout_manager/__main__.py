@@ -10,7 +10,6 @@ from functools import partial
 import structlog
 
 from rlboost.services.rollout_manager.access.identities import WorkerIdentities
-from rlboost.services.rollout_manager.access.store_credentials import StoreCredentials
 from rlboost.services.rollout_manager.adapters.kubernetes import Kubernetes
 from rlboost.services.rollout_manager.adapters.leader_connection import LeaderConnection
 from rlboost.services.rollout_manager.adapters.model_files import load_model_files
@@ -26,6 +25,7 @@ from rlboost.services.rollout_manager.openai.routes import add_openai_routes
 from rlboost.services.rollout_manager.page.routes import add_page
 from rlboost.services.rollout_manager.ports import FleetProvider
 from rlboost.services.rollout_manager.settings import Settings
+from rlboost.services.rollout_manager.store_credentials import StoreCredentials
 from rlboost.shared.http import server
 from rlboost.shared.process.garbage_collection import collect_garbage_rarely
 from rlboost.shared.process.lifecycle import run_service, supervise

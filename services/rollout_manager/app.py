@@ -42,12 +42,12 @@ from rlboost.services.rollout_manager.recovery import dead_letter, recover
 from rlboost.services.rollout_manager.relay import relay
 from rlboost.shared.errors import BusUnavailable, Fatal, Fenced
 from rlboost.shared.process.lifecycle import until_stop
+from rlboost.shared.process.waiting import count_timeout
 from rlboost.shared.progress import CountProgress
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Bus, Op, Trim
 from rlboost.shared.streams.entries import START, Entry, after
 from rlboost.shared.streams.read_size import ReadSize
-from rlboost.shared.waiting import count_timeout
 
 log = structlog.get_logger(__name__)
 

@@ -28,11 +28,11 @@ from rlboost.services.rollout_manager.domain.effects import (
 from rlboost.services.rollout_manager.domain.jobs.audit import Audit
 from rlboost.services.rollout_manager.domain.jobs.record import to_json
 from rlboost.shared.messages import ENDED_JOB_RETENTION_S, Dismissed
+from rlboost.shared.messages.codec import encode
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Append, Delete, Expire, HashDelete, HashSet, Op, Trim
 from rlboost.shared.streams.dead_letters import dead_letter_op
 from rlboost.shared.streams.job_logs import log_ops
-from rlboost.shared.wire.codec import encode
 
 _MAX_ENTRY_ID = f"{(1 << 64) - 1}-0"
 """The largest entry id; no stream reaches it."""

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Mapping
 from rlboost.services.rollout_manager.domain.relay_rules import Destination, destination
 from rlboost.shared.errors import Unprocessable
 from rlboost.shared.messages import Role
+from rlboost.shared.messages.codec import fields_of
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import AppendRaw, Op, Remove
 from rlboost.shared.streams.dead_letters import MAX_DEAD_LETTERS, dead_letter_op, report_dead_letter
 from rlboost.shared.streams.entries import RawEntry
-from rlboost.shared.wire.codec import fields_of
 
 _STREAMS: dict[Destination, tuple[str, int | None]] = {
     "token_log": (names.TOKEN_LOG, None),

@@ -31,7 +31,7 @@ from rlboost.shared.errors import ConfigError
 from rlboost.shared.process import cpu_affinity
 from rlboost.shared.process.lifecycle import Loop, run_service
 from rlboost.shared.process.threads import run_in_thread
-from rlboost.shared.waiting import Waits
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.access import WorkerAccess
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient

@@ -18,7 +18,7 @@ from rlboost.shared.http.documented import GUARDED
 from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.server import create_app
 from rlboost.shared.messages import WorkerState
-from rlboost.shared.waiting import Waits
+from rlboost.shared.process.waiting import Waits
 
 
 class Metrics(Collector):

@@ -28,7 +28,7 @@ from rlboost.services.rollout_worker.startup_timer import StartupTimer
 from rlboost.services.rollout_worker.weight_updates import WeightUpdates
 from rlboost.shared.errors import BusUnavailable, CredentialRejected, Fatal, leaves
 from rlboost.shared.process.lifecycle import Loop, stop_cause, supervise, until_stop
-from rlboost.shared.waiting import Waits
+from rlboost.shared.process.waiting import Waits
 
 log = structlog.get_logger(__name__)
 

@@ -37,14 +37,14 @@ from rlboost.shared.messages import (
     WorkerLog,
     WorkerState,
 )
+from rlboost.shared.messages.codec import encode
 from rlboost.shared.messages.protocol import PROTOCOL
 from rlboost.shared.process.log_buffer import BUFFER, LogBuffer
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Append, Bus, Trim
 from rlboost.shared.streams.dead_letters import report_dead_letter
 from rlboost.shared.streams.entries import START, Entry, after
-from rlboost.shared.waiting import Waits
-from rlboost.shared.wire.codec import encode
 from rlboost.shared.wire.columns import I32, U64, length, pack
 
 log = structlog.get_logger(__name__)

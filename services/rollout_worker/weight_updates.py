@@ -25,8 +25,8 @@ from rlboost.services.rollout_worker.ports import StagedWeights, WeightSource
 from rlboost.services.rollout_worker.startup_timer import StartupTimer
 from rlboost.shared.errors import BadSignature, Corrupt, NotFound, WaitTimedOut
 from rlboost.shared.ids import WeightsRef
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.progress import LastDuration
-from rlboost.shared.waiting import Waits
 
 log = structlog.get_logger(__name__)
 

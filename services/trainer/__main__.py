@@ -19,10 +19,10 @@ from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.process import cpu_affinity
 from rlboost.shared.process.garbage_collection import gc_paused
 from rlboost.shared.process.lifecycle import run_service, supervise
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.redis.bus import connect
 from rlboost.shared.streams.job_logs import log_sender
 from rlboost.shared.streams.state_protocol import check_leader, leader_check
-from rlboost.shared.waiting import Waits
 
 log = structlog.get_logger(__name__)
 

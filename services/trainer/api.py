@@ -7,7 +7,7 @@ from fastapi import FastAPI
 from rlboost.services.trainer.app import Trainer
 from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.server import create_app
-from rlboost.shared.waiting import Waits
+from rlboost.shared.process.waiting import Waits
 
 
 def create(trainer: Trainer, token: str, waits: Waits) -> FastAPI:

@@ -41,10 +41,10 @@ from rlboost.shared.ids import new_token
 from rlboost.shared.job import spec as job_spec
 from rlboost.shared.messages import JobReport
 from rlboost.shared.process.lifecycle import until_stop
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Ack, Append, Bus, HashDelete, HashSet, Op
 from rlboost.shared.streams.entries import START, Entry
-from rlboost.shared.waiting import Waits
 
 log = structlog.get_logger(__name__)
 

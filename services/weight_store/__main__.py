@@ -26,10 +26,10 @@ from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.server import bind, server_loop
 from rlboost.shared.http.store_credential import may_download, may_upload, store_authenticator
 from rlboost.shared.process.lifecycle import run_service, supervise
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.redis.bus import connect
 from rlboost.shared.streams.job_logs import log_sender
 from rlboost.shared.streams.state_protocol import check_leader, leader_check
-from rlboost.shared.waiting import Waits
 
 NAME = "weight_store"
 

@@ -10,9 +10,9 @@ from rlboost.services.weight_store.domain.versions import Version
 from rlboost.shared.errors import BusUnavailable
 from rlboost.shared.messages import WeightsCommitted
 from rlboost.shared.process.lifecycle import until_stop
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams.bus import Bus
 from rlboost.shared.streams.names import WEIGHTS_COMMITTED
-from rlboost.shared.waiting import Waits
 
 log = structlog.get_logger(__name__)
 

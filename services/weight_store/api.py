@@ -21,7 +21,7 @@ from rlboost.shared.http.documented import GUARDED, problems, success
 from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.problem import PROBLEM, Problem
 from rlboost.shared.http.server import create_app
-from rlboost.shared.waiting import Waits
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.manifest import CHUNK_BYTES, Digest, JobId
 from rlboost.shared.weights.rest_models import (
     ChunkDirectory,

@@ -25,8 +25,8 @@ from rlboost.services.weight_store.models import Models
 from rlboost.services.weight_store.parts import assemble
 from rlboost.services.weight_store.ports import ChunkLocation, Documents, StagedPart
 from rlboost.shared.errors import Conflict, NotFound, Undecodable
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams.bus import Bus
-from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.delta_graph import Edge
 from rlboost.shared.weights.manifest import ChunkRef, Manifest, Part, digest_of
 from rlboost.shared.weights.rest_models import CommitRequest

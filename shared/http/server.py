@@ -25,8 +25,8 @@ from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.problem import PROBLEM, Problem
 from rlboost.shared.http.wait_metrics import WaitMetrics
 from rlboost.shared.process.lifecycle import Loop
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.tls import ServerCertificate
-from rlboost.shared.waiting import Waits
 
 ErrorFormat = Callable[[str, str, Mapping[str, Any]], tuple[int, dict[str, Any]] | None]
 """(method, path, problem document) -> status and JSON body of the error; None to send the document."""

@@ -9,7 +9,7 @@ from prometheus_client import Metric
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from rlboost.shared.waiting import Waits
+from rlboost.shared.process.waiting import Waits
 
 
 class WaitMetrics(Collector):

@@ -1,4 +1,4 @@
-"""All messages on the wire, frozen and tagged. `shared.wire.codec` encodes them.
+"""All messages on the wire, frozen and tagged. `shared.messages.codec` encodes them.
 
 Rules, each held by `tests/unit/shared/test_messages.py` and the golden bytes in `tests/golden`:
 

@@ -154,7 +154,7 @@ def public_wait(
 
 
 class Wait(Message):
-    """What a process waits for; see `shared.waiting`."""
+    """What a process waits for; see `shared.process.waiting`."""
 
     subject: str
     because: str

@@ -29,6 +29,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from rlboost.shared.errors import BusUnavailable, ConfigError, CredentialRejected, Fatal, Undecodable
 from rlboost.shared.messages import Message
+from rlboost.shared.messages.codec import decode, encode
 from rlboost.shared.redis.fenced_connection import FencedConnection
 from rlboost.shared.redis.lease_scripts import ACQUIRE_FENCED, LIVE_LEASE_VALUES
 from rlboost.shared.redis.remedies import remedy
@@ -50,7 +51,6 @@ from rlboost.shared.streams.dead_letters import MAX_DEAD_LETTERS, dead_letter_op
 from rlboost.shared.streams.entries import START, Entry, RawEntry
 from rlboost.shared.streams.names import DEAD_LETTERS
 from rlboost.shared.tls import CA_VARIABLE
-from rlboost.shared.wire.codec import decode, encode
 
 _FIELD = b"m"
 _SOCKET_TIMEOUT_S = 5.0

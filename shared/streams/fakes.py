@@ -11,6 +11,7 @@ from itertools import islice
 
 from rlboost.shared.errors import BusUnavailable, Fenced, Undecodable
 from rlboost.shared.messages import DeadLetter, Message
+from rlboost.shared.messages.codec import decode, encode
 from rlboost.shared.streams.bus import (
     LONGEST_LEASE_S,
     Ack,
@@ -28,7 +29,6 @@ from rlboost.shared.streams.bus import (
 )
 from rlboost.shared.streams.entries import Entry, RawEntry, position
 from rlboost.shared.streams.names import DEAD_LETTERS
-from rlboost.shared.wire.codec import decode, encode
 
 
 @dataclass

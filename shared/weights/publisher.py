@@ -13,8 +13,8 @@ from contextlib import AbstractAsyncContextManager
 
 import structlog
 
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.progress import TransferProgress
-from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.client import StoreClient, retry_unavailable
 from rlboost.shared.weights.delta_graph import Edge, lists_of
 from rlboost.shared.weights.deltas import Delta, DeltaEncoder

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, field
 
 import structlog
 
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.progress import TransferProgress
-from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.assembly import Assembly, PullStats
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient, retry_unavailable

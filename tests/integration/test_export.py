@@ -22,7 +22,7 @@ from rlboost.services.trainer.adapters.weights import StorePublisher
 from rlboost.services.trainer.domain.batches.training_row import SequenceRow
 from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
-from rlboost.shared.waiting import Waits
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.wire.columns import F32, I32, pack, unpack
 from tests.support.fake_rest import FakeRest, job, ok, problem

@@ -12,7 +12,7 @@ import torch
 from rlboost.services.trainer.adapters.ranks.publisher import RanksPublisher
 from rlboost.services.trainer.ports.engine import PolicyEngine
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
-from rlboost.shared.waiting import Waits
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.manifest import digest_of

@@ -18,8 +18,8 @@ from rlboost.services.rollout_worker.manager_connection import ManagerConnection
 from rlboost.services.rollout_worker.ports import NoticeSource
 from rlboost.services.rollout_worker.preemption_watch import PreemptionWatch
 from rlboost.shared.messages import PreemptionNotice, WorkerLeft
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams.fakes import MemoryBus
-from rlboost.shared.waiting import Waits
 from tests.support.eventually import eventually
 from tests.support.fake_metadata import EVENT_ID, Cloud, FakeMetadata
 from tests.support.worker_manager import JOB, WorkerManager, assign, at_once

@@ -17,8 +17,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import GroupRequested, JobReport, StepReport
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams import names
-from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.puller import Puller

@@ -19,8 +19,8 @@ from rlboost.services.trainer.ports.engine import PolicyEngine
 from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.errors import ConfigError, Retryable
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.tls import ServerCertificate
-from rlboost.shared.waiting import Waits
 from rlboost.shared.wire.columns import F32
 from tests.support import rank_policies
 from tests.support.certificates import make_certificates

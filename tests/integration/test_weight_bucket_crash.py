@@ -12,7 +12,7 @@ from rlboost.services.weight_store.adapters.lease import Lease
 from rlboost.services.weight_store.adapters.objects import ObjectChunks, ObjectDocuments
 from rlboost.services.weight_store.app import WeightStore
 from rlboost.shared.bucket import Bucket
-from rlboost.shared.waiting import Waits
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.delta_graph import Route
 from rlboost.shared.weights.manifest import Manifest, digest_of
 from tests.support.tiny_versions import JOB, content, deltas, publish, store_on

@@ -25,10 +25,10 @@ from structlog.testing import capture_logs
 
 from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.server import bind, create_app, server_loop
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams.bus import Bus, HashSet
 from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.streams.names import WEIGHT_PEERS
-from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.manifest import digest_of

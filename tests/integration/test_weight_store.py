@@ -29,11 +29,11 @@ from rlboost.shared.errors import (
 )
 from rlboost.shared.http.store_credential import issue_store_credential
 from rlboost.shared.messages import WeightsCommitted
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.redis.bus import RedisBus
 from rlboost.shared.streams.bus import HashSet
 from rlboost.shared.streams.entries import START
 from rlboost.shared.streams.names import JOBS, WEIGHTS_COMMITTED
-from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.access import WorkerAccess
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient

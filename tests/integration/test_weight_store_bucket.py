@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pytest
 
 from rlboost.shared.errors import Retryable
-from rlboost.shared.waiting import Waits
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.client import StoreClient, retry_unavailable
 from rlboost.shared.weights.manifest import ChunkRef, digest_of
 from rlboost.shared.weights.publisher import Publisher

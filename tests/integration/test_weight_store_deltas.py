@@ -12,7 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from rlboost.shared.errors import Conflict, StoreUnavailable
-from rlboost.shared.waiting import Waits
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient, retry_unavailable
 from rlboost.shared.weights.manifest import CHUNK_BYTES, Manifest

@@ -20,10 +20,10 @@ from rlboost.services.rollout_worker.domain.requests import Request
 from rlboost.services.rollout_worker.generator import Generator
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import FINISH_STOP, GroupRequested, SampleFinished, SeedingEnded
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Append, Bus
 from rlboost.shared.streams.entries import START
-from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.access import WorkerAccess
 from rlboost.shared.weights.assembly import PullStats
 from rlboost.shared.weights.cache import Cache

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from rlboost.shared.waiting import Waits
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.publisher import Publisher
 from rlboost.shared.weights.shards import Shard

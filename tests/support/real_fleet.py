@@ -24,10 +24,10 @@ from rlboost.services.trainer.runtime.job_streams import JobStreams, RetryingBus
 from rlboost.shared.ids import SampleId
 from rlboost.shared.job.spec import parse
 from rlboost.shared.messages import Event, GroupRequested, JobReport, SampleDropped, SampleFinished, Sampling
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.redis.bus import RedisBus
 from rlboost.shared.streams import names
 from rlboost.shared.streams.entries import START
-from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.wire.columns import I32, pack
 from tests.support import published_model, tiny_models

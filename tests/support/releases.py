@@ -9,9 +9,8 @@ from typing import Any
 
 import msgpack
 
-from rlboost.shared.messages import Message
+from rlboost.shared.messages import Message, codec
 from rlboost.shared.messages.protocol import PROTOCOL
-from rlboost.shared.wire import codec
 
 ROOT = Path(__file__).parents[2]
 ADDED = "added_by_the_next_release"

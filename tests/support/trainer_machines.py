@@ -21,8 +21,8 @@ from rlboost.services.trainer.adapters.ranks.policy import RanksPolicy
 from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.http.server import bind
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.tls import ServerCertificate
-from rlboost.shared.waiting import Waits
 from tests.support.megatron_cpu import python_path
 
 TOKEN = "a token for tests"

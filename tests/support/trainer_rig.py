@@ -23,11 +23,11 @@ from rlboost.services.trainer.runtime.device import DeviceThread
 from rlboost.shared.job.command_signature import signed
 from rlboost.shared.job.spec import JobSpec, RlJob, to_json
 from rlboost.shared.messages import Event, JobCommand, JobReport, StepReport
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Fence
 from rlboost.shared.streams.entries import START
 from rlboost.shared.streams.fakes import MemoryBus
-from rlboost.shared.waiting import Waits
 from rlboost.shared.wire.columns import I32, pack
 from tests.support.decoding import decode_as_numbers
 from tests.support.eventually import LIMIT_S, eventually

@@ -19,10 +19,10 @@ from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.server import bind, create_app, server_loop
 from rlboost.shared.process import logs
 from rlboost.shared.process.lifecycle import supervise
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.redis.bus import connect
 from rlboost.shared.streams.bus import HashSet
 from rlboost.shared.streams.names import WEIGHT_PEERS
-from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.manifest import digest_of

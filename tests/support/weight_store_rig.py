@@ -14,10 +14,10 @@ from rlboost.services.weight_store.domain.versions import Version
 from rlboost.services.weight_store.fakes import MemoryChunks, MemoryDocuments
 from rlboost.services.weight_store.metrics import Metrics
 from rlboost.shared.messages import WeightsCommitted
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams.entries import START
 from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.streams.names import WEIGHTS_COMMITTED
-from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.manifest import ChunkRef, Part, TensorEntry, digest_of
 from rlboost.shared.weights.rest_models import CommitRequest
 

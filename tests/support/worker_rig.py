@@ -14,10 +14,10 @@ from rlboost.services.rollout_worker.manager_connection import ManagerConnection
 from rlboost.services.rollout_worker.ports import StagedWeights
 from rlboost.shared.errors import BusUnavailable, CredentialRejected
 from rlboost.shared.messages import TokenFrame
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams.bus import Append, Fence, Op
 from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.streams.names import worker_reports
-from rlboost.shared.waiting import Waits
 from tests.support.worker_manager import JOB, WorkerManager, at_once
 
 

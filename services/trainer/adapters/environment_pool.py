@@ -13,7 +13,7 @@ from rlboost.services.trainer.adapters.user_code.log import UserCodeLog
 from rlboost.services.trainer.adapters.user_code.process import UserCodeFault, UserCodeProcess, UserProgram, start_all
 from rlboost.services.trainer.ports.environments import EnvironmentFault, ResetResult, StepResult
 from rlboost.shared.job.reward import EnvironmentSpec
-from rlboost.shared.waiting import Waits
+from rlboost.shared.process.waiting import Waits
 
 _Turn = tuple[str, str]
 """The text of a turn without special tokens, and with them."""

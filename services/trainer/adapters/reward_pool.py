@@ -17,7 +17,7 @@ from rlboost.services.trainer.domain.origins import origin_of
 from rlboost.services.trainer.domain.rewards.combination import combine
 from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
 from rlboost.shared.job.reward import RewardPart, RewardSpec
-from rlboost.shared.waiting import Waits
+from rlboost.shared.process.waiting import Waits
 
 _DETAIL_CHARS = 500
 

@@ -11,10 +11,10 @@ from rlboost.services.trainer.runtime.device import DeviceThread
 from rlboost.services.trainer.runtime.job_streams import RetryingBus
 from rlboost.shared.errors import Fenced
 from rlboost.shared.messages import JobReport, JobState
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Append
 from rlboost.shared.streams.fenced_lease import FencedLease
-from rlboost.shared.waiting import Waits
 
 LEASE_TTL_S = 5.0
 LEASE_WAIT_LIMIT_S = 4 * LEASE_TTL_S

@@ -23,8 +23,8 @@ from rlboost.services.trainer.runtime.job_streams import JobStreams
 from rlboost.shared.errors import ConfigError, Fatal
 from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.process.threads import run_in_thread
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams.entries import START
-from rlboost.shared.waiting import Waits
 
 WRITE_LIMIT_S = 3600.0
 """How long the next checkpoint, or the job's end, waits for a checkpoint that is being written."""

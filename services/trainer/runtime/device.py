@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from rlboost.shared.errors import Fatal, WaitTimedOut
-from rlboost.shared.waiting import Waits
+from rlboost.shared.process.waiting import Waits
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 from rlboost.services.trainer.runtime.device import DeviceThread
 from rlboost.services.trainer.runtime.job_streams import JobStreams
 from rlboost.shared.errors import DiskFull, Fatal
-from rlboost.shared.waiting import Waits
+from rlboost.shared.process.waiting import Waits
 
 T = TypeVar("T")
 

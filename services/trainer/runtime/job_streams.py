@@ -16,11 +16,11 @@ import structlog
 
 from rlboost.shared.errors import BusUnavailable, WaitTimedOut
 from rlboost.shared.messages import Event
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Append, Bus, Op
 from rlboost.shared.streams.entries import Entry
 from rlboost.shared.streams.read_size import ReadSize
-from rlboost.shared.waiting import Waits
 
 log = structlog.get_logger(__name__)
 

@@ -14,7 +14,7 @@ from rlboost.services.trainer.runtime.job_streams import JobStreams
 from rlboost.services.trainer.step.durable_curriculum import DurableCurriculum
 from rlboost.services.trainer.step.durable_resampling import DurableResampling
 from rlboost.shared.job.spec import GeneratingJob
-from rlboost.shared.waiting import Waits
+from rlboost.shared.process.waiting import Waits
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,9 @@ from rlboost.services.trainer.runtime.job_streams import RetryingBus
 from rlboost.shared.errors import Fatal, WaitTimedOut
 from rlboost.shared.job.spec import GeneratingJob
 from rlboost.shared.process.threads import run_in_thread
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Fence, HashSet
-from rlboost.shared.waiting import Waits
 
 PLAN_LIMIT_S = 300.0
 T = TypeVar("T")

@@ -27,7 +27,7 @@ from rlboost.shared.bucket import Bucket, Changed, ExclusiveObject, StoredObject
 from rlboost.shared.errors import ConfigError, Fenced, NotFound, Retryable, StoreUnavailable
 from rlboost.shared.ids import new_token
 from rlboost.shared.process.lifecycle import until_stop
-from rlboost.shared.waiting import Waits
+from rlboost.shared.process.waiting import Waits
 
 log = structlog.get_logger(__name__)
 

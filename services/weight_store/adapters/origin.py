@@ -18,7 +18,7 @@ from rlboost.services.weight_store.ports import Chunks, Documents
 from rlboost.shared.bucket import SCHEMES, Bucket, configuration
 from rlboost.shared.errors import ConfigError, Fatal, StoreUnavailable
 from rlboost.shared.process.lifecycle import Loop
-from rlboost.shared.waiting import Waits
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.rest_models import ChunkDirectory
 
 log = structlog.get_logger(__name__)

@@ -16,7 +16,7 @@ from rlboost.shared.ids import SampleId
 from rlboost.shared.job.reward import RewardSpec
 from rlboost.shared.job.spec import parse
 from rlboost.shared.messages import SampleFinished
-from rlboost.shared.waiting import Waits
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.wire.columns import I32, pack
 from tests.support.black_box import ROOT
 from tests.support.model_folder import write_model, write_tokenizer

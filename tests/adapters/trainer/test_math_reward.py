@@ -16,7 +16,7 @@ from rlboost.rewards.math import score
 from rlboost.services.trainer.adapters.reward_pool import RewardPool
 from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
 from rlboost.shared.job.reward import RewardSpec
-from rlboost.shared.waiting import Waits
+from rlboost.shared.process.waiting import Waits
 
 SLOW = "$9^{9^{9^{9}}}$"
 """sympy tries to expand the number."""

@@ -16,7 +16,7 @@ from rlboost.services.trainer.adapters.reward_pool import RewardPool
 from rlboost.services.trainer.children import remote_reward
 from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
 from rlboost.shared.job.reward import RewardSpec
-from rlboost.shared.waiting import Waits
+from rlboost.shared.process.waiting import Waits
 
 Start = Callable[..., Awaitable[RewardPool]]
 

@@ -12,7 +12,7 @@ from rlboost.services.trainer.adapters.reward_pool import RewardPool
 from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.reward import RewardSpec
-from rlboost.shared.waiting import Waits
+from rlboost.shared.process.waiting import Waits
 
 FUNCTIONS = "tests.support.reward_functions"
 VERL_ROW: dict[str, Any] = {

@@ -10,6 +10,7 @@ import pytest
 
 from rlboost.shared.errors import BusUnavailable, ConfigError, Fatal, Fenced
 from rlboost.shared.messages import DeadLetter, Event, Resume, Suspend
+from rlboost.shared.messages.codec import encode
 from rlboost.shared.redis.bus import RedisBus
 from rlboost.shared.streams.bus import (
     LONGEST_LEASE_S,
@@ -29,7 +30,6 @@ from rlboost.shared.streams.bus import (
 from rlboost.shared.streams.entries import START, Entry, after, position
 from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.streams.names import DEAD_LETTERS
-from rlboost.shared.wire.codec import encode
 from tests.support.eventually import eventually
 
 S = "test:stream"

@@ -17,7 +17,7 @@ from rlboost.services.trainer.fakes.environments import FakeEnvironments
 from rlboost.services.trainer.ports.environments import EnvironmentFault, Environments, ResetResult, StepResult
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.reward import EnvironmentSpec
-from rlboost.shared.waiting import Waits
+from rlboost.shared.process.waiting import Waits
 from tests.support.environments import Game
 from tests.support.eventually import eventually
 

@@ -19,7 +19,7 @@ from rlboost.services.trainer.fakes.rewards import FakeRewards
 from rlboost.services.trainer.ports.rewards import RewardBatch, RewardFunction, Scores
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.reward import RewardSpec
-from rlboost.shared.waiting import Waits
+from rlboost.shared.process.waiting import Waits
 from tests.support.eventually import eventually
 
 FUNCTIONS = "tests.support.reward_functions"
@@ -196,7 +196,7 @@ import asyncio, pathlib, sys
 from rlboost.services.trainer.adapters.reward_pool import RewardPool
 from rlboost.services.trainer.ports.rewards import RewardBatch
 from rlboost.shared.job.reward import RewardSpec
-from rlboost.shared.waiting import Waits
+from rlboost.shared.process.waiting import Waits
 
 async def main():
     pool = RewardPool(RewardSpec(function="{FUNCTIONS}:mixed", timeout_s=60), Waits())

@@ -16,7 +16,7 @@ from rlboost.services.weight_store.domain.versions import Model, Version
 from rlboost.services.weight_store.ports import LocalFile, Proxied, Redirect
 from rlboost.shared.bucket import Bucket, Changed, ExclusiveObject
 from rlboost.shared.errors import ConfigError, Fenced, NotFound, StoreUnavailable
-from rlboost.shared.waiting import Waits
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.manifest import ChunkRef, digest_of
 from tests.support.s3_server import S3Server
 from tests.support.stopwatch import Stopwatch

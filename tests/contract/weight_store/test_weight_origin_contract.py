@@ -16,7 +16,7 @@ from rlboost.services.weight_store.fakes import MemoryChunks, MemoryDocuments
 from rlboost.services.weight_store.ports import BadChunk, Chunks, Documents, LocalFile, Proxied, Redirect, StagedPart
 from rlboost.shared.bucket import Bucket
 from rlboost.shared.errors import NotFound
-from rlboost.shared.waiting import Waits
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.manifest import ChunkRef, digest_of
 
 DATA = b"some weights" * 1000

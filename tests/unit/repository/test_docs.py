@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import re
 from collections.abc import Callable
+from graphlib import TopologicalSorter
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -192,6 +193,13 @@ def test_package_diagram_matches_the_imports() -> None:
     drawn, real = architecture_diagram.drawn_edges(), architecture_diagram.import_edges()
     differing = {"not drawn": sorted(real - drawn), "not imported": sorted(drawn - real)}
     assert drawn == real, f"{differing}: run python -m tests.support.architecture_diagram --write"
+
+
+def test_packages_do_not_import_in_a_circle() -> None:
+    imported: dict[str, set[str]] = {}
+    for importer, package in architecture_diagram.import_edges():
+        imported.setdefault(importer, set()).add(package)
+    list(TopologicalSorter(imported).static_order())  # raises CycleError, which names the circle
 
 
 def test_streams_page_lists_every_key_and_message() -> None:

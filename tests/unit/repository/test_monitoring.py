@@ -30,10 +30,10 @@ from rlboost.shared.errors import WaitTimedOut
 from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.server import create_app
 from rlboost.shared.http.token_signature import metrics_path, peer_key
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import HashSet
 from rlboost.shared.streams.fakes import MemoryBus
-from rlboost.shared.waiting import Waits
 from rlboost.shared.weights.peers.directory import PeerDirectory
 from tests.support.builders import job_spec
 from tests.support.compose_file import FILE, OURS, SECRETS, settings_of

@@ -16,7 +16,7 @@ from rlboost.services.rollout_manager.domain.decide import decide
 from rlboost.services.rollout_manager.domain.effects import Effect
 from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.shared.messages import Message, TokenFrame
-from rlboost.shared.wire.codec import decode, encode
+from rlboost.shared.messages.codec import decode, encode
 from rlboost.simulation import POLICIES
 from rlboost.simulation.environment import LEASE_S
 from tests.support.simulated import simulated

@@ -22,9 +22,9 @@ from rlboost.shared.messages import (
     SampleFinished,
     Sampling,
 )
+from rlboost.shared.messages.codec import decode
 from rlboost.shared.streams import names
 from rlboost.shared.streams.fakes import MemoryBus
-from rlboost.shared.wire.codec import decode
 from rlboost.shared.wire.columns import I32, ints
 from tests.support.builders import group_requested, job_running
 from tests.support.sim_worker import SimWorker, check_completion

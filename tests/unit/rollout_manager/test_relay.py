@@ -28,11 +28,11 @@ from rlboost.shared.messages import (
     WorkerEvent,
     WorkerJoined,
 )
+from rlboost.shared.messages.codec import encode, fields_of
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Fence, HashSet, Op
 from rlboost.shared.streams.entries import Entry, RawEntry
 from rlboost.shared.streams.fakes import MemoryBus
-from rlboost.shared.wire.codec import encode, fields_of
 from tests.support.builders import group_id, group_requested, job_created, job_running, placed, token_frame
 from tests.support.sim_worker import SimWorker
 from tests.support.stream_entries import read_all

@@ -11,11 +11,11 @@ from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.leadership import manager_record
 from rlboost.services.trainer.runtime.job_streams import FinishedLog, RetryingBus
 from rlboost.shared.messages import SampleFinished
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams import names, read_size
 from rlboost.shared.streams.entries import Entry, RawEntry
 from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.streams.read_size import ReadSize
-from rlboost.shared.waiting import Waits
 from rlboost.shared.wire.columns import F32, I32, pack
 from rlboost.tracing.follow import follow
 from rlboost.tracing.samples import Span

@@ -26,10 +26,10 @@ from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.problem import Problem
 from rlboost.shared.http.scopes import Principal, TokenScope
 from rlboost.shared.http.server import create_app
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import HashDelete, HashSet
 from rlboost.shared.streams.fakes import MemoryBus
-from rlboost.shared.waiting import Waits
 
 SYSTEM = "system-token"
 EVERYWHERE = {"GET /metrics": "read", "GET /openapi.json": "read"}

@@ -10,8 +10,8 @@ import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
-from rlboost.services.rollout_manager.access.store_credentials import StoreCredentials
 from rlboost.services.rollout_manager.app import Manager
+from rlboost.services.rollout_manager.store_credentials import StoreCredentials
 from rlboost.services.weight_store import api as store_api
 from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.store_credential import (
@@ -23,10 +23,10 @@ from rlboost.shared.http.store_credential import (
 )
 from rlboost.shared.http.token_signature import sign
 from rlboost.shared.messages import StoreCredential
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams import names
 from rlboost.shared.streams.entries import START
 from rlboost.shared.streams.fakes import MemoryBus
-from rlboost.shared.waiting import Waits
 from tests.support.builders import worker_joined
 
 TOKEN = "token"

@@ -22,8 +22,8 @@ from rlboost.shared.http.authentication import system_token
 from rlboost.shared.http.failure_limit import ADDRESSES_MAX, BURST, FailureLimit
 from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.server import create_app
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams.fakes import MemoryBus
-from rlboost.shared.waiting import Waits
 
 TOKEN = "token"
 LIMIT_BYTES = 1000

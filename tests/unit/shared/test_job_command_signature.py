@@ -10,9 +10,9 @@ from rlboost.shared.errors import Undecodable
 from rlboost.shared.job.command_signature import is_signed, signed
 from rlboost.shared.job.spec import to_json
 from rlboost.shared.messages import DeadLetter, JobCommand
+from rlboost.shared.messages.codec import decode, encode
 from rlboost.shared.streams import names
 from rlboost.shared.streams.entries import START
-from rlboost.shared.wire.codec import decode, encode
 from tests.support.eventually import eventually
 from tests.support.trainer_rig import JOB, TOKEN, Rig, spec
 

@@ -10,8 +10,8 @@ import pytest
 from rlboost.shared.errors import ConfigError, Retryable, WaitTimedOut
 from rlboost.shared.process import logs
 from rlboost.shared.process.lifecycle import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, LoopEnded, run_service, supervise
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.settings import ServiceSettings
-from rlboost.shared.waiting import Waits
 
 
 async def until_told(stop: asyncio.Event) -> None:

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from rlboost.shared.errors import WaitTimedOut
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.progress import CountProgress, LastDuration, TransferProgress
-from rlboost.shared.waiting import Waits
 
 
 class Clock:

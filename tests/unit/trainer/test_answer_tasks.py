@@ -15,10 +15,10 @@ from rlboost.services.trainer.step.multi_turn import MultiTurn
 from rlboost.shared.ids import SampleId
 from rlboost.shared.job.environment import Message, Step
 from rlboost.shared.messages import SampleFinished, TurnAnswered
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams import names
 from rlboost.shared.streams.entries import START
 from rlboost.shared.streams.fakes import MemoryBus
-from rlboost.shared.waiting import Waits
 from rlboost.shared.wire.columns import F32, I32, pack
 from tests.support.decoding import decode_as_numbers
 from tests.support.eventually import eventually

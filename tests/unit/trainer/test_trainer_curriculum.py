@@ -25,11 +25,11 @@ from rlboost.shared.errors import ConfigError, Fatal, Fenced
 from rlboost.shared.ids import SampleId
 from rlboost.shared.job.spec import JobSpec, RlJob
 from rlboost.shared.messages import GroupRequested
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Fence
 from rlboost.shared.streams.entries import START
 from rlboost.shared.streams.fakes import MemoryBus
-from rlboost.shared.waiting import Waits
 from rlboost.shared.wire.columns import I32, unpack
 from tests.support.eventually import eventually
 from tests.support.trainer_rig import JOB, Rig, spec, succession

@@ -14,7 +14,7 @@ from rlboost.services.trainer.domain.batches.training_row import SequenceRow, Tr
 from rlboost.services.trainer.fakes.engine import FakeEngine
 from rlboost.services.trainer.fakes.storage import MemoryWeights
 from rlboost.services.trainer.runtime.device import DeviceThread, DeviceTurn
-from rlboost.shared.waiting import Waits
+from rlboost.shared.process.waiting import Waits
 from tests.support.eventually import eventually
 from tests.support.trainer_rig import Rig, spec
 

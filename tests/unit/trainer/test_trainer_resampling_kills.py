@@ -17,10 +17,10 @@ from rlboost.services.trainer.step.durable_resampling import DurableResampling
 from rlboost.shared.errors import Fenced
 from rlboost.shared.ids import SampleId
 from rlboost.shared.job.environment import Step
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Fence, HashSet, Op
 from rlboost.shared.streams.fakes import MemoryBus
-from rlboost.shared.waiting import Waits
 from rlboost.shared.wire.columns import I32, unpack
 from tests.support.conversation_rig import ConversationRig, done
 from tests.support.eventually import eventually

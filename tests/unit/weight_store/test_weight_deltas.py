@@ -18,8 +18,8 @@ from rlboost.services.weight_store.fakes import MemoryChunks, MemoryDocuments
 from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.ports import StoreFull
 from rlboost.shared.errors import NotFound, Undecodable
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams.fakes import MemoryBus
-from rlboost.shared.waiting import Waits
 from rlboost.shared.weights import codec
 from rlboost.shared.weights.delta_graph import Route, VersionEdges, lists_of
 from rlboost.shared.weights.deltas import Delta, DeltaEncoder

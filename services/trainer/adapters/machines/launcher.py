@@ -11,7 +11,7 @@ from rlboost.services.trainer.adapters.machines.registry import Session, Trainer
 from rlboost.services.trainer.adapters.ranks.layout import Layout
 from rlboost.shared.errors import Retryable, WaitTimedOut
 from rlboost.shared.job.training import TrainerSpec
-from rlboost.shared.waiting import Waits
+from rlboost.shared.process.waiting import Waits
 
 _GATHER_LIMIT_S = 24 * 3600.0
 _START_LIMIT_S = 600.0

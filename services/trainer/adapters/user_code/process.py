@@ -15,10 +15,10 @@ import msgpack
 
 from rlboost.services.trainer.adapters.user_code.log import UserCodeLog
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.process.waiting import Waits
 from rlboost.shared.settings import environment_without_settings
 from rlboost.shared.user_code.allowed import USER_MODULES_SETTING
 from rlboost.shared.user_code.errors import MAX_CHARS
-from rlboost.shared.waiting import Waits
 
 IMPORT_LIMIT_S = 60.0
 _LENGTH_BYTES = 4
