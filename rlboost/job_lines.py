@@ -79,7 +79,7 @@ def lost_line(outage: Mapping[str, Any]) -> str:
     """Format the loss of the connection: `{since, because, limit_s}`."""
     since = datetime.fromtimestamp(outage["since"]).astimezone().strftime("%H:%M:%S")
     limit = duration(outage["limit_s"])
-    return f"the manager does not answer since {since}: trying again for {limit} ({outage['because']})"
+    return f"the manager has not answered since {since}: retrying for {limit} ({outage['because']})"
 
 
 def back_line(outage: Mapping[str, Any]) -> str:

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security-policy.md",
     "CHANGELOG.md": "changelog.md",
     "deploy/README.md": "deploy.md",
     "examples/countdown/README.md": "countdown.md",

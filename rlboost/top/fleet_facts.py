@@ -27,7 +27,7 @@ def _worth(fleet: Json) -> Iterator[str]:
         yield (
             f"one more would generate {worth['tokens_per_hour']:,.0f} more tokens per hour"
             + (f", worth {dollars(value)}" if value else "")
-            + (f", and cost {dollars(price)}" if price else "")
+            + (f", and costs {dollars(price)}" if price else "")
         )
 
 

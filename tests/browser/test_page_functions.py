@@ -144,7 +144,7 @@ def test_preemptions_have_their_step_and_the_time_until_their_samples_resumed(fi
     assert found == [["worker-2", 3, False, 50, 2500, pytest.approx(0.6)], ["worker-1", 7, True, 20, 900, 0]]
     incidents = f"m.stepIncidents(a[0], {found_in}, a[2], a[1])"
     texts = call(files, "history.js", incidents, events(*begins), JOB, 3)
-    assert texts == ["worker-2 was preempted without notice; 50 samples moved"]
+    assert texts == ["worker-2 was preempted without notice; 50 samples migrated"]
     assert call(files, "history.js", incidents, events(*begins), JOB, 2) == []
 
 
@@ -171,10 +171,10 @@ def test_preemption_text_tells_moves_by_preemptions_from_others(files: Page) -> 
     }
     text = call(files, "facts.js", "m.preemptionText(a[0], a[1])", audit, [{"samples": 20}])
     assert text.startswith(
-        "1 preemption (1 without notice) moved 20 samples to other workers. Samples moved 50 times for "
+        "1 preemption (1 without notice) migrated 20 samples to other workers. Samples migrated 50 times for "
     )
     none = call(files, "facts.js", "m.preemptionText(a[0], [])", {**audit, "preemptions": {}})
-    assert none.startswith("No preemption so far. Samples moved 70 times for other reasons: reserved workers ")
+    assert none.startswith("No preemption so far. Samples migrated 70 times for other reasons: reserved workers ")
 
 
 def test_workers_of_another_job_and_dismissed_ones_are_no_preemptions_of_a_job(files: Page) -> None:

@@ -10,6 +10,7 @@ from tests.support.generated_docs import ROOT
 DOCS = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
     ROOT / "CHANGELOG.md",
     ROOT / "deploy/README.md",
     *sorted((ROOT / "docs").rglob("*.md")),

@@ -42,8 +42,10 @@ EVENTS: Mapping[str, str] = {
     "rebalance_recommended": "the cloud recommends replacing a worker's machine",
     "reclaim_requested": "a worker was asked to hand back running samples",
     "sample_failed": "a sample failed on an engine",
-    "samples_migrated": "samples were handed back to resume on other workers",
-    "samples_unassigned": "samples of a lost worker went back to the queue",
+    "samples_migrated": "samples resumed on this worker, with the tokens that they had",
+    "samples_unassigned": (
+        "a worker's samples went back to the queue, since it was lost, left, was suspended or sent invalid tokens (cause)"
+    ),
     "seeding_ended": "reserved workers stopped generating for the step",
     "seeding_reopened": "reserved workers generate again, as no or too few spot workers are left",
     "seeding_started": "reserved workers generate at the start of a step",
@@ -51,7 +53,8 @@ EVENTS: Mapping[str, str] = {
     "seeding_window_changed": "another length was chosen in mid-window, as the number of spot workers changed",
     "seeding_window_updated": "the learned window changed",
     "wait_limit_exceeded": (
-        "a wait of the trainer has reached its limit, or the job has waited for a trainer or a worker for 5 minutes"
+        "a wait of the trainer has reached its limit; or the job has waited 5 minutes for a trainer or a worker, and "
+        "continues to wait (not for a job queued for a trainer that has another)"
     ),
     "warning": "something in the job needs attention",
     "warning_cleared": "a warning no longer holds",
@@ -59,8 +62,12 @@ EVENTS: Mapping[str, str] = {
     "weights_unavailable": "a worker could not get a version",
     "worker_drained": "the manager commanded a worker to drain: a budget ends, or fewer workers are needed",
     "worker_joined": "a worker joined",
-    "worker_left": "a worker exited as planned",
-    "worker_lost": "a worker's lease expired, or its engine failed",
+    "worker_left": (
+        "a worker reported its exit: after a drain or notice, to join again, or because it failed (reason)"
+    ),
+    "worker_lost": (
+        "a worker's lease expired, or the manager dismissed it: it missed commands, or has another protocol"
+    ),
     "worker_notice": "a worker announced that it will be preempted",
     "worker_rejected": "a worker is drained, as it sent invalid tokens for samples that others completed",
     "worker_reassigned": "a worker changed jobs",

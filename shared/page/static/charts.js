@@ -104,13 +104,13 @@ export function gantt(box, workers, moves, from, now) {
     const arrow = svg("path", { d: `M${x(move.start)} ${middle.get(move.from)}L${x(move.at)} ${middle.get(move.to)}`,
       style: { stroke: "var(--ink)", strokeWidth: 1, opacity: 0.55 } });
     const tip = svg("circle", { cx: x(move.at), cy: middle.get(move.to), r: 2.5, style: { fill: "var(--ink)" } });
-    chart.append(arrow, titled(tip, `${move.samples} samples moved from ${move.from} to ${move.to} with ${number(move.tokens)} tokens`));
+    chart.append(arrow, titled(tip, `${move.samples} samples migrated from ${move.from} to ${move.to} with ${number(move.tokens)} tokens`));
   }
   chart.append(text(left, height - 4, clock(start)), text(width - right, height - 4, clock(now), "end"));
   const states = new Set(rows.flatMap(([, life]) => life.spans.map((span) => span.state)));
   const meaning = (state) => (state === "suspended" ? "suspended: its device trains" : state);
   box.replaceChildren(chart, legend(Object.entries(STATE_COLORS).filter(([state]) => states.has(state)).map(([state, paint]) => [meaning(state), paint]),
-    "▼ preemption notice  ✕ lost  ■ left  ╲● samples moved"));
+    "▼ preemption notice  ✕ lost  ■ left  ╲● samples migrated"));
   return start;
 }
 

@@ -103,9 +103,9 @@ export function preemptionText(audit, preempted) {
   const moved = Math.min(audit.migrations, preempted.reduce((total, one) => total + one.samples, 0)), others = audit.migrations - moved;
   const kinds = Object.entries(audit.preemptions).map(([kind, count]) => `${count} ${kind.replaceAll("_", " ")}`).join(", ");
   const share = audit.tokens_generated ? ((100 * lost) / audit.tokens_generated).toFixed(2) : "0";
-  return `${n ? `${n} preemption${n > 1 ? "s" : ""} (${kinds}) moved ${number(moved)} samples to other workers` : "No preemption so far"}. ` +
-    (others ? `Samples moved ${number(others)} times for other reasons: reserved workers began to train, workers were drained, or load was balanced. ` : "") +
-    `All moved samples kept ${number(audit.tokens_saved)} tokens; ` +
+  return `${n ? `${n} preemption${n > 1 ? "s" : ""} (${kinds}) migrated ${number(moved)} samples to other workers` : "No preemption so far"}. ` +
+    (others ? `Samples migrated ${number(others)} times for other reasons: reserved workers began to train, workers were drained, or load was balanced. ` : "") +
+    `All migrated samples preserved ${number(audit.tokens_saved)} tokens; ` +
     `${number(lost)} tokens (${share} %) were regenerated. ` +
     `${number(audit.requested)} samples requested, ${number(audit.delivered)} delivered, ${number(audit.duplicates)} duplicates, ` +
     `${number(sum(audit.dropped))} dropped.`;
@@ -128,7 +128,7 @@ export function auditRows(audit) {
     ["samples in flight", audit.in_flight],
     ["tokens generated", audit.tokens_generated], ["tokens delivered", audit.tokens_delivered],
     ...Object.entries(audit.tokens_regenerated).map(([cause, n]) => [`tokens ${CAUSES[cause] ?? cause}`, n]),
-    ["tokens kept by migrated samples", audit.tokens_saved], ["migrations", audit.migrations],
+    ["tokens preserved by migrated samples", audit.tokens_saved], ["migrations", audit.migrations],
     ["frames sent twice, cut", audit.duplicates],
     ["preemptions with notice", audit.preemptions.with_notice ?? 0],
     ["preemptions without notice", audit.preemptions.without_notice ?? 0],
@@ -143,7 +143,7 @@ export function preemptionCost({ resumed_s: delay }, job, cost, now) {
   return (delay * 1000 * cost.dollars) / (end - Date.parse(job.started_at));
 }
 
-// What the tokens that a preempted worker's samples kept would have cost again, in dollars; null while unknown.
+// What the preserved tokens of a preempted worker's samples would have cost again, in dollars; null while unknown.
 export const keptWorth = ({ tokens }, cost) =>
   cost?.dollars_per_million_tokens ? (tokens * cost.dollars_per_million_tokens) / 1e6 : null;
 

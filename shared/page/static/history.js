@@ -112,7 +112,7 @@ export function stepIncidents(events, preempted, step, job) {
   if (from === undefined) return [];
   const to = began.find(([one]) => one > step)?.[1] ?? Infinity, texts = [];
   for (const one of preempted.filter(({ at }) => at >= from && at < to)) {
-    const moved = one.samples ? `; ${one.samples} samples moved` : "";
+    const moved = one.samples ? `; ${one.samples} samples migrated` : "";
     texts.push(`${one.worker} was preempted ${one.noticed ? "with" : "without"} notice${moved}`);
   }
   for (const { kind, at: seconds, fields } of events) {

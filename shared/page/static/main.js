@@ -195,8 +195,8 @@ function drawJob({ rows, events: past, answers: { job, fleet, audit, cost, spec 
   stepBars($("steps"), timedSteps(rows, job), preempted, selectStep);
   selectStep(view.step);
   $("preemption-line").textContent = preemptionText(audit, preempted);
-  table($("preemption-table"), ["at", "step", "worker", "notice", "samples moved", "tokens kept", "resumed within",
-    ...(cost?.dollars ? ["cost at most", "kept tokens' worth"] : [])],
+  table($("preemption-table"), ["at", "step", "worker", "notice", "samples migrated", "tokens preserved", "resumed within",
+    ...(cost?.dollars ? ["cost at most", "value of preserved tokens"] : [])],
     preempted.slice(-PREEMPTIONS_SHOWN).reverse().map((one) => [new Date(one.at).toLocaleTimeString(), number(one.step), one.worker,
       one.noticed ? "yes" : "none", number(one.samples), number(one.tokens),
       one.resumed_s === null ? "-" : duration(one.resumed_s),
@@ -247,7 +247,7 @@ function drawCards(job, rows, fleet, audit, cost, now) {
     ["running for", job.started_at ? duration((end - Date.parse(job.started_at)) / 1000) : "-"],
     ...(ENDED.includes(job.state) ? [] : [["left, estimated", job.state === "running" && left !== null ? duration(left) : "-"]]),
     ["samples delivered", number(audit?.delivered)],
-    ["tokens kept by migration", number(audit?.tokens_saved)],
+    ["tokens preserved by migration", number(audit?.tokens_saved)],
     ...(cost?.dollars ? [["cost", dollars(cost.dollars)]] : []),
   ];
   $("cards").replaceChildren(...cards.map(([label, value]) => el("div", { class: "card" }, el("b", {}, value), el("span", {}, label))));

@@ -20,6 +20,7 @@ from rlboost.cli import app
 from rlboost.services.rollout_manager.api import build
 from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.domain.jobs.audit import Audit
+from rlboost.services.rollout_manager.domain.jobs.cost_report import cost_report
 from rlboost.services.rollout_manager.domain.jobs.record import Job
 from rlboost.services.rollout_manager.settings import Settings as ManagerSettings
 from rlboost.shared import messages
@@ -165,15 +166,16 @@ def test_generated_block_matches_the_code(page: Path, block: str, generate: Call
     assert read_block(page, block) == generate(), f"run python -m {command} --write"
 
 
-def test_fields_of_jobs_and_audits_are_documented() -> None:
+def test_fields_of_jobs_audits_and_costs_are_documented() -> None:
     page = (ROOT / "docs/rest.md").read_text(encoding="utf-8")
     shown = {
         title: set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`[^|]*) \|", section, re.MULTILINE))))
         for title, _, section in (part.partition("\n") for part in re.split(r"^### ", page, flags=re.MULTILINE)[1:])
     }
     job = Job("j", 1, job_spec.parse(job_file(steps=1)), created_at=0.0)
-    assert shown["A job"] == {*job.public(), "waiting"}
+    assert shown["A job"] == {*job.public(), "phase", "waiting"}
     assert shown["An audit"] == {*Audit.model_fields, "in_flight"} - {"cost"}
+    assert shown["A cost"] == set(cost_report(Audit(), steps=0, max_dollars=None))
 
 
 def test_each_interface_has_a_meaning() -> None:

@@ -217,7 +217,7 @@ def test_fleet_text_has_target_worth_price_and_autoscaling() -> None:
     text = fleet_text(FLEET | {"target_workers": 5, "worth_of_one_more": WORTH, "autoscaling": scaling})
     assert text == (
         "up to 5 spot workers would shorten the steps; one more would generate 500,000 more tokens per hour, worth "
-        "$2.00, and cost $1.50; all workers cost $6.30 per hour of at most $10.00; autoscaling (auto): 3 of at most 8 "
+        "$2.00, and costs $1.50; all workers cost $6.30 per hour of at most $10.00; autoscaling (auto): 3 of at most 8 "
         "h100"
     )
     stuck = SCALING | {"limited_by": "max_workers", "pools": [pool | {"target": None, "error": "no quota"}]}
