@@ -44,7 +44,8 @@ EVENTS: Mapping[str, str] = {
     "sample_failed": "a sample failed on an engine",
     "samples_migrated": "samples resumed on this worker, with the tokens that they had",
     "samples_unassigned": (
-        "a worker's samples went back to the queue, since it was lost, left, was suspended or sent invalid tokens (cause)"
+        "a worker's samples went back to the queue, since it was lost, left, was suspended or sent invalid tokens "
+        "(cause)"
     ),
     "seeding_ended": "reserved workers stopped generating for the step",
     "seeding_reopened": "reserved workers generate again, as no or too few spot workers are left",
