@@ -298,7 +298,7 @@ class Manager:
             await self.identities.maintain(self.world.fleet, now.mono, self.write)
         await self._commit(advanced)
         self._pending_trims = due
-        self.completion_waiters.notify(self.world)
+        self.completion_waiters.notify(self.world, now.wall)
         self._follow_jobs()
 
     async def _read(self, block_s: float) -> _Batch:
