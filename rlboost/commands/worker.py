@@ -80,7 +80,7 @@ def drain(
     if as_json:
         print_json(answer)
     else:
-        typer.echo(f"{worker_id} hands off what it holds and leaves")
+        typer.echo(f"{worker_id} is draining: it hands off its samples and exits")
     if warning := _drain_warning(worker_id, workers):
         typer.echo(f"rlboost: warning: {warning}", err=True)
 
@@ -122,11 +122,11 @@ def join(  # noqa: PLR0913, PLR0917 - the options of a command
     """Run a worker on this machine in the foreground; Ctrl-C hands off its samples and exits.
 
     With --gpus it runs one worker per --tensor-parallel GPUs and restarts those that die; Ctrl-C or SIGTERM drains
-    all. It ends when all have left.
+    all. It exits when all workers have exited.
 
     Without --url and --token it joins the system named by RLBOOST_URL and RLBOOST_TOKEN, or the local one. Create a
-    token for it with 'rlboost token create --scope worker'. All
-    connections are outbound, so a machine behind NAT can join. Other settings: RLBOOST_WORKER_* in the environment.
+    token for it with 'rlboost token create --scope worker'. All connections are outbound, so a machine behind NAT can
+    join. Other settings: RLBOOST_WORKER_* in the environment.
     """
     from rlboost.local import spec_file  # noqa: PLC0415 - keeps --help quick
 

@@ -5,8 +5,8 @@ Consumes: job commands and reports, requested groups, the token log, heartbeats,
     world changes in turns only.
 Produces: token-log records, worker commands, finished samples, events; each turn writes them in one transaction,
     together with the positions up to which the streams were read.
-Waits for: the next entry or tick, in `Bus.read`; a standby, for the end of the leader's process or
-    of its lease, in `_stand_by`.
+Waits for: the next entry or tick, in `Bus.read_with_raw`; as a standby, for the death of the leader or the end of its
+    lease, in `_stand_by`.
 Ends when: the stop is set. After a write without a reply, and at the start, the manager acquires leadership and
     rebuilds the world from the log. A superseded manager cannot write: it discards its world and becomes a standby.
 """

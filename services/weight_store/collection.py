@@ -42,11 +42,11 @@ class _References(NamedTuple):
 
     model: Model
     needed: set[str]
-    """By visible versions, staged parts, and edges that are retained."""
+    """Digests needed by visible versions, staged parts or retained edges."""
     retired: dict[str, float]
     """Chunk or delta -> time; it is garbage unless it is needed or was used after that time."""
     chunks_of: dict[int, set[str]]
-    """Of each retired version."""
+    """Retired version -> digests of its chunks."""
     outdated: list[int]
     """Versions whose edges are removed."""
 

@@ -58,9 +58,9 @@ class _Answer(NamedTuple):
 class StoreClient:
     """HTTP client of one weight store.
 
-    Every request is idempotent, so every method may be repeated after `StoreUnavailable`, which a worker's expired
-    credential is too. The methods also raise `NotFound`, `Conflict`, `ConfigError` (URL or token) and `Fatal`
-    (other refusals). A store with a full disk is unavailable.
+    All requests are idempotent: repeat them after `StoreUnavailable`, which is also raised while a worker's credential
+    is expired, or the store's disk is full. The methods also raise `NotFound`, `Conflict`, `ConfigError` (URL or token)
+    and `Fatal` (other refusals).
     """
 
     def __init__(self, url: str, access: str | Access) -> None:
@@ -157,13 +157,13 @@ class StoreClient:
         return frozenset(MissingChunks.model_validate_json(answer.body).missing)
 
     async def apply(self, edges: Iterable[Edge]) -> frozenset[str]:
-        """Let the store make chunks from deltas that it has; return the digests of the chunks that it cannot make."""
+        """Have the store derive chunks from deltas that it has; return the digests of those that it cannot derive."""
         body = EdgeBatch(edges=tuple(edges)).model_dump_json()
         answer = await self._request("POST", "/v1/chunks/apply", body.encode(), _JSON)
         return frozenset(MissingChunks.model_validate_json(answer.body).missing)
 
     async def damaged(self) -> frozenset[str]:
-        """Return the digests of chunks that retained versions need and the store lacks, and that were asked for."""
+        """Return the digests of requested chunks that retained versions need and the store lacks."""
         answer = await self._request("GET", "/v1/damaged-chunks")
         return frozenset(MissingChunks.model_validate_json(answer.body).missing)
 
@@ -173,7 +173,7 @@ class StoreClient:
         return ChunkState.model_validate_json(answer.body).intact
 
     async def prepare(self, digest: str) -> None:
-        """Let the store write the file of a chunk that it has only as base and delta."""
+        """Have the store write the file of a derived chunk."""
         await self._request("HEAD", f"/v1/chunks/{digest}")
 
     async def put_chunk(self, chunk: ChunkRef, data: memoryview) -> None:

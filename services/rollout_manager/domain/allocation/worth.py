@@ -39,7 +39,7 @@ class Offer(NamedTuple):
     kind: str
     n_workers: int
     price_per_hour: float
-    """Of one worker; 0: not known."""
+    """Price of one worker in dollars; 0 if unknown."""
     availability: float
     """Fraction of its time in which a worker generates: see `Fleet.availability_of`."""
 
@@ -53,8 +53,8 @@ def speedup_of_one_more(tuner: WindowTuner, workers: int, reserved: int) -> floa
 def expected_step_s(tuner: WindowTuner, workers: int, reserved: int) -> float:
     """Return how long a step would take with this many preemptible workers; infinity without any worker.
 
-    The last step also had a tail, pulls of weights and publishing, which no worker shortens: what it took longer than
-    the model says for the workers that it had, in the mean over its time, counts for every number of workers.
+    The last step also had costs that no worker shortens: a tail, weight pulls, publishing. Its excess over the model's
+    time for `fleet_mean` workers is added for any number of workers.
     """
     generation, train_s = tuner.generation, tuner.train_s
     overhead_s = max(0.0, tuner.step_s - generation.step_s(tuner.fleet_mean, reserved, train_s))

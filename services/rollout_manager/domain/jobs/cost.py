@@ -12,7 +12,7 @@ class WorkerTime(BaseModel):
 
     role: str
     kind: str
-    """Empty of the trainer."""
+    """Kind of the workers; empty for the trainer."""
     seconds: float = 0.0
     dollars: float = 0.0
 
@@ -23,7 +23,7 @@ class Cost(BaseModel):
     charged_until: float = 0.0
     """Unix seconds; 0 before the first charge."""
     workers: dict[str, WorkerTime] = {}
-    """By role and kind."""
+    """'{role} {kind}' -> its time."""
     budget_reached: bool = False
     """True once the job's remaining budget only just pays for draining its workers. It stays so."""
     reserved_only_s: float = 0.0
