@@ -95,7 +95,7 @@ class Manager:
             clock: returns the current time; the system's clocks when None.
             record: describes this manager in the leader's lease; managers on one Redis need different addresses.
             leader_lease_s: how long a leader may be silent until another manager takes over.
-            identities: of workers; without Redis users when None.
+            identities: the workers' Redis users and roles; without Redis users when None.
             leader_watch: notices a leader's death sooner.
             prices: kind -> dollars per hour of one worker that has no price of its own.
 

@@ -129,7 +129,7 @@ class CompletionWaiters:
         """Yield (index of the waiter, new chunk) until all members have ended, and None after `IDLE_S` without one.
 
         Args:
-            waiters: of one request.
+            waiters: the waiters of one request.
 
         Raises:
             CompletionUnavailable: no more tokens will come: request the completion again.

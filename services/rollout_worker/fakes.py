@@ -29,7 +29,7 @@ class FakeEngine:
     Args:
         slots: maximum number of running requests.
         vocabulary: tokens are 0..vocabulary-1, equally likely.
-        max_len: of prompt and completion.
+        max_len: maximum length of prompt and completion together.
         interval_s: time per token of each running request; None = a token only when `tick` is called.
         clock: seconds.
         capacity: limits of its pretended KV cache; None = unlimited.

@@ -67,7 +67,7 @@ class StoreClient:
         """Connect lazily.
 
         Args:
-            url: of the store.
+            url: the store's URL.
             access: the system's token, or what a worker has in its place.
 
         Raises:

@@ -30,7 +30,7 @@ async def run_job(active: ActiveJob, spec: JobSpec, host: JobHost, build: JobRes
 
     Args:
         active: state shared with the trainer's loops.
-        spec: of the job.
+        spec: the job file.
         host: the trainer.
         build: builds the job's resources; called on the device's thread.
 

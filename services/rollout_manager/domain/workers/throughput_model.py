@@ -92,7 +92,7 @@ class Profile:
 
         Args:
             slots: the largest batch.
-            share: of the throughput, below 1.
+            share: fraction of the throughput, below 1.
             tokens_each: mean number of tokens of a sample in the KV cache.
 
         """

@@ -95,7 +95,7 @@ class RankCalls:
         """Make one call on every rank and wait for all results, rank 0 first.
 
         Args:
-            name: of a method of `RankEngine`.
+            name: a method of `RankEngine`.
             arguments: the same for all ranks, or one mapping per rank.
             answer: answers the questions that ranks ask during the call.
 
