@@ -25,11 +25,10 @@ from rlboost.commands.common import (
 from rlboost.commands.up import Engine, GpusOption, TensorParallelOption, print_event
 from rlboost.shared.errors import ConfigError, Conflict
 from rlboost.shared.ids import worker_name
+from rlboost.worker_states import GONE
 
 if TYPE_CHECKING:
     from rlboost.local.spec_file import NodeSpec
-
-_GONE = frozenset({"lost", "left"})
 
 
 class Role(StrEnum):
@@ -87,7 +86,7 @@ def drain(
 
 def _drain_warning(worker_id: str, workers: Sequence[Mapping[str, Any]]) -> str:
     """Return what the fleet lacks without a worker, empty if nothing; `workers` are those before it is drained."""
-    roles = {w["id"]: w.get("role") for w in workers if w["state"] not in _GONE | {"draining"}}
+    roles = {w["id"]: w.get("role") for w in workers if w["state"] not in GONE | {"draining"}}
     role = roles.pop(worker_id, None)
     if not roles:
         return f"{worker_id} was the last worker: jobs wait until another joins ('rlboost worker join')"
@@ -182,7 +181,7 @@ def _named(given: str, workers: Sequence[Mapping[str, Any]]) -> str:
     """
     if any(worker["id"] == given for worker in workers):
         return given
-    found = [worker["id"] for worker in workers if worker["state"] not in _GONE and worker_name(worker["id"]) == given]
+    found = [worker["id"] for worker in workers if worker["state"] not in GONE and worker_name(worker["id"]) == given]
     if len(found) > 1:
         raise Conflict(f"several workers are named {given}: give the id of one: {', '.join(found)}")
     return found[0] if found else given

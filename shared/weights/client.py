@@ -7,7 +7,6 @@ import json
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple, NoReturn, Self, TypeVar
-from urllib.parse import urlsplit
 
 import aiohttp
 import stamina
@@ -22,6 +21,7 @@ from rlboost.shared.errors import (
     StoreUnavailable,
     Undecodable,
 )
+from rlboost.shared.http.server_url import is_http_url
 from rlboost.shared.tls import client_verification
 from rlboost.shared.weights.access import Access, SystemToken
 from rlboost.shared.weights.delta_graph import Edge, Route, VersionEdges
@@ -277,13 +277,8 @@ async def retry_unavailable(call: Callable[[], Awaitable[T]]) -> T:
 
 
 def _check_url(url: str) -> None:
-    try:
-        parts = urlsplit(url)
-        usable = parts.scheme in {"http", "https"} and parts.hostname and parts.port != 0
-    except ValueError as error:
-        raise ConfigError(f"weight store URL {url!r}: {error}; give http://host:port") from error
-    if not usable:
-        raise ConfigError(f"weight store URL {url!r} has no scheme or no host; give http://host:port")
+    if not is_http_url(url):
+        raise ConfigError(f"weight store URL {url!r} is not valid: give http://host:port")
 
 
 @contextmanager

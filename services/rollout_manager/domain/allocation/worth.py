@@ -16,8 +16,7 @@ from rlboost.services.rollout_manager.domain.jobs.record import Job
 from rlboost.services.rollout_manager.domain.seeding.tuner import WindowTuner
 from rlboost.services.rollout_manager.domain.workers.worker import Worker
 from rlboost.services.rollout_manager.domain.world import World
-
-_HOUR_S = 3600.0
+from rlboost.shared.units import HOUR_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +103,7 @@ def step_without_spot(world: World, job: Job) -> tuple[float, float] | None:
     step_s, (reserved, _) = world.progress[job.id].step_without_spot_s, _serving_workers(world, job)
     if step_s is None or not reserved:
         return None
-    return step_s, step_s / _HOUR_S * _dollars_per_hour(world, job, reserved)
+    return step_s, step_s / HOUR_S * _dollars_per_hour(world, job, reserved)
 
 
 def _serving_workers(world: World, job: Job) -> tuple[list[Worker], list[Worker]]:
@@ -130,7 +129,7 @@ def _worth(world: World, job: Job) -> WorkerWorth | None:
     prices = [worker.price_per_hour for worker in preemptible]
     return WorkerWorth(
         job_id=job.id,
-        tokens_per_hour=speedup * share * tuner.tokens_per_s * _HOUR_S,
+        tokens_per_hour=speedup * share * tuner.tokens_per_s * HOUR_S,
         dollars_per_hour=speedup * share * _dollars_per_hour(world, job, [*reserved, *preemptible]),
         price_per_hour=sum(prices) / len(prices) if prices else 0.0,
     )

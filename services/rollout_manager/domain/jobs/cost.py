@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel
 
-_HOUR_S = 3600.0
+from rlboost.shared.units import HOUR_S
 
 
 class WorkerTime(BaseModel):
@@ -39,7 +39,7 @@ class Cost(BaseModel):
         if time is None:
             time = self.workers[key] = WorkerTime(role=role, kind=kind)
         time.seconds += seconds
-        time.dollars += seconds / _HOUR_S * price_per_hour
+        time.dollars += seconds / HOUR_S * price_per_hour
 
     def add_estimate(self, steps: int, step_s: float, dollars: float) -> None:
         """Add what the steps since the last estimate would have taken and cost without preemptible workers, each."""
