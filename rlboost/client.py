@@ -66,7 +66,7 @@ class Client:
     """One system's API.
 
     Args:
-        url: of the manager, without `/v1`.
+        url: the manager's URL, without `/v1`.
         token: the system's token, or an access token of sufficient scope.
         retry_for_s: how long to retry when the manager does not answer or is unavailable.
         read_timeout_s: how long to wait for an answer to one request.

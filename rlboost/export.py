@@ -70,7 +70,7 @@ def from_store(
     Args:
         client: connected to the manager that has the job.
         request: what to export.
-        store_url: of the weight store; empty for the one that the manager advertises to workers.
+        store_url: URL of the weight store; empty for the one that the manager advertises to workers.
         token: bearer token of both.
         model: folder with the tokenizer and configuration of the job's model; None for the job file's `model`.
         to: an empty folder to write into.

@@ -52,10 +52,10 @@ def temporary_file(
     Args:
         directory: where to put it; on the file system of the target.
         blocks: the content, one block after the other.
-        prefix: of the file's name; a random suffix makes the name unique.
+        prefix: what the file's name begins with; a random suffix makes the name unique.
         sync: flush the content to disk before the body runs.
         mode: permissions of the file, reduced by the umask.
-        mtime_ns: its modification time; None for now.
+        mtime_ns: the file's modification time; None for now.
 
     """
     temporary = directory / f"{prefix}{secrets.token_hex(8)}"

@@ -10,12 +10,12 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
-from urllib.parse import urlsplit
 
 import typer
 from typer.core import TyperGroup
 
 from rlboost.shared.errors import ConfigError, RLBoostError
+from rlboost.shared.http.server_url import is_http_url
 
 if TYPE_CHECKING:
     from rlboost.client import Client
@@ -151,12 +151,7 @@ def checked_url(given_by: str, url: str) -> str:
         ConfigError: it is not a URL; names the option or variable.
 
     """
-    try:
-        parts = urlsplit(url)
-        is_url = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # e.g. a port that is not a number
-        is_url = False
-    if not is_url:
+    if not is_http_url(url):
         raise ConfigError(f"{given_by} {url!r} is not a URL: use the form http://10.0.0.5:8700")
     return url.rstrip("/")
 

@@ -25,11 +25,10 @@ from rlboost.commands.common import (
 from rlboost.commands.up import Engine, GpusOption, TensorParallelOption, print_event
 from rlboost.shared.errors import ConfigError, Conflict
 from rlboost.shared.ids import worker_name
+from rlboost.worker_states import GONE
 
 if TYPE_CHECKING:
     from rlboost.local.spec_file import NodeSpec
-
-_GONE = frozenset({"lost", "left"})
 
 
 class Role(StrEnum):
@@ -80,14 +79,14 @@ def drain(
     if as_json:
         print_json(answer)
     else:
-        typer.echo(f"{worker_id} hands off what it holds and leaves")
+        typer.echo(f"{worker_id} is draining: it hands off its samples and exits")
     if warning := _drain_warning(worker_id, workers):
         typer.echo(f"rlboost: warning: {warning}", err=True)
 
 
 def _drain_warning(worker_id: str, workers: Sequence[Mapping[str, Any]]) -> str:
     """Return what the fleet lacks without a worker, empty if nothing; `workers` are those before it is drained."""
-    roles = {w["id"]: w.get("role") for w in workers if w["state"] not in _GONE | {"draining"}}
+    roles = {w["id"]: w.get("role") for w in workers if w["state"] not in GONE | {"draining"}}
     role = roles.pop(worker_id, None)
     if not roles:
         return f"{worker_id} was the last worker: jobs wait until another joins ('rlboost worker join')"
@@ -122,11 +121,11 @@ def join(  # noqa: PLR0913, PLR0917 - the options of a command
     """Run a worker on this machine in the foreground; Ctrl-C hands off its samples and exits.
 
     With --gpus it runs one worker per --tensor-parallel GPUs and restarts those that die; Ctrl-C or SIGTERM drains
-    all. It ends when all have left.
+    all. It exits when all workers have exited.
 
     Without --url and --token it joins the system named by RLBOOST_URL and RLBOOST_TOKEN, or the local one. Create a
-    token for it with 'rlboost token create --scope worker'. All
-    connections are outbound, so a machine behind NAT can join. Other settings: RLBOOST_WORKER_* in the environment.
+    token for it with 'rlboost token create --scope worker'. All connections are outbound, so a machine behind NAT can
+    join. Other settings: RLBOOST_WORKER_* in the environment.
     """
     from rlboost.local import spec_file  # noqa: PLC0415 - keeps --help quick
 
@@ -182,7 +181,7 @@ def _named(given: str, workers: Sequence[Mapping[str, Any]]) -> str:
     """
     if any(worker["id"] == given for worker in workers):
         return given
-    found = [worker["id"] for worker in workers if worker["state"] not in _GONE and worker_name(worker["id"]) == given]
+    found = [worker["id"] for worker in workers if worker["state"] not in GONE and worker_name(worker["id"]) == given]
     if len(found) > 1:
         raise Conflict(f"several workers are named {given}: give the id of one: {', '.join(found)}")
     return found[0] if found else given

@@ -23,7 +23,7 @@ def countdown(steps: int | None, seed: int) -> tuple[dict[str, Any], float | Non
 
     Args:
         steps: training steps; None for the job file's number.
-        seed: of the order of the prompts and of the samples.
+        seed: determines the order of the prompts, and the samples.
 
     Raises:
         ConfigError: the example's files are missing.

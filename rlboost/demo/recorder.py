@@ -25,6 +25,7 @@ from rlboost.report.record import (
     Record,
     SeenWorker,
 )
+from rlboost.worker_states import GONE
 
 _KINDS = {
     "trainer": "trainer",
@@ -52,7 +53,7 @@ def observation(at: float, job: Mapping[str, Any], workers: Iterable[Mapping[str
         job_state=job["state"],
         waiting_for=waiting["for"],
         waiting_because=waiting["because"],
-        workers=[_seen(worker) for worker in workers if worker["state"] not in ("lost", "left")],
+        workers=[_seen(worker) for worker in workers if worker["state"] not in GONE],
     )
 
 

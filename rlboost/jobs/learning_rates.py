@@ -20,7 +20,7 @@ def lr_advice(spec: JobSpec, n_parameters: int | None) -> str:
 
     Args:
         spec: any job.
-        n_parameters: of its model; None if unknown, such as for a Hugging Face id, which is taken for a large one.
+        n_parameters: size of the model; None if unknown, as for a Hugging Face id, which is taken for a large one.
 
     """
     if spec.kind == "eval" or spec.optimizer.name != "adamw":

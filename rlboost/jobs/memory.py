@@ -40,7 +40,7 @@ def trained_model(spec: JobSpec, n_parameters: int, n_in_experts: int = 0, n_add
 
     Args:
         spec: the job.
-        n_parameters: of its model.
+        n_parameters: number of the model's parameters.
         n_in_experts: how many of them are in experts.
         n_added: see `added_parameters`.
 

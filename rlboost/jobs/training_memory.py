@@ -95,10 +95,10 @@ def update_memory(size: ModelSize, model: TrainedModel, spec: TrainerSpec, n_tok
     """Return the bytes of an update.
 
     Args:
-        size: of the model.
+        size: sizes of the model.
         model: what is trained.
-        spec: of the torch backend.
-        n_tokens: of one GPU's part of a micro-batch, all of them trained.
+        spec: the job file's section `trainer`, of the torch backend.
+        n_tokens: number of tokens in one GPU's part of a micro-batch, all of them trained.
 
     """
     half = spec.dtype == "bfloat16"

@@ -143,7 +143,7 @@ class ForkServer:
             stdout: see `stdin`.
             stderr: see `stdin`.
             pass_fds: descriptors that it has under the same numbers.
-            cwd: its working folder, ours if None.
+            cwd: the process's working folder; this process's if None.
             dies_with_caller: the kernel kills it when this process ends.
 
         """

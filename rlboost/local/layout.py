@@ -202,8 +202,8 @@ def environment(placement: Placement, prefix: str, n_threads: int, inherited: Ma
     """Return the environment variables of a placed process.
 
     Args:
-        placement: its devices.
-        prefix: of its settings: `RLBOOST_TRAINER_` or `RLBOOST_WORKER_`.
+        placement: the process's devices.
+        prefix: prefix of the process's settings: `RLBOOST_TRAINER_` or `RLBOOST_WORKER_`.
         n_threads: number of CPU threads.
         inherited: the user's own environment, whose settings win, except for which GPUs the process has.
 

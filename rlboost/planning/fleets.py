@@ -11,6 +11,7 @@ from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.run_profile import RunProfile
 from rlboost.shared.job.spec import RlJob
 from rlboost.shared.prices import Prices
+from rlboost.shared.units import HOUR_S
 from rlboost.simulation import Machine, SimulationResult, StepTooLong
 from rlboost.simulation.traces import FleetTrace
 
@@ -18,7 +19,6 @@ SIMULATED_STEPS = 30
 """A longer job is extrapolated from about this many steps, at a random time of the trace for each seed."""
 LEAST_STEPS = 3
 """Fewer simulated steps are too few to extrapolate from: a larger job or a smaller fleet is simulated for longer."""
-_HOUR_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def plans(
                 kind=kind.kind,
                 max_workers=n,
                 workers=Spread.of([run.mean_instances for run in runs]),
-                hours=Spread.of([f * run.duration_s / _HOUR_S for f, run in zip(factors, runs, strict=True)]),
+                hours=Spread.of([f * run.duration_s / HOUR_S for f, run in zip(factors, runs, strict=True)]),
                 dollars=Spread.of([f * run.dollars for f, run in zip(factors, runs, strict=True)]),
                 tokens_per_s=Spread.of(
                     [sum(step.generated_tokens for step in run.steps) / run.duration_s for run in runs]
@@ -125,7 +125,7 @@ def _run(spec: RlJob, profile: RunProfile, machine: Machine, trace: FleetTrace, 
             break
         length_s *= 2
     if not run.steps:
-        hours = trace.duration_s / _HOUR_S
+        hours = trace.duration_s / HOUR_S
         raise ConfigError(f"no step of the job ends within the trace of {hours:.1f} hours: use a longer --trace")
     return run
 

@@ -25,9 +25,9 @@ class Environment:
 
         Args:
             job: what is generated and trained.
-            machine: of what `policy` uses already: reserved engines, prices.
+            machine: the hardware, with reserved engines and prices.
             policy: how weights travel, and the staleness.
-            seed: of the lengths.
+            seed: seed of the sample lengths.
             resolution_s: the shortest time between two turns of the manager; real ones follow within 0.01 s.
 
         """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-_HOUR_S = 3600.0
+from rlboost.shared.units import HOUR_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class InstanceResult:
     @property
     def dollars(self) -> float:
         """Return the price of the billed time."""
-        return self.billed_s * self.price_per_hour / _HOUR_S
+        return self.billed_s * self.price_per_hour / HOUR_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class SimulationResult:
     @property
     def reserved_dollars(self) -> float:
         """Return the price of the reserved cluster."""
-        return self.duration_s * self.reserved_price_per_hour / _HOUR_S
+        return self.duration_s * self.reserved_price_per_hour / HOUR_S
 
     @property
     def instance_dollars(self) -> float:

@@ -54,7 +54,7 @@ def simulate(
         machine: what it runs on.
         trace: when instances are requested and reclaimed. Those of time 0 are present in the warm-up as well.
         policy: who decides, and how.
-        seed: of the lengths.
+        seed: seed of the sample lengths.
         warm_up_steps: steps before the measured ones.
         resolution_s: shortest time between two turns of the manager; a coarse one is faster. None: derived from the
             job. Measured from 0.2 s to 2 s for 8B (0.7 s is derived), throughput differs by less than 3 %.

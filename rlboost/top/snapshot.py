@@ -12,6 +12,7 @@ import httpx
 from rlboost.client import Client, ClientError, Json, Rows
 from rlboost.shared.messages import ENDED
 from rlboost.top.step_time import STEPS_BEFORE, StepTime, last_step_time
+from rlboost.worker_states import GONE
 
 JOBS_SHOWN = 8
 """Most jobs of a snapshot: active ones first, the newest first."""
@@ -21,7 +22,6 @@ _EVALUATIONS = ("eval/pass@1", "eval/reward_mean", "eval/perplexity", "eval/loss
 """The first of these metrics that a job reports is its evaluation."""
 _RECENT_ROWS = STEPS_BEFORE + 2
 """The last step, those before it, and the evaluation after it."""
-_GONE = frozenset({"lost", "left"})
 
 
 @dataclass(slots=True)
@@ -77,7 +77,7 @@ class SnapshotReader:
         records, workers, fleet = client.jobs.list(), client.workers.list(), client.fleet()
         newest_first = records[::-1]
         records = sorted(newest_first, key=lambda record: record["state"] in ENDED)
-        present = [worker for worker in workers if worker["state"] not in _GONE]
+        present = [worker for worker in workers if worker["state"] not in GONE]
         shown = [self._read_job(client, record) for record in records[:JOBS_SHOWN]]
         return Snapshot(time.time(), client.url, fleet, shown, len(records) - len(shown), present)
 

@@ -64,8 +64,8 @@ def last_step_time(rows: Sequence[Mapping[str, float]], steps: int) -> StepTime 
     """Return the time of the last step in rows of metrics, oldest first; None before one has ended.
 
     Args:
-        rows: of the job's last steps.
-        steps: of the job; the row after the last step has only an evaluation.
+        rows: metrics of the job's last steps.
+        steps: number of the job's steps; the row after the last step has only an evaluation.
 
     """
     timed = [row for row in rows if row.get("time/step_s") and not 0 < steps <= row["step"]]

@@ -150,13 +150,28 @@ def _add_jobs(router: APIRouter, manager: Manager, bus: Bus, token: str) -> None
         found: dict[str, Any] = json.loads(spec_to_json(readable_job(manager, job_id).spec))
         return found
 
-    written: dict[str, Action] = {}
+    newest = NewestCommands(lambda: manager.world.jobs)
     for action in _STATES:
-        _add_action(router, manager, token, action, written)
+        _add_action(router, manager, token, action, newest)
 
 
-def _add_action(router: APIRouter, manager: Manager, token: str, action: Action, written: dict[str, Action]) -> None:
-    """Add the route of an action. `written` has the newest command of each job.
+class NewestCommands:
+    """The newest command of each job that was commanded."""
+
+    def __init__(self, jobs: Callable[[], Collection[str]]) -> None:
+        """Start without commands; `jobs` returns the ids of the jobs that exist."""
+        self._jobs = jobs
+        self.by_job: dict[str, Action] = {}
+
+    def add(self, job_id: str, action: Action) -> None:
+        """Replace a job's newest command, and forget those of jobs that no longer exist."""
+        self.by_job[job_id] = action
+        for forgotten in self.by_job.keys() - set(self._jobs()):
+            del self.by_job[forgotten]
+
+
+def _add_action(router: APIRouter, manager: Manager, token: str, action: Action, newest: NewestCommands) -> None:
+    """Add the route of an action.
 
     A client may repeat a command for days: what has already had its effect is not written to the stream again.
     """
@@ -168,10 +183,10 @@ def _add_action(router: APIRouter, manager: Manager, token: str, action: Action,
         job = readable_job(manager, job_id)
         if not job.allows(action):
             raise Problem(409, "Conflict", f"job {job_id} is {job.state}: it cannot {action}")
-        if not (written.get(job.id) == action and job.state == _STATES[action]):
+        if not (newest.by_job.get(job.id) == action and job.state == _STATES[action]):
             command = JobCommand(command_id=new_token(8), action=action, job_id=job.id, job_no=job.no)
             await write(manager, [Append(names.JOB_COMMANDS, signed(command, token), JOB_COMMANDS_MAX_LEN)])
-            written[job.id] = action
+            newest.add(job.id, action)
         return {"id": job.id, "state": job.state}
 
 

@@ -5,8 +5,8 @@ Consumes: job commands and reports, requested groups, the token log, heartbeats,
     world changes in turns only.
 Produces: token-log records, worker commands, finished samples, events; each turn writes them in one transaction,
     together with the positions up to which the streams were read.
-Waits for: the next entry or tick, in `Bus.read`; a standby, for the end of the leader's process or
-    of its lease, in `_stand_by`.
+Waits for: the next entry or tick, in `Bus.read_with_raw`; as a standby, for the death of the leader or the end of its
+    lease, in `_stand_by`.
 Ends when: the stop is set. After a write without a reply, and at the start, the manager acquires leadership and
     rebuilds the world from the log. A superseded manager cannot write: it discards its world and becomes a standby.
 """
@@ -95,7 +95,7 @@ class Manager:
             clock: returns the current time; the system's clocks when None.
             record: describes this manager in the leader's lease; managers on one Redis need different addresses.
             leader_lease_s: how long a leader may be silent until another manager takes over.
-            identities: of workers; without Redis users when None.
+            identities: the workers' Redis users and roles; without Redis users when None.
             leader_watch: notices a leader's death sooner.
             prices: kind -> dollars per hour of one worker that has no price of its own.
 
@@ -298,7 +298,7 @@ class Manager:
             await self.identities.maintain(self.world.fleet, now.mono, self.write)
         await self._commit(advanced)
         self._pending_trims = due
-        self.completion_waiters.notify(self.world)
+        self.completion_waiters.notify(self.world, now.wall)
         self._follow_jobs()
 
     async def _read(self, block_s: float) -> _Batch:

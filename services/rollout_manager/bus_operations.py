@@ -85,7 +85,11 @@ def _state_operations(effect: Effect) -> list[Op]:  # noqa: PLR0911 - one flat t
             save = HashSet(names.JOBS, {job.id: to_json(job)})
             return [save, *(Expire(key(job.id), ENDED_JOB_RETENTION_S) for key in _JOB_KEYS if job.ended)]
         case ForgetJob(job_id):
-            return [HashDelete(names.JOBS, (job_id,))]
+            # The cursor is deleted in the turn after the job's end, unless the manager is killed before its commit.
+            return [
+                HashDelete(names.JOBS, (job_id,)),
+                HashDelete(names.MANAGER_CURSORS, (names.rollouts_requested(job_id),)),
+            ]
         case SaveMetrics(job_id, step, metrics):
             return [HashSet(names.job_metrics(job_id), {str(step): json.dumps(metrics)})]
         case SaveLength(job_id, prompt, length):

@@ -102,7 +102,7 @@ class CompletionWaiters:
             waiters.append(waiter)
             self._waiters[request.group] = waiter
             self.clients.attended.add(request.group)
-            self.clients.gone.discard(request.group)
+            self.clients.gone.pop(request.group, None)
         return waiters
 
     def complete(self, waiter: Waiter, member: int) -> None:
@@ -123,13 +123,13 @@ class CompletionWaiters:
         del self._waiters[group]
         self.clients.attended.discard(group)
         if waiter.open and not waiter.resumable:
-            self.clients.gone.add(group)
+            self.clients.gone[group] = waiter.request
 
     async def follow(self, waiters: Sequence[Waiter]) -> AsyncGenerator[tuple[int, CompletionChunk] | None]:
         """Yield (index of the waiter, new chunk) until all members have ended, and None after `IDLE_S` without one.
 
         Args:
-            waiters: of one request.
+            waiters: the waiters of one request.
 
         Raises:
             CompletionUnavailable: no more tokens will come: request the completion again.
@@ -164,8 +164,8 @@ class CompletionWaiters:
 
     # --- called by the manager's loop ---
 
-    def notify(self, world: World) -> None:
-        """Wake the clients for which the last turn has produced something."""
+    def notify(self, world: World, wall: float) -> None:
+        """Wake the clients for which the last turn has produced something; `wall` is the time in Unix seconds."""
         for waiter in list(self._waiters.values()):
             waiter.world = world
             samples = [sample for member in waiter.open if (sample := waiter.sample(member))]
@@ -184,7 +184,12 @@ class CompletionWaiters:
         # Samples that are no longer in the ledger were ended by this turn.
         ledger = world.ledger
         self.clients.satisfied = {sample for sample in self.clients.satisfied if sample in ledger.samples}
-        self.clients.gone = {group for group in self.clients.gone if group in ledger.open_in_group}
+        # A group that is not admitted yet stays: its request may still be unread.
+        self.clients.gone = {
+            group: request
+            for group, request in self.clients.gone.items()
+            if group in ledger.open_in_group or (wall < request.expires_at and not world.is_known(request))
+        }
 
     def fail(self, effects: Iterable[Effect]) -> None:
         """Report refused samples to their clients."""

@@ -33,7 +33,7 @@ class FakeProvider:
     """`ports.FleetProvider` that starts nothing.
 
     Args:
-        kinds: of workers that it can start.
+        kinds: kinds of workers that it can start.
 
     """
 

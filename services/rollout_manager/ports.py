@@ -31,7 +31,7 @@ class WorkerUsers(Protocol):
         """Create or replace a worker's user.
 
         Args:
-            worker: its id.
+            worker: the worker's id.
             secret_sha256: the SHA-256 of the user's password, in hexadecimal.
 
         """

@@ -28,7 +28,7 @@ class StoreCredentials:
     Args:
         manager: whose workers.
         token: the system's, which signs credentials.
-        life_s: of a credential.
+        life_s: how long a credential is valid.
         clock: Unix seconds.
 
     """

@@ -270,7 +270,7 @@ class Worker:
             async with asyncio.timeout(_PAUSE_LIMIT_S):
                 await self._generator.pause("shutdown")
         except TimeoutError:
-            # It is loading: it generates no token now, and none of aborted requests afterwards.
+            # A parity check or a long step still runs. Aborted requests get no further tokens.
             self._generator.abort(list(self._connection.session.held.items()))
 
     async def _close_engine(self) -> None:

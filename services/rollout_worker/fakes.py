@@ -29,7 +29,7 @@ class FakeEngine:
     Args:
         slots: maximum number of running requests.
         vocabulary: tokens are 0..vocabulary-1, equally likely.
-        max_len: of prompt and completion.
+        max_len: maximum length of prompt and completion together.
         interval_s: time per token of each running request; None = a token only when `tick` is called.
         clock: seconds.
         capacity: limits of its pretended KV cache; None = unlimited.
@@ -68,7 +68,7 @@ class FakeEngine:
         self._failure: Exception | None = None
 
     def tick(self) -> bool:
-        """Make one token for each running request; return False if there is none."""
+        """Generate one token for each running request; return False if none is running."""
         if self._suspended or self._closed or self._table.version < 0 or not (self._table.n or self._table.pending):
             return False
         self._table.admit(budget_tokens=1 << 30)

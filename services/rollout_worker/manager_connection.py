@@ -27,7 +27,6 @@ from rlboost.shared.ids import WeightsRef
 from rlboost.shared.messages import (
     FINISH_RELEASED,
     Assignment,
-    DeadLetter,
     Message,
     PreemptionNotice,
     Role,
@@ -43,7 +42,7 @@ from rlboost.shared.process.log_buffer import BUFFER, LogBuffer
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Append, Bus, Trim
-from rlboost.shared.streams.dead_letters import report_dead_letter
+from rlboost.shared.streams.dead_letters import dead_letter_op, report_dead_letter
 from rlboost.shared.streams.entries import START, Entry, after
 from rlboost.shared.wire.columns import I32, U64, length, pack
 
@@ -316,12 +315,9 @@ class ManagerConnection:
     async def dead_letter(self, entry: Entry, reason: str) -> None:
         """Dead-letter a command that violates the protocol, or that cannot be executed."""
         report_dead_letter(entry.stream, entry.id, reason)
-        worker, body = self.incarnation.worker, encode(entry.message)
-        await self._report(
-            DeadLetter(
-                stream=entry.stream, entry_id=entry.id, consumer=worker, reason=reason, body=body, at=time.time()
-            )
-        )
+        worker, reports, body = self.incarnation.worker, self.incarnation.reports, encode(entry.message)
+        op = dead_letter_op(entry.stream, entry.id, worker, reason, body, time.time(), to=reports)
+        await self.incarnation.bus.transact([op])
 
     async def report_weights_unavailable(self, weights: WeightsRef, reason: str) -> None:
         """Emit an event: the assigned weights cannot be pulled."""

@@ -114,7 +114,7 @@ class Engine(Protocol):
 
         Args:
             sequences: at most as long as the model's maximum length.
-            temperature: of the distribution, above 0.
+            temperature: temperature of the distribution, above 0.
 
         """
 

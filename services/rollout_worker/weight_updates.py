@@ -197,7 +197,10 @@ class WeightUpdates:
                 yield
 
     async def _on_unavailable(self, weights: WeightsRef, reason: str, execute: Execute) -> None:
-        """Tell the manager and the session that the weights cannot be pulled; the engine is as it was."""
+        """Report that the weights cannot be pulled.
+
+        The engine keeps its weights, unless a failed load has already unloaded them.
+        """
         connection = self._connection
         await connection.retry_until_ok(
             "report unavailable weights", lambda: connection.report_weights_unavailable(weights, reason)

@@ -96,10 +96,10 @@ class Trainer:
             build: builds the resources of a job; called on `device`.
             device: the thread of all computation.
             waits: registry of waits.
-            name: of the trainer; reserved workers name the trainer whose device they share.
+            name: the trainer's name; reserved workers name the trainer whose device they share.
             token: the system's, under which managers sign commands.
-            limits: of waits.
-            timing: of the loops.
+            limits: how long each wait may take.
+            timing: intervals and limits of the loops.
             price_per_hour: dollars that its jobs are charged for its machines, besides its reserved workers.
 
         """

@@ -48,11 +48,11 @@ def build_resources(
     """Build a job's resources. Blocks.
 
     Args:
-        config: of the trainer.
+        config: the trainer's settings.
         waits: registry of waits.
-        machines: those that join this trainer; None if none can.
-        spec: of the job.
-        job_id: its id.
+        machines: the machines that join this trainer; None if none can.
+        spec: the job file.
+        job_id: the job's id.
 
     Raises:
         ConfigError: a file that the job names is missing or invalid.

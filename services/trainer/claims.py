@@ -32,8 +32,8 @@ class JobClaims:
         Args:
             bus: the broker.
             table: what all commands come to.
-            name: of the trainer.
-            incarnation: its name as a consumer, unique per process.
+            name: the trainer's name.
+            incarnation: the trainer's name as a consumer, unique per process.
             token: the system's, under which managers sign commands.
 
         """

@@ -47,15 +47,15 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
             waits,
             lease_s=settings.lease_s,
             redirect=settings.redirect,
-            clock=time.time,
+            clock=_clock,
         ) as origin:
             documents = origin.documents
             limited = LimitedChunks(origin.chunks, settings.max_bytes, time.monotonic) if settings.max_bytes else None
             chunks = DerivedChunks(limited or origin.chunks)
-            deltas = Deltas(chunks, documents, metrics, keep=settings.keep_deltas, clock=time.time)
-            composer = DeltaComposer(deltas, chunks, documents, metrics, clock=time.time)
+            deltas = Deltas(chunks, documents, metrics, keep=settings.keep_deltas, clock=_clock)
+            composer = DeltaComposer(deltas, chunks, documents, metrics, clock=_clock)
             store = WeightStore(
-                chunks, documents, deltas, bus, waits, metrics, keep_versions=settings.keep_versions, clock=time.time
+                chunks, documents, deltas, bus, waits, metrics, keep_versions=settings.keep_versions, clock=_clock
             )
             await store.load()
             if limited is not None:
@@ -86,6 +86,11 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
             await supervise(loops, stop)
     finally:
         await bus.close()
+
+
+def _clock() -> float:
+    """Return Unix seconds with the resolution of the chunk store: a time read back from it compares equal."""
+    return round(time.time(), 6)
 
 
 if __name__ == "__main__":

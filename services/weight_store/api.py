@@ -61,7 +61,7 @@ def create(
         guard: checks every request.
         not_ready_reason: returns why the origin is not ready, or None.
         waits: shown by `/readyz`.
-        metrics: of the service.
+        metrics: the service's metrics.
         directory: where chunks are, None if they are not files.
 
     """

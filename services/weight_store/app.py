@@ -49,7 +49,7 @@ class WeightStore:
         keep_versions: int,
         clock: Callable[[], float],
     ) -> None:
-        """Read nothing before `load`; `clock` returns Unix seconds."""
+        """Read nothing before `load`; `clock` returns Unix seconds, rounded to microseconds."""
         self._chunks = chunks
         self._documents = documents
         self._deltas = deltas
@@ -108,12 +108,12 @@ class WeightStore:
             StoreFull: the disk is full.
 
         """
-        await self._chunks.put(digest, blocks, self._now())
+        await self._chunks.put(digest, blocks, self._clock())
         self.damaged.on_uploaded(digest)
 
     async def missing(self, chunks: Sequence[ChunkRef]) -> list[str]:
         """Return the digests that the store lacks; the others are retained for at least `UPLOAD_GRACE_S`."""
-        return await self._chunks.missing(chunks, self._now())
+        return await self._chunks.missing(chunks, self._clock())
 
     async def apply(self, edges: Sequence[Edge]) -> list[str]:
         """Derive chunks from deltas that the store has; return the digests of those that cannot be derived.
@@ -150,7 +150,7 @@ class WeightStore:
         if part.rank != rank:
             raise Undecodable(f"this is the part of rank {part.rank}, not of rank {rank}")
         async with self._models.lock(job_id):
-            await self._documents.put_part(job_id, StagedPart(version, rank, self._now()), data)
+            await self._documents.put_part(job_id, StagedPart(version, rank, self._clock()), data)
 
     async def commit(self, job_id: str, version: int, request: CommitRequest) -> Version:
         """Make a version the head. Idempotent: a repeated commit with the same content returns the version.
@@ -189,7 +189,7 @@ class WeightStore:
             versions.check_commit(model, version, request.expect, request.base_version)
             manifest = await assemble(self._documents, job_id, version, request)
             hop = await self._deltas.uploaded_hop(version, manifest)
-            now = self._now()
+            now = self._clock()
             refs = list(manifest.chunks())
             edges = frozenset(hop.edges if hop else ())
             missing = set(await self._chunks.missing(refs, now))
@@ -243,7 +243,3 @@ class WeightStore:
         committed = (parts, manifest.config_json, manifest.base_version, manifest.adapter_json)
         if committed != (request.parts, request.config_json, request.base_version, request.adapter_json):
             raise Conflict(f"version {found.version} of job {job_id} is committed already with other content")
-
-    def _now(self) -> float:
-        # The resolution of the chunk store: a time read back from it compares equal.
-        return round(self._clock(), 6)

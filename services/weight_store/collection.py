@@ -42,11 +42,11 @@ class _References(NamedTuple):
 
     model: Model
     needed: set[str]
-    """By visible versions, staged parts, and edges that are retained."""
+    """Digests needed by visible versions, staged parts or retained edges."""
     retired: dict[str, float]
     """Chunk or delta -> time; it is garbage unless it is needed or was used after that time."""
     chunks_of: dict[int, set[str]]
-    """Of each retired version."""
+    """Retired version -> digests of its chunks."""
     outdated: list[int]
     """Versions whose edges are removed."""
 
@@ -65,7 +65,7 @@ class Collector:
         *,
         clock: Callable[[], float],
     ) -> None:
-        """Remove from the store's ports; `clock` returns Unix seconds."""
+        """Remove from the store's ports; `clock` returns Unix seconds, rounded to microseconds."""
         self._models = models
         self._chunks = chunks
         self._documents = documents
@@ -78,7 +78,7 @@ class Collector:
     async def collect(self, stop: asyncio.Event) -> None:
         """Collect garbage once a minute."""
         while not await until_stop(stop, _COLLECT_INTERVAL_S):
-            await self.tidy(ended_before=self._now() - ENDED_GRACE_S)
+            await self.tidy(ended_before=self._clock() - ENDED_GRACE_S)
 
     async def tidy(self, ended_before: float = math.inf) -> None:
         """Retire the versions of ended jobs and collect garbage; what is unavailable now is deferred."""
@@ -106,7 +106,7 @@ class Collector:
 
         """
         self._models.check_all_readable()
-        now = self._now()
+        now = self._clock()
         # Read before the references: a chunk that is referenced for the first time later has also been used later.
         last_used = await self._chunks.last_used()
         jobs = [await self._references_of(job_id, now) for job_id in await self._documents.jobs()]
@@ -175,7 +175,3 @@ class Collector:
             # Retired, and its manifest removed just before the process was killed.
             return set()
         return {chunk.digest for chunk in (await asyncio.to_thread(Manifest.decode, data)).chunks()}
-
-    def _now(self) -> float:
-        # The resolution of the chunk store: a time read back from it compares equal.
-        return round(self._clock(), 6)

@@ -21,7 +21,7 @@ log = structlog.get_logger(__name__)
 
 
 class DamagedChunks:
-    """The chunks that retained versions need and the store lacks, as far as anyone has asked for them."""
+    """Chunks that retained versions need and the store lacks, among those that were requested."""
 
     def __init__(self, chunks: Chunks, documents: Documents) -> None:
         """Start with none."""

@@ -51,7 +51,7 @@ class DeltaComposer:
         *,
         clock: Callable[[], float],
     ) -> None:
-        """Read and extend `deltas`; `clock` returns Unix seconds."""
+        """Read and extend `deltas`; `clock` returns Unix seconds, rounded to microseconds."""
         self._deltas = deltas
         self._chunks = chunks
         self._documents = documents
@@ -152,7 +152,7 @@ class DeltaComposer:
         if data is None or not is_worthwhile(len(data), pair, chunk_bytes):
             return None
         edge = Edge(pair.second.new, pair.first.base, await asyncio.to_thread(digest_of, data), len(data))
-        await self._chunks.put(edge.delta, [data], round(self._clock(), 6))
+        await self._chunks.put(edge.delta, [data], self._clock())
         self._metrics.deltas_composed.inc()
         return edge
 

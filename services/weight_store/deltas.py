@@ -105,7 +105,7 @@ class Deltas:
 
         async def apply(edge: Edge) -> None:
             try:
-                await self._chunks.derive(edge, self._now())
+                await self._chunks.derive(edge, self._clock())
             except (NotFound, Unprocessable) as error:
                 log.warning("delta_not_applied", chunk=edge.new, base=edge.base, error=str(error))
                 failed.append(edge.new)
@@ -154,7 +154,7 @@ class Deltas:
     async def _write(
         self, job_id: str, version: int, hops: tuple[EdgeList, ...], from_base: EdgeList | None = None
     ) -> None:
-        edges = VersionEdges(version=version, at=self._now(), hops=hops, from_base=from_base)
+        edges = VersionEdges(version=version, at=self._clock(), hops=hops, from_base=from_base)
         await self._documents.put_edges(job_id, version, await asyncio.to_thread(edges.encode))
 
     def queue_composition(self, job_id: str, version: int, base: int | None) -> None:
@@ -221,7 +221,7 @@ class Deltas:
 
     async def present(self, hop: EdgeList) -> EdgeList:
         """Return a hop without the edges whose delta is missing; mark the others as used."""
-        missing = set(await self._chunks.missing([edge.blob for edge in hop.edges], self._now()))
+        missing = set(await self._chunks.missing([edge.blob for edge in hop.edges], self._clock()))
         return hop.model_copy(update={"edges": tuple(edge for edge in hop.edges if edge.delta not in missing)})
 
     async def read(self, digest: str) -> bytes | None:
@@ -234,6 +234,3 @@ class Deltas:
             log.warning("chunk_corrupt", digest=digest)
             return None
         return data
-
-    def _now(self) -> float:
-        return round(self._clock(), 6)

@@ -29,7 +29,7 @@ class BodyReceiver:
         Args:
             accepts: takes path and `Authorization` header; returns False if the app must respond.
             store: takes path and body, which is valid during the call.
-            max_bytes: of a body.
+            max_bytes: maximum size of a body.
 
         """
         self.store = store

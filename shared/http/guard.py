@@ -54,7 +54,7 @@ class Guard:
         """Return a router whose routes reject requests without a token of their scope, or with too large a body.
 
         Args:
-            max_body_bytes: of one request.
+            max_body_bytes: maximum size of one request's body.
             options: further arguments of `APIRouter`.
 
         """

@@ -45,7 +45,7 @@ def create_app(
 
     Args:
         title: the service's name, for the OpenAPI document.
-        guard: of `/metrics` and `/openapi.json`; `/healthz` and `/readyz` are open.
+        guard: authenticates requests to `/metrics` and `/openapi.json`; `/healthz` and `/readyz` are open.
         not_ready_reason: returns what the service lacks, or None if it is ready.
         waits: shown by `/readyz` and `/metrics`.
         error_format: for routes whose clients do not expect problem documents.

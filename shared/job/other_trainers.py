@@ -238,7 +238,7 @@ def advice(place: str, value: object) -> str:
 
     Args:
         place: the dotted key, such as `algorithm.num_generations`.
-        value: its value; if it is a section, its keys are translated.
+        value: the key's value; the keys of a section are translated.
 
     """
     if isinstance(value, dict):

@@ -196,7 +196,7 @@ class WorkerHeartbeat(Message):
     max_request_tokens: Count = 0
     """Longest sample, prompt and `max_tokens` together, that the engine accepts; 0 where it accepts any."""
     command_digest: PackedId = 0
-    """What the commands up to `last_command` have assigned, less samples that have ended: `wire.command_digest`."""
+    """What the commands up to `last_command` assigned, less samples that have ended: see `messages.command_digest`."""
     last_command: EntryId = ""
     """Entry id of the last command that was applied; empty from a worker that sends no digest."""
     waiting: Wait | None = None

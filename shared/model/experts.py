@@ -140,7 +140,7 @@ def require_known_layout(config: Mapping[str, Any], names: Iterable[str]) -> Non
 
     Args:
         config: the model's `config.json`.
-        names: of the tensors in its files.
+        names: names of the tensors in the model's files.
 
     Raises:
         ConfigError: they have others.

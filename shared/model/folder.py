@@ -54,7 +54,7 @@ def require_unquantized(config: Mapping[str, Any]) -> None:
     """Check that a model's files hold its weights in full, since training needs them.
 
     Args:
-        config: its `config.json`.
+        config: the model's `config.json`.
 
     Raises:
         ConfigError: they are quantized.

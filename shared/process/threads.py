@@ -18,7 +18,7 @@ def run_in_thread(name: str, work: Callable[[], T]) -> asyncio.Future[T]:
     returned future does not stop `work`; its outcome is then dropped.
 
     Args:
-        name: of the thread, as stack dumps show it.
+        name: the thread's name, as stack dumps show it.
         work: called once; whatever it raises is raised where the future is awaited.
 
     """

@@ -29,7 +29,7 @@ def dead_letter_op(
 
     Args:
         stream: where the entry was read.
-        entry_id: its id there.
+        entry_id: the entry's id there.
         consumer: the service that cannot use it.
         reason: why it cannot.
         body: the entry's bytes.

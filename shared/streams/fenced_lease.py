@@ -111,7 +111,7 @@ class FencedLease:
         """Count the lease as not held: a write had no reply, or was refused.
 
         Args:
-            fence: of the write; no effect if the lease has been acquired again since. None: in any case.
+            fence: the write's fence; no effect if the lease has been acquired again since. None: in any case.
 
         """
         if fence is None or self._fence == fence:

@@ -41,7 +41,7 @@ def log_sender(bus: Bus, source: str, jobs: Callable[[], Collection[str]], buffe
         bus: the broker.
         source: shown in front of each line.
         jobs: returns the jobs that a line which names none concerns.
-        buffer: of the lines.
+        buffer: holds lines until they are sent.
 
     """
 

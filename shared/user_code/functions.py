@@ -25,7 +25,7 @@ def load_user_function(field: str, path: str, arguments: Sequence[str]) -> Calla
     Args:
         field: the field of the job file, for errors.
         path: the function's path.
-        arguments: its positional arguments, named for errors.
+        arguments: names of the function's positional arguments, for errors.
 
     Raises:
         ConfigError: it cannot be imported, is not a function, or does not take these arguments.

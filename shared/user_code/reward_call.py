@@ -58,8 +58,8 @@ def describe_import_error(path: str, kind: str, error: BaseException) -> str:
     """Return one line about why a user's function could not be loaded, and what to do.
 
     Args:
-        path: its path, `package.module:function`.
-        kind: its purpose, such as `reward function`.
+        path: the function's path, `package.module:function`.
+        kind: the function's purpose, such as `reward function`.
         error: the error of `load`.
 
     """
@@ -120,7 +120,7 @@ def missing_columns(
     """Return what a function needs and the data do not have, an empty text if nothing is missing.
 
     Args:
-        function: of the signature `style`.
+        function: the user's function, with the signature `style`.
         arguments: the keyword arguments in the job file.
         style: `trl` or `verl`, as `detect_style` returns it.
         columns: those of a data row, without the prompt.

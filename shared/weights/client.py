@@ -7,7 +7,6 @@ import json
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple, NoReturn, Self, TypeVar
-from urllib.parse import urlsplit
 
 import aiohttp
 import stamina
@@ -22,6 +21,7 @@ from rlboost.shared.errors import (
     StoreUnavailable,
     Undecodable,
 )
+from rlboost.shared.http.server_url import is_http_url
 from rlboost.shared.tls import client_verification
 from rlboost.shared.weights.access import Access, SystemToken
 from rlboost.shared.weights.delta_graph import Edge, Route, VersionEdges
@@ -58,16 +58,16 @@ class _Answer(NamedTuple):
 class StoreClient:
     """HTTP client of one weight store.
 
-    Every request is idempotent, so every method may be repeated after `StoreUnavailable`, which a worker's expired
-    credential is too. The methods also raise `NotFound`, `Conflict`, `ConfigError` (URL or token) and `Fatal`
-    (other refusals). A store with a full disk is unavailable.
+    All requests are idempotent: repeat them after `StoreUnavailable`, which is also raised while a worker's credential
+    is expired, or the store's disk is full. The methods also raise `NotFound`, `Conflict`, `ConfigError` (URL or token)
+    and `Fatal` (other refusals).
     """
 
     def __init__(self, url: str, access: str | Access) -> None:
         """Connect lazily.
 
         Args:
-            url: of the store.
+            url: the store's URL.
             access: the system's token, or what a worker has in its place.
 
         Raises:
@@ -157,13 +157,13 @@ class StoreClient:
         return frozenset(MissingChunks.model_validate_json(answer.body).missing)
 
     async def apply(self, edges: Iterable[Edge]) -> frozenset[str]:
-        """Let the store make chunks from deltas that it has; return the digests of the chunks that it cannot make."""
+        """Have the store derive chunks from deltas that it has; return the digests of those that it cannot derive."""
         body = EdgeBatch(edges=tuple(edges)).model_dump_json()
         answer = await self._request("POST", "/v1/chunks/apply", body.encode(), _JSON)
         return frozenset(MissingChunks.model_validate_json(answer.body).missing)
 
     async def damaged(self) -> frozenset[str]:
-        """Return the digests of chunks that retained versions need and the store lacks, and that were asked for."""
+        """Return the digests of requested chunks that retained versions need and the store lacks."""
         answer = await self._request("GET", "/v1/damaged-chunks")
         return frozenset(MissingChunks.model_validate_json(answer.body).missing)
 
@@ -173,7 +173,7 @@ class StoreClient:
         return ChunkState.model_validate_json(answer.body).intact
 
     async def prepare(self, digest: str) -> None:
-        """Let the store write the file of a chunk that it has only as base and delta."""
+        """Have the store write the file of a derived chunk."""
         await self._request("HEAD", f"/v1/chunks/{digest}")
 
     async def put_chunk(self, chunk: ChunkRef, data: memoryview) -> None:
@@ -277,13 +277,8 @@ async def retry_unavailable(call: Callable[[], Awaitable[T]]) -> T:
 
 
 def _check_url(url: str) -> None:
-    try:
-        parts = urlsplit(url)
-        usable = parts.scheme in {"http", "https"} and parts.hostname and parts.port != 0
-    except ValueError as error:
-        raise ConfigError(f"weight store URL {url!r}: {error}; give http://host:port") from error
-    if not usable:
-        raise ConfigError(f"weight store URL {url!r} has no scheme or no host; give http://host:port")
+    if not is_http_url(url):
+        raise ConfigError(f"weight store URL {url!r} is not valid: give http://host:port")
 
 
 @contextmanager

@@ -48,7 +48,7 @@ class Publisher:
         """Use an open client.
 
         Args:
-            client: of the weight store.
+            client: the weight store's client.
             waits: registry in which waits for the store are listed.
             concurrency: concurrent uploads.
             limit_s: maximum outage of the store.
@@ -140,8 +140,8 @@ class Publisher:
             expect: the version that must be the current head.
             part_digests: `Part.digest` of every rank, in rank order.
             config_json: the model's Hugging Face configuration.
-            base_version: of an adapter: the version of the model that it belongs to.
-            adapter_json: of an adapter: PEFT's `adapter_config.json`.
+            base_version: for an adapter: the version of the model that it belongs to.
+            adapter_json: for an adapter: PEFT's `adapter_config.json`.
             parity_json: `Manifest.parity_json`.
 
         Raises:

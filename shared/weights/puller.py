@@ -62,10 +62,10 @@ class Puller:
         """Use an open client and a cache.
 
         Args:
-            client: of the weight store.
+            client: the weight store's client.
             cache: closed by the puller.
             waits: registry in which a running pull is listed.
-            source: of chunks and deltas; by default the weight store.
+            source: provides chunks and deltas; by default the weight store.
             seeder: provides chunks of a job's first version from this machine.
             concurrency: concurrent transfers of the default source.
             limit_s: maximum duration of one pull, including outages of the store.

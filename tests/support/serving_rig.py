@@ -59,8 +59,15 @@ class Rig:
         await self.turn()
 
     async def ask(self, *, served: bool = True, **more: Any) -> GroupRequested:
+        await self.send(request := self.request(served=served, **more))
+        return request
+
+    async def send(self, request: GroupRequested) -> None:
+        await self.bus.append(names.rollouts_requested("j"), request)
+
+    def request(self, *, served: bool = True, **more: Any) -> GroupRequested:
         self.groups += 1
-        request = GroupRequested(
+        return GroupRequested(
             job_id="j",
             group=request_group(1, self.groups) if served else SampleId(1, False, 0, self.groups, 0).pack(),
             prompt=pack([1, 2], I32),
@@ -68,8 +75,6 @@ class Rig:
             seed=1,
             **{"n": 1, "sampling": Sampling(max_tokens=8), "expires_at": self.clock + 90.0 if served else 0.0, **more},
         )
-        await self.bus.append(names.rollouts_requested("j"), request)
-        return request
 
     def register(self, request: GroupRequested) -> Waiter:
         (waiter,) = self.manager.completion_waiters.register([request], self.manager.world, resumable=False)

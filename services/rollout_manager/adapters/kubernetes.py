@@ -22,8 +22,8 @@ class Kubernetes:
     """Sets the `scale` subresource of the Deployment that is named as the kind.
 
     Args:
-        url: of the API server.
-        namespace: of the Deployments.
+        url: the API server's URL.
+        namespace: namespace of the Deployments.
         token_file: has the bearer token, which Kubernetes renews.
         tls: verifies the API server.
 

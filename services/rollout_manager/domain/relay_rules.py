@@ -39,7 +39,7 @@ def destination(worker: str, role: Role, fields: Mapping[str, Any]) -> Destinati
     Args:
         worker: the stream's owner, the only worker that can write to it.
         role: the worker's.
-        fields: of the message, not validated: its reader validates it.
+        fields: the message's fields, which its reader validates.
 
     Raises:
         Unprocessable: a worker may not send it, or it names another worker.

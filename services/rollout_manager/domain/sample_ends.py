@@ -54,7 +54,7 @@ def drop(world: World, sample: Sample, cause: str, reason: str = "") -> None:
 
     Args:
         world: changed in place.
-        sample: of the trainer or of a client.
+        sample: a sample of the trainer or of a client.
         cause: counted in the audit; one of few.
         reason: for the requester; the cause if empty.
 

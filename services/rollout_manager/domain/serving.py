@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from rlboost.services.rollout_manager.domain.sample_ends import deliver_to_client, drop
 from rlboost.services.rollout_manager.domain.world import Now, World
+from rlboost.shared.messages import GroupRequested
 
 GRACE_S = 30.0
 """How long the samples of a disconnected client that may reconnect continue."""
@@ -23,8 +24,8 @@ class Clients:
     """Groups whose client is connected."""
     satisfied: set[int] = field(default_factory=set)
     """Samples that the client has received completely: to the end, or to a stop string."""
-    gone: set[int] = field(default_factory=set)
-    """Groups whose client disconnected and cannot reconnect."""
+    gone: dict[int, GroupRequested] = field(default_factory=dict)
+    """Group whose client disconnected and cannot reconnect -> its request, which may not be admitted yet."""
 
 
 NO_CLIENTS = Clients()

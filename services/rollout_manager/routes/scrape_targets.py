@@ -26,7 +26,7 @@ async def scrape_targets(bus: Bus, workers: Collection[str], path: str) -> list[
     Args:
         bus: has the addresses, as workers report them.
         workers: ids of the present workers.
-        path: of their metrics, see `token_signature.metrics_path`.
+        path: URL path of the workers' metrics, see `token_signature.metrics_path`.
 
     Raises:
         BusUnavailable: Redis does not answer.

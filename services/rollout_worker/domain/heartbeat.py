@@ -23,8 +23,8 @@ def build_heartbeat(
     """Return the heartbeat of an incarnation.
 
     Args:
-        session: of the incarnation.
-        stats: of the engine.
+        session: the incarnation's session.
+        stats: the engine's statistics.
         load: measured now.
         capabilities: the fields that describe the engine; empty before there is one.
         last_command: entry id of the last command that the session has taken.

@@ -66,7 +66,7 @@ def judge(
         scored: the engine's log-probability of each completion token, at the reference's temperature.
         precision: what the engine computes in.
         has_experts: True for a mixture of experts.
-        tolerance: of the mean difference, in nats; 0 = by precision and model.
+        tolerance: tolerated mean difference in nats; 0 derives it from precision and model.
 
     """
     # Compare at temperature 1: a lower one magnifies differences of logits.

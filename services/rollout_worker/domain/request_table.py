@@ -66,7 +66,7 @@ class RequestTable:
         max_len: maximum length of prompt and completion together.
         vocabulary: token ids are 0..vocabulary-1.
         capacity: limits of the KV cache; requests that do not fit are queued. None = unlimited.
-        shape: of the model's routed experts; None if the engine does not return them.
+        shape: shape of the model's routed experts; None if the engine does not return them.
 
     """
 

@@ -89,7 +89,7 @@ def validation_error(request: Request, max_len: int, vocabulary: int, shape: Rou
         request: not validated.
         max_len: maximum length of prompt and completion together.
         vocabulary: token ids are 0..vocabulary-1.
-        shape: of the routed experts that the engine returns; None if it returns none.
+        shape: shape of the routed experts that the engine returns; None if it returns none.
 
     """
     ids, sampling = request.prompt + request.tokens, request.sampling

@@ -39,7 +39,7 @@ class StreamedRequests:
         slots: maximum number of requests that the engine runs at a time, in order of submission.
         max_len: maximum length of prompt and completion together.
         vocabulary: token ids are 0..vocabulary-1.
-        shape: of the routed experts that the engine returns; None if it returns none.
+        shape: shape of the routed experts that the engine returns; None if it returns none.
 
     """
 

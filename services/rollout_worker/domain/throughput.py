@@ -53,9 +53,9 @@ class DecodeMeter:
         """Count the interval from the last flush with tokens to this one, if the engine generated throughout.
 
         Args:
-            emissions: of all samples, since the last flush.
+            emissions: what all samples have emitted since the last flush.
             running: samples in the batch now; 0 while the engine is paused.
-            now: seconds of any clock.
+            now: the present time, in seconds of any clock.
 
         """
         tokens: Counter[int] = Counter()

@@ -130,7 +130,14 @@ class _Host:
         request: dict[str, Any] = {"conversation": conversation, "release": released, "turns": unprocessed}
         if n_processed is None:
             request |= {"row": row, "seed": seed}
-        answer = await self.process.call(request, self._limit_s * max(1, len(unprocessed)))
+        try:
+            answer = await self.process.call(request, self._limit_s * max(1, len(unprocessed)))
+        except UserCodeFault as fault:
+            if fault.reason == "unserializable":  # nothing was sent, and the process lives
+                self.released = [*released, *self.released]
+                if conversation is not None and n_processed is not None:
+                    self._n_processed[conversation] = n_processed
+            raise
         if conversation is not None:
             self._n_processed[conversation] = len(turns)
         return answer

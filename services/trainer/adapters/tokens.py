@@ -26,7 +26,7 @@ class RowTokenizer:
 
         Args:
             given: text, or chat messages, after which the template's generation prompt is added.
-            key: its column, for errors.
+            key: the text's column, for errors.
             location: the row, for errors.
             tools: JSON schemas of tools, for the chat template.
 

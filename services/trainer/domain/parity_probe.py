@@ -36,8 +36,8 @@ def build_probe(vocabulary: int, *, temperature: float, dtype: Dtype) -> Probe:
 
     Args:
         vocabulary: number of tokens of the model.
-        temperature: of the job's log-probabilities, above 0.
-        dtype: that the trainer computes in.
+        temperature: temperature of the job's log-probabilities, above 0.
+        dtype: the dtype that the trainer computes in.
 
     """
     length, many = PROMPT_TOKENS + COMPLETION_TOKENS, min(vocabulary, COMMON_TOKENS)

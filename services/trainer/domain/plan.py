@@ -80,7 +80,7 @@ def plan_step(
 
     Args:
         spec: the job.
-        job_no: its number.
+        job_no: the job's number.
         step: the step.
         n_train: number of training prompts.
         n_eval: number of evaluation prompts.

@@ -24,7 +24,7 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
 
     Args:
         device_name: as reported by the driver, such as `NVIDIA H100 80GB HBM3`.
-        dtype: of matrix multiplications; only `bfloat16` is known.
+        dtype: dtype of matrix multiplications; only `bfloat16` is known.
 
     """
     if dtype != "bfloat16":

@@ -60,13 +60,16 @@ class ActiveJob:
             WaitTimedOut: another trainer still holds the lease after `limit_s`.
 
         """
-        events = [asyncio.create_task(event.wait()) for event in (self.owns_lease, self.superseded)]
+        waiters = [
+            asyncio.create_task(self.owns_lease.wait(), name=f"owns-lease-{self.job_id}"),
+            asyncio.create_task(self.superseded.wait(), name=f"superseded-{self.job_id}"),
+        ]
         try:
             async with waits.on("the lease of the job", because="another trainer held it last", limit_s=limit_s):
-                await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(waiters, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for event in events:
-                event.cancel()
+            for waiter in waiters:
+                waiter.cancel()
         if not self.owns_lease.is_set():
             raise Fenced(f"job {self.job_id}: another trainer took it over")
 

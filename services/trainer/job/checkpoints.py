@@ -48,8 +48,8 @@ class Checkpoints:
         """Bind to the folder or bucket; `restore` reads it, `start_save` writes to it.
 
         Args:
-            spec: of the job.
-            resources: of the job, with its checkpoint store and engine.
+            spec: the job file.
+            resources: the job's resources, with its checkpoint store and engine.
             device: the thread of the engine.
             waits: registry of waits.
             streams: for events.

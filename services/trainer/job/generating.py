@@ -61,8 +61,8 @@ class GeneratingRun:
         """Bind to the job.
 
         Args:
-            context: of the steps.
-            job: of the job.
+            context: what all steps of the job use.
+            job: the parts of the job.
             steps: the requested steps.
             requested_until: the last step that an earlier trainer process may have requested, -1 for none.
 

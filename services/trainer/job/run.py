@@ -2,8 +2,8 @@
 
 Consumes: the job file, the newest checkpoint, and the entries of `rollouts.finished` after its position.
 Produces: weight versions, step reports, checkpoints (one at the end), and the final model.
-Waits for: the job's lease, which `Trainer.lease` acquires; while the job is paused, the resume command, which
-`Trainer.commands` applies; disk space; and what each step waits for (see `step.run`).
+Waits for: the job's lease, which `Trainer.renew_lease` acquires; while the job is paused, the resume command, which
+`Trainer.follow_commands` applies; disk space; and what each step waits for (see `step.run`).
 Ends when: the last step is done, or an error ends the job.
 
 After a kill, a trainer repeats the steps since the newest checkpoint. Their samples are in the stream, so none is
@@ -30,7 +30,7 @@ async def run_job(active: ActiveJob, spec: JobSpec, host: JobHost, build: JobRes
 
     Args:
         active: state shared with the trainer's loops.
-        spec: of the job.
+        spec: the job file.
         host: the trainer.
         build: builds the job's resources; called on the device's thread.
 
@@ -60,7 +60,7 @@ async def run_job(active: ActiveJob, spec: JobSpec, host: JobHost, build: JobRes
 
 
 async def _load(spec: JobSpec, job: JobParts) -> None:
-    """Load the model, start the processes of user code, and say what to know of the job's settings and data."""
+    """Load the model, start user-code processes, and emit warnings about settings and filtered prompts."""
     resources, data = job.resources, job.resources.data
     if spec.kind != "sft":
         plan.check(spec, len(data.evaluation))

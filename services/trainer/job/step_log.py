@@ -36,9 +36,9 @@ class StepLog:
 
         Args:
             job_id: the job.
-            n_steps: its number of training steps.
-            streams: of the job.
-            folder: of the job.
+            n_steps: number of training steps of the job.
+            streams: the job's streams.
+            folder: the job's folder.
             write: writes into `folder`.
             checkpoints: reports say which steps are covered by one.
             learning: warns about the metrics.
@@ -68,11 +68,11 @@ class StepLog:
         """Record a step.
 
         Args:
-            step: its number.
-            metrics: its row of the run log.
+            step: number of the step.
+            metrics: the step's row of the run log.
             wait_s: how long the trainer waited for samples, which faster generation would shorten.
             train_s: how long it computed.
-            tally: of the step, if its samples were generated.
+            tally: counts of the step, if its samples were generated.
 
         """
         observe_step(metrics, trained=step < self._n_steps)

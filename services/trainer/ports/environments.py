@@ -82,7 +82,7 @@ class Environments(Protocol):
         Args:
             conversation: id of the conversation.
             row: columns of the data row.
-            seed: of its group.
+            seed: seed of the conversation's group.
             texts: all turns of the model, decoded without special tokens.
             texts_raw: the same with special tokens; None if they have none.
 

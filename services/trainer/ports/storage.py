@@ -88,7 +88,7 @@ class WeightPublisher(Protocol):
         """Commit the shards as `version`, if the head is `expect`.
 
         Args:
-            version: of the weights.
+            version: the weight version.
             shards: the tensors.
             expect: the head before the commit.
             base_version: for an adapter, the version of its base model, which is retained as long as this one.

@@ -42,12 +42,12 @@ class DurableResampling:
         Args:
             bus: the broker.
             job_id: the job.
-            job_no: its number.
-            spec: of the job.
+            job_no: the job's number.
+            spec: the job file.
             n_rows: number of training prompts.
             curriculum: which of these are skipped.
             records: packed id of a replaced group -> row of its replacement's prompt.
-            fence: of the job's lease; without the lease nothing is recorded.
+            fence: fence of the job's lease; without the lease nothing is recorded.
 
         """
         self._bus = bus

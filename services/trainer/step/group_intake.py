@@ -39,7 +39,7 @@ class GroupIntake:
 
         Args:
             job: the step's job.
-            step: its number; the step after the last training step only evaluates.
+            step: number of the step; the step after the last training step only evaluates.
             was_trained: an earlier trainer process trained it and published its samples for people.
 
         """

@@ -52,9 +52,9 @@ class LearningWatch:
         """Take a finished step, emit what changes, and return the text of each warning that holds.
 
         Args:
-            step: its number.
-            metrics: its row of the run log.
-            tally: its groups, of which one completion is shown; None if the job generates nothing.
+            step: number of the step.
+            metrics: the step's row of the run log.
+            tally: the step's groups; one completion is shown; None if the job generates nothing.
 
         """
         try:

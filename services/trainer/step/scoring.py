@@ -43,9 +43,9 @@ class GroupScorer:
 
         Args:
             job: the step's job.
-            step: its number.
+            step: number of the step.
             prompts: started group -> its prompt, an int32 column.
-            tally: of the step; scoring times and dropped groups are counted in it.
+            tally: counts the step's scoring times and dropped groups.
             publish: whether to publish samples for people.
 
         """

@@ -16,7 +16,7 @@ def encode(base: Buffer, new: Buffer, dtype: str, kind: Kind | None = None) -> b
     Args:
         base: little-endian values; not read for a dense delta.
         new: as many values.
-        dtype: its torch name. A dtype without steps (see `WIDTHS`) is opaque bytes: its deltas are dense.
+        dtype: torch name of the dtype. A dtype without steps (see `WIDTHS`) is opaque bytes: its deltas are dense.
         kind: None for the smallest: rice or bitmap by density, or dense where that is not larger. An explicit kind
             is used whatever its size.
 

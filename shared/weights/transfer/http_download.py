@@ -98,7 +98,7 @@ class BlobDownloader:
         """Receive the rest of a blob, and return the result of `keep`; call it again after a broken transfer.
 
         Args:
-            url: of the blob.
+            url: the blob's URL.
             authorization: the request's `Authorization` header.
             download: continues after its last received byte.
             on_block: called in the thread from time to time; what it raises ends the transfer.

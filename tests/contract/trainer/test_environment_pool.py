@@ -226,6 +226,19 @@ async def test_unserializable_row_is_a_reason(start: Start) -> None:
     assert (await reason(pool.step(1, {"n": 1 << 70}, 0, ["a"])))[0] == "environment_unserializable"
 
 
+async def test_releases_before_an_unserializable_row_reach_the_process(start: Start, tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    pool = await start("Closing", arguments={"file": str(closed)})
+    await pool.step(1, {}, 0, ["a"])
+    pool.release(1)
+    await reason(pool.step(2, {"n": 1 << 70}, 0, ["a"]))
+    await pool.step(3, {}, 0, ["b"])
+    assert closed.read_text().splitlines() == ["[]", "['a']"], "the one created at start, and the released one"
+    await pool.step(3, {}, 0, ["b", "c"])
+    assert (await reason(pool.step(3, {}, 0, ["b", "c", "\ud800"])))[0] == "environment_unserializable"
+    assert await pool.step(3, {}, 0, ["b", "c", "d"]) == [StepResult("3:d", 1.0, True)]
+
+
 @pytest.mark.parametrize(
     ("function", "arguments", "text"),
     [

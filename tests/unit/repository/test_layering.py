@@ -31,6 +31,7 @@ PURE_SHARED = {
     "shared.messages.protocol",
     "shared.model.parity_reference",
     "shared.streams.entries",
+    "shared.units",
     "shared.weights.delta_graph",
     "shared.weights.manifest",
     "shared.wire.columns",

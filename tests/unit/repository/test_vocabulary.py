@@ -39,6 +39,8 @@ WORDS = frozenset(
 """Words within identifiers: `set_aside` and `OrphanJob` are rejected, `keyboard` is not."""
 TEST_WORDS = WORDS | {"beside", "goes_on", "nobody", "whoever"}
 """Words within the names of test functions; `goes_on` is a sequence of two."""
+PHRASES = re.compile(r"\b(whoever|nobody|somebody|in the mean(?! time)|made again)\b|\ATell whether\b", re.IGNORECASE)
+"""Phrases within docstrings, also those of attributes."""
 MAX_TEST_NAME = 80
 """Characters of the name of a test function."""
 SOURCES = sorted(
@@ -62,6 +64,13 @@ def identifiers(tree: ast.AST) -> Iterator[tuple[str, int]]:
             yield node.attr, node.lineno
 
 
+def docstrings(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Yield every string that is a statement, with its line."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield " ".join(node.value.value.split()), node.lineno
+
+
 def words(identifier: str) -> set[str]:
     """Return the words of a name in snake case, camel case or capitals."""
     return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", identifier)}
@@ -73,6 +82,28 @@ def test_identifiers_use_no_retired_word(path: Path) -> None:
     names = [(path.stem, 1), *identifiers(tree)]
     found = [f"{path}:{line}: {name}" for name, line in names if words(name) & WORDS]
     assert not found, "use the terms of docs/concepts.md:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=str)
+def test_docstrings_use_no_retired_phrase(path: Path) -> None:
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    found = [f"{path}:{line}: {match[0]}" for text, line in docstrings(tree) if (match := PHRASES.search(text))]
+    assert not found, "write plain technical English:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Whoever waits clears it.", True),
+        ("What it took in the\nmean over its time.", True),
+        ("Tell whether it runs.", True),
+        ("Return True, and tell whether it runs.", False),
+        ("Weight in the mean time of a startup.", False),
+    ],
+)
+def test_retired_phrases_are_found_across_lines(text: str, expected: bool) -> None:
+    ((found, _),) = docstrings(ast.parse(f'"""{text}"""'))
+    assert bool(PHRASES.search(found)) is expected
 
 
 def problem(name: str) -> str:

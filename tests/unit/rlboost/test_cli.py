@@ -699,7 +699,7 @@ def test_a_worker_can_be_drained_by_its_name(rest: FakeRest) -> None:
         rest.on(f"POST /v1/workers/{worker}/drain", ok({"id": worker, "state": "draining"}, 202))
     rest.on("POST /v1/workers/c/drain", problem(404, "No such worker", "no worker 'c' is here"))
     drained = rlboost("worker", "drain", "a")
-    assert (drained.stdout, drained.stderr) == ("a-1 hands off what it holds and leaves\n", "")
+    assert (drained.stdout, drained.stderr) == ("a-1 is draining: it hands off its samples and exits\n", "")
     assert rlboost("worker", "drain", "b-2").exit_code == 0
     several = rlboost("worker", "drain", "b")
     assert (several.exit_code, several.stderr) == (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlboost.services.rollout_manager.bus_operations import bookkeeping, operations
-from rlboost.services.rollout_manager.domain.effects import ForgetWorker
+from rlboost.services.rollout_manager.domain.effects import ForgetJob, ForgetWorker
 from rlboost.shared.messages import Dismissed, Suspend
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Append, HashSet
@@ -27,3 +27,11 @@ async def test_the_cursor_of_a_stream_that_is_over_is_removed() -> None:
     await bus.transact([HashSet(names.MANAGER_CURSORS, {"a": "1-0", "b": "1-0"})])
     await bus.transact(bookkeeping({"a": "2-0"}, {}, closed_streams=["b"]))
     assert await bus.hash_all(names.MANAGER_CURSORS) == {"a": "2-0"}
+
+
+async def test_forget_job_removes_the_cursor_that_a_killed_manager_left() -> None:
+    """The turn after the job's end removes it, unless the manager is killed before that turn's commit."""
+    bus = MemoryBus()
+    await bus.transact([HashSet(names.MANAGER_CURSORS, {names.rollouts_requested("j"): "1-0", "b": "1-0"})])
+    await bus.transact(operations([ForgetJob("j")]))
+    assert await bus.hash_all(names.MANAGER_CURSORS) == {"b": "1-0"}

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from rlboost.services.rollout_manager.api import NewestCommands
 from rlboost.services.rollout_manager.app import Manager
 from rlboost.shared.messages import JobCommand, StepReport
 from rlboost.shared.streams import names
@@ -96,3 +97,15 @@ async def test_metrics_that_are_no_numbers_are_left_out_and_the_job_survives_a_r
     assert await successor.try_lead()
     assert successor.world.jobs[system.job].latest == {"reward/mean": 0.5}
     assert not successor.world.quarantined
+
+
+def test_newest_commands_hold_only_jobs_that_are_known() -> None:
+    jobs = {"a", "b"}
+    newest = NewestCommands(lambda: jobs)
+    newest.add("a", "pause")
+    newest.add("b", "pause")
+    newest.add("b", "resume")
+    assert newest.by_job == {"a": "pause", "b": "resume"}
+    jobs.remove("a")
+    newest.add("b", "cancel")
+    assert newest.by_job == {"b": "cancel"}

@@ -90,6 +90,24 @@ async def test_unattended_requests_are_dropped(rig: Rig) -> None:
     assert alone.group not in rig.manager.world.ledger.open_in_group
 
 
+async def test_request_abandoned_before_its_admission_is_dropped_once_admitted(rig: Rig) -> None:
+    await rig.start("a")
+    waiters = rig.manager.completion_waiters
+    waiters.unregister(rig.register(unsent := rig.request()))
+    await rig.turn()
+    waiters.unregister(rig.register(late := rig.request()))
+    await rig.turn()
+    await rig.send(late)
+    await rig.turn()
+    assert not rig.manager.world.served
+    assert rig.manager.world.audits["j"].serving.dropped == {"the client disconnected": 1}
+    await rig.turn()
+    assert set(waiters.clients.gone) == {unsent.group}
+    rig.clock = unsent.expires_at
+    await rig.turn()
+    assert not waiters.clients.gone
+
+
 async def test_failed_requests_and_ended_jobs_are_reported_to_clients(rig: Rig) -> None:
     await rig.start("a")
     waiter, other = rig.register(await rig.ask()), rig.register(await rig.ask())

@@ -6,11 +6,11 @@ from rlboost.services.rollout_manager.domain.allocation.worth import step_withou
 from rlboost.services.rollout_manager.domain.jobs.record import Job
 from rlboost.services.rollout_manager.domain.workers.worker import Worker
 from rlboost.services.rollout_manager.domain.world import Now, World
+from rlboost.shared.units import HOUR_S
 
 CHARGE_EVERY_S = 1.0
 DRAIN_RESERVE_S = 30.0
 """A budget always pays for this much more time of all the job's workers: until the next charge, a drain and an exit."""
-_HOUR_S = 3600.0
 
 
 def charge_jobs(world: World, now: Now) -> None:
@@ -56,9 +56,9 @@ def has_budget(world: World, job: Job, worker: Worker | None = None) -> bool:
         return False
     per_hour = world.progress[job.id].trainer_price_per_hour
     per_hour += sum(member.price_per_hour for member in _billed_workers(world, job))
-    dollars = cost.dollars + DRAIN_RESERVE_S / _HOUR_S * per_hour
+    dollars = cost.dollars + DRAIN_RESERVE_S / HOUR_S * per_hour
     if worker is not None:
-        dollars += (DRAIN_RESERVE_S + worker.unbilled_startup_s) / _HOUR_S * worker.price_per_hour
+        dollars += (DRAIN_RESERVE_S + worker.unbilled_startup_s) / HOUR_S * worker.price_per_hour
     return dollars < limit
 
 

@@ -16,8 +16,7 @@ from rlboost.services.rollout_manager.domain.jobs.record import Job
 from rlboost.services.rollout_manager.domain.seeding.tuner import WindowTuner
 from rlboost.services.rollout_manager.domain.workers.worker import Worker
 from rlboost.services.rollout_manager.domain.world import World
-
-_HOUR_S = 3600.0
+from rlboost.shared.units import HOUR_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ class Offer(NamedTuple):
     kind: str
     n_workers: int
     price_per_hour: float
-    """Of one worker; 0: not known."""
+    """Price of one worker in dollars; 0 if unknown."""
     availability: float
     """Fraction of its time in which a worker generates: see `Fleet.availability_of`."""
 
@@ -53,8 +52,8 @@ def speedup_of_one_more(tuner: WindowTuner, workers: int, reserved: int) -> floa
 def expected_step_s(tuner: WindowTuner, workers: int, reserved: int) -> float:
     """Return how long a step would take with this many preemptible workers; infinity without any worker.
 
-    The last step also had a tail, pulls of weights and publishing, which no worker shortens: what it took longer than
-    the model says for the workers that it had, in the mean over its time, counts for every number of workers.
+    The last step also had costs that no worker shortens: a tail, weight pulls, publishing. Its excess over the model's
+    time for `fleet_mean` workers is added for any number of workers.
     """
     generation, train_s = tuner.generation, tuner.train_s
     overhead_s = max(0.0, tuner.step_s - generation.step_s(tuner.fleet_mean, reserved, train_s))
@@ -104,7 +103,7 @@ def step_without_spot(world: World, job: Job) -> tuple[float, float] | None:
     step_s, (reserved, _) = world.progress[job.id].step_without_spot_s, _serving_workers(world, job)
     if step_s is None or not reserved:
         return None
-    return step_s, step_s / _HOUR_S * _dollars_per_hour(world, job, reserved)
+    return step_s, step_s / HOUR_S * _dollars_per_hour(world, job, reserved)
 
 
 def _serving_workers(world: World, job: Job) -> tuple[list[Worker], list[Worker]]:
@@ -130,7 +129,7 @@ def _worth(world: World, job: Job) -> WorkerWorth | None:
     prices = [worker.price_per_hour for worker in preemptible]
     return WorkerWorth(
         job_id=job.id,
-        tokens_per_hour=speedup * share * tuner.tokens_per_s * _HOUR_S,
+        tokens_per_hour=speedup * share * tuner.tokens_per_s * HOUR_S,
         dollars_per_hour=speedup * share * _dollars_per_hour(world, job, [*reserved, *preemptible]),
         price_per_hour=sum(prices) / len(prices) if prices else 0.0,
     )

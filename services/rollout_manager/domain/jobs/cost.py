@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel
 
-_HOUR_S = 3600.0
+from rlboost.shared.units import HOUR_S
 
 
 class WorkerTime(BaseModel):
@@ -12,7 +12,7 @@ class WorkerTime(BaseModel):
 
     role: str
     kind: str
-    """Empty of the trainer."""
+    """Kind of the workers; empty for the trainer."""
     seconds: float = 0.0
     dollars: float = 0.0
 
@@ -23,7 +23,7 @@ class Cost(BaseModel):
     charged_until: float = 0.0
     """Unix seconds; 0 before the first charge."""
     workers: dict[str, WorkerTime] = {}
-    """By role and kind."""
+    """'{role} {kind}' -> its time."""
     budget_reached: bool = False
     """True once the job's remaining budget only just pays for draining its workers. It stays so."""
     reserved_only_s: float = 0.0
@@ -39,7 +39,7 @@ class Cost(BaseModel):
         if time is None:
             time = self.workers[key] = WorkerTime(role=role, kind=kind)
         time.seconds += seconds
-        time.dollars += seconds / _HOUR_S * price_per_hour
+        time.dollars += seconds / HOUR_S * price_per_hour
 
     def add_estimate(self, steps: int, step_s: float, dollars: float) -> None:
         """Add what the steps since the last estimate would have taken and cost without preemptible workers, each."""

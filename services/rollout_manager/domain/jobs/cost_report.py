@@ -6,8 +6,7 @@ from typing import Any
 
 from rlboost.services.rollout_manager.domain.jobs.audit import Audit
 from rlboost.services.rollout_manager.domain.jobs.cost import Cost
-
-_HOUR_S = 3600.0
+from rlboost.shared.units import HOUR_S
 
 
 def cost_report(audit: Audit, steps: int, max_dollars: float | None) -> dict[str, Any]:
@@ -27,7 +26,7 @@ def cost_report(audit: Audit, steps: int, max_dollars: float | None) -> dict[str
         "max_dollars": max_dollars,
         "budget_reached": audit.cost.budget_reached,
         "workers": [
-            {"role": time.role, "kind": time.kind, "hours": time.seconds / _HOUR_S, "dollars": time.dollars}
+            {"role": time.role, "kind": time.kind, "hours": time.seconds / HOUR_S, "dollars": time.dollars}
             for time in audit.cost.workers.values()
         ],
         "dollars_per_step": _ratio(dollars, steps),
@@ -58,7 +57,7 @@ def _reserved_only(cost: Cost) -> dict[str, Any] | None:
     return {
         "seconds": cost.reserved_only_s,
         "dollars": cost.reserved_only_dollars,
-        "break_even_price_per_hour": _ratio(saved * _HOUR_S, spot_s),
+        "break_even_price_per_hour": _ratio(saved * HOUR_S, spot_s),
     }
 
 

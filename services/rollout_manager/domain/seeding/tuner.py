@@ -180,9 +180,9 @@ class Meter:
         """Count what a worker has done since its last heartbeat.
 
         Args:
-            worker: its id.
+            worker: the worker's id.
             batch_share: the part of its time that its batch took: see `Worker.batch_share`; 0 if it was idle.
-            elapsed_s: since that heartbeat.
+            elapsed_s: seconds since that heartbeat.
 
         """
         if not batch_share:

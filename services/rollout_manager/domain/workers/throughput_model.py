@@ -37,11 +37,11 @@ class Profile:
     """
 
     fixed_s: float = 1.0
-    """Of a step, independent of the batch; before the first fit, the unit of all comparisons."""
+    """Seconds per step, independent of the batch; before the first fit, the unit of all comparisons."""
     each_s: float = 0.0
-    """Of a step, for each sample in the batch."""
+    """Seconds per step and sample in the batch."""
     token_s: float = 0.0
-    """Of a step, for each token in the KV cache."""
+    """Seconds per step and token in the KV cache."""
     observed: int = 0
     _products: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros((3, 3)))
     _targets: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(3))
@@ -92,7 +92,7 @@ class Profile:
 
         Args:
             slots: the largest batch.
-            share: of the throughput, below 1.
+            share: fraction of the throughput, below 1.
             tokens_each: mean number of tokens of a sample in the KV cache.
 
         """

@@ -26,7 +26,7 @@ class Worker:
 
     joined: WorkerJoined
     id: str = field(init=False)
-    """Of the incarnation."""
+    """Id of this incarnation."""
     price_per_hour: float = field(init=False)
     """Its own setting in dollars, else what its kind costs: see `Fleet.prices`."""
     last_seen_at: float
@@ -39,7 +39,7 @@ class Worker:
     update_s: float = 0.0
     """How long its last weight update took; 0 before the first."""
     update_pause_s: float = 0.0
-    """Part of it in which the engine could not generate."""
+    """Part of `update_s` in which the engine could not generate."""
     last_heartbeat_at: float = 0.0
     """Worker's clock, Unix seconds."""
     resident_bytes: int = 0
@@ -67,9 +67,9 @@ class Worker:
     releasing: dict[int, float] = field(default_factory=dict)
     """Members of `samples` that it was asked to release -> when (manager's clock)."""
     profile: Profile = field(default_factory=Profile)
-    """Of its kind."""
+    """Throughput model shared by all workers of its kind."""
     speed: float = 1.0
-    """Relative to its kind."""
+    """Measured throughput divided by the profile's."""
     batch_cap: int = 0
     """Samples it should run at once: its slots, or the batching plateau where that is less."""
     headroom: int = 0
@@ -90,7 +90,7 @@ class Worker:
     """True from its first heartbeat in state `joining` until it is first ready; its startup is measured in between."""
     _last_running: int = 0
     _changed: dict[str, None] = field(default_factory=dict, repr=False, compare=False)
-    """Of its fleet: every change of load, capacity, state or version adds its id."""
+    """Ids of changed workers, shared with the `Fleet`: `note_change` adds this worker's."""
 
     def __post_init__(self) -> None:
         """Take the id, the price and the capacity from the join message."""

@@ -22,7 +22,7 @@ class EngineThread:
     An `RLBoostError` raised by a call goes to the caller. Any other error, and any error of a round, ends the engine.
 
     Args:
-        name: of the thread.
+        name: the thread's name.
 
     """
 

@@ -39,7 +39,7 @@ class Metadata:
     """HTTP to this machine's metadata service.
 
     Args:
-        base_url: its address, without a path.
+        base_url: address of the metadata server, without a path.
         limit_s: time limit of a call.
 
     Raises:

@@ -56,7 +56,7 @@ class TorchEngine(ThreadedEngine):
         directory: holds the model's `config.json`; weights come through `load_weights`.
         slots: maximum number of running requests.
         device: "cpu" or a CUDA device that `require_device` has checked.
-        dtype: of weights, activations and cache; sampling is in float32.
+        dtype: dtype of weights, activations and cache; sampling is in float32.
         kv_cache_bytes: maximum size of the KV cache; while it grows, one layer's part is allocated twice. Requests that
             do not fit are queued. 0 = 0.7 of the free memory on a GPU, or 1 GiB on a CPU.
         gpu_memory_utilization: fraction of the GPU's memory for weights, cache and passes, if `kv_cache_bytes` is 0;

@@ -67,7 +67,7 @@ class _Context:
         slots: [batch].
         positions: [batch, tokens], on the cache's device.
         span: number of columns to attend to; more than the largest position.
-        dtype: of the mask.
+        dtype: dtype of the mask.
 
     """
 

@@ -33,7 +33,7 @@ class FsdpWeightMap:
         """Map for a rank of a group that divides rows as `torch.chunk` does: its last ranks may have fewer, or none.
 
         Args:
-            shapes: of all tensors, by name.
+            shapes: shapes of all tensors, by name.
             rank: the rank's number in the group.
             n_ranks: the group's number of ranks.
             buffers: names of the tensors that every rank has whole.

@@ -79,7 +79,7 @@ def shard(module: Any, device: str, mesh: DeviceMesh) -> None:
         module: a causal language model or a critic on the meta device, but for its buffers. Each of its layers is
             gathered by itself, everything else with the module.
         device: `cpu` or `cuda`.
-        mesh: its last dimension are the ranks that share the model. A dimension before it makes it HSDP: gradients are
+        mesh: the ranks. Its last dimension shares the model; a dimension before it makes it HSDP: gradients are
             also summed over it.
 
     Raises:

@@ -32,10 +32,10 @@ class JobMachines:
         """Bind to the machines of a trainer.
 
         Args:
-            machines: those that have joined.
-            spec: of the job.
+            machines: the machines that have joined.
+            spec: the job file's section `trainer`.
             waits: registry of waits.
-            device: of the ranks.
+            device: the device type of the ranks.
             shrink_after_s: how long to wait for all machines when fewer are enough.
 
         """

@@ -59,7 +59,7 @@ class Session:
         self.channels: dict[int, socket.socket] = {}
         """Rank -> the trainer's end of its connection."""
         self.connected = asyncio.Event()
-        """Set once every rank is."""
+        """Set once every rank has connected."""
 
     @property
     def n_ranks(self) -> int:
@@ -103,7 +103,7 @@ class TrainerMachines:
         self._machines: list[Machine] = []
         self._sessions: dict[str, Session] = {}
         self.changed = asyncio.Event()
-        """Set whenever a machine joins or is lost; whoever waits for it clears it first."""
+        """Set when a machine joins or is lost; a waiter clears it before it waits."""
 
     async def serve(self, stop: asyncio.Event) -> None:
         """Accept connections until the stop."""

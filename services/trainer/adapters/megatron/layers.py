@@ -62,7 +62,7 @@ class PackedAttention(torch.nn.Module):
         """Return the attention output.
 
         Args:
-            query: of this rank's tokens, [tokens, heads, head size].
+            query: queries of this rank's tokens, [tokens, heads, head size].
             key: [tokens, key heads, head size].
             value: like `key`.
             packed_seq_params: the sequences' boundaries and lengths, `PackedRows`.

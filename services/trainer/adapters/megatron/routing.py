@@ -47,7 +47,7 @@ class _ReplayedTopK:
         """Return the scores of each token's experts, and the experts, [tokens, `topk`] each.
 
         Args:
-            scores: of all experts, [tokens, experts].
+            scores: scores of all experts, [tokens, experts].
             topk: experts per token.
             num_groups: groups of experts, if selection is limited to some groups.
             group_topk: groups per token.

@@ -62,10 +62,10 @@ class Launcher(Protocol):
 
 
 class RankCalls:
-    """Calls of the ranks, which are started at the first one. If one ends, all are killed."""
+    """Calls methods of `RankEngine` on all ranks. The first call starts them; if one rank ends, all are killed."""
 
     def __init__(self, kind: str, launcher: Launcher, arguments: dict[str, Any]) -> None:
-        """Describe the ranks; `start` starts them.
+        """Describe the ranks; the first call starts them.
 
         Args:
             kind: `megatron` or `fsdp`.
@@ -95,7 +95,7 @@ class RankCalls:
         """Make one call on every rank and wait for all results, rank 0 first.
 
         Args:
-            name: of a method of `RankEngine`.
+            name: a method of `RankEngine`.
             arguments: the same for all ranks, or one mapping per rank.
             answer: answers the questions that ranks ask during the call.
 

@@ -68,7 +68,7 @@ class RankEngine(ABC):
 
         Args:
             rank: this rank's number.
-            local_rank: its number on its machine.
+            local_rank: number of this rank on its machine.
             init_method: where the ranks find each other: `file://PATH` of a new file, or `env://`.
             device: `cpu`, or `cuda` for the GPU with the local rank's number.
             layout: degrees of parallelism.

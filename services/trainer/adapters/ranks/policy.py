@@ -97,7 +97,7 @@ class RanksPolicy(ABC):
         self._divisor = self._n_tokens = 0
         self._shapes: dict[Loaded, dict[str, tuple[int, ...]]] = {"base": {}, "adapter": {}}
         self._captured: ScratchDir | None = None
-        """The snapshot that is not being written yet. Who takes it from here, under the lock, removes it."""
+        """The newest snapshot, until `drop_snapshot` removes it. `_capture_lock` is held while its files are linked."""
         self._capture_lock = threading.Lock()
         self._ranks = RankCalls(self.kind, launcher, {"device": device, "settings": settings.model_dump()})
 

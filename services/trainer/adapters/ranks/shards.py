@@ -30,8 +30,8 @@ class RankShards(Iterator[Shard]):
         """Bind to the ranks; the first iteration asks them for tensors.
 
         Args:
-            ranks: with a loaded model.
-            shapes: of its tensors.
+            ranks: the ranks, with a loaded model.
+            shapes: shapes of the model's tensors.
             folder: parent of the scratch directory.
 
         """
@@ -58,7 +58,7 @@ class RankShards(Iterator[Shard]):
         """Have each rank upload its part of a version to the weight store; return the parts' digests, in order.
 
         Args:
-            store: its `url` and `token`.
+            store: `url` and `token` of the weight store.
             job_id: the job whose weights these are.
             version: the weight version.
             limit_s: how long the store may be unavailable.
@@ -88,9 +88,9 @@ def merged_shards(
 
     Args:
         base: the whole tensors of the model.
-        adapter: those of the adapter.
+        adapter: the tensors of the adapter.
         adapter_json: PEFT's `adapter_config.json`.
-        shapes: of the model's tensors.
+        shapes: shapes of the model's tensors.
 
     """
     tensors = {shard.name: tensor_of(shard) for shard in adapter}

@@ -45,7 +45,7 @@ def attention_of(config: Any, *, warns: bool = True) -> str:
     with them computes one row at a time, by transformers' own attention.
 
     Args:
-        config: of a causal language model of transformers.
+        config: configuration of a causal language model of transformers.
         warns: log a warning if rows cannot be packed.
 
     """
@@ -67,7 +67,7 @@ def require_packed(config: Any, attention: str) -> None:
     """Check that the tokens of a model's micro-batches can be divided over processes.
 
     Args:
-        config: of a causal language model of transformers.
+        config: configuration of a causal language model of transformers.
         attention: what `attention_of` returns for it.
 
     Raises:
@@ -124,7 +124,7 @@ def _first_matching(config: Any, choices: Sequence[str], rejected: dict[str, str
     """Return the first choice with the logits of `eager`, None if there is none; add the others to `rejected`.
 
     Args:
-        config: of a causal language model of transformers.
+        config: configuration of a causal language model of transformers.
         choices: implementations to compare.
         rejected: implementation -> why it was not chosen.
 

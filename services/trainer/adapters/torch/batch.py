@@ -64,7 +64,7 @@ def replayed(rows: Sequence[SequenceRow], predicts: Array, shape: RoutedShape) -
     Args:
         rows: a micro-batch.
         predicts: the positions before trained tokens, see `Packed`.
-        shape: of the rows' routed experts.
+        shape: shape of the rows' routed experts.
 
     """
     known = [bool(row.routed_experts) for row in rows]
@@ -116,7 +116,7 @@ def token_batch(rows: Sequence[TrainingRow], logprobs: Tensor, reference_logprob
 
     Args:
         rows: a micro-batch.
-        logprobs: of all trained tokens, row by row, [tokens].
+        logprobs: log-probabilities of all trained tokens, row by row, [tokens].
         reference_logprobs: the same under the reference model; None to take the rows' own, if they have them.
 
     """

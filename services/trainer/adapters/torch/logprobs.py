@@ -51,7 +51,7 @@ class LogprobPass:
         Args:
             model: a transformers model, in evaluation mode.
             temperature: divides the logits.
-            dtype: of matrix multiplications.
+            dtype: dtype of matrix multiplications.
             device: the model's device.
             max_logits: logits that exist at a time; at least those of one token do.
             context: the ranks that divide the tokens of each micro-batch, if any.

@@ -31,7 +31,7 @@ class Adapter:
 
         Args:
             model: a transformers model, on any device, also torch's meta device.
-            shapes: of its tensors by their Hugging Face names, tied ones once.
+            shapes: shapes of the model's tensors by their Hugging Face names, tied ones once.
             spec: the adapter's settings.
 
         Raises:

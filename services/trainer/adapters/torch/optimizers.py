@@ -20,7 +20,7 @@ def optimizers(model: Any, parameters: Sequence[Tensor], spec: OptimizerSpec) ->
 
     Args:
         model: a transformers model.
-        parameters: its trained parameters.
+        parameters: the trained parameters.
         spec: the job's settings.
 
     """

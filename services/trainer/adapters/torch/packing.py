@@ -89,7 +89,7 @@ def attention(
         value: [tokens, key heads, value size].
         boundaries: int32, 0, then the end of each row, on the device.
         lengths: tokens of each row, for the host: reading `boundaries` would make it wait for the device.
-        scale: of the scores; None: 1 / sqrt(head size).
+        scale: factor of the scores; None: 1 / sqrt(head size).
         window: tokens that a token attends to, itself included; 0: all before it.
 
     """

@@ -126,7 +126,8 @@ class TorchPolicy:
             self._zero_gradients()
             if critic is not None:
                 critic.zero_gradients()
-            raise NotFinite(f"the gradient's norm is {norm}" + f", the critic's {critic_norm}" * bool(critic))
+            critic_part = f", the critic's {critic_norm}" if critic is not None else ""
+            raise NotFinite(f"the gradient's norm is {norm}{critic_part}")
         for optimizer in loaded.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate

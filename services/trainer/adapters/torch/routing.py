@@ -47,7 +47,7 @@ def layer_balance(probabilities: Tensor, routed: Tensor, n_tokens: int) -> tuple
     """Return a layer's `loss` and `load` of `Balance`.
 
     Args:
-        probabilities: of each expert, summed over tokens, [experts].
+        probabilities: probabilities of each expert, summed over tokens, [experts].
         routed: how often each expert was selected, [experts].
         n_tokens: the number of tokens.
 
@@ -158,7 +158,7 @@ def weights_of(gate: Any, logits: Tensor, indices: Tensor) -> Tensor:
 
     Args:
         gate: the router.
-        logits: its logits, [tokens, experts].
+        logits: the router's logits, [tokens, experts].
         indices: the experts of each token, [tokens, experts per token].
 
     """

@@ -32,9 +32,9 @@ def snapshot_of(
 
     Args:
         trained: tensors by name.
-        optimizers: their optimizers; parameters are numbered through all of them.
+        optimizers: the tensors' optimizers; parameters are numbered through all of them.
         generators: if set, includes the random state of this device and of the host.
-        prefix: of the file names.
+        prefix: what the file names begin with.
 
     """
     weights = {name: _host_copy(tensor) for name, tensor in trained.items()}

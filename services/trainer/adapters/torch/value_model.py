@@ -56,7 +56,7 @@ class ValuePass:
 
         Args:
             model: the critic.
-            dtype: of matrix multiplications.
+            dtype: dtype of matrix multiplications.
             device: the model's device.
             context: the ranks that divide the tokens of each micro-batch, if any.
 

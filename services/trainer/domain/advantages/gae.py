@@ -58,7 +58,7 @@ def gae(rewards: Array, values: Array, gamma: float, lam: float) -> Array:
     delta_t = r_t + gamma V_(t+1) - V_t, and V = 0 after the end.
 
     Args:
-        rewards: of each token, [tokens].
+        rewards: reward of each token, [tokens].
         values: the critic's value before each token, [tokens].
         gamma: discount per token.
         lam: 0 for one-step advantages, 1 for Monte Carlo returns.

@@ -12,7 +12,7 @@ def partition(sizes: Sequence[int], n_parts: int) -> list[list[int]]:
     never above 4/3 of the best).
 
     Args:
-        sizes: of the items.
+        sizes: size of each item.
         n_parts: number of parts.
 
     Returns:

@@ -51,7 +51,7 @@ class Conversation:
 
         Args:
             observation: token ids between this turn and the next one.
-            reward: of the environment, for this turn.
+            reward: the environment's reward for this turn.
             done: whether the environment ends the conversation.
             max_tokens: limit of everything after the prompt, the model's tokens and the environment's.
             max_turns: limit of the model's turns.

@@ -21,8 +21,8 @@ def engine_ratios(level: RejectionLevel, log_ratios: Tensor, lengths: tuple[int,
     """Return trainer / engine at each token, [tokens].
 
     Args:
-        level: of each token; or of its completion, as the product over tokens (`sequence`) or their geometric mean
-            (`geometric`).
+        level: `token`: the ratio of each token; else that of its completion, as the product over tokens (`sequence`) or
+            their geometric mean (`geometric`).
         log_ratios: log p(trainer) - log p(engine) of each token, [tokens].
         lengths: tokens of each completion.
 
