@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import stamina
+
 from rlboost.shared.errors import BusUnavailable
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import EngineProfile, GroupRequested, SampleDropped, SampleFinished, SeedingEnded
@@ -65,7 +67,9 @@ class ScriptedManager:
         self.withholds = still_withholds
         ops = {sample: op for sample, op in self._withheld.items() if not still_withholds(sample)}
         self._withheld = {sample: op for sample, op in self._withheld.items() if sample not in ops}
-        await self.bus.transact(list(ops.values()))
+        async for attempt in stamina.retry_context(on=BusUnavailable, timeout=30.0, attempts=None, wait_max=0.2):
+            with attempt:  # Redis may just have been restarted; the trainer drops what arrives twice
+                await self.bus.transact(list(ops.values()))
 
     async def run(self) -> None:
         """Answer until cancelled."""

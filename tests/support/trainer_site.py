@@ -105,10 +105,12 @@ class Site:
     async def manager(self, job_id: str) -> AsyncIterator[ScriptedManager]:
         manager = ScriptedManager(self.bus, job_id)
         task = asyncio.create_task(manager.run(), name="scripted-manager")
-        yield manager
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+        try:
+            yield manager
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
 
     async def reports(self, job_id: str) -> list[JobReport | StepReport]:
         entries = await self.bus.read({names.JOB_REPORTS: START}, count=10_000)
