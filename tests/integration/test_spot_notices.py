@@ -25,6 +25,11 @@ from tests.support.fake_metadata import EVENT_ID, Cloud, FakeMetadata
 from tests.support.worker_manager import JOB, WorkerManager, assign, at_once
 
 POLL_INTERVAL_S = 0.02
+POLLED = {
+    "aws": "GET /latest/meta-data/spot/instance-action",
+    "gcp": "GET /computeMetadata/v1/instance/preempted",
+    "azure": "GET /metadata/scheduledevents",
+}
 
 
 class Machine:
@@ -78,6 +83,7 @@ async def test_notice_after_metadata_faults_hands_off_everything(machine: Machin
     try:
         running = asyncio.create_task(machine.run(candidates=(Aws(metadata), Google(metadata), Azure(metadata))))
         await machine.fill()
+        await eventually(lambda: fake.requests.count(POLLED[cloud]) > 1)  # the cloud is known
         for fault, value in (("status", 503), ("garbage", b"<html>"), ("status", 404)):
             before, was = len(fake.requests), getattr(fake, fault)
             setattr(fake, fault, value)

@@ -97,7 +97,7 @@ def aws_token(body: str) -> str:
 
     """
     token = body.strip()
-    if not re.fullmatch(r"[\x21-\x7e]{1,1024}", token):
+    if not re.fullmatch(r"[\w.~+/=-]{1,1024}", token, re.ASCII):  # `token68` of RFC 7235
         raise _unreadable("a session token", body)
     return token
 

@@ -185,13 +185,13 @@ def test_rotary_positions_unsupported_by_megatron_are_named(
         (
             lambda folder: rank_policies.write(folder / "mixture", "qwen3-moe"),
             {"trainer": {"compile": True}},
-            {"compiled": True},
+            {"compile": True},
             "trainer.compile: not supported for Qwen3MoeForCausalLM",
         ),
         (
             lambda folder: write(CONVOLUTION, folder),
             {"trainer": {"compile": True}},
-            {"compiled": True},
+            {"compile": True},
             "trainer.compile: not supported for Lfm2ForCausalLM",
         ),
         (

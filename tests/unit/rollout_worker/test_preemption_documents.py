@@ -68,6 +68,13 @@ def test_a_token_is_a_token() -> None:
     assert aws_token("AQAEAKx_NB8==\n") == "AQAEAKx_NB8=="
 
 
+@pytest.mark.parametrize("page", ["<html>", "<!doctype", "{}"])
+def test_short_page_of_another_service_is_no_aws_token(page: str) -> None:
+    """Or a machine of another cloud, whose metadata service fails, would be taken for one of Amazon."""
+    with pytest.raises(Retryable):
+        aws_token(page)
+
+
 @pytest.mark.parametrize(("body", "notice"), [("TRUE", Notice("gcp: preempted")), ("FALSE\n", None)])
 def test_google_document_is_true_or_false(body: str, notice: Notice | None) -> None:
     assert gcp_notice(body) == notice
