@@ -125,11 +125,15 @@ class FleetScaler:
             self._autoscaler, self._world = self._new_autoscaler(), world
         scaler = self._autoscaler
         before = dict(scaler.targets)
-        scaler.decide(fleet_view(world, scaler.pools), self._fixed, now.mono)
-        for kind, target in scaler.targets.items():
-            if before and before[kind] != target:
-                log.info("fleet_scaled", worker_kind=kind, workers=target, limited_by=scaler.limited_by)
-        self._manager.scale_fleet(FleetTargets(dict(scaler.targets), before, scaler.max_dollars_per_hour))
+        seen = fleet_view(world, scaler.pools)
+        scaler.decide(seen, self._fixed, now.mono)
+        # A worker that joined by itself, and is kept, is no change.
+        before = {kind: max(n, min(seen.present.get(kind, 0), scaler.targets[kind])) for kind, n in before.items()}
+        present = tuple(world.fleet.workers)
+        targets = FleetTargets(dict(scaler.targets), before, scaler.max_dollars_per_hour, present)
+        for kind, (_, workers) in targets.changes().items():
+            log.info("fleet_scaled", worker_kind=kind, workers=workers, limited_by=scaler.limited_by)
+        self._manager.scale_fleet(targets)
 
     async def request(self, stop: asyncio.Event) -> None:
         """Request workers from the provider until the stop."""
@@ -144,6 +148,8 @@ class FleetScaler:
         for kind, target in self._autoscaler.targets.items():
             last = self._requests.get(kind)
             present = sum(not worker.reserved and worker.joined.kind == kind for worker in fleet)
+            if last is None and self._fixed is None and target <= present and self._autoscaler.is_settling(now):
+                continue  # machines that are starting would be stopped
             workers = workers_to_request(target, last.workers if last else None, present)
             wait_s = RETRY_S if last and last.error else REPEAT_S
             if last is None or (workers != last.workers and not last.error) or now - last.at >= wait_s:

@@ -37,7 +37,7 @@ def test_a_short_demo_makes_its_preemptions_and_its_report(tmp_path: Path) -> No
 
 @pytest.mark.long
 def test_autoscaled_demo_starts_the_spot_workers_that_shorten_its_steps(tmp_path: Path) -> None:
-    """It begins with one. Without preemptions, each change of the fleet's size is autoscaling's."""
+    """Without preemptions, each change of the fleet's size is autoscaling's. The only worker may join after the job."""
     state, log = tmp_path / "state", tmp_path / "log"
     options = ("--steps", "6", "--workers", "1", "--autoscale", "3", "--no-chaos")
     process = start_forked("demo", "--state", str(state), *options, log=log)
@@ -45,7 +45,7 @@ def test_autoscaled_demo_starts_the_spot_workers_that_shorten_its_steps(tmp_path
     record = load(state / "record.json")
     scaled = [event for event in record.job_events if event.kind == "fleet_scaled"]
     assert scaled, log.read_text()
-    assert scaled[0].fields["before"] == 1
+    assert scaled[0].fields["before"] <= 1
     assert 1 < scaled[-1].fields["workers"] <= 3
     later = [seen for seen in record.observations if seen.at > scaled[-1].at]
     ready = [sum((one.role, one.state) == ("preemptible", "ready") for one in seen.workers) for seen in later]

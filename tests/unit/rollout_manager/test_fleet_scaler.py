@@ -20,6 +20,7 @@ from rlboost.services.rollout_manager.fleet_scaler import REPEAT_S, RETRY_S, Fle
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.messages import Event, JobReport
+from rlboost.shared.messages.jobs import JobState
 from rlboost.shared.settings import read
 from rlboost.shared.streams import names
 from rlboost.shared.streams.entries import START
@@ -49,7 +50,11 @@ class System:
     async def start(self) -> None:
         assert await self.manager.try_lead()
         self.job = (await self.http.post("/jobs", json=job_file())).json()["id"]
-        await self.bus.append(names.JOB_REPORTS, JobReport(job_id=self.job, state="running", step=0))
+        await self.report("running")
+
+    async def report(self, state: JobState) -> None:
+        """Have the trainer say that the job is in this state."""
+        await self.bus.append(names.JOB_REPORTS, JobReport(job_id=self.job, state=state, step=0))
         await self.manager.turn()
 
     def want(self, workers: int | None) -> None:
@@ -75,6 +80,11 @@ class System:
     @property
     def present(self) -> list[str]:
         return [worker.id for worker in self.workers if not worker.dismissed]
+
+    async def fleet_events(self) -> list[dict[str, Any]]:
+        entries = await self.bus.read({names.job_events(self.job): START})
+        events = [entry.message for entry in entries if isinstance(entry.message, Event)]
+        return [event.fields for event in events if event.kind == "fleet_scaled"]
 
     async def fleet(self) -> dict[str, Any]:
         fleet: dict[str, Any] = (await self.http.get("/fleet")).json()["autoscaling"]
@@ -125,10 +135,28 @@ async def test_surplus_workers_are_drained_in_the_managers_next_turn(system: Sys
     assert not any(worker.state == "draining" for worker in world.fleet.workers.values())
     await system.manager.turn()
     assert [worker.state for worker in world.fleet.workers.values()].count("draining") == 2
-    entries = await system.bus.read({names.job_events(system.job): START})
-    events = [entry.message for entry in entries if isinstance(entry.message, Event)]
-    scaled = [event.fields for event in events if event.kind == "fleet_scaled"]
-    assert scaled == [{"worker_kind": "sim", "workers": 1, "before": 3}]
+    assert await system.fleet_events() == [{"worker_kind": "sim", "workers": 1, "before": 3}]
+
+
+async def test_worker_that_joins_after_the_decision_is_kept(system: System) -> None:
+    """Else the first worker of a new system would be drained by a decision of when there was no job."""
+    await system.report("paused")
+    await system.scaler.decide_once(Now(1.0, 1.0))
+    await system.join()
+    await system.manager.turn()
+    await system.scaler.decide_once(Now(2.0, 2.0))
+    await system.manager.turn()
+    assert [worker.state for worker in system.manager.world.fleet.workers.values()] == ["joining"]
+    assert await system.fleet_events() == []
+
+
+async def test_provider_is_asked_for_no_fewer_before_starting_machines_have_had_time_to_join(system: System) -> None:
+    await system.report("paused")
+    for _ in range(3):
+        await system.pass_s(DELAY_S / 3)
+    assert not system.cloud.requests
+    await system.pass_s(DELAY_S / 3)
+    assert system.cloud.requests == [("sim", 0)]
 
 
 async def test_operators_number_survives_a_new_leader_and_auto_ends_it(system: System) -> None:

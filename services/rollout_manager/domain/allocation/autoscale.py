@@ -67,16 +67,22 @@ class FleetTargets:
     """Kind -> workers of the decision before; empty for the first."""
     max_dollars_per_hour: float | None
     """Most that all workers together may cost; None: no limit."""
+    present: Sequence[str]
+    """Ids of the workers that the decision saw: what has joined since is for the next one."""
+
+    def changes(self) -> dict[str, tuple[int, int]]:
+        """Return kind -> the numbers before and now, where they differ."""
+        return {kind: (n, self.workers[kind]) for kind, n in self.before.items() if n != self.workers[kind]}
 
 
 def scale_fleet(world: World, targets: FleetTargets, now: Now) -> None:
     """Report targets that have changed, and drain the workers beyond them."""
-    for kind, workers in targets.workers.items():
-        if targets.before and targets.before[kind] != workers:
-            world.emit_event("fleet_scaled", now, worker_kind=kind, workers=workers, before=targets.before[kind])
-    present = world.fleet.workers
-    for worker_id, reason in surplus(present.values(), targets.workers, targets.max_dollars_per_hour).items():
-        world.drain(present[worker_id], now, reason)
+    for kind, (before, workers) in targets.changes().items():
+        world.emit_event("fleet_scaled", now, worker_kind=kind, workers=workers, before=before)
+    fleet = world.fleet.workers
+    seen = [fleet[worker_id] for worker_id in targets.present if worker_id in fleet]
+    for worker_id, reason in surplus(seen, targets.workers, targets.max_dollars_per_hour).items():
+        world.drain(fleet[worker_id], now, reason)
 
 
 def fleet_view(world: World, pools: Sequence[Pool]) -> FleetView:
@@ -141,6 +147,10 @@ class Autoscaler:
         self._desired: deque[tuple[float, int]] = deque()
         """When how many workers were desired, of the last `scale_in_delay_s`; the numbers decrease."""
 
+    def is_settling(self, now: float) -> bool:
+        """Return True in the first `scale_in_delay_s`, when workers may be here or starting that others asked for."""
+        return self._began_at is None or now - self._began_at < self._scale_in_delay_s
+
     def decide(self, seen: FleetView, fixed: int | None, now: float) -> None:
         """Set the targets.
 
@@ -158,10 +168,9 @@ class Autoscaler:
 
     def _next_total(self, seen: FleetView, now: float) -> int:
         """Return the number worth having, or as much of the change toward it as is due."""
-        assert self._began_at is not None
         current = sum(self.targets.values())
-        is_new = now - self._began_at < self._scale_in_delay_s
-        if is_new:  # an earlier manager or the operator started these, for a reason that is not known here
+        is_settling = self.is_settling(now)
+        if is_settling:  # an earlier manager or the operator started these, for a reason that is not known here
             current = max(current, sum(seen.present.values()))
         desired = max(1, current) if seen.desired is None else seen.desired
         while self._desired and self._desired[-1][1] <= desired:
@@ -170,7 +179,7 @@ class Autoscaler:
         while now - self._desired[0][0] > self._scale_in_delay_s:
             self._desired.popleft()
         if desired <= current:
-            return current if is_new else min(self._desired[0][1], current)
+            return current if is_settling else min(self._desired[0][1], current)
         if now - self._grew_at < COOL_DOWN_S:
             return current
         self._grew_at = now
