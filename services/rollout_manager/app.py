@@ -22,6 +22,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import structlog
+from pydantic import ValidationError
 
 from rlboost.services.rollout_manager.access.identities import WorkerIdentities
 from rlboost.services.rollout_manager.bus_operations import bookkeeping, operations
@@ -41,6 +42,7 @@ from rlboost.services.rollout_manager.read_streams import SHARED_STREAMS, apply_
 from rlboost.services.rollout_manager.recovery import dead_letter, recover
 from rlboost.services.rollout_manager.relay import relay
 from rlboost.shared.errors import BusUnavailable, Fatal, Fenced
+from rlboost.shared.messages import TrainerStatus
 from rlboost.shared.process.lifecycle import until_stop
 from rlboost.shared.process.waiting import count_timeout
 from rlboost.shared.progress import CountProgress
@@ -369,7 +371,12 @@ class Manager:
         running = [job.id for job in self.world.jobs.active() if job.state != "pending"]
         values = await self._bus.lease_values([names.trainer_lease(job_id) for job_id in running])
         for job_id, value in zip(running, values, strict=True):
-            self.world.progress[job_id].on_trainer_status(value, now.wall)
+            try:
+                status = TrainerStatus.model_validate_json(value) if value else None
+            except ValidationError as error:  # as if the trainer were silent
+                log.warning("trainer_status_unreadable", job=job_id, reason=str(error))
+                continue
+            self.world.progress[job_id].on_trainer_status(status, now.wall)
         for job_id, wait in report_overdue(self.world, now):
             count_timeout(wait["for"], wait["because"], OVERDUE_S, job=job_id)
 

@@ -39,7 +39,7 @@ from rlboost.services.trainer.runtime.job_streams import JobStreams, RetryingBus
 from rlboost.shared.errors import BusUnavailable, Fenced, WaitTimedOut
 from rlboost.shared.ids import new_token
 from rlboost.shared.job import spec as job_spec
-from rlboost.shared.messages import JobReport
+from rlboost.shared.messages import JobReport, TrainerStatus
 from rlboost.shared.process.lifecycle import until_stop
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams import names
@@ -280,16 +280,16 @@ class Trainer:
     async def _hold(self, job: ActiveJob) -> bool:
         """Acquire or renew the lease of a job, with the job's status as its value; return True if it is held."""
         waiting = self._waits.current()
-        body = {
-            "trainer": self._incarnation,
-            "price_per_hour": self._price_per_hour,
-            "phase": job.phase,
-            "step": job.step,
-            "phase_since": job.phase_since,
-            "waiting": waiting[0].public() if waiting else None,
-            "at": time.time(),  # the manager detects a trainer that renews no longer
-        }
-        value = json.dumps(body)
+        status = TrainerStatus(
+            trainer=self._incarnation,
+            phase=job.phase,
+            step=job.step,
+            phase_since=job.phase_since,
+            price_per_hour=self._price_per_hour,
+            waiting=waiting[0] if waiting else None,
+            at=time.time(),
+        )
+        value = status.model_dump_json()
 
         async def is_pending() -> bool:
             pending = await self._claims.is_pending(job.command)

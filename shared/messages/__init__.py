@@ -25,6 +25,7 @@ from rlboost.shared.messages.jobs import (
     JobReport,
     JobState,
     StepReport,
+    TrainerStatus,
     WeightsCommitted,
 )
 from rlboost.shared.messages.registry import Message, class_of, message, registered
@@ -116,6 +117,7 @@ __all__ = [
     "StoreCredential",
     "Suspend",
     "TokenFrame",
+    "TrainerStatus",
     "TurnAnswered",
     "UseVersion",
     "Wait",

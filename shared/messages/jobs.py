@@ -8,6 +8,7 @@ from pydantic import Field
 
 from rlboost.shared.messages.fields import Count, Finite, JobId, Seconds, Version
 from rlboost.shared.messages.registry import Message, message
+from rlboost.shared.messages.workers import Wait
 
 JobState = Literal["pending", "running", "paused", "completed", "failed", "cancelled"]
 ENDED: frozenset[JobState] = frozenset({"completed", "failed", "cancelled"})
@@ -40,6 +41,24 @@ class JobReport(Message):
     error: str = ""
     trainer: str = ""
     """Name of the trainer that runs the job; reserved workers that name it share their device with it."""
+
+
+class TrainerStatus(Message):
+    """What a trainer does for a job: as JSON the value of its lease on the job."""
+
+    trainer: str
+    """Unique to the trainer's process."""
+    phase: str
+    step: Count
+    """From 0."""
+    phase_since: Finite
+    """When the phase began (Unix seconds)."""
+    price_per_hour: Finite
+    """Dollars for its machines, beyond what its reserved workers' prices cover."""
+    waiting: Wait | None
+    """What it waits for; of several waits the one that began first."""
+    at: Finite
+    """When this was written (Unix seconds), so that each renewal changes the value."""
 
 
 @message

@@ -16,6 +16,7 @@ from rlboost.shared.messages import (
     Placed,
     Sampling,
     TokenFrame,
+    TrainerStatus,
     WeightsCommitted,
     WorkerHeartbeat,
     WorkerJoined,
@@ -37,6 +38,11 @@ def job_spec(**changes: Any) -> RlJob:
 def job_created(job_id: str = "j", no: int = 1, spec: JobSpec | None = None) -> JobCommand:
     spec_json = to_json(spec or job_spec())
     return JobCommand(command_id=f"create-{job_id}", action="create", job_id=job_id, job_no=no, spec_json=spec_json)
+
+
+def trainer_status(**fields: Any) -> TrainerStatus:
+    known = {"trainer": "t-1", "phase": "training", "step": 0, "phase_since": 990.0}
+    return TrainerStatus(**{**known, "price_per_hour": 0.0, "waiting": None, "at": 1.0, **fields})
 
 
 def weights_committed(job_id: str = "j", version: int = 0) -> WeightsCommitted:

@@ -15,7 +15,7 @@ from rlboost.services.rollout_manager.domain.effects import EmitEvent, Send
 from rlboost.services.rollout_manager.domain.jobs.wait_status import job_wait_status
 from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.shared.messages import Drain, UseVersion, WorkerLeft
-from tests.support.builders import group_requested, heartbeat, job_running, job_spec, worker_joined
+from tests.support.builders import group_requested, heartbeat, job_running, job_spec, trainer_status, worker_joined
 
 DRAIN_S = 10
 """A drained worker hands off and exits within this time (invariant 7)."""
@@ -85,7 +85,7 @@ def test_spot_worker_is_drained_before_the_budget_is_spent() -> None:
 
 def test_trainer_counts_in_the_budget_and_in_what_it_still_pays_for() -> None:
     job = job_with_budget(max_dollars=2.0)
-    job.world.progress["j"].on_trainer_status('{"price_per_hour": 36.0}', job.now.wall)
+    job.world.progress["j"].on_trainer_status(trainer_status(price_per_hour=36.0), job.now.wall)
     job.join("spot", price_per_hour=36.0)
     while Drain not in job.told("spot"):
         job.second()
@@ -149,7 +149,7 @@ def test_job_without_workers_names_its_budget_as_the_cause() -> None:
     for _ in range(120):
         job.second()
     assert "spot" not in job.world.fleet.workers
-    job.world.progress["j"].on_trainer_status("{}", job.now.wall)
+    job.world.progress["j"].on_trainer_status(trainer_status(), job.now.wall)
     wait = job_wait_status(job.world, job.world.jobs["j"])
     assert wait
     assert "elastic.max_dollars: 1)" in wait["because"]

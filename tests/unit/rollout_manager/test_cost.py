@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from rlboost.services.rollout_manager.domain.allocation import charging
@@ -10,7 +8,7 @@ from rlboost.services.rollout_manager.domain.jobs.audit import Audit
 from rlboost.services.rollout_manager.domain.jobs.cost_report import cost_report
 from rlboost.services.rollout_manager.domain.jobs.record import Job
 from rlboost.services.rollout_manager.domain.world import Now, World
-from tests.support.builders import job_spec, worker_joined
+from tests.support.builders import job_spec, trainer_status, worker_joined
 
 HOUR_S = 3600.0
 
@@ -57,13 +55,9 @@ def test_worker_without_a_price_costs_what_its_kind_does(own: float, charged: fl
     assert world.audits["a"].cost.dollars == pytest.approx(charged)
 
 
-def lease_of_trainer(price_per_hour: float) -> str:
-    return json.dumps({"trainer": "t-1", "price_per_hour": price_per_hour, "waiting": None})
-
-
 def test_trainer_is_charged_while_it_holds_the_lease(world: World) -> None:
     charge(world, (0.0, 100.0))
-    world.progress["a"].on_trainer_status(lease_of_trainer(6.0), 100.0)
+    world.progress["a"].on_trainer_status(trainer_status(price_per_hour=6.0), 100.0)
     charge(world, (HOUR_S / 2, 100.0 + HOUR_S / 2))
     world.progress["a"].on_trainer_status(None, 100.0)
     charge(world, (HOUR_S, 100.0 + HOUR_S))
@@ -74,9 +68,8 @@ def test_trainer_is_charged_while_it_holds_the_lease(world: World) -> None:
     assert world.audits["b"].cost.dollars == pytest.approx(8.0)
 
 
-@pytest.mark.parametrize("body", ['{"trainer": "t-1", "waiting": null}', lease_of_trainer(0.0)])
-def test_trainer_without_a_price_is_not_in_the_report(world: World, body: str) -> None:
-    world.progress["a"].on_trainer_status(body, 100.0)
+def test_trainer_without_a_price_is_not_in_the_report(world: World) -> None:
+    world.progress["a"].on_trainer_status(trainer_status(), 100.0)
     charge(world, (0.0, 100.0), (HOUR_S, 100.0 + HOUR_S))
     assert [time.role for time in world.audits["a"].cost.workers.values()] == ["preemptible"]
 

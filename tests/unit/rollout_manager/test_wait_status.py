@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import threading
 from collections.abc import AsyncIterator
@@ -39,7 +38,7 @@ from rlboost.shared.messages.workers import WorkerState
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Delete
 from rlboost.shared.streams.entries import START
-from tests.support.builders import job_created
+from tests.support.builders import job_created, trainer_status
 from tests.support.eventually import eventually
 from tests.support.manager_rig import ManagerRig
 from tests.support.worker_manager import JOB
@@ -93,14 +92,9 @@ class Running:
         self.renew(NOW.wall)
 
     def renew(self, at: float) -> None:
-        waiting = {
-            "for": "samples of step 3",
-            "because": "7 of 8 samples have arrived",
-            "since": 990.0,
-            "limit_s": 60.0,
-            "kind": "samples",
-        }
-        self.progress.on_trainer_status(json.dumps({"waiting": waiting, "at": at}), at)
+        because = "7 of 8 samples have arrived"
+        waiting = Wait(subject="samples of step 3", because=because, since=990.0, limit_s=60.0, kind="samples")
+        self.progress.on_trainer_status(trainer_status(waiting=waiting, at=at), at)
 
     def join(self, worker: str, state: WorkerState, waiting: Wait | None = None) -> None:
         joined = WorkerJoined(
@@ -122,7 +116,7 @@ class Running:
 
     def wait(self, after_s: float = 0.0) -> dict[str, Any]:
         """Return what the job waits for once the lease was read again, unchanged."""
-        self.progress.on_trainer_status(self.progress.trainer_status, NOW.wall + after_s)
+        self.progress.on_trainer_status(self.progress.trainer, NOW.wall + after_s)
         wait = job_wait_status(self.world, self.world.jobs["j"])
         assert wait is not None
         return wait
@@ -162,8 +156,8 @@ def test_stall_without_a_worker_says_why_the_last_one_is_gone() -> None:
 def test_stall_does_not_show_the_limit_of_another_wait_of_the_trainer() -> None:
     running = Running()
     running.progress.stalled_since = 995.0
-    rewards = {"for": "the rewards", "because": "a group", "since": 990.0, "limit_s": 60.0, "kind": "rewards"}
-    running.progress.on_trainer_status(json.dumps({"waiting": rewards, "at": NOW.wall}), NOW.wall)
+    rewards = Wait(subject="the rewards", because="a group", since=990.0, limit_s=60.0, kind="rewards")
+    running.progress.on_trainer_status(trainer_status(waiting=rewards, at=NOW.wall), NOW.wall)
     assert running.wait()["limit_s"] is None
 
 
@@ -262,7 +256,7 @@ def test_phase_shows_how_long_it_took_in_the_last_step(
     running = Running()
     job = running.world.jobs["j"]
     job.latest = latest
-    status = json.dumps({"phase": name, "step": 3, "phase_since": 990.0, "waiting": None})
+    status = trainer_status(phase=name, step=3, phase_since=990.0)
     running.progress.on_trainer_status(status, NOW.wall)
     assert job_phase(running.world, job) == {"name": name, "step": 3, "since": 990.0, "last_s": last_s}
     job.step = 4
@@ -271,11 +265,10 @@ def test_phase_shows_how_long_it_took_in_the_last_step(
     assert ended["last_s"] is None, "the metrics are those of this step"
 
 
-def test_phase_is_unknown_without_a_trainer_and_of_an_earlier_release() -> None:
+def test_phase_is_unknown_without_a_trainer() -> None:
     running = Running()
     job = running.world.jobs["j"]
-    assert job_phase(running.world, job) is None, "its lease does not say when the phase began"
-    status = json.dumps({"phase": "training", "step": 3, "phase_since": 990.0, "waiting": None})
+    status = trainer_status(step=3)
     running.progress.on_trainer_status(status, NOW.wall)
     assert job_phase(running.world, job) is not None
     running.progress.on_trainer_status(status, NOW.wall + TRAINER_SILENCE_S + 0.1)
@@ -355,14 +348,13 @@ async def system() -> AsyncIterator[System]:
 
 async def test_status_shows_the_trainers_phase_and_wait_then_its_absence(system: System) -> None:
     lease = names.trainer_lease(system.job)
-    waiting = {"for": "the rewards", "because": "a group", "since": 0.0, "limit_s": 5.0}
-    status = {"phase": "training", "step": 0, "phase_since": 0.0, "waiting": waiting, "at": 1.0}
-    await system.bus.renew(lease, json.dumps(status), 60.0)
+    waiting = Wait(subject="the rewards", because="a group", since=0.0, limit_s=5.0)
+    await system.bus.renew(lease, trainer_status(waiting=waiting, phase_since=0.0).model_dump_json(), 60.0)
     system.manager._trainers_checked_at = -math.inf
     await system.manager.turn()
     since = {"since": "1970-01-01T00:00:00+00:00"}
     shown = await system.shown()
-    assert shown["waiting"] == waiting | since
+    assert shown["waiting"] == waiting.public() | since
     assert shown["phase"] == {"name": "training", "step": 0, "last_s": None} | since
     await system.bus.transact([Delete(lease)])
     system.manager._trainers_checked_at = -math.inf
@@ -371,10 +363,19 @@ async def test_status_shows_the_trainers_phase_and_wait_then_its_absence(system:
     assert (shown["waiting"]["for"], shown["phase"]) == ("the trainer", None)
 
 
+async def test_trainer_whose_status_cannot_be_read_counts_as_silent(system: System) -> None:
+    lease = names.trainer_lease(system.job)
+    for value in (trainer_status().model_dump_json(), '{"phase": 1}', "not JSON"):
+        await system.bus.renew(lease, value, 60.0)
+        system.manager._trainers_checked_at = -math.inf
+        await system.manager.turn()
+        assert system.manager.world.progress[system.job].trainer == trainer_status()
+
+
 async def test_wait_that_lasts_too_long_is_counted_and_an_event(system: System) -> None:
     timeouts = REGISTRY.get_sample_value("rlboost_wait_timeouts_total") or 0.0
     system.manager.world.progress[system.job].stalled_since = 1000.0
-    await system.bus.renew(names.trainer_lease(system.job), json.dumps({"waiting": None, "at": 1.0}), 60.0)
+    await system.bus.renew(names.trainer_lease(system.job), trainer_status().model_dump_json(), 60.0)
     for _ in range(2):
         system.manager._trainers_checked_at = -math.inf
         await system.manager.turn()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,7 +24,7 @@ from rlboost.services.rollout_manager.domain.workers.throughput_model import MIN
 from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.messages import Message, StepReport
-from tests.support.builders import heartbeat, job_running, job_spec, worker_joined
+from tests.support.builders import heartbeat, job_running, job_spec, trainer_status, worker_joined
 
 HOUR_S = 3600.0
 
@@ -181,7 +179,7 @@ def test_trainer_counts_in_what_one_more_is_worth_and_in_a_step_without_spot(wor
     window.lasted_s = 100.0
     finish_step(world, work_s=300.0)
     before = worth_of_one_more(world)
-    world.progress["j"].on_trainer_status('{"price_per_hour": 9.0}', 220.0)
+    world.progress["j"].on_trainer_status(trainer_status(price_per_hour=9.0), 220.0)
     priced = worth_of_one_more(world)
     assert before
     assert priced
@@ -254,7 +252,7 @@ def test_each_paying_worker_makes_tokens_cheaper_and_one_more_does_not(
     """The trainer's machine may have the price of the reserved worker on it, in part or in whole."""
     world = World(lease_s=2.0)
     apply(world, 0.0, *job_running(), worker_joined("own", role="reserved", price_per_hour=8.0 - trainer))
-    world.progress["j"].on_trainer_status(json.dumps({"price_per_hour": trainer}), 0.0)
+    world.progress["j"].on_trainer_status(trainer_status(price_per_hour=trainer), 0.0)
     world.fleet.assign(world.fleet.workers["own"], ("j", 0))
     job = world.jobs["j"]
     tuner = job.window_tuner = WindowTuner(target_workers=6, work_s=550.0, train_s=100.0, step_s=700.0)

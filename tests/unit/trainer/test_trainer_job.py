@@ -27,6 +27,7 @@ from rlboost.shared.messages import (
     SampleDropped,
     SeedingEnded,
     SeedingReopened,
+    TrainerStatus,
 )
 from rlboost.shared.streams import names
 from rlboost.shared.streams.entries import START
@@ -322,21 +323,22 @@ async def test_trainer_lease_names_the_current_phase_and_wait(tmp_path: Path) ->
     async with rig.trainer():
         await rig.command("create")
 
-        async def told(step: int) -> dict[str, Any] | None:
+        async def told(step: int) -> TrainerStatus | None:
             [text] = await rig.bus.lease_values([names.trainer_lease(JOB)])
-            body: dict[str, Any] = json.loads(text) if text else {}
-            return body if body.get("step") == step and body["waiting"] else None
+            status = TrainerStatus.model_validate_json(text) if text else None
+            return status if status and status.step == step and status.waiting else None
 
         before = await eventually(lambda: told(0))
         assert before is not None
         rig.manager.held = {1}
-        body = await eventually(lambda: told(1))
-        assert body is not None
-        assert body["phase"] == "training"
-        assert before["phase_since"] < body["phase_since"] <= body["at"]
-        assert body["waiting"]["for"] == "samples of step 2"
-        assert body["waiting"]["kind"] == "samples"
-        assert body["waiting"]["because"] == "0 of 8 samples have arrived"
+        status = await eventually(lambda: told(1))
+        assert status is not None
+        assert status.phase == "training"
+        assert before.phase_since < status.phase_since <= status.at
+        assert status.waiting is not None
+        assert status.waiting.subject == "samples of step 2"
+        assert status.waiting.kind == "samples"
+        assert status.waiting.because == "0 of 8 samples have arrived"
         rig.manager.held = set()
         await rig.ended()
     assert await rig.bus.lease_values([names.trainer_lease(JOB)]) == [None]
@@ -358,7 +360,7 @@ async def test_trainer_lease_names_a_reward_function_that_hangs(
         async def waits_for_rewards() -> bool:
             [text] = await rig.bus.lease_values([names.trainer_lease(JOB)])
             waiting = json.loads(text)["waiting"] if text else None
-            return waiting is not None and waiting["for"] == "the rewards"
+            return waiting is not None and waiting["subject"] == "the rewards"
 
         await eventually(waits_for_rewards)
         may_score.set()

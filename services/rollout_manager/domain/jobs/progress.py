@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -10,6 +9,7 @@ from rlboost.services.rollout_manager.domain.scheduling.length_estimates import 
 from rlboost.services.rollout_manager.domain.seeding.window import Window
 from rlboost.services.rollout_manager.domain.workers.fleet_counts import FleetCounts
 from rlboost.shared.ids import step_of
+from rlboost.shared.messages import TrainerStatus
 
 
 @dataclass(slots=True)
@@ -33,10 +33,8 @@ class JobProgress:
     below_share_since: float | None = None
     """Since when (manager's clock) it has samples queued and fewer workers than its fair share."""
 
-    trainer_status: str | None = None
-    """The value of the trainer's lease on the job (JSON), None if no trainer holds it."""
-    trainer_price_per_hour: float = 0.0
-    """Dollars for the machines of the trainer that holds the lease, beyond what its reserved workers' prices cover."""
+    trainer: TrainerStatus | None = None
+    """The value of the trainer's lease on the job, None if no trainer holds it."""
     trainer_renewed_at: float | None = None
     """When the lease was renewed last (Unix); without a renewal, when it was first missed; None before both."""
     trainer_checked_at: float = 0.0
@@ -45,13 +43,17 @@ class JobProgress:
     reported_wait_since: float | None = None
     """When the last wait began (Unix) that was reported to last too long."""
 
-    def on_trainer_status(self, status: str | None, now: float) -> None:
+    @property
+    def trainer_price_per_hour(self) -> float:
+        """Return `TrainerStatus.price_per_hour`, 0 if no trainer holds the job."""
+        return self.trainer.price_per_hour if self.trainer else 0.0
+
+    def on_trainer_status(self, status: TrainerStatus | None, now: float) -> None:
         """Note the present value of the trainer's lease, which each renewal changes."""
         self.trainer_checked_at = now
-        if self.trainer_renewed_at is None or (status is not None and status != self.trainer_status):
+        if self.trainer_renewed_at is None or (status is not None and status != self.trainer):
             self.trainer_renewed_at = now
-        self.trainer_status = status
-        self.trainer_price_per_hour = json.loads(status or "{}").get("price_per_hour", 0.0)
+        self.trainer = status
 
     def is_delivered(self, sample_id: int) -> bool:
         """Return True if the sample was delivered or dropped."""

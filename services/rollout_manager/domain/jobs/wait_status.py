@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from rlboost.services.rollout_manager.domain.jobs.progress import JobProgress
@@ -10,7 +9,7 @@ from rlboost.services.rollout_manager.domain.jobs.record import Job
 from rlboost.services.rollout_manager.domain.workers.fleet import Fleet
 from rlboost.services.rollout_manager.domain.workers.worker import Worker
 from rlboost.services.rollout_manager.domain.world import Now, World
-from rlboost.shared.messages import public_wait
+from rlboost.shared.messages import TrainerStatus, Wait, public_wait
 
 TRAINER_SILENCE_S = 3.0
 """A trainer that has not renewed its lease for this time counts as missing; it renews every second."""
@@ -31,7 +30,7 @@ def job_wait_status(world: World, job: Job) -> dict[str, Any] | None:
     progress = world.progress.get(job.id)
     if progress is None or progress.trainer_renewed_at is None:
         return None  # this manager has not read the trainer's lease yet
-    if not _has_trainer(progress):
+    if (trainer := _present_trainer(progress)) is None:
         because = "it does not renew its lease on this job: it died, cannot reach Redis, or cannot read the job: "
         return public_wait("the trainer", because + "look at its log", progress.trainer_renewed_at, kind="trainer")
     if progress.stalled_since is not None:
@@ -41,10 +40,10 @@ def job_wait_status(world: World, job: Job) -> dict[str, Any] | None:
                 f"its budget (elastic.max_dollars: {job.spec.elastic.max_dollars:g}) pays for no more spot workers: "
                 "add reserved workers, or cancel it and continue from its model in another job"
             )
-        limit_s = _limit_of_stall(progress, progress.stalled_since)
+        limit_s = _limit_of_stall(trainer.waiting, progress.stalled_since)
         subject = "a worker that is ready with this job's weights"
         return public_wait(subject, because, progress.stalled_since, limit_s, kind="worker")
-    return _trainers_wait(world.fleet, job, progress)
+    return _trainers_wait(world.fleet, job, trainer.waiting) if trainer.waiting else None
 
 
 def report_overdue(world: World, now: Now) -> list[tuple[str, dict[str, Any]]]:
@@ -79,21 +78,19 @@ def job_phase(world: World, job: Job) -> dict[str, Any] | None:
     where that is not measured.
     """
     progress = world.progress.get(job.id)
-    if job.ended or progress is None or not _has_trainer(progress):
+    if job.ended or progress is None or (status := _present_trainer(progress)) is None:
         return None
-    status = json.loads(progress.trainer_status or "{}")
-    if "phase_since" not in status:
-        return None  # a trainer of an earlier release
-    name, step = status["phase"], status["step"]
+    name, step = status.phase, status.step
     latest = job.latest if step >= job.step else {}  # the step has just ended: these are its own metrics
-    return {"name": name, "step": step, "since": status["phase_since"], "last_s": _last_duration_s(name, latest)}
+    return {"name": name, "step": step, "since": status.phase_since, "last_s": _last_duration_s(name, latest)}
 
 
-def _has_trainer(progress: JobProgress) -> bool:
-    """Return True if a trainer holds the job and renews its lease."""
-    if progress.trainer_status is None or progress.trainer_renewed_at is None:
-        return False
-    return progress.trainer_checked_at - progress.trainer_renewed_at <= TRAINER_SILENCE_S
+def _present_trainer(progress: JobProgress) -> TrainerStatus | None:
+    """Return the status of the trainer that holds the job and renews its lease."""
+    if progress.trainer is None or progress.trainer_renewed_at is None:
+        return None
+    is_renewed = progress.trainer_checked_at - progress.trainer_renewed_at <= TRAINER_SILENCE_S
+    return progress.trainer if is_renewed else None
 
 
 def _last_duration_s(phase: str, latest: dict[str, float]) -> float | None:
@@ -115,12 +112,11 @@ def redis_wait(turn_began_at: float | None, now: float) -> dict[str, Any] | None
     return public_wait("Redis", because, turn_began_at, kind="redis")
 
 
-def _trainers_wait(fleet: Fleet, job: Job, progress: JobProgress) -> dict[str, Any] | None:
-    waiting: dict[str, Any] | None = json.loads(progress.trainer_status or "{}").get("waiting")
-    holders = [worker for worker in fleet.workers.values() if worker.samples and worker.job == job.id]
-    if waiting and holders:
-        waiting["because"] += f"; in flight: {_in_flight(holders)}"
-    return waiting
+def _trainers_wait(fleet: Fleet, job: Job, wait: Wait) -> dict[str, Any]:
+    public = wait.public()
+    if holders := [worker for worker in fleet.workers.values() if worker.samples and worker.job == job.id]:
+        public["because"] += f"; in flight: {_in_flight(holders)}"
+    return public
 
 
 def _in_flight(holders: list[Worker]) -> str:
@@ -132,12 +128,11 @@ def _in_flight(holders: list[Worker]) -> str:
     return f"{n_samples:,} on {workers} ({sum(one.tokens_per_s for one in holders):,.0f} tokens/s)"
 
 
-def _limit_of_stall(progress: JobProgress, since: float) -> float | None:
+def _limit_of_stall(trainers: Wait | None, since: float) -> float | None:
     """Return how long after `since` the trainer fails the job for lack of samples; None if it waits for none."""
-    waiting = json.loads(progress.trainer_status or "{}").get("waiting")
-    if not waiting or not waiting["limit_s"] or waiting.get("kind") != "samples":
+    if trainers is None or trainers.kind != "samples":
         return None
-    return float(waiting["since"] + waiting["limit_s"] - since)
+    return trainers.since + trainers.limit_s - since
 
 
 def _trainer_of_pending(world: World, pending: Job) -> tuple[str, str]:
