@@ -17,7 +17,13 @@ Sample = dict[str, Any]
 
 
 def of_step(client: Client, record: dict[str, Any], step: int | None, *, evaluation: bool) -> list[Sample]:
-    """Return the training or evaluation samples of a step, None for the newest; a job of kind eval has only the latter.
+    """Return the training or evaluation samples of a step; a job of kind eval has only the latter.
+
+    Args:
+        client: of the manager.
+        record: the job.
+        step: from 0; None: the newest. The evaluation after the last step has the number of steps.
+        evaluation: those of the evaluation.
 
     Raises:
         ClientError: there are none; says which steps have some.
@@ -34,8 +40,8 @@ def of_step(client: Client, record: dict[str, Any], step: int | None, *, evaluat
     found = [sample for sample in of_kind if sample["step"] == step]
     if not found:
         kind = "evaluation samples" if is_eval else "samples"
-        has = f"the newest 2,000 samples have steps {_ranges(steps)}" if steps else "there are only training samples"
-        where = "" if step is None else f" of step {step}"
+        has = f"the newest 2,000 samples have steps {_ranges([one + 1 for one in steps])}" if steps else "there are only training samples"
+        where = "" if step is None else f" of step {step + 1}"
         raise ClientError("No samples", f"{record['id']} has no {kind}{where}: {has}", _NOT_FOUND)
     return found
 

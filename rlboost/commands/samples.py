@@ -20,7 +20,7 @@ def register(app: typer.Typer) -> None:
 
 def samples(
     job: JobArgument,
-    step: Annotated[int | None, typer.Option(help="Step, from 0; the newest one if omitted.", min=0)] = None,
+    step: Annotated[int | None, typer.Option(help="Step, from 1; the newest one if omitted.", min=1)] = None,
     best: Annotated[bool, typer.Option("--best", help="Highest rewards first.")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="Lowest rewards first.")] = False,
     number: Annotated[int, typer.Option("-n", help="Number of samples.", min=1)] = 4,
@@ -35,7 +35,7 @@ def samples(
         raise typer.BadParameter("give --best or --worst, not both")
     with connect(state) as client:
         record = client.jobs.find(job)
-        found = of_step(client, record, step, evaluation=evaluation)
+        found = of_step(client, record, None if step is None else step - 1, evaluation=evaluation)
     shown = select(found, number, best=best, worst=worst)
     if as_json:
         print_json(shown)
@@ -43,7 +43,7 @@ def samples(
     width = min(_WIDEST, shutil.get_terminal_size().columns)
     kind = "evaluation samples" if found[0]["is_eval"] else "samples"
     order = ", highest reward first" if best else ", lowest reward first" if worst else ""
-    typer.echo(f"{record['id']} step {found[0]['step']}: {len(shown)} of {len(found)} {kind}{order}")
+    typer.echo(f"{record['id']} step {found[0]['step'] + 1}: {len(shown)} of {len(found)} {kind}{order}")
     for sample in shown:
         typer.echo("")
         for line in lines(sample, width):

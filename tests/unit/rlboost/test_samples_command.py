@@ -68,7 +68,7 @@ def test_samples_of_the_newest_step_come_from_different_prompts(rest: FakeRest) 
     [
         (["--best", "-n", "2"], ["1/1/0/2", "1/1/1/2"]),
         (["--worst", "-n", "3"], ["1/1/0/3", "1/1/1/3", "1/1/0/0"]),
-        (["--step", "0"], ["1/0/0/0", "1/0/0/1"]),
+        (["--step", "1"], ["1/0/0/0", "1/0/0/1"]),
         (["--eval"], ["1/e1/0/0"]),
     ],
 )
@@ -102,9 +102,9 @@ def test_an_unknown_job_fails(rest: FakeRest) -> None:
     [
         ([], job("running", 0), [], ["no samples yet", "rlboost status j-1"]),
         ([], job("completed", 3, finished_at="2026"), [], ["sft"]),
-        (ROWS, job("running", 2), ["--step", "7"], ["step 7", "0-1"]),
+        (ROWS, job("running", 2), ["--step", "7"], ["step 7", "1-2"]),
         (ROWS[:2], job("running", 2), ["--eval"], ["no evaluation samples"]),
-        (ROWS, job("running", 2), ["--eval", "--step", "0"], ["step 0", "steps 1"]),
+        (ROWS, job("running", 2), ["--eval", "--step", "1"], ["step 1", "steps 2"]),
     ],
 )
 def test_missing_samples_are_explained(
@@ -125,7 +125,7 @@ def test_a_sample_is_shown_with_reward_parts_group_and_finish(rest: FakeRest) ->
     row = sample(1, 3, 2, 1.25, rewards={"right": 1.0, "short": 0.25, "tool": None}, turns=2, finish="length")
     rest.on("GET /v1/jobs/j-1/samples", ok([row]))
     assert samples("j-1").stdout.splitlines() == [
-        "j-1 step 1: 1 of 1 samples",
+        "j-1 step 2: 1 of 1 samples",
         "",
         "--- group 3, sample 2: reward 1.25, 2 turns, 2 tokens, finish length",
         "rewards     right 1, short 0.25, tool -",
