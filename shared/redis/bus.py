@@ -20,7 +20,6 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import (
     AuthenticationError,
-    ReadOnlyError,
     RedisError,
     ResponseError,
 )
@@ -32,7 +31,7 @@ from rlboost.shared.messages import Message
 from rlboost.shared.messages.codec import decode, encode
 from rlboost.shared.redis.fenced_connection import FencedConnection
 from rlboost.shared.redis.lease_scripts import ACQUIRE_FENCED, LIVE_LEASE_VALUES
-from rlboost.shared.redis.remedies import remedy
+from rlboost.shared.redis.remedies import remedy, reply_code
 from rlboost.shared.streams.bus import (
     Ack,
     Append,
@@ -121,12 +120,13 @@ class RedisBus:
                 raise CredentialRejected(f"Redis at {self.address} rejected the password: {text}") from error
             raise BusUnavailable(f"Redis at {self.address}: {text or type(error).__name__}") from error
         except ResponseError as error:
-            if isinstance(error, ReadOnlyError):
+            code = reply_code(error)
+            if code == "READONLY":
                 # After a failover: this connection is to the former primary. A new one may reach the new primary.
                 await self._redis.connection_pool.disconnect(inuse_connections=False)
             if advice := remedy(error):
                 raise BusUnavailable(f"Redis at {self.address} accepts no writes: {error}; {advice}") from error
-            kind = _BY_CODE.get(str(error).partition(" ")[0], Fatal)
+            kind = _BY_CODE.get(code, Fatal)
             raise kind(f"Redis at {self.address} rejected a command: {error}") from error
         except RedisError as error:
             raise BusUnavailable(f"Redis at {self.address}: {error!r}") from error
