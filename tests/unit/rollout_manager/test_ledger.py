@@ -125,9 +125,10 @@ def test_gap_is_reported_and_adds_nothing(ledger: Ledger) -> None:
     assert tokens_of(ledger) == []
 
 
-def test_late_frame_of_an_earlier_attempt_is_refused(ledger: Ledger) -> None:
+@pytest.mark.parametrize("next_worker", ["w1", "w2"])
+def test_late_frame_of_an_earlier_attempt_is_refused(ledger: Ledger, next_worker: str) -> None:
     ledger.extend(frame("w1", 1, 0, [5]))
-    ledger.place(placed("w2", 2, 1))
+    ledger.place(placed(next_worker, 2, 1))
     outcome = ledger.extend(frame("w1", 1, 1, [6], finish=FINISH_STOP))
     assert tokens_of(ledger) == [5]
     assert outcome.refused == [(1, "late", 1)]
