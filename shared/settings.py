@@ -48,7 +48,7 @@ class ServiceSettings(BaseSettings):
     token: SecretStr = Field(
         SecretStr(""), description="bearer token of the HTTP interfaces; if empty, all requests are rejected"
     )
-    tls_cert: str = Field("", description="PEM file of the certificate with which to serve HTTPS; plain HTTP if empty")
+    tls_cert: str = Field("", description="PEM file of the certificate for HTTPS; if empty, plain HTTP")
     tls_key: str = Field("", description="PEM file of the certificate's key")
     tls_ca: str = Field("", description="PEM file of authorities that clients trust in addition to the system's")
     log_level: Literal["debug", "info", "warning", "error"] = "info"

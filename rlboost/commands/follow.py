@@ -39,7 +39,10 @@ def register(app: typer.Typer) -> None:
 def follow(
     job: JobArgument,
     from_step: Annotated[
-        int | None, typer.Option("--from-step", min=1, help="First step to show; the last few if not given.")
+        int | None,
+        typer.Option(
+            "--from-step", min=1, help="First step to show, from 1 as in the output; the last few if not given."
+        ),
     ] = None,
     state: StateOption = DEFAULT_STATE,
     as_json: JsonOption = False,

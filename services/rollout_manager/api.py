@@ -136,11 +136,7 @@ def _add_jobs(router: APIRouter, manager: Manager, bus: Bus, token: str) -> None
     @router.get("/jobs/{job_id}", tags=["jobs"], responses=problems(404))
     @needs("read")
     async def show_job(job_id: str) -> dict[str, Any]:
-        """Return one job: state, step, metrics of its last step, current phase and wait, error.
-
-        `phase` is what its trainer does: `name`, `step` (from 0), `since`, and `last_s`, how long that took in the last
-        step; null while no trainer holds the job.
-        """
+        """Return one job: state, step, metrics of its last step, current phase and wait, error."""
         return _public(manager, find_job(manager, job_id))
 
     @router.get("/jobs/{job_id}/spec", tags=["jobs"], responses=_JOB)

@@ -23,17 +23,17 @@ class Settings(ServiceSettings):
     host: str = Field("127.0.0.1", description="address of the REST API")
     port: int = Field(8700, ge=0, le=65535, description="port of the REST API; 0 takes a free one")
     join_token: SecretStr = Field(
-        SecretStr(""), description="a token that workers may join with, besides those of `rlboost token create`"
+        SecretStr(""), description="a token that workers may join with, in addition to those of `rlboost token create`"
     )
-    weight_store_url: str = Field("http://127.0.0.1:8701", description="where joining workers find the weight store")
-    advertised_redis_url: str = Field("", description="where joining workers find Redis; the manager's own when empty")
+    weight_store_url: str = Field("http://127.0.0.1:8701", description="URL of the weight store for workers that join")
+    advertised_redis_url: str = Field("", description="URL of Redis for workers that join; if empty, the manager's own")
     worker_redis_users: Literal["on", "off"] = Field(
         "on",
-        description="each worker gets a Redis user that can access only its own keys; off = workers get the manager's "
-        "Redis URL",
+        description="on: each worker gets a Redis user that can access only its own keys; off: workers get the "
+        "manager's Redis URL",
     )
     lease_s: float = Field(
-        2.0, gt=0, description="lease of workers that announce none of their own, which is `RLBOOST_WORKER_LEASE_S`"
+        2.0, gt=0, description="lease of a worker that reports no `RLBOOST_WORKER_LEASE_S` of its own"
     )
     leader_lease_s: float = Field(
         3.0,
@@ -43,13 +43,13 @@ class Settings(ServiceSettings):
     public_url: str = Field(
         "",
         pattern=r"^(https?://\S+)?$",
-        description="where a standby sends clients of this manager; http(s)://HOST:PORT when empty",
+        description="URL to which a standby sends clients of this manager; if empty, http(s)://HOST:PORT",
     )
     serve_limit_s: float = Field(600.0, gt=0, description="time limit of a completion requested over REST")
     pools: list[Pool] = Field(
         [],
         description="kinds of spot workers that autoscaling may start, preferred first, as JSON, such as "
-        '`[{"kind": "h100", "max_workers": 8, "price_per_hour": 2.5}]`; without any there is no autoscaling',
+        '`[{"kind": "h100", "max_workers": 8, "price_per_hour": 2.5}]`; if empty, there is no autoscaling',
     )
     price_file: str = Field(
         "",
@@ -57,24 +57,27 @@ class Settings(ServiceSettings):
         "own; read at the start",
     )
     provider: Literal["none", "command", "kubernetes"] = Field(
-        "none", description="what starts and stops workers; none = something that follows `GET /v1/fleet`"
+        "none",
+        description="what starts and stops spot workers: Kubernetes, `RLBOOST_MANAGER_PROVIDER_COMMAND`, or with none "
+        "a program of yours that follows `GET /v1/fleet`",
     )
     provider_command: str = Field(
         "",
-        description="provider command: shell command that has the provider run `$RLBOOST_WORKERS` workers of kind "
-        "`$RLBOOST_KIND`",
+        description="with provider command: shell command that sets the number of workers of kind `$RLBOOST_KIND` to "
+        "`$RLBOOST_WORKERS`",
     )
     kubernetes_namespace: str = Field(
         "",
-        description="provider kubernetes: namespace of its Deployments, each named as its kind; empty = the pod's own",
+        description="with provider kubernetes: namespace of the Deployments, whose names are the kinds; if empty, the "
+        "pod's own",
     )
     max_dollars_per_hour: float | None = Field(
         None,
         ge=0,
-        description="maximum dollars per hour of all workers together; further spot workers are drained",
+        description="maximum dollars per hour of all workers together; spot workers beyond it are drained",
     )
     scale_in_delay_s: float = Field(
-        300.0, ge=0, description="autoscaling: how long fewer workers must be enough before the fleet shrinks"
+        300.0, ge=0, description="how long fewer workers must be enough before autoscaling shrinks the fleet"
     )
     redis_limit_s: float = Field(300.0, gt=0, description="exit after Redis has not answered for this time")
 

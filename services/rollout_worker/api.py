@@ -47,13 +47,18 @@ class Metrics(Collector):
         version = session.serving.version if session.serving else -1
         yield _gauge("weight_version", "Version of the weights served; -1 before the first.", version)
         yield _gauge(
-            "unsent_bytes", "Tokens that the log does not have yet.", connection.incarnation.outbox.unsent_bytes
+            "unsent_bytes",
+            "Bytes of generated tokens that Redis has not acknowledged.",
+            connection.incarnation.outbox.unsent_bytes,
         )
         yield _gauge("resident_bytes", "Memory of this process.", load.memory.resident_bytes)
         yield _gauge("device_used_bytes", "Memory in use on the engine's device.", load.memory.device_used_bytes)
         yield _gauge("device_total_bytes", "Memory of the engine's device.", load.memory.device_total_bytes)
         yield SummaryMetricFamily(
-            "rlboost_worker_flush_seconds", "From the engine to Redis's answer.", flushes.count, flushes.sum_s
+            "rlboost_worker_flush_seconds",
+            "Time from reading tokens out of the engine until Redis has acknowledged them.",
+            flushes.count,
+            flushes.sum_s,
         )
         states = GaugeMetricFamily("rlboost_worker_state", "1 for the worker's current state.", labels=["state"])
         for state in get_args(WorkerState):

@@ -21,11 +21,19 @@ class Settings(ServiceSettings):
     model_config = SettingsConfigDict(env_prefix="RLBOOST_WORKER_")
     prefix: ClassVar[str] = "RLBOOST_WORKER_"
 
-    url: str = Field("http://127.0.0.1:8700", description="where the rollout manager is")
-    role: Role = Field("preemptible", description="reserved = shares its device with the trainer")
-    trainer: str = Field("", description="reserved: name of that trainer; may be empty if there is only one trainer")
-    name: str = Field("", pattern=r"^[A-Za-z0-9._-]*$", description="prefix of the worker's id; empty = host name")
-    kind: str = Field("", description="kind of machine, for throughput profiles; empty = engine and device")
+    url: str = Field("http://127.0.0.1:8700", description="URL of the rollout manager")
+    role: Role = Field(
+        "preemptible", description="reserved: shares its device with the trainer; preemptible: spot worker"
+    )
+    trainer: str = Field(
+        "", description="name of a reserved worker's trainer; may be empty if there is only one trainer"
+    )
+    name: str = Field(
+        "", pattern=r"^[A-Za-z0-9._-]*$", description="prefix of the worker's id; if empty, the host name"
+    )
+    kind: str = Field(
+        "", description="kind of machine, for prices and throughput profiles; if empty, engine and device"
+    )
     price_per_hour: float = Field(
         0.0,
         ge=0,
@@ -34,28 +42,32 @@ class Settings(ServiceSettings):
 
     engine: Literal["torch", "vllm"] = Field("torch", description="inference engine")
     device: str = Field("cpu", description="the engine's device, in torch's notation")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="of the engine's weights")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="dtype of the engine's weights; use the jobs' `trainer.dtype`"
+    )
     parity_tolerance: float = Field(
-        0.0, ge=0, description="allowed mean difference from the trainer's log-probabilities, in nats; 0 = by precision"
+        0.0,
+        ge=0,
+        description="allowed mean difference from the trainer's log-probabilities, in nats; 0: set by the precision",
     )
     slots: int = Field(64, ge=1, description="maximum number of running samples")
     kv_cache_bytes: int = Field(
         0,
         ge=0,
-        description="size of the KV cache; 0 = most of a GPU's free memory; on a CPU 1 GiB (torch) or 256 MiB (vllm)",
+        description="size of the KV cache; 0: most of a GPU's free memory, or on a CPU 1 GiB (torch) or 256 MiB (vllm)",
     )
     gpu_memory_utilization: float = Field(
         0.0,
         ge=0,
         le=1,
-        description="fraction of each GPU's memory for the engine; 0 = vllm's default, 0.92, or what is free (torch)",
+        description="fraction of each GPU's memory for the engine; 0: vllm's default, 0.92, or the free memory (torch)",
     )
-    tensor_parallel: int = Field(1, ge=1, description="vllm: number of GPUs that the model is split over")
+    tensor_parallel: int = Field(1, ge=1, description="number of GPUs that vllm splits the model over")
     vllm_args: dict[str, Any] = Field(
         default_factory=dict,
-        description='vllm: more engine arguments as JSON, such as {"max_num_batched_tokens": 8192}',
+        description='more engine arguments of vllm as JSON, such as {"max_num_batched_tokens": 8192}',
     )
-    cpus: str = Field("", description="CPUs to use, such as 0-15,32-47; empty = all")
+    cpus: str = Field("", description="CPUs to use, such as 0-15,32-47; if empty, all")
     cache_dir: Path = Field(_CACHE, description="cache of pulled weights, with one folder per worker name")
 
     base_model: Path | None = Field(
@@ -71,26 +83,28 @@ class Settings(ServiceSettings):
     grace_s: float = Field(10.0, gt=0, description="time from SIGTERM until the process must have exited")
 
     notices: Literal["auto", "aws", "gcp", "azure", "off"] = Field(
-        "auto", description="cloud whose metadata service is polled for preemption notices; auto = the one that answers"
+        "auto", description="cloud whose metadata service is polled for preemption notices; auto: the one that answers"
     )
     metadata_url: str = Field(
         "http://169.254.169.254", pattern=r"^https?://[^\s/?#]+/?$", description="URL of the metadata service"
     )
     rebalance: Literal["report", "drain"] = Field(
-        "report", description="on a rebalance recommendation of AWS: emit an event, or also drain"
+        "report", description="reaction to a rebalance recommendation of AWS: an event, or an event and a drain"
     )
     notice_file: Path | None = Field(None, description="local file whose appearance is a preemption notice")
 
     host: str = Field(
         "",
         description="address that serves health, metrics and weights for other workers; "
-        "empty = the one from which the manager is reached",
+        "if empty, the one from which the worker reaches the manager",
     )
-    port: int = Field(0, ge=0, le=65535, description="0 = any free port")
+    port: int = Field(
+        0, ge=0, le=65535, description="port of health, metrics and weights for other workers; 0 takes a free one"
+    )
     peer_url: str = Field(
         "",
         pattern=r"^(off|https?://[^\s/?#@]+/?)?$",
-        description="URL for other workers; empty = host and port; off = no weights for other workers",
+        description="URL for other workers; if empty, host and port; off: no weights for other workers",
     )
 
     @property

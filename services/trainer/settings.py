@@ -19,13 +19,22 @@ class Settings(ServiceSettings):
     model_config = SettingsConfigDict(env_prefix="RLBOOST_TRAINER_")
     prefix: ClassVar[str] = "RLBOOST_TRAINER_"
 
-    name: str = Field("", description="reserved workers of this device give it as their trainer; the host's if empty")
+    name: str = Field(
+        "",
+        description="name that reserved workers on this trainer's device set as `RLBOOST_WORKER_TRAINER`; if empty, "
+        "the host name",
+    )
     host: str = Field("127.0.0.1", description="address of the health routes")
     port: int = Field(0, ge=0, le=65535, description="port of the health routes; 0 takes a free one")
-    weight_store_url: str = Field("http://127.0.0.1:8701", description="where weights are published")
-    dir: Path = Field(Path(".rlboost/runs"), description="one folder a job: checkpoints, metrics, the final model")
+    weight_store_url: str = Field(
+        "http://127.0.0.1:8701", description="URL of the weight store, where weights are published"
+    )
+    dir: Path = Field(
+        Path(".rlboost/runs"), description="folder with one folder per job: checkpoints, metrics, the final model"
+    )
     checkpoints: str = Field(
-        "", description="folder or s3://BUCKET/PREFIX, gs://, az:// of checkpoints; `DIR` if empty"
+        "",
+        description="folder of checkpoints, or s3://BUCKET/PREFIX, gs://..., az://...; if empty, `RLBOOST_TRAINER_DIR`",
     )
     device: str = Field(
         "cpu", description="torch device of the trained model; with cuda, rank r uses the r-th visible GPU"
@@ -36,20 +45,20 @@ class Settings(ServiceSettings):
         allow_inf_nan=False,
         description="dollars per hour of the trainer's machines, beyond what the prices of its reserved workers cover",
     )
-    cpus: str = Field("", description="CPUs to use, such as 0-15,32-47; empty = all")
+    cpus: str = Field("", description="CPUs to use, such as 0-15,32-47; if empty, all")
     user_modules: str = Field(
         "", description="installed packages, separated by commas, whose functions job files may name as user code"
     )
     reward_token_origins: str = Field(
         "",
         description="services that get `REWARD_TOKEN` from jobs with `reward.url`, separated by commas: "
-        "https://HOST[:PORT]; none if empty",
+        "https://HOST[:PORT]; if empty, none",
     )
     machines_port: int = Field(
-        0, ge=0, le=65535, description="port where machines join with `rlboost trainer join`; none can if 0"
+        0, ge=0, le=65535, description="port where machines join with `rlboost trainer join`; 0: none can join"
     )
     machines_wait_s: float = Field(
-        60.0, ge=0, description="wait this time for all `trainer.nodes` before a job starts on `trainer.min_nodes`"
+        60.0, ge=0, description="how long a job waits for all `trainer.nodes` before it starts on `trainer.min_nodes`"
     )
     outage_limit_s: float = Field(
         600.0, gt=0, description="exit after Redis or the weight store has been unavailable for this time"

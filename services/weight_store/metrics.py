@@ -10,22 +10,22 @@ class Metrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         """Register the counters."""
-        self.bytes_in = Counter("rlboost_weight_store_bytes_in", "bytes of chunks received", registry=registry)
-        self.bytes_out = Counter("rlboost_weight_store_bytes_out", "bytes of chunks sent", registry=registry)
+        self.bytes_in = Counter("rlboost_weight_store_bytes_in", "Bytes of chunks received", registry=registry)
+        self.bytes_out = Counter("rlboost_weight_store_bytes_out", "Bytes of chunks sent", registry=registry)
         self.bytes_redirected = Counter(
             "rlboost_weight_store_bytes_redirected",
-            "bytes of chunks for which clients were redirected to the object store",
+            "Bytes of chunks for which clients were redirected to the object store",
             registry=registry,
         )
-        self.commits = Counter("rlboost_weight_store_commits", "versions committed", registry=registry)
+        self.commits = Counter("rlboost_weight_store_commits", "Versions committed", registry=registry)
         self.deltas_applied = Counter(
-            "rlboost_weight_store_deltas_applied", "chunks made from an uploaded delta", registry=registry
+            "rlboost_weight_store_deltas_applied", "Chunks computed from an uploaded delta", registry=registry
         )
         self.deltas_composed = Counter(
             "rlboost_weight_store_deltas_composed",
-            "deltas over several versions composed of shorter ones",
+            "Deltas over several versions composed of shorter ones",
             registry=registry,
         )
         self.chunks_removed = Counter(
-            "rlboost_weight_store_chunks_removed", "chunks removed as garbage", registry=registry
+            "rlboost_weight_store_chunks_removed", "Chunks removed as garbage", registry=registry
         )

@@ -18,7 +18,7 @@ class Settings(ServiceSettings):
     prefix: ClassVar[str] = "RLBOOST_WEIGHT_STORE_"
 
     host: str = Field("127.0.0.1", description="address to listen on")
-    port: int = Field(8701, ge=0, le=65535, description="port to listen on; 0 selects a free one")
+    port: int = Field(8701, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     dir: Path = Field(Path(".rlboost/weights"), description="directory of the chunks and manifests")
     origin: str = Field(
         "", description="object store instead of the directory: s3://BUCKET/PREFIX, gs://... or az://..."
@@ -32,7 +32,9 @@ class Settings(ServiceSettings):
         description="lease on an object store: a writer that does not renew it for this time may be succeeded",
     )
     max_bytes: int = Field(
-        0, ge=0, description="total size of the chunks above which uploads are rejected with 507; 0 for no limit"
+        0, ge=0, description="total size of the chunks above which uploads are rejected with 507; 0: no limit"
     )
-    keep_versions: int = Field(4, ge=1, description="newest versions retained of each job, in addition to pinned ones")
-    keep_deltas: int = Field(16, ge=1, description="newest versions of each job whose deltas are retained")
+    keep_versions: int = Field(
+        4, ge=1, description="number of newest versions retained of each job, in addition to pinned ones"
+    )
+    keep_deltas: int = Field(16, ge=1, description="number of newest versions of each job whose deltas are retained")

@@ -26,5 +26,7 @@ class WaitMetrics(Collector):
         ratio = max(((now - wait.since) / wait.limit_s for wait in waits), default=0.0)
         yield GaugeMetricFamily("rlboost_wait_oldest_seconds", "How long the oldest current wait has lasted", oldest_s)
         yield GaugeMetricFamily(
-            "rlboost_wait_limit_ratio", "The largest elapsed part of a wait's limit; 1 ends it", ratio
+            "rlboost_wait_limit_ratio",
+            "Highest elapsed fraction of the limit of a current wait; at 1 the wait fails",
+            ratio,
         )

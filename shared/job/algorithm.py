@@ -75,9 +75,9 @@ class RejectionSpec(Section):
     """Ratio that must be within the thresholds: of each token; or of the whole completion, as the product of its
     tokens' ratios (`sequence`) or their geometric mean."""
     threshold: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
-    """Highest ratio; empty: 2. Use about 1.001 for `geometric`."""
+    """Highest ratio, by default 2. Use about 1.001 for `geometric`."""
     threshold_lower: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Lowest ratio; empty: 1 / `threshold`."""
+    """Lowest ratio, by default 1 / `threshold`."""
     token_veto: Annotated[float, Field(gt=0, lt=1)] | None = None
     """A completion with a token whose ratio is below this, such as 1e-4, is left out."""
 
@@ -292,11 +292,12 @@ class AlgorithmSpec(Section):
     """Old policy of the ratio: the engine's log-probabilities, or the trainer's under the weights at the start of the
     step. `auto` is `sampled` with `elastic.max_staleness: 0`, else `recomputed`."""
     tis_cap: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Literal["off"] | None = 2.0
-    """With `recomputed`: bound of an importance weight (trainer / engine); `off` disables these weights."""
+    """With `recomputed`: upper bound of importance weights (trainer / engine); `off` disables these weights."""
     importance: Importance | None = "truncate"
-    """Importance weights beyond `tis_cap` are truncated, or tokens with a weight beyond it or below 1 / it masked."""
+    """`truncate`: importance weights above `tis_cap` become `tis_cap`. `mask`: tokens with a weight above `tis_cap` or
+    below 1 / `tis_cap` are left out of the loss."""
     rollout_is: ImportanceLevel | None = "token"
-    """Ratio that is the importance weight: of each token, or the product over the completion."""
+    """Importance weight of a token: its own ratio, or the product of the ratios over its completion (`sequence`)."""
     rollout_rs: RejectionSpec | None = None
     """Leaves tokens out of the loss whose probabilities differ between trainer and engine; they still count in the
     divisor of `aggregation`."""
@@ -305,9 +306,10 @@ class AlgorithmSpec(Section):
     kl_estimator: KlEstimator | None = None
     """Estimator of that KL."""
     overlong_penalty: float = Field(0.0, ge=0, allow_inf_nan=False)
-    """Deduction from the reward of a completion of `sampling.max_tokens`."""
+    """Amount subtracted from the reward of a completion that is `sampling.max_tokens` long; shorter ones lose less
+    (`overlong_fraction`)."""
     overlong_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
-    """The last fraction of `sampling.max_tokens`, over which the deduction rises from 0."""
+    """The last fraction of `sampling.max_tokens`, over which the amount of `overlong_penalty` rises from 0."""
     critic: CriticSpec | None = None
     """The critic, with `advantage: gae`."""
     preference: PreferenceSpec | None = None

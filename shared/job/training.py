@@ -48,18 +48,18 @@ class TrainerSpec(Section):
     checkpoint_every: int = Field(10, ge=1)
     """Steps between checkpoints."""
     checkpoints: str = ""
-    """Folder or object-store URL of the job's checkpoints; empty: the trainer's default."""
+    """Folder or object-store URL of the job's checkpoints; if empty, the trainer's default."""
     resume: str = Field("auto", min_length=1)
-    """`auto` continues from the job's newest checkpoint, `never` fails if there is one. Or a path or URL of another
-    job's run folder or checkpoint: the job starts with its weights, optimizer state and step."""
+    """`auto` continues from the job's newest checkpoint, `never` fails if there is one. With a path or URL of
+    another job's run folder or checkpoint, the job starts with its weights, optimizer state and step."""
     micro_batch_tokens: int = Field(4096, ge=1)
-    """Maximum tokens per micro-batch; samples are packed without padding, and a longer sample is a micro-batch of its
+    """Maximum tokens per micro-batch. Samples are packed without padding. A longer sample is a micro-batch of its
     own."""
     activation_checkpointing: bool = False
     """Store only the input of each layer for the backward pass, and recompute the rest."""
     compile: bool = False
-    """Compile the layers by `torch.compile`, with the first micro-batches of each start; only `torch` and dense models,
-    not with `elastic.weights: lora`."""
+    """Compile the layers with `torch.compile`, during the first micro-batches after each start. Only `torch` and dense
+    models, not with `elastic.weights: lora`."""
     router_aux_loss_coef: float = Field(0.0, ge=0, allow_inf_nan=False)
     """Weight of the load-balancing loss of a mixture of experts (arXiv 2101.03961), at the scale of transformers."""
     router_replay: Literal["none", "R3"] = "none"
@@ -69,25 +69,27 @@ class TrainerSpec(Section):
     offload: Offload = "none"
     """State that is moved to host memory while reserved engines use the trainer's device."""
     tensor_parallel: int = Field(1, ge=1)
-    """Processes that each layer is split over; only `megatron`."""
+    """Number of processes that each layer is split over. Only `megatron`."""
     pipeline_parallel: int = Field(1, ge=1)
-    """Pipeline stages; only `megatron`."""
+    """Number of pipeline stages. Only `megatron`."""
     data_parallel: int = Field(1, ge=1)
-    """Replicas that samples are split over; with `torch`, FSDP2 shards of the model."""
+    """Number of replicas that samples are split over; with `torch` also the number of FSDP2's shards of the model."""
     context_parallel: int = Field(1, ge=1)
-    """Processes that the tokens of each micro-batch are divided over, long samples included (Ulysses, arXiv
-    2309.14509); divides the attention heads, with megatron those of each tensor-parallel process. With `torch` it also
-    multiplies FSDP2's shards."""
+    """Number of processes that the tokens of each micro-batch, and so of a long sample, are divided over (Ulysses,
+    arXiv 2309.14509). Must divide the attention heads, with `megatron` those of each tensor-parallel process. With
+    `torch` it also multiplies FSDP2's shards."""
     fsdp_size: int = Field(0, ge=0)
-    """Neighboring processes that shard the model; each group of that many has a copy (HSDP); divides the number of
-    processes; 0: all; only `torch`."""
+    """Number of consecutive processes that share one sharded copy of the model (HSDP). Must divide the number of
+    processes; 0 shards over all. Only `torch`."""
     expert_parallel: int = Field(1, ge=1)
-    """Neighboring replicas that the experts of a mixture are divided over; divides `data_parallel` and the number of
-    experts; only `megatron`."""
+    """Number of consecutive replicas that share the experts of a mixture. Must divide `data_parallel` and the number of
+    experts. Only `megatron`."""
     nodes: int = Field(1, ge=1)
-    """Machines that the processes are divided over, each started by `rlboost trainer join`; 1: the trainer's own."""
+    """Number of machines that the processes are divided over, each of which runs `rlboost trainer join`. 1 is the
+    trainer's own machine."""
     min_nodes: int = Field(0, ge=0)
-    """Machines that are enough when others are lost: the job resumes with as many fewer replicas; 0: all `nodes`."""
+    """Number of machines that suffice when others are lost; the job then resumes with fewer replicas. 0 requires all
+    `nodes`."""
     sequence_parallel: bool = False
     """With `tensor_parallel`: also split norms along the tokens (arXiv 2205.05198)."""
     distributed_optimizer: bool = False
@@ -184,6 +186,7 @@ class LoraSpec(Section):
     alpha: float = Field(8.0, gt=0, allow_inf_nan=False)
     """The adapter's product is scaled by `alpha / rank`."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """On the adapter's input, in training only; above 0, training and sampling distributions differ slightly."""
+    """Dropout on the adapter's input, in training only. Above 0, the distributions of training and sampling differ
+    slightly."""
     targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
     """Names of the adapted layers, as in PEFT's `target_modules`; `all-linear`: all but the output head."""

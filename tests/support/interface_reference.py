@@ -37,10 +37,10 @@ EVENTS: Mapping[str, str] = {
     "job_resumed": "the trainer continued from a checkpoint",
     "job_state_changed": "the job's state changed",
     "model_saved": "the model of a completed job is in its folder",
-    "parity_check_failed": "a worker's engine disagrees with the trainer; it serves nothing",
-    "prompts_filtered": "rows beyond the job's length limits",
+    "parity_check_failed": "a worker's engine disagrees with the trainer; it generates nothing",
+    "prompts_filtered": "rows beyond the job's length limits were left out",
     "rebalance_recommended": "the cloud recommends replacing a worker's machine",
-    "reclaim_requested": "a worker was asked to hand back running samples",
+    "reclaim_requested": "the manager reclaims running samples of a worker",
     "sample_failed": "a sample failed on an engine",
     "samples_migrated": "samples resumed on this worker, with the tokens that they had",
     "samples_unassigned": (
@@ -50,12 +50,12 @@ EVENTS: Mapping[str, str] = {
     "seeding_ended": "reserved workers stopped generating for the step",
     "seeding_reopened": "reserved workers generate again, as no or too few spot workers are left",
     "seeding_started": "reserved workers generate at the start of a step",
-    "seeding_window_closing": "reserved workers were asked to hand back their samples",
-    "seeding_window_changed": "another length was chosen in mid-window, as the number of spot workers changed",
+    "seeding_window_closing": "the manager reclaims the samples of the reserved workers",
+    "seeding_window_changed": "the open window got another length, because the number of spot workers changed",
     "seeding_window_updated": "the learned window changed",
     "wait_limit_exceeded": (
-        "a wait of the trainer has reached its limit; or the job has waited 5 minutes for a trainer or a worker, and "
-        "continues to wait (not for a job queued for a trainer that has another)"
+        "a wait of the trainer has reached its limit, or the job has waited 5 minutes for a trainer or a worker and "
+        "continues to wait (not if it is queued for the trainer of another job)"
     ),
     "warning": "something in the job needs attention",
     "warning_cleared": "a warning no longer holds",

@@ -49,7 +49,11 @@ class WorldCollector:
     def _counters(self) -> Iterator[Metric]:
         tokens = CounterMetricFamily("rlboost_tokens", "Tokens of jobs by outcome", labels=["fate"])
         migrations = CounterMetricFamily("rlboost_migrations", "Migrated samples of jobs")
-        preemptions = CounterMetricFamily("rlboost_preemptions", "Preemptions that jobs have seen", labels=["kind"])
+        preemptions = CounterMetricFamily(
+            "rlboost_preemptions",
+            "Preempted workers; one that served no job counts once for each running or paused job",
+            labels=["kind"],
+        )
         dollars = CounterMetricFamily("rlboost_cost_dollars", "What jobs have cost")
         # A counter must not start at 0 when another manager has counted before, nor fall when the world drops an
         # ended job: Prometheus would count what was there before as new.

@@ -16,7 +16,7 @@ TRAINER_SILENCE_S = 3.0
 LONG_TURN_S = 2.0
 """A turn of the manager that takes longer waits for Redis."""
 OVERDUE_S = 300.0
-"""How long a job may wait for a trainer or a worker, which has no limit of its own, until that is reported."""
+"""A job's wait for a trainer or a worker is reported after this time; the manager does not end it."""
 FEW_SAMPLES = 8
 """When no more samples are in flight, the workers that have them are named."""
 

@@ -17,10 +17,14 @@ class MachineSettings(ServiceSettings):
     model_config = SettingsConfigDict(env_prefix="RLBOOST_MACHINE_")
     prefix: ClassVar[str] = "RLBOOST_MACHINE_"
 
-    url: str = Field("tcp://127.0.0.1:8702", description="the trainer: tcp://HOST:PORT, tls:// if it has a certificate")
-    name: str = Field("", description="orders the ranks and appears in messages; the host's name if empty")
+    url: str = Field(
+        "tcp://127.0.0.1:8702", description="the trainer: tcp://HOST:PORT, or tls:// if it has a certificate"
+    )
+    name: str = Field("", description="name that orders the ranks and appears in messages; if empty, the host name")
     address: str = Field(
-        "", description="where the trainer's other machines reach this one; if empty, as the trainer sees it"
+        "",
+        description="address at which the trainer's other machines reach this one; if empty, the one that the "
+        "trainer sees",
     )
     outage_limit_s: float = Field(600.0, gt=0, description="exit after the trainer has been unreachable for this time")
 
