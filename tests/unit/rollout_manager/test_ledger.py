@@ -125,6 +125,25 @@ def test_gap_is_reported_and_adds_nothing(ledger: Ledger) -> None:
     assert tokens_of(ledger) == []
 
 
+@pytest.mark.parametrize("version", [2, 5])
+def test_row_of_a_version_within_the_staleness_extends_its_sample(version: int) -> None:
+    ledger = Ledger()
+    ledger.admit(group_requested(version=5, max_staleness=3), "1-0")
+    ledger.place(placed("w1", 1, 0))
+    ledger.extend(frame("w1", 1, 0, [5], version=version))
+    assert tokens_of(ledger) == [5]
+
+
+@pytest.mark.parametrize("version", [1, 6])
+def test_row_of_a_version_that_the_request_excludes_is_invalid(version: int) -> None:
+    ledger = Ledger()
+    ledger.admit(group_requested(version=5, max_staleness=3), "1-0")
+    ledger.place(placed("w1", 1, 0))
+    outcome = ledger.extend(frame("w1", 1, 0, [5], version=version))
+    assert tokens_of(ledger) == []
+    assert outcome.invalid == [GROUP]
+
+
 @pytest.mark.parametrize("next_worker", ["w1", "w2"])
 def test_late_frame_of_an_earlier_attempt_is_refused(ledger: Ledger, next_worker: str) -> None:
     ledger.extend(frame("w1", 1, 0, [5]))
