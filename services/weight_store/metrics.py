@@ -19,7 +19,7 @@ class Metrics:
         )
         self.commits = Counter("rlboost_weight_store_commits", "versions committed", registry=registry)
         self.deltas_applied = Counter(
-            "rlboost_weight_store_deltas_applied", "chunks made from an uploaded delta", registry=registry
+            "rlboost_weight_store_deltas_applied", "chunks derived from uploaded deltas", registry=registry
         )
         self.deltas_composed = Counter(
             "rlboost_weight_store_deltas_composed",

@@ -19,7 +19,7 @@ from starlette.routing import Match, Route
 
 from rlboost.shared.errors import ConfigError, NotFound, Rejected, Retryable, RLBoostError, Unprocessable
 from rlboost.shared.http.authentication import needs
-from rlboost.shared.http.documented import GUARDED, problems
+from rlboost.shared.http.documented import GUARDED_ERRORS, problems
 from rlboost.shared.http.file_sender import FileConnection, FileSender
 from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.problem import PROBLEM, Problem
@@ -72,7 +72,7 @@ def create_app(
     wait_registry = CollectorRegistry()  # of this app: the process's registry takes each collector once
     if waits:
         wait_registry.register(WaitMetrics(waits))
-    guarded = guard.router(tags=["health"], responses=GUARDED)
+    guarded = guard.router(tags=["health"], responses=GUARDED_ERRORS)
 
     @guarded.get("/metrics", response_class=PlainTextResponse)
     @needs("read")

@@ -257,8 +257,8 @@ class RedisBus:
             return []
         return _as_texts(await self._call(self._redis.mget(list(leases))))
 
-    async def live_lease_values(self, leases: Sequence[str]) -> list[str | None]:
-        """See `Bus.live_lease_values`."""
+    async def cap_and_read_leases(self, leases: Sequence[str]) -> list[str | None]:
+        """See `Bus.cap_and_read_leases`."""
         if not leases:
             return []
         return _as_texts(await self._call(self._redis.eval(LIVE_LEASE_VALUES, len(leases), *leases)))

@@ -60,7 +60,7 @@ class RolloutTally:
     pass_reward: float = 1.0
     """The lowest reward with which a completion passes an evaluation."""
     scoring_s: list[float] = field(default_factory=list)
-    """Of each training group from its last sample to its rewards, with the wait for a free reward process."""
+    """Time from each training group's last sample to its rewards, with the wait for a free reward process."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Reason -> groups, training and evaluation."""
     first_detail: str = ""

@@ -224,8 +224,8 @@ async def test_lease_from_before_the_clock_stepped_back_is_shortened(bus: Bus) -
     """Of a holder that took it for seconds when the clock showed a later hour."""
     await bus.renew("lease:a", "dead", 3600.0)
     await bus.renew("lease:b", "dead", 3600.0)
-    assert await bus.live_lease_values(["lease:a", "lease:x"]) == ["dead", None]
-    assert await bus.live_lease_values([]) == []
+    assert await bus.cap_and_read_leases(["lease:a", "lease:x"]) == ["dead", None]
+    assert await bus.cap_and_read_leases([]) == []
     assert await bus.acquire_fenced("lease:b", "me", 5.0, epoch="epoch", replacing=None) is None
     for lease in ("lease:a", "lease:b"):
         assert await seconds_left(bus, lease) <= LONGEST_LEASE_S

@@ -145,7 +145,7 @@ class CheckpointBucket:
 
     async def _save(self, directory: Path, state: TrainState) -> None:
         if not self._started_at:
-            await self._start_epoch()
+            await self._read_store_clock()
         folder = f"{name_of(state.step)}-{self._started_at:010x}{new_token()}"
         manifest = await asyncio.to_thread(Manifest.of, directory, state, folder)
         self._begin_transfer(manifest)
@@ -158,7 +158,7 @@ class CheckpointBucket:
         await self._retry_until_ok(lambda: self._bucket.put(_manifest_path(folder), manifest.encode().encode()))
         await self._remove_old(manifest)
 
-    async def _start_epoch(self) -> None:
+    async def _read_store_clock(self) -> None:
         """Read the object store's clock, and check that the bucket is writable."""
         probe = new_token()
         await self._retry_until_ok(lambda: self._bucket.put(f"{_PROBE}/{probe}", b""))
@@ -218,9 +218,9 @@ class CheckpointBucket:
         return list(retained.values())
 
     async def _folder(self, name: str) -> str:
-        """Return the folder of a manifest's files, empty if the manifest is corrupt.
+        """Return the folder of a manifest's files, empty if the manifest cannot be read.
 
-        The files of a manifest named after its step alone are in a folder of that name.
+        It has the manifest's name, except for a manifest named after its step alone, which names the folder inside.
         """
         if step_of(name) < 0:
             return name
@@ -238,7 +238,7 @@ class CheckpointBucket:
     async def _newest(self, *, may_write: bool, only: str = "") -> tuple[TrainState, Path] | None:
         with configuration():
             if may_write:
-                await self._start_epoch()
+                await self._read_store_clock()
             names = [name for name in await self._names() if not only or _step(name) == step_of(only)]
         for name in names:
             try:

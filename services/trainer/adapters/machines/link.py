@@ -27,7 +27,7 @@ MACHINE = ""
 """The session of a machine that joins; a rank names the one that it belongs to."""
 HANDSHAKE_LIMIT_S = 20.0
 _MESSAGE_LIMIT_BYTES = 64 << 10
-"""Of handshakes and assignments; what ranks and trainer exchange afterwards is not limited."""
+"""Limit on handshakes and assignments; what ranks and trainer exchange afterwards is not limited."""
 _IDLE_S, _PROBE_S, _PROBES = 5, 5, 3
 """A peer whose machine does not answer for about 20 s is lost. The kernel probes it, so a busy process is not."""
 

@@ -37,7 +37,8 @@ class ModelShape(NamedTuple):
     normalizes_routing: bool = True
     """Whether the weights of a token's experts add up to 1."""
     rope_frequencies: tuple[float, ...] = ()
-    """Of rotary positions: radians per token, for each pair of a head's dimensions; see `rope.with_frequencies`."""
+    """Frequency of each pair of a head's dimensions in radians per token, for rotary positions; see
+    `rope.with_frequencies`."""
     rope_scale: float = 1.0
     """Factor of rotated queries and keys."""
 

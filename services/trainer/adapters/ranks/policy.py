@@ -60,7 +60,7 @@ class RanksPolicy(ABC):
     adapter_json = ""
 
     kind: str
-    """Of the ranks: `megatron` or `fsdp`."""
+    """Kind of the ranks: `megatron` or `fsdp`."""
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ from rlboost.shared.weights.shards import ChunkCopy, Shard
 from rlboost.shared.weights.torch_tensors import merged
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""Of whole tensors, by name."""
+"""Name of a tensor -> shape of the whole tensor."""
 
 
 class RankShards(Iterator[Shard]):

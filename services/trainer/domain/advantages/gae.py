@@ -38,7 +38,7 @@ class Estimate:
     """Over tokens, before whitening."""
     advantage_std: float
     explained_variance: float
-    """Of the returns by the values: 1 for a perfect critic, 0 for a constant one."""
+    """Explained variance of the returns by the values: 1 for a perfect critic, 0 for a constant one."""
 
 
 def token_rewards(reward: float, n_tokens: int, penalties: Array | None = None) -> Array:
