@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from rlboost.services.trainer.domain.advantages.group_estimators import standard_deviation
 from rlboost.services.trainer.domain.groups.scored_group import ScoredGroup
-from rlboost.services.trainer.domain.loss.sums import routing
+from rlboost.services.trainer.domain.loss.sums import routing_metrics
 from rlboost.services.trainer.domain.pass_at_k import pass_rates
 from rlboost.services.trainer.domain.utilization import UNKNOWN_HARDWARE, TrainingHardware
 from rlboost.shared.messages import EngineProfile
@@ -193,7 +193,7 @@ def _training(tally: StepTally) -> dict[str, float]:
         row["ratio/max_clipped"] = sums["max_ratio_clipped"]
     if tokens := sums.get("mismatch_tokens"):
         row["mismatch_kl"] = sums["mismatch_kl"] / tokens
-    return row | routing(sums)
+    return row | routing_metrics(sums)
 
 
 def _evaluation(groups: Sequence[ScoredGroup], pass_reward: float) -> dict[str, float]:

@@ -41,8 +41,8 @@ class Rollouts(Protocol):
 
         """
 
-    def fold(self, message: Message) -> GroupOutcome | None:
-        """Apply one message of the log; see `StepCollector.fold`."""
+    def apply(self, message: Message) -> GroupOutcome | None:
+        """Apply one message of the log; see `StepCollector.apply`."""
 
     def answer_turns(self) -> None:
         """Have environments answer the complete turns that have no answer in the log."""
@@ -73,9 +73,9 @@ class SingleTurn:
     def check_started(self) -> None:
         """Every group starts."""
 
-    def fold(self, message: Message) -> GroupOutcome | None:
-        """See `StepCollector.fold`."""
-        return self.groups.fold(message)
+    def apply(self, message: Message) -> GroupOutcome | None:
+        """See `StepCollector.apply`."""
+        return self.groups.apply(message)
 
     def answer_turns(self) -> None:
         """No turn has an answer."""

@@ -296,7 +296,7 @@ async def test_a_pause_holds_at_the_next_step_and_outlives_the_trainer(tmp_path:
         await rig.command("create")
         await eventually(lambda: trainer._current is not None and trainer._current.step == 2)
         await rig.command("pause")
-        await eventually(lambda: trainer._table.is_paused(JOB))
+        await eventually(lambda: trainer._jobs.is_paused(JOB))
         rig.manager.held = set()
         await eventually(lambda: 3 in rig.weights.versions)
         await eventually(lambda: _last_state_is(rig, "paused"))

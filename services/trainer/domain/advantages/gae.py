@@ -54,7 +54,7 @@ def token_rewards(reward: float, n_tokens: int, penalties: Array | None = None) 
 def gae(rewards: Array, values: Array, gamma: float, lam: float) -> Array:
     """Return the advantage of each token of one completion, whose last token ends the episode.
 
-    Generalised advantage estimation, arXiv 1506.02438, equation 16: the sum over l of (gamma lam)^l delta_(t+l), with
+    Generalized advantage estimation, arXiv 1506.02438, equation 16: the sum over l of (gamma lam)^l delta_(t+l), with
     delta_t = r_t + gamma V_(t+1) - V_t, and V = 0 after the end.
 
     Args:

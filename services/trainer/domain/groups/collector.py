@@ -1,4 +1,4 @@
-"""From finished samples to complete groups: the fold over `rollouts.finished` for one step.
+"""From finished samples to complete groups: collects the `rollouts.finished` entries of one step.
 
 Invariants: every sample counts once (1); every token is at most `max_staleness` weight versions old (4); a group is
 complete, or dropped with a reason (6).
@@ -109,7 +109,7 @@ class StepCollector:
             text += f" ({self._n_evaluation_arrived:,} of {n_evaluation:,} for the evaluation)"
         return text
 
-    def fold(self, message: Message) -> GroupOutcome | None:
+    def apply(self, message: Message) -> GroupOutcome | None:
         """Apply one message and return the group that it completes or drops, if any.
 
         A sample whose columns differ in length drops its group.

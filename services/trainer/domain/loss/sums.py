@@ -25,7 +25,7 @@ def add(total: dict[str, float], part: Mapping[str, float]) -> None:
             total[name] += value
 
 
-def routing(sums: Mapping[str, float]) -> dict[str, float]:
+def routing_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics of a mixture of experts, none for a dense model."""
     if not (n_tokens := sums.get(ROUTED_TOKENS)):
         return {}
