@@ -1,4 +1,4 @@
-"""Receives the bodies of uploads in threads, into buffers that later uploads use again; for `file_sender`."""
+"""Receives the bodies of uploads in threads, into buffers that later uploads use again; for `transfer_server`."""
 
 from __future__ import annotations
 
