@@ -23,7 +23,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-import stamina
 import structlog
 
 from rlboost.services.trainer.adapters.checkpoints.files import (
@@ -42,6 +41,7 @@ from rlboost.shared.bucket import Bucket, Listed, NoCredentials, Refused, config
 from rlboost.shared.disk_space import write_error
 from rlboost.shared.errors import Fatal, NotFound, StoreUnavailable
 from rlboost.shared.ids import new_token
+from rlboost.shared.process.retries import retry_while
 from rlboost.shared.progress import TransferProgress
 from rlboost.shared.weights.parallel import for_each
 
@@ -298,11 +298,7 @@ class CheckpointBucket:
 
     async def _retry_until_ok(self, call: Callable[[], Awaitable[T]]) -> T:
         """Make an idempotent call, and repeat it while the object store is unavailable, for up to `limit_s`."""
-        retries = stamina.retry_context(on=_is_transient, attempts=None, timeout=self._limit_s, wait_max=2.0)
-        async for attempt in retries:
-            with attempt:
-                return await call()
-        raise AssertionError("a retry context ends with a result or an error")
+        return await retry_while(_is_transient, call, limit_s=self._limit_s)
 
 
 def _is_transient(error: Exception) -> bool:
