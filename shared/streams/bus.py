@@ -160,9 +160,6 @@ class Bus(Protocol):
     async def dead_letter(self, stream: str, group: str, entry: Entry, reason: str) -> None:
         """Move an entry of a consumer group to the dead-letter stream and acknowledge it, atomically."""
 
-    async def trim(self, stream: str, min_id: str) -> None:
-        """Delete every entry before the id `min_id`."""
-
     async def length(self, stream: str) -> int:
         """Return the number of entries."""
 
@@ -174,9 +171,6 @@ class Bus(Protocol):
 
     async def hash_all(self, key: str) -> dict[str, str]:
         """Return all fields of a hash."""
-
-    async def renew(self, lease: str, value: str, ttl_s: float) -> None:
-        """Set a lease to `value` for `ttl_s` more seconds, regardless of its holder."""
 
     async def acquire(self, lease: str, value: str, ttl_s: float) -> bool:
         """Take a lease for `ttl_s` seconds if it is free; return True if it has this value afterwards."""

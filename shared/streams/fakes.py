@@ -247,10 +247,6 @@ class MemoryBus:
         letter = self._letter(stream, entry.id, encode(entry.message), reason)
         await self.transact([Append(DEAD_LETTERS, letter), Ack(stream, group, (entry.id,))])
 
-    async def trim(self, stream: str, min_id: str) -> None:
-        """See `Bus.trim`."""
-        await self.transact([Trim(stream, min_id)])
-
     async def length(self, stream: str) -> int:
         """See `Bus.length`."""
         self._check()
@@ -271,11 +267,6 @@ class MemoryBus:
         """See `Bus.hash_all`."""
         self._check()
         return dict(self._hashes[key])
-
-    async def renew(self, lease: str, value: str, ttl_s: float) -> None:
-        """See `Bus.renew`."""
-        self._check()
-        self._leases[lease] = (value, self._clock() + ttl_s)
 
     async def acquire(self, lease: str, value: str, ttl_s: float) -> bool:
         """See `Bus.acquire`."""
