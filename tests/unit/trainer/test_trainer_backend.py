@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rlboost.services.trainer.adapters.fsdp.model import FsdpWeightMap
 from rlboost.services.trainer.adapters.megatron.model_shape import ModelShape, require_divisible, shape_of
 from rlboost.services.trainer.adapters.megatron.weight_map import HEAD, MegatronWeightMap
-from rlboost.services.trainer.adapters.ranks import framing
+from rlboost.services.trainer.adapters.ranks import transport
 from rlboost.services.trainer.adapters.ranks.layout import Coordinates, Layout
 from rlboost.services.trainer.adapters.ranks.packed import pack_rows, unpack_rows
 from rlboost.services.trainer.adapters.ranks.processes import rank_environment
@@ -309,11 +309,11 @@ def test_slice_reader_names_a_missing_or_incomplete_tensor(tmp_path: Path) -> No
 
 
 def test_rank_error_keeps_its_known_class_or_its_traceback() -> None:
-    known = framing.decode_error(1, framing.encode_error(ConfigError("tensor a is wrong"), "Traceback"))
+    known = transport.decode_error(1, transport.encode_error(ConfigError("tensor a is wrong"), "Traceback"))
     assert type(known) is ConfigError
     assert str(known) == "tensor a is wrong"
     for error in (KeyError("a"), KeyboardInterrupt()):
-        other = framing.decode_error(1, framing.encode_error(error, "Traceback: in this line"))
+        other = transport.decode_error(1, transport.encode_error(error, "Traceback: in this line"))
         assert type(other) is RuntimeError
         assert "rank 1 of the trainer failed:\nTraceback: in this line" in str(other)
 
