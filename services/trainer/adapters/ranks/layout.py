@@ -44,7 +44,7 @@ class Layout(NamedTuple):
 
     @property
     def n_shards(self) -> int:
-        """Over how many ranks FSDP2 shards the model."""
+        """Number of ranks over which FSDP2 shards the model."""
         return self.fsdp_size or self.n_ranks
 
 
