@@ -90,10 +90,10 @@ class CountProgress:
 
 
 class LastDuration:
-    """How long work took the last time, where nothing says how far it is."""
+    """Duration of the last run of work whose progress is unknown."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Know nothing yet; the clock is in seconds."""
+        """Start without a duration; the clock is in seconds."""
         self._clock = clock
         self._last_s: float | None = None
 

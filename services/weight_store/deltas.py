@@ -63,7 +63,7 @@ class Deltas:
         self._keep = keep
         self._clock = clock
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """By job: held while its edges are replaced or surveyed."""
+        """Job -> lock that is held while the job's edges are replaced or surveyed."""
         self.committed: asyncio.Queue[CommittedVersion | None] = asyncio.Queue()
         """Read by the composer, which queues None at the stop to wake itself."""
 

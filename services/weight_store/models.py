@@ -23,7 +23,7 @@ class Models:
         self._documents = documents
         self._models: dict[str, JobVersions] = {}
         self._unreadable: dict[str, str] = {}
-        """Why a job's document cannot be parsed, by job."""
+        """Job -> why its document cannot be parsed."""
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def load(self) -> None:

@@ -23,7 +23,7 @@ class Principal(NamedTuple):
     """Who sent a request, and what it may do."""
 
     name: str
-    """For logs; never a secret."""
+    """The sender's name in logs; never a secret."""
     scope: Scope
 
     def may(self, needed: Scope) -> bool:

@@ -47,7 +47,7 @@ class CachedVersion:
 
     @property
     def parity_reference(self) -> ParityReference | None:
-        """The trainer's log-probabilities of fixed prompts under these weights; None if it published none."""
+        """The trainer's log-probabilities of canary prompts under these weights; None if it published none."""
         return _parity_reference(self._pulled.manifest)
 
     @cached_property
@@ -115,7 +115,7 @@ class AdaptedVersion:
 
     @property
     def parity_reference(self) -> ParityReference | None:
-        """The trainer's log-probabilities of fixed prompts under these weights; None if it published none."""
+        """The trainer's log-probabilities of canary prompts under these weights; None if it published none."""
         return _parity_reference(self._pulled.manifest)
 
     def tensors(self, names: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:

@@ -38,14 +38,14 @@ class Durations:
     """How long the phases of a step took, in seconds."""
 
     seeding_s: float = 0.0
-    """From the start of the step until the trainer got the device."""
+    """Time from the start of the step until the trainer got the device."""
     wait_s: float = 0.0
-    """The trainer had the device, but nothing to train on."""
+    """Time for which the trainer had the device, but nothing to train on."""
     resample_s: float = 0.0
     """The part of `wait_s` in which only replacement groups were pending; generating the initial groups earlier would
     not shorten it."""
     train_s: float = 0.0
-    """Computing on the device."""
+    """Time of computing on the device."""
     publish_s: float = 0.0
     step_s: float = 0.0
     """The whole step."""

@@ -37,7 +37,7 @@ class SftStep:
     lengths: Sequence[int]
     """Number of tokens of each completion."""
     grad_norm: float
-    """Before clipping."""
+    """Norm of the gradient before clipping."""
     learning_rate: float
     train_s: float
 

@@ -71,17 +71,17 @@ class SingleTurn:
         return [request_of(self._job, self._step, group, self.prompts[group.id]) for group in groups]
 
     def check_started(self) -> None:
-        """Every group starts."""
+        """Do nothing: every group starts."""
 
     def apply(self, message: Message) -> GroupOutcome | None:
         """See `StepCollector.apply`."""
         return self.groups.apply(message)
 
     def answer_turns(self) -> None:
-        """No turn has an answer."""
+        """Do nothing: there are no turns."""
 
     def release(self, group: int) -> None:
-        """No group uses anything."""
+        """Do nothing: a group uses no resources."""
 
 
 def collector_of(job: JobContext, step: int, planned: Sequence[PlannedGroup]) -> StepCollector:

@@ -59,7 +59,7 @@ class StoreDirectory:
             nonce = secrets.token_hex(16)
             replace_file(root / NONCE_FILE, nonce)
         self.shared = ChunkDirectory(path=str(root.resolve()), nonce=nonce)
-        """For clients on the same file system."""
+        """Location of the chunks, for clients on the same file system."""
 
     def close(self) -> None:
         """Release the directory."""

@@ -29,10 +29,10 @@ class JobVersions:
 
     job_id: str
     versions: tuple[Version, ...] = ()
-    """Visible, oldest first; the last one is the head."""
+    """Visible versions, oldest first; the last one is the head."""
     pins: frozenset[int] = frozenset()
     retired: tuple[Version, ...] = ()
-    """No longer visible; their files are not yet removed."""
+    """Versions that are no longer visible, and whose files are not yet removed."""
 
     @property
     def head(self) -> int:
@@ -57,7 +57,7 @@ class Shortfall:
     missing: str
     """How many of the version's chunks are missing, such as "3 of 10"."""
     edges: Sequence[Edge]
-    """Those that lead to missing chunks."""
+    """The edges that lead to missing chunks."""
     unrecorded: Sequence[str]
     """Digests of derived chunks that must be written, because no edge of the version leads to them."""
 

@@ -55,7 +55,7 @@ _PROBE = "probe"
 _STALE_S = 3600.0
 """Age at which a scratch folder is one that a killed trainer has left."""
 _EXPIRY_S = 3600.0
-"""How long after the last of its files a manifest may follow, by the object store's clock."""
+"""Longest time between the last of a checkpoint's files and its manifest, by the object store's clock."""
 
 T = TypeVar("T")
 

@@ -32,7 +32,7 @@ class TrainerMachine:
 
     name: str
     address: str
-    """Where the ranks of other machines reach it."""
+    """The address at which the ranks of other machines reach it."""
     port: int
     """A free port there, for the rendezvous of the ranks."""
     link: Link
@@ -50,7 +50,7 @@ class RankSession:
     ranks_per_machine: int
     id: str = field(default_factory=new_token)
     key: str = field(default_factory=lambda: secrets.token_hex(32))
-    """With which the ranks authenticate; they do not have the system's token."""
+    """The key with which the ranks authenticate; they do not have the system's token."""
     lost: str = ""
     """The machine that was lost, if one was."""
 

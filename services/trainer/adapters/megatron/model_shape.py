@@ -9,7 +9,7 @@ from rlboost.shared.errors import ConfigError
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Those whose frequencies do not depend on the length of a row."""
+"""Types of rotary positions whose frequencies do not depend on the length of a row."""
 
 
 class ModelShape(NamedTuple):

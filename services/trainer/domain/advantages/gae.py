@@ -35,7 +35,7 @@ class Estimate:
     returns: list[Array]
     """The critic's targets: advantages before whitening, plus values."""
     advantage_mean: float
-    """Over tokens, before whitening."""
+    """Mean over tokens, before whitening."""
     advantage_std: float
     explained_variance: float
     """Explained variance of the returns by the values: 1 for a perfect critic, 0 for a constant one."""

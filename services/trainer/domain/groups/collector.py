@@ -69,9 +69,9 @@ class StepCollector:
         self._arrived: dict[int, dict[int, SampleFinished]] = {group: {} for group in sizes}
         self._seen: set[int] = set()
         self._n_evaluation_samples = sum(n for group, n in sizes.items() if SampleId.unpack(group).is_eval)
-        """How many samples of the step are of its evaluation."""
+        """Number of the step's samples that belong to its evaluation."""
         self._n_evaluation_arrived = 0
-        """How many of these arrived or were dropped."""
+        """Number of these that arrived or were dropped."""
         self.trainer_has_device = False
         """True between the end of the step's seeding and its reopening."""
         self.engines: Sequence[EngineProfile] = ()
