@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
-from rlboost.services.trainer.domain.parity_probe import PROMPT_TOKENS, build_probe
+from rlboost.services.trainer.domain.canary_prompts import PROMPT_TOKENS, build_canary_prompts
 
 VOCABULARY = 2048
 LOGIT_STDS = (0.5, 1.5, 4.5)
@@ -35,7 +35,7 @@ MODELS = [
 ]
 """Kind, width, layers, experts."""
 _OUTPUTS = ("o_proj.weight", "down_proj.weight", "down_proj", "c_proj.weight")
-_IDS = torch.tensor([[*p, *c] for p, c in build_probe(VOCABULARY, temperature=1.0, dtype="bfloat16").rows])
+_IDS = torch.tensor([[*p, *c] for p, c in build_canary_prompts(VOCABULARY, temperature=1.0, dtype="bfloat16").rows])
 
 
 def model_of(kind: str, width: int, layers: int, experts: int, logit_std: float) -> Any:

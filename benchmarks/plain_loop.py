@@ -25,7 +25,7 @@ from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine
 from rlboost.services.rollout_worker.domain.requests import Request
 from rlboost.services.trainer.adapters.data import find_model, load_data
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.advantages.group_estimators import advantages
+from rlboost.services.trainer.domain.advantages.group_estimators import group_standardized
 from rlboost.services.trainer.domain.batches.batching import Accumulate, UpdatePlanner
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.services.trainer.domain.loss.policy import job_loss
@@ -76,7 +76,7 @@ class PlainLoop:
         for row, group in sorted(groups, key=lambda item: max(len(tokens) for tokens, _ in item[1])):
             scored = self._score(row, [tokens for tokens, _ in group])
             rewards += scored
-            prompt, values = ints(self.data.train[row].tokens), advantages(scored) or []
+            prompt, values = ints(self.data.train[row].tokens), group_standardized(scored) or []
             trained = [
                 training_row(prompt, tokens, logprobs, value)
                 for (tokens, logprobs), value in zip(group, values, strict=False)

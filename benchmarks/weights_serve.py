@@ -30,13 +30,13 @@ from rlboost.shared.messages import Sampling
 from rlboost.shared.process.lifecycle import loop_factory
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.cache import Cache
+from rlboost.shared.weights.cached_version import cached_version
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.directory_source import DirectorySource
 from rlboost.shared.weights.publisher import Publisher
 from rlboost.shared.weights.puller import Puller
 from rlboost.shared.weights.shards import Shard
 from rlboost.shared.weights.source import StoreSource
-from rlboost.shared.weights.stored import stored_version
 from tests.support.eventually import eventually
 from tests.support.service_process import TOKEN
 
@@ -92,7 +92,7 @@ async def measure(url: str, directory: Path, layers: int, rounds: int) -> None:
                 JOB, version, expect=version - 1, part_digests=[part.digest], config_json=config_json
             )
             times, cpu = [time.perf_counter()], time.process_time()
-            pulled = stored_version(await puller.pull(JOB, version))
+            pulled = cached_version(await puller.pull(JOB, version))
             times.append(time.perf_counter())
             assert not await engine.load_weights(version, pulled)
             times.append(time.perf_counter())

@@ -137,9 +137,9 @@ async def _pulled(url: str, token: str, request: ExportRequest, base: Path | Non
         from rlboost.shared.process.waiting import Waits  # noqa: PLC0415 - torch takes seconds
         from rlboost.shared.weights import torch_tensors  # noqa: PLC0415
         from rlboost.shared.weights.cache import Cache  # noqa: PLC0415
+        from rlboost.shared.weights.cached_version import cached_version  # noqa: PLC0415
         from rlboost.shared.weights.client import StoreClient  # noqa: PLC0415
         from rlboost.shared.weights.puller import Puller  # noqa: PLC0415
-        from rlboost.shared.weights.stored import stored_version  # noqa: PLC0415
     except ImportError as error:
         raise ConfigError(f"export {_NEEDS}") from error
     async with StoreClient(url, token) as client:
@@ -158,8 +158,8 @@ async def _pulled(url: str, token: str, request: ExportRequest, base: Path | Non
                     raise ConfigError(f"version {version} of {request.job_id} is not an adapter: omit --adapter")
                 await asyncio.to_thread(write_adapter, pulled.manifest.adapter_json, torch_tensors.tensors(pulled), to)
             else:
-                stored = stored_version(pulled)
-                await asyncio.to_thread(write_model, base, stored.config_json, stored.tensors(), to)
+                model = cached_version(pulled)
+                await asyncio.to_thread(write_model, base, model.config_json, model.tensors(), to)
         except NotFound as error:
             raise ConfigError(f"version {version} was removed just now: run the command again ({error})") from error
         finally:

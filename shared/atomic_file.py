@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _WRITE_BYTES = 64 << 10
-"""Of one write. Larger ones make the kernel allocate large pages, which it has to get back from the host of a virtual
-machine with free page reporting: 2 to 3 processor seconds per GB instead of 0.4."""
+"""Size of one write. Larger writes make the kernel allocate large pages, which it has to get back from the host of a
+virtual machine with free page reporting: 2 to 3 processor seconds per GB instead of 0.4."""
 
 
 def replace_file(

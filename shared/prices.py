@@ -23,7 +23,7 @@ class Prices(Section):
     """Dollars per hour."""
 
     as_of: str | int | date = ""
-    """When these were the prices, and where they are from: for readers."""
+    """Date of the prices, and where they are from; shown to readers only."""
     source: str = ""
     reserved: _Dollars | None = None
     """The whole reserved cluster."""

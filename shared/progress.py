@@ -1,4 +1,4 @@
-"""How far long work is, as a text: what is done of all, the rate, the time left; or how long it took the last time."""
+"""Progress of long work as text: the amount done, the rate, and the time left or the last duration."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 _UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 _RATE_AFTER_S = 1.0
-"""Before, a rate says little."""
+"""A rate over less time says little."""
 _RATE_OVER_S = 60.0
 _SHOWN_AFTER_S = 1.0
-"""A shorter last time is not worth a word."""
+"""A shorter duration is not shown."""
 
 
 class TransferProgress:
@@ -55,10 +55,10 @@ class CountProgress:
         self._total = 0
         self._began_at = 0.0
         self._seen: deque[tuple[float, int]] = deque()
-        """When how many were done: the last update, and earlier ones a second or more apart."""
+        """(time, items done): the last update, and earlier ones at least a second apart."""
 
     def update(self, done: int, total: int) -> None:
-        """Note how many items are done; fewer than before: the work has begun again."""
+        """Record how many items are done; fewer than before means that the work has begun again."""
         now, self._total = self._clock(), total
         if not self._seen or done < self._seen[-1][1]:
             self._began_at = now
@@ -90,10 +90,10 @@ class CountProgress:
 
 
 class LastDuration:
-    """How long work took the last time, where nothing says how far it is."""
+    """Duration of the last run of work whose progress is unknown."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Know nothing yet; the clock is in seconds."""
+        """Start without a duration; the clock is in seconds."""
         self._clock = clock
         self._last_s: float | None = None
 

@@ -20,7 +20,7 @@ class ServerCertificate(NamedTuple):
     """PEM files of a server."""
 
     certificate: str
-    """With the chain of intermediate certificates, if there are any."""
+    """File of the certificate, followed by intermediate certificates if there are any."""
     key: str
 
 

@@ -15,7 +15,7 @@ from rlboost.jobs.user_code_check import MissingHere, complaint
 from rlboost.local.layout import DeviceSummary
 from rlboost.shared.data.examples import example_of
 from rlboost.shared.data.rows import BadRow, Row, is_messages, is_remote, read_rows
-from rlboost.shared.data.shards import Source, is_here, names, shown
+from rlboost.shared.data.shards import Source, exists_locally, format_source, names_of
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.data import DataSpec, Rows, SftDataSpec
 from rlboost.shared.job.file import load
@@ -182,7 +182,7 @@ def _resume(trainer: TrainerSpec) -> str | None:
 def _data(spec: JobSpec, rows: Rows, columns: _Columns) -> str | None:
     """Return the problem of a source, and add the columns of its rows."""
     field, source, split = rows
-    here = tuple(name for name in names(source) if not is_remote(name))
+    here = tuple(name for name in names_of(source) if not is_remote(name))
     if not here:
         return None  # only the trainer can check it
     try:
@@ -193,7 +193,7 @@ def _data(spec: JobSpec, rows: Rows, columns: _Columns) -> str | None:
         wrong = str(error)
     if not wrong:
         return None
-    return f"{field}: {wrong}" if all(map(is_here, here)) else MissingHere(f"{field}: {wrong}")
+    return f"{field}: {wrong}" if all(map(exists_locally, here)) else MissingHere(f"{field}: {wrong}")
 
 
 def _rows(spec: JobSpec, source: Source, split: str, columns: _Columns) -> str | None:
@@ -210,7 +210,7 @@ def _rows(spec: JobSpec, source: Source, split: str, columns: _Columns) -> str |
         if is_messages(prompt):
             chat = chat or f"{row.source} {row.place}"
     if empty:
-        return f"{shown(source)} is empty: it needs one JSON object per line, or one row per problem"
+        return f"{format_source(source)} is empty: it needs one JSON object per line, or one row per problem"
     if chat and not _may_have_chat_template(Path(spec.model).expanduser()):
         return (
             f"{chat} has chat messages, but {spec.model} has no chat template: use a model that has one, "

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from rlboost.shared.data.shards import is_here
+from rlboost.shared.data.shards import exists_locally
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job import spec as job_spec
 
@@ -51,4 +51,4 @@ def as_yaml(job: dict[str, Any]) -> str:
 
 
 def _absolute(path: str) -> str:
-    return str(Path(path).expanduser().absolute()) if is_here(path) else path
+    return str(Path(path).expanduser().absolute()) if exists_locally(path) else path

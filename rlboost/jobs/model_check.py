@@ -16,9 +16,9 @@ from rlboost.jobs.user_code_check import complaint
 from rlboost.services.trainer.adapters.megatron import model_shape as megatron
 from rlboost.services.trainer.adapters.ranks.layout import Layout, require_divisible_heads
 from rlboost.shared.data.rows import is_remote
-from rlboost.shared.data.shards import names
+from rlboost.shared.data.shards import names_of
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.job.run_log import lacking
+from rlboost.shared.job.run_log import missing_log_libraries
 from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.model.experts import require_known_experts, require_mixture, require_replayable
 from rlboost.shared.model.folder import (
@@ -91,7 +91,7 @@ def missing_libraries(spec: JobSpec) -> list[str]:
     """
     if not is_installed("torch", "transformers"):
         return []
-    return [*lacking(spec.log), *_other_libraries(spec)]
+    return [*missing_log_libraries(spec.log), *_other_libraries(spec)]
 
 
 def data_problem(spec: JobSpec) -> str:
@@ -99,7 +99,7 @@ def data_problem(spec: JobSpec) -> str:
 
     Does what the trainer does before training: tokenizes every row and compares it with the model's context length.
     """
-    sources = [name for rows in spec.data.rows for name in names(rows.source)]
+    sources = [name for rows in spec.data.rows for name in names_of(rows.source)]
     if not is_installed("torch", "transformers") or any(map(is_remote, sources)):
         return ""  # only the trainer can tell
     return _error_of(lambda: _load_data(spec))
@@ -164,7 +164,7 @@ def _other_libraries(spec: JobSpec) -> Iterator[str]:
     if spec.trainer.backend == "megatron" and not is_installed("megatron"):
         yield f"trainer.backend: megatron needs megatron-core: {pip_install('megatron')}"
     for field, source, _ in spec.data.rows:
-        remote = [name for name in names(source) if is_remote(name)]
+        remote = [name for name in names_of(source) if is_remote(name)]
         if remote and not is_installed("datasets"):
             yield f"{field}: {remote[0]} needs the library datasets: {pip_install('data')}"
 

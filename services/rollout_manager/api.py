@@ -27,7 +27,7 @@ from rlboost.services.rollout_manager.routes.weights import weights_overview
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.shared.errors import BusUnavailable, StoreUnavailable
 from rlboost.shared.http.authentication import needs
-from rlboost.shared.http.documented import GUARDED, Responses, problems
+from rlboost.shared.http.documented import GUARDED_ERRORS, Responses, problems
 from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.problem import Problem
 from rlboost.shared.http.server import ErrorFormat, create_app
@@ -80,7 +80,7 @@ def build(
     tokens = TokenTable(bus, token, settings.join_token.get_secret_value())
     guard = Guard(tokens.authenticate)
     router = guard.router(
-        prefix="/v1", responses=GUARDED | _STANDBY, dependencies=[Depends(leader_only(manager, token))]
+        prefix="/v1", responses=GUARDED_ERRORS | _STANDBY, dependencies=[Depends(leader_only(manager, token))]
     )
     _add_jobs(router, manager, bus, token)
     add_history(router, manager, bus)

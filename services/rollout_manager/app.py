@@ -283,7 +283,7 @@ class Manager:
             return
         await self._check_trainers(now)
         silent = self.world.fleet.silent_workers(now.mono)
-        leases = await self._bus.live_lease_values([names.worker_lease(worker) for worker in silent])
+        leases = await self._bus.cap_and_read_leases([names.worker_lease(worker) for worker in silent])
         dead = [worker for worker, lease in zip(silent, leases, strict=True) if lease is None]
         mismatched = await self._mismatched(caught_up=batch.is_caught_up)
         fleet_targets, self._fleet_targets = self._fleet_targets, []

@@ -164,7 +164,7 @@ def _http(
         from rlboost.shared.http.guard import Guard  # noqa: PLC0415
         from rlboost.shared.http.server import bind, server_loop  # noqa: PLC0415
         from rlboost.shared.http.token_signature import metrics_path  # noqa: PLC0415
-        from rlboost.shared.weights.peers.blob_routes import MAX_CONCURRENT, blob_files, blob_routes  # noqa: PLC0415
+        from rlboost.shared.weights.peers.blob_routes import MAX_CONCURRENT, blob_routes, blob_transfers  # noqa: PLC0415
 
         host = listen_address(settings.host, settings.url)
         sock = bind(host, settings.port)
@@ -178,7 +178,7 @@ def _http(
         app.include_router(notice_routes(worker.on_preemption_notice, guard))
         sent = Counter("rlboost_worker_weights_sent_bytes", "Bytes of weights sent to other workers.")
         app.include_router(blob_routes(cache, peer_key, sent, slots))
-        return server_loop(app, sock, certificate, files=blob_files(cache, peer_key, sent, slots))
+        return server_loop(app, sock, certificate, transfers=blob_transfers(cache, peer_key, sent, slots))
 
     async def loop(stop: asyncio.Event) -> None:
         await (await run_in_thread("http-imports", serve))(stop)

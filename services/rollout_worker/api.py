@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from rlboost.services.rollout_worker.domain.preemption import Notice
 from rlboost.services.rollout_worker.generator import Generator
 from rlboost.services.rollout_worker.manager_connection import ManagerConnection
-from rlboost.shared.http.documented import GUARDED
+from rlboost.shared.http.documented import GUARDED_ERRORS
 from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.server import create_app
 from rlboost.shared.messages import WorkerState
@@ -100,7 +100,7 @@ class NoticeBody(BaseModel):
 
 def notice_routes(on_notice: Callable[[Notice], None], guard: Guard) -> APIRouter:
     """Return `POST /v1/notice`, which announces a preemption of this machine. It needs the token."""
-    router = guard.router(tags=["notices"], responses=GUARDED)
+    router = guard.router(tags=["notices"], responses=GUARDED_ERRORS)
 
     @router.post("/v1/notice", status_code=202)
     async def notice(body: NoticeBody) -> NoticeBody:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-import stamina
 import structlog
 
 from rlboost.services.rollout_worker.domain.frames import Outbox
@@ -39,9 +38,10 @@ from rlboost.shared.messages import (
 from rlboost.shared.messages.codec import encode
 from rlboost.shared.messages.protocol import PROTOCOL
 from rlboost.shared.process.log_buffer import BUFFER, LogBuffer
+from rlboost.shared.process.retries import retry_while
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import Append, Bus, Trim
+from rlboost.shared.streams.bus import Append, Bus, Renew, Trim
 from rlboost.shared.streams.dead_letters import dead_letter_op, report_dead_letter
 from rlboost.shared.streams.entries import START, Entry, after
 from rlboost.shared.wire.columns import I32, U64, length, pack
@@ -150,23 +150,8 @@ class ManagerConnection:
             WaitTimedOut: Redis was unavailable for `REDIS_LIMIT_S`.
 
         """
-
-        def is_unavailable(error: Exception) -> bool:
-            if isinstance(error, BusUnavailable):
-                log.warning("redis_unavailable", error=str(error), during=what)
-            return isinstance(error, BusUnavailable)
-
         async with self._waits.on("Redis", because=what, limit_s=REDIS_LIMIT_S):
-            async for attempt in stamina.retry_context(
-                on=is_unavailable,
-                attempts=None,
-                timeout=None,  # `waits` ends it
-                wait_initial=RETRY_INTERVAL_S,
-                wait_max=RETRY_INTERVAL_S,
-                wait_jitter=0.0,
-            ):
-                with attempt:
-                    await call()
+            await retry_while(BusUnavailable, call, first_s=RETRY_INTERVAL_S, longest_s=RETRY_INTERVAL_S, jitter_s=0.0)
 
     # --- tokens -------------------------------------------------------------------------------------------------------
 
@@ -210,7 +195,7 @@ class ManagerConnection:
                 at=now,
             )
             lease_s = self._lease_s if self._generator.exists else max(self._lease_s, STARTING_LEASE_S)
-            await bus.renew(names.worker_lease(incarnation.worker), session.state, lease_s)
+            await bus.transact([Renew(names.worker_lease(incarnation.worker), session.state, lease_s)])
             if incarnation.joined and await bus.length(incarnation.reports) > _MAX_UNREAD:
                 return  # no manager reads them; the newest heartbeat counts, and the first after it has read
             joined = [] if incarnation.joined else [self._joined(incarnation.worker, now)]

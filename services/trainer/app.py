@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import structlog
 
 from rlboost.services.trainer.claims import JobClaims, signed_command
-from rlboost.services.trainer.domain.job_table import JobTable
+from rlboost.services.trainer.domain.job_states import JobStates
 from rlboost.services.trainer.ending import Ending, ending_with
 from rlboost.services.trainer.job.active import LEASE_WAIT_LIMIT_S, ActiveJob, JobHost
 from rlboost.services.trainer.job.run import run_job
@@ -60,17 +60,17 @@ class Timing:
     lease_renewal_interval_s: float = 1.0
     """How often the lease is renewed."""
     lease_wait_limit_s: float = LEASE_WAIT_LIMIT_S
-    """How long a trainer that has ended a job waits for its lease, which another trainer held."""
+    """How long a trainer waits for the lease of a job it has ended, while another trainer holds it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How long a trainer waits."""
+    """Maximum waits."""
 
     outage_s: float
-    """While the broker is unavailable."""
+    """For Redis to answer again."""
     samples_s: float
-    """For a sample of a job."""
+    """For the next sample."""
 
 
 class Trainer:
@@ -112,8 +112,8 @@ class Trainer:
         self._build = build
         self._waits = waits
         self._host = JobHost(name, self._bus, device, waits, limits.samples_s)
-        self._table = JobTable(name)
-        self._claims = JobClaims(self._bus, self._table, name=name, incarnation=self._incarnation, token=token)
+        self._jobs = JobStates(name)
+        self._claims = JobClaims(self._bus, self._jobs, name=name, incarnation=self._incarnation, token=token)
         self._timing = timing
         self._cursor = START
         self._queue: asyncio.Queue[ActiveJob] = asyncio.Queue()
@@ -149,7 +149,7 @@ class Trainer:
             for entry in entries:
                 self._cursor = entry.id
                 if (command := signed_command(entry, self._token)) is not None:
-                    self._table.apply(entry.id, command)
+                    self._jobs.apply(entry.id, command)
                     if self._is_caught_up:  # not for commands from before the start
                         log.info("command_applied", action=command.action, job=command.job_id)
             if self._current is not None:
@@ -160,9 +160,9 @@ class Trainer:
         return await self._bus(lambda bus: bus.read({names.JOB_COMMANDS: self._cursor}, block_s=block_s))
 
     def _apply(self, job: ActiveJob) -> None:
-        if self._table.is_cancelled(job.job_id):
+        if self._jobs.is_cancelled(job.job_id):
             job.cancelled.set()
-        if self._table.is_paused(job.job_id):
+        if self._jobs.is_paused(job.job_id):
             job.unpaused.clear()
         else:
             job.unpaused.set()

@@ -25,9 +25,9 @@ from rlboost.services.trainer.adapters.user_code.curriculum import load_skip_fun
 from rlboost.services.trainer.adapters.user_code.log import UserCodeLog
 from rlboost.services.trainer.adapters.user_code.loss import load_loss
 from rlboost.services.trainer.adapters.weights import StorePublisher
+from rlboost.services.trainer.domain.canary_prompts import build_canary_prompts
 from rlboost.services.trainer.domain.loss.inputs import LossFn
 from rlboost.services.trainer.domain.loss.policy import PolicyLoss, job_loss
-from rlboost.services.trainer.domain.parity_probe import build_probe
 from rlboost.services.trainer.domain.sft import sft_loss
 from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.services.trainer.ports.resources import JobResources
@@ -97,7 +97,9 @@ def build_resources(
         hardware=hardware_of(spec, model, config.device),
         machines=own_machines,
         skip_function=load_skip_function(skip_function, data.train) if skip_function else None,
-        probe=build_probe(data.vocab_size, temperature=spec.sampling.scored_temperature, dtype=spec.trainer.dtype),
+        canary_prompts=build_canary_prompts(
+            data.vocab_size, temperature=spec.sampling.scored_temperature, dtype=spec.trainer.dtype
+        ),
         replayed=replayed,
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 
-from rlboost.services.trainer.domain.job_table import JobTable
+from rlboost.services.trainer.domain.job_states import JobStates
 from rlboost.services.trainer.job.active import LEASE_TTL_S, ActiveJob
 from rlboost.services.trainer.runtime.job_streams import JobStreams, RetryingBus
 from rlboost.shared.errors import ConfigError
@@ -26,19 +26,19 @@ _CLAIMED_AT_ONCE = 10_000
 class JobClaims:
     """The commands that one trainer claims from the consumer group."""
 
-    def __init__(self, bus: RetryingBus, table: JobTable, *, name: str, incarnation: str, token: str) -> None:
+    def __init__(self, bus: RetryingBus, jobs: JobStates, *, name: str, incarnation: str, token: str) -> None:
         """Bind to the consumer group.
 
         Args:
             bus: the broker.
-            table: what all commands come to.
+            jobs: the state that all commands read so far have produced.
             name: the trainer's name.
             incarnation: the trainer's name as a consumer, unique per process.
-            token: the system's, under which managers sign commands.
+            token: the system's token, with which managers sign commands.
 
         """
         self._bus = bus
-        self._table = table
+        self._jobs = jobs
         self._name = name
         self._incarnation = incarnation
         self._token = token
@@ -62,18 +62,18 @@ class JobClaims:
         jobs = {
             entry_id: job_id
             for entry_id, job_id in jobs.items()
-            if entry_id not in self._quarantined or self._table.is_cancelled(job_id)
+            if entry_id not in self._quarantined or self._jobs.is_cancelled(job_id)
         }
         if not jobs:
             return []
         owners = await self._bus(lambda bus: bus.hash_all(names.JOB_TRAINERS))
         held = await self._bus(
-            lambda bus: bus.live_lease_values([names.trainer_lease(job_id) for job_id in jobs.values()])
+            lambda bus: bus.cap_and_read_leases([names.trainer_lease(job_id) for job_id in jobs.values()])
         )
         free = {
             entry_id
             for (entry_id, job_id), holder in zip(jobs.items(), held, strict=True)
-            if self._table.may_take_over(job_id, owners.get(job_id), held=holder is not None)
+            if self._jobs.may_take_over(job_id, owners.get(job_id), held=holder is not None)
         }
         return [(entry, owners.get(jobs[entry.id]) != self._name) for entry, _ in claimed if entry.id in free]
 
@@ -90,11 +90,11 @@ class JobClaims:
                 reason = "no manager has signed this command: give managers and trainers the same RLBOOST_TOKEN"
             await self._bus(lambda bus: bus.dead_letter(entry.stream, names.TRAINER_GROUP, entry, reason))
             return None
-        if not self._table.creates(entry.id, command):
+        if not self._jobs.creates(entry.id, command):
             # Every trainer reads and applies the other commands.
             await self._bus.transact([Ack(entry.stream, names.TRAINER_GROUP, (entry.id,))])
             return None
-        if not self._table.is_cancelled(command.job_id) and (why := _parse_error(command.spec_json)):
+        if not self._jobs.is_cancelled(command.job_id) and (why := _parse_error(command.spec_json)):
             await self._quarantine(entry.id, command.job_id, why)
             return None
         lease = FencedLease(

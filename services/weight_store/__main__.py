@@ -21,10 +21,10 @@ from rlboost.services.weight_store.derived_chunks import DerivedChunks
 from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.quota import LimitedChunks
 from rlboost.services.weight_store.settings import Settings
-from rlboost.shared.http.file_sender import FileSender
 from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.server import bind, server_loop
 from rlboost.shared.http.store_credential import may_download, may_upload, store_authenticator
+from rlboost.shared.http.transfer_server import TransferServer
 from rlboost.shared.process.lifecycle import run_service, supervise
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.redis.bus import connect
@@ -72,11 +72,11 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
             )
             find = find_chunk(origin.open_chunk, partial(may_download, token=token, clock=time.time))
             uploads = chunk_receiver(store, metrics, partial(may_upload, token=token))
-            files = FileSender(find, metrics.bytes_out, uploads=uploads)
+            transfers = TransferServer(find, metrics.bytes_out, uploads=uploads)
             structlog.get_logger(__name__).info("serving", host=settings.host, port=sock.getsockname()[1])
             loops = {
                 **origin.loops,
-                "http": server_loop(app, sock, settings.certificate, files=files),
+                "http": server_loop(app, sock, settings.certificate, transfers=transfers),
                 "announce": store.announcements.announce,
                 "collect": store.collector.collect,
                 "compose": composer.compose,

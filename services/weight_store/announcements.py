@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-
-import structlog
+from contextlib import suppress
 
 from rlboost.services.weight_store.domain.versions import Version
 from rlboost.shared.errors import BusUnavailable
 from rlboost.shared.messages import WeightsCommitted
-from rlboost.shared.process.lifecycle import until_stop
+from rlboost.shared.process.retries import retry_while
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams.bus import Bus
 from rlboost.shared.streams.names import WEIGHTS_COMMITTED
-
-log = structlog.get_logger(__name__)
 
 _LIMIT_S = 3600.0
 _RETRY_S = 0.5
@@ -59,14 +56,11 @@ class Announcements:
     async def _announce(self, message: WeightsCommitted, stop: asyncio.Event) -> None:
         why = f"announce version {message.version} of job {message.job_id}"
         async with self._waits.on("Redis", because=why, limit_s=_LIMIT_S):
-            while True:
-                try:
-                    await self._bus.append(WEIGHTS_COMMITTED, message, _MAX_ANNOUNCED)
-                except BusUnavailable as error:
-                    log.warning(
-                        "version_announcement_delayed", job=message.job_id, version=message.version, error=str(error)
-                    )
-                    if await until_stop(stop, _RETRY_S):
-                        return
-                else:
-                    return
+            with suppress(BusUnavailable):  # at the stop: the next start announces the newest version again
+                await retry_while(
+                    lambda error: isinstance(error, BusUnavailable) and not stop.is_set(),
+                    lambda: self._bus.append(WEIGHTS_COMMITTED, message, _MAX_ANNOUNCED),
+                    first_s=_RETRY_S,
+                    longest_s=_RETRY_S,
+                    jitter_s=0.0,
+                )

@@ -12,12 +12,12 @@ from starlette.requests import ClientDisconnect
 
 from rlboost.services.weight_store.app import WeightStore
 from rlboost.services.weight_store.chunk_response import chunk_response
-from rlboost.services.weight_store.domain.versions import Model, Version
+from rlboost.services.weight_store.domain.versions import JobVersions, Version
 from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.ports import StoreFull
 from rlboost.shared.errors import NotFound
 from rlboost.shared.http.authentication import needs
-from rlboost.shared.http.documented import GUARDED, problems, success
+from rlboost.shared.http.documented import GUARDED_ERRORS, problems, success
 from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.problem import PROBLEM, Problem
 from rlboost.shared.http.server import create_app
@@ -66,11 +66,11 @@ def create(
 
     """
     app = create_app("RLBoost weight store", guard=guard, not_ready_reason=not_ready_reason, waits=waits)
-    chunks = guard.router(prefix="/v1/chunks", tags=["chunks"], responses=GUARDED)
+    chunks = guard.router(prefix="/v1/chunks", tags=["chunks"], responses=GUARDED_ERRORS)
     _add_chunks(chunks, store, metrics)
-    lists = guard.router(prefix="/v1", tags=["chunks"], responses=GUARDED)
+    lists = guard.router(prefix="/v1", tags=["chunks"], responses=GUARDED_ERRORS)
     _add_chunk_lists(lists, store, directory)
-    models = guard.router(prefix="/v1/models", tags=["models"], responses=GUARDED | problems(404, 409))
+    models = guard.router(prefix="/v1/models", tags=["models"], responses=GUARDED_ERRORS | problems(404, 409))
     _add_versions(models, store)
     _add_publishing(models, store)
     app.include_router(chunks)
@@ -126,7 +126,7 @@ def _add_chunk_lists(router: APIRouter, store: WeightStore, directory: ChunkDire
     @router.get("/damaged-chunks")
     async def damaged() -> MissingChunks:
         """Return the chunks that retained versions need and that are damaged or lost."""
-        return MissingChunks(missing=tuple(store.damaged.lacking()))
+        return MissingChunks(missing=tuple(store.damaged.missing()))
 
 
 def _add_versions(router: APIRouter, store: WeightStore) -> None:
@@ -195,11 +195,11 @@ async def _body(request: Request) -> list[bytes]:
     return blocks
 
 
-def _model_info(model: Model) -> ModelInfo:
+def _model_info(model: JobVersions) -> ModelInfo:
     return ModelInfo(job_id=model.job_id, versions=tuple(_version_info(model, version) for version in model.versions))
 
 
-def _version_info(model: Model, version: Version) -> VersionInfo:
+def _version_info(model: JobVersions, version: Version) -> VersionInfo:
     return VersionInfo(
         version=version.version,
         digest=version.digest,

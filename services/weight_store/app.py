@@ -18,7 +18,7 @@ from rlboost.services.weight_store.damage import DamagedChunks
 from rlboost.services.weight_store.deltas import Deltas
 from rlboost.services.weight_store.derived_chunks import DerivedChunks
 from rlboost.services.weight_store.domain import versions
-from rlboost.services.weight_store.domain.versions import Model, Shortfall, Version
+from rlboost.services.weight_store.domain.versions import JobVersions, Shortfall, Version
 from rlboost.services.weight_store.ended_jobs import EndedJobs
 from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.models import Models
@@ -73,11 +73,11 @@ class WeightStore:
             for version in model.versions:
                 self._deltas.queue_composition(model.job_id, version.version, model.base)
 
-    def models(self) -> list[Model]:
+    def models(self) -> list[JobVersions]:
         """Return every model with a version, by job id."""
         return [model for model in self._models.all() if model.versions]
 
-    def model(self, job_id: str) -> Model:
+    def model(self, job_id: str) -> JobVersions:
         """Return a job's model; raises what `Models.committed` raises."""
         return self._models.committed(job_id)
 
@@ -166,7 +166,7 @@ class WeightStore:
         if isinstance(result, Shortfall) and await self._supply(result):
             result = await self._commit(job_id, version, request)
         if isinstance(result, Shortfall):
-            raise Conflict(f"version {version} of job {job_id} lacks {result.chunks} chunks: publish it again")
+            raise Conflict(f"version {version} of job {job_id} lacks {result.missing} chunks: publish it again")
         return result
 
     async def _supply(self, shortfall: Shortfall) -> bool:

@@ -12,15 +12,15 @@ from prometheus_client import Counter
 from rlboost.services.weight_store.domain.ranges import parse_range
 from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.ports import ChunkLocation, LocalFile, Proxied, Redirect
-from rlboost.shared.http.file_sender import FileRequest, Find, FoundFile
 from rlboost.shared.http.problem import Problem
+from rlboost.shared.http.transfer_server import Find, FoundFile, TransferRequest
 from rlboost.shared.weights.transfer.blob_response import BlobResponse, digest_in
 
 _MEDIA_TYPE = "application/octet-stream"
 
 
 def find_chunk(open_chunk: Callable[[str], BinaryIO | None] | None, authorized: Callable[[str], bool]) -> Find:
-    """Return what `FileSender` needs for whole chunks.
+    """Return what `TransferServer` needs for whole chunks.
 
     Args:
         open_chunk: see `Origin.open_chunk`.
@@ -28,7 +28,7 @@ def find_chunk(open_chunk: Callable[[str], BinaryIO | None] | None, authorized: 
 
     """
 
-    def find(request: FileRequest) -> FoundFile | None:
+    def find(request: TransferRequest) -> FoundFile | None:
         digest = digest_in(request.path)
         file = open_chunk(digest) if open_chunk and digest and authorized(request.authorization) else None
         return FoundFile(file, digest) if file else None

@@ -1,4 +1,4 @@
-"""Receive chunks, past the app."""
+"""Receives uploads of chunks in threads, without passing through the ASGI app; see `http.body_receiver`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlboost.shared.weights.transfer.blob_response import digest_in
 
 
 def chunk_receiver(store: WeightStore, metrics: Metrics, authorized: Callable[[str], bool]) -> BodyReceiver:
-    """Return what receives plain uploads of chunks; `authorized` takes their `Authorization` header."""
+    """Return the receiver of plain uploads of chunks; `authorized` takes their `Authorization` header."""
 
     def accepts(path: str, authorization: str) -> bool:
         return bool(digest_in(path)) and authorized(authorization)

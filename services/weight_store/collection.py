@@ -19,7 +19,7 @@ from rlboost.services.weight_store.deltas import Deltas
 from rlboost.services.weight_store.derived_chunks import DerivedChunks
 from rlboost.services.weight_store.domain import versions
 from rlboost.services.weight_store.domain.garbage import garbage
-from rlboost.services.weight_store.domain.versions import Model
+from rlboost.services.weight_store.domain.versions import JobVersions
 from rlboost.services.weight_store.ended_jobs import EndedJobs
 from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.models import Models
@@ -40,7 +40,7 @@ ENDED_GRACE_S = 600.0
 class _References(NamedTuple):
     """What one job refers to, by digest of chunks and deltas."""
 
-    model: Model
+    model: JobVersions
     needed: set[str]
     """Digests needed by visible versions, staged parts or retained edges."""
     retired: dict[str, float]
@@ -156,7 +156,7 @@ class Collector:
         async with self._models.lock(job_id):
             await self._models.save(versions.forget_retired(self._models.get(job_id), removable))
 
-    async def _staged_chunks(self, model: Model, now: float) -> set[str]:
+    async def _staged_chunks(self, model: JobVersions, now: float) -> set[str]:
         """Return the chunks of the uploads in progress; remove the parts of others."""
         chunks: set[str] = set()
         for part in await self._documents.parts(model.job_id):

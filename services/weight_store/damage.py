@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import structlog
 
-from rlboost.services.weight_store.domain.versions import Model
+from rlboost.services.weight_store.domain.versions import JobVersions
 from rlboost.services.weight_store.ports import Chunks, Documents
 from rlboost.shared.errors import NotFound, StoreUnavailable
 from rlboost.shared.weights.manifest import Manifest, digest_of
@@ -27,17 +27,17 @@ class DamagedChunks:
         """Start with none."""
         self._chunks = chunks
         self._documents = documents
-        self._lacking: set[str] = set()
+        self._missing: set[str] = set()
         self._needed: dict[tuple[str, str], frozenset[str]] = {}
         """(job, digest of a manifest) -> its chunks."""
 
-    def lacking(self) -> list[str]:
+    def missing(self) -> list[str]:
         """Return the digests of chunks to be uploaded again."""
-        return sorted(self._lacking)
+        return sorted(self._missing)
 
     def on_uploaded(self, digest: str) -> None:
         """Record that the store has a chunk."""
-        self._lacking.discard(digest)
+        self._missing.discard(digest)
 
     async def verify(self, digest: str) -> bool:
         """Return True if a chunk is intact; remove it if it is not."""
@@ -51,7 +51,7 @@ class DamagedChunks:
         await self._chunks.remove({digest: math.inf})
         return False
 
-    async def check_needed(self, digest: str, models: Sequence[Model]) -> None:
+    async def check_needed(self, digest: str, models: Sequence[JobVersions]) -> None:
         """Check that no retained version needs a chunk that the store lacks.
 
         Raises:
@@ -67,7 +67,7 @@ class DamagedChunks:
                 manifest = await asyncio.to_thread(Manifest.decode, data)
                 self._needed[name] = frozenset(chunk.digest for chunk in manifest.chunks())
             if digest in self._needed[name]:
-                self._lacking.add(digest)
+                self._missing.add(digest)
                 raise StoreUnavailable(
                     f"chunk {digest} of version {version.version} of job {job_id} is damaged or lost: the job's "
                     "trainer uploads it again while it has the weights of this version"

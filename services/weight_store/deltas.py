@@ -15,7 +15,7 @@ import structlog
 
 from rlboost.services.weight_store.derived_chunks import DerivedChunks
 from rlboost.services.weight_store.domain.delta_graph import merge_uploaded, nearest_from_base, outdated
-from rlboost.services.weight_store.domain.versions import Model
+from rlboost.services.weight_store.domain.versions import JobVersions
 from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.ports import Documents
 from rlboost.shared.errors import NotFound, Undecodable, Unprocessable
@@ -63,11 +63,11 @@ class Deltas:
         self._keep = keep
         self._clock = clock
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """By job: held while its edges are replaced or surveyed."""
+        """Job -> lock that is held while the job's edges are replaced or surveyed."""
         self.committed: asyncio.Queue[CommittedVersion | None] = asyncio.Queue()
         """Read by the composer, which queues None at the stop to wake itself."""
 
-    async def restore(self, model: Model, held: Container[str]) -> None:
+    async def restore(self, model: JobVersions, held: Container[str]) -> None:
         """Find the chunks of committed versions that an earlier process derived and did not write.
 
         Args:
@@ -75,7 +75,7 @@ class Deltas:
             held: the digests of all chunks in the store.
 
         """
-        lacking: dict[str, tuple[int, float]] = {}
+        lost: dict[str, tuple[int, float]] = {}
         for version in model.versions:
             try:
                 manifest = await self._documents.manifest(model.job_id, version.version)
@@ -84,15 +84,15 @@ class Deltas:
                 continue  # the readers of this version, and the collection, report it
             for chunk in chunks:
                 if chunk.digest not in held:
-                    lacking[chunk.digest] = chunk.n_bytes, version.committed_at
-        versions = await self._documents.edge_versions(model.job_id) if lacking else []
+                    lost[chunk.digest] = chunk.n_bytes, version.committed_at
+        versions = await self._documents.edge_versions(model.job_id) if lost else []
         for number in reversed(versions):
             with suppress(NotFound):
                 for edge in (await self.edges_to(model.job_id, number)).hops[0].edges:
-                    if edge.new in lacking and edge.base in held and edge.delta in held:
-                        self._chunks.add(edge, *lacking.pop(edge.new))
-        if lacking:
-            log.error("chunks_lost", job=model.job_id, chunks=len(lacking))
+                    if edge.new in lost and edge.base in held and edge.delta in held:
+                        self._chunks.add(edge, *lost.pop(edge.new))
+        if lost:
+            log.error("chunks_lost", job=model.job_id, chunks=len(lost))
 
     async def apply(self, edges: Sequence[Edge]) -> list[str]:
         """Derive the chunks that these edges lead to; return the digests of those that cannot be derived.
@@ -189,7 +189,7 @@ class Deltas:
             log.warning("edges_corrupt", job=job_id, version=version, error=str(error))
             raise NotFound(f"the edges to version {version} of job {job_id} cannot be read") from error
 
-    async def survey(self, model: Model) -> Survey:
+    async def survey(self, model: JobVersions) -> Survey:
         """Return which deltas of a job are referenced and which may be removed."""
         result, inputs = Survey(set(), {}, []), self._chunks.inputs()
         async with self._locks[model.job_id]:
@@ -204,7 +204,7 @@ class Deltas:
                     result.referenced.update(deltas)
         return result
 
-    async def _deltas_of(self, model: Model, version: int) -> tuple[set[str], float]:
+    async def _deltas_of(self, model: JobVersions, version: int) -> tuple[set[str], float]:
         """Return the deltas that lead to a version, and their time; none if it is not committed or they are corrupt."""
         if version > model.head:
             return set(), 0.0

@@ -23,14 +23,13 @@ from rlboost.shared.errors import NotFound, Unprocessable
 from rlboost.shared.weights import codec
 from rlboost.shared.weights.delta_graph import Edge
 from rlboost.shared.weights.manifest import CHUNK_BYTES, ChunkRef, digest_of
+from rlboost.shared.weights.transfer.download import Buffers
 
 log = structlog.get_logger(__name__)
 
 
 MAX_BYTES_IN_MEMORY = 256 << 20
-"""Results retained in memory until they are written; beyond it they are derived again."""
-_MAX_BUFFERS = 8
-"""Buffers kept for the next deltas: new memory would cost more processor time than all the rest."""
+"""Results retained in memory until they are written; those beyond the limit are derived again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +37,7 @@ class _Derived:
     edge: Edge
     n_bytes: int
     used_at: float
-    """Also the time of the file, so that collection treats it like a chunk that was uploaded before the commit."""
+    """Time of last use. The file gets it too, so that collection treats it like a chunk uploaded before the commit."""
     data: bytes = b""
     """The chunk, if it is in memory."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -60,8 +59,7 @@ class DerivedChunks:
         self._max_bytes_in_memory = max_bytes_in_memory
         self._derived: dict[str, _Derived] = {}
         self._bytes_in_memory = 0
-        self._buffers: list[bytearray] = []
-        """Of `CHUNK_BYTES`, not in use."""
+        self._buffers = Buffers()
 
     def __len__(self) -> int:
         """Return the number of derived chunks that are not written."""
@@ -186,13 +184,11 @@ class DerivedChunks:
             Unprocessable: the delta is damaged.
 
         """
-        buffer = self._buffers.pop() if self._buffers else bytearray(CHUNK_BYTES)
+        buffer = self._buffers.take(CHUNK_BYTES)
         data = await self._chunks.read_into(edge.base, buffer)
         await asyncio.to_thread(codec.apply_into, data, await self._chunks.read(edge.delta))
         yield data
-        # Not after an error: a thread may still write to it.
-        if len(self._buffers) < _MAX_BUFFERS:
-            self._buffers.append(buffer)
+        self._buffers.give_back(buffer)  # not after an error: a thread may still write to it
 
     async def put(self, digest: str, blocks: Sequence[bytes | memoryview], now: float) -> None:
         """See `Chunks.put`."""

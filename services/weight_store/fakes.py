@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 
 from blake3 import blake3
 
-from rlboost.services.weight_store.domain.versions import Model
+from rlboost.services.weight_store.domain.versions import JobVersions
 from rlboost.services.weight_store.ports import BadChunk, Proxied, StagedPart, StoreFull
 from rlboost.shared.errors import NotFound
 from rlboost.shared.weights.manifest import ChunkRef
@@ -85,7 +85,7 @@ class MemoryDocuments:
 
     def __init__(self) -> None:
         """Start empty."""
-        self._models: dict[str, Model] = {}
+        self._models: dict[str, JobVersions] = {}
         self._manifests: dict[tuple[str, int], bytes] = {}
         self._edges: dict[tuple[str, int], bytes] = {}
         self._parts: dict[tuple[str, int, int], tuple[StagedPart, bytes]] = {}
@@ -94,11 +94,11 @@ class MemoryDocuments:
         """See `Documents.jobs`."""
         return sorted({*self._models, *(key[0] for key in self._manifests), *(key[0] for key in self._parts)})
 
-    async def model(self, job_id: str) -> Model:
+    async def model(self, job_id: str) -> JobVersions:
         """See `Documents.model`."""
-        return self._models.get(job_id, Model(job_id))
+        return self._models.get(job_id, JobVersions(job_id))
 
-    async def save_model(self, model: Model) -> None:
+    async def save_model(self, model: JobVersions) -> None:
         """See `Documents.save_model`."""
         self._models[model.job_id] = model
 

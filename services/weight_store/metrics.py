@@ -19,7 +19,7 @@ class Metrics:
         )
         self.commits = Counter("rlboost_weight_store_commits", "Versions committed", registry=registry)
         self.deltas_applied = Counter(
-            "rlboost_weight_store_deltas_applied", "Chunks computed from an uploaded delta", registry=registry
+            "rlboost_weight_store_deltas_applied", "Chunks derived from uploaded deltas", registry=registry
         )
         self.deltas_composed = Counter(
             "rlboost_weight_store_deltas_composed",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import structlog
 
-from rlboost.services.weight_store.domain.versions import Model
+from rlboost.services.weight_store.domain.versions import JobVersions
 from rlboost.services.weight_store.ports import Documents
 from rlboost.shared.errors import Conflict, NotFound, Undecodable
 
@@ -21,9 +21,9 @@ class Models:
     def __init__(self, documents: Documents) -> None:
         """Read nothing before `load`."""
         self._documents = documents
-        self._models: dict[str, Model] = {}
+        self._models: dict[str, JobVersions] = {}
         self._unreadable: dict[str, str] = {}
-        """Why a job's document cannot be parsed, by job."""
+        """Job -> why its document cannot be parsed."""
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def load(self) -> None:
@@ -39,20 +39,20 @@ class Models:
         """Return the lock that is held while a job's documents change."""
         return self._locks[job_id]
 
-    def all(self) -> Sequence[Model]:
+    def all(self) -> Sequence[JobVersions]:
         """Return every model, by job id."""
         return [model for _, model in sorted(self._models.items())]
 
-    def get(self, job_id: str) -> Model:
+    def get(self, job_id: str) -> JobVersions:
         """Return a job's model, an empty one before its first commit; raises `Conflict` if it is quarantined."""
         if reason := self._unreadable.get(job_id):
             raise Conflict(
                 f"the weights of job {job_id} are quarantined: {reason}. Restore the document from a backup or remove "
                 f"the folder models/{job_id}, then restart the weight store"
             )
-        return self._models.get(job_id, Model(job_id))
+        return self._models.get(job_id, JobVersions(job_id))
 
-    def committed(self, job_id: str) -> Model:
+    def committed(self, job_id: str) -> JobVersions:
         """Return the model of a job with a version.
 
         Raises:
@@ -70,7 +70,7 @@ class Models:
         if self._unreadable:
             raise Undecodable(f"the documents of {', '.join(sorted(self._unreadable))} cannot be parsed")
 
-    async def save(self, model: Model) -> None:
+    async def save(self, model: JobVersions) -> None:
         """Replace a model; the caller holds the job's lock."""
         await self._documents.save_model(model)
         self._models[model.job_id] = model

@@ -1,4 +1,4 @@
-"""Assembles a manifest of the parts that the ranks of a trainer have staged."""
+"""Assembles a manifest from the parts that the ranks of a trainer have staged."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rlboost.shared.weights.rest_models import CommitRequest
 
 
 async def assemble(documents: Documents, job_id: str, version: int, request: CommitRequest) -> Manifest:
-    """Return the manifest of the staged parts that a commit names.
+    """Return the manifest assembled from the staged parts that a commit names.
 
     Raises:
-        Conflict: a part is missing or another one, or the shards do not cover whole tensors.
+        Conflict: a part is missing or has another digest, or the shards do not cover whole tensors.
 
     """
     parts = []

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from rlboost.services.weight_store.domain.versions import Model
+from rlboost.services.weight_store.domain.versions import JobVersions
 from rlboost.shared.errors import DiskFull, Unprocessable
 from rlboost.shared.weights.manifest import ChunkRef
 
@@ -111,10 +111,10 @@ class Documents(Protocol):
     async def jobs(self) -> list[str]:
         """Return the ids of all jobs with documents."""
 
-    async def model(self, job_id: str) -> Model:
+    async def model(self, job_id: str) -> JobVersions:
         """Return a job's model; an empty one before the first commit."""
 
-    async def save_model(self, model: Model) -> None:
+    async def save_model(self, model: JobVersions) -> None:
         """Replace a model: this is the atomic step of a commit."""
 
     async def put_manifest(self, job_id: str, version: int, data: bytes) -> None:

@@ -8,7 +8,7 @@ from rlboost.services.weight_store.ports import ChunkLocation, Chunks, StoreFull
 from rlboost.shared.weights.manifest import ChunkRef
 
 _RECLAIM_INTERVAL_S = 5.0
-"""Garbage is not collected more often for rejected writes."""
+"""Minimum time between two garbage collections that a full store causes."""
 
 
 class LimitedChunks:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
-from rlboost.shared.data.shards import FILE_KINDS, Source, names, shards
+from rlboost.shared.data.shards import FILE_KINDS, Source, names_of, shards
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.process.extras import pip_install
 
@@ -23,7 +23,7 @@ _INSTALL = f"install it with: {pip_install('data')}"
 
 
 class Row(NamedTuple):
-    """One problem."""
+    """One row of data."""
 
     source: str
     """The file, or the dataset."""
@@ -36,7 +36,7 @@ class BadRow(ConfigError):
     """One row cannot be read."""
 
     def __init__(self, source: str, place: str, why: str) -> None:
-        """Say `why` the row at a place of `source` cannot be read."""
+        """Create the error for the row at a place of `source`; `why` is the reason."""
         super().__init__(f"{source}, {place}: {why}")
         self.source = source
         self.place = place
@@ -44,7 +44,7 @@ class BadRow(ConfigError):
 
 
 def is_remote(name: str) -> bool:
-    """Return True if a name is an id of Hugging Face datasets: nothing on this machine is called so."""
+    """Return True if a name is an id of Hugging Face datasets, and no such file or folder exists."""
     path = Path(name).expanduser()
     if path.suffix in _OTHER_FILES or name.endswith(FILE_KINDS) or path.exists():
         return False
@@ -57,7 +57,7 @@ def is_messages(prompt: object) -> TypeGuard[list[dict[str, Any]]]:
 
 
 def read_rows(source: Source, split: str = "train", subset: str | None = None) -> Iterator[Row]:
-    """Yield the rows of a source: of its names in their order, of each one's shards in theirs.
+    """Yield the rows of a source, in the order of its names and of the shards of each.
 
     Args:
         source: a file, a pattern, a folder, or an id such as `openai/gsm8k`; or several.
@@ -68,7 +68,7 @@ def read_rows(source: Source, split: str = "train", subset: str | None = None) -
         ConfigError: it cannot be read, or a library for it is missing; `BadRow` names the row.
 
     """
-    for name in names(source):
+    for name in names_of(source):
         for shard in shards(name):
             yield from _read(shard, split, subset)
 

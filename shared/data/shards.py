@@ -1,4 +1,4 @@
-"""Which files a source of data is: one, several in a list, those that a pattern matches, or those in a folder."""
+"""Finds the files of a source of data: one, several in a list, those that match a pattern, or those in a folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FILE_KINDS = (".jsonl", ".jsonl.gz", ".parquet")
 _SPLIT = re.compile(
     r"(?:^|[\W_\d])(?:train|training|test|testing|eval|evaluation|valid|validation|val|dev)(?:[\W_\d]|$)", re.IGNORECASE
 )
-"""What Hugging Face datasets take for the name of a split in the name of a file."""
+"""What Hugging Face datasets take for the name of a split in a file's name."""
 
 
 def _checked(value: object) -> object:
@@ -29,26 +29,27 @@ Source = Annotated[str | tuple[str, ...], BeforeValidator(_checked)]
 """Where rows are: a name, or several whose rows follow each other."""
 
 
-def names(source: Source) -> tuple[str, ...]:
-    """Return the names that a source gives, as it gives them."""
+def names_of(source: Source) -> tuple[str, ...]:
+    """Return a source's names as a tuple."""
     return (source,) if isinstance(source, str) else tuple(source)
 
 
-def shown(source: Source) -> str:
-    """Return a source for people."""
-    return ", ".join(names(source))
+def format_source(source: Source) -> str:
+    """Return a source as text for a message."""
+    return ", ".join(names_of(source))
 
 
-def is_here(name: str) -> bool:
-    """Return True if a name is, or as a pattern matches, something on this machine."""
+def exists_locally(name: str) -> bool:
+    """Return True if a file or folder of this name exists, or files match it as a pattern."""
     return Path(name).expanduser().exists() or bool(_matches(name))
 
 
 def shards(name: str) -> list[str]:
-    """Return the files of one name, in the order of their names, in which numbers count as numbers.
+    """Return the files of one name, sorted by name: `part-2` before `part-10`.
 
-    A name that is neither a pattern nor a folder of shards is returned as it is. A folder is one of shards if
-    nothing but files of `FILE_KINDS` is in it, save what begins with `.` or `_`, and no name tells of a split.
+    A name that is neither a pattern nor a folder of shards is returned as it is. A folder is one of shards if it has
+    only files of `FILE_KINDS`, ignoring names that begin with `.` or `_`, and no file is named after a split (train,
+    test, ...).
 
     Raises:
         ConfigError: a pattern matches nothing, or a folder cannot be read.

@@ -1,4 +1,4 @@
-"""Receives the bodies of uploads in threads, into buffers that later uploads use again; for `file_sender`."""
+"""Receives the bodies of uploads in threads, into buffers that later uploads use again; for `transfer_server`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from contextlib import asynccontextmanager
 _STALL_S = 30.0
 """How long a client may send no byte."""
 _MAX_UPLOADS = 32
-"""At a time, until they are stored. Each occupies a thread and a buffer; the app receives those beyond it."""
+"""Maximum number of uploads at a time, until they are stored. Each occupies a thread and a buffer; the app receives
+those beyond it."""
 
 
 class BodyReceiver:

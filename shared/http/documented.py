@@ -12,7 +12,7 @@ _MEANINGS = {
     400: "the request is malformed or incomplete",
     401: "the token is missing or wrong",
     403: "the token does not permit this request",
-    404: "there is no such thing",
+    404: "there is no such job, worker or other resource",
     409: "the current state forbids it",
     413: "the body is too large",
     416: "the range starts after the end",
@@ -48,5 +48,5 @@ def success(media_type: str, description: str = "the content", status: int = 200
     return {status: {"description": description, "content": {media_type: {}}}}
 
 
-GUARDED = problems(400, 401, 403, 413, 422, 429, 503)
+GUARDED_ERRORS = problems(400, 401, 403, 413, 422, 429, 503)
 """The errors of every route that needs the token."""

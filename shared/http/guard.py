@@ -22,7 +22,7 @@ from rlboost.shared.http.problem import Problem
 from rlboost.shared.http.scopes import Scope
 
 MAX_BODY_BYTES = 64 << 20
-"""Of one request: more than any job file or chunk, and than the chunk list of a model of 235 B parameters."""
+"""Limit on one request's body: above any job file or chunk, and above the chunk list of a model of 235 B parameters."""
 SCOPE_KEY = "x-scope"
 """The scope of a route in the OpenAPI document."""
 _DOCUMENTED = Depends(HTTPBearer(auto_error=False))

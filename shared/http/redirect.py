@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from rlboost.shared.errors import Conflict
 
 MAX_REDIRECTS = 3
-"""Per request: the leader may change while a client follows redirects."""
+"""Maximum per request. The leader may change while a client follows redirects, so one is not enough."""
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 TokenScope = Literal["admin", "job", "read", "worker"]
-"""Of tokens that users create: `admin` may do everything, `job` run jobs, `read` see them, `worker` join the fleet."""
+"""Scope of a token that a user creates: `admin` may do everything, `job` run jobs, `read` see them, `worker` join the
+fleet."""
 Scope = Literal[TokenScope, "weights"]
-"""`weights`: download weights; only of the credentials that the manager issues to workers."""
+"""`weights`: download weights. Only the credentials that the manager issues to workers have it."""
 
 _GRANTED: dict[Scope, frozenset[Scope]] = {
     "admin": frozenset({"admin", "job", "read", "worker", "weights"}),
@@ -22,7 +23,7 @@ class Principal(NamedTuple):
     """Who sent a request, and what it may do."""
 
     name: str
-    """For logs; never a secret."""
+    """The sender's name in logs; never a secret."""
     scope: Scope
 
     def may(self, needed: Scope) -> bool:

@@ -19,10 +19,10 @@ from starlette.routing import Match, Route
 
 from rlboost.shared.errors import ConfigError, NotFound, Rejected, Retryable, RLBoostError, Unprocessable
 from rlboost.shared.http.authentication import needs
-from rlboost.shared.http.documented import GUARDED, problems
-from rlboost.shared.http.file_sender import FileConnection, FileSender
+from rlboost.shared.http.documented import GUARDED_ERRORS, problems
 from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.problem import PROBLEM, Problem
+from rlboost.shared.http.transfer_server import TransferConnection, TransferServer
 from rlboost.shared.http.wait_metrics import WaitMetrics
 from rlboost.shared.process.lifecycle import Loop
 from rlboost.shared.process.waiting import Waits
@@ -72,7 +72,7 @@ def create_app(
     wait_registry = CollectorRegistry()  # of this app: the process's registry takes each collector once
     if waits:
         wait_registry.register(WaitMetrics(waits))
-    guarded = guard.router(tags=["health"], responses=GUARDED)
+    guarded = guard.router(tags=["health"], responses=GUARDED_ERRORS)
 
     @guarded.get("/metrics", response_class=PlainTextResponse)
     @needs("read")
@@ -170,15 +170,19 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def server_loop(
-    app: FastAPI, sock: socket.socket, certificate: ServerCertificate | None = None, *, files: FileSender | None = None
+    app: FastAPI,
+    sock: socket.socket,
+    certificate: ServerCertificate | None = None,
+    *,
+    transfers: TransferServer | None = None,
 ) -> Loop:
     """Return a loop that serves `app` on `sock` until the stop; active requests get 5 s to finish.
 
     Args:
-        app: responds to all requests but those that `files` takes: plain downloads and uploads.
+        app: responds to all requests but those that `transfers` takes: plain downloads and uploads.
         sock: bound.
         certificate: to serve HTTPS only. Then `app` responds to every request: threads neither encrypt nor decrypt.
-        files: closed at the stop.
+        transfers: closed at the stop.
 
     """
 
@@ -193,18 +197,20 @@ def server_loop(
             ssl_keyfile=certificate.key if certificate else None,
         )
         config.load()
-        if files is not None and certificate is None:
+        if transfers is not None and certificate is None:
             app_protocol = config.http_protocol_class
             # The server only calls it, so any callable that returns a protocol will do.
-            config.http_protocol_class = lambda **options: FileConnection(files, partial(app_protocol, **options))  # type: ignore[assignment]
+            config.http_protocol_class = lambda **options: TransferConnection(
+                transfers, partial(app_protocol, **options)
+            )  # type: ignore[assignment]
         server = _Server(config)
         serving = asyncio.create_task(server.serve(sockets=[sock]), name="uvicorn")
         stopping = asyncio.create_task(stop.wait(), name="uvicorn-stop")
         try:
             await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
             server.should_exit = True
-            if files is not None:
-                await files.close()
+            if transfers is not None:
+                await transfers.close()
             await serving
         finally:
             stopping.cancel()

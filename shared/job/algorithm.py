@@ -152,8 +152,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 """Algorithm -> what it chooses where the job file says nothing."""
 
 
-BEFORE: Mapping[str, Any] = {"resample": 0}
-"""Setting that is younger than some stored jobs -> what these ran with, whatever their preset chooses today."""
+FORMER_DEFAULTS: Mapping[str, Any] = {"resample": 0}
+"""Setting added after jobs were stored -> the value that those jobs ran with, whatever their preset chooses today."""
 
 Chosen = Mapping[str, Any]
 
@@ -171,8 +171,8 @@ class _Rule(NamedTuple):
     settings: tuple[str, ...]
     reasons: tuple[_Reason, ...]
 
-    def against(self, chosen: Chosen) -> str:
-        """Say why they do not apply, nothing if they do."""
+    def reason(self, chosen: Chosen) -> str:
+        """Return why the settings do not apply, empty if they do."""
         return next((reason.text for reason in self.reasons if reason.holds(chosen)), "")
 
 
@@ -332,7 +332,7 @@ class AlgorithmSpec(Section):
             return raw
         chosen = {**PRESETS[name], **raw}
         for rule in _RULES:
-            if rule.against(chosen):
+            if rule.reason(chosen):
                 chosen |= {setting: raw.get(setting) for setting in rule.settings}
         return chosen
 
@@ -345,12 +345,12 @@ class AlgorithmSpec(Section):
     def _consistent(self) -> Self:
         chosen = dict(self)
         for rule in _RULES:
-            against = rule.against(chosen)
+            reason = rule.reason(chosen)
             for setting in rule.settings:
-                if not against and chosen[setting] is None:
+                if not reason and chosen[setting] is None:
                     raise ValueError(f"{setting} is missing: give it, or leave the key out for {self.name}'s own")
-                if against and chosen[setting] is not None:
-                    raise ValueError(f"{setting} does not apply, {against}, or remove {setting}")
+                if reason and chosen[setting] is not None:
+                    raise ValueError(f"{setting} does not apply, {reason}, or remove {setting}")
         others = {"loss": self.loss is not None, "rollout_rs": self.rollout_rs is not None, "kl_coef": self.kl_coef > 0}
         if self.preference is not None and (asked := next((name for name, given in others.items() if given), "")):
             raise ValueError(
@@ -377,8 +377,8 @@ def with_former_defaults(stored: Mapping[str, Any]) -> dict[str, Any]:
 
     Settings that did not exist when it was stored get the values that keep its behavior.
     """
-    useless = {name for rule in _RULES if rule.against(stored) for name in rule.settings}
-    return {name: value for name, value in BEFORE.items() if name not in useless} | dict(stored)
+    useless = {name for rule in _RULES if rule.reason(stored) for name in rule.settings}
+    return {name: value for name, value in FORMER_DEFAULTS.items() if name not in useless} | dict(stored)
 
 
 def _is_above_zero(value: object) -> bool:

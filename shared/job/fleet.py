@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from rlboost.shared.messages import InFlight
+from rlboost.shared.messages import InFlightPolicy
 from rlboost.shared.validation import Section, off_is_no_boolean
 
 REMOVED_ELASTIC = frozenset({"link"})
@@ -61,7 +61,7 @@ class RlElasticSpec(VersionsSpec, _FleetSpec):
 
     max_staleness: int = Field(0, ge=0, le=MAX_STALENESS)
     """Maximum number of weight versions between generating a token and training on it; 0 is strictly on-policy."""
-    in_flight: InFlight = "recompute"
+    in_flight: InFlightPolicy = "recompute"
     """With `max_staleness` above 0: what running samples do when their worker gets new weights. They continue with a
     recomputed KV cache, continue with the cache they have, or finish under the old weights first."""
 
@@ -72,7 +72,7 @@ class SftElasticSpec(VersionsSpec):
     seeding: ClassVar[Literal["auto"]] = "auto"
     share: ClassVar[float] = 1.0
     max_dollars: ClassVar[None] = None
-    in_flight: ClassVar[InFlight] = "recompute"
+    in_flight: ClassVar[InFlightPolicy] = "recompute"
 
 
 class EvalElasticSpec(_FleetSpec):
@@ -80,7 +80,7 @@ class EvalElasticSpec(_FleetSpec):
 
     weights: ClassVar[Literal["full"]] = "full"
     max_staleness: ClassVar[int] = 0
-    in_flight: ClassVar[InFlight] = "recompute"
+    in_flight: ClassVar[InFlightPolicy] = "recompute"
 
 
 class EvalSpec(Section):

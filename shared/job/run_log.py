@@ -32,7 +32,7 @@ class LogSpec(Section):
     """Write event files to the run's folder `tensorboard/`."""
 
 
-def lacking(spec: LogSpec) -> list[str]:
+def missing_log_libraries(spec: LogSpec) -> list[str]:
     """Return one line per enabled library that is not installed; imports nothing."""
     enabled = {"wandb": spec.wandb is not None, "tensorboard": spec.tensorboard}
     return [

@@ -15,7 +15,7 @@ class EngineProfile(Message):
     kind: str
     role: Role
     workers: Count
-    """How many there are now."""
+    """Number of workers of this kind and role now."""
     slots: Count
     """The most samples that an engine runs at once."""
     kv_tokens: Count

@@ -50,7 +50,7 @@ class TrainerStatus(Message):
     """Unique to the trainer's process."""
     phase: str
     step: Count
-    """From 0."""
+    """The step, from 0."""
     phase_since: Finite
     """When the phase began (Unix seconds)."""
     price_per_hour: Finite

@@ -96,7 +96,7 @@ class TurnAnswered(Message):
     """
 
     sample: PackedId
-    """Of the turn."""
+    """The sample that is the turn."""
     tokens: Column32 = b""
     """int32 column: what follows the turn in the next prompt; empty after the last turn."""
     reward: float = 0.0

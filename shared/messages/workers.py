@@ -24,7 +24,7 @@ from rlboost.shared.messages.registry import Message, message
 from rlboost.shared.messages.requests import Sampling
 
 WorkerState = Literal["joining", "pulling", "ready", "suspended", "draining"]
-InFlight = Literal["recompute", "keep", "finish"]
+InFlightPolicy = Literal["recompute", "keep", "finish"]
 """What happens to running samples at a weight update: they continue with the new weights, with their KV cache
 recomputed (`recompute`) or as it is (`keep`); or they finish with the old weights first (`finish`)."""
 
@@ -80,7 +80,7 @@ class UseVersion(Message):
 
     job_id: JobId
     version: Version
-    in_flight: InFlight = "recompute"
+    in_flight: InFlightPolicy = "recompute"
 
 
 @message

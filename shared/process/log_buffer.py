@@ -9,11 +9,11 @@ from collections.abc import Iterable, MutableMapping
 from typing import Any, NamedTuple
 
 MAX_BUFFERED = 500
-"""Lines that wait to be sent; then the oldest are dropped and counted."""
+"""Maximum number of lines that wait to be sent; beyond it the oldest are dropped and counted."""
 MAX_TAKEN = 32
-"""Lines sent at once."""
+"""Maximum number of lines sent at once."""
 MAX_CHARACTERS = 2_000
-"""Of one line; the rest is cut."""
+"""Maximum length of a line; the rest is cut."""
 _HIDDEN = "***"
 _URL_LOGIN = re.compile(r"(?<=://)[^/\s@]*:[^/\s@]*(?=@)")
 _ACCESS_TOKEN = re.compile(r"\brlb_[\w.-]+")
@@ -64,4 +64,4 @@ class LogBuffer:
 
 
 BUFFER = LogBuffer()
-"""Of this process: logging is global to it."""
+"""The buffer of this process, for which logging is global."""

@@ -15,7 +15,6 @@ from typing import Any, TypeVar, assert_never, cast
 from urllib.parse import urlsplit
 
 import redis.asyncio as aioredis
-import stamina
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import (
@@ -29,8 +28,9 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from rlboost.shared.errors import BusUnavailable, ConfigError, CredentialRejected, Fatal, Undecodable
 from rlboost.shared.messages import Message
 from rlboost.shared.messages.codec import decode, encode
+from rlboost.shared.process.retries import retry_while
 from rlboost.shared.redis.fenced_connection import FencedConnection
-from rlboost.shared.redis.lease_scripts import ACQUIRE_FENCED, LIVE_LEASE_VALUES
+from rlboost.shared.redis.lease_scripts import ACQUIRE_FENCED, CAP_AND_READ_LEASES
 from rlboost.shared.redis.remedies import remedy, reply_code
 from rlboost.shared.streams.bus import (
     Ack,
@@ -219,10 +219,6 @@ class RedisBus:
         letter = self._letter(stream, entry.id, encode(entry.message), reason)
         await self.transact([letter, Ack(stream, group, (entry.id,))])
 
-    async def trim(self, stream: str, min_id: str) -> None:
-        """See `Bus.trim`."""
-        await self._call(self._redis.xtrim(stream, minid=min_id, approximate=False))
-
     async def length(self, stream: str) -> int:
         """See `Bus.length`."""
         return int(await self._call(self._redis.xlen(stream)))
@@ -241,10 +237,6 @@ class RedisBus:
         fields = await self._call(cast("Awaitable[dict[Any, Any]]", self._redis.hgetall(key)))
         return {as_text(name): as_text(value) for name, value in fields.items()}
 
-    async def renew(self, lease: str, value: str, ttl_s: float) -> None:
-        """See `Bus.renew`."""
-        await self._call(self._redis.set(lease, value, px=int(ttl_s * 1000)))
-
     async def acquire(self, lease: str, value: str, ttl_s: float) -> bool:
         """See `Bus.acquire`."""
         if await self._call(self._redis.set(lease, value, px=int(ttl_s * 1000), nx=True)):
@@ -257,11 +249,11 @@ class RedisBus:
             return []
         return _as_texts(await self._call(self._redis.mget(list(leases))))
 
-    async def live_lease_values(self, leases: Sequence[str]) -> list[str | None]:
-        """See `Bus.live_lease_values`."""
+    async def cap_and_read_leases(self, leases: Sequence[str]) -> list[str | None]:
+        """See `Bus.cap_and_read_leases`."""
         if not leases:
             return []
-        return _as_texts(await self._call(self._redis.eval(LIVE_LEASE_VALUES, len(leases), *leases)))
+        return _as_texts(await self._call(self._redis.eval(CAP_AND_READ_LEASES, len(leases), *leases)))
 
     async def acquire_fenced(
         self, lease: str, value: str, ttl_s: float, *, epoch: str, replacing: str | None
@@ -319,9 +311,7 @@ async def connect(url: str, name: str, limit_s: float = 60.0, *, dead_letters: s
     """
     bus = RedisBus(url, name, dead_letters=dead_letters)
     try:
-        async for attempt in stamina.retry_context(on=_may_answer_later, timeout=limit_s, attempts=None, wait_max=1.0):
-            with attempt:
-                await bus.command("PING")
+        await retry_while(_may_answer_later, lambda: bus.command("PING"), limit_s=limit_s, longest_s=1.0)
     except CredentialRejected as error:
         await bus.close()
         raise ConfigError(f"{error}: correct the Redis URL") from error

@@ -11,7 +11,7 @@ local function shorten(lease)
   end
 end
 """
-LIVE_LEASE_VALUES = f"""{_SHORTEN}
+CAP_AND_READ_LEASES = f"""{_SHORTEN}
 local values = redis.call('MGET', unpack(KEYS))
 for i, lease in ipairs(KEYS) do
   if values[i] then shorten(lease) end

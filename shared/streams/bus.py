@@ -15,8 +15,10 @@ from rlboost.shared.messages import Message
 from rlboost.shared.streams.entries import Entry, RawEntry
 
 LONGEST_LEASE_S = 120.0
-"""No process takes a lease for longer. One with more time left was taken before the broker's clock stepped back:
-`live_lease_values` and `acquire_fenced` shorten it, so that a dead holder does not count as alive for the whole step.
+"""The longest time for which a process takes a lease.
+
+A lease with more time left was taken before the broker's clock was set back: `cap_and_read_leases` and `acquire_fenced`
+shorten it. Otherwise a dead holder would count as alive for as long as the clock was set back.
 """
 
 # Operations of a transaction: either all of one call take effect, or none does.
@@ -158,9 +160,6 @@ class Bus(Protocol):
     async def dead_letter(self, stream: str, group: str, entry: Entry, reason: str) -> None:
         """Move an entry of a consumer group to the dead-letter stream and acknowledge it, atomically."""
 
-    async def trim(self, stream: str, min_id: str) -> None:
-        """Delete every entry before the id `min_id`."""
-
     async def length(self, stream: str) -> int:
         """Return the number of entries."""
 
@@ -173,17 +172,14 @@ class Bus(Protocol):
     async def hash_all(self, key: str) -> dict[str, str]:
         """Return all fields of a hash."""
 
-    async def renew(self, lease: str, value: str, ttl_s: float) -> None:
-        """Set a lease to `value` for `ttl_s` more seconds, regardless of its holder."""
-
     async def acquire(self, lease: str, value: str, ttl_s: float) -> bool:
         """Take a lease for `ttl_s` seconds if it is free; return True if it has this value afterwards."""
 
     async def lease_values(self, leases: Sequence[str]) -> list[str | None]:
         """Return the value of each lease, None for one that is free or has expired."""
 
-    async def live_lease_values(self, leases: Sequence[str]) -> list[str | None]:
-        """Return the leases' values as `lease_values` does, and shorten leases beyond `LONGEST_LEASE_S`."""
+    async def cap_and_read_leases(self, leases: Sequence[str]) -> list[str | None]:
+        """Shorten leases beyond `LONGEST_LEASE_S`, and return the leases' values as `lease_values` does."""
 
     async def acquire_fenced(
         self, lease: str, value: str, ttl_s: float, *, epoch: str, replacing: str | None

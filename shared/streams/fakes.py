@@ -63,7 +63,7 @@ class MemoryBus:
         self._counters: dict[str, int] = defaultdict(int)
         self._leases: dict[str, tuple[str, float]] = {}
         self._expires_at: dict[str, float] = {}
-        """Of streams, hashes and counters."""
+        """Stream, hash or counter -> when it expires, by the bus's clock."""
         self._undecodable: set[tuple[str, str]] = set()
         self._changed = asyncio.Condition()
         self.down = False
@@ -247,10 +247,6 @@ class MemoryBus:
         letter = self._letter(stream, entry.id, encode(entry.message), reason)
         await self.transact([Append(DEAD_LETTERS, letter), Ack(stream, group, (entry.id,))])
 
-    async def trim(self, stream: str, min_id: str) -> None:
-        """See `Bus.trim`."""
-        await self.transact([Trim(stream, min_id)])
-
     async def length(self, stream: str) -> int:
         """See `Bus.length`."""
         self._check()
@@ -272,11 +268,6 @@ class MemoryBus:
         self._check()
         return dict(self._hashes[key])
 
-    async def renew(self, lease: str, value: str, ttl_s: float) -> None:
-        """See `Bus.renew`."""
-        self._check()
-        self._leases[lease] = (value, self._clock() + ttl_s)
-
     async def acquire(self, lease: str, value: str, ttl_s: float) -> bool:
         """See `Bus.acquire`."""
         (held,) = await self.lease_values([lease])
@@ -292,8 +283,8 @@ class MemoryBus:
         held = [self._leases.get(lease, ("", -1.0)) for lease in leases]
         return [value if until > now else None for value, until in held]
 
-    async def live_lease_values(self, leases: Sequence[str]) -> list[str | None]:
-        """See `Bus.live_lease_values`."""
+    async def cap_and_read_leases(self, leases: Sequence[str]) -> list[str | None]:
+        """See `Bus.cap_and_read_leases`."""
         latest = self._clock() + LONGEST_LEASE_S
         for lease in leases:
             if lease in self._leases:
@@ -305,7 +296,7 @@ class MemoryBus:
         self, lease: str, value: str, ttl_s: float, *, epoch: str, replacing: str | None
     ) -> int | None:
         """See `Bus.acquire_fenced`."""
-        (held,) = await self.live_lease_values([lease])
+        (held,) = await self.cap_and_read_leases([lease])
         if held not in (None, replacing):
             return None
         self._leases[lease] = (value, self._clock() + ttl_s)

@@ -52,7 +52,7 @@ class FencedLease:
 
     async def holder(self) -> str | None:
         """Return the lease's value, regardless of its holder; None if it is free."""
-        (value,) = await self._bus.live_lease_values([self._key])
+        (value,) = await self._bus.cap_and_read_leases([self._key])
         return value
 
     async def acquire(

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import NamedTuple, NoReturn, Self, TypeVar
 
 import aiohttp
-import stamina
 
 from rlboost.shared.errors import (
     BadSignature,
@@ -22,6 +21,7 @@ from rlboost.shared.errors import (
     Undecodable,
 )
 from rlboost.shared.http.server_url import is_http_url
+from rlboost.shared.process.retries import retry_while
 from rlboost.shared.tls import client_verification
 from rlboost.shared.weights.access import Access, SystemToken
 from rlboost.shared.weights.delta_graph import Edge, Route, VersionEdges
@@ -270,10 +270,7 @@ class StoreClient:
 
 async def retry_unavailable(call: Callable[[], Awaitable[T]]) -> T:
     """Repeat an idempotent call while the store is unavailable; the caller's wait bounds the time."""
-    async for attempt in stamina.retry_context(on=StoreUnavailable, attempts=None, timeout=None, wait_max=2.0):
-        with attempt:
-            return await call()
-    raise AssertionError("a retry context ends with a result or an error")
+    return await retry_while(StoreUnavailable, call)
 
 
 def _check_url(url: str) -> None:

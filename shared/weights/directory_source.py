@@ -15,7 +15,7 @@ from rlboost.shared.weights.manifest import ChunkRef
 from rlboost.shared.weights.parallel import for_each
 from rlboost.shared.weights.peers.blob_index import BlobIndex
 from rlboost.shared.weights.rest_models import ChunkDirectory
-from rlboost.shared.weights.source import Arrived, Source, Traffic
+from rlboost.shared.weights.source import OnSettled, Source, Traffic
 
 log = structlog.get_logger(__name__)
 
@@ -35,12 +35,12 @@ class DirectorySource:
         self._cache = cache
         self._other = other
 
-    async def fetch(self, blobs: Sequence[ChunkRef], traffic: Traffic, arrived: Arrived) -> None:
+    async def fetch(self, blobs: Sequence[ChunkRef], traffic: Traffic, on_settled: OnSettled) -> None:
         """See `Source.fetch`."""
         if not blobs:
             return
         if (directory := await self._shared()) is None:
-            await self._other.fetch(blobs, traffic, arrived)
+            await self._other.fetch(blobs, traffic, on_settled)
             return
         rest: list[ChunkRef] = []
 
@@ -51,14 +51,14 @@ class DirectorySource:
                     await self._client.prepare(blob.digest)
             if await asyncio.to_thread(self._cache.adopt, blob, path):
                 traffic.from_directory += blob.n_bytes
-                await arrived(blob, None)
+                await on_settled(blob, None)
             else:
                 rest.append(blob)
 
         await for_each(blobs, take, concurrency=_MAX_CONCURRENT, name="weights-directory")
         if rest:
             log.warning("chunks_not_in_directory", path=directory.path, chunks=len(rest))
-            await self._other.fetch(rest, traffic, arrived)
+            await self._other.fetch(rest, traffic, on_settled)
 
     async def has_chunks_at_hand(self) -> bool:
         """See `Source.has_chunks_at_hand`."""

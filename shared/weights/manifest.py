@@ -157,13 +157,13 @@ class Manifest(Document):
     """The model's Hugging Face `config.json`: a worker needs no model directory."""
     parts: tuple[Part, ...] = Field(min_length=1)
     base_version: NonNegativeInt | None = None
-    """Of an adapter version: the older version of the model that the adapter belongs to."""
+    """The older version of the model that the adapter belongs to; None for a whole model."""
     adapter_json: str = ""
-    """Of an adapter version: PEFT's `adapter_config.json`."""
+    """PEFT's `adapter_config.json`; empty for a whole model."""
     parity_json: str = ""
     """A `ParityReference`: the trainer's log-probabilities of canary prompts under these weights."""
     signature: str = ""
-    """Of `statement`, by the trainer: see `manifest_key`."""
+    """The trainer's signature of `statement`: see `manifest_key`."""
 
     def statement(self) -> bytes:
         """Return what the trainer signs: everything, each part by its digest."""

@@ -84,7 +84,7 @@ class Puller:
         self.last = PullStats()
         """Statistics of the running pull, or of the last one."""
         self._progress = TransferProgress()
-        """Of the same."""
+        """The transfer of the pull that `last` counts."""
         self._one_at_a_time = asyncio.Lock()
 
     def close(self) -> None:

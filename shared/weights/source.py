@@ -19,7 +19,7 @@ from rlboost.shared.weights.transfer.download import Buffers, Download
 
 log = structlog.get_logger(__name__)
 
-Arrived = Callable[[ChunkRef, Exception | None], Awaitable[None]]
+OnSettled = Callable[[ChunkRef, Exception | None], Awaitable[None]]
 """Called when a blob is in the cache, or with an error when it cannot be obtained."""
 
 
@@ -36,8 +36,8 @@ class Traffic:
 class Source(Protocol):
     """Fetches blobs into the cache."""
 
-    async def fetch(self, blobs: Sequence[ChunkRef], traffic: Traffic, arrived: Arrived) -> None:
-        """Fetch every blob into the cache, in any order, and call `arrived` for each."""
+    async def fetch(self, blobs: Sequence[ChunkRef], traffic: Traffic, on_settled: OnSettled) -> None:
+        """Fetch every blob into the cache, in any order, and call `on_settled` for each."""
 
     async def has_chunks_at_hand(self) -> bool:
         """Return True if whole chunks cost less than the deltas that lead to them."""
@@ -56,11 +56,11 @@ class StoreSource:
         self._concurrency = concurrency
         self._buffers = Buffers()
 
-    async def fetch(self, blobs: Sequence[ChunkRef], traffic: Traffic, arrived: Arrived) -> None:
+    async def fetch(self, blobs: Sequence[ChunkRef], traffic: Traffic, on_settled: OnSettled) -> None:
         """See `Source.fetch`."""
 
         async def bring(blob: ChunkRef) -> None:
-            await arrived(blob, await self.bring(blob, traffic))
+            await on_settled(blob, await self.bring(blob, traffic))
 
         await for_each(blobs, bring, concurrency=self._concurrency, name="weights-fetch")
 

@@ -25,7 +25,7 @@ class RoutedShape(NamedTuple):
 
     @property
     def dtype(self) -> np.dtype[np.generic]:
-        """Of one expert's number."""
+        """The dtype of an expert's index."""
         return np.dtype("u1" if self.experts <= 256 else "<u2")
 
     @property

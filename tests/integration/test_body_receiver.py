@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry, Counter
 
 from rlboost.shared.errors import Unprocessable
 from rlboost.shared.http.body_receiver import BodyReceiver
-from rlboost.shared.http.file_sender import FileSender
 from rlboost.shared.http.server import bind, server_loop
+from rlboost.shared.http.transfer_server import TransferServer
 from rlboost.shared.weights.transfer.http_download import BadStatus, DownloadFailed
 from rlboost.shared.weights.transfer.http_upload import BlobTransfer
 from tests.support.eventually import eventually
@@ -36,7 +36,7 @@ class Site:
             lambda path, given: (path, given) == ("/file", "Bearer t"), self.store, max_bytes=4 << 20
         )
         sent = Counter("sent", "bytes", registry=CollectorRegistry())
-        self.files = FileSender(lambda _: None, sent, uploads=self.uploads)
+        self.transfers = TransferServer(lambda _: None, sent, uploads=self.uploads)
         self.app = FastAPI()
         self.sock = bind("127.0.0.1", 0)
         self.sock.listen()  # so that a client may connect before the server runs
@@ -63,7 +63,7 @@ class Site:
 @pytest.fixture
 async def site() -> AsyncIterator[Site]:
     site, stop = Site(), asyncio.Event()
-    serving = asyncio.create_task(server_loop(site.app, site.sock, files=site.files)(stop), name="site")
+    serving = asyncio.create_task(server_loop(site.app, site.sock, transfers=site.transfers)(stop), name="site")
     yield site
     stop.set()
     await serving
@@ -80,7 +80,7 @@ async def test_uploads_go_past_the_app_on_one_connection(site: Site) -> None:
     async with httpx.AsyncClient(headers=AUTHORIZED) as http:
         for data in (DATA, b"", DATA[:10]):
             assert (await http.put(f"{site.url}/file", content=data)).status_code == 204
-        assert len(site.files.connections) == 1
+        assert len(site.transfers.connections) == 1
         assert (await http.get(f"{site.url}/file")).content == b"from the app"
     assert site.stored == [DATA, b"", DATA[:10]]
 
@@ -126,7 +126,7 @@ async def test_upload_that_breaks_off_stores_nothing_and_frees_its_place(site: S
     with socket.create_connection(site.sock.getsockname()) as sock:
         sock.sendall(b"PUT /file HTTP/1.1\r\nAuthorization: Bearer t\r\nContent-Length: 1000\r\n\r\nhalf")
         await eventually(lambda: site.uploads._n_active == 1)
-    await eventually(lambda: site.uploads._n_active == 0 and not site.files.connections)
+    await eventually(lambda: site.uploads._n_active == 0 and not site.transfers.connections)
     assert site.stored == []
 
 

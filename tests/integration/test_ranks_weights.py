@@ -14,10 +14,10 @@ from rlboost.services.trainer.ports.engine import PolicyEngine
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.cache import Cache
+from rlboost.shared.weights.cached_version import cached_version
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.manifest import digest_of
 from rlboost.shared.weights.puller import Puller
-from rlboost.shared.weights.stored import stored_version
 from tests.support import rank_policies
 from tests.support.losses import clipped_loss
 from tests.support.policy_comparison import bits
@@ -84,7 +84,7 @@ async def test_ranks_publish_an_adapter_that_workers_merge(tmp_path: Path, redis
             await publisher.publish(1, policy.export_shards("adapter"), expect=0, **extra)
             assert await publisher.equals(0, policy.export_shards("base")) is True
             assert await publisher.equals(1, policy.export_shards("adapter")) is True
-            version = stored_version(await puller.pull("job", 1))
+            version = cached_version(await puller.pull("job", 1))
             loaded = {name: bytes(value.view(torch.uint8).numpy()) for name, value in version.tensors()}
             assert loaded == dict(bits(policy)) != dict(bits(policy, "base"))
             manifests = [await client.manifest("job", number) for number in range(2)]

@@ -20,7 +20,7 @@ from rlboost.services.rollout_worker.adapters.torch.sampling import sample  # no
 from rlboost.services.rollout_worker.adapters.torch.slot_cache import SlotCache  # noqa: E402
 from rlboost.services.rollout_worker.domain.parity_check import judge  # noqa: E402
 from rlboost.services.rollout_worker.domain.uniforms import uniforms  # noqa: E402
-from rlboost.services.trainer.domain.parity_probe import build_probe, build_reference  # noqa: E402
+from rlboost.services.trainer.domain.canary_prompts import build_canary_prompts, build_reference  # noqa: E402
 from rlboost.shared.errors import ConfigError, StoreUnavailable  # noqa: E402
 from rlboost.shared.wire.columns import F32, pack  # noqa: E402
 from tests.support import tiny_models  # noqa: E402
@@ -185,7 +185,7 @@ async def test_bfloat16_logprobs_are_near_those_of_float32(tmp_path: Path) -> No
 @pytest.mark.parametrize("wrong_layer", [False, True])
 async def test_parity_check_finds_one_wrong_layer_in_bfloat16(tmp_path: Path, *, wrong_layer: bool) -> None:
     model = tiny_models.make(tiny_models.CONFIGS["llama-untied"])
-    probe = build_probe(tiny_models.VOCABULARY, temperature=1.0, dtype="bfloat16")
+    probe = build_canary_prompts(tiny_models.VOCABULARY, temperature=1.0, dtype="bfloat16")
     with torch.autocast("cpu", torch.bfloat16):  # as the trainer computes
         columns = [pack(tiny_models.logprobs(model, *row), F32) for row in probe.rows]
     if wrong_layer:

@@ -13,7 +13,7 @@ import pytest
 from rlboost.services.trainer.adapters.machines import link
 from rlboost.services.trainer.adapters.machines.launcher import JobMachines
 from rlboost.services.trainer.adapters.machines.link import MACHINE, Link
-from rlboost.services.trainer.adapters.machines.registry import Session, TrainerMachines
+from rlboost.services.trainer.adapters.machines.registry import RankSession, TrainerMachines
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.ports.engine import PolicyEngine
 from rlboost.services.trainer.ports.policy_settings import PolicySettings
@@ -100,7 +100,7 @@ async def test_rank_connects_once_with_its_session_key(trainer: Trainer, join: J
     machines, url = trainer
     first = await join(url, "a")
     await present(machines, 1)
-    session = Session(machines.idle, ranks_per_machine=1)
+    session = RankSession(machines.idle, ranks_per_machine=1)
     with pytest.raises(Retryable):  # not assigned yet
         await join(url, "", session.key, session.id)
     await machines.assign(session, "fsdp", "cpu")

@@ -27,8 +27,8 @@ class InStep(RedisBus):
         self.saw: list[str | None] | None = None
         """What both saw when they went on; None before."""
 
-    async def live_lease_values(self, leases: Sequence[str]) -> list[str | None]:
-        found = await super().live_lease_values(leases)
+    async def cap_and_read_leases(self, leases: Sequence[str]) -> list[str | None]:
+        found = await super().cap_and_read_leases(leases)
         if self.saw is None:
             async with asyncio.timeout(60.0):
                 await self._together.wait()

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine  # noqa: E402 - only where torch is
 from rlboost.services.rollout_worker.ports import Engine  # noqa: E402
 from rlboost.shared.errors import ConfigError, Corrupt  # noqa: E402
-from rlboost.shared.weights.stored import StoredVersion  # noqa: E402
+from rlboost.shared.weights.cached_version import CachedVersion  # noqa: E402
 from tests.support import tiny_models, vllm_engines  # noqa: E402
 from tests.support.engine_updates import assert_the_step_of_a_load_parts_old_from_new  # noqa: E402
 from tests.support.engines import Collector, request, run  # noqa: E402
@@ -174,7 +174,7 @@ async def test_damaged_cache_is_corrupt_and_the_next_load_serves(config: Any, st
     model = tiny_models.make(config)
     engine = await start(model)
     version = pulled((shard(*item) for item in tiny_models.weights(model)), tmp_path)
-    weights, chunk = StoredVersion(version), tmp_path / next(version.manifest.chunks()).digest
+    weights, chunk = CachedVersion(version), tmp_path / next(version.manifest.chunks()).digest
     good = chunk.read_bytes()
     for damage, why in (
         (flip_a_bit, "are not the published ones"),

@@ -15,7 +15,7 @@ from safetensors.torch import load_file  # noqa: E402 - only where torch is
 from transformers import DeepseekV3Config, Qwen3MoeConfig  # noqa: E402
 
 from rlboost.services.rollout_worker.domain.parity_check import judge  # noqa: E402 - only where torch is
-from rlboost.services.trainer.domain.parity_probe import build_probe, build_reference  # noqa: E402
+from rlboost.services.trainer.domain.canary_prompts import build_canary_prompts, build_reference  # noqa: E402
 from rlboost.shared.errors import ConfigError  # noqa: E402
 from rlboost.shared.model.parity_reference import ParityReference  # noqa: E402
 from rlboost.shared.wire.columns import F32, pack  # noqa: E402
@@ -102,7 +102,7 @@ async def test_model_takes_new_weights(config: Any) -> None:
 
 
 def reference(model: Any) -> ParityReference:
-    probe = build_probe(tiny_models.VOCABULARY, temperature=1.0, dtype="bfloat16")
+    probe = build_canary_prompts(tiny_models.VOCABULARY, temperature=1.0, dtype="bfloat16")
     return build_reference(probe, [pack(tiny_models.logprobs(model, *row), F32) for row in probe.rows])
 
 

@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 from rlboost.services.trainer.adapters.checkpoints.folder import CheckpointFolder
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.adapters.weights import StorePublisher
-from rlboost.services.trainer.domain.parity_probe import build_probe
+from rlboost.services.trainer.domain.canary_prompts import build_canary_prompts
 from rlboost.services.trainer.fakes.rewards import FakeRewards
 from rlboost.services.trainer.ports.data import Data, Prompt
 from rlboost.services.trainer.ports.policy_settings import PolicySettings
@@ -77,7 +77,7 @@ class Loop(Rig):
                 deltas=job.elastic.weights == "delta",
             ),
             folder=self.folder,
-            probe=build_probe(VOCABULARY, temperature=1.0, dtype=job.trainer.dtype),
+            canary_prompts=build_canary_prompts(VOCABULARY, temperature=1.0, dtype=job.trainer.dtype),
         )
 
     @asynccontextmanager

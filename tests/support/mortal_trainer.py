@@ -26,7 +26,7 @@ from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import GroupRequested, StepReport
 from rlboost.shared.process.lifecycle import run_service
 from rlboost.shared.redis.bus import RedisBus, connect
-from rlboost.shared.streams.bus import Append, Fence, HashSet, Op
+from rlboost.shared.streams.bus import Append, Fence, HashSet, Op, Trim
 from rlboost.shared.weights.shards import Shard
 
 POINTS = (
@@ -149,12 +149,10 @@ class MortalBus(RedisBus):
                         self.fate.comes("resampled", SampleId.unpack(int(replaced)).step)
                 case Append(message=StepReport(step=step)):
                     self.fate.comes("reported", step)
+                case Trim():
+                    self.fate.comes("trimmed", -1)
                 case _:
                     pass
-
-    async def trim(self, stream: str, min_id: str) -> None:
-        await super().trim(stream, min_id)
-        self.fate.comes("trimmed", -1)
 
 
 def live(fate: Fate) -> int:

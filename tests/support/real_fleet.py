@@ -16,7 +16,7 @@ import httpx
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.adapters.weights import StorePublisher
-from rlboost.services.trainer.domain.parity_probe import build_probe
+from rlboost.services.trainer.domain.canary_prompts import build_canary_prompts
 from rlboost.services.trainer.job.publishing import VersionPublisher
 from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.services.trainer.runtime.device import DeviceThread
@@ -82,7 +82,7 @@ class RealFleet:
         client = StoreClient(self.store.url, TOKEN)
         config_json = (model / "config.json").read_text()
         weights = StorePublisher(client, self.job, config_json, self.directory / "pulled", waits, 30.0)
-        asked = build_probe(tiny_models.VOCABULARY, temperature=1.0, dtype="float32")
+        asked = build_canary_prompts(tiny_models.VOCABULARY, temperature=1.0, dtype="float32")
         link = JobStreams(RetryingBus(bus, waits, 30.0), self.job)
         try:
             engine.load_hf(model)

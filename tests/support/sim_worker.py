@@ -35,7 +35,7 @@ from rlboost.shared.messages import (
 from rlboost.shared.messages.command_digest import command_digest
 from rlboost.shared.messages.protocol import PROTOCOL
 from rlboost.shared.messages.workers import WorkerState
-from rlboost.shared.streams.bus import Append, Bus
+from rlboost.shared.streams.bus import Append, Bus, Renew
 from rlboost.shared.streams.entries import START
 from rlboost.shared.streams.names import (
     TOKEN_LOG,
@@ -132,7 +132,7 @@ class SimWorker:
         await self.beat()
 
     async def beat(self) -> None:
-        await self.bus.renew(worker_lease(self.id), "1", self.lease_s)
+        await self.bus.transact([Renew(worker_lease(self.id), "1", self.lease_s)])
         running = min(len(self.held), self.slots)
         beat = WorkerHeartbeat(
             worker=self.id,

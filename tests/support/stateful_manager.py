@@ -28,7 +28,7 @@ from rlboost.shared.messages import (
     StepReport,
 )
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import HashSet
+from rlboost.shared.streams.bus import HashSet, Trim
 from rlboost.shared.streams.entries import after
 from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.wire.columns import I32, ints
@@ -201,7 +201,7 @@ class Spot(RuleBasedStateMachine):
         worker = data.draw(st.sampled_from(self.workers))
         commands = names.worker_commands(worker.id)
         if entries := self.run(read_all(self.bus, commands)):
-            self.run(self.bus.trim(commands, after(entries[-1].id)))
+            self.run(self.bus.transact([Trim(commands, after(entries[-1].id))]))
 
     def _has_late(self, worker: SimWorker) -> bool:
         return any(other is worker for other, _ in self.late)

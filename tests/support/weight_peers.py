@@ -26,7 +26,7 @@ from rlboost.shared.streams.names import WEIGHT_PEERS
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.manifest import digest_of
-from rlboost.shared.weights.peers.blob_routes import MAX_CONCURRENT, blob_files, blob_routes
+from rlboost.shared.weights.peers.blob_routes import MAX_CONCURRENT, blob_routes, blob_transfers
 from rlboost.shared.weights.peers.directory import PeerDirectory
 from rlboost.shared.weights.peers.source import PeerSource
 from rlboost.shared.weights.peers.transport import PeerTransport
@@ -44,7 +44,7 @@ async def peer(options: argparse.Namespace, name: str, stop: asyncio.Event) -> N
     app: FastAPI = create_app(name, guard=Guard.of_token(options.token), not_ready_reason=lambda: None)
     sent, slots = Counter("sent", "bytes", registry=CollectorRegistry()), asyncio.Semaphore(MAX_CONCURRENT)
     app.include_router(blob_routes(cache, options.token, sent, slots))
-    files = blob_files(cache, options.token, sent, slots)
+    transfers = blob_transfers(cache, options.token, sent, slots)
     async with StoreClient(options.store, options.token) as client:
         store = StoreSource(client, cache, concurrency=8)
         store_only_bytes = sys.maxsize if options.alone else 0
@@ -63,7 +63,7 @@ async def peer(options: argparse.Namespace, name: str, stop: asyncio.Event) -> N
             await stop.wait()
 
         await supervise(
-            {"http": server_loop(app, sock, files=files), "announce": peer_source.announce, "pull": pull}, stop
+            {"http": server_loop(app, sock, transfers=transfers), "announce": peer_source.announce, "pull": pull}, stop
         )
     await transport.close()
     await bus.close()

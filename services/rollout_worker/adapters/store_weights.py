@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rlboost.shared.weights.access import WorkerAccess
+from rlboost.shared.weights.cached_version import cached_version
 from rlboost.shared.weights.puller import Puller
-from rlboost.shared.weights.stored import stored_version
 
 if TYPE_CHECKING:
     from rlboost.services.rollout_worker.ports import StagedWeights
@@ -22,7 +22,7 @@ class StoreWeights:
 
     async def pull(self, job_id: str, version: int) -> StagedWeights:
         """See `WeightSource`."""
-        return stored_version(await self._puller.pull(job_id, version))
+        return cached_version(await self._puller.pull(job_id, version))
 
     def verify_cache_again(self) -> None:
         """See `WeightSource`."""

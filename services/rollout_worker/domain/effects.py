@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rlboost.services.rollout_worker.domain.requests import RequestKey
-from rlboost.shared.messages import Assignment, InFlight
+from rlboost.shared.messages import Assignment, InFlightPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +14,7 @@ class PullWeights:
 
     job_id: str
     version: int
-    in_flight: InFlight = "recompute"
+    in_flight: InFlightPolicy = "recompute"
     """What happens to the samples that are running by then."""
 
 

@@ -32,7 +32,7 @@ from rlboost.shared.messages import (
     Assignment,
     Dismissed,
     Drain,
-    InFlight,
+    InFlightPolicy,
     Message,
     Release,
     Resume,
@@ -128,7 +128,7 @@ class Session:
 
     # --- commands -----------------------------------------------------------------------------------------------------
 
-    def _use_version(self, weights: WeightsRef, in_flight: InFlight) -> list[Effect]:
+    def _use_version(self, weights: WeightsRef, in_flight: InFlightPolicy) -> list[Effect]:
         self.assigned = weights
         if weights == self.target:
             return []

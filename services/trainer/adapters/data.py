@@ -19,7 +19,7 @@ from rlboost.services.trainer.domain.groups.messages import Decode
 from rlboost.services.trainer.ports.data import Data, Prompt
 from rlboost.shared.data.examples import TextExample, example_of, without_nulls
 from rlboost.shared.data.rows import Row, is_messages, read_rows
-from rlboost.shared.data.shards import Source, shown
+from rlboost.shared.data.shards import Source, format_source
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.data import SftDataSpec
 from rlboost.shared.job.spec import JobSpec
@@ -114,8 +114,10 @@ class _Reader:
         if found:
             return found, n_long
         if n_long:
-            raise ConfigError(f"{shown(source)}: all {n_long} prompts have {self._spec.limits}: raise it")
-        raise ConfigError(f"{shown(source)} has no prompts: give one JSON object per line, or one row per prompt")
+            raise ConfigError(f"{format_source(source)}: all {n_long} prompts have {self._spec.limits}: raise it")
+        raise ConfigError(
+            f"{format_source(source)} has no prompts: give one JSON object per line, or one row per prompt"
+        )
 
     def _prompt(self, row: Row, location: str) -> Prompt | None:
         """Return the row as a prompt, None if it is too long."""

@@ -14,11 +14,11 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from rlboost.services.trainer.adapters.log.run_log import Opener, RunLog
+from rlboost.services.trainer.adapters.shard_tensors import tensor_of
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
 from rlboost.shared.atomic_file import replace_file
 from rlboost.shared.disk_space import write_error
@@ -77,7 +77,8 @@ class LocalRunFolder:
         """See `RunFolder.export`."""
         with self._replaced_dir("model") as directory:
             copy_without_weights(self._model, directory)
-            tensors = {shard.name: _tensor(shard) for shard in shards}
+            # safetensors writes all tensors at once, so a copy of the model is in memory meanwhile.
+            tensors = {shard.name: tensor_of(shard) for shard in shards}
             save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
             # safetensors creates files that only the owner can read, unlike the other files here.
             shutil.copymode(directory / "config.json", directory / "model.safetensors")
@@ -88,7 +89,7 @@ class LocalRunFolder:
     def export_adapter(self, shards: Iterable[Shard], adapter_json: str) -> Path:
         """See `RunFolder.export_adapter`."""
         with self._replaced_dir("adapter") as directory:
-            tensors = {shard.name: _tensor(shard) for shard in shards}
+            tensors = {shard.name: tensor_of(shard) for shard in shards}
             save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
             replace_file(directory / "adapter_config.json", json.dumps(json.loads(adapter_json), indent=2) + "\n")
             shutil.copymode(directory / "adapter_config.json", directory / "adapter_model.safetensors")
@@ -148,11 +149,6 @@ def _readable(row: TrainingRow) -> dict[str, Any]:
         **({"advantages": advantages} if by_token else {}),
         **{name: floats(column) for name in _OPTIONAL_COLUMNS if (column := getattr(row, name))},
     }
-
-
-def _tensor(shard: Shard) -> torch.Tensor:
-    # safetensors writes all tensors at once, so a copy of the model is in memory meanwhile.
-    return torch.frombuffer(bytearray(shard.data), dtype=getattr(torch, shard.dtype)).reshape(shard.local_shape)
 
 
 def _rows_before(file: Path, step: int) -> list[str]:

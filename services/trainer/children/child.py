@@ -1,8 +1,8 @@
 """The transport of a process that runs user code; `adapters.user_code.process` is the other side.
 
-It reads requests from standard input and writes answers to standard output, each a 4-byte big-endian length and a
-msgpack map. The user's prints go to standard error. The process ends with its input, or when its parent is gone. At
-SIGUSR1 it writes the stack of each thread to standard error.
+It reads requests from standard input and writes answers to standard output (`shared.wire.framing`). The user's prints
+go to standard error. The process ends with its input, or when its parent is gone. At SIGUSR1 it writes the stack of
+each thread to standard error.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any, BinaryIO
 import msgpack
 
 from rlboost.shared.process.dump_protection import protect_process_memory
+from rlboost.shared.wire.framing import LENGTH_BYTES, length_of, pack
 
-LENGTH_BYTES = 4
 _PARENT_CHECK_S = 1.0
 
 
@@ -46,13 +46,12 @@ class Pipe:
         head = self._requests.read(LENGTH_BYTES)
         if len(head) < LENGTH_BYTES:
             return None
-        body: dict[str, Any] = msgpack.unpackb(self._requests.read(int.from_bytes(head, "big")))
+        body: dict[str, Any] = msgpack.unpackb(self._requests.read(length_of(head)))
         return body
 
     def write(self, body: dict[str, Any]) -> None:
         """Send an answer."""
-        packed = msgpack.packb(body)
-        self._answers.write(len(packed).to_bytes(LENGTH_BYTES, "big") + packed)
+        self._answers.write(pack(body))
         self._answers.flush()
 
 

@@ -42,7 +42,7 @@ _METADATA = tuple(
         ),
     )
 )
-"""Where clouds answer with a machine's credentials: link-local addresses, and their own."""
+"""Addresses at which clouds give out a machine's credentials: link-local addresses, and their own."""
 _NAT64 = ip_network("64:ff9b::/96")
 """IPv6 addresses that a gateway translates to the IPv4 address in the last 4 bytes."""
 

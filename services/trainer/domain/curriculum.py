@@ -34,7 +34,7 @@ class PromptSelection:
     skipped: Mapping[str, int]
     """Reason (`solved`, `failed`, `function`) -> number of prompts skipped for it."""
     recalled: int = 0
-    """How many of `rows` would be skipped, but fill up the step because too few others are left."""
+    """Number of `rows` that would be skipped, but fill up the step because too few others are left."""
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics for the run log."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from rlboost.services.trainer.domain.advantages.group_estimators import standard_deviation
 from rlboost.services.trainer.domain.groups.scored_group import ScoredGroup
-from rlboost.services.trainer.domain.loss.sums import routing
+from rlboost.services.trainer.domain.loss.sums import routing_metrics
 from rlboost.services.trainer.domain.pass_at_k import pass_rates
 from rlboost.services.trainer.domain.utilization import UNKNOWN_HARDWARE, TrainingHardware
 from rlboost.shared.messages import EngineProfile
@@ -38,14 +38,14 @@ class Durations:
     """How long the phases of a step took, in seconds."""
 
     seeding_s: float = 0.0
-    """From the start of the step until the trainer got the device."""
+    """Time from the start of the step until the trainer got the device."""
     wait_s: float = 0.0
-    """The trainer had the device, but nothing to train on."""
+    """Time for which the trainer had the device, but nothing to train on."""
     resample_s: float = 0.0
     """The part of `wait_s` in which only replacement groups were pending; generating the initial groups earlier would
     not shorten it."""
     train_s: float = 0.0
-    """Computing on the device."""
+    """Time of computing on the device."""
     publish_s: float = 0.0
     step_s: float = 0.0
     """The whole step."""
@@ -60,7 +60,7 @@ class RolloutTally:
     pass_reward: float = 1.0
     """The lowest reward with which a completion passes an evaluation."""
     scoring_s: list[float] = field(default_factory=list)
-    """Of each training group from its last sample to its rewards, with the wait for a free reward process."""
+    """Time from each training group's last sample to its rewards, with the wait for a free reward process."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Reason -> groups, training and evaluation."""
     first_detail: str = ""
@@ -193,7 +193,7 @@ def _training(tally: StepTally) -> dict[str, float]:
         row["ratio/max_clipped"] = sums["max_ratio_clipped"]
     if tokens := sums.get("mismatch_tokens"):
         row["mismatch_kl"] = sums["mismatch_kl"] / tokens
-    return row | routing(sums)
+    return row | routing_metrics(sums)
 
 
 def _evaluation(groups: Sequence[ScoredGroup], pass_reward: float) -> dict[str, float]:

@@ -22,11 +22,11 @@ from rlboost.shared.messages import (
 from rlboost.shared.streams.entries import Entry, position
 
 
-class Fold(Protocol):
+class Collector(Protocol):
     """Collects the groups of one step: `StepCollector`, or `ConversationCollector` with an environment."""
 
-    def fold(self, message: Message) -> GroupOutcome | None:
-        """See `StepCollector.fold`."""
+    def apply(self, message: Message) -> GroupOutcome | None:
+        """See `StepCollector.apply`."""
 
 
 class OpenSteps:
@@ -35,12 +35,12 @@ class OpenSteps:
     def __init__(self, read_until: str) -> None:
         """Start without a step; an earlier process has counted late samples up to `read_until`."""
         self._read_until = position(read_until)
-        self._open: dict[int, Fold] = {}
+        self._open: dict[int, Collector] = {}
         self._first_position: dict[int, str] = {}
         """Step -> position before its first entry, in the order of these positions."""
         self._current = 0
 
-    def open(self, step: int, collector: Fold) -> None:
+    def open(self, step: int, collector: Collector) -> None:
         """Route entries of `step` to `collector` from now on."""
         self._open[step] = collector
 
@@ -56,14 +56,14 @@ class OpenSteps:
         step = _step_of(message)
         return step is None or step <= max(self._open)
 
-    def fold(self, before: str, entry: Entry) -> tuple[int, GroupOutcome] | None:
+    def apply(self, before: str, entry: Entry) -> tuple[int, GroupOutcome] | None:
         """Apply the next entry; `before` is the position of the entry before it.
 
         Returns:
             The step and the outcome of the group that the entry completes or drops, if any.
 
         Raises:
-            Unprocessable, Fatal: see `StepCollector.fold`; a sample of a step that is not open was not requested.
+            Unprocessable, Fatal: see `StepCollector.apply`; a sample of a step that is not open was not requested.
 
         """
         step = _step_of(entry.message)
@@ -73,7 +73,7 @@ class OpenSteps:
             if step is not None and step < self._current and position(entry.id) <= self._read_until:
                 return None
             step = self._current  # its collector counts late samples, and rejects unrequested ones
-        outcome = self._open[step].fold(entry.message)
+        outcome = self._open[step].apply(entry.message)
         return None if outcome is None else (step, outcome)
 
     def needed_from(self, cursor: str) -> str:

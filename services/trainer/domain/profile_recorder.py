@@ -24,9 +24,9 @@ _PROBABILITIES = (0.0, 0.01, *(twentieth / 20 for twentieth in range(1, 20)), 0.
 class _Step:
     prompts: tuple[int, ...]
     completions: npt.NDArray[np.int32]
-    """Tokens of each."""
+    """Tokens of each completion."""
     tokens: int
-    """Of all samples, prompts included."""
+    """Tokens of all samples, prompts included."""
     train_s: float
     reward_s: float
     update_s: float

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rlboost.services.trainer.domain.loss.inputs import TokenBatch
-from rlboost.services.trainer.domain.loss.sums import routing
+from rlboost.services.trainer.domain.loss.sums import routing_metrics
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +37,7 @@ class SftStep:
     lengths: Sequence[int]
     """Number of tokens of each completion."""
     grad_norm: float
-    """Before clipping."""
+    """Norm of the gradient before clipping."""
     learning_rate: float
     train_s: float
 
@@ -55,5 +55,5 @@ class SftStep:
             "time/step_s": self.train_s,
             "time/train_s": self.train_s,
             "perf/tokens_per_s": n_tokens / self.train_s if self.train_s else 0.0,
-            **routing(self.sums),
+            **routing_metrics(self.sums),
         }

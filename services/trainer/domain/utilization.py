@@ -42,9 +42,9 @@ class TrainingHardware:
 
     n_devices: int = 1
     flops_per_token: float = 0.0
-    """Of one forward and backward pass; 0 if unknown."""
+    """Floating-point operations of a forward and backward pass per token; 0 if unknown."""
     peak_flops: float | None = None
-    """Of one device, per second."""
+    """Peak floating-point operations of one device per second; None if unknown."""
 
     def metrics(self, n_tokens: float, step_s: float, train_s: float) -> dict[str, float]:
         """Return the metrics of a step that trained on `n_tokens` tokens, prompts included."""

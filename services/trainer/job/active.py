@@ -79,7 +79,7 @@ class JobHost:
     """The trainer that a job runs on: what every job of it uses."""
 
     name: str
-    """Of the trainer."""
+    """The trainer's name."""
     bus: RetryingBus
     device: DeviceThread
     """The thread of all computation."""

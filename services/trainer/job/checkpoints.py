@@ -24,6 +24,7 @@ from rlboost.shared.errors import ConfigError, Fatal
 from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.process.threads import run_in_thread
 from rlboost.shared.process.waiting import Waits
+from rlboost.shared.streams.bus import Trim
 from rlboost.shared.streams.entries import START
 
 WRITE_LIMIT_S = 3600.0
@@ -209,7 +210,7 @@ class Checkpoints:
         if (fallback := await run_in_thread("checkpoint-fallback", store.fallback)) is not None:
             # If the newest checkpoint turns out corrupt, the entries after the previous one are still in the stream.
             self.covered_step = fallback.step
-            await self._streams.bus(lambda bus: bus.trim(self._finished, fallback.finished_cursor))
+            await self._streams.bus.transact([Trim(self._finished, fallback.finished_cursor)])
 
 
 def _retrieve_exception(task: asyncio.Task[None]) -> None:

@@ -50,7 +50,7 @@ class JobParts:
             write=write,
             checkpoints=checkpoints,
             learning=learning,
-            versions=VersionPublisher(resources.engine, resources.weights, device, streams, resources.probe),
+            versions=VersionPublisher(resources.engine, resources.weights, device, streams, resources.canary_prompts),
             log=StepLog(active.job_id, spec.steps, streams, resources.folder, write, checkpoints, learning),
         )
 

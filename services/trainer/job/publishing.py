@@ -4,8 +4,8 @@ A version is the whole model; if an adapter is trained, the adapter alone, and v
 version that an earlier process committed wins: if this process trained other bits (on another machine, for example) or
 has another base model, it loads the committed weights.
 
-Each version comes with a parity reference: the log-probabilities of a fixed probe, computed with the weights that are
-committed. Workers must reproduce it before they serve the version.
+Each version comes with a parity reference: the log-probabilities of fixed canary prompts, computed with the weights
+that are committed. Workers must reproduce it before they serve the version.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import partial
 import structlog
 
 from rlboost.services.trainer.domain.batches.training_row import SequenceRow
-from rlboost.services.trainer.domain.parity_probe import Probe, build_reference
+from rlboost.services.trainer.domain.canary_prompts import CanaryPrompts, build_reference
 from rlboost.services.trainer.ports.engine import Exported, Loaded, PolicyEngine
 from rlboost.services.trainer.ports.storage import WeightPublisher
 from rlboost.services.trainer.runtime.device import DeviceThread
@@ -41,14 +41,14 @@ class VersionPublisher:
         weights: WeightPublisher,
         device: DeviceThread,
         streams: JobStreams,
-        probe: Probe | None = None,
+        canary_prompts: CanaryPrompts | None = None,
     ) -> None:
         """Bind to the job's store. Call `refresh_head` before any other method."""
         self._engine = engine
         self._weights = weights
         self._device = device
         self._streams = streams
-        self._probe = probe
+        self._canary_prompts = canary_prompts
         self.head = -1
         """The newest committed version."""
         self._exporting = asyncio.Lock()
@@ -129,11 +129,11 @@ class VersionPublisher:
             await self._streams.emit_event("weights_restored", version=version)
 
     async def _parity_json(self) -> str:
-        """Return the parity reference of the engine's weights as JSON, an empty text without a probe."""
-        if (probe := self._probe) is None:
+        """Return the parity reference of the engine's weights as JSON, an empty text without canary prompts."""
+        if (canaries := self._canary_prompts) is None:
             return ""
-        rows = [SequenceRow(pack(prompt, I32), pack(completion, I32)) for prompt, completion in probe.rows]
-        return build_reference(probe, await self._device(lambda: self._engine.logprobs([rows]))).encode()
+        rows = [SequenceRow(pack(prompt, I32), pack(completion, I32)) for prompt, completion in canaries.rows]
+        return build_reference(canaries, await self._device(lambda: self._engine.logprobs([rows]))).encode()
 
     async def _commit(self, version: int, what: Exported, parity_json: str) -> None:
         shards = self._engine.export_shards(what)

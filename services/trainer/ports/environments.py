@@ -44,7 +44,7 @@ class StepResult:
     reward: float
     done: bool
     warning: str = ""
-    """For the user."""
+    """Shown to the user; empty if there is none."""
 
 
 class Environments(Protocol):

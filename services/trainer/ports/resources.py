@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from rlboost.services.trainer.domain.canary_prompts import CanaryPrompts
 from rlboost.services.trainer.domain.curriculum import SkipFunction
 from rlboost.services.trainer.domain.loss.inputs import LossFn
-from rlboost.services.trainer.domain.parity_probe import Probe
 from rlboost.services.trainer.domain.utilization import UNKNOWN_HARDWARE, TrainingHardware
 from rlboost.services.trainer.ports.data import Data
 from rlboost.services.trainer.ports.engine import Critic, PolicyEngine
@@ -57,7 +57,7 @@ class JobResources:
     """Set if `trainer.nodes` is more than 1."""
     skip_function: SkipFunction | None = None
     """`data.curriculum.function`, if there is one."""
-    probe: Probe | None = None
+    canary_prompts: CanaryPrompts | None = None
     """The input of the parity check that each version is published with; None: workers skip the check."""
     replayed: RoutedShape | None = None
     """Shape of the routed experts that training replays; None: routers decide again (`trainer.router_replay`)."""

@@ -56,7 +56,7 @@ class DeviceTurn:
         self._owned = asyncio.Event()
         self._began = self._since = time.monotonic()
         self.waited_s: float | None = None
-        """From the start of the step to the first turn."""
+        """Time from the start of the step to the first turn; None before it."""
         self.held_s = 0.0
         """Total duration of the turns that have ended."""
         self.busy_s = 0.0

@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
-import stamina
 import structlog
 
 from rlboost.shared.errors import BusUnavailable, WaitTimedOut
 from rlboost.shared.messages import Event
+from rlboost.shared.process.retries import retry_while
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Append, Bus, Op
@@ -54,28 +54,15 @@ class RetryingBus:
             first = error
         try:
             async with self._waits.on("Redis", because=str(first), limit_s=self._limit_s):
-                return await self._retry(call)
+                return await retry_while(
+                    BusUnavailable,
+                    lambda: call(self.raw),
+                    first_s=_FIRST_PAUSE_S,
+                    longest_s=_LONGEST_PAUSE_S,
+                    jitter_s=0.0,
+                )
         except WaitTimedOut as error:
             raise BusUnavailable(f"{first}; gave up after {self._limit_s:.0f} s: start Redis again") from error
-
-    async def _retry(self, call: Callable[[Bus], Awaitable[T]]) -> T:
-        # `Waits.on` has the time limit, so attempts and timeout are unlimited here.
-        retries = stamina.retry_context(
-            BusUnavailable,
-            attempts=None,
-            timeout=None,
-            wait_initial=_FIRST_PAUSE_S,
-            wait_max=_LONGEST_PAUSE_S,
-            wait_jitter=0.0,
-        )
-        async for attempt in retries:
-            with attempt:
-                try:
-                    return await call(self.raw)
-                except BusUnavailable as error:
-                    log.warning("redis_unavailable", error=str(error), again_in_s=attempt.next_wait)
-                    raise
-        raise AssertionError("unreachable: retries are unlimited")
 
     async def transact(self, ops: Sequence[Op]) -> None:
         """See `Bus.transact`."""

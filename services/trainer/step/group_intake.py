@@ -52,7 +52,7 @@ class GroupIntake:
         planned = plan_step(spec, job.no, step, len(data.train), len(data.evaluation), rows)
         initial = [group.row for group in planned if not group.is_eval]
         self.n_train = self.n_initial_pending = len(initial)
-        """How many training groups the step trains on; how many of the initially requested ones are not complete."""
+        """Number of training groups of the step, and of those initially requested that are not complete."""
         self._replacements = job.resampling.of_step(step, initial) if job.resampling is not None and initial else None
         planned += [] if self._replacements is None else self._replacements.recorded()
         self._planned = {group.id: group for group in planned}
@@ -70,7 +70,7 @@ class GroupIntake:
         self._training: asyncio.Queue[tuple[PlannedGroup, asyncio.Task[ScoredGroup | None]]] = asyncio.Queue()
         """Training groups and their scoring, in order of completion; the task returns None for a dropped group."""
         self.n_undecided = 0
-        """How many groups are complete and may still be replaced."""
+        """Number of complete groups that may still be replaced."""
         self._decided = asyncio.Event()
         """Set whenever a group was decided."""
         self._evaluation: list[asyncio.Task[ScoredGroup | None]] = []

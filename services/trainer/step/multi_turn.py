@@ -136,9 +136,9 @@ class MultiTurn:
 
     # --- answer ---
 
-    def fold(self, message: Message) -> GroupOutcome | None:
-        """See `ConversationCollector.fold`."""
-        return self._conversations.fold(message)
+    def apply(self, message: Message) -> GroupOutcome | None:
+        """See `ConversationCollector.apply`."""
+        return self._conversations.apply(message)
 
     def answer_turns(self) -> None:
         """Start a task for each complete turn that has no answer in the log."""

@@ -98,7 +98,7 @@ class RequestedSteps:
     def _take(self) -> None:
         before, entry = self._finished.cursor, self._finished.take()
         try:
-            decided = self._open.fold(before, entry)
+            decided = self._open.apply(before, entry)
         except Unprocessable as error:
             log.warning("finished_entry_skipped", stream=entry.stream, entry=entry.id, reason=str(error))
             decided = None

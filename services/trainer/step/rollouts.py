@@ -41,8 +41,8 @@ class Rollouts(Protocol):
 
         """
 
-    def fold(self, message: Message) -> GroupOutcome | None:
-        """Apply one message of the log; see `StepCollector.fold`."""
+    def apply(self, message: Message) -> GroupOutcome | None:
+        """Apply one message of the log; see `StepCollector.apply`."""
 
     def answer_turns(self) -> None:
         """Have environments answer the complete turns that have no answer in the log."""
@@ -71,17 +71,17 @@ class SingleTurn:
         return [request_of(self._job, self._step, group, self.prompts[group.id]) for group in groups]
 
     def check_started(self) -> None:
-        """Every group starts."""
+        """Do nothing: every group starts."""
 
-    def fold(self, message: Message) -> GroupOutcome | None:
-        """See `StepCollector.fold`."""
-        return self.groups.fold(message)
+    def apply(self, message: Message) -> GroupOutcome | None:
+        """See `StepCollector.apply`."""
+        return self.groups.apply(message)
 
     def answer_turns(self) -> None:
-        """No turn has an answer."""
+        """Do nothing: there are no turns."""
 
     def release(self, group: int) -> None:
-        """No group uses anything."""
+        """Do nothing: a group uses no resources."""
 
 
 def collector_of(job: JobContext, step: int, planned: Sequence[PlannedGroup]) -> StepCollector:

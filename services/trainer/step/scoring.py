@@ -30,7 +30,7 @@ from rlboost.shared.wire.columns import ints
 _TEXT_CHARS = 4_000
 """Published prompts and completions are cut to this length, in their middle: questions and answers are at the ends."""
 _MESSAGE_CHARS = 600
-"""As much of each message of a long conversation is published."""
+"""Maximum characters that are published of each message of a long conversation."""
 
 
 class GroupScorer:

@@ -223,7 +223,7 @@ class _PreferencePairs(_Estimator):
         )
         margins = moved[::2] - moved[1::2]
         losses = preference.pair_losses(margins, self._spec)
-        sums.add(self._tally.loss_sums, preference.numbers(margins, losses, self._spec))
+        sums.add(self._tally.loss_sums, preference.pair_sums(margins, losses, self._spec))
         weights = [weight for of_best in losses.weights.tolist() for weight in (of_best, -of_best)]
         return [
             replace(row, advantages=constant(weight, row), reference=column)

@@ -27,7 +27,7 @@ from typing import BinaryIO
 from blake3 import blake3
 
 from rlboost.services.weight_store.adapters.model_document import decode_model, encode_model
-from rlboost.services.weight_store.domain.versions import Model
+from rlboost.services.weight_store.domain.versions import JobVersions
 from rlboost.services.weight_store.ports import BadChunk, LocalFile, StagedPart, StoreFull
 from rlboost.shared.atomic_file import replace_file, sync_path, temporary_file
 from rlboost.shared.errors import Fatal, NotFound
@@ -59,7 +59,7 @@ class StoreDirectory:
             nonce = secrets.token_hex(16)
             replace_file(root / NONCE_FILE, nonce)
         self.shared = ChunkDirectory(path=str(root.resolve()), nonce=nonce)
-        """For clients on the same file system."""
+        """Location of the chunks, for clients on the same file system."""
 
     def close(self) -> None:
         """Release the directory."""
@@ -226,14 +226,14 @@ class DiskDocuments:
         """See `Documents.jobs`."""
         return await asyncio.to_thread(lambda: sorted(path.name for path in self._directory.models.iterdir()))
 
-    async def model(self, job_id: str) -> Model:
+    async def model(self, job_id: str) -> JobVersions:
         """See `Documents.model`."""
         try:
             return decode_model(await self._read(self._job(job_id) / "model.json"))
         except NotFound:
-            return Model(job_id)
+            return JobVersions(job_id)
 
-    async def save_model(self, model: Model) -> None:
+    async def save_model(self, model: JobVersions) -> None:
         """See `Documents.save_model`."""
         await self._write(self._job(model.job_id) / "model.json", encode_model(model))
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from pydantic import TypeAdapter, ValidationError
 
-from rlboost.services.weight_store.domain.versions import Model
+from rlboost.services.weight_store.domain.versions import JobVersions
 from rlboost.shared.errors import Undecodable
 
-_MODEL = TypeAdapter(Model)
+_MODEL = TypeAdapter(JobVersions)
 
 
-def encode_model(model: Model) -> bytes:
+def encode_model(model: JobVersions) -> bytes:
     """Return the document."""
     return _MODEL.dump_json(model)
 
 
-def decode_model(data: bytes) -> Model:
+def decode_model(data: bytes) -> JobVersions:
     """Return the model of a document.
 
     Raises:

@@ -23,7 +23,7 @@ from blake3 import blake3
 
 from rlboost.services.weight_store.adapters.lease import Lease
 from rlboost.services.weight_store.adapters.model_document import decode_model, encode_model
-from rlboost.services.weight_store.domain.versions import Model
+from rlboost.services.weight_store.domain.versions import JobVersions
 from rlboost.services.weight_store.ports import BadChunk, Proxied, Redirect, StagedPart
 from rlboost.shared.bucket import Bucket, ExclusiveObject
 from rlboost.shared.errors import NotFound, StoreUnavailable
@@ -173,17 +173,17 @@ class ObjectDocuments:
         """See `Documents.jobs`."""
         return await self._bucket.folders(_MODELS)
 
-    async def model(self, job_id: str) -> Model:
+    async def model(self, job_id: str) -> JobVersions:
         """See `Documents.model`."""
         try:
             found = await self._bucket.get(_model(job_id))
         except NotFound:
             self._models[job_id] = ExclusiveObject(self._bucket, _model(job_id), None)
-            return Model(job_id)
+            return JobVersions(job_id)
         self._models[job_id] = ExclusiveObject(self._bucket, _model(job_id), found.version)
         return decode_model(found.data)
 
-    async def save_model(self, model: Model) -> None:
+    async def save_model(self, model: JobVersions) -> None:
         """See `Documents.save_model`. A compare-and-set against the version that this process read or wrote last."""
         self._lease.check()
         stored = self._models.setdefault(model.job_id, ExclusiveObject(self._bucket, _model(model.job_id), None))

@@ -1,4 +1,4 @@
-"""Encode, apply, compose and invert deltas."""
+"""Encodes, applies and composes deltas."""
 
 from __future__ import annotations
 
@@ -89,22 +89,6 @@ def compose(first: Buffer, second: Buffer) -> bytes:
     left, right = Sections(one, one_payload), Sections(two, two_payload)
     positions, steps = run.merge(left.positions(run), left.steps(run), right.positions(run), right.steps(run))
     return _encode_steps(positions, steps, one, None)
-
-
-def invert(delta: Buffer) -> bytes:
-    """Return the delta that turns the result back into the base.
-
-    Raises:
-        CorruptDelta: the delta is damaged.
-        ValueError: it is dense, so it does not contain the values that it replaces.
-
-    """
-    info, payload = unseal(delta)
-    if info.kind == Kind.DENSE:
-        raise ValueError("a dense delta cannot be inverted: it does not contain the values that it replaces")
-    run = kernels.active()
-    sections = Sections(info, payload)
-    return _encode_steps(sections.positions(run), -sections.steps(run), info, info.kind)
 
 
 def _info(new: Buffer, dtype: str) -> Info:

@@ -11,9 +11,9 @@ from prometheus_client import Counter
 from starlette.types import Receive, Scope, Send
 
 from rlboost.shared.errors import NotFound
-from rlboost.shared.http.file_sender import FileRequest, FileSender, FoundFile
 from rlboost.shared.http.problem import Problem
 from rlboost.shared.http.token_signature import is_valid_signature
+from rlboost.shared.http.transfer_server import FoundFile, TransferRequest, TransferServer
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.manifest import Digest
 from rlboost.shared.weights.peers.transport import BUSY_STATUS
@@ -23,27 +23,27 @@ MAX_CONCURRENT = 16
 """Concurrent uploads of one peer, which also runs an engine."""
 
 
-def blob_files(cache: Cache, peer_key: str, sent: Counter, slots: asyncio.Semaphore) -> FileSender:
+def blob_transfers(cache: Cache, peer_key: str, sent: Counter, slots: asyncio.Semaphore) -> TransferServer:
     """Return the sender of whole verified blobs; `sent` counts bytes."""
 
-    def find(request: FileRequest) -> FoundFile | None:
+    def find(request: TransferRequest) -> FoundFile | None:
         digest = digest_in(request.path)
         if digest not in cache.verified or not _is_proof(request.authorization, peer_key, digest):
             return None
         file = cache.open_to_send(digest)
         return FoundFile(file, digest) if file else None
 
-    return FileSender(find, sent, slots=slots)
+    return TransferServer(find, sent, slots=slots)
 
 
 def blob_routes(cache: Cache, peer_key: str, sent: Counter, slots: asyncio.Semaphore) -> APIRouter:
-    """Return `GET /v1/chunks/{digest}` for verified blobs, for the requests that `blob_files` does not respond to.
+    """Return `GET /v1/chunks/{digest}` for verified blobs, for the requests that `blob_transfers` does not respond to.
 
     Args:
         cache: whose verified blobs are served.
         peer_key: a request must prove that its client has it.
         sent: counts bytes.
-        slots: shared with `blob_files`.
+        slots: shared with `blob_transfers`.
 
     """
 

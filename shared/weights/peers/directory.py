@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import structlog
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
-from rlboost.shared.streams.bus import Bus, Delete
+from rlboost.shared.streams.bus import Bus, Delete, Renew
 from rlboost.shared.streams.names import WEIGHT_PEERS, weight_claim, weight_peer
 
 log = structlog.get_logger(__name__)
@@ -65,7 +65,7 @@ class PeerDirectory:
     async def publish(self, url: str, holds: Mapping[str, str]) -> None:
         """Publish this peer's URL and holdings for another `LEASE_S` seconds."""
         record = Peer(name=self._name, url=url, host=self._host, holds=dict(holds)).model_dump_json()
-        await self._bus.renew(weight_peer(self._name), record, LEASE_S)
+        await self._bus.transact([Renew(weight_peer(self._name), record, LEASE_S)])
 
     async def withdraw(self) -> None:
         """Remove this peer's entry."""
@@ -85,7 +85,7 @@ class PeerDirectory:
 
     async def renew_claim(self, digest: str) -> None:
         """Extend a claim that this peer holds."""
-        await self._bus.renew(weight_claim(digest), self._name, CLAIM_S)
+        await self._bus.transact([Renew(weight_claim(digest), self._name, CLAIM_S)])
 
     async def release_claim(self, digest: str) -> None:
         """Release the claim, so that another peer may fetch the blob."""

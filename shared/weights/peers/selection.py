@@ -160,8 +160,8 @@ class PeerSelection:
 
     # --- results of a fetch ----------------------------------------------------------------------------------------
 
-    def on_arrived(self, fetch: FromPeer | FromStore) -> None:
-        """Record that the blob is in the cache."""
+    def on_settled(self, fetch: FromPeer | FromStore) -> None:
+        """Record that the blob needs no further fetch: it is in the cache, or cannot be obtained."""
         self._end(fetch)
         self._idle_since = math.inf
 

@@ -8,8 +8,8 @@ Two loops:
 - `announce` consumes the cache's content and produces this peer's entry in the peer directory, every third of
   `LEASE_S`. It waits for nothing else and ends at the stop, when it withdraws the entry.
 - `fetch` consumes the blobs of one pull and produces them in the cache. Its slots wait for `PeerSelection.next`; a
-  finished transfer or a refresh of the directory unblocks them. It ends when every blob has arrived, or with the first
-  error of the `arrived` callback.
+  finished transfer or a refresh of the directory unblocks them. It ends when every blob is settled, or with the first
+  error of the `on_settled` callback.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from rlboost.shared.weights.peers.transport import (
     PeerTransport,
     PeerUnreachable,
 )
-from rlboost.shared.weights.source import Arrived, StoreSource, Traffic
+from rlboost.shared.weights.source import OnSettled, StoreSource, Traffic
 from rlboost.shared.weights.transfer.download import Buffers, Download
 
 log = structlog.get_logger(__name__)
@@ -92,13 +92,15 @@ class PeerSource:
         if self.url:
             await self._ignoring_outage(self._directory.withdraw())
 
-    async def fetch(self, blobs: Sequence[ChunkRef], traffic: Traffic, arrived: Arrived) -> None:
+    async def fetch(self, blobs: Sequence[ChunkRef], traffic: Traffic, on_settled: OnSettled) -> None:
         """See `Source.fetch`."""
         if sum(blob.n_bytes for blob in blobs) < self._store_only_bytes:
-            await self._store.fetch(blobs, traffic, arrived)
+            await self._store.fetch(blobs, traffic, on_settled)
             await self._ignoring_outage(self._publish())  # most of a large version may have been cached already
             return
-        pull = _Pull(blobs, traffic, arrived, PeerSelection([blob.digest for blob in blobs], _seed(), self._excluded))
+        pull = _Pull(
+            blobs, traffic, on_settled, PeerSelection([blob.digest for blob in blobs], _seed(), self._excluded)
+        )
         await self._refresh(pull)
         try:
             async with asyncio.TaskGroup() as group:
@@ -161,8 +163,8 @@ class PeerSource:
                 log.warning("peer_failed", peer=peer.name, url=peer.url, kind=type(error).__name__, error=str(error))
         else:
             download.release()
-            pull.selection.on_arrived(fetch)
-            await pull.arrived(download.blob, None)
+            pull.selection.on_settled(fetch)
+            await pull.on_settled(download.blob, None)
         finally:
             pull.traffic.from_peers += download.n_received
 
@@ -177,8 +179,8 @@ class PeerSource:
             await self._ignoring_outage(self._publish())  # before the claim expires
         if error is not None:
             await self._ignoring_outage(self._directory.release_claim(fetch.digest))
-        pull.selection.on_arrived(fetch)
-        await pull.arrived(blob, error)
+        pull.selection.on_settled(fetch)
+        await pull.on_settled(blob, error)
 
     async def _claimed(self, digest: str) -> bool:
         try:
@@ -214,10 +216,12 @@ class PeerSource:
 class _Pull:
     """One pull in progress."""
 
-    def __init__(self, blobs: Sequence[ChunkRef], traffic: Traffic, arrived: Arrived, selection: PeerSelection) -> None:
+    def __init__(
+        self, blobs: Sequence[ChunkRef], traffic: Traffic, on_settled: OnSettled, selection: PeerSelection
+    ) -> None:
         self.blobs = {blob.digest: blob for blob in blobs}
         self.traffic = traffic
-        self.arrived = arrived
+        self.on_settled = on_settled
         self.selection = selection
         self.peers: dict[str, Peer] = {}
         self.changed = asyncio.Event()

@@ -18,7 +18,10 @@ class Body(Protocol):
 
 
 class Buffers:
-    """Buffers of `CHUNK_BYTES`. A new buffer costs more than the copy into it: its pages must be zeroed and mapped."""
+    """Free buffers of `CHUNK_BYTES`.
+
+    A new buffer costs more than the copy into it: its pages must be zeroed and mapped.
+    """
 
     def __init__(self) -> None:
         """Start with none."""
@@ -31,7 +34,7 @@ class Buffers:
         return self._free.pop() if self._free else bytearray(CHUNK_BYTES)
 
     def give_back(self, buffer: bytearray) -> None:
-        """Let a later download use a buffer that nothing else uses any more."""
+        """Let a later `take` return a buffer that nothing else uses any more."""
         if len(buffer) == CHUNK_BYTES and len(self._free) < _MAX_FREE:
             self._free.append(buffer)
 

@@ -16,7 +16,7 @@ from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.adapters.torch.routing import Routers
 from rlboost.services.trainer.domain.batches.batching import select
 from rlboost.services.trainer.domain.loss.policy import PolicyLoss
-from rlboost.services.trainer.domain.loss.sums import routing
+from rlboost.services.trainer.domain.loss.sums import routing_metrics
 from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import OptimizerSpec
@@ -84,14 +84,14 @@ def test_loss_is_that_of_transformers_per_layer(tmp_path: Path, checkpointing: b
         added = expected[name].grad if expected[name].grad is not None else torch.zeros_like(gradient)
         torch.testing.assert_close(gradient, before[name] + added, atol=1e-5, rtol=1e-4)
     assert found["loss"] == pytest.approx(plain["loss"], abs=1e-5)
-    assert routing(found) == pytest.approx(
+    assert routing_metrics(found) == pytest.approx(
         {
             "moe/load_balancing_loss": sum(loss * n for loss, n in losses) / sum(n for _, n in losses),
             "moe/max_load": float(max(loads)),
         },
         rel=1e-5,
     )
-    assert routing(plain) == pytest.approx(routing(found))
+    assert routing_metrics(plain) == pytest.approx(routing_metrics(found))
 
 
 def _inputs(row: Any) -> dict[str, torch.Tensor]:
@@ -108,7 +108,7 @@ def test_loss_in_ranks_matches_one_process(tmp_path: Path, layout: str) -> None:
         # Each micro-batch of a rank has its own load-balancing loss.
         batches = select(list(itertools.chain(*BATCHES)), list(itertools.chain(*many._split(BATCHES))))
         sums, expected = many.accumulate(BATCHES, LOSS), one.accumulate(batches, LOSS)
-        assert routing(sums) == pytest.approx(routing(expected), rel=1e-4)
+        assert routing_metrics(sums) == pytest.approx(routing_metrics(expected), rel=1e-4)
         assert many.step(1e-3) == pytest.approx(one.step(1e-3), rel=1e-4)
         found = {shard.name: np.frombuffer(bytes(shard.data), np.float32) for shard in many.export_shards()}
     for shard in one.export_shards():

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.adapters.torch.routing import weights_of
-from rlboost.services.trainer.domain.loss.sums import routing
+from rlboost.services.trainer.domain.loss.sums import routing_metrics
 from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import OptimizerSpec
@@ -83,7 +83,7 @@ def test_published_weights_load_under_their_names(tmp_path: Path, family: str) -
     require_known_experts(source)
     policy = trained(source, router_aux_loss_coef=0.1)
     sums = policy.accumulate([rows(4)], LOSS)
-    assert routing(sums)["moe/max_load"] >= 1
+    assert routing_metrics(sums)["moe/max_load"] >= 1
     policy.step(1e-3)
     published = saved(policy, source, tmp_path / "published")
     assert names_in(published) == names_in(source)

@@ -18,7 +18,7 @@ from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.batches.batching import select
 from rlboost.services.trainer.domain.batches.training_row import TrainingRow
-from rlboost.services.trainer.domain.loss.sums import routing
+from rlboost.services.trainer.domain.loss.sums import routing_metrics
 from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
@@ -150,7 +150,7 @@ def test_replay_by_megatron_matches_one_process(tmp_path: Path, layout: str) -> 
             expected_sums, sums = one.accumulate(parts, LOSS), many.accumulate(batches, LOSS)
             assert sums["loss"] == pytest.approx(expected_sums["loss"], rel=1e-4, abs=1e-4)
             if is_balanced:
-                assert routing(sums) == pytest.approx(routing(expected_sums), rel=1e-4)
+                assert routing_metrics(sums) == pytest.approx(routing_metrics(expected_sums), rel=1e-4)
             assert many.step(1e-3) == pytest.approx(one.step(1e-3), rel=1e-4)
 
 

@@ -16,8 +16,8 @@ from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.ports.policy_settings import PolicySettings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import LoraSpec
+from rlboost.shared.weights.cached_version import AdaptedVersion
 from rlboost.shared.weights.shards import Shard
-from rlboost.shared.weights.stored import AdaptedVersion
 from rlboost.shared.wire.columns import floats, ints
 from tests.support.engine_steps import train
 from tests.support.losses import clipped_loss

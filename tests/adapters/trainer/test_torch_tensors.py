@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from rlboost.shared.weights import torch_tensors
+from rlboost.shared.weights.cached_version import CachedVersion
 from rlboost.shared.weights.manifest import ChunkRef, Manifest, Part, TensorEntry, digest_of
 from rlboost.shared.weights.pulled import PulledVersion
-from rlboost.shared.weights.stored import StoredVersion
 
 
 def entry(name: str, whole: torch.Tensor, low: tuple[int, ...], shard: torch.Tensor, start: int) -> TensorEntry:
@@ -71,14 +71,14 @@ def test_tensors_published_in_shards_are_reassembled(tmp_path: Path) -> None:
 
 
 def test_tensors_loaded_bit_for_bit_do_not_differ(tmp_path: Path) -> None:
-    published = StoredVersion(pulled(TENSORS, tmp_path))
+    published = CachedVersion(pulled(TENSORS, tmp_path))
     transposed_in_memory = TENSORS["matrix"].T.contiguous().T
     loaded = {**TENSORS, "matrix": transposed_in_memory, "half": TENSORS["half"].float(), "another": torch.ones(1)}
     assert published.differing(loaded.items()) == []
 
 
 def test_differing_returns_every_changed_or_missing_tensor(tmp_path: Path) -> None:
-    published = StoredVersion(pulled(TENSORS, tmp_path))
+    published = CachedVersion(pulled(TENSORS, tmp_path))
     flipped = TENSORS["matrix"].clone()
     flipped.view(torch.int32)[5, 7] ^= 1
     loaded = {"matrix": flipped, "half": TENSORS["half"].T, "scalar": torch.tensor([2.5]), "empty": TENSORS["empty"]}
@@ -86,5 +86,5 @@ def test_differing_returns_every_changed_or_missing_tensor(tmp_path: Path) -> No
 
 
 def test_minus_zero_is_not_zero(tmp_path: Path) -> None:
-    published = StoredVersion(pulled({"matrix": torch.zeros(2, 2)}, tmp_path))
+    published = CachedVersion(pulled({"matrix": torch.zeros(2, 2)}, tmp_path))
     assert published.differing([("matrix", -torch.zeros(2, 2))]) == ["matrix"]

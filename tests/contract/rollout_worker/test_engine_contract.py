@@ -13,7 +13,7 @@ from rlboost.services.rollout_worker.fakes import FakeEngine, FakeStagedWeights
 from rlboost.services.rollout_worker.ports import Engine, EngineFailed, StagedWeights
 from rlboost.shared.errors import Conflict, Corrupt, Fatal
 from rlboost.shared.messages import FINISH_LENGTH, FINISH_NONE, FINISH_RELEASED, FINISH_STOP
-from rlboost.shared.weights.stored import stored_version
+from rlboost.shared.weights.cached_version import cached_version
 from tests.support import vllm_engines
 from tests.support.engines import Collector, request, run
 from tests.support.eventually import eventually
@@ -42,7 +42,7 @@ def without_a_chunk(tensors: Iterable[tuple[str, Any]], directory: Path) -> Stag
     version = pulled((shard(*item) for item in tensors), directory)
     for chunk in version.manifest.chunks():
         (directory / chunk.digest).unlink()
-    return stored_version(version)
+    return cached_version(version)
 
 
 class Fake:

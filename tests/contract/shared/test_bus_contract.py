@@ -184,7 +184,7 @@ async def test_read_continues_after_a_batch_of_undecodable_entries(bus: Bus) -> 
 
 async def test_trim_retains_newer_entries_and_ids_keep_increasing(bus: Bus) -> None:
     ids = [await bus.append(S, Resume(step=i)) for i in range(4)]
-    await bus.trim(S, ids[2])
+    await bus.transact([Trim(S, ids[2])])
     assert [entry.id for entry in await bus.read({S: START})] == ids[2:]
     await bus.transact([Trim(S, after(ids[3]))])
     assert await bus.length(S) == 0
@@ -208,10 +208,10 @@ async def test_counters_and_hash_fields(bus: Bus) -> None:
 
 
 async def test_lease_expires_without_renewal(bus: Bus) -> None:
-    await bus.renew("lease:a", "me", 60.0)
-    await bus.renew("lease:b", "you", 60.0)
+    await bus.transact([Renew("lease:a", "me", 60.0)])
+    await bus.transact([Renew("lease:b", "you", 60.0)])
     assert await bus.lease_values(["lease:a", "lease:b", "lease:c"]) == ["me", "you", None]
-    await bus.renew("lease:a", "me", 0.1)
+    await bus.transact([Renew("lease:a", "me", 0.1)])
 
     async def gone() -> bool:
         return await bus.lease_values(["lease:a"]) == [None]
@@ -222,10 +222,10 @@ async def test_lease_expires_without_renewal(bus: Bus) -> None:
 
 async def test_lease_from_before_the_clock_stepped_back_is_shortened(bus: Bus) -> None:
     """Of a holder that took it for seconds when the clock showed a later hour."""
-    await bus.renew("lease:a", "dead", 3600.0)
-    await bus.renew("lease:b", "dead", 3600.0)
-    assert await bus.live_lease_values(["lease:a", "lease:x"]) == ["dead", None]
-    assert await bus.live_lease_values([]) == []
+    await bus.transact([Renew("lease:a", "dead", 3600.0)])
+    await bus.transact([Renew("lease:b", "dead", 3600.0)])
+    assert await bus.cap_and_read_leases(["lease:a", "lease:x"]) == ["dead", None]
+    assert await bus.cap_and_read_leases([]) == []
     assert await bus.acquire_fenced("lease:b", "me", 5.0, epoch="epoch", replacing=None) is None
     for lease in ("lease:a", "lease:b"):
         assert await seconds_left(bus, lease) <= LONGEST_LEASE_S
@@ -250,7 +250,7 @@ async def test_expired_key_is_gone_and_a_new_one_stays(bus: Bus) -> None:
 
 async def test_deleted_key_no_longer_expires(bus: Bus) -> None:
     await bus.transact([HashSet("h", {"k": "v"}), Expire("h", 0.1), Delete("h"), HashSet("h", {"k": "w"})])
-    await bus.renew("lease:a", "me", 60.0)
+    await bus.transact([Renew("lease:a", "me", 60.0)])
     await bus.transact([Expire("lease:a", 0.1)])
 
     async def gone() -> bool:

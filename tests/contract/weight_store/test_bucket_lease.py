@@ -12,7 +12,7 @@ import pytest
 from rlboost.services.weight_store.adapters import origin
 from rlboost.services.weight_store.adapters.lease import Lease
 from rlboost.services.weight_store.adapters.objects import ObjectChunks, ObjectDocuments
-from rlboost.services.weight_store.domain.versions import Model, Version
+from rlboost.services.weight_store.domain.versions import JobVersions, Version
 from rlboost.services.weight_store.ports import LocalFile, Proxied, Redirect
 from rlboost.shared.bucket import Bucket, Changed, ExclusiveObject
 from rlboost.shared.errors import ConfigError, Fenced, NotFound, StoreUnavailable
@@ -90,7 +90,7 @@ async def test_dead_process_is_succeeded_after_its_lease(bucket: Bucket) -> None
         chunks.put(CHUNK.digest, [DATA], 1.0),
         chunks.missing([CHUNK], 1.0),
         chunks.remove({CHUNK.digest: 1.0}),
-        documents.save_model(Model("job-1")),
+        documents.save_model(JobVersions("job-1")),
         documents.put_manifest("job-1", 0, b"manifest"),
         documents.remove_manifest("job-1", 0),
     ):
@@ -133,10 +133,10 @@ async def test_of_two_processes_that_commit_on_one_head_one_is_fenced(bucket: Bu
     lease = await held(bucket)
     ours, theirs = ObjectDocuments(bucket, lease), ObjectDocuments(bucket, lease)
     assert await ours.model("job-1") == await theirs.model("job-1")
-    first = Model("job-1", versions=(Version(0, "d0", 10, 1.0),))
+    first = JobVersions("job-1", versions=(Version(0, "d0", 10, 1.0),))
     await ours.save_model(first)
     with pytest.raises(Fenced, match=r"models/job-1/model\.json .* was written by another process"):
-        await theirs.save_model(Model("job-1", versions=(Version(0, "another", 10, 2.0),)))
+        await theirs.save_model(JobVersions("job-1", versions=(Version(0, "another", 10, 2.0),)))
     assert await theirs.model("job-1") == first
 
 

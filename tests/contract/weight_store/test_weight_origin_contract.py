@@ -11,7 +11,7 @@ import pytest
 from rlboost.services.weight_store.adapters.disk import DiskChunks, DiskDocuments, StoreDirectory
 from rlboost.services.weight_store.adapters.lease import Lease
 from rlboost.services.weight_store.adapters.objects import ObjectChunks, ObjectDocuments
-from rlboost.services.weight_store.domain.versions import Model, Version
+from rlboost.services.weight_store.domain.versions import JobVersions, Version
 from rlboost.services.weight_store.fakes import MemoryChunks, MemoryDocuments
 from rlboost.services.weight_store.ports import BadChunk, Chunks, Documents, LocalFile, Proxied, Redirect, StagedPart
 from rlboost.shared.bucket import Bucket
@@ -84,8 +84,8 @@ async def test_a_chunk_used_since_the_decision_is_not_removed(chunks: Chunks) ->
 
 
 async def test_a_model_is_empty_until_it_is_saved(documents: Documents) -> None:
-    assert await documents.model("job-1") == Model("job-1")
-    model = Model(
+    assert await documents.model("job-1") == JobVersions("job-1")
+    model = JobVersions(
         "job-1",
         versions=(Version(3, "d3", 10, NOW), Version(4, "d4", 10, NOW + 1)),
         pins=frozenset({3}),

@@ -24,6 +24,7 @@ from rlboost.shared.messages import (
 )
 from rlboost.shared.messages.command_digest import command_digest
 from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import Trim
 from rlboost.shared.streams.entries import START, after
 from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.wire.columns import I32, U32, U64, ints, pack
@@ -157,7 +158,7 @@ class Site:
         entries = await read_all(self.bus, stream)
         unread = [entry for entry in entries if entry.id not in (START, self.workers[0].cursor)]
         assert any(isinstance(entry.message, Assign) for entry in unread)
-        await self.bus.trim(stream, after(entries[-1].id))
+        await self.bus.transact([Trim(stream, after(entries[-1].id))])
         if whole_stream:
             cast("dict[str, Any]", self.bus._streams).pop(stream)
             self.workers[0].cursor = START  # ids of Redis are times: new ones are larger than lost ones
@@ -184,7 +185,7 @@ async def test_lost_weight_command_is_repeated() -> None:
     site = Site()
     await site.start()
     commands = names.worker_commands("w1")
-    await site.bus.trim(commands, after((await read_all(site.bus, commands))[-1].id))
+    await site.bus.transact([Trim(commands, after((await read_all(site.bus, commands))[-1].id))])
     await site.request(0)
     for _ in range(MIN_HEARTBEATS + 12):
         await site.moment()

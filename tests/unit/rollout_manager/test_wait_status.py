@@ -36,7 +36,7 @@ from rlboost.shared.messages import (
 )
 from rlboost.shared.messages.workers import WorkerState
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import Delete
+from rlboost.shared.streams.bus import Delete, Renew
 from rlboost.shared.streams.entries import START
 from tests.support.builders import job_created, trainer_status
 from tests.support.eventually import eventually
@@ -349,7 +349,7 @@ async def system() -> AsyncIterator[System]:
 async def test_status_shows_the_trainers_phase_and_wait_then_its_absence(system: System) -> None:
     lease = names.trainer_lease(system.job)
     waiting = Wait(subject="the rewards", because="a group", since=0.0, limit_s=5.0)
-    await system.bus.renew(lease, trainer_status(waiting=waiting, phase_since=0.0).model_dump_json(), 60.0)
+    await system.bus.transact([Renew(lease, trainer_status(waiting=waiting, phase_since=0.0).model_dump_json(), 60.0)])
     system.manager._trainers_checked_at = -math.inf
     await system.manager.turn()
     since = {"since": "1970-01-01T00:00:00+00:00"}
@@ -366,7 +366,7 @@ async def test_status_shows_the_trainers_phase_and_wait_then_its_absence(system:
 async def test_trainer_whose_status_cannot_be_read_counts_as_silent(system: System) -> None:
     lease = names.trainer_lease(system.job)
     for value in (trainer_status().model_dump_json(), '{"phase": 1}', "not JSON"):
-        await system.bus.renew(lease, value, 60.0)
+        await system.bus.transact([Renew(lease, value, 60.0)])
         system.manager._trainers_checked_at = -math.inf
         await system.manager.turn()
         assert system.manager.world.progress[system.job].trainer == trainer_status()
@@ -375,7 +375,7 @@ async def test_trainer_whose_status_cannot_be_read_counts_as_silent(system: Syst
 async def test_wait_that_lasts_too_long_is_counted_and_an_event(system: System) -> None:
     timeouts = REGISTRY.get_sample_value("rlboost_wait_timeouts_total") or 0.0
     system.manager.world.progress[system.job].stalled_since = 1000.0
-    await system.bus.renew(names.trainer_lease(system.job), trainer_status().model_dump_json(), 60.0)
+    await system.bus.transact([Renew(names.trainer_lease(system.job), trainer_status().model_dump_json(), 60.0)])
     for _ in range(2):
         system.manager._trainers_checked_at = -math.inf
         await system.manager.turn()

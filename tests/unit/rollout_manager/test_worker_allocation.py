@@ -8,14 +8,14 @@ from rlboost.services.rollout_manager.domain.apply_messages import apply_message
 from rlboost.services.rollout_manager.domain.decide import decide
 from rlboost.services.rollout_manager.domain.effects import Send
 from rlboost.services.rollout_manager.domain.world import Now, World
-from rlboost.shared.messages import InFlight, JobReport, UseVersion
+from rlboost.shared.messages import InFlightPolicy, JobReport, UseVersion
 from tests.support.builders import heartbeat, job_created, job_spec, weights_committed, worker_joined
 
 NOW = Now(mono=1.0, wall=1000.0)
 
 
 @pytest.mark.parametrize("in_flight", ["recompute", "keep", "finish"])
-def test_use_version_carries_the_in_flight_policy_of_the_job(in_flight: InFlight) -> None:
+def test_use_version_carries_the_in_flight_policy_of_the_job(in_flight: InFlightPolicy) -> None:
     spec = job_spec(elastic={"max_staleness": 2, "in_flight": in_flight})
     world = World(lease_s=2.0)
     report = JobReport(job_id="j", state="running", step=0)

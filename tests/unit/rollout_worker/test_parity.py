@@ -12,7 +12,7 @@ from rlboost.services.rollout_worker.domain.parity_check import (
     RELATIVE_TOLERANCE,
     judge,
 )
-from rlboost.services.trainer.domain.parity_probe import COMMON_TOKENS, build_probe, build_reference
+from rlboost.services.trainer.domain.canary_prompts import COMMON_TOKENS, build_canary_prompts, build_reference
 from rlboost.shared.errors import Fatal, Undecodable
 from rlboost.shared.model.parity_reference import ParityReference, ScoredSequence
 from rlboost.shared.wire.columns import F32, pack
@@ -30,15 +30,15 @@ def canary(
 
 def test_the_probe_is_the_same_in_every_process_and_of_tokens_that_the_model_has() -> None:
     for vocabulary in (2, 96, 151_936):
-        asked = build_probe(vocabulary, temperature=1.0, dtype="float32")
-        assert asked == build_probe(vocabulary, temperature=1.0, dtype="float32")
+        asked = build_canary_prompts(vocabulary, temperature=1.0, dtype="float32")
+        assert asked == build_canary_prompts(vocabulary, temperature=1.0, dtype="float32")
         tokens = [token for prompt, completion in asked.rows for token in (*prompt, *completion)]
         assert 0 <= min(tokens) <= max(tokens) < min(vocabulary, COMMON_TOKENS)
-    assert build_probe(96, temperature=1.0, dtype="float32").rows[0][0] == (67, 90, 4, 83, 69, 13, 76, 14)
+    assert build_canary_prompts(96, temperature=1.0, dtype="float32").rows[0][0] == (67, 90, 4, 83, 69, 13, 76, 14)
 
 
 def test_reference_has_a_logprob_per_completion_token() -> None:
-    asked = build_probe(96, temperature=0.7, dtype="bfloat16")
+    asked = build_canary_prompts(96, temperature=0.7, dtype="bfloat16")
     columns = [pack([-0.5 * row] * len(completion), F32) for row, (_, completion) in enumerate(asked.rows)]
     answer = build_reference(asked, columns)
     assert (answer.temperature, answer.dtype) == (0.7, "bfloat16")
@@ -48,7 +48,7 @@ def test_reference_has_a_logprob_per_completion_token() -> None:
 
 
 def test_model_with_nan_logprobs_is_not_published() -> None:
-    asked = build_probe(96, temperature=1.0, dtype="float32")
+    asked = build_canary_prompts(96, temperature=1.0, dtype="float32")
     columns = [pack([math.nan] * len(completion), F32) for _, completion in asked.rows]
     with pytest.raises(Fatal, match="not published"):
         build_reference(asked, columns)

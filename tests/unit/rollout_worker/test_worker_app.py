@@ -25,7 +25,7 @@ from rlboost.shared.messages import (
     Dismissed,
     Drain,
     Event,
-    InFlight,
+    InFlightPolicy,
     Message,
     PreemptionNotice,
     Resume,
@@ -289,7 +289,7 @@ async def test_in_flight_finish_waits_no_longer_than_its_limit() -> None:
 
 
 @pytest.mark.parametrize(("in_flight", "kept"), [("recompute", False), ("keep", True)])
-async def test_in_flight_keep_preserves_the_kv_cache(rig: Rig, in_flight: InFlight, kept: bool) -> None:
+async def test_in_flight_keep_preserves_the_kv_cache(rig: Rig, in_flight: InFlightPolicy, kept: bool) -> None:
     worker = await rig.manager.ready_worker()
     await rig.manager.send(worker, assign(1, max_tokens=ENDLESS))
     await rig.manager.until_generated((1, 1), tokens=5)

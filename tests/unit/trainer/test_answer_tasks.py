@@ -46,11 +46,11 @@ async def test_turn_answered_in_the_log_before_its_task_starts_is_answered_once(
     async with asyncio.TaskGroup() as scoring:
         conversations = _conversations(bus, environments, scoring)
         await conversations.start([PlannedGroup(GROUP, is_eval=False, row=0, n=1, seed=0, number=0)])
-        conversations.fold(_turn(GROUP))
+        conversations.apply(_turn(GROUP))
         conversations.answer_turns()
         # Before the task starts, the log has the answer of an earlier trainer process, and the next turn.
-        conversations.fold(TurnAnswered(sample=GROUP, tokens=pack([50, 1], I32), reward=1.0))
-        conversations.fold(_turn(SECOND_TURN))
+        conversations.apply(TurnAnswered(sample=GROUP, tokens=pack([50, 1], I32), reward=1.0))
+        conversations.apply(_turn(SECOND_TURN))
         conversations.answer_turns()
 
     async def answered() -> list[int]:

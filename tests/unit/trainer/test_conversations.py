@@ -47,7 +47,7 @@ def collector(max_staleness: int = 0) -> ConversationCollector:
 
 
 def folded(collecting: ConversationCollector, *messages: Message) -> list[GroupOutcome]:
-    return [outcome for message in messages if (outcome := collecting.fold(message)) is not None]
+    return [outcome for message in messages if (outcome := collecting.apply(message)) is not None]
 
 
 def alone(sample: int) -> list[Message]:
@@ -224,7 +224,7 @@ def test_duplicate_turn_is_counted_without_effect() -> None:
 def test_unrequested_turn_is_rejected_without_effect(turn: SampleFinished) -> None:
     collecting = collector()
     with pytest.raises(Unprocessable, match="not requested"):
-        collecting.fold(turn)
+        collecting.apply(turn)
     assert collecting.take_unanswered() == []
 
 
@@ -250,7 +250,7 @@ def test_a_later_turn_that_cannot_be_generated_drops_its_group() -> None:
 
 def test_turns_of_other_weights_follow_the_jobs_rule() -> None:
     with pytest.raises(Fatal, match="weight versions"):
-        collector().fold(said(GROUP, 0, 5, version=3))
+        collector().apply(said(GROUP, 0, 5, version=3))
     collecting = collector(max_staleness=1)
     turns = [
         said(GROUP, 0, 5, 2, version=2),
@@ -275,5 +275,5 @@ def test_group_with_another_prompt_digest_is_dropped() -> None:
 
 def test_the_end_of_the_seeding_is_still_heard() -> None:
     collecting = collector()
-    collecting.fold(SeedingEnded(step=4, window_s=1.0, reason="window"))
+    collecting.apply(SeedingEnded(step=4, window_s=1.0, reason="window"))
     assert collecting.groups.trainer_has_device

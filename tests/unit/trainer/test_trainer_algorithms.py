@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rlboost.services.trainer.domain.advantages.group_estimators import (
     NEED_THE_STEP,
-    centred,
+    centered,
     group_advantages,
     leave_one_out,
 )
@@ -88,9 +88,9 @@ def test_groups_of_equal_rewards_are_left_out_or_count(kind: str) -> None:
     assert group_advantages(kind, [[1.0, 1.0]], drop_equal=True) == [None]
 
 
-def test_leave_one_out_is_the_centred_reward_times_n_over_n_minus_1() -> None:
+def test_leave_one_out_is_the_centered_reward_times_n_over_n_minus_1() -> None:
     group = [1.0, 0.0, 0.5, 2.0]
-    assert leave_one_out(group) == pytest.approx([value * 4 / 3 for value in centred(group)])
+    assert leave_one_out(group) == pytest.approx([value * 4 / 3 for value in centered(group)])
 
 
 def test_the_soft_overlong_punishment_is_dapos() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rlboost.services.trainer.adapters.fsdp.model import FsdpWeightMap
 from rlboost.services.trainer.adapters.megatron.model_shape import ModelShape, require_divisible, shape_of
 from rlboost.services.trainer.adapters.megatron.weight_map import HEAD, MegatronWeightMap
-from rlboost.services.trainer.adapters.ranks import framing as wire
+from rlboost.services.trainer.adapters.ranks import transport
 from rlboost.services.trainer.adapters.ranks.layout import Coordinates, Layout
 from rlboost.services.trainer.adapters.ranks.packed import pack_rows, unpack_rows
 from rlboost.services.trainer.adapters.ranks.processes import rank_environment
@@ -154,7 +154,7 @@ def test_layout_divides_experts_over_neighboring_replicas() -> None:
     numbers = {"tensor_parallel": 2, "data_parallel": 4, "expert_parallel": 2}
     layout = Layout.of(trainer(backend="megatron", sequence_parallel=True, **numbers))
     assert layout.n_ranks == 8
-    assert [Coordinates.of(rank, layout).expert(layout) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert [Coordinates.of(rank, layout).expert_part(layout) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
     with pytest.raises(ConfigError, match=r"expert_parallel is 3, which does not divide data_parallel, which is 4"):
         trainer(backend="megatron", data_parallel=4, expert_parallel=3)
 
@@ -167,7 +167,7 @@ def test_layout_gives_a_replica_neighboring_context_ranks() -> None:
 
 def test_context_ranks_hold_copies_of_the_model() -> None:
     layout = Layout.of(trainer(backend="megatron", tensor_parallel=2, context_parallel=2, data_parallel=2))
-    assert [Coordinates.of(rank, layout).copy(layout) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [Coordinates.of(rank, layout).replica_index(layout) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 # --- the shape ---
@@ -309,11 +309,11 @@ def test_slice_reader_names_a_missing_or_incomplete_tensor(tmp_path: Path) -> No
 
 
 def test_rank_error_keeps_its_known_class_or_its_traceback() -> None:
-    known = wire.decode_error(1, wire.encode_error(ConfigError("tensor a is wrong"), "Traceback"))
+    known = transport.decode_error(1, transport.encode_error(ConfigError("tensor a is wrong"), "Traceback"))
     assert type(known) is ConfigError
     assert str(known) == "tensor a is wrong"
     for error in (KeyError("a"), KeyboardInterrupt()):
-        other = wire.decode_error(1, wire.encode_error(error, "Traceback: in this line"))
+        other = transport.decode_error(1, transport.encode_error(error, "Traceback: in this line"))
         assert type(other) is RuntimeError
         assert "rank 1 of the trainer failed:\nTraceback: in this line" in str(other)
 

@@ -42,7 +42,7 @@ def of_versions(sample: int, *versions: int) -> SampleFinished:
 
 
 def test_a_group_comes_when_its_last_sample_does() -> None:
-    fold = collector().fold
+    fold = collector().apply
     assert fold(finished(sample_id(0, 1))) is None
     whole = fold(finished(sample_id(0, 0)))
     assert isinstance(whole, WholeGroup)
@@ -51,29 +51,29 @@ def test_a_group_comes_when_its_last_sample_does() -> None:
 
 def test_a_sample_that_comes_twice_counts_once() -> None:
     collected = collector()
-    collected.fold(finished(sample_id(0, 0)))
-    assert collected.fold(finished(sample_id(0, 0))) is None
+    collected.apply(finished(sample_id(0, 0)))
+    assert collected.apply(finished(sample_id(0, 0))) is None
     assert collected.duplicates == 1
     assert not collected.complete
 
 
 def test_a_dropped_sample_drops_its_whole_group_with_the_reason() -> None:
     collected = collector()
-    collected.fold(finished(sample_id(0, 0)))
-    assert collected.fold(dropped(sample_id(0, 1))) == DroppedGroup(sample_id(0, 0), "generation", "too long")
+    collected.apply(finished(sample_id(0, 0)))
+    assert collected.apply(dropped(sample_id(0, 1))) == DroppedGroup(sample_id(0, 0), "generation", "too long")
 
 
 def test_samples_of_a_dropped_group_change_nothing() -> None:
     collected = collector()
-    collected.fold(dropped(sample_id(0, 0)))
-    assert collected.fold(finished(sample_id(0, 1))) is None
-    assert collected.fold(dropped(sample_id(0, 1))) is None
+    collected.apply(dropped(sample_id(0, 0)))
+    assert collected.apply(finished(sample_id(0, 1))) is None
+    assert collected.apply(dropped(sample_id(0, 1))) is None
     assert collected.n_arrived == 2
 
 
 def test_a_late_sample_of_an_earlier_step_is_counted_and_left() -> None:
     collected = collector()
-    assert collected.fold(finished(sample_id(5, 0, step=STEP - 1), version=STEP - 1)) is None
+    assert collected.apply(finished(sample_id(5, 0, step=STEP - 1), version=STEP - 1)) is None
     assert collected.duplicates == 1
 
 
@@ -83,27 +83,27 @@ def test_a_late_sample_of_an_earlier_step_is_counted_and_left() -> None:
 def test_unrequested_sample_is_rejected_without_effect(stranger: int) -> None:
     collected = collector()
     with pytest.raises(Unprocessable, match="not requested"):
-        collected.fold(finished(stranger))
+        collected.apply(finished(stranger))
     assert collected.n_arrived == 0
 
 
 def test_tokens_of_another_weight_version_are_fatal() -> None:
     with pytest.raises(Fatal, match="weight versions"):
-        collector().fold(finished(sample_id(0, 0), version=STEP - 1))
+        collector().apply(finished(sample_id(0, 0), version=STEP - 1))
 
 
 def test_tokens_of_as_many_versions_before_the_step_as_the_job_allows_may_be_used() -> None:
     collected = collector(max_staleness=2)
-    collected.fold(of_versions(sample_id(0, 0), STEP - 2, STEP - 1, STEP))
-    assert isinstance(collected.fold(finished(sample_id(0, 1))), WholeGroup)
+    collected.apply(of_versions(sample_id(0, 0), STEP - 2, STEP - 1, STEP))
+    assert isinstance(collected.apply(finished(sample_id(0, 1))), WholeGroup)
 
 
 @pytest.mark.parametrize("versions", [(STEP - 3, STEP), (STEP, STEP + 1), (STEP - 3,)])
 def test_stale_group_is_dropped_once_it_is_complete(versions: tuple[int]) -> None:
     collected = collector(n_groups=1, max_staleness=2)
-    assert collected.fold(of_versions(sample_id(0, 0), *versions)) is None
+    assert collected.apply(of_versions(sample_id(0, 0), *versions)) is None
     assert not collected.complete
-    outcome = collected.fold(finished(sample_id(0, 1)))
+    outcome = collected.apply(finished(sample_id(0, 1)))
     assert isinstance(outcome, DroppedGroup)
     assert (outcome.group, outcome.reason) == (sample_id(0, 0), "stale")
     assert f"{list(versions)}; only 1 to 3 are allowed" in outcome.detail
@@ -113,15 +113,15 @@ def test_stale_group_is_dropped_once_it_is_complete(versions: tuple[int]) -> Non
 def test_evaluation_allows_no_staleness() -> None:
     groups = [SampleId(1, True, STEP, g, 0).pack() for g in range(2)]
     collected = StepCollector(1, STEP, dict.fromkeys(groups, 1), max_staleness=2)
-    outcome = collected.fold(of_versions(groups[0], STEP - 1))
+    outcome = collected.apply(of_versions(groups[0], STEP - 1))
     assert isinstance(outcome, DroppedGroup)
     assert "only 3 is allowed" in outcome.detail
-    assert isinstance(collected.fold(of_versions(groups[1], STEP)), WholeGroup)
+    assert isinstance(collected.apply(of_versions(groups[1], STEP)), WholeGroup)
 
 
 @pytest.mark.parametrize("change", [{"spans": [("w", STEP, 1)]}, {"logprobs": pack([-1.0], F32)}])
 def test_columns_and_spans_that_do_not_add_up_drop_the_group(change: dict[str, object]) -> None:
-    outcome = collector().fold(finished(sample_id(0, 0)).model_copy(update=change))
+    outcome = collector().apply(finished(sample_id(0, 0)).model_copy(update=change))
     assert isinstance(outcome, DroppedGroup)
     assert outcome.reason == "generation"
     assert "spans over" in outcome.detail
@@ -135,7 +135,7 @@ def test_the_trainer_has_device_between_the_end_of_seeding_and_its_reopening() -
         SeedingEnded(step=STEP, window_s=1.0, reason="window"),
         SeedingReopened(step=STEP),
     ):
-        collected.fold(message)
+        collected.apply(message)
         has_device.append(collected.trainer_has_device)
     assert has_device == [False, False, True, False]
 
@@ -148,7 +148,7 @@ def test_every_group_is_decided_exactly_once_in_any_order(data: st.DataObject) -
     again = data.draw(st.lists(st.sampled_from(answers), max_size=5))
     messages = data.draw(st.permutations([*answers, *again]))
     collected = collector(4, 3)
-    outcomes = [outcome for message in messages if (outcome := collected.fold(message)) is not None]
+    outcomes = [outcome for message in messages if (outcome := collected.apply(message)) is not None]
     assert collected.complete
     assert sorted(outcome.group for outcome in outcomes) == [sample_id(g, 0) for g in range(4)]
     for outcome in outcomes:

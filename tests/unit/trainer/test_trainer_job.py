@@ -30,6 +30,7 @@ from rlboost.shared.messages import (
     TrainerStatus,
 )
 from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import Renew
 from rlboost.shared.streams.entries import START
 from rlboost.shared.wire.columns import I32, pack
 from tests.support.builders import engine_profile
@@ -220,7 +221,7 @@ async def test_committed_weights_replace_retrained_ones(tmp_path: Path) -> None:
 
 async def test_a_second_trainer_does_not_join_a_job_that_is_led(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
-    await rig.bus.renew(names.trainer_lease(JOB), json.dumps({"trainer": "another"}), 0.7)
+    await rig.bus.transact([Renew(names.trainer_lease(JOB), json.dumps({"trainer": "another"}), 0.7)])
     async with rig.trainer():
         await rig.command("create")
         await rig.waits_for("the lease of the job")
@@ -296,7 +297,7 @@ async def test_a_pause_holds_at_the_next_step_and_outlives_the_trainer(tmp_path:
         await rig.command("create")
         await eventually(lambda: trainer._current is not None and trainer._current.step == 2)
         await rig.command("pause")
-        await eventually(lambda: trainer._table.is_paused(JOB))
+        await eventually(lambda: trainer._jobs.is_paused(JOB))
         rig.manager.held = set()
         await eventually(lambda: 3 in rig.weights.versions)
         await eventually(lambda: _last_state_is(rig, "paused"))

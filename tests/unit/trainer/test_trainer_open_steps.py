@@ -51,9 +51,9 @@ def open_steps(*steps: int, read_until: str = START) -> OpenSteps:
 
 def test_early_entries_are_kept_for_their_step() -> None:
     steps = open_steps(3, 4)
-    assert steps.fold("0-0", entry(1, finished(4))) is None
-    assert steps.fold("1-0", entry(2, SeedingEnded(step=4, window_s=0.0, reason="window"))) is None
-    decided = steps.fold("2-0", entry(3, finished(4, member=1)))
+    assert steps.apply("0-0", entry(1, finished(4))) is None
+    assert steps.apply("1-0", entry(2, SeedingEnded(step=4, window_s=0.0, reason="window"))) is None
+    decided = steps.apply("2-0", entry(3, finished(4, member=1)))
     assert decided is not None
     assert (decided[0], decided[1].group) == (4, sample_id(4, 0, 0))
 
@@ -61,9 +61,9 @@ def test_early_entries_are_kept_for_their_step() -> None:
 def test_the_position_before_the_first_early_entry_is_kept_until_its_step_is_done() -> None:
     steps = open_steps(3, 4)
     assert steps.needed_from("7-0") == "7-0"
-    steps.fold("7-0", entry(8, finished(3)))
-    steps.fold("8-0", entry(9, finished(4)))
-    steps.fold("9-0", entry(10, finished(3, member=1)))
+    steps.apply("7-0", entry(8, finished(3)))
+    steps.apply("8-0", entry(9, finished(4)))
+    steps.apply("9-0", entry(10, finished(3, member=1)))
     assert steps.needed_from("10-0") == "7-0"
     steps.open(5, collector(5))
     steps.enter(4)
@@ -82,16 +82,16 @@ def test_window_holds_no_entry_of_an_unrequested_step() -> None:
 
 def test_sample_of_an_unopened_step_is_rejected() -> None:
     with pytest.raises(Unprocessable, match="not requested"):
-        open_steps(3, 4).fold("0-0", entry(1, finished(5)))
+        open_steps(3, 4).apply("0-0", entry(1, finished(5)))
 
 
 def test_late_entries_are_counted_unless_a_predecessor_counted_them() -> None:
     steps, current = OpenSteps("5-0"), collector(3)
     steps.open(3, current)
     steps.enter(3)
-    steps.fold("4-0", entry(5, finished(2)))
+    steps.apply("4-0", entry(5, finished(2)))
     assert current.duplicates == 0
-    steps.fold("5-0", entry(6, finished(2)))
+    steps.apply("5-0", entry(6, finished(2)))
     assert current.duplicates == 1
 
 
@@ -109,7 +109,7 @@ def _take(
 
     def take() -> None:
         nonlocal at
-        done = steps.fold(f"{at}-0", entry(at + 1, log[at]))
+        done = steps.apply(f"{at}-0", entry(at + 1, log[at]))
         at += 1
         decided.extend([(done[0], done[1].group)] if done else [])
 

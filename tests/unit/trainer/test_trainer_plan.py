@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlboost.services.trainer.domain.advantages.group_estimators import advantages, standard_deviation
+from rlboost.services.trainer.domain.advantages.group_estimators import group_standardized, standard_deviation
 from rlboost.services.trainer.domain.plan import (
     check,
     epoch_order,
@@ -95,17 +95,17 @@ def test_the_learning_rate_warms_up_and_falls() -> None:
 
 
 def test_advantages_are_relative_to_the_group() -> None:
-    assert advantages([1.0, 0.0]) == pytest.approx([0.5 / (0.5**0.5 + 1e-4), -0.5 / (0.5**0.5 + 1e-4)])
+    assert group_standardized([1.0, 0.0]) == pytest.approx([0.5 / (0.5**0.5 + 1e-4), -0.5 / (0.5**0.5 + 1e-4)])
 
 
 @given(st.floats(-1e6, 1e6), st.integers(1, 9))
 def test_group_of_equal_rewards_has_no_advantages(reward: float, n: int) -> None:
-    assert advantages([reward] * n) is None
+    assert group_standardized([reward] * n) is None
 
 
 @given(st.lists(st.floats(-100, 100), min_size=2, max_size=9))
 def test_advantages_add_up_to_nothing(rewards: list[float]) -> None:
-    values = advantages(rewards)
+    values = group_standardized(rewards)
     assert values is None or sum(values) == pytest.approx(0.0, abs=1e-6)
 
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from rlboost.services.trainer.domain.loss.inputs import TokenBatch
 from rlboost.services.trainer.domain.loss.policy import job_loss
-from rlboost.services.trainer.domain.loss.preference import best_and_worst, numbers, pair_losses, sequence_log_ratio
+from rlboost.services.trainer.domain.loss.preference import best_and_worst, pair_losses, pair_sums, sequence_log_ratio
 from rlboost.shared.job.algorithm import PreferenceSpec
 from tests.support.jobs import parse_rl
 
@@ -64,10 +64,10 @@ def test_best_and_worst_is_none_for_equal_rewards() -> None:
     assert best_and_worst([1.0, 1.0, 1.0]) is None
 
 
-def test_the_numbers_are_sums_over_pairs_and_the_loss_counts_both_completions() -> None:
+def test_pair_sums_are_sums_over_pairs_and_the_loss_counts_both_completions() -> None:
     margins = np.array([2.0, -1.0, 0.0])
     judged = pair_losses(margins, SPECS["dpo"])
-    found = numbers(margins, judged, SPECS["dpo"])
+    found = pair_sums(margins, judged, SPECS["dpo"])
     assert found["pairs"] == 3
     assert found["pairs_right"] == 1
     assert found["pair_margins"] == pytest.approx(0.3)

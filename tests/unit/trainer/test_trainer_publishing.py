@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlboost.services.trainer.domain.parity_probe import Probe, build_probe
+from rlboost.services.trainer.domain.canary_prompts import CanaryPrompts, build_canary_prompts
 from rlboost.services.trainer.fakes.engine import FakeEngine
 from rlboost.services.trainer.fakes.storage import MemoryWeights
 from rlboost.services.trainer.job.publishing import VersionPublisher
@@ -16,7 +16,7 @@ from rlboost.services.trainer.runtime.device import DeviceThread
 from rlboost.shared.model.parity_reference import ParityReference
 from rlboost.shared.weights.manifest import digest_of
 
-PROBE = build_probe(96, temperature=0.8, dtype="bfloat16")
+CANARIES = build_canary_prompts(96, temperature=0.8, dtype="bfloat16")
 
 
 class Link:
@@ -34,7 +34,7 @@ async def device() -> AsyncIterator[DeviceThread]:
 
 
 async def publishing(
-    device: DeviceThread, weights: MemoryWeights, asked: Probe | None = PROBE, *, adapter_json: str = ""
+    device: DeviceThread, weights: MemoryWeights, asked: CanaryPrompts | None = CANARIES, *, adapter_json: str = ""
 ) -> VersionPublisher:
     engine = FakeEngine(adapter_json)
     engine.load_hf(Path("m"))
@@ -51,11 +51,11 @@ async def test_published_version_has_a_parity_reference(device: DeviceThread) ->
     for version in (0, 1):
         canary = ParityReference.decode(weights.parity_references[version])
         assert (canary.temperature, canary.dtype) == (0.8, "bfloat16")
-        assert [(row.prompt, row.completion) for row in canary.rows] == list(PROBE.rows)
+        assert [(row.prompt, row.completion) for row in canary.rows] == list(CANARIES.rows)
         assert {value for row in canary.rows for value in row.logprobs} == {-1.0}
 
 
-async def test_version_without_a_probe_has_no_parity_reference(device: DeviceThread) -> None:
+async def test_version_without_canary_prompts_has_no_parity_reference(device: DeviceThread) -> None:
     weights = MemoryWeights()
     await (await publishing(device, weights, None)).ensure_published(0)
     assert weights.parity_references == {0: ""}

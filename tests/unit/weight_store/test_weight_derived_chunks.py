@@ -240,7 +240,7 @@ async def test_derived_chunk_whose_base_or_delta_is_lost_is_uploaded_again(world
     del world.files.held[edge.base if lost == "base" else edge.delta]
     with pytest.raises(StoreUnavailable, match="damaged or lost"):
         await world.served(1)
-    assert world.store.damaged.lacking() == [edge.new]
+    assert world.store.damaged.missing() == [edge.new]
     await world.store.put_chunk(edge.new, [content(1)])
     assert await world.served(1) == content(1)
     assert await world.served(1, 1) == content(1, 1)
@@ -255,7 +255,7 @@ async def test_derived_chunk_in_memory_is_written_without_its_base_and_delta(wor
         del world.files.held[edge.delta]
     lost = [ref(1, index).digest for index in range(CHUNKS) if not await world.is_served(1, index)]
     assert len(lost) == 1, "the limit is two chunks"
-    assert world.store.damaged.lacking() == lost
+    assert world.store.damaged.missing() == lost
     for index in range(CHUNKS):
         await world.store.put_chunk(ref(1, index).digest, [content(1, index)])
     await world.publish(2)
@@ -326,7 +326,7 @@ async def test_damaged_base_makes_a_chunk_missing_at_the_limit(world: World, dam
     world.files.put = rejected  # type: ignore[assignment, method-assign]
     with pytest.raises(StoreUnavailable, match="damaged or lost"):
         await world.served(1)
-    assert world.store.damaged.lacking() == [ref(1).digest]
+    assert world.store.damaged.missing() == [ref(1).digest]
 
 
 async def test_chunk_uploaded_while_the_disk_is_found_full_is_served(world: World) -> None:

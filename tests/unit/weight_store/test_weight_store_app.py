@@ -10,7 +10,7 @@ from rlboost.services.weight_store import collection, delta_composer
 from rlboost.services.weight_store.adapters.model_document import decode_model
 from rlboost.services.weight_store.app import WeightStore
 from rlboost.services.weight_store.collection import UPLOAD_GRACE_S
-from rlboost.services.weight_store.domain.versions import Model, Version
+from rlboost.services.weight_store.domain.versions import JobVersions, Version
 from rlboost.services.weight_store.ports import StoreFull
 from rlboost.shared.errors import Conflict, NotFound, StoreUnavailable, Undecodable
 from rlboost.shared.weights.manifest import ChunkRef, Manifest, digest_of
@@ -320,7 +320,7 @@ async def test_unreadable_model_document_leaves_the_other_jobs_served(world: Wor
     await commit(store, 0, b"some")
     successor, read = world.store(), world.documents.model
 
-    async def damaged(job_id: str) -> Model:
+    async def damaged(job_id: str) -> JobVersions:
         return decode_model(b"") if job_id == "damaged" else await read(job_id)
 
     async def jobs() -> list[str]:
@@ -372,9 +372,9 @@ async def test_damaged_chunk_is_removed_and_waits_for_its_publisher(world: World
     assert not await store.damaged.verify(digest)
     with pytest.raises(StoreUnavailable, match="is damaged or lost"):
         await store.source(digest)
-    assert store.damaged.lacking() == [digest]
+    assert store.damaged.missing() == [digest]
     await store.put_chunk(digest, [content])
-    assert store.damaged.lacking() == []
+    assert store.damaged.missing() == []
     await store.source(digest)
 
 
@@ -382,4 +382,4 @@ async def test_chunk_that_no_version_needs_is_not_found(store: WeightStore) -> N
     await commit(store, 0, b"some weights")
     with pytest.raises(NotFound):
         await store.source(digest_of(b"a retired chunk"))
-    assert store.damaged.lacking() == []
+    assert store.damaged.missing() == []

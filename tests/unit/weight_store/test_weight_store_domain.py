@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rlboost.services.weight_store.domain.garbage import garbage
 from rlboost.services.weight_store.domain.ranges import parse_range
 from rlboost.services.weight_store.domain.versions import (
-    Model,
+    JobVersions,
     Version,
     check_commit,
     commit,
@@ -24,20 +24,20 @@ def version(number: int, base: int | None = None) -> Version:
     return Version(number, f"digest {number}", 100, float(number), base)
 
 
-def with_versions(*numbers: int, keep: int = 3) -> Model:
-    model = Model("job-1")
+def with_versions(*numbers: int, keep: int = 3) -> JobVersions:
+    model = JobVersions("job-1")
     for number in numbers:
         model = commit(model, version(number), keep=keep)
     return model
 
 
-def numbers(model: Model) -> list[int]:
+def numbers(model: JobVersions) -> list[int]:
     return [known.version for known in model.versions]
 
 
 def test_the_first_commit_expects_no_head() -> None:
-    assert Model("job-1").head == -1
-    check_commit(Model("job-1"), 0, expect=-1)
+    assert JobVersions("job-1").head == -1
+    check_commit(JobVersions("job-1"), 0, expect=-1)
 
 
 @pytest.mark.parametrize(("number", "expect"), [(5, 3), (5, 5), (5, -1)])
@@ -92,7 +92,7 @@ def test_pin_of_an_unknown_version_is_refused() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from(["commit", "adapt", "pin", "unpin"]), st.integers(0, 20))), st.integers(1, 4))
 def test_the_newest_and_the_pinned_are_always_there(steps: list[tuple[str, int]], keep: int) -> None:
-    model = Model("job-1")
+    model = JobVersions("job-1")
     for action, number in steps:
         if action == "commit" and number > model.head:
             model = commit(model, version(number), keep=keep)
@@ -113,7 +113,7 @@ def test_the_newest_and_the_pinned_are_always_there(steps: list[tuple[str, int]]
         assert set(numbers(model)) == wanted | needed
 
 
-def _whole(model: Model) -> list[int]:
+def _whole(model: JobVersions) -> list[int]:
     return [known.version for known in model.versions if known.base is None]
 
 

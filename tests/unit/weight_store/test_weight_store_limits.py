@@ -11,7 +11,7 @@ from rlboost.services.weight_store.collection import UPLOAD_GRACE_S
 from rlboost.services.weight_store.ports import StoreFull
 from rlboost.services.weight_store.quota import LimitedChunks
 from rlboost.shared.errors import Conflict, NotFound
-from rlboost.shared.streams.bus import HashSet
+from rlboost.shared.streams.bus import HashSet, Renew
 from rlboost.shared.streams.names import JOBS, trainer_lease
 from rlboost.shared.weights.manifest import digest_of
 from tests.support.weight_store_rig import JOB, World, commit, publish
@@ -104,7 +104,7 @@ async def test_weights_of_a_job_that_has_not_ended_are_not_deleted(
 async def test_weights_are_not_deleted_while_a_trainer_holds_the_job(world: World, store: WeightStore) -> None:
     await commit(store, 0, b"weights")
     await in_state(world, "cancelled")
-    await world.bus.renew(trainer_lease(JOB), "trainer-1", 60.0)
+    await world.bus.transact([Renew(trainer_lease(JOB), "trainer-1", 60.0)])
     with pytest.raises(Conflict, match="has not ended"):
         await store.delete(JOB)
 

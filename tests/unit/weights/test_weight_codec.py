@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -155,12 +156,10 @@ def test_composing_is_associative(data: st.DataObject) -> None:
 @pytest.mark.parametrize("kind", [Kind.RICE, Kind.BITMAP])
 @settings(max_examples=4, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_an_inverted_delta_leads_back(data: st.DataObject, kind: Kind, dtype: str) -> None:
+def test_a_delta_and_the_one_back_compose_to_no_change(data: st.DataObject, kind: Kind, dtype: str) -> None:
     base, new = data.draw(versions(dtype))
-    delta = codec.encode(base, new, dtype, kind)
-    back = codec.invert(delta)
+    delta, back = codec.encode(base, new, dtype, kind), codec.encode(new, base, dtype, kind)
     assert codec.apply(new, back) == base
-    assert codec.invert(back) == delta
     assert codec.inspect(codec.compose(delta, back)).n_changed == 0
 
 
@@ -269,12 +268,6 @@ def test_encode_refuses_invalid_arguments(base: bytes, new: bytes, dtype: str, k
         codec.encode(base, new, dtype, kind)
 
 
-def test_a_dense_delta_cannot_be_inverted() -> None:
-    base, new = weights(1000, 0.1)
-    with pytest.raises(ValueError, match="dense"):
-        codec.invert(codec.encode(base, new, "bfloat16", Kind.DENSE))
-
-
 def test_deltas_of_different_tensors_do_not_compose() -> None:
     one = codec.encode(bytes(8), bytes(8), "bfloat16", Kind.RICE)
     for other in (codec.encode(bytes(6), bytes(6), "bfloat16"), codec.encode(bytes(8), bytes(8), "float16")):
@@ -343,11 +336,8 @@ def test_forged_delta_is_refused_or_read_alike_by_all_kernels(data: st.DataObjec
         info = info._replace(n_changed=data.draw(st.integers(0, n)))
     delta = seal(info, [bytes(made_up)])
     assert len({outcome(name, base, delta) for name in IMPLEMENTATIONS}) == 1
-    for work in (codec.invert, lambda made: codec.compose(made, made)):
-        try:
-            assert codec.inspect(work(delta)).n_values == n
-        except (CorruptDelta, ValueError):
-            continue
+    with suppress(CorruptDelta, ValueError):
+        assert codec.inspect(codec.compose(delta, delta)).n_values == n
 
 
 HUGE = (1 << 32) - 8

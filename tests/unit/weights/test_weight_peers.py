@@ -209,7 +209,7 @@ def test_every_blob_arrives_once_despite_failures(seed: int, n_blobs: int, held:
                 ]
                 rng.choice(unlucky)(fetch)
             else:
-                selection.on_arrived(fetch)
+                selection.on_settled(fetch)
                 arrived.append(fetch.digest)
     assert selection.is_done
     assert sorted(arrived) == sorted(wanted)

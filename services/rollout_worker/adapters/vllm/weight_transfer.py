@@ -17,8 +17,8 @@ from vllm.platforms import current_platform
 
 from rlboost.services.rollout_worker.adapters.vllm.load_errors import encode_load_error
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.weights.cached_version import cached_version
 from rlboost.shared.weights.pulled import PulledVersion
-from rlboost.shared.weights.stored import stored_version
 
 
 @dataclass
@@ -67,7 +67,7 @@ class CacheWeightTransfer(WeightTransferEngine[NoInit, Location]):  # type: igno
                 engine's dtype would round it; as `Corrupt`, the bytes in the cache are not those that were published.
 
         """
-        weights = stored_version(PulledVersion.at(vars(update_info)))
+        weights = cached_version(PulledVersion.at(vars(update_info)))
         try:
             self._check_complete(self.model.load_weights(self._unrounded(weights.tensors())))
         except Exception as error:

@@ -23,7 +23,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-import stamina
 import structlog
 
 from rlboost.services.trainer.adapters.checkpoints.files import (
@@ -42,6 +41,7 @@ from rlboost.shared.bucket import Bucket, Listed, NoCredentials, Refused, config
 from rlboost.shared.disk_space import write_error
 from rlboost.shared.errors import Fatal, NotFound, StoreUnavailable
 from rlboost.shared.ids import new_token
+from rlboost.shared.process.retries import retry_while
 from rlboost.shared.progress import TransferProgress
 from rlboost.shared.weights.parallel import for_each
 
@@ -55,7 +55,7 @@ _PROBE = "probe"
 _STALE_S = 3600.0
 """Age at which a scratch folder is one that a killed trainer has left."""
 _EXPIRY_S = 3600.0
-"""How long after the last of its files a manifest may follow, by the object store's clock."""
+"""Longest time between the last of a checkpoint's files and its manifest, by the object store's clock."""
 
 T = TypeVar("T")
 
@@ -145,7 +145,7 @@ class CheckpointBucket:
 
     async def _save(self, directory: Path, state: TrainState) -> None:
         if not self._started_at:
-            await self._start_epoch()
+            await self._read_store_clock()
         folder = f"{name_of(state.step)}-{self._started_at:010x}{new_token()}"
         manifest = await asyncio.to_thread(Manifest.of, directory, state, folder)
         self._begin_transfer(manifest)
@@ -158,7 +158,7 @@ class CheckpointBucket:
         await self._retry_until_ok(lambda: self._bucket.put(_manifest_path(folder), manifest.encode().encode()))
         await self._remove_old(manifest)
 
-    async def _start_epoch(self) -> None:
+    async def _read_store_clock(self) -> None:
         """Read the object store's clock, and check that the bucket is writable."""
         probe = new_token()
         await self._retry_until_ok(lambda: self._bucket.put(f"{_PROBE}/{probe}", b""))
@@ -218,9 +218,9 @@ class CheckpointBucket:
         return list(retained.values())
 
     async def _folder(self, name: str) -> str:
-        """Return the folder of a manifest's files, empty if the manifest is corrupt.
+        """Return the folder of a manifest's files, empty if the manifest cannot be read.
 
-        The files of a manifest named after its step alone are in a folder of that name.
+        It has the manifest's name, except for a manifest named after its step alone, which names the folder inside.
         """
         if step_of(name) < 0:
             return name
@@ -238,7 +238,7 @@ class CheckpointBucket:
     async def _newest(self, *, may_write: bool, only: str = "") -> tuple[TrainState, Path] | None:
         with configuration():
             if may_write:
-                await self._start_epoch()
+                await self._read_store_clock()
             names = [name for name in await self._names() if not only or _step(name) == step_of(only)]
         for name in names:
             try:
@@ -298,11 +298,7 @@ class CheckpointBucket:
 
     async def _retry_until_ok(self, call: Callable[[], Awaitable[T]]) -> T:
         """Make an idempotent call, and repeat it while the object store is unavailable, for up to `limit_s`."""
-        retries = stamina.retry_context(on=_is_transient, attempts=None, timeout=self._limit_s, wait_max=2.0)
-        async for attempt in retries:
-            with attempt:
-                return await call()
-        raise AssertionError("a retry context ends with a result or an error")
+        return await retry_while(_is_transient, call, limit_s=self._limit_s)
 
 
 def _is_transient(error: Exception) -> bool:

@@ -20,6 +20,8 @@ from rlboost.shared.ids import new_token
 N_RETAINED = 2
 """Checkpoints that a job retains: if the newest does not verify, there is the one before."""
 PREFIX = "step-"
+CRITIC_PREFIX = "critic-"
+"""Prefix of the names of a critic's files."""
 CORRUPT_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError)
 """Errors that reading an invalid checkpoint raises."""
 _FORMAT = 1
@@ -77,9 +79,9 @@ class Manifest:
 
     state: TrainState
     files: Mapping[str, FileDigest]
-    """By name; there are no subdirectories."""
+    """Name -> digest of the file; there are no subdirectories."""
     folder: str = ""
-    """Where the files are, if the store has them apart from the manifest."""
+    """Folder of the files, if the store has them apart from the manifest."""
 
     @classmethod
     def of(cls, directory: Path, state: TrainState, folder: str = "") -> Self:

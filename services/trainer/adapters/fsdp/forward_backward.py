@@ -25,7 +25,7 @@ class ColumnPass(Protocol):
 
     @property
     def balance(self) -> Balance | None:
-        """Of this rank's tokens in the last pass, if experts are balanced."""
+        """Return the balance of experts over this rank's tokens in the last pass, None if they are not balanced."""
 
     def __call__(self, rows: Sequence[SequenceRow]) -> Tensor:
         """Return a value of each trained token, row by row, [tokens]."""

@@ -7,7 +7,6 @@ the whole model. Gradients are summed over micro-batches and ranks, and divided 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,11 +16,10 @@ from torch.distributed.tensor import DTensor
 
 from rlboost.services.trainer.adapters.ranks.offload import local_tensor
 from rlboost.services.trainer.adapters.ranks.tensor_slice import TensorSlice
+from rlboost.services.trainer.adapters.ranks.trainable import NO_TENSORS
 from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.job.training import OptimizerSpec
 from rlboost.shared.model.experts import matrices, n_matrices, names_of_expert
-
-_NONE: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class FsdpWeightMap:
@@ -71,7 +69,7 @@ class FsdpModel:
     """One rank's shards of some tensors: of a whole model, of one below an adapter, or of an adapter."""
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], mesh: DeviceMesh, buffers: Mapping[str, Tensor] = _NONE
+        self, parameters: Mapping[str, Tensor], mesh: DeviceMesh, buffers: Mapping[str, Tensor] = NO_TENSORS
     ) -> None:
         """Take the parameters of a module that `sharding` made.
 
@@ -103,7 +101,7 @@ class TrainedFsdpModel(FsdpModel):
         parameters: Mapping[str, Tensor],
         optimizer: OptimizerSpec | CriticSpec,
         mesh: DeviceMesh,
-        buffers: Mapping[str, Tensor] = _NONE,
+        buffers: Mapping[str, Tensor] = NO_TENSORS,
     ) -> None:
         """See `FsdpModel`."""
         super().__init__(parameters, mesh, buffers)

@@ -8,7 +8,7 @@ from pathlib import Path
 from rlboost.services.trainer.adapters.log.run_log import Opener
 from rlboost.services.trainer.adapters.log.wandb import Wandb
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.job.run_log import lacking
+from rlboost.shared.job.run_log import missing_log_libraries
 from rlboost.shared.job.spec import BaseJob
 
 
@@ -19,7 +19,7 @@ def openers(spec: BaseJob, job_id: str, folder: Path) -> dict[str, Opener]:
         ConfigError: a library is not installed.
 
     """
-    if missing := lacking(spec.log):
+    if missing := missing_log_libraries(spec.log):
         raise ConfigError("; ".join(missing))
     found: dict[str, Opener] = {}
     if spec.log.tensorboard:

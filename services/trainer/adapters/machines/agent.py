@@ -33,7 +33,7 @@ log = structlog.get_logger(__name__)
 
 _RETRY_S = 1.0
 _EXIT_LIMIT_S = 15.0
-"""From SIGTERM until torchrun is killed; the ranks have exited by then, as their connections are closed."""
+"""Time from SIGTERM until torchrun is killed; the ranks have exited by then, as their connections are closed."""
 
 
 class Agent:

@@ -7,7 +7,7 @@ import contextlib
 import socket
 import time
 
-from rlboost.services.trainer.adapters.machines.registry import Session, TrainerMachines, describe
+from rlboost.services.trainer.adapters.machines.registry import RankSession, TrainerMachines, describe
 from rlboost.services.trainer.adapters.ranks.layout import Layout
 from rlboost.shared.errors import Retryable, WaitTimedOut
 from rlboost.shared.job.training import TrainerSpec
@@ -44,7 +44,7 @@ class JobMachines:
         self._waits = waits
         self._device = device
         self._shrink_after_s = shrink_after_s
-        self._session: Session | None = None
+        self._session: RankSession | None = None
 
     async def gather(self) -> None:
         """See `Machines.gather`."""
@@ -65,7 +65,7 @@ class JobMachines:
                             await self._machines.changed.wait()
                 else:
                     await self._machines.changed.wait()
-        self._session = Session(self._machines.idle[: self._spec.nodes], self._spec.n_ranks // self._spec.nodes)
+        self._session = RankSession(self._machines.idle[: self._spec.nodes], self._spec.n_ranks // self._spec.nodes)
 
     def _needed(self, waited_s: float) -> int:
         return self._spec.fewest_nodes if waited_s >= self._shrink_after_s else self._spec.nodes
@@ -126,6 +126,6 @@ class JobMachines:
         return f"on machine {session.machine_of(rank)} ended"
 
     @property
-    def _gathered(self) -> Session:
+    def _gathered(self) -> RankSession:
         assert self._session is not None, "gather first"
         return self._session

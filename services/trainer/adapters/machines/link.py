@@ -18,16 +18,16 @@ from urllib.parse import urlsplit
 
 import msgpack
 
-from rlboost.services.trainer.adapters.ranks.framing import LENGTH_BYTES, pack
 from rlboost.shared.errors import ConfigError, Retryable
 from rlboost.shared.http.token_signature import is_valid_signature, sign
 from rlboost.shared.tls import ServerCertificate, verifying_context
+from rlboost.shared.wire.framing import LENGTH_BYTES, length_of, pack
 
 MACHINE = ""
 """The session of a machine that joins; a rank names the one that it belongs to."""
 HANDSHAKE_LIMIT_S = 20.0
 _MESSAGE_LIMIT_BYTES = 64 << 10
-"""Of handshakes and assignments; what ranks and trainer exchange afterwards is not limited."""
+"""Limit on handshakes and assignments; what ranks and trainer exchange afterwards is not limited."""
 _IDLE_S, _PROBE_S, _PROBES = 5, 5, 3
 """A peer whose machine does not answer for about 20 s is lost. The kernel probes it, so a busy process is not."""
 
@@ -95,7 +95,7 @@ class Link:
             ValueError: it sent something else.
 
         """
-        length = int.from_bytes(await self._reader.readexactly(LENGTH_BYTES), "big")
+        length = length_of(await self._reader.readexactly(LENGTH_BYTES))
         if length > _MESSAGE_LIMIT_BYTES:
             raise ValueError(f"a message of {length} bytes")
         body = msgpack.unpackb(await self._reader.readexactly(length))

@@ -27,30 +27,30 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(eq=False)
-class Machine:
+class TrainerMachine:
     """A machine that has joined."""
 
     name: str
     address: str
-    """Where the ranks of other machines reach it."""
+    """The address at which the ranks of other machines reach it."""
     port: int
     """A free port there, for the rendezvous of the ranks."""
     link: Link
-    session: Session | None = None
+    session: RankSession | None = None
 
     def __str__(self) -> str:
         return f"{self.name} ({self.address})"
 
 
 @dataclass(eq=False)
-class Session:
+class RankSession:
     """The ranks of one start of a job. Rank 0 is the first one of the first machine."""
 
-    machines: Sequence[Machine]
+    machines: Sequence[TrainerMachine]
     ranks_per_machine: int
     id: str = field(default_factory=new_token)
     key: str = field(default_factory=lambda: secrets.token_hex(32))
-    """With which the ranks authenticate; they do not have the system's token."""
+    """The key with which the ranks authenticate; they do not have the system's token."""
     lost: str = ""
     """The machine that was lost, if one was."""
 
@@ -66,7 +66,7 @@ class Session:
         """The number of ranks."""
         return len(self.machines) * self.ranks_per_machine
 
-    def machine_of(self, rank: int) -> Machine:
+    def machine_of(self, rank: int) -> TrainerMachine:
         """Return the machine of a rank."""
         return self.machines[rank // self.ranks_per_machine]
 
@@ -100,8 +100,8 @@ class TrainerMachines:
         self._sock = sock
         self._token = token
         self._tls = server_context(certificate)
-        self._machines: list[Machine] = []
-        self._sessions: dict[str, Session] = {}
+        self._machines: list[TrainerMachine] = []
+        self._sessions: dict[str, RankSession] = {}
         self.changed = asyncio.Event()
         """Set when a machine joins or is lost; a waiter clears it before it waits."""
 
@@ -124,11 +124,11 @@ class TrainerMachines:
                     task.cancel()
 
     @property
-    def idle(self) -> list[Machine]:
+    def idle(self) -> list[TrainerMachine]:
         """The present machines without an assignment, by name."""
         return sorted((m for m in self._machines if m.session is None), key=lambda machine: machine.name)
 
-    async def assign(self, session: Session, kind: str, device: str) -> None:
+    async def assign(self, session: RankSession, kind: str, device: str) -> None:
         """Have the machines of a session start its ranks.
 
         Raises:
@@ -154,7 +154,7 @@ class TrainerMachines:
                 }
             )
 
-    def end(self, session: Session) -> None:
+    def end(self, session: RankSession) -> None:
         """End a session: its machines kill its ranks and join again."""
         self._sessions.pop(session.id, None)
         session.ended.set()
@@ -168,7 +168,7 @@ class TrainerMachines:
             name, hello = await accept(link, self._key)
             if name == MACHINE:
                 await self._machine(
-                    Machine(str(hello["name"]), str(hello["address"]) or address, int(hello["port"]), link)
+                    TrainerMachine(str(hello["name"]), str(hello["address"]) or address, int(hello["port"]), link)
                 )
             else:
                 await self._rank(link, self._sessions[name], int(hello["rank"]))
@@ -182,7 +182,7 @@ class TrainerMachines:
             return self._token
         return self._sessions[session].key if session in self._sessions else ""
 
-    async def _machine(self, machine: Machine) -> None:
+    async def _machine(self, machine: TrainerMachine) -> None:
         self._machines.append(machine)
         self.changed.set()
         log.info("machine_joined", machine=machine.name, address=machine.address)
@@ -196,7 +196,7 @@ class TrainerMachines:
                 machine.session.lost = str(machine)
                 self.end(machine.session)
 
-    async def _rank(self, link: Link, session: Session, rank: int) -> None:
+    async def _rank(self, link: Link, session: RankSession, rank: int) -> None:
         relaying = asyncio.create_task(link.relay(session.add(rank)), name=f"rank-{rank}")
         ended = asyncio.create_task(session.ended.wait(), name="session-ended")
         try:
@@ -207,6 +207,6 @@ class TrainerMachines:
             await asyncio.wait({relaying})
 
 
-def describe(session: Session, ranks: Sequence[int]) -> str:
+def describe(session: RankSession, ranks: Sequence[int]) -> str:
     """Return the machines of ranks, for a message."""
     return ", ".join(sorted({str(session.machine_of(rank)) for rank in ranks}))

@@ -157,7 +157,11 @@ class PipelineForwardBackward:
 
     @property
     def _divisor(self) -> int:
-        """Of the number of tokens of a micro-batch: context-parallel ranks and, in a sequence, tensor-parallel ones."""
+        """Return what a micro-batch's number of tokens must be a multiple of.
+
+        Each context-parallel rank has as many tokens as the others and, with sequence parallelism, so has each
+        tensor-parallel rank.
+        """
         config = self._model.config
         n_in_sequence = config.tensor_model_parallel_size if config.sequence_parallel else 1
         return n_in_sequence * (self._context.size if self._context is not None else 1)

@@ -37,11 +37,14 @@ class RMSNorm(torch.nn.RMSNorm):
 
 @dataclass
 class PackedRows(PackedSeqParams):  # type: ignore[misc]  # megatron-core has no types
-    """Boundaries on the device, and for the host the same as `lengths`; of all ranks that share the tokens."""
+    """Packed rows: their boundaries on the device, and their lengths on the host.
+
+    Both cover the tokens of all ranks that share them.
+    """
 
     lengths: tuple[int, ...] = ()
     angles: Tensor | None = None
-    """Of the rotary positions of this rank's tokens: radians, [tokens, 1, 1, head size]."""
+    """Rotary positions of this rank's tokens in radians, [tokens, 1, 1, head size]."""
     context: ContextGroup | None = None
     """The ranks that share the tokens, if any."""
 

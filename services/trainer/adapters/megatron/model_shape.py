@@ -9,7 +9,7 @@ from rlboost.shared.errors import ConfigError
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Those whose frequencies do not depend on the length of a row."""
+"""Types of rotary positions whose frequencies do not depend on the length of a row."""
 
 
 class ModelShape(NamedTuple):
@@ -37,7 +37,8 @@ class ModelShape(NamedTuple):
     normalizes_routing: bool = True
     """Whether the weights of a token's experts add up to 1."""
     rope_frequencies: tuple[float, ...] = ()
-    """Of rotary positions: radians per token, for each pair of a head's dimensions; see `rope.with_frequencies`."""
+    """Frequency of each pair of a head's dimensions in radians per token, for rotary positions; see
+    `rope.with_frequencies`."""
     rope_scale: float = 1.0
     """Factor of rotated queries and keys."""
 

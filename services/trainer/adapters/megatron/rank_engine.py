@@ -38,9 +38,9 @@ class MegatronRank(RankEngine):
             parallel_state.get_pipeline_model_parallel_rank(),
             parallel_state.get_data_parallel_rank(),
         )
-        place = coordinates.tensor, coordinates.pipeline, coordinates.copy(layout)
+        place = coordinates.tensor, coordinates.pipeline, coordinates.replica_index(layout)
         assert found == place, f"megatron-core put rank {rank} at {found}, expected {place}"
-        expert, expected = parallel_state.get_expert_model_parallel_rank(), coordinates.expert(layout)
+        expert, expected = parallel_state.get_expert_model_parallel_rank(), coordinates.expert_part(layout)
         assert expert == expected, f"megatron-core gave rank {rank} part {expert} of the experts, expected {expected}"
         return coordinates
 
@@ -76,11 +76,11 @@ class MegatronRank(RankEngine):
     @property
     def _part_number(self) -> int | None:
         layout, coordinates = self._layout, self._coordinates
-        copy = coordinates.copy(layout)
-        # The first copy, and those with the other experts.
-        if copy >= layout.expert:
+        replica = coordinates.replica_index(layout)
+        # The first replica, and those with the other experts.
+        if replica >= layout.expert:
             return None
-        return coordinates.tensor + layout.tensor * (copy + layout.expert * coordinates.pipeline)
+        return coordinates.tensor + layout.tensor * (replica + layout.expert * coordinates.pipeline)
 
     @property
     def _has_logprobs(self) -> bool:

@@ -20,8 +20,8 @@ class RoutedBatch(NamedTuple):
     """What routers need to know of a micro-batch."""
 
     loss_factor: float | None
-    """Of the load-balancing loss per token, at the scale of transformers; None: dummy tokens, which count in no loss
-    and no sum."""
+    """Weight of the load-balancing loss per token, on transformers' scale; None for dummy tokens, which count in no
+    loss and no sum."""
     replay: Replay | None = None
     """Recorded experts of this rank's tokens."""
 

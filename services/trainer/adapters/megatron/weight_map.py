@@ -50,15 +50,15 @@ class MegatronWeightMap:
         self._n, self._rank = layout.tensor, coordinates.tensor
         self._head_is_copy = shape.tied and layout.pipeline > 1 and coordinates.pipeline == layout.pipeline - 1
         self._first_layer = shape.n_layers // layout.pipeline * coordinates.pipeline
-        self._first_expert = shape.n_experts // layout.expert * coordinates.expert(layout)
-        self._is_first_copy = coordinates.copy(layout) == 0
-        self._is_first_with_experts = coordinates.copy(layout) < layout.expert
+        self._first_expert = shape.n_experts // layout.expert * coordinates.expert_part(layout)
+        self._is_first_replica = coordinates.replica_index(layout) == 0
+        self._is_first_with_experts = coordinates.replica_index(layout) < layout.expert
 
     def owns(self, name: str) -> bool:
         """Return True if this rank exports the parameter; of several ranks with the same slices one does."""
         if name == "output_layer.weight" and self._head_is_copy:
             return False
-        if not (self._is_first_with_experts if _EXPERT in name else self._is_first_copy):
+        if not (self._is_first_with_experts if _EXPERT in name else self._is_first_replica):
             return False
         return self._rank == 0 or any(s.local_shape != s.global_shape for s in self.slices(name))
 

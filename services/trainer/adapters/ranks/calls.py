@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from rlboost.services.trainer.adapters.ranks import framing as wire
+from rlboost.services.trainer.adapters.ranks import transport
 from rlboost.services.trainer.adapters.ranks.layout import Layout
 from rlboost.shared.errors import DiskFull, Retryable, WaitTimedOut
 
@@ -150,7 +150,7 @@ class RankCalls:
                 # The others are in a collective that will not complete.
                 self.close()
             rank = min(failed)
-            raise wire.decode_error(rank, failed[rank])
+            raise transport.decode_error(rank, failed[rank])
         return [results[rank]["result"] for rank in range(self._n)]
 
     def _collect(self, name: str, results: dict[int, dict[str, Any]], answer: AnswerFn | None) -> None:
@@ -182,13 +182,13 @@ class RankCalls:
 
     def _send(self, rank: int, name: str, body: dict[str, Any]) -> None:
         try:
-            wire.send(self._channels[rank], body)
+            transport.send(self._channels[rank], body)
         except OSError as error:
             raise self._rank_ended(rank, name) from error
 
     def _receive(self, rank: int, name: str) -> dict[str, Any]:
         try:
-            return wire.receive(self._channels[rank])
+            return transport.receive(self._channels[rank])
         except (EOFError, OSError) as error:
             raise self._rank_ended(rank, name) from error
 

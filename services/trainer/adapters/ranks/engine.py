@@ -20,9 +20,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, distributed
 
+from rlboost.services.trainer.adapters.checkpoints.files import CRITIC_PREFIX
 from rlboost.services.trainer.adapters.ranks.layout import Coordinates, Layout
 from rlboost.services.trainer.adapters.ranks.model_files import (
-    CRITIC,
     exported_slices,
     fill,
     fill_frozen,
@@ -158,7 +158,7 @@ class RankEngine(ABC):
         self._policy = self._build(model)
         self._n_steps = self._n_accumulated = 0
         self._critic = self._build_critic(model, spec) if (spec := self._settings.critic) else None
-        self._trained = {"": self._policy} | ({CRITIC: self._critic} if self._critic else {})
+        self._trained = {"": self._policy} | ({CRITIC_PREFIX: self._critic} if self._critic else {})
         self._frozen = self._policy.base
         if self._frozen is None and self._settings.reference:
             self._frozen = self._build_reference(model)

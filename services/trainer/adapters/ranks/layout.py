@@ -44,7 +44,7 @@ class Layout(NamedTuple):
 
     @property
     def n_shards(self) -> int:
-        """Over how many ranks FSDP2 shards the model."""
+        """Number of ranks over which FSDP2 shards the model."""
         return self.fsdp_size or self.n_ranks
 
 
@@ -64,13 +64,13 @@ class Coordinates(NamedTuple):
         pipeline, data = divmod(outer, layout.data)
         return cls(tensor, pipeline, data, context)
 
-    def copy(self, layout: Layout) -> int:
-        """Return which of the ranks with the same part of the dense model this is: of `data` x `context` ranks."""
+    def replica_index(self, layout: Layout) -> int:
+        """Return the rank's index among the `data` x `context` ranks that hold the same part of the dense model."""
         return self.data * layout.context + self.context
 
-    def expert(self, layout: Layout) -> int:
-        """Return which part of every layer's experts the rank holds."""
-        return self.copy(layout) % layout.expert
+    def expert_part(self, layout: Layout) -> int:
+        """Return the index of the part of every layer's experts that the rank holds, of `layout.expert` parts."""
+        return self.replica_index(layout) % layout.expert
 
 
 def require_divisible_heads(n_heads: int, context: int) -> None:

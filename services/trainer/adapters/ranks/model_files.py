@@ -7,24 +7,21 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 
 from safetensors import SafetensorError
 from torch import Tensor, distributed
 
+from rlboost.services.trainer.adapters.checkpoints.files import CRITIC_PREFIX
 from rlboost.services.trainer.adapters.ranks.sharded_tensors import SliceReader, write_slices
 from rlboost.services.trainer.adapters.ranks.tensor_slice import TensorSlice
-from rlboost.services.trainer.adapters.ranks.trainable import MOMENTS, WEIGHT, Model, Trainable
+from rlboost.services.trainer.adapters.ranks.trainable import MOMENTS, NO_TENSORS, WEIGHT, Model, Trainable
 from rlboost.shared.disk_space import write_error
 from rlboost.shared.errors import Corrupt, DiskFull
 
-CRITIC = "critic-"
-"""Prefix of a critic's files in a checkpoint."""
 _STEPS_FILE = "steps.txt"
-_NO_VALUES: Mapping[str, Tensor] = MappingProxyType({})
 
 
-def fill(trainable: Trainable, reader: SliceReader, initial: Mapping[str, Tensor] = _NO_VALUES) -> None:
+def fill(trainable: Trainable, reader: SliceReader, initial: Mapping[str, Tensor] = NO_TENSORS) -> None:
     """Overwrite what is trained with values of files, but for those in `initial`, which are whole tensors by name.
 
     Raises:
@@ -125,7 +122,7 @@ def load_checkpoint(folder: Path, trained: Mapping[str, Trainable]) -> int:
     try:
         n_steps = int((folder / _STEPS_FILE).read_text(encoding="utf-8"))
         for prefix, (model, _, state, *_) in trained.items():
-            what = "the critic in checkpoint" if prefix == CRITIC else "checkpoint"
+            what = "the critic in checkpoint" if prefix == CRITIC_PREFIX else "checkpoint"
             for kind in _kinds(n_steps):
                 with SliceReader(sorted(folder.glob(f"{prefix}{kind}-*.safetensors"))) as reader:
                     for name, parameter in model.parameters():
@@ -141,7 +138,7 @@ def _kinds(n_steps: int) -> tuple[str, ...]:
     return (WEIGHT, *MOMENTS) if n_steps else (WEIGHT,)
 
 
-def _read(model: Model, name: str, reader: SliceReader, initial: Mapping[str, Tensor] = _NO_VALUES) -> Tensor:
+def _read(model: Model, name: str, reader: SliceReader, initial: Mapping[str, Tensor] = NO_TENSORS) -> Tensor:
     """Return this rank's value of a parameter: a part of its initial value if it has one, otherwise of files."""
     whole = initial.get(name)
     slices = model.weight_map.slices(name)

@@ -28,8 +28,9 @@ from rlboost.services.trainer.adapters.ranks.packed import pack_rows
 from rlboost.services.trainer.adapters.ranks.processes import LocalRanks
 from rlboost.services.trainer.adapters.ranks.scratch_dir import ScratchDir, remove_stale
 from rlboost.services.trainer.adapters.ranks.sharded_tensors import write_slices
-from rlboost.services.trainer.adapters.ranks.shards import RankShards, merged_shards, tensor_of, whole_shards
+from rlboost.services.trainer.adapters.ranks.shards import RankShards, merged_shards, whole_shards
 from rlboost.services.trainer.adapters.ranks.tensor_slice import TensorSlice
+from rlboost.services.trainer.adapters.shard_tensors import tensor_of
 from rlboost.services.trainer.adapters.torch.packing import one_row_each
 from rlboost.services.trainer.domain.batches.batching import select
 from rlboost.services.trainer.domain.batches.partition import partition
@@ -60,7 +61,7 @@ class RanksPolicy(ABC):
     adapter_json = ""
 
     kind: str
-    """Of the ranks: `megatron` or `fsdp`."""
+    """Kind of the ranks: `megatron` or `fsdp`."""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ import traceback
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from rlboost.services.trainer.adapters.ranks import framing as wire
+from rlboost.services.trainer.adapters.ranks import transport
 from rlboost.services.trainer.adapters.ranks.layout import Layout
 from rlboost.shared.process.garbage_collection import gc_paused
 from rlboost.shared.process.hidden_modules import modules_hidden
@@ -40,7 +40,7 @@ def main(kind: str, channel: socket.socket) -> None:
         kind_of_engine = engine_class(kind)
 
     def ask(question: dict[str, Any]) -> dict[str, Any]:
-        wire.send(channel, question)
+        transport.send(channel, question)
         return inbox.get()
 
     engine: RankEngine | None = None
@@ -55,8 +55,8 @@ def main(kind: str, channel: socket.socket) -> None:
                 result = getattr(engine, name)(**arguments, **({"ask": ask} if name == "accumulate" else {}))
             answer = {"result": result}
         except Exception as error:  # noqa: BLE001 - reported to the trainer, which decides
-            answer = wire.encode_error(error, traceback.format_exc())
-        wire.send(channel, answer)
+            answer = transport.encode_error(error, traceback.format_exc())
+        transport.send(channel, answer)
 
 
 def engine_class(kind: str) -> type[RankEngine]:
@@ -74,7 +74,7 @@ def engine_class(kind: str) -> type[RankEngine]:
 def _read(channel: socket.socket, inbox: queue.SimpleQueue[dict[str, Any]]) -> None:
     try:
         while True:
-            inbox.put(wire.receive(channel))
+            inbox.put(transport.receive(channel))
     except (EOFError, OSError):
         # The trainer is gone. Exit at once: the main thread may be in a collective for minutes.
         os._exit(1)

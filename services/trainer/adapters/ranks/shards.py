@@ -6,13 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from rlboost.services.trainer.adapters.ranks.calls import RankCalls
 from rlboost.services.trainer.adapters.ranks.scratch_dir import ScratchDir
 from rlboost.services.trainer.adapters.ranks.sharded_tensors import SliceReader
 from rlboost.services.trainer.adapters.ranks.tensor_slice import TensorSlice
+from rlboost.services.trainer.adapters.shard_tensors import tensor_of, whole_shard
 from rlboost.services.trainer.ports.engine import Loaded
 from rlboost.shared.weights.lora import adapter_of
 from rlboost.shared.weights.manifest import ChunkRef, digest_of
@@ -20,7 +18,7 @@ from rlboost.shared.weights.shards import ChunkCopy, Shard
 from rlboost.shared.weights.torch_tensors import merged
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""Of whole tensors, by name."""
+"""Name of a tensor -> shape of the whole tensor."""
 
 
 class RankShards(Iterator[Shard]):
@@ -78,7 +76,7 @@ def whole_shards(ranks: RankCalls, what: Loaded, shapes: Shapes, folder: Path | 
         ranks.call("write", {"directory": str(directory), "what": what})
         with SliceReader(sorted(directory.iterdir())) as reader:
             for name, shape in shapes.items():
-                yield _shard(name, reader.read(TensorSlice.whole(name, shape)))
+                yield whole_shard(name, reader.read(TensorSlice.whole(name, shape)))
 
 
 def merged_shards(
@@ -99,14 +97,4 @@ def merged_shards(
         if (pair := found.factors.get(shard.name)) is None:
             yield shard
         else:
-            yield _shard(shard.name, merged(tensor_of(shard), tensors[pair.a], tensors[pair.b], found.scaling))
-
-
-def tensor_of(shard: Shard) -> Tensor:
-    """Return a copy of a shard as a tensor."""
-    return torch.frombuffer(bytearray(shard.data), dtype=getattr(torch, shard.dtype)).reshape(shard.local_shape)
-
-
-def _shard(name: str, value: Tensor) -> Shard:
-    raw, shape = value.reshape(-1).view(torch.uint8).numpy().data, tuple(value.shape)
-    return Shard(name, str(value.dtype).removeprefix("torch."), shape, (0,) * len(shape), shape, raw)
+            yield whole_shard(shard.name, merged(tensor_of(shard), tensors[pair.a], tensors[pair.b], found.scaling))

@@ -15,6 +15,7 @@ from rlboost.services.trainer.ports.engine import Loaded
 
 WEIGHT = "weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")
+NO_TENSORS: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class WeightMap(Protocol):
@@ -112,7 +113,7 @@ class Trainable(NamedTuple):
     state: OptimizerState
     base: Frozen | None = None
     """The model below an adapter; None if the whole model is trained."""
-    initial: Mapping[str, Tensor] = MappingProxyType({})
+    initial: Mapping[str, Tensor] = NO_TENSORS
     """Whole values of tensors that a model's files do not have."""
     adapter_json: str = ""
     """PEFT's `adapter_config.json` if an adapter is trained."""

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModel
 
+from rlboost.services.trainer.adapters.checkpoints.files import CRITIC_PREFIX
 from rlboost.services.trainer.adapters.torch import batch
 from rlboost.services.trainer.adapters.torch.activation_checkpointing import checkpoint_activations
 from rlboost.services.trainer.adapters.torch.attention_choice import attention_of
@@ -25,9 +26,6 @@ from rlboost.services.trainer.domain.batches.training_row import SequenceRow, Tr
 from rlboost.services.trainer.ports.engine import Snapshot
 from rlboost.shared.errors import ConfigError, Corrupt
 from rlboost.shared.job.algorithm import CriticSpec
-
-_PREFIX = "critic-"
-"""Prefix of its files in a checkpoint."""
 
 
 class TorchCritic:
@@ -115,7 +113,7 @@ class TorchCritic:
 
     def snapshot(self) -> Snapshot:
         """Copy weights and moments to host memory; return a writer of the copy. See `PolicyEngine.snapshot`."""
-        return snapshot_of(self.trained, [self.optimizer], prefix=_PREFIX)
+        return snapshot_of(self.trained, [self.optimizer], prefix=CRITIC_PREFIX)
 
     def load(self, directory: Path) -> None:
         """Read what a snapshot wrote, and drop the accumulated gradients.
@@ -126,6 +124,6 @@ class TorchCritic:
         """
         self.zero_gradients()
         try:
-            load_state(directory, self.trained, [self.optimizer], prefix=_PREFIX)
+            load_state(directory, self.trained, [self.optimizer], prefix=CRITIC_PREFIX)
         except Corrupt as error:
             raise Corrupt(f"the critic in {error}") from error

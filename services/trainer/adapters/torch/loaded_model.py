@@ -48,7 +48,7 @@ class LoadedModel:
     trained: Mapping[str, Tensor]
     """The tensors of a checkpoint: the adapter's, or else the model's."""
     parameters: Sequence[Tensor]
-    """Those of `trained` that the optimizers update."""
+    """The tensors of `trained` that the optimizers update."""
     optimizers: Sequence[torch.optim.Optimizer]
     critic: TorchCritic | None
     forward: LogprobPass

@@ -74,7 +74,8 @@ class LogprobPass:
         self._routers = Routers(model, required=balances or replayed is not None)
         self._replayed = replayed
         self.balance: Balance | None = None
-        """Of this rank's tokens in the last pass; None if the model is dense, or gradients were disabled."""
+        """Balance of experts over this rank's tokens in the last pass; None if the model is dense, or gradients were
+        disabled."""
         model.forward = self._model_forward
 
     def __call__(self, rows: Sequence[SequenceRow]) -> Tensor:

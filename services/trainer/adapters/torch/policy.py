@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlboost.services.trainer.adapters.shard_tensors import tensor_of
 from rlboost.services.trainer.adapters.torch.batch import columns, token_batch
 from rlboost.services.trainer.adapters.torch.loaded_model import LoadedModel, load_model
 from rlboost.services.trainer.adapters.torch.packing import one_row_each, packs_rows
@@ -151,10 +152,8 @@ class TorchPolicy:
             tensor = tensors.get(shard.name)
             if tensor is None or tuple(tensor.shape) != shard.local_shape:
                 raise Fatal(f"tensor {shard.name} of shape {list(shard.local_shape)} does not belong to this model")
-            dtype = getattr(torch, shard.dtype)
-            value = torch.frombuffer(bytearray(shard.data), dtype=dtype).reshape(shard.local_shape)
             with torch.no_grad():
-                tensor.copy_(value)
+                tensor.copy_(tensor_of(shard))
             missing.discard(shard.name)
         if missing:
             raise Fatal(f"the weights lack {len(missing)} tensors of this model, {min(missing)} among them")

@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rlboost.services.trainer.adapters.shard_tensors import whole_shard
 from rlboost.services.trainer.ports.engine import Snapshot
 from rlboost.shared.errors import ConfigError, Corrupt
 from rlboost.shared.weights.shards import Shard
@@ -129,9 +130,7 @@ class _HostCopy:
     def shard(self) -> Shard:
         if self._copied is not None:
             self._copied.synchronize()
-        raw = self._value.reshape(-1).view(torch.uint8).numpy().data
-        shape = tuple(self._value.shape)
-        return Shard(self._name, str(self._value.dtype).removeprefix("torch."), shape, (0,) * len(shape), shape, raw)
+        return whole_shard(self._name, self._value)
 
 
 def without_aliases(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 MAX_FILE_BYTES = 8 << 20
-"""At this size the file is renamed to `NAME.1`, which replaces the one before, so twice this is kept."""
+"""Size at which the file is renamed to `NAME.1`, replacing an older one; so up to twice as much is retained."""
 RATE_BYTES_PER_S = 64 << 10
 BURST_BYTES = 1 << 20
 _READ_BYTES = 64 << 10

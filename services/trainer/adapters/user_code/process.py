@@ -19,9 +19,9 @@ from rlboost.shared.process.waiting import Waits
 from rlboost.shared.settings import environment_without_settings
 from rlboost.shared.user_code.allowed import USER_MODULES_SETTING
 from rlboost.shared.user_code.errors import MAX_CHARS
+from rlboost.shared.wire.framing import LENGTH_BYTES, length_of, pack
 
 IMPORT_LIMIT_S = 60.0
-_LENGTH_BYTES = 4
 _EXIT_LIMIT_S = 1.0
 """How long a process that has closed its output may take to exit by itself, with its own exit code."""
 _STACK_LIMIT_S = 0.2
@@ -126,7 +126,7 @@ class UserCodeProcess:
 
         """
         try:
-            packed = msgpack.packb(request)
+            packed = pack(request)
         except (OverflowError, TypeError, ValueError) as error:
             raise UserCodeFault(
                 "unserializable", f"a column cannot be sent to {self._program.functions}: {error}"
@@ -177,15 +177,15 @@ class UserCodeProcess:
     async def _exchange(self, request: bytes) -> dict[str, Any]:
         assert self._process is not None
         assert self._process.stdin is not None
-        self._process.stdin.write(len(request).to_bytes(_LENGTH_BYTES, "big") + request)
+        self._process.stdin.write(request)
         await self._process.stdin.drain()
         return await self._receive()
 
     async def _receive(self) -> dict[str, Any]:
         assert self._process is not None
         assert self._process.stdout is not None
-        head = await self._process.stdout.readexactly(_LENGTH_BYTES)
-        body: dict[str, Any] = msgpack.unpackb(await self._process.stdout.readexactly(int.from_bytes(head, "big")))
+        head = await self._process.stdout.readexactly(LENGTH_BYTES)
+        body: dict[str, Any] = msgpack.unpackb(await self._process.stdout.readexactly(length_of(head)))
         return body
 
     async def kill(self, patience_s: float = 0.0) -> int | None:

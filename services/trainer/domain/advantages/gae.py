@@ -35,10 +35,10 @@ class Estimate:
     returns: list[Array]
     """The critic's targets: advantages before whitening, plus values."""
     advantage_mean: float
-    """Over tokens, before whitening."""
+    """Mean over tokens, before whitening."""
     advantage_std: float
     explained_variance: float
-    """Of the returns by the values: 1 for a perfect critic, 0 for a constant one."""
+    """Explained variance of the returns by the values: 1 for a perfect critic, 0 for a constant one."""
 
 
 def token_rewards(reward: float, n_tokens: int, penalties: Array | None = None) -> Array:
@@ -54,7 +54,7 @@ def token_rewards(reward: float, n_tokens: int, penalties: Array | None = None) 
 def gae(rewards: Array, values: Array, gamma: float, lam: float) -> Array:
     """Return the advantage of each token of one completion, whose last token ends the episode.
 
-    Generalised advantage estimation, arXiv 1506.02438, equation 16: the sum over l of (gamma lam)^l delta_(t+l), with
+    Generalized advantage estimation, arXiv 1506.02438, equation 16: the sum over l of (gamma lam)^l delta_(t+l), with
     delta_t = r_t + gamma V_(t+1) - V_t, and V = 0 after the end.
 
     Args:

@@ -12,7 +12,7 @@ _BATCH_EPSILON = 1e-8
 Rewards = Sequence[float]
 
 
-def advantages(rewards: Rewards) -> list[float] | None:
+def group_standardized(rewards: Rewards) -> list[float] | None:
     """Return (r - mean) / (std + 1e-4) for each sample of one group, std with n - 1 in the denominator.
 
     GRPO, arXiv 2402.03300, section 4.1.2. None if all rewards are equal: such a group has no learning signal.
@@ -24,7 +24,7 @@ def advantages(rewards: Rewards) -> list[float] | None:
     return [(reward - mean) / (std + _EPSILON) for reward in rewards]
 
 
-def centred(rewards: Rewards) -> list[float]:
+def centered(rewards: Rewards) -> list[float]:
     """Return r - mean for each sample of one group: Dr. GRPO, arXiv 2503.20783, section 3.2."""
     mean = math.fsum(rewards) / len(rewards)
     return [reward - mean for reward in rewards]
@@ -61,7 +61,7 @@ def group_advantages(kind: str, groups: Sequence[Rewards], *, drop_equal: bool) 
     if kind == "batch_std":
         estimated = over_batch(used)
     elif kind == "group_mean_batch_std":
-        estimated = over_batch([centred(group) for group in used])
+        estimated = over_batch([centered(group) for group in used])
     else:
         estimated = [_IN_GROUP[kind](group) for group in used]
     found = iter(estimated)
@@ -77,7 +77,7 @@ def standard_deviation(values: Sequence[float]) -> float:
 
 
 def _relative(rewards: Rewards) -> list[float]:
-    return advantages(rewards) or [0.0] * len(rewards)
+    return group_standardized(rewards) or [0.0] * len(rewards)
 
 
 def _mean_square(values: Sequence[float], mean: float) -> float:
@@ -86,7 +86,7 @@ def _mean_square(values: Sequence[float], mean: float) -> float:
 
 _IN_GROUP: dict[str, Callable[[Rewards], list[float]]] = {
     "group_std": _relative,
-    "group_mean": centred,
+    "group_mean": centered,
     "leave_one_out": leave_one_out,
 }
 NEED_THE_STEP = frozenset({"batch_std", "group_mean_batch_std", "gae"})

@@ -1,4 +1,4 @@
-"""From finished samples to complete groups: the fold over `rollouts.finished` for one step.
+"""From finished samples to complete groups: collects the `rollouts.finished` entries of one step.
 
 Invariants: every sample counts once (1); every token is at most `max_staleness` weight versions old (4); a group is
 complete, or dropped with a reason (6).
@@ -69,9 +69,9 @@ class StepCollector:
         self._arrived: dict[int, dict[int, SampleFinished]] = {group: {} for group in sizes}
         self._seen: set[int] = set()
         self._n_evaluation_samples = sum(n for group, n in sizes.items() if SampleId.unpack(group).is_eval)
-        """How many samples of the step are of its evaluation."""
+        """Number of the step's samples that belong to its evaluation."""
         self._n_evaluation_arrived = 0
-        """How many of these arrived or were dropped."""
+        """Number of these that arrived or were dropped."""
         self.trainer_has_device = False
         """True between the end of the step's seeding and its reopening."""
         self.engines: Sequence[EngineProfile] = ()
@@ -109,7 +109,7 @@ class StepCollector:
             text += f" ({self._n_evaluation_arrived:,} of {n_evaluation:,} for the evaluation)"
         return text
 
-    def fold(self, message: Message) -> GroupOutcome | None:
+    def apply(self, message: Message) -> GroupOutcome | None:
         """Apply one message and return the group that it completes or drops, if any.
 
         A sample whose columns differ in length drops its group.

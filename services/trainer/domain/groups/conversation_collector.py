@@ -1,4 +1,4 @@
-"""From turns and answers to complete groups of conversations: the fold of one step with an environment.
+"""From turns and answers to complete groups of conversations: collects those of one step with an environment.
 
 Answers are in the same log as turns. So a step that is trained again from its log gets the same conversations, and its
 groups in the same order: a group is complete with the answer that ends its last conversation.
@@ -39,12 +39,12 @@ class ConversationCollector:
         unanswered, self._unanswered = list(self._unanswered.values()), {}
         return unanswered
 
-    def fold(self, message: Message) -> GroupOutcome | None:
+    def apply(self, message: Message) -> GroupOutcome | None:
         """Apply one message and return the group that it completes or drops, if any.
 
         Raises:
             Unprocessable: a turn that was not requested; nothing has changed.
-            Fatal: see `StepCollector.fold`.
+            Fatal: see `StepCollector.apply`.
 
         """
         outcome = self._fold(message)
@@ -58,13 +58,13 @@ class ConversationCollector:
             case SampleFinished():
                 return self._add_turn(message)
             case SampleDropped():
-                return self.groups.fold(message.model_copy(update={"sample": self._turn_of(message.sample)[0]}))
+                return self.groups.apply(message.model_copy(update={"sample": self._turn_of(message.sample)[0]}))
             case GroupOpened():
                 return self._open_group(message)
             case TurnAnswered():
                 return self._add_answer(message)
             case _:
-                return self.groups.fold(message)
+                return self.groups.apply(message)
 
     def _turn_of(self, sample: int) -> tuple[int, int]:
         return self._ids.of(sample).turn_of(sample)
@@ -111,7 +111,7 @@ class ConversationCollector:
             return self.groups.drop(group_of(sample), message.reason, message.detail)
         if not message.over:
             return None
-        outcome = self.groups.fold(conversation.as_sample())
+        outcome = self.groups.apply(conversation.as_sample())
         if isinstance(outcome, WholeGroup):
             conversations = tuple(self._conversations[one.sample] for one in outcome.samples)
             return WholeGroup(outcome.group, outcome.samples, conversations)

@@ -44,7 +44,7 @@ def masked(weights: Tensor, cap: float) -> Tensor:
     return torch.where((weights >= 1.0 / cap) & (weights <= cap), weights, 0.0)
 
 
-RULES = {"truncate": truncated, "mask": masked}
+IMPORTANCE_RULES = {"truncate": truncated, "mask": masked}
 
 
 def accepted(spec: RejectionSpec, log_ratios: Tensor, lengths: tuple[int, ...]) -> Tensor:

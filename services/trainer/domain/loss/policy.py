@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlboost.services.trainer.domain.loss.aggregation import divisor, factor
 from rlboost.services.trainer.domain.loss.clipping import Clipped, cispo_clip, ppo_clip, unclipped
-from rlboost.services.trainer.domain.loss.importance import RULES, accepted, engine_ratios
+from rlboost.services.trainer.domain.loss.importance import IMPORTANCE_RULES, accepted, engine_ratios
 from rlboost.services.trainer.domain.loss.inputs import LossFn, TokenBatch, TokenLoss
 from rlboost.services.trainer.domain.loss.kl import ESTIMATORS, k3
 from rlboost.services.trainer.domain.loss.ratios import sequence_ratios, token_ratios
@@ -78,7 +78,7 @@ class PolicyLoss:
         sums: dict[str, Tensor] = {}
         if self.decoupled and self.tis_cap is not None:
             raw = engine_ratios(self.rollout_is, since_sampled, batch.lengths)
-            weights = RULES[self.importance](raw, self.tis_cap)
+            weights = IMPORTANCE_RULES[self.importance](raw, self.tis_cap)
             losses = weights * losses
             sums["tis_capped"] = (weights != raw).sum()
         if batch.reference is not None:

@@ -71,7 +71,7 @@ def pair_losses(margins: Array, spec: PreferenceSpec) -> PairLosses:
     return PairLosses(losses, -_PER_PAIR * slopes)
 
 
-def numbers(margins: Array, judged: PairLosses, spec: PreferenceSpec) -> dict[str, float]:
+def pair_sums(margins: Array, judged: PairLosses, spec: PreferenceSpec) -> dict[str, float]:
     """Return the sums of these pairs for `sums.add`; `loss` counts each pair's loss once per completion."""
     return {
         "loss": _PER_PAIR * float(judged.losses.sum()),

@@ -10,7 +10,7 @@ MISMATCH = "mismatch_kl"
 """Sum of a KL estimate between the engine's log-probabilities of its tokens and the trainer's. Valid only if the
 trainer's are computed under the weights at the start of the step."""
 ROUTED_TOKENS, ROUTING_LOSS, EXPERT_LOAD = "routed_tokens", "routing_loss", f"{MAX_PREFIX}expert_load"
-"""Of a mixture of experts: the number of tokens, prompts included; the sum over them of the load-balancing loss of
+"""Sums of a mixture of experts: the number of tokens, prompts included; the sum over them of the load-balancing loss of
 their micro-batch; the largest load of an expert, 1 where all have the same."""
 
 
@@ -25,7 +25,7 @@ def add(total: dict[str, float], part: Mapping[str, float]) -> None:
             total[name] += value
 
 
-def routing(sums: Mapping[str, float]) -> dict[str, float]:
+def routing_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics of a mixture of experts, none for a dense model."""
     if not (n_tokens := sums.get(ROUTED_TOKENS)):
         return {}

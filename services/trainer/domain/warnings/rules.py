@@ -97,7 +97,7 @@ class Finding:
 
 @dataclass(slots=True)
 class History:
-    """What the rules need to know of all steps so far."""
+    """Facts of all steps so far that the rules use."""
 
     first: list[Row] = field(default_factory=list)
     """The first training steps, at most `WINDOW_STEPS`."""

@@ -16,7 +16,7 @@ class Change:
     """A warning that begins, or ends."""
 
     finding: Finding
-    """As it was when the warning began."""
+    """The finding with which the warning began."""
     since_step: int
     """The step after which it began."""
     holds: bool

@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 
 from rlboost.shared.messages import JobCommand
 
-TAKEOVER_LOOKS = 6
-"""Any trainer may take over a job seen without a lease this often in a row; a restarted trainer is back earlier."""
+TAKEOVER_CHECKS = 6
+"""Any trainer may take over a job after this many consecutive checks found no lease; a restarted trainer is back
+earlier."""
 
 
 @dataclass(slots=True)
-class JobTable:
-    """A fold over `jobs.commands`, and a count of how often each job was seen without a lease."""
+class JobStates:
+    """The state that the job commands read so far have produced, and how often each job was found without a lease."""
 
     trainer: str
     """Name of this trainer."""
@@ -24,8 +25,8 @@ class JobTable:
     """Job -> id of the entry that created it."""
     _paused: set[str] = field(default_factory=set)
     _cancelled: set[str] = field(default_factory=set)
-    _looks: dict[str, int] = field(default_factory=dict)
-    """Job -> how often in a row it was seen without a lease."""
+    _checks_without_lease: dict[str, int] = field(default_factory=dict)
+    """Job -> number of consecutive checks that found no lease."""
 
     def apply(self, entry_id: str, command: JobCommand) -> None:
         """Apply the next command."""
@@ -52,7 +53,7 @@ class JobTable:
         return job_id in self._cancelled
 
     def may_take_over(self, job_id: str, owner: str | None, *, held: bool) -> bool:
-        """Count a look at a started job, and return True if this trainer may take it over.
+        """Count a check of a started job, and return True if this trainer may take it over.
 
         Args:
             job_id: the job.
@@ -62,5 +63,5 @@ class JobTable:
         """
         if owner == self.trainer:
             return True
-        self._looks[job_id] = 0 if held else self._looks.get(job_id, 0) + 1
-        return self._looks[job_id] >= TAKEOVER_LOOKS
+        self._checks_without_lease[job_id] = 0 if held else self._checks_without_lease.get(job_id, 0) + 1
+        return self._checks_without_lease[job_id] >= TAKEOVER_CHECKS

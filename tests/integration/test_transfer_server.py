@@ -15,9 +15,9 @@ from fastapi import FastAPI, Response
 from prometheus_client import CollectorRegistry, Counter
 
 from rlboost.shared.errors import Corrupt
-from rlboost.shared.http import file_sender
-from rlboost.shared.http.file_sender import FileRequest, FileSender, FoundFile
+from rlboost.shared.http import transfer_server
 from rlboost.shared.http.server import bind, server_loop
+from rlboost.shared.http.transfer_server import FoundFile, TransferRequest, TransferServer
 from rlboost.shared.weights.manifest import ChunkRef, digest_of
 from rlboost.shared.weights.transfer.download import Buffers, Download
 from rlboost.shared.weights.transfer.http_download import BadStatus, BlobDownloader, DownloadFailed, Unreachable
@@ -35,7 +35,7 @@ class Site:
         self.path = path
         self.sent = Counter("sent", "bytes", registry=CollectorRegistry())
         self.slots = asyncio.Semaphore(2)
-        self.files = FileSender(self.find, self.sent, slots=self.slots)
+        self.transfers = TransferServer(self.find, self.sent, slots=self.slots)
         self.app = FastAPI()
         self.sock = bind("127.0.0.1", 0)
         self.sock.listen()  # so that a client may connect before the server runs
@@ -49,7 +49,7 @@ class Site:
         async def post() -> str:
             return "posted"
 
-    def find(self, request: FileRequest) -> FoundFile | None:
+    def find(self, request: TransferRequest) -> FoundFile | None:
         is_file = request.path == "/file" and request.authorization == "Bearer t"
         return FoundFile(self.path.open("rb", buffering=0), "tag") if is_file else None
 
@@ -61,7 +61,7 @@ class Site:
 @pytest.fixture
 async def site(tmp_path: Path) -> AsyncIterator[Site]:
     site, stop = Site(tmp_path / "file"), asyncio.Event()
-    serving = asyncio.create_task(server_loop(site.app, site.sock, files=site.files)(stop), name="site")
+    serving = asyncio.create_task(server_loop(site.app, site.sock, transfers=site.transfers)(stop), name="site")
     yield site
     stop.set()
     await serving
@@ -124,17 +124,17 @@ async def test_client_that_disappears_frees_its_slot(site: Site) -> None:
     with socket.create_connection(site.sock.getsockname()) as sock:
         sock.sendall(b"GET /file HTTP/1.1\r\nAuthorization: Bearer t\r\n\r\n")
         await asyncio.to_thread(sock.recv, 100)
-    await eventually(lambda: not site.files.connections)
+    await eventually(lambda: not site.transfers.connections)
     await eventually(lambda: site.slots._value == 2)
 
 
 async def test_stop_ends_a_download_that_the_client_does_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_sender, "_STOP_S", 0.2)
+    monkeypatch.setattr(transfer_server, "_STOP_S", 0.2)
     site, stop = Site(tmp_path / "file"), asyncio.Event()
     os.truncate(site.path, 1 << 30)
-    serving = asyncio.create_task(server_loop(site.app, site.sock, files=site.files)(stop), name="site")
+    serving = asyncio.create_task(server_loop(site.app, site.sock, transfers=site.transfers)(stop), name="site")
     with socket.create_connection(site.sock.getsockname()) as sock:
         sock.sendall(b"GET /file HTTP/1.1\r\nAuthorization: Bearer t\r\n\r\n")
         await asyncio.to_thread(sock.recv, 100)

@@ -3,9 +3,9 @@
 An ASGI server copies every byte of a body through its event loop. Here the kernel copies from its page cache to the
 socket, or from the socket to a buffer, and threads call it, so throughput grows with the cores.
 
-A new connection starts with a `FileConnection`. It answers the plain downloads of files that `FileSender` finds, and
-the plain uploads that its `BodyReceiver` accepts. The first other request, and everything after it, goes to the ASGI
-server, as does an upload that failed: ranges, errors and redirects have one implementation, in the app.
+A new connection starts with a `TransferConnection`. It answers the plain downloads of files that `TransferServer`
+finds, and the plain uploads that its `BodyReceiver` accepts. The first other request, and everything after it, goes to
+the ASGI server, as does an upload that failed: ranges, errors and redirects have one implementation, in the app.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _STOP_S = 5.0
 _MAX_THREADS = 8
 
 
-class FileRequest(NamedTuple):
+class TransferRequest(NamedTuple):
     """A plain download or upload."""
 
     path: str
@@ -58,12 +58,12 @@ class FoundFile(NamedTuple):
     etag: str
 
 
-Find = Callable[[FileRequest], FoundFile | None]
+Find = Callable[[TransferRequest], FoundFile | None]
 """Opens the file to respond with; None if the app must respond. Called in a thread."""
 
 
-class FileSender:
-    """The connections of one server, and the threads that send files on them."""
+class TransferServer:
+    """The connections of one server that transfer files and uploads, and the threads that send files on them."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class FileSender:
         slots: asyncio.Semaphore | None = None,
         uploads: BodyReceiver | None = None,
     ) -> None:
-        """Respond with the files that `find` opens.
+        """Respond to downloads with the files that `find` opens.
 
         Args:
             find: opens a request's file.
@@ -87,7 +87,7 @@ class FileSender:
         self.slots = slots or asyncio.Semaphore(1 << 30)
         self.uploads = uploads
         self.threads = ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="send-file")
-        self.connections: set[FileConnection] = set()
+        self.connections: set[TransferConnection] = set()
         self.is_closed = False
 
     async def close(self) -> None:
@@ -104,12 +104,12 @@ class FileSender:
             self.uploads.close()
 
 
-class FileConnection(asyncio.Protocol):
+class TransferConnection(asyncio.Protocol):
     """One connection, until its first request that is not a plain download of a known file or a plain upload."""
 
-    def __init__(self, sender: FileSender, make_app_protocol: Callable[[], asyncio.Protocol]) -> None:
+    def __init__(self, server: TransferServer, make_app_protocol: Callable[[], asyncio.Protocol]) -> None:
         """Hand the connection over to a protocol from `make_app_protocol` when the app must respond."""
-        self._sender = sender
+        self._server = server
         self._make_app_protocol = make_app_protocol
         self._received = b""
         self._sock: socket.socket | None = None
@@ -119,15 +119,15 @@ class FileConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See `asyncio.BaseProtocol`."""
         self._transport = transport
-        self._sender.connections.add(self)
+        self._server.connections.add(self)
         self._idle = asyncio.get_running_loop().call_later(_IDLE_S, transport.close)
-        if self._sender.is_closed:
+        if self._server.is_closed:
             self.abort()
 
     def connection_lost(self, _: Exception | None) -> None:
         """See `asyncio.BaseProtocol`."""
         self._idle.cancel()
-        self._sender.connections.discard(self)
+        self._server.connections.discard(self)
         if self._sock:
             # Ends the response, which may be in a thread and cannot be cancelled there.
             with suppress(OSError):
@@ -145,7 +145,7 @@ class FileConnection(asyncio.Protocol):
 
     def _respond(self) -> None:
         """Respond to the request received so far, once it is complete."""
-        if self._sender.is_closed:
+        if self._server.is_closed:
             self._transport.close()
             return
         if b"\r\n\r\n" not in self._received and len(self._received) < _MAX_HEAD_BYTES:
@@ -158,21 +158,21 @@ class FileConnection(asyncio.Protocol):
         self._transport.pause_reading()
         self.task = asyncio.create_task(self._complete(request), name="transfer-file")
 
-    def _may_start(self, request: FileRequest) -> bool:
+    def _may_start(self, request: TransferRequest) -> bool:
         if request.upload_bytes is None:
-            return not self._sender.slots.locked()
-        uploads = self._sender.uploads
+            return not self._server.slots.locked()
+        uploads = self._server.uploads
         return uploads is not None and uploads.try_reserve(request.path, request.authorization, request.upload_bytes)
 
     def _hand_over(self) -> None:
         self._idle.cancel()
-        self._sender.connections.discard(self)
+        self._server.connections.discard(self)
         protocol = self._make_app_protocol()
         self._transport.set_protocol(protocol)
         protocol.connection_made(self._transport)
         protocol.data_received(self._received)
 
-    async def _complete(self, request: FileRequest) -> None:
+    async def _complete(self, request: TransferRequest) -> None:
         head, end, _ = self._received.partition(b"\r\n\r\n")
         n_head = len(head + end)
         is_download = request.upload_bytes is None
@@ -199,8 +199,8 @@ class FileConnection(asyncio.Protocol):
         self._received = self._received[n_head:]
         self._respond()
 
-    async def _receive_body(self, request: FileRequest, n_head: int) -> bool:
-        uploads, n_bytes = self._sender.uploads, request.upload_bytes
+    async def _receive_body(self, request: TransferRequest, n_head: int) -> bool:
+        uploads, n_bytes = self._server.uploads, request.upload_bytes
         assert uploads is not None
         assert n_bytes is not None
         head, start = self._received[:n_head], self._received[n_head:]
@@ -217,13 +217,13 @@ class FileConnection(asyncio.Protocol):
         self._transport.write(b"HTTP/1.1 204 No Content\r\n\r\n")
         return True
 
-    async def _send_file(self, request: FileRequest) -> bool:
-        async with self._sender.slots:
+    async def _send_file(self, request: TransferRequest) -> bool:
+        async with self._server.slots:
             return await self._send_found(request)
 
-    async def _send_found(self, request: FileRequest) -> bool:
+    async def _send_found(self, request: TransferRequest) -> bool:
         loop = asyncio.get_running_loop()
-        found = await loop.run_in_executor(self._sender.threads, self._sender.find, request)
+        found = await loop.run_in_executor(self._server.threads, self._server.find, request)
         if found is None:
             return False
         with found.file as file, self._own_socket() as self._sock:
@@ -231,8 +231,8 @@ class FileConnection(asyncio.Protocol):
             await loop.sock_sendall(self._sock, _head(n_bytes, found.etag))
             at = 0
             while at < n_bytes:
-                end = await loop.run_in_executor(self._sender.threads, _send_some, self._sock, file, at, n_bytes)
-                self._sender.sent.inc(end - at)
+                end = await loop.run_in_executor(self._server.threads, _send_some, self._sock, file, at, n_bytes)
+                self._server.sent.inc(end - at)
                 at = end
                 if at < n_bytes:
                     async with asyncio.timeout(_STALL_S):
@@ -257,7 +257,7 @@ def _head(n_bytes: int, etag: str) -> bytes:
     return "\r\n".join([*lines, "", ""]).encode()
 
 
-def parse(received: bytes) -> FileRequest | None:
+def parse(received: bytes) -> TransferRequest | None:
     """Return the plain download, or upload, that these bytes are (the start of), None if they are another request."""
     found = _REQUEST.match(received)
     if found is None or found.end() > _MAX_HEAD_BYTES:
@@ -274,10 +274,10 @@ def parse(received: bytes) -> FileRequest | None:
     length = headers.get("content-length")
     n_body = len(received) - found.end()
     if found[1] == b"GET":
-        return FileRequest(path, authorization) if length is None and not n_body else None
+        return TransferRequest(path, authorization) if length is None and not n_body else None
     if length is None or not _LENGTH.fullmatch(length) or n_body > int(length):
         return None
-    return FileRequest(path, authorization, int(length))
+    return TransferRequest(path, authorization, int(length))
 
 
 def _send_some(sock: socket.socket, file: BinaryIO, at: int, end: int) -> int:

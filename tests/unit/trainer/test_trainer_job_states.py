@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlboost.services.trainer.domain.job_table import TAKEOVER_LOOKS, JobTable
+from rlboost.services.trainer.domain.job_states import TAKEOVER_CHECKS, JobStates
 from rlboost.shared.messages import JobCommand
 
 
@@ -12,8 +12,8 @@ def command(action: Any, job_id: str = "j") -> JobCommand:
     return JobCommand(command_id=action, action=action, job_id=job_id, job_no=1)
 
 
-def table(*actions: str) -> JobTable:
-    found = JobTable("t1")
+def table(*actions: str) -> JobStates:
+    found = JobStates("t1")
     for number, action in enumerate(actions):
         found.apply(f"{number}-0", command(action))
     return found
@@ -45,13 +45,13 @@ def test_trainer_may_take_over_its_own_job_at_once() -> None:
 
 def test_another_trainers_job_is_taken_only_after_a_while_without_a_lease() -> None:
     found = table()
-    looks = [found.may_take_over("j", "t2", held=False) for _ in range(TAKEOVER_LOOKS)]
-    assert looks == [False] * (TAKEOVER_LOOKS - 1) + [True]
+    checks = [found.may_take_over("j", "t2", held=False) for _ in range(TAKEOVER_CHECKS)]
+    assert checks == [False] * (TAKEOVER_CHECKS - 1) + [True]
 
 
 def test_a_trainer_that_holds_its_lease_again_keeps_its_job() -> None:
     found = table()
-    for _ in range(TAKEOVER_LOOKS - 1):
+    for _ in range(TAKEOVER_CHECKS - 1):
         found.may_take_over("j", "t2", held=False)
     assert not found.may_take_over("j", "t2", held=True)
     assert not found.may_take_over("j", "t2", held=False)

@@ -1,4 +1,4 @@
-"""Versions in a cache as torch tensors under the model's names. Imports torch when the first tensor is read.
+"""Pulled versions as torch tensors under the model's names. Imports torch when the first tensor is read.
 
 An adapter is merged into its base model: readers see an ordinary model.
 """
@@ -23,8 +23,8 @@ Published = dict[str, list[TensorEntry]]
 """Name -> the shards of the tensor."""
 
 
-class StoredVersion:
-    """A version with all tensors of a model."""
+class CachedVersion:
+    """A pulled version as torch tensors: a whole model."""
 
     def __init__(self, pulled: PulledVersion) -> None:
         """Read a pulled version."""
@@ -47,7 +47,7 @@ class StoredVersion:
 
     @property
     def parity_reference(self) -> ParityReference | None:
-        """The trainer's log-probabilities of fixed prompts under these weights; None if it published none."""
+        """The trainer's log-probabilities of canary prompts under these weights; None if it published none."""
         return _parity_reference(self._pulled.manifest)
 
     @cached_property
@@ -85,7 +85,7 @@ class AdaptedVersion:
     def __init__(self, pulled: PulledVersion, base: PulledVersion) -> None:
         """Read a pulled adapter and its base."""
         self._pulled = pulled
-        self._base = StoredVersion(base)
+        self._base = CachedVersion(base)
         self._published = _published(pulled.manifest)
         self._adapter = adapter_of(
             pulled.manifest.adapter_json, _shapes(self._published), _shapes(self._base.published)
@@ -115,7 +115,7 @@ class AdaptedVersion:
 
     @property
     def parity_reference(self) -> ParityReference | None:
-        """The trainer's log-probabilities of fixed prompts under these weights; None if it published none."""
+        """The trainer's log-probabilities of canary prompts under these weights; None if it published none."""
         return _parity_reference(self._pulled.manifest)
 
     def tensors(self, names: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -145,14 +145,14 @@ class AdaptedVersion:
         return torch_tensors.differing({**self._base.published, **merged}, loaded)
 
 
-def stored_version(pulled: PulledVersion) -> StoredVersion | AdaptedVersion:
+def cached_version(pulled: PulledVersion) -> CachedVersion | AdaptedVersion:
     """Return the reader for a pulled version: a whole model or an adapter.
 
     Raises:
         ConfigError: see `AdaptedVersion`.
 
     """
-    return StoredVersion(pulled) if pulled.base is None else AdaptedVersion(pulled, pulled.base)
+    return CachedVersion(pulled) if pulled.base is None else AdaptedVersion(pulled, pulled.base)
 
 
 def _tensors(pulled: PulledVersion, names: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""Messages between the trainer and its ranks: length-prefixed msgpack maps. Nothing is pickled."""
+"""Sends and receives the messages between the trainer and its ranks, errors among them; blocks."""
 
 from __future__ import annotations
 
@@ -9,14 +9,7 @@ import msgpack
 
 from rlboost.shared import errors
 from rlboost.shared.errors import RLBoostError
-
-LENGTH_BYTES = 8
-
-
-def pack(body: dict[str, Any]) -> bytes:
-    """Return a message as it is sent."""
-    data: bytes = msgpack.packb(body)
-    return len(data).to_bytes(LENGTH_BYTES, "big") + data
+from rlboost.shared.wire.framing import LENGTH_BYTES, length_of, pack
 
 
 def send(channel: socket.socket, body: dict[str, Any]) -> None:
@@ -37,7 +30,7 @@ def receive(channel: socket.socket) -> dict[str, Any]:
         OSError: the peer's process has ended.
 
     """
-    length = int.from_bytes(_read_exactly(channel, LENGTH_BYTES), "big")
+    length = length_of(_read_exactly(channel, LENGTH_BYTES))
     body: dict[str, Any] = msgpack.unpackb(_read_exactly(channel, length))
     return body
 

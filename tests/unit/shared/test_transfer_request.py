@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from rlboost.shared.http.file_sender import FileRequest, parse
+from rlboost.shared.http.transfer_server import TransferRequest, parse
 
 PLAIN = b"GET /v1/chunks/ab HTTP/1.1\r\nHost: store\r\nauthorization:  Bearer t \r\nX-Forwarded-For: 10.0.0.1\r\n\r\n"
 
 
 def test_parse_returns_path_and_credential_of_a_plain_download() -> None:
-    assert parse(PLAIN) == FileRequest("/v1/chunks/ab", "Bearer t")
-    assert parse(b"GET / HTTP/1.1\r\n\r\n") == FileRequest("/", "")
+    assert parse(PLAIN) == TransferRequest("/v1/chunks/ab", "Bearer t")
+    assert parse(b"GET / HTTP/1.1\r\n\r\n") == TransferRequest("/", "")
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ UPLOAD = PLAIN.replace(b"GET", b"PUT").replace(b"Host: store", b"Content-Length:
 
 def test_parse_returns_the_size_of_a_plain_upload() -> None:
     for received in (b"", b"a part", b"twelve bytes"):
-        assert parse(UPLOAD + received) == FileRequest("/v1/chunks/ab", "Bearer t", 12)
+        assert parse(UPLOAD + received) == TransferRequest("/v1/chunks/ab", "Bearer t", 12)
 
 
 @pytest.mark.parametrize(

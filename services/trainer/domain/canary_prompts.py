@@ -1,4 +1,4 @@
-"""The probe of the parity check: a few sequences that depend on the size of the vocabulary only."""
+"""Canary prompts, the input of the parity check: a few sequences that depend on the size of the vocabulary only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMMON_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class CanaryPrompts:
     """The sequences to score, and how."""
 
     temperature: float
@@ -31,8 +31,8 @@ class Probe:
     """(prompt, completion) of each sequence."""
 
 
-def build_probe(vocabulary: int, *, temperature: float, dtype: Dtype) -> Probe:
-    """Return the probe of a job; it contains no user data.
+def build_canary_prompts(vocabulary: int, *, temperature: float, dtype: Dtype) -> CanaryPrompts:
+    """Return the canary prompts of a job; they contain no user data.
 
     Args:
         vocabulary: number of tokens of the model.
@@ -42,18 +42,18 @@ def build_probe(vocabulary: int, *, temperature: float, dtype: Dtype) -> Probe:
     """
     length, many = PROMPT_TOKENS + COMPLETION_TOKENS, min(vocabulary, COMMON_TOKENS)
     sequences = [tuple(_token(row, at, many) for at in range(length)) for row in range(ROWS)]
-    return Probe(temperature, dtype, tuple((ids[:PROMPT_TOKENS], ids[PROMPT_TOKENS:]) for ids in sequences))
+    return CanaryPrompts(temperature, dtype, tuple((ids[:PROMPT_TOKENS], ids[PROMPT_TOKENS:]) for ids in sequences))
 
 
 def _token(row: int, at: int, many: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{row} {at}".encode(), digest_size=8).digest(), "little") % many
 
 
-def build_reference(probe: Probe, columns: Sequence[bytes]) -> ParityReference:
+def build_reference(canaries: CanaryPrompts, columns: Sequence[bytes]) -> ParityReference:
     """Return the parity reference of a version.
 
     Args:
-        probe: the probe.
+        canaries: the sequences.
         columns: the version's log-probabilities of each row's completion, float32.
 
     Raises:
@@ -63,11 +63,11 @@ def build_reference(probe: Probe, columns: Sequence[bytes]) -> ParityReference:
     answers = [unpack(column, F32) for column in columns]
     if not all(np.isfinite(answer).all() for answer in answers):
         raise Fatal(
-            "the model's log-probabilities of the parity probe are not finite, so its weights are not published: check "
-            "for a learning rate that is too high, or a broken model"
+            "the model's log-probabilities of the canary prompts are not finite, so its weights are not published: "
+            "check for a learning rate that is too high, or a broken model"
         )
     rows = tuple(
         ScoredSequence(prompt=prompt, completion=completion, logprobs=tuple(round(float(value), 6) for value in answer))
-        for (prompt, completion), answer in zip(probe.rows, answers, strict=True)
+        for (prompt, completion), answer in zip(canaries.rows, answers, strict=True)
     )
-    return ParityReference(temperature=probe.temperature, dtype=probe.dtype, rows=rows)
+    return ParityReference(temperature=canaries.temperature, dtype=canaries.dtype, rows=rows)

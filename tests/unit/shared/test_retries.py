@@ -1,0 +1,48 @@
+"""Calls that are repeated while what they need is unavailable."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlboost.shared.errors import BusUnavailable, NotFound, StoreUnavailable
+from rlboost.shared.process.retries import retry_while
+
+
+class Call:
+    """Fails with each of the errors in turn, then answers."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors = list(errors)
+        self.tries = 0
+
+    async def __call__(self) -> str:
+        self.tries += 1
+        if self.errors:
+            raise self.errors.pop(0)
+        return "answer"
+
+
+async def test_call_is_repeated_until_it_answers() -> None:
+    call = Call(BusUnavailable("down"), BusUnavailable("still down"))
+    assert await retry_while(BusUnavailable, call, first_s=0.001, jitter_s=0.0) == "answer"
+    assert call.tries == 3
+
+
+async def test_other_error_is_raised_at_once() -> None:
+    call = Call(StoreUnavailable("away"), NotFound("no such version"))
+    with pytest.raises(NotFound):
+        await retry_while(StoreUnavailable, call, first_s=0.001, jitter_s=0.0)
+    assert call.tries == 2
+
+
+async def test_last_error_is_raised_once_the_predicate_no_longer_holds() -> None:
+    call = Call(*(BusUnavailable(f"try {n}") for n in range(1, 9)))
+    with pytest.raises(BusUnavailable, match="try 3"):
+        await retry_while(lambda _: call.tries < 3, call, first_s=0.001, jitter_s=0.0)
+
+
+async def test_last_error_is_raised_after_the_limit() -> None:
+    call = Call(*(BusUnavailable("down") for _ in range(1000)))
+    with pytest.raises(BusUnavailable):
+        await retry_while(BusUnavailable, call, limit_s=0.05, first_s=0.01, longest_s=0.01, jitter_s=0.0)
+    assert 2 <= call.tries < 1000
