@@ -40,7 +40,11 @@ def of_step(client: Client, record: dict[str, Any], step: int | None, *, evaluat
     found = [sample for sample in of_kind if sample["step"] == step]
     if not found:
         kind = "evaluation samples" if is_eval else "samples"
-        has = f"the newest 2,000 samples have steps {_ranges([one + 1 for one in steps])}" if steps else "there are only training samples"
+        has = (
+            f"the newest 2,000 samples have steps {_ranges([one + 1 for one in steps])}"
+            if steps
+            else "there are only training samples"
+        )
         where = "" if step is None else f" of step {step + 1}"
         raise ClientError("No samples", f"{record['id']} has no {kind}{where}: {has}", _NOT_FOUND)
     return found
