@@ -18,6 +18,7 @@ from rlboost.services.rollout_worker.adapters.preemption.notice_file import Noti
 from rlboost.services.rollout_worker.adapters.store_weights import StoreWeights
 from rlboost.services.rollout_worker.adapters.torch.factory import TorchFactory
 from rlboost.services.rollout_worker.adapters.vllm.factory import VllmFactory, is_quantized
+from rlboost.services.rollout_worker.adapters.vllm.options import VllmOptions
 from rlboost.services.rollout_worker.app import Worker, WorkerOptions
 from rlboost.services.rollout_worker.domain.parity_check import Precision
 from rlboost.services.rollout_worker.generator import Generator
@@ -123,14 +124,16 @@ def _engines(settings: Settings) -> EngineFactory:
             gpu_memory_utilization=settings.gpu_memory_utilization,
         )
     return VllmFactory(
-        slots=settings.slots,
-        device=settings.device,
-        dtype=settings.dtype,
-        kv_cache_bytes=settings.kv_cache_bytes,
-        gpu_memory_utilization=settings.gpu_memory_utilization,
-        tensor_parallel=settings.tensor_parallel,
-        enable_sleep=settings.role == "reserved",
-        vllm_args=settings.vllm_args,
+        VllmOptions(
+            slots=settings.slots,
+            device=settings.device,
+            dtype=settings.dtype,
+            kv_cache_bytes=settings.kv_cache_bytes,
+            gpu_memory_utilization=settings.gpu_memory_utilization,
+            tensor_parallel=settings.tensor_parallel,
+            enable_sleep=settings.role == "reserved",
+            vllm_args=settings.vllm_args,
+        )
     )
 
 
