@@ -38,7 +38,7 @@ _KILL_LIMIT_S = 10.0
 _POLL_INTERVAL_S = 0.1
 _SAVE_INTERVAL_S = 1.0
 _MAX_STARTS = 3
-"""Of a process that has never been ready: `until_ready` fails when the last one has died."""
+"""Starts of a process that has never been ready: `until_ready` fails when the last one has died."""
 _SHOWN_LINES = 15
 _DISK_FULL = "the disk is full: free space; until then Redis rejects writes, and rlboost ps shows an earlier state"
 

@@ -23,10 +23,10 @@ Completions = Literal["short", "long"]
 
 BANDWIDTH_BYTES_PER_S = 6.7e12
 LAUNCH_S = 0.003
-"""Of a decode step, besides its kernels."""
+"""Fixed time of a decode step, besides its kernels."""
 FLOPS = 0.4 * 1.979e15
 MEMORY_BYTES = 0.85 * 160e9
-"""Of one engine, for weights and KV cache."""
+"""Memory of one engine for weights and KV cache."""
 GBIT = 1e9 / 8
 LENGTHS: dict[Completions, Lengths] = {
     "short": Lengths(cap=14_336, median=1800, sigma=0.7),

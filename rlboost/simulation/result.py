@@ -60,10 +60,10 @@ class Counters:
     """Counts over the whole run, the steps before the measured ones included."""
 
     generated_tokens: int = 0
-    """Of the samples of all complete steps."""
+    """Tokens of the samples of all complete steps."""
     decoded_tokens: float = 0.0
-    """Until the end of the last complete step: what exceeds `generated_tokens` was regenerated, or, with staleness,
-    belongs to later steps."""
+    """Tokens decoded until the end of the last complete step: what exceeds `generated_tokens` was regenerated, or, with
+    staleness, belongs to later steps."""
     migrations: int = 0
     retractions: int = 0
 

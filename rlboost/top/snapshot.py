@@ -38,7 +38,7 @@ class JobSnapshot:
     dollars: float = 0.0
     dollars_per_step: float | None = None
     preemptions: int = 0
-    """Of workers that served the job."""
+    """Preemptions of workers that served the job."""
     evaluation_name: str = ""
     evaluation: list[float] = field(default_factory=list)
     """One value per evaluation, from the first."""

@@ -249,7 +249,7 @@ class Worker:
                     "send the preemption notice", lambda: connection.send_preemption_notice(reason, lead_s)
                 )
             await asyncio.wait(command_tasks)
-            connection.session.drain()
+            connection.session.drain()  # its effect is not needed: the cancelled tasks include a running pull
             self._heartbeat_now.set()
             await self._pause_engine()
             await connection.retry_until_ok("flush the last tokens", connection.flush)

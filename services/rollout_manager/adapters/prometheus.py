@@ -21,7 +21,7 @@ class WorldCollector:
         """Collect from this manager's world."""
         self._manager = manager
         self._audits: dict[str, Audit] = {}
-        """Of all jobs seen while this manager led."""
+        """Job id -> audit, for all jobs seen while this manager led."""
 
     def register(self) -> None:
         """Add the metrics to the process's registry."""

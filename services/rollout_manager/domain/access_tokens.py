@@ -22,7 +22,7 @@ class AccessToken(BaseModel):
     scope: TokenScope
     name: str
     sha256: str
-    """Of the secret, in hexadecimal. A secret has 256 random bits, so it cannot be found by trying."""
+    """SHA-256 of the secret, in hexadecimal. A secret has 256 random bits, so it cannot be found by trying."""
     created_at: float
     expires_at: float | None
     """None if it does not expire."""

@@ -35,7 +35,7 @@ class _Waiting:
     """One follower that has read everything up to its cursors."""
 
     cursors: dict[str, str]
-    """Of each stream that it follows."""
+    """Stream that it follows -> id of the last entry read."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
 

@@ -17,7 +17,7 @@ class ServingAudit(BaseModel):
     dropped: Counter[str] = Counter()
     """By reason."""
     tokens_delivered: int = 0
-    """Of delivered completions, including a few tokens after a stop string that the client does not get."""
+    """Tokens of delivered completions, including a few after a stop string that the client does not get."""
 
 
 class Audit(BaseModel):

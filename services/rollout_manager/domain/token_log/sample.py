@@ -43,7 +43,7 @@ class Sample:
     placed_at: float = 0.0
     """When it was assigned to its owner (manager's clock); 0 if an earlier manager did that."""
     routed_experts: bytes = b""
-    """Of the whole completion, once it ended; see `shared.wire.routed_experts`."""
+    """The column of `shared.wire.routed_experts` of the whole completion, once it has ended."""
     attempt_worker: str = ""
     """The worker of the current attempt, whose tokens count even after it lost the sample; empty if not known."""
 
