@@ -339,10 +339,10 @@ class Manager:
         mismatched = fleet.mismatched()
         if not mismatched:
             return []
-        cursors = {names.worker_commands(worker.id): worker.commands.last_command for worker in mismatched}
+        cursors = {names.worker_commands(worker.id): worker.command_check.last_command for worker in mismatched}
         unread = {entry.stream for entry in await self._bus.read(cursors, count=1)}
         for worker in mismatched:
-            worker.commands.restart()
+            worker.command_check.restart()
         return [worker.id for worker in mismatched if names.worker_commands(worker.id) not in unread]
 
     async def _trim(self) -> None:

@@ -47,7 +47,7 @@ class Metrics(Collector):
         version = session.serving.version if session.serving else -1
         yield _gauge("weight_version", "Version of the weights served; -1 before the first.", version)
         yield _gauge(
-            "unsent_bytes", "Tokens that the log does not have yet.", connection.incarnation.outbox.unsent_bytes
+            "unsent_bytes", "Tokens that the log does not have yet.", connection.incarnation.unsent.unsent_bytes
         )
         yield _gauge("resident_bytes", "Memory of this process.", load.memory.resident_bytes)
         yield _gauge("device_used_bytes", "Memory in use on the engine's device.", load.memory.device_used_bytes)

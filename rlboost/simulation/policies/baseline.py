@@ -106,7 +106,7 @@ class FleetSize:
     last: int = -1
 
     def update(self, n: int) -> None:
-        """Note the present number."""
+        """Record the present number."""
         self.changed |= self.last not in {-1, n}
         self.last = n
 

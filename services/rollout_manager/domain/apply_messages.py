@@ -247,7 +247,7 @@ def _on_heartbeat(world: World, heartbeat: WorkerHeartbeat, now: Now) -> None:
         worker.set_samples(world.ledger.samples[i] for i in worker.samples)
     world.update_batch_cap(worker)
     if heartbeat.last_command and worker.assigned_version and worker.state != "draining":
-        worker.commands.observe(
+        worker.command_check.observe(
             world.command_digest(worker), heartbeat.command_digest, heartbeat.last_command, now.mono
         )
     if before is None:

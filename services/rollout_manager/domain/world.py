@@ -17,7 +17,7 @@ from rlboost.services.rollout_manager.domain.jobs.record import Job, Quarantined
 from rlboost.services.rollout_manager.domain.jobs.table import JobTable
 from rlboost.services.rollout_manager.domain.scheduling.candidates import CandidatePools, set_batch_cap
 from rlboost.services.rollout_manager.domain.scheduling.queue import SampleQueues
-from rlboost.services.rollout_manager.domain.scheduling.requirements import InFlight, requirement_of
+from rlboost.services.rollout_manager.domain.scheduling.requirements import InFlightCounts, requirement_of
 from rlboost.services.rollout_manager.domain.token_log.ledger import FrameOutcome, Ledger
 from rlboost.services.rollout_manager.domain.token_log.sample import Sample
 from rlboost.services.rollout_manager.domain.workers.fleet import Fleet
@@ -61,7 +61,7 @@ class World:
         self.fleet = Fleet(lease_s, prices)
         self.candidates = CandidatePools(self.fleet)
         self.ledger = Ledger()
-        self.in_flight = InFlight()
+        self.in_flight = InFlightCounts()
         self.queues = SampleQueues()
         self.served: dict[int, Sample] = {}
         """Clients' samples in flight."""

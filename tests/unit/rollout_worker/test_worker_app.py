@@ -498,7 +498,7 @@ async def test_redis_outage_leaves_every_token_in_order(rig: Rig) -> None:
     await rig.manager.send(worker, assign(1, 2, max_tokens=800))
     await rig.manager.until_generated((1, 1), tokens=5)
     rig.down = True
-    await eventually(lambda: rig.connection.incarnation.outbox.unsent_bytes > 0)
+    await eventually(lambda: rig.connection.incarnation.unsent.unsent_bytes > 0)
     rig.down = False
     made = await rig.manager.until_finished((1, 1), (2, 1))
     assert [len(row.tokens) for row in made.values()] == [800, 800]
@@ -516,13 +516,13 @@ async def test_frame_with_a_lost_reply_is_resent_with_the_same_number(rig: Rig) 
     assert sorted(set(numbers)) == list(range(max(numbers) + 1))
 
 
-async def test_full_outbox_pauses_the_engine(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_full_unsent_queue_pauses_the_engine(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frames, "UNSENT_BYTES", 1000)
     worker = await rig.manager.ready_worker()
     await rig.manager.send(worker, assign(1, max_tokens=500))
     await rig.manager.until_generated((1, 1), tokens=5)
     rig.log_refuses = True
-    await eventually(lambda: rig.connection.incarnation.outbox.is_full)
+    await eventually(lambda: rig.connection.incarnation.unsent.is_full)
     await eventually(lambda: rig.engine._suspended)
     rig.log_refuses = False
     made = await rig.manager.until_finished((1, 1))
@@ -627,7 +627,7 @@ async def test_worker_that_redis_rejects_for_a_moment_continues(rig: Rig) -> Non
     await rig.manager.send(worker, assign(1, max_tokens=4000))
     await rig.manager.until_generated((1, 1), tokens=5)
     rig.rejected = worker
-    await eventually(lambda: rig.connection.incarnation.outbox.unsent_bytes)
+    await eventually(lambda: rig.connection.incarnation.unsent.unsent_bytes)
     rig.rejected = ""
     await rig.manager.until_finished((1, 1))
     assert len(await rig.manager.received(WorkerJoined)) == 1

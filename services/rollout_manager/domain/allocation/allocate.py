@@ -130,7 +130,7 @@ def _reallocate(world: World, jobs: list[Job], versions: dict[str, int], now: No
         return
     demands = [_demand(world, job, now) for job in jobs]
     shares = shares_of(demands, members)
-    _note_jobs_below_share(world, demands, members, shares, now)
+    _track_jobs_below_share(world, demands, members, shares, now)
     for worker_id, job_id in reallocate(demands, members, shares).items():
         worker = world.fleet.workers[worker_id]
         if not has_budget(world, world.jobs[job_id], worker):
@@ -151,7 +151,7 @@ def _demand(world: World, job: Job, now: Now) -> Demand:
     return Demand(job.id, job.spec.elastic.share, samples, max(0, samples - assigned), now.mono - since)
 
 
-def _note_jobs_below_share(
+def _track_jobs_below_share(
     world: World, demands: list[Demand], members: list[Member], shares: dict[str, int], now: Now
 ) -> None:
     for demand in demands:

@@ -49,7 +49,7 @@ class JobProgress:
         return self.trainer.price_per_hour if self.trainer else 0.0
 
     def on_trainer_status(self, status: TrainerStatus | None, now: float) -> None:
-        """Note the present value of the trainer's lease, which each renewal changes."""
+        """Record the present value of the trainer's lease, which each renewal changes."""
         self.trainer_checked_at = now
         if self.trainer_renewed_at is None or (status is not None and status != self.trainer):
             self.trainer_renewed_at = now
@@ -60,7 +60,7 @@ class JobProgress:
         return sample_id in self.delivered.get(step_of(sample_id), ())
 
     def on_delivered(self, sample_id: int) -> None:
-        """Note that the requester of the sample has it, or knows that it was dropped."""
+        """Record that the requester of the sample has it, or knows that it was dropped."""
         self.delivered[step_of(sample_id)].add(sample_id)
 
     def forget_delivered(self, sample_id: int) -> None:

@@ -32,8 +32,8 @@ class Requirement(NamedTuple):
         return worker.generates and worker.job_id == self.job_id and self.allows(worker.version)
 
 
-class InFlight:
-    """Counts the samples in flight by requirement, and those requested by step."""
+class InFlightCounts:
+    """How many samples are in flight, by requirement, and how many were requested, by step."""
 
     def __init__(self) -> None:
         self.by_requirement: dict[Requirement, int] = {}
