@@ -72,7 +72,7 @@ class WorldCollector:
         for state in get_args(JobState):
             jobs.add_metric([state], states[state])
         yield jobs
-        stalled = sum(progress.stalled_since is not None for progress in world.progress.values())
+        stalled = sum(progress.stalled_since_unix_s is not None for progress in world.progress.values())
         yield GaugeMetricFamily(
             "rlboost_jobs_stalled", "Jobs with queued samples that no worker can take", value=stalled
         )

@@ -41,7 +41,7 @@ def digest_of_secret(secret: str) -> str:
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
-def holder(secret: str, tokens: Iterable[AccessToken], now: float) -> Principal | None:
+def principal_of(secret: str, tokens: Iterable[AccessToken], now: float) -> Principal | None:
     """Return the principal of a secret, None if no token has it or the token has expired."""
     digest = digest_of_secret(secret)
     for token in tokens:

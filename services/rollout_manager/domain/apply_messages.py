@@ -16,7 +16,7 @@ from rlboost.services.rollout_manager.domain.effects import (
     SaveWorker,
 )
 from rlboost.services.rollout_manager.domain.jobs.record import Job
-from rlboost.services.rollout_manager.domain.sample_ends import apply_closed, close, drop
+from rlboost.services.rollout_manager.domain.sample_ends import apply_closed, drop, remove_sample
 from rlboost.services.rollout_manager.domain.scheduling.poison import suspected_samples
 from rlboost.services.rollout_manager.domain.seeding.window import Window
 from rlboost.services.rollout_manager.domain.step_windows import credit_generation, end_step
@@ -160,7 +160,7 @@ def _apply_admitted(world: World, request: GroupRequested, entry_id: str) -> Non
     done = [sample.id for sample in added if progress and progress.is_delivered(sample.id)]
     world.on_admitted(added)
     for sample_id in done:
-        close(world, sample_id)
+        remove_sample(world, sample_id)
 
 
 def _apply_placed(world: World, message: Placed, *, counted: bool) -> None:

@@ -97,9 +97,9 @@ def _preferred(world: World, requirement: Requirement, sample: Sample) -> Worker
 def _track_stall(world: World, requirement: Requirement, *, stalled: bool, now: Now) -> None:
     progress = world.progress[requirement.job_id]
     if not stalled:
-        progress.stalled_since = None
-    elif requirement.oldest_version <= progress.committed_version and progress.stalled_since is None:
-        progress.stalled_since = now.wall
+        progress.stalled_since_unix_s = None
+    elif requirement.oldest_version <= progress.committed_version and progress.stalled_since_unix_s is None:
+        progress.stalled_since_unix_s = now.wall
 
 
 def _send_assignments(world: World, worker: Worker, samples: list[Sample], now: Now) -> None:

@@ -147,7 +147,7 @@ def _demand(world: World, job: Job, now: Now) -> Demand:
     requirements = [each for each in of_job if each.oldest_version <= progress.committed_version]
     assigned = sum(len(w.samples) for w in world.fleet.workers.values() if w.job == job.id)
     samples = sum(world.in_flight.by_requirement[requirement] for requirement in requirements)
-    since = now.mono if progress.below_share_since is None else progress.below_share_since
+    since = now.mono if progress.below_share_since_mono_s is None else progress.below_share_since_mono_s
     return Demand(job.id, job.spec.elastic.share, samples, max(0, samples - assigned), now.mono - since)
 
 
@@ -158,6 +158,6 @@ def _track_jobs_below_share(
         progress = world.progress[demand.job_id]
         have = sum(member.job_id == demand.job_id for member in members)
         if not demand.queued or have >= shares[demand.job_id]:
-            progress.below_share_since = None
-        elif progress.below_share_since is None:
-            progress.below_share_since = now.mono
+            progress.below_share_since_mono_s = None
+        elif progress.below_share_since_mono_s is None:
+            progress.below_share_since_mono_s = now.mono

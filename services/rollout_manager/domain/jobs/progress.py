@@ -28,9 +28,9 @@ class JobProgress:
     fleet: FleetCounts = field(default_factory=FleetCounts)
     step_without_spot_s: float | None = None
     """How long the last measured step would have taken the reserved workers alone; None before one was measured."""
-    stalled_since: float | None = None
+    stalled_since_unix_s: float | None = None
     """Since when (Unix) its samples are queued and no worker can take one."""
-    below_share_since: float | None = None
+    below_share_since_mono_s: float | None = None
     """Since when (manager's clock) it has samples queued and fewer workers than its fair share."""
 
     trainer: TrainerStatus | None = None

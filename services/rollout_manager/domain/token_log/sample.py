@@ -74,7 +74,7 @@ class Sample:
             self.span_starts.append((worker, version, start))
 
     def cut(self, n_tokens: int) -> int:
-        """Keep the first `n_tokens` tokens and return how many were cut."""
+        """Retain the first `n_tokens` tokens; return how many were cut."""
         gone = self.n_tokens - n_tokens
         if gone > 0:
             del self.tokens[n_tokens * TOKEN_BYTES :], self.logprobs[n_tokens * TOKEN_BYTES :]
