@@ -150,7 +150,7 @@ async def test_worker_that_joins_after_the_decision_is_kept(system: System) -> N
     assert await system.fleet_events() == []
 
 
-async def test_provider_is_asked_for_no_fewer_before_starting_machines_have_had_time_to_join(system: System) -> None:
+async def test_provider_is_asked_for_no_fewer_while_machines_may_be_starting(system: System) -> None:
     await system.report("paused")
     for _ in range(3):
         await system.pass_s(DELAY_S / 3)
