@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -36,14 +36,16 @@ class Now(NamedTuple):
 
 @dataclass(slots=True)
 class PeriodicDecisions:
-    """When decisions that are not taken in every turn were taken last (manager's clock), and on what inputs."""
+    """When decisions that are not taken in every turn were taken last (manager's clock), or on what inputs."""
 
     reallocated_at: float = -1.0e9
     rebalanced_at: float = -1.0e9
     charged_at: float | None = None
     """None: this manager has not charged a job yet."""
-    allocation_inputs: object = None
-    """What the last allocation of workers was based on: `allocate` compares it, `activate_reserved` updates it."""
+    allocated_for: Hashable = None
+    """The inputs of the last allocation of workers: `allocate` compares and updates them."""
+    activated_for: Hashable = None
+    """The inputs of the last activation of reserved workers: `activate_reserved` compares and updates them."""
     decided_once: bool = False
     """Until then this manager may have started in the middle of a step."""
 
