@@ -10,6 +10,7 @@ import pytest
 
 from rlboost.services.rollout_worker import app as worker_app
 from rlboost.services.rollout_worker import manager_connection
+from rlboost.services.rollout_worker.api import missing_weights
 from rlboost.services.rollout_worker.domain import frames
 from rlboost.services.rollout_worker.domain.effects import Effect
 from rlboost.services.rollout_worker.domain.kv_capacity import KvCapacity
@@ -312,6 +313,23 @@ async def test_suspension_during_a_load_frees_the_preserved_kv_cache(rig: Rig) -
     rig.engine.may_load.set()
     await rig.manager.until(worker, "suspended")
     assert rig.engine.kept_kv == [True, True, False]
+
+
+async def test_worker_without_weights_names_why_its_engine_is_paused(rig: Rig) -> None:
+    def missing() -> str | None:
+        return missing_weights(rig.connection.session, rig.generator)
+
+    assert missing() is None, "nothing is assigned"
+    worker = await rig.manager.ready_worker()
+    assert missing() is None
+    rig.engine.may_load.clear()
+    await rig.manager.send(worker, UseVersion(job_id=JOB, version=1))
+    await eventually(lambda: missing() == "verified weights; the worker is pulling, its engine paused (loading)")
+    await rig.manager.send(worker, Suspend(step=1))
+    await eventually(lambda: str(missing()).endswith("paused (loading, suspended)"))
+    rig.engine.may_load.set()
+    await rig.manager.until(worker, "suspended")
+    await eventually(lambda: missing() is None)
 
 
 async def test_next_load_reads_only_changed_tensors(rig: Rig) -> None:
