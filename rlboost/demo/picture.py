@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rlboost.demo.news import EventLine
+from rlboost.demo.event_lines import EventLine
 from rlboost.report.record import Observation, Record, SeenWorker
 from rlboost.shared.ids import worker_name
 from rlboost.shared.messages import ENDED
