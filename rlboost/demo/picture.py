@@ -20,9 +20,9 @@ from rlboost.shared.messages import ENDED
 from rlboost.terminal import STATE_STYLES, chart
 
 NEWS_SHOWN = 12
-"""Most events shown, however high the terminal is."""
+"""Maximum number of events shown, however high the terminal is."""
 _FEWEST_NEWS = 6
-"""With less room for events the blank lines go."""
+"""With room for fewer events, the blank lines are left out."""
 _FRAME = (4, 2)
 """Columns and lines of the border and its padding."""
 _NAME_WIDTH, _VALUE_WIDTH, _GAP = 18, 16, 2

@@ -38,7 +38,7 @@ STALL_LIMIT_S = 300.0
 """Longest step before the run is aborted."""
 _LAST_EVENT_LIMIT_S = 5.0
 _STEPS_WITH_SAMPLES = 6
-"""Most steps with a preemption whose samples are retained."""
+"""Maximum number of steps with a preemption whose samples are retained."""
 _RESERVED = 1
 _SCALE_IN_DELAY_S = "60"
 """The default would outlast the demo."""
@@ -55,7 +55,7 @@ class DemoOptions:
     seed: int = 0
     engine: Literal["torch", "vllm"] = "torch"
     autoscale: int = 0
-    """Most spot workers, whose number follows the manager's autoscaling; 0: a join follows each preemption."""
+    """Maximum number of spot workers, which follows the manager's autoscaling; 0: a join follows each preemption."""
 
 
 def run(options: DemoOptions, console: Console) -> Record | None:

@@ -66,7 +66,7 @@ class Layout:
     """The placement of every initial process of a machine that uses GPUs; empty without GPUs."""
 
     placements: Mapping[str, Placement] = field(default_factory=dict)
-    """By process name."""
+    """Process name -> its devices."""
     worker_groups: tuple[Placement, ...] = ()
     """The groups of spot workers, including those that no initial worker uses."""
     trainers: tuple[str, ...] = ()

@@ -42,10 +42,10 @@ class MachineType:
 
     cloud: str
     region: str
-    """Or one of its zones."""
+    """A region, or one of its zones."""
     type: str
     gpu: str = ""
-    """On Google Cloud, whose catalog has the prices of machines without their GPUs."""
+    """Type of its GPUs on Google Cloud, whose catalog has the prices of machines without GPUs; else empty."""
     gpus: int = 0
 
     @classmethod
@@ -77,7 +77,7 @@ class SpotKind:
     kind: str
     machine: MachineType
     workers: int
-    """On one machine."""
+    """Workers on one machine."""
 
     @classmethod
     def parse(cls, text: str) -> SpotKind:

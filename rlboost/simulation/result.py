@@ -17,9 +17,9 @@ class StepResult:
     end_s: float
     """Its weights are committed."""
     seeding_s: float
-    """From the start until the device was the trainer's for the first time."""
+    """Time from the start of the step until the trainer had the device for the first time."""
     last_sample_s: float
-    """From the start until the last sample was delivered."""
+    """Time from the start of the step until the last sample was delivered."""
     train_wait_s: float
     """How long the trainer had the device and waited for samples."""
     generated_tokens: int

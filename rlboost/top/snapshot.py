@@ -15,7 +15,7 @@ from rlboost.top.step_time import STEPS_BEFORE, StepTime, last_step_time
 from rlboost.worker_states import GONE
 
 JOBS_SHOWN = 8
-"""Most jobs of a snapshot: active ones first, the newest first."""
+"""Maximum number of jobs in a snapshot: active ones first, then the newest."""
 _CURVES = ("reward/mean", "perplexity", "loss")
 """The first of these metrics that a job reports is its curve."""
 _EVALUATIONS = ("eval/pass@1", "eval/reward_mean", "eval/perplexity", "eval/loss")

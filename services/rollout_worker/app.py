@@ -33,7 +33,7 @@ from rlboost.shared.process.waiting import Waits
 log = structlog.get_logger(__name__)
 
 _HAND_OFF_FRACTION = 0.8
-"""Part of the grace that the hand-off may take: the process must exit within the grace."""
+"""Fraction of the grace that the hand-off may take: the process must exit within the grace."""
 _PAUSE_LIMIT_S = 1.0
 """How long the shutdown waits for the engine to pause: longer than a step, shorter than a load of large weights."""
 _CLOSE_LIMIT_S = 1.0
@@ -52,7 +52,7 @@ class WorkerOptions:
     flush_interval_s: float
     heartbeat_interval_s: float
     grace_s: float
-    """From the stop until the process must be gone."""
+    """Time from the stop until the process must be gone."""
     finish_limit_s: float = 600.0
     """With `in_flight: finish`: how long new weights wait for samples to finish under the current ones. Afterwards the
     samples continue under the new weights. A newer version restarts the wait, at most `max_staleness` times."""

@@ -71,7 +71,7 @@ class Instance:
     assigned_version: int = -1
     assigned_active: bool | None = None
     held: dict[int, Tracked] = field(default_factory=dict)
-    """In order of assignment."""
+    """Sample -> its state, in order of assignment."""
     queue: int = 0
     """Pending samples at its last heartbeat."""
     assigned: int = 0

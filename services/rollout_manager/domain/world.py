@@ -47,7 +47,7 @@ class PeriodicDecisions:
     activated_for: Hashable = None
     """The inputs of the last activation of reserved workers: `activate_reserved` compares and updates them."""
     decided_once: bool = False
-    """Until then this manager may have started in the middle of a step."""
+    """False until the first decisions: until then this manager may have started in the middle of a step."""
 
 
 class World:

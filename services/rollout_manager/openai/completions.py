@@ -91,7 +91,7 @@ class InFlightRequest:
     """One for each prompt."""
     response: ResponseFormatter
     choices: list[Choice]
-    """Those of the first prompt, then of the next."""
+    """The choices of the first prompt, then those of the next."""
     turn: Turn | None
     deltas: list[Delta] = field(default_factory=list)
     """All deltas so far of a conversation's turn."""

@@ -1,4 +1,4 @@
-"""Whether the engine is paused, for which reasons, and what a pause has left in device memory.
+"""Tracks whether the engine is paused, for which reasons, and what a pause has left in device memory.
 
 The caller pauses and resumes the engine, and reports here what it has done.
 """

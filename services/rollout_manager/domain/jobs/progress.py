@@ -29,9 +29,9 @@ class JobProgress:
     step_without_spot_s: float | None = None
     """How long the last measured step would have taken the reserved workers alone; None before one was measured."""
     stalled_since_unix_s: float | None = None
-    """Since when (Unix) its samples are queued and no worker can take one."""
+    """Since when (Unix seconds) samples are queued and no worker can take one; None while one can."""
     below_share_since_mono_s: float | None = None
-    """Since when (manager's clock) it has samples queued and fewer workers than its fair share."""
+    """Since when (manager's clock) the job has queued samples and fewer workers than its fair share; None otherwise."""
 
     trainer: TrainerStatus | None = None
     """The value of the trainer's lease on the job, None if no trainer holds it."""

@@ -55,7 +55,7 @@ def has_capacity(worker: Worker) -> bool:
 
 
 def admits(worker: Worker, sample: Sample) -> bool:
-    """Return True if the worker's engine accepts a sample: its length at most, and what it asks for."""
+    """Return True if the worker's engine accepts a sample: its maximum length, and the outputs that it asks for."""
     if sample.request.sampling.routed_experts and not worker.returns_routed_experts:
         return False
     return not worker.max_request_tokens or max_tokens_of(sample) <= worker.max_request_tokens

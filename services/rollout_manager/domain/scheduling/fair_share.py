@@ -22,9 +22,9 @@ class Demand:
     weight: float
     """Its share relative to the other jobs' shares."""
     samples: int
-    """In flight and admissible: queued and running."""
+    """Its admissible samples in flight: queued and running."""
     queued: int
-    """Those of `samples` that have no worker."""
+    """How many of `samples` have no worker."""
     below_share_s: float = 0.0
     """How long it has been below its share with samples queued."""
 

@@ -19,7 +19,7 @@ class Requirement(NamedTuple):
     job_id: str
     oldest_version: int
     newest_version: int
-    """Also the step that trains on the sample, unless it is a client's."""
+    """The newest allowed version, which is also the step that trains on the sample, unless it is a client's."""
     is_serving: bool = False
     """True for clients' samples: any version may generate them, so they delay no weight update."""
 

@@ -10,7 +10,7 @@ from rlboost.shared.messages import FINISH_NONE, GroupRequested
 WORKERS_LIMIT = 3
 """A sample that failed on this many different workers is dropped with the reason; preemptions do not count."""
 FAILURES_LIMIT = 6
-"""Or this many times in all, where there are fewer workers."""
+"""A sample that failed this many times is dropped even if there are fewer workers."""
 PAST_TOKENS = 16
 """A sample is past the position of its failure after this many more tokens: more than a flush interval may lose."""
 

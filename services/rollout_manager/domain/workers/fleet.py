@@ -33,11 +33,11 @@ class Fleet:
         self.profiles: dict[str, Profile] = {}
         """Kind -> throughput of its workers, departed ones included."""
         self.fallback_profile = Profile()
-        """For workers of a kind without a profile: the most observed profile of another kind."""
+        """Profile for workers of a kind without one: the most observed profile of another kind."""
         self._to_reject: list[Worker] = []
         self._incompatible: list[Worker] = []
         self.lifetimes: dict[str, Lifetimes] = defaultdict(Lifetimes)
-        """By kind."""
+        """Kind -> preemptions and startups of its workers."""
         self.revision = 0
         """Rises with every change of who is present, in which state, serving what."""
         self._changed: dict[str, None] = {}

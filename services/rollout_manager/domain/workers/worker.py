@@ -78,13 +78,13 @@ class Worker:
     max_request_tokens: int = 0
     """Longest sample, prompt included, that its engine accepts; 0 where it accepts any."""
     returns_routed_experts: bool = True
-    """Whether its engine accepts samples that ask for the experts of each token."""
+    """True if its engine accepts samples that ask for the experts of each token."""
     disturbed_at: float = -math.inf
     """When it was last assigned samples that need a long prefill (manager's clock)."""
     waiting: Wait | None = None
     """What it waits for, as of its last heartbeat."""
     gone_reason: str = ""
-    """Why it has departed."""
+    """Why it has departed; empty while it is present."""
     command_check: CommandCheck = field(default_factory=CommandCheck)
     """Whether the worker's digest of its commands agrees with the manager's."""
     starting: bool = False
