@@ -33,6 +33,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 from rlboost.local.cpu_time import session_cpu_s
 from rlboost.services.rollout_worker.adapters.torch.factory import TorchFactory
 from rlboost.services.rollout_worker.adapters.vllm.factory import VllmFactory
+from rlboost.services.rollout_worker.adapters.vllm.options import VllmOptions
 from rlboost.services.rollout_worker.domain.requests import Request
 from rlboost.services.rollout_worker.ports import Engine, EngineFactory
 from rlboost.shared.errors import ConfigError
@@ -134,7 +135,7 @@ def factories(slots: int, device: str, dtype: Any) -> dict[str, EngineFactory]:
     options["kv_cache_bytes"] = 0 if device == "cpu" else GPU_KV_CACHE_BYTES
     found: dict[str, EngineFactory] = {"torch": TorchFactory(**options)}
     try:
-        found["vllm"] = VllmFactory(**options)
+        found["vllm"] = VllmFactory(VllmOptions(**options))
     except ConfigError as error:
         print(f"vLLM is left out: {error}")
     for factory in found.values():

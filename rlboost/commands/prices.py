@@ -41,13 +41,13 @@ def prices(
     import httpx  # noqa: PLC0415 - keeps --help quick
     import yaml  # noqa: PLC0415 - likewise
 
-    from rlboost.planning.list_prices import ListPrices, Machine, SpotKind  # noqa: PLC0415 - likewise
+    from rlboost.planning.list_prices import ListPrices, MachineType, SpotKind  # noqa: PLC0415 - likewise
     from rlboost.shared.tls import client_verification  # noqa: PLC0415 - likewise
 
     if not worker and not reserved:
         raise ConfigError("prices of what? Name machines with --worker h100=aws/us-east-1/p5.48xlarge/8 or --reserved")
     spot = [SpotKind.parse(text) for text in worker or ()]
-    machines = [Machine.parse(text) for text in reserved or ()]
+    machines = [MachineType.parse(text) for text in reserved or ()]
     with httpx.Client(timeout=_LIMIT_S, verify=client_verification()) as http:
         found = ListPrices(http).prices(machines, spot, datetime.now(UTC).date())
     text = "# Dollars per hour, by 'rlboost prices': list prices, without taxes, discounts, disks and traffic.\n"

@@ -13,16 +13,16 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rlboost.demo.news import EventLine
+from rlboost.demo.event_lines import EventLine
 from rlboost.report.record import Observation, Record, SeenWorker
 from rlboost.shared.ids import worker_name
 from rlboost.shared.messages import ENDED
 from rlboost.terminal import STATE_STYLES, chart
 
 NEWS_SHOWN = 12
-"""Most events shown, however high the terminal is."""
+"""Maximum number of events shown, however high the terminal is."""
 _FEWEST_NEWS = 6
-"""With less room for events the blank lines go."""
+"""With room for fewer events, the blank lines are left out."""
 _FRAME = (4, 2)
 """Columns and lines of the border and its padding."""
 _NAME_WIDTH, _VALUE_WIDTH, _GAP = 18, 16, 2

@@ -114,7 +114,7 @@ class Recorder:
         by_kind = dict.fromkeys(_KINDS.values(), 0.0)
         for process in processes:
             by_kind[_KINDS[process.role]] += seconds[process.name]
-        self.record.cpu_s = {**by_kind, "imports": seconds.get(FORK_SERVER, 0.0), "this view": own_s}
+        self.record.cpu_s = {**by_kind, "imports": seconds.get(FORK_SERVER, 0.0), "demo": own_s}
 
     def save(self, path: Path) -> None:
         """Write the record."""

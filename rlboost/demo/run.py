@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import threading
 import time
 from dataclasses import dataclass
@@ -21,13 +20,14 @@ from rich.console import Console
 
 from rlboost.client import Client, ClientError, ServerEvent
 from rlboost.demo import workspace
-from rlboost.demo.director import PreemptionSchedule, Progress
+from rlboost.demo.due_changes import JobProgressEstimate, PreemptionSchedule
 from rlboost.demo.job import countdown
 from rlboost.demo.live import view_of
 from rlboost.demo.recorder import Recorder, observation, this_machine
 from rlboost.demo.schedule import plan
 from rlboost.local.cluster import LocalCluster
 from rlboost.local.processes import LocalOptions
+from rlboost.local.signals import cancel_on_signals
 from rlboost.local.supervisor import ClusterEvent
 from rlboost.report.record import Observation, Record, Settings
 from rlboost.shared.errors import Fatal
@@ -38,7 +38,7 @@ STALL_LIMIT_S = 300.0
 """Longest step before the run is aborted."""
 _LAST_EVENT_LIMIT_S = 5.0
 _STEPS_WITH_SAMPLES = 6
-"""Most steps with a preemption whose samples are retained."""
+"""Maximum number of steps with a preemption whose samples are retained."""
 _RESERVED = 1
 _SCALE_IN_DELAY_S = "60"
 """The default would outlast the demo."""
@@ -55,7 +55,7 @@ class DemoOptions:
     seed: int = 0
     engine: Literal["torch", "vllm"] = "torch"
     autoscale: int = 0
-    """Most spot workers, whose number follows the manager's autoscaling; 0: a join follows each preemption."""
+    """Maximum number of spot workers, which follows the manager's autoscaling; 0: a join follows each preemption."""
 
 
 def run(options: DemoOptions, console: Console) -> Record | None:
@@ -73,10 +73,7 @@ def run(options: DemoOptions, console: Console) -> Record | None:
     demo = Demo(options, console)
 
     async def body() -> None:
-        this = asyncio.current_task()
-        assert this is not None
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            asyncio.get_running_loop().add_signal_handler(number, this.cancel)
+        cancel_on_signals()
         await demo.run()
 
     try:
@@ -113,7 +110,7 @@ class Demo:
         self._options = options
         self._recorder = Recorder(self.record)
         self._schedule = PreemptionSchedule(planned, options.seed)
-        self._progress = Progress()
+        self._progress = JobProgressEstimate()
         self._view = view_of(self.record, console)
         self._phase = "starting"
         self._job_id = ""

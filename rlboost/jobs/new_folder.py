@@ -17,7 +17,7 @@ MODEL = "model"
 JOB_FILES = ("job.yaml", "warmup.yaml")
 _COPIED = (*JOB_FILES, "reward.py", "test_reward.py", "make_data.py", "README.md")
 _LEARNING_RATES = {"job.yaml": "1.0e-6", "warmup.yaml": "1.0e-5"}
-"""For a model given by the user; the template's are for the small model."""
+"""Learning rates for a model given by the user; the template's are for the small model."""
 _SHOWN = 5
 
 

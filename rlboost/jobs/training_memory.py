@@ -24,10 +24,10 @@ class Estimate(NamedTuple):
 
     parameters: int
     active_parameters: int
-    """Those that compute one token; fewer than all in a mixture of experts."""
+    """Parameters that compute one token; fewer than all in a mixture of experts."""
     gpus: int
     tokens: int
-    """Of one GPU's part of a micro-batch."""
+    """Tokens of one GPU's part of a micro-batch."""
     bytes: dict[str, int]
     """Purpose -> bytes on each GPU, and `total`; only `state` where the rest is unknown."""
 

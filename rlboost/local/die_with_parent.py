@@ -13,7 +13,7 @@ import sys
 
 PR_SET_PDEATHSIG = 1
 EXIT_CONFIG = 2
-"""As in `shared.process.lifecycle`, which is not importable here: this script runs without site-packages."""
+"""The value of `shared.process.lifecycle`, which is not importable here: this script runs without site-packages."""
 
 
 def prctl(option: int, value: int) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import sys
 from collections.abc import Callable, Sequence
 
 from rlboost.local.chaos import ChaosEvent, play
 from rlboost.local.cluster import LocalCluster
+from rlboost.local.signals import cancel_on_signals
 from rlboost.local.state import Config
 from rlboost.local.supervisor import ClusterEvent
 
@@ -33,10 +33,7 @@ def serve(cluster: LocalCluster, schedule: Sequence[ChaosEvent], on_ready: Calla
 
     async def body() -> None:
         nonlocal ready
-        this = asyncio.current_task()
-        assert this is not None
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            asyncio.get_running_loop().add_signal_handler(number, this.cancel)
+        cancel_on_signals()
         cluster.on_event(_print_trouble)
         async with cluster:
             ready = True
@@ -56,4 +53,4 @@ def _print_trouble(event: ClusterEvent) -> None:
     if event.kind == "disk_full":
         print(f"rlboost: {event.name}: {event.detail}", file=sys.stderr, flush=True)
     if event.kind in ("refused", "gave_up"):
-        print(f"rlboost: {event.name} stays away: {event.detail}", file=sys.stderr, flush=True)
+        print(f"rlboost: {event.name} will not be restarted: {event.detail}", file=sys.stderr, flush=True)

@@ -41,7 +41,7 @@ class ForkServer:
     """A process that has the services' imports, and forks itself on request.
 
     What it forks is a child of the caller like any that `subprocess.Popen` starts, and outlives it. If it dies, it is
-    started again; if it refuses to serve, because its imports left a thread or a GPU open, it stays away.
+    started again; if it refuses to serve, because its imports left a thread or a GPU open, it is not started again.
 
     Args:
         env: the variables of the processes to fork; what imports may read of them must be the same for all.

@@ -52,13 +52,13 @@ class DeviceSummary:
 
     trainer_gpus: int
     trainer_memory_bytes: int
-    """Of the trainer's smallest GPU."""
+    """Memory of the trainer's smallest GPU."""
     tensor_parallel: int
     """GPUs per engine; 0 = no engine is on the system's own GPUs."""
     engine_memory_bytes: int
-    """That the tightest engine may use on each of its GPUs."""
+    """Memory that the engine with the least may use on each of its GPUs."""
     shared_memory_bytes: int
-    """That all engines on one GPU of the trainer may use together."""
+    """Memory that all engines on one GPU of the trainer may use together."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Layout:
     """The placement of every initial process of a machine that uses GPUs; empty without GPUs."""
 
     placements: Mapping[str, Placement] = field(default_factory=dict)
-    """By process name."""
+    """Process name -> its devices."""
     worker_groups: tuple[Placement, ...] = ()
     """The groups of spot workers, including those that no initial worker uses."""
     trainers: tuple[str, ...] = ()

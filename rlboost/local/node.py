@@ -20,7 +20,7 @@ _PREFIX = "RLBOOST_WORKER_"
 _FINAL: frozenset[EventKind] = frozenset({"left", "refused", "gave_up"})
 """Events after which a worker is not restarted."""
 _EXIT_S = 5.0
-"""From the end of a worker's own grace period until SIGKILL."""
+"""Time from the end of a worker's own grace period until SIGKILL."""
 
 
 def place(spec: NodeSpec, gpus: Sequence[Gpu], name: str) -> Layout:

@@ -82,7 +82,7 @@ class LocalOptions:
     trainers: int = 1
     """Number of jobs that can run at once."""
     autoscale: int = 0
-    """Most spot workers, whose number then follows the manager's autoscaling; 0: it does not."""
+    """Maximum number of spot workers, which then follows the manager's autoscaling; 0: it does not."""
     layout: Layout = field(default_factory=Layout)
     """Placement on GPUs; without one, the environment's settings select devices."""
 

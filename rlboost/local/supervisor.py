@@ -32,13 +32,13 @@ from rlboost.shared.process.lifecycle import EXIT_CONFIG, EXIT_OK, until_stop
 from rlboost.shared.process.waiting import Waits
 
 NOTICE_LEAD_S = 30.0
-"""From a preemption notice until SIGKILL, as clouds give."""
+"""Time from a preemption notice until SIGKILL, as clouds give it."""
 
 _KILL_LIMIT_S = 10.0
 _POLL_INTERVAL_S = 0.1
 _SAVE_INTERVAL_S = 1.0
 _MAX_STARTS = 3
-"""Of a process that has never been ready: `until_ready` fails when the last one has died."""
+"""Starts of a process that has never been ready: `until_ready` fails when the last one has died."""
 _SHOWN_LINES = 15
 _DISK_FULL = "the disk is full: free space; until then Redis rejects writes, and rlboost ps shows an earlier state"
 
@@ -70,7 +70,7 @@ class _Slot:
     """CPU seconds of earlier runs."""
     note: str = ""
     stop_reason: str = ""
-    """Why it is not restarted; empty while it is."""
+    """Why the process is not restarted; empty while it is."""
     was_ready: bool = False
     ended_well: bool = False
     """Its process exited with 0, which is final."""

@@ -45,7 +45,7 @@ class Plan:
     workers: Spread
     """Workers in use, averaged over time."""
     hours: Spread
-    """Of the whole job."""
+    """Duration of the whole job."""
     dollars: Spread
     tokens_per_s: Spread
     """Generated tokens."""

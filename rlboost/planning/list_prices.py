@@ -37,19 +37,19 @@ class PriceUnavailable(Retryable):
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineType:
     """A type of machine in a region of a cloud."""
 
     cloud: str
     region: str
-    """Or one of its zones."""
+    """A region, or one of its zones."""
     type: str
     gpu: str = ""
-    """On Google Cloud, whose catalog has the prices of machines without their GPUs."""
+    """Type of its GPUs on Google Cloud, whose catalog has the prices of machines without GPUs; else empty."""
     gpus: int = 0
 
     @classmethod
-    def parse(cls, text: str) -> Machine:
+    def parse(cls, text: str) -> MachineType:
         """Read `CLOUD/REGION/TYPE`, on Google Cloud followed by `+GPU:COUNT`.
 
         Raises:
@@ -75,9 +75,9 @@ class SpotKind:
     """A kind of spot worker, and the machines that run it."""
 
     kind: str
-    machine: Machine
+    machine: MachineType
     workers: int
-    """On one machine."""
+    """Workers on one machine."""
 
     @classmethod
     def parse(cls, text: str) -> SpotKind:
@@ -93,7 +93,7 @@ class SpotKind:
                 f"worker {text!r}: write KIND=CLOUD/REGION/TYPE, with several workers on a machine .../TYPE/WORKERS, "
                 "such as h100=aws/us-east-1/p5.48xlarge/8"
             )
-        return cls(found[1], Machine.parse(found[2]), int(found[3] or 1))
+        return cls(found[1], MachineType.parse(found[2]), int(found[3] or 1))
 
 
 class ListPrices:
@@ -107,7 +107,7 @@ class ListPrices:
         self._http = http
         self._catalogs: dict[str, list[dict[str, str]]] = {}
 
-    def prices(self, reserved: Sequence[Machine], spot: Sequence[SpotKind], today: date) -> Prices:
+    def prices(self, reserved: Sequence[MachineType], spot: Sequence[SpotKind], today: date) -> Prices:
         """Return the on-demand price of the reserved machines together, and the spot price of each kind of worker."""
         if len({one.kind for one in spot}) < len(spot):
             raise ConfigError(f"two workers have the same kind: {', '.join(one.kind for one in spot)}: name each once")
@@ -119,7 +119,7 @@ class ListPrices:
             workers={one.kind: round(self.price(one.machine, spot=True) / one.workers, _DIGITS) for one in spot},
         )
 
-    def price(self, machine: Machine, *, spot: bool) -> float:
+    def price(self, machine: MachineType, *, spot: bool) -> float:
         """Return dollars per hour in the region's cheapest zone."""
         found = self._of_azure(machine, spot=spot) if machine.cloud == "azure" else self._of_catalog(machine, spot=spot)
         if not found:
@@ -129,7 +129,7 @@ class ListPrices:
             )
         return min(found)
 
-    def _of_azure(self, machine: Machine, *, spot: bool) -> list[float]:
+    def _of_azure(self, machine: MachineType, *, spot: bool) -> list[float]:
         """Return the prices of Linux machines."""
         names = {"armRegionName": machine.region, "armSkuName": machine.type}
         names |= {"serviceName": "Virtual Machines", "priceType": "Consumption"}
@@ -147,7 +147,7 @@ class ListPrices:
                 raise PriceUnavailable(f"GET {url}: not an answer of Azure's Retail Prices API: {error!r}") from error
         raise PriceUnavailable(f"GET {url}: more than {_MOST_PAGES} pages of prices of one machine")
 
-    def _of_catalog(self, machine: Machine, *, spot: bool) -> list[float]:
+    def _of_catalog(self, machine: MachineType, *, spot: bool) -> list[float]:
         """Return the price in each zone, on Google Cloud of the machine and its GPUs."""
         rows = [
             row for row in self._catalog(machine.cloud) if machine.region in {row["Region"], row["AvailabilityZone"]}

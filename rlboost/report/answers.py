@@ -15,9 +15,9 @@ from rlboost.client import Client, ClientError, Json
 from rlboost.report.page import Report, Table, job_answers
 
 SHOWN_PER_ORDER = 8
-"""As in the page's `samples.js`."""
+"""Samples shown per order, as in the page's `samples.js`."""
 MAX_SAMPLE_CHARACTERS = 4_000_000
-"""Of samples as JSON in a report: the newest steps are in it."""
+"""Maximum size of the samples in a report, as JSON; those of the newest steps come first."""
 _WARNINGS_SHOWN = 50
 
 

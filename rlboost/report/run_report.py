@@ -13,7 +13,7 @@ from rlboost.report.record import Change, JobEvent, Record
 from rlboost.shared.ids import worker_name
 
 _POINTS = 600
-"""Most points of throughput in a report."""
+"""Maximum number of points of throughput in a report."""
 _NO_JOB = {"id": "none", "name": "no job", "state": "pending", "step": 0, "waiting": None, "warnings": [], "latest": {}}
 _APPLIED = {"kill": "worker_killed", "join": "worker_started"}
 

@@ -16,7 +16,7 @@ except ImportError as error:
     raise ImportError(f"mathematics is checked by math-verify: {pip_install('math')}") from error
 
 LIMIT_S = 1
-"""For parsing one answer, and for comparing it; math-verify counts whole seconds."""
+"""Time limit for parsing one answer, and for comparing it; math-verify counts whole seconds."""
 _WARM_UP_LIMIT_S = 60
 _WARM_UP_ANSWERS = ("7", "1.5", r"\frac{1}{2}", r"2\sqrt{3}", "x^2 + 5x - 7", "(1, 2)", "y = 3x + 2", r"\{1, 2\}")
 _DELIMITERS = ("$", "\\boxed", "\\(", "\\[")

@@ -51,7 +51,7 @@ class Engine:
     spec: EngineSpec
     now: float = 0.0
     running: dict[int, Held] = field(default_factory=dict)
-    """In order of admission."""
+    """Sample -> its state, in order of admission."""
     pending: deque[Held] = field(default_factory=deque)
     done: list[Held] = field(default_factory=list)
     """Complete samples; the caller takes them."""

@@ -12,7 +12,7 @@ from rlboost.simulation.machine import DELTA_SHARE, EngineSpec, Machine, typical
 from rlboost.simulation.policies import Policy
 
 LATENCY_S = 0.02
-"""Of a message through Redis, either way."""
+"""Time of a message through Redis, in either direction."""
 LEASE_S = 2.0
 """A worker that was killed without notice is lost after this time."""
 
@@ -44,7 +44,7 @@ class Environment:
         self.pulling = 0
         """Instances that download weights now."""
         self.slowdown = 1.0
-        """Of the step that is trained: see `Machine.slowdowns`."""
+        """Slowdown of the step that is trained: see `Machine.slowdowns`."""
         self._groups: dict[int, dict[int, Group]] = {}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._n_events = 0

@@ -66,9 +66,10 @@ class SimulatedJob:
 
     lengths: Lengths
     train_s_per_token: float
-    """Of the reserved cluster: forward, backward and log-probabilities, over prompts and completions."""
+    """Training time per token of the reserved cluster: forward, backward and log-probabilities, over prompts and
+    completions."""
     update_s: float = 0.0
-    """After the last micro-batch: optimizer step and export of the weights, without their upload."""
+    """Time after the last micro-batch: optimizer step and export of the weights, without their upload."""
     prompts: int = 128
     """Groups of a step."""
     group_size: int = 8

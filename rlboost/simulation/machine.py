@@ -85,7 +85,7 @@ class Machine:
     load_s: float
     """How long an engine generates nothing while it loads a version, in full or as a delta."""
     reserved_load_s: float
-    """From committed weights to their use in a reserved engine."""
+    """Time from committed weights to their use in a reserved engine."""
     switch_s: float
     """A reserved engine releases the device to the trainer, or takes it back."""
     slowdowns: tuple[float, ...] = (1.0,)
@@ -94,7 +94,7 @@ class Machine:
     dedicated_engines: int = 0
     """Reserved engines outside the cluster that generate for a disaggregated trainer."""
     startup_s: float = 60.0
-    """From an instance's request to its join: boot, image, engine. It is billed."""
+    """Time from an instance's request to its join: boot, image, engine. It is billed."""
     notice_s: float = 30.0
     """Time from the preemption notice to an instance's end: 30 s on Google Cloud and Azure, 120 s on AWS;
     0: it ends without one."""

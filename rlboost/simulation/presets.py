@@ -23,10 +23,10 @@ Completions = Literal["short", "long"]
 
 BANDWIDTH_BYTES_PER_S = 6.7e12
 LAUNCH_S = 0.003
-"""Of a decode step, besides its kernels."""
+"""Fixed time of a decode step, besides its kernels."""
 FLOPS = 0.4 * 1.979e15
 MEMORY_BYTES = 0.85 * 160e9
-"""Of one engine, for weights and KV cache."""
+"""Memory of one engine for weights and KV cache."""
 GBIT = 1e9 / 8
 LENGTHS: dict[Completions, Lengths] = {
     "short": Lengths(cap=14_336, median=1800, sigma=0.7),
@@ -51,8 +51,6 @@ class Fit(NamedTuple):
     slowdown: float
     """Time of samples and cached tokens in a decode step, against arithmetic; weights are read at half bandwidth."""
     train_tokens_per_s: float
-    verl_factor: float
-    """Reported throughput of veRL against simulated: other overheads than the model has."""
 
 
 SHAPES: dict[Model, Shape] = {
@@ -61,13 +59,13 @@ SHAPES: dict[Model, Shape] = {
     "32b": Shape(32.8e9, 262_144, 2, 6),
 }
 FITS: dict[tuple[Model, Completions], Fit] = {
-    # 32B is not fitted: slowdown of 8B, training in proportion to the parameters of 14B, mean factor of veRL.
-    ("8b", "short"): Fit(4.27, 13_115, 0.993),
-    ("8b", "long"): Fit(4.278, 18_700, 0.950),
-    ("14b", "short"): Fit(4.27, 11_000, 0.936),
-    ("14b", "long"): Fit(4.278, 13_000, 0.879),
-    ("32b", "short"): Fit(4.27, 9_927, 0.964),
-    ("32b", "long"): Fit(4.278, 11_732, 0.914),
+    # 32B is not fitted: slowdown of 8B, training in proportion to the parameters of 14B.
+    ("8b", "short"): Fit(4.27, 13_115),
+    ("8b", "long"): Fit(4.278, 18_700),
+    ("14b", "short"): Fit(4.27, 11_000),
+    ("14b", "long"): Fit(4.278, 13_000),
+    ("32b", "short"): Fit(4.27, 9_927),
+    ("32b", "long"): Fit(4.278, 11_732),
 }
 
 

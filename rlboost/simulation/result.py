@@ -17,9 +17,9 @@ class StepResult:
     end_s: float
     """Its weights are committed."""
     seeding_s: float
-    """From the start until the device was the trainer's for the first time."""
+    """Time from the start of the step until the trainer had the device for the first time."""
     last_sample_s: float
-    """From the start until the last sample was delivered."""
+    """Time from the start of the step until the last sample was delivered."""
     train_wait_s: float
     """How long the trainer had the device and waited for samples."""
     generated_tokens: int
@@ -60,10 +60,10 @@ class Counters:
     """Counts over the whole run, the steps before the measured ones included."""
 
     generated_tokens: int = 0
-    """Of the samples of all complete steps."""
+    """Tokens of the samples of all complete steps."""
     decoded_tokens: float = 0.0
-    """Until the end of the last complete step: what exceeds `generated_tokens` was regenerated, or, with staleness,
-    belongs to later steps."""
+    """Tokens decoded until the end of the last complete step: what exceeds `generated_tokens` was regenerated, or, with
+    staleness, belongs to later steps."""
     migrations: int = 0
     retractions: int = 0
 

@@ -111,7 +111,7 @@ class Simulation:
         """As of the end of the last complete step."""
         self._warm_up_steps = warm_up_steps
         self._present: dict[str, _Instance] = {}
-        """By name in the trace."""
+        """Name in the trace -> instance."""
         self._billed: list[_Instance] = []
         """All instances."""
         self._trace_at = math.inf

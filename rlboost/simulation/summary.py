@@ -10,7 +10,7 @@ from typing import Any
 from rlboost.simulation.result import SimulationResult
 
 SAME = 0.03
-"""Relative differences below this are no differences: resolution and seeds change results by as much."""
+"""Results whose relative difference is smaller count as equal: resolution and seeds change results by as much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Summary:
     policy: str
     runs: int
     steps: int
-    """Of all runs."""
+    """Measured steps of all runs together."""
     tokens_per_s: float
     min_tokens_per_s: float
     max_tokens_per_s: float

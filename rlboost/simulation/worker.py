@@ -45,8 +45,8 @@ class SimWorker:
         self.alive = True
         self._env = env
         self._job_id, self._serving, self._assigned = "", -1, -1
-        self._suspended = self._quiet = self._resuming = self._draining = False
-        self._early: dict[int, Held] = {}
+        self._suspend_requested = self._is_suspended = self._resuming = self._draining = False
+        self._awaiting_weights: dict[int, Held] = {}
         """Samples that were assigned for weights that are not loaded yet."""
         self._pulls = self._wakes = self._seq = 0
         self._throughput, self._decode = Throughput(), DecodeMeter(env.machine.engine.slots)
@@ -58,7 +58,7 @@ class SimWorker:
         """Return the state that a heartbeat reports."""
         if self._draining:
             return "draining"
-        if self._quiet:
+        if self._is_suspended:
             return "suspended"
         if self._assigned < 0:
             return "joining"
@@ -131,7 +131,7 @@ class SimWorker:
             case Assign():
                 self._assign(command)
             case Revoke() | Release():
-                self._take_back(command)
+                self._revoke_or_release(command)
             case Suspend():
                 self._suspend()
             case Resume():
@@ -180,14 +180,14 @@ class SimWorker:
         self._advance()
         self._flush(everything=True)  # a row is of one version
         self._serving = self._assigned
-        for held in self._early.values():
+        for held in self._awaiting_weights.values():
             self.engine.submit(held)
-        self._early.clear()
+        self._awaiting_weights.clear()
         self._heartbeat()
         self._schedule_wake()
 
     def _assign(self, command: Assign) -> None:
-        if self._suspended:
+        if self._suspend_requested:
             return  # the manager does not know yet
         if (command.job_id, command.version) != (self._job_id, self._assigned):
             raise RuntimeError(f"{self.id} was assigned samples of version {command.version}, not {self._assigned}")
@@ -197,7 +197,7 @@ class SimWorker:
             if self._serving == self._assigned:
                 self.engine.submit(held)
             else:
-                self._early[held.sample] = held
+                self._awaiting_weights[held.sample] = held
 
     def _held(self, assignment: Assignment) -> Held:
         tokens = len(assignment.tokens) // I32.itemsize
@@ -211,32 +211,32 @@ class SimWorker:
             flushed=tokens,
         )
 
-    def _take_back(self, command: Revoke | Release) -> None:
+    def _revoke_or_release(self, command: Revoke | Release) -> None:
         taken = [held for sample in ints(command.samples, U64) if (held := self._forget(sample)) is not None]
         if isinstance(command, Release) and taken:
             self._send_tokens(taken, FINISH_RELEASED)
 
     def _forget(self, sample: int) -> Held | None:
-        return self._early.pop(sample, None) or self.engine.remove(sample)
+        return self._awaiting_weights.pop(sample, None) or self.engine.remove(sample)
 
     def _suspend(self) -> None:
-        if self._suspended:
+        if self._suspend_requested:
             return
-        self._suspended = True
+        self._suspend_requested = True
         self._flush(everything=True)
         self.engine.clear()
-        self._early.clear()
+        self._awaiting_weights.clear()
         self._env.at(self._env.now + self._env.machine.switch_s, self._on_suspended)
 
     def _on_suspended(self) -> None:
-        if self._suspended:
-            self._quiet = True
+        if self._suspend_requested:
+            self._is_suspended = True
             self._heartbeat()
 
     def _resume(self) -> None:
-        if not self._suspended:
+        if not self._suspend_requested:
             return
-        self._suspended = self._quiet = False
+        self._suspend_requested = self._is_suspended = False
         self._resuming = True
         self._env.at(self._env.now + self._env.machine.switch_s, self._on_resumed)
 
@@ -324,7 +324,7 @@ class SimWorker:
                 job_id=self._job_id,
                 version=self._serving,
                 running=len(engine.running),
-                pending=len(engine.pending) + len(self._early),
+                pending=len(engine.pending) + len(self._awaiting_weights),
                 tokens_per_s=self._throughput.update(round(engine.decoded), self._env.now),
                 at=self._env.now,
                 batch=batch,

@@ -15,7 +15,7 @@ from rlboost.top.step_time import STEPS_BEFORE, StepTime, last_step_time
 from rlboost.worker_states import GONE
 
 JOBS_SHOWN = 8
-"""Most jobs of a snapshot: active ones first, the newest first."""
+"""Maximum number of jobs in a snapshot: active ones first, then the newest."""
 _CURVES = ("reward/mean", "perplexity", "loss")
 """The first of these metrics that a job reports is its curve."""
 _EVALUATIONS = ("eval/pass@1", "eval/reward_mean", "eval/perplexity", "eval/loss")
@@ -38,7 +38,7 @@ class JobSnapshot:
     dollars: float = 0.0
     dollars_per_step: float | None = None
     preemptions: int = 0
-    """Of workers that served the job."""
+    """Preemptions of workers that served the job."""
     evaluation_name: str = ""
     evaluation: list[float] = field(default_factory=list)
     """One value per evaluation, from the first."""

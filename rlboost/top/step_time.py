@@ -39,7 +39,7 @@ class StepTime:
     """How long a step took."""
 
     step: int
-    """From 1."""
+    """Number of the step, from 1."""
     seconds: float
     parts: dict[str, float]
     """Name -> seconds."""

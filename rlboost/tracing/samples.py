@@ -63,9 +63,9 @@ class _Attempt:
     offset: int
     began_at: float
     ended_at: float
-    """Of its last tokens so far."""
+    """When its last tokens so far arrived."""
     n_tokens: int
-    """Of the completion, with its last tokens so far."""
+    """Tokens of the completion, including the last of this attempt so far."""
     end: str = ""
     """Why it ended, if its worker said so."""
 

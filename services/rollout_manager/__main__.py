@@ -68,7 +68,7 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
         http = server.server_loop(app, sock, certificate)
         logs = log_sender(clients_bus, "manager", lambda: [job.id for job in manager.world.jobs.active()])
         loops = {"manage": manager.run, "credentials": credentials.run, "http": http, "logs": logs}
-        await supervise(loops | {"scale": scaler.decide, "provider": scaler.request}, stop)
+        await supervise(loops | {"scale": scaler.run_decisions, "provider": scaler.run_requests}, stop)
     finally:
         if provider is not None:
             await provider.close()

@@ -1,8 +1,8 @@
 """The manager's loop.
 
 Consumes: job commands and reports, requested groups, the token log, heartbeats, committed weights; the streams of
-    workers, whose entries it first relays to the token log and to the heartbeats; and the targets of autoscaling. The
-    world changes in turns only.
+    workers, whose entries it first relays to the token log and to the heartbeats; and what autoscaling and the renewal
+    of credentials have decided. The world changes in turns only; `create_job` adds its job between two turns.
 Produces: token-log records, worker commands, finished samples, events; each turn writes them in one transaction,
     together with the positions up to which the streams were read.
 Waits for: the next entry or tick, in `Bus.read_with_raw`; as a standby, for the death of the leader or the end of its
@@ -22,29 +22,25 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import structlog
-from pydantic import ValidationError
 
 from rlboost.services.rollout_manager.access.identities import WorkerIdentities
 from rlboost.services.rollout_manager.bus_operations import bookkeeping, operations
 from rlboost.services.rollout_manager.completion_waiters import CompletionWaiters
-from rlboost.services.rollout_manager.domain.allocation.autoscale import FleetTargets, scale_fleet
 from rlboost.services.rollout_manager.domain.apply_messages import apply_frames, apply_message
 from rlboost.services.rollout_manager.domain.compaction import compact, forget_ended
 from rlboost.services.rollout_manager.domain.decide import decide
 from rlboost.services.rollout_manager.domain.effects import SaveJob
 from rlboost.services.rollout_manager.domain.jobs.record import Job
-from rlboost.services.rollout_manager.domain.jobs.wait_status import OVERDUE_S, report_overdue
 from rlboost.services.rollout_manager.domain.world import Now, World
-from rlboost.services.rollout_manager.entry_batches import PoisonEntries, PoisonFound, apply_in_batches
+from rlboost.services.rollout_manager.entry_batches import PoisonEntries, PoisonFound, apply_in_batches, dead_letter
 from rlboost.services.rollout_manager.leadership import LEASE_S, Leadership, ManagerRecord, manager_record
 from rlboost.services.rollout_manager.ports import LeaderWatch
 from rlboost.services.rollout_manager.read_streams import SHARED_STREAMS, apply_order, are_below, is_trimmed_when_read
-from rlboost.services.rollout_manager.recovery import dead_letter, recover
+from rlboost.services.rollout_manager.recovery import recover
 from rlboost.services.rollout_manager.relay import relay
+from rlboost.services.rollout_manager.trainer_check import check_trainers
 from rlboost.shared.errors import BusUnavailable, Fatal, Fenced
-from rlboost.shared.messages import TrainerStatus
 from rlboost.shared.process.lifecycle import until_stop
-from rlboost.shared.process.waiting import count_timeout
 from rlboost.shared.progress import CountProgress
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Bus, Op, Trim
@@ -62,6 +58,9 @@ TRAINER_CHECK_EVERY_S = 0.5
 BATCH = 1024
 MIN_BATCH = 16
 """The least that one read takes of each stream of small entries, however many workers there are."""
+
+
+Change = Callable[[World, Now], None]
 
 
 class _Batch(NamedTuple):
@@ -128,9 +127,9 @@ class Manager:
         self._trainers_checked_at = -math.inf
         self._poison = PoisonEntries()
         self._turning = asyncio.Lock()
-        """Held by who may change the world."""
-        self._fleet_targets: list[FleetTargets] = []
-        """What autoscaling has decided since the last turn."""
+        """Serializes what changes the world: `turn`, and the end of `create_job`."""
+        self._changes: list[Change] = []
+        """What other loops have decided since the last turn."""
         self._pending_trims: list[Op] = []
         """Trims of what stored cursors and restated records have made superfluous, due at the next turn."""
 
@@ -214,7 +213,7 @@ class Manager:
         finally:
             self._rebuild = None
         self.world, self._cursors = recovered.world, recovered.cursors
-        self._fleet_targets.clear()
+        self._changes.clear()
         self._audit_texts.clear()
         self._pending_trims.clear()
         # Store the cursors of this recovery now, so that what it counted is not counted again.
@@ -228,7 +227,7 @@ class Manager:
     def _step_down(self, reason: str) -> None:
         self.recovered = False
         self.world = self._new_world()
-        self._fleet_targets.clear()
+        self._changes.clear()
         self._cursors.clear()
         self._audit_texts.clear()
         self.completion_waiters.close(reason)
@@ -262,9 +261,9 @@ class Manager:
             if self.leads and job.id not in self.world.jobs:
                 self.world.jobs.add(job)
 
-    def scale_fleet(self, targets: FleetTargets) -> None:
-        """Have the next turn scale the fleet to these targets."""
-        self._fleet_targets.append(targets)
+    def at_next_turn(self, change: Change) -> None:
+        """Have the next turn change the world, unless the world is rebuilt before."""
+        self._changes.append(change)
 
     async def turn(self, block_s: float = 0.0) -> None:
         """Read new entries, waiting up to `block_s` for the first one; decide; write."""
@@ -281,14 +280,16 @@ class Manager:
             log.warning("world_rebuilt", reason=str(found))
             await self.try_lead()
             return
-        await self._check_trainers(now)
+        if now.mono - self._trainers_checked_at >= TRAINER_CHECK_EVERY_S:
+            self._trainers_checked_at = now.mono
+            await check_trainers(self._bus, self.world, now)
         silent = self.world.fleet.silent_workers(now.mono)
         leases = await self._bus.cap_and_read_leases([names.worker_lease(worker) for worker in silent])
         dead = [worker for worker, lease in zip(silent, leases, strict=True) if lease is None]
         mismatched = await self._mismatched(caught_up=batch.is_caught_up)
-        fleet_targets, self._fleet_targets = self._fleet_targets, []
-        for targets in fleet_targets:
-            scale_fleet(self.world, targets, now)
+        changes, self._changes = self._changes, []
+        for change in changes:
+            change(self.world, now)
         decide(self.world, now, dead, self.completion_waiters.clients, mismatched)
         advanced = {entry.stream: self._cursors[entry.stream] for entry in batch.entries}
         await self._trim()  # what the previous turn found due: the cursors that allow it are stored by now
@@ -338,10 +339,10 @@ class Manager:
         mismatched = fleet.mismatched()
         if not mismatched:
             return []
-        cursors = {names.worker_commands(worker.id): worker.commands.last_command for worker in mismatched}
+        cursors = {names.worker_commands(worker.id): worker.command_check.last_command for worker in mismatched}
         unread = {entry.stream for entry in await self._bus.read(cursors, count=1)}
         for worker in mismatched:
-            worker.commands.restart()
+            worker.command_check.restart()
         return [worker.id for worker in mismatched if names.worker_commands(worker.id) not in unread]
 
     async def _trim(self) -> None:
@@ -362,23 +363,6 @@ class Manager:
         ops += self._leadership.renewal(self._now().mono)
         await self._bus.transact(ops, self._leadership.fence)
         self.completion_waiters.fail(decided)
-
-    async def _check_trainers(self, now: Now) -> None:
-        """Read the trainers' leases, which tell what their jobs do and wait for; report waits that last too long."""
-        if now.mono - self._trainers_checked_at < TRAINER_CHECK_EVERY_S:
-            return
-        self._trainers_checked_at = now.mono
-        running = [job.id for job in self.world.jobs.active() if job.state != "pending"]
-        values = await self._bus.lease_values([names.trainer_lease(job_id) for job_id in running])
-        for job_id, value in zip(running, values, strict=True):
-            try:
-                status = TrainerStatus.model_validate_json(value) if value else None
-            except ValidationError as error:  # as if the trainer were silent
-                log.warning("trainer_status_unreadable", job=job_id, reason=str(error))
-                continue
-            self.world.progress[job_id].on_trainer_status(status, now.wall)
-        for job_id, wait in report_overdue(self.world, now):
-            count_timeout(wait["for"], wait["because"], OVERDUE_S, job=job_id)
 
     def _forget_ended(self, now: Now) -> None:
         forget_ended(self.world, now.wall)

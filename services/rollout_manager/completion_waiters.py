@@ -62,7 +62,7 @@ class Waiter:
     resumable: bool
     """True if the client may reconnect and continue."""
     request_waiters: list[Waiter] = field(repr=False)
-    """Those of all groups of the client's request, in the order of its prompts."""
+    """The waiters of all groups of the client's request, in the order of its prompts."""
     world: World
     open: dict[int, int]
     """Member whose end the client has not received -> number of its tokens that the client has received."""

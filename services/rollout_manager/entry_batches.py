@@ -1,4 +1,4 @@
-"""Applies entries in batches: adjacent token frames at once, every other entry by itself."""
+"""Applies entries: adjacent token frames at once, every other entry by itself. Dead-letters those that are invalid."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from itertools import groupby, islice
 
 import structlog
 
+from rlboost.services.rollout_manager.domain.effects import DeadLetterEntry
+from rlboost.services.rollout_manager.domain.world import World
 from rlboost.shared.errors import RLBoostError, Unprocessable
 from rlboost.shared.messages import TokenFrame
+from rlboost.shared.streams.dead_letters import report_dead_letter
 from rlboost.shared.streams.entries import Entry
 
 log = structlog.get_logger(__name__)
@@ -23,7 +26,7 @@ Invalid = list[tuple[Entry, Unprocessable]]
 class PoisonFound(RLBoostError):
     """Applying entries failed unexpectedly and may have left the world half changed: rebuild it, then apply the rest.
 
-    The entries are noted in the `PoisonEntries` that the caller has passed, so that the next try gets past them.
+    The entries are recorded in the `PoisonEntries` that the caller has passed, so that the next try gets past them.
     """
 
 
@@ -45,7 +48,7 @@ class PoisonEntries:
         return key in self._suspects or key in self._reasons
 
     def add(self, entries: Sequence[Entry], error: Exception) -> PoisonFound:
-        """Note that these entries failed together; return the exception to raise."""
+        """Record that these entries failed together; return the exception to raise."""
         keys = [(entry.stream, entry.id) for entry in entries]
         if len(keys) == 1:
             self._reasons[keys[0]] = f"it cannot be applied: {error!r}"
@@ -102,6 +105,13 @@ def apply_each(entries: Iterable[Entry], apply_entry: Callable[[Entry], None], p
         except Exception as error:
             raise poison.add([entry], error) from error
     return invalid
+
+
+def dead_letter(world: World, invalid: Invalid) -> None:
+    """Append invalid entries to the dead letters, in one transaction with the position after them."""
+    for entry, error in invalid:
+        report_dead_letter(entry.stream, entry.id, str(error))
+        world.outbox.add(DeadLetterEntry(entry.stream, entry.id, entry.message, str(error)))
 
 
 def _batches(entries: Iterable[Entry], poison: PoisonEntries) -> Iterator[list[Entry]]:

@@ -3,7 +3,7 @@
 Consumes: the fleet and the jobs of the manager's world, and the operator's number.
 Produces: targets, by which the manager's next turn drains surplus workers; requests to the provider, which are repeated
     every `REPEAT_S`, since the provider's number may be changed by others.
-Waits for: the next second; in `request`, the provider, which limits its own calls.
+Waits for: the next second; in `run_requests`, the provider, which limits its own calls.
 Ends when: the stop is set. A standby decides and requests nothing.
 """
 
@@ -23,6 +23,7 @@ from rlboost.services.rollout_manager.domain.allocation.autoscale import (
     FleetTargets,
     fleet_view,
     present_workers,
+    scale_fleet,
     workers_to_request,
 )
 from rlboost.services.rollout_manager.domain.world import Now, World
@@ -105,7 +106,7 @@ class FleetScaler:
         await write([HashSet(names.FLEET_SCALE, {_FIELD: text})])
         self._fixed = workers
 
-    async def decide(self, stop: asyncio.Event) -> None:
+    async def run_decisions(self, stop: asyncio.Event) -> None:
         """Decide until the stop."""
         while not await until_stop(stop, CHECK_EVERY_S):
             try:
@@ -114,7 +115,7 @@ class FleetScaler:
                 log.warning("redis_unavailable", error=str(error), during="reading the number of workers")
 
     async def decide_once(self, now: Now) -> None:
-        """Set the targets, and hand them to the manager; raises `BusUnavailable`."""
+        """Set the targets, and have the manager's next turn apply them; raises `BusUnavailable`."""
         if not self._manager.leads:
             self._world, self._requests = None, {}
             return
@@ -133,9 +134,9 @@ class FleetScaler:
         targets = FleetTargets(dict(scaler.targets), before, scaler.max_dollars_per_hour, present)
         for kind, (_, workers) in targets.changes().items():
             log.info("fleet_scaled", worker_kind=kind, workers=workers, limited_by=scaler.limited_by)
-        self._manager.scale_fleet(targets)
+        self._manager.at_next_turn(lambda world, at: scale_fleet(world, targets, at))
 
-    async def request(self, stop: asyncio.Event) -> None:
+    async def run_requests(self, stop: asyncio.Event) -> None:
         """Request workers from the provider until the stop."""
         while not await until_stop(stop, CHECK_EVERY_S):
             await self.request_once(time.monotonic())

@@ -41,9 +41,14 @@ JOB_STREAM = ReadStream(Order.REQUESTS, is_trimmed_when_read=True)
 """The requests of each active job: the only other streams that the manager reads."""
 
 
+def order_of(stream: str) -> Order:
+    """Return when to apply the entries of a stream."""
+    return SHARED_STREAMS.get(stream, JOB_STREAM).order
+
+
 def apply_order(entry: Entry) -> Order:
     """Return when to apply an entry."""
-    return SHARED_STREAMS.get(entry.stream, JOB_STREAM).order
+    return order_of(entry.stream)
 
 
 def is_trimmed_when_read(stream: str) -> bool:

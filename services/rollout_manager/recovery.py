@@ -15,18 +15,18 @@ from rlboost.services.rollout_manager.domain.apply_messages import (
     apply_message,
     apply_record,
 )
-from rlboost.services.rollout_manager.domain.effects import ClearQuarantine, DeadLetterEntry
+from rlboost.services.rollout_manager.domain.effects import ClearQuarantine
 from rlboost.services.rollout_manager.domain.jobs.audit import Audit
 from rlboost.services.rollout_manager.domain.jobs.record import Job, QuarantinedJob, from_json
 from rlboost.services.rollout_manager.domain.quarantine import detach_samples
 from rlboost.services.rollout_manager.domain.token_log.sample import Sample
 from rlboost.services.rollout_manager.domain.world import Now, World
 from rlboost.services.rollout_manager.entry_batches import (
-    Invalid,
     PoisonEntries,
     PoisonFound,
     apply_each,
     apply_in_batches,
+    dead_letter,
 )
 from rlboost.services.rollout_manager.read_streams import SHARED_STREAMS
 from rlboost.shared.errors import ConfigError
@@ -34,7 +34,6 @@ from rlboost.shared.messages import WeightsCommitted, WorkerJoined
 from rlboost.shared.progress import CountProgress
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Bus
-from rlboost.shared.streams.dead_letters import report_dead_letter
 from rlboost.shared.streams.entries import START, Entry, position
 from rlboost.shared.streams.read_size import ReadSize
 from rlboost.shared.validation import describe
@@ -256,10 +255,3 @@ async def batches(bus: Bus, stream: str) -> AsyncIterator[list[Entry]]:
         size.update(entries)
         cursor = entries[-1].id
         yield entries
-
-
-def dead_letter(world: World, invalid: Invalid) -> None:
-    """Append invalid entries to the dead letters, in one transaction with the position after them."""
-    for entry, error in invalid:
-        report_dead_letter(entry.stream, entry.id, str(error))
-        world.outbox.add(DeadLetterEntry(entry.stream, entry.id, entry.message, str(error)))

@@ -18,7 +18,8 @@ from rlboost.services.rollout_worker.adapters.preemption.notice_file import Noti
 from rlboost.services.rollout_worker.adapters.store_weights import StoreWeights
 from rlboost.services.rollout_worker.adapters.torch.factory import TorchFactory
 from rlboost.services.rollout_worker.adapters.vllm.factory import VllmFactory, is_quantized
-from rlboost.services.rollout_worker.app import Worker, WorkerOptions
+from rlboost.services.rollout_worker.adapters.vllm.options import VllmOptions
+from rlboost.services.rollout_worker.app import WorkerApp, WorkerOptions
 from rlboost.services.rollout_worker.domain.parity_check import Precision
 from rlboost.services.rollout_worker.generator import Generator
 from rlboost.services.rollout_worker.manager_connection import ManagerConnection, WorkerIdentity
@@ -91,7 +92,7 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
         settings.grace_s,
         drain_on_rebalance=settings.rebalance == "drain",
     )
-    worker = Worker(stop, connection, generator, StoreWeights(puller, access), options, waits, startup)
+    worker = WorkerApp(stop, connection, generator, StoreWeights(puller, access), options, waits, startup)
     metadata = Metadata(settings.metadata_url)
     try:
         serve = _http(settings, connection, generator, worker, waits, cache, peers, first.peer_key)
@@ -123,14 +124,16 @@ def _engines(settings: Settings) -> EngineFactory:
             gpu_memory_utilization=settings.gpu_memory_utilization,
         )
     return VllmFactory(
-        slots=settings.slots,
-        device=settings.device,
-        dtype=settings.dtype,
-        kv_cache_bytes=settings.kv_cache_bytes,
-        gpu_memory_utilization=settings.gpu_memory_utilization,
-        tensor_parallel=settings.tensor_parallel,
-        enable_sleep=settings.role == "reserved",
-        vllm_args=settings.vllm_args,
+        VllmOptions(
+            slots=settings.slots,
+            device=settings.device,
+            dtype=settings.dtype,
+            kv_cache_bytes=settings.kv_cache_bytes,
+            gpu_memory_utilization=settings.gpu_memory_utilization,
+            tensor_parallel=settings.tensor_parallel,
+            enable_sleep=settings.role == "reserved",
+            vllm_args=settings.vllm_args,
+        )
     )
 
 
@@ -138,7 +141,7 @@ def _precision(settings: Settings) -> Precision:
     return "quantized" if is_quantized(settings.vllm_args, settings.dtype) else settings.dtype
 
 
-def _preemption_watch(settings: Settings, metadata: Metadata, worker: Worker) -> PreemptionWatch:
+def _preemption_watch(settings: Settings, metadata: Metadata, worker: WorkerApp) -> PreemptionWatch:
     clouds: list[NoticeSource] = [Aws(metadata), Google(metadata), Azure(metadata)]
     sources = [cloud for cloud in clouds if cloud.name == settings.notices]
     if settings.notice_file is not None:
@@ -150,7 +153,7 @@ def _http(
     settings: Settings,
     connection: ManagerConnection,
     generator: Generator,
-    worker: Worker,
+    worker: WorkerApp,
     waits: Waits,
     cache: Cache,
     peers: PeerSource,

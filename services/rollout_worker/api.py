@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 from pydantic import BaseModel, ConfigDict, Field
 
 from rlboost.services.rollout_worker.domain.preemption import Notice
+from rlboost.services.rollout_worker.domain.session import Session
 from rlboost.services.rollout_worker.generator import Generator
 from rlboost.services.rollout_worker.manager_connection import ManagerConnection
 from rlboost.shared.http.documented import GUARDED_ERRORS
@@ -49,7 +50,7 @@ class Metrics(Collector):
         yield _gauge(
             "unsent_bytes",
             "Bytes of generated tokens that Redis has not acknowledged.",
-            connection.incarnation.outbox.unsent_bytes,
+            connection.incarnation.unsent.unsent_bytes,
         )
         yield _gauge("resident_bytes", "Memory of this process.", load.memory.resident_bytes)
         yield _gauge("device_used_bytes", "Memory in use on the engine's device.", load.memory.device_used_bytes)
@@ -73,20 +74,24 @@ def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
 def create(
     connection: ManagerConnection, generator: Generator, *, guard: Guard, waits: Waits, metrics_path: str
 ) -> FastAPI:
-    """Return the app; its metrics are in the process's registry, and at `metrics_path` without a token.
-
-    The worker is ready if no version is assigned to it, or if it has loaded and verified one.
-    """
-
-    def not_ready_reason() -> str | None:
-        session = connection.session
-        idle = session.target is None
-        return None if idle or session.serving else f"verified weights; the worker is {session.state}"
-
+    """Return the app; its metrics are in the process's registry, and at `metrics_path` without a token."""
     REGISTRY.register(Metrics(connection, generator))
     return create_app(
-        "RLBoost rollout worker", guard=guard, not_ready_reason=not_ready_reason, waits=waits, metrics_path=metrics_path
+        "RLBoost rollout worker",
+        guard=guard,
+        not_ready_reason=lambda: missing_weights(connection.session, generator),
+        waits=waits,
+        metrics_path=metrics_path,
     )
+
+
+def missing_weights(session: Session, generator: Generator) -> str | None:
+    """Return None if no version is assigned to the worker, or if it has loaded and verified one; else what it lacks."""
+    if session.target is None or session.serving:
+        return None
+    reasons = ", ".join(sorted(generator.pause_reasons))
+    paused = f", its engine paused ({reasons})" if reasons else ""
+    return f"verified weights; the worker is {session.state}{paused}"
 
 
 class NoticeBody(BaseModel):

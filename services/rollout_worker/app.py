@@ -32,8 +32,8 @@ from rlboost.shared.process.waiting import Waits
 
 log = structlog.get_logger(__name__)
 
-_HAND_OFF_PART = 0.8
-"""Part of the grace that the hand-off may take: the process must exit within the grace."""
+_HAND_OFF_FRACTION = 0.8
+"""Fraction of the grace that the hand-off may take: the process must exit within the grace."""
 _PAUSE_LIMIT_S = 1.0
 """How long the shutdown waits for the engine to pause: longer than a step, shorter than a load of large weights."""
 _CLOSE_LIMIT_S = 1.0
@@ -52,7 +52,7 @@ class WorkerOptions:
     flush_interval_s: float
     heartbeat_interval_s: float
     grace_s: float
-    """From the stop until the process must be gone."""
+    """Time from the stop until the process must be gone."""
     finish_limit_s: float = 600.0
     """With `in_flight: finish`: how long new weights wait for samples to finish under the current ones. Afterwards the
     samples continue under the new weights. A newer version restarts the wait, at most `max_staleness` times."""
@@ -60,7 +60,7 @@ class WorkerOptions:
     """Drain when the cloud recommends to rebalance."""
 
 
-class Worker:
+class WorkerApp:
     """One worker process: an engine and its connection to the manager.
 
     Args:
@@ -188,9 +188,9 @@ class Worker:
                 self._updates.on_flush()
                 await self._generator.resume("unsent")
             except BusUnavailable as error:
-                outbox = self._connection.incarnation.outbox
-                log.warning("redis_unavailable", error=str(error), during="flush", unsent_bytes=outbox.unsent_bytes)
-                if outbox.is_full:
+                unsent = self._connection.incarnation.unsent
+                log.warning("redis_unavailable", error=str(error), during="flush", unsent_bytes=unsent.unsent_bytes)
+                if unsent.is_full:
                     await self._generator.pause("unsent")
                 await until_stop(self._stop, RETRY_INTERVAL_S)
 
@@ -241,7 +241,7 @@ class Worker:
         reason = self._drain_reason or self._notice.reason or stop_cause(self._stop)
         for task in command_tasks:
             task.cancel()
-        limit_s = _HAND_OFF_PART * self._options.grace_s
+        limit_s = _HAND_OFF_FRACTION * self._options.grace_s
         async with self._waits.on("the hand-off", because=reason, limit_s=limit_s):
             if not self._drain_reason:
                 lead_s = self._options.grace_s if self._notice.lead_s is None else self._notice.lead_s
@@ -249,7 +249,7 @@ class Worker:
                     "send the preemption notice", lambda: connection.send_preemption_notice(reason, lead_s)
                 )
             await asyncio.wait(command_tasks)
-            connection.session.drain()
+            connection.session.drain()  # its effect is not needed: the cancelled tasks include a running pull
             self._heartbeat_now.set()
             await self._pause_engine()
             await connection.retry_until_ok("flush the last tokens", connection.flush)

@@ -8,8 +8,8 @@ Waits for: the engine's thread, which acts between two decode steps. The engine 
     "suspended": the manager's `Suspend` and `Resume` (`commands`);
     "loading": set by `replace_weights`, removed by `weight_updates` once the session serves the new weights; stays
         after a failed load;
-    "unsent": the flush loop (`app`), while the outbox is full;
-    "shutdown": `Worker.shutdown`, which never resumes.
+    "unsent": the flush loop (`app`), while the queue of unsent messages is full;
+    "shutdown": `WorkerApp.shutdown`, which never resumes.
 Ends when: `close` is called. Every call after the engine has died raises `EngineFailed`.
 
 Loaded weights are verified twice: their digests show that they are what was published (invariant 5), and the parity

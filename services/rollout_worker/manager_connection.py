@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from rlboost.services.rollout_worker.domain.frames import Outbox
+from rlboost.services.rollout_worker.domain.frames import UnsentQueue
 from rlboost.services.rollout_worker.domain.heartbeat import build_heartbeat
 from rlboost.services.rollout_worker.domain.load import LoadMeters, Memory
 from rlboost.services.rollout_worker.domain.parity_check import Verdict
@@ -79,7 +79,7 @@ class Incarnation:
     """One registration with the manager; a worker that rejoins becomes a new one."""
 
     session: Session
-    outbox: Outbox
+    unsent: UnsentQueue
     bus: Bus
     cursor: str = START
     """Entry id of the last command read."""
@@ -164,16 +164,16 @@ class ManagerConnection:
             self.meters.on_drained(emissions, running, began)
             if emissions:
                 incarnation.session.on_emissions(emissions)
-                incarnation.outbox.add(emissions)
-            while batch := incarnation.outbox.batch():
+                incarnation.unsent.add(emissions)
+            while batch := incarnation.unsent.batch():
                 await incarnation.bus.transact([Append(incarnation.reports, message) for message in batch])
-                incarnation.outbox.sent(len(batch))
+                incarnation.unsent.sent(len(batch))
             if emissions:
                 self.meters.on_flushed(time.monotonic() - began)
 
     def release_unstarted(self, samples: Sequence[Assignment]) -> None:
         """Report with the next flush that samples which never reached the engine are released."""
-        self.incarnation.outbox.add([_unstarted(sample) for sample in samples])
+        self.incarnation.unsent.add([_unstarted(sample) for sample in samples])
 
     # --- heartbeats ---------------------------------------------------------------------------------------------------
 
@@ -330,7 +330,7 @@ class ManagerConnection:
 
 
 def _new_incarnation(membership: Membership, serving: WeightsRef | None) -> Incarnation:
-    return Incarnation(Session(membership.worker, serving), Outbox(membership.worker), membership.bus)
+    return Incarnation(Session(membership.worker, serving), UnsentQueue(membership.worker), membership.bus)
 
 
 def _unstarted(sample: Assignment) -> Emission:

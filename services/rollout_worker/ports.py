@@ -44,7 +44,7 @@ class Engine(Protocol):
     max_request_tokens: int
     """Longest accepted request, prompt and `max_tokens` together; 0 = no limit."""
     returns_routed_experts: bool
-    """Whether requests may ask for the experts of each token."""
+    """True if requests may ask for the experts of each token."""
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests. None starts while no weights are loaded or while the engine is suspended.
@@ -196,7 +196,7 @@ class Membership:
     """Connected to Redis as this incarnation, which can access its own keys only."""
     weight_store_url: str
     store_credential: str = field(repr=False)
-    """For the weight store; the manager sends new ones."""
+    """Credential for the weight store; the manager sends new ones."""
     manifest_key: str
     """The public key under which manifests are signed."""
     peer_key: str = field(repr=False)

@@ -31,7 +31,7 @@ class Watchdog:
 
     Args:
         generator: owns the engine.
-        limit_s: how long a token may take while the engine has requests; see `Progress`.
+        limit_s: how long a token may take while the engine has requests; see `HangDetector.hangs`.
 
     """
 

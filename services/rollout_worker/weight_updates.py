@@ -31,7 +31,7 @@ from rlboost.shared.progress import LastDuration
 log = structlog.get_logger(__name__)
 
 LOAD_LIMIT_S = 3600.0
-"""For the engine, its build included: compiling a large model takes many minutes."""
+"""Time limit of the engine for one load, its build included: compiling a large model takes many minutes."""
 
 
 Execute = Callable[[Sequence[Effect]], Awaitable[None]]

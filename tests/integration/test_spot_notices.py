@@ -11,7 +11,7 @@ import pytest
 
 from rlboost.services.rollout_worker.adapters.preemption.cloud_metadata import Aws, Azure, Google, Metadata
 from rlboost.services.rollout_worker.adapters.preemption.notice_file import NoticeFile
-from rlboost.services.rollout_worker.app import Worker, WorkerOptions
+from rlboost.services.rollout_worker.app import WorkerApp, WorkerOptions
 from rlboost.services.rollout_worker.fakes import FakeEngine, FakeEngineFactory, FakeStagedWeights, FakeWeights
 from rlboost.services.rollout_worker.generator import Generator
 from rlboost.services.rollout_worker.manager_connection import ManagerConnection, WorkerIdentity
@@ -45,7 +45,7 @@ class Machine:
         accept = self.manager.accept
         connection = ManagerConnection(at_once(accept()), accept, generator, identity, 2.0, waits)
         options = WorkerOptions(0.01, 0.05, 5.0)
-        self.worker = Worker(asyncio.Event(), connection, generator, weights, options, waits)
+        self.worker = WorkerApp(asyncio.Event(), connection, generator, weights, options, waits)
 
     async def run(self, *sources: NoticeSource, candidates: tuple[NoticeSource, ...] = ()) -> None:
         watch = PreemptionWatch(

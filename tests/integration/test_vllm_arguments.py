@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rlboost.services.rollout_worker.adapters.vllm.options import VllmOptions
 from rlboost.shared.errors import ConfigError
 from tests.support import vllm_engines
 
@@ -73,9 +74,9 @@ def test_engine_arguments_reach_vllm_and_unknown_ones_are_refused(tmp_path: Path
 
     (tmp_path / "config.json").write_text("{}")
     more = {"max_num_batched_tokens": 8192}
-    given = arguments.engine_args(tmp_path, arguments.VllmOptions(8, gpu_memory_utilization=0.4, vllm_args=more))
+    given = arguments.engine_args(tmp_path, VllmOptions(8, gpu_memory_utilization=0.4, vllm_args=more))
     assert (given.gpu_memory_utilization, given.max_num_batched_tokens, given.max_num_seqs) == (0.4, 8192, 8)
-    assert arguments.engine_args(tmp_path, arguments.VllmOptions(8)).gpu_memory_utilization == 0.92
+    assert arguments.engine_args(tmp_path, VllmOptions(8)).gpu_memory_utilization == 0.92
     arguments.check_arguments(more)
     with pytest.raises(
         ConfigError, match=r"has no engine argument 'max_num_batch_tokens': did you mean max_num_batched_"

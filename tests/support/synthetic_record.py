@@ -172,7 +172,7 @@ def record(**changes: Any) -> Record:
         "observations": observations(),
         "samples": {3: [sample("1/2/7/3", [("worker-2-aaaa", 2, 11), ("worker-1-aaaa", 2, 9)])]},
         "audit": AUDIT,
-        "cpu_s": {"trainer": 60.0, "reserved engine": 20.0, "spot engines": 80.0, "manager": 10.0, "this view": 2.0},
+        "cpu_s": {"trainer": 60.0, "reserved engine": 20.0, "spot engines": 80.0, "manager": 10.0, "demo": 2.0},
         "cpu_to_start_s": 20.0,
     }
     return Record(**(fields | changes))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from rlboost.services.rollout_worker.adapters.vllm.factory import VllmFactory, engine_core_environment
+from rlboost.services.rollout_worker.adapters.vllm.options import VllmOptions
 from rlboost.shared.process.threads import run_in_thread
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def require(device: str = "cpu") -> None:
     require_installed()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what vLLM's own imports warn of is not ours to mend
-        VllmFactory(slots=1, device=device, dtype="float32").prepare()
+        VllmFactory(VllmOptions(slots=1, device=device)).prepare()
         if device == "cpu":
             _fork_engine_cores()
 
@@ -100,9 +101,7 @@ async def start(config: Any, *, slots: int) -> VllmEngine:
     return VllmEngine(llm, options)
 
 
-def _options(slots: int) -> Any:
-    from rlboost.services.rollout_worker.adapters.vllm.arguments import VllmOptions  # noqa: PLC0415 - see require
-
+def _options(slots: int) -> VllmOptions:
     return VllmOptions(slots=slots, kv_cache_bytes=_KV_CACHE_BYTES, enable_sleep=True)
 
 
@@ -123,7 +122,7 @@ def build(config: Any, *, slots: int, **settings: Any) -> Engine:
     settings = {"device": "cpu", "dtype": "float32", "kv_cache_bytes": _KV_CACHE_BYTES, **settings}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # see require
-        return VllmFactory(slots=slots, **settings).build(config_json)
+        return VllmFactory(VllmOptions(slots=slots, **settings)).build(config_json)
 
 
 def end_shared() -> None:

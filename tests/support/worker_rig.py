@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Container, Sequence
 
-from rlboost.services.rollout_worker.app import Worker, WorkerOptions
+from rlboost.services.rollout_worker.app import WorkerApp, WorkerOptions
 from rlboost.services.rollout_worker.domain.kv_capacity import KvCapacity
 from rlboost.services.rollout_worker.domain.load import Memory
 from rlboost.services.rollout_worker.fakes import FakeEngine, FakeEngineFactory, FakeStagedWeights, FakeWeights
@@ -78,7 +78,7 @@ class Rig(MemoryBus):
             first, self.manager.accept, self.generator, identity, 0.5, self.waits, lambda: memory
         )
         options = WorkerOptions(0.002, 0.02, grace_s, finish_limit_s, drain_on_rebalance)
-        self.worker = Worker(
+        self.worker = WorkerApp(
             self.stop,
             self.connection,
             self.generator,

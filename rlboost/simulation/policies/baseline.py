@@ -71,7 +71,7 @@ class Instance:
     assigned_version: int = -1
     assigned_active: bool | None = None
     held: dict[int, Tracked] = field(default_factory=dict)
-    """In order of assignment."""
+    """Sample -> its state, in order of assignment."""
     queue: int = 0
     """Pending samples at its last heartbeat."""
     assigned: int = 0
@@ -106,7 +106,7 @@ class FleetSize:
     last: int = -1
 
     def update(self, n: int) -> None:
-        """Note the present number."""
+        """Record the present number."""
         self.changed |= self.last not in {-1, n}
         self.last = n
 

@@ -20,6 +20,7 @@ from rlboost.services.rollout_manager.domain.scheduling.requirements import requ
 from rlboost.services.rollout_manager.domain.token_log.sample import Sample
 from rlboost.services.rollout_manager.domain.workers.worker import Worker
 from rlboost.services.rollout_manager.domain.world import Now, World
+from rlboost.services.rollout_manager.read_streams import Order, order_of
 from rlboost.shared.job.spec import parse
 from rlboost.shared.messages import (
     Admitted,
@@ -32,11 +33,14 @@ from rlboost.shared.messages import (
     PreemptionNotice,
     Restated,
     SampleFailed,
+    StepReport,
     TokenFrame,
+    WeightsCommitted,
     WorkerHeartbeat,
     WorkerJoined,
     WorkerLeft,
 )
+from rlboost.shared.streams import names
 from rlboost.simulation.environment import LEASE_S
 from rlboost.simulation.job import JOB_ID, JOB_NO, SimulatedJob
 from rlboost.simulation.policies import Policy
@@ -45,8 +49,16 @@ from rlboost.simulation.policies.turn import Turn
 UNIX_S = 1_750_000_000.0
 """Wall clock at virtual time 0; any will do."""
 MAX_STEPS = 1 << 20
-_LOG = (TokenFrame, SampleFailed, Admitted, Placed, Closed, Restated)
-_FROM_WORKERS = (WorkerJoined, WorkerHeartbeat, PreemptionNotice, WorkerLeft)
+_STREAM_OF: dict[type[Message], str] = {
+    JobCommand: names.JOB_COMMANDS,
+    JobReport: names.JOB_REPORTS,
+    StepReport: names.JOB_REPORTS,
+    WeightsCommitted: names.WEIGHTS_COMMITTED,
+    GroupRequested: names.rollouts_requested(JOB_ID),
+    **dict.fromkeys((TokenFrame, SampleFailed, Admitted, Placed, Closed, Restated), names.TOKEN_LOG),
+    **dict.fromkeys((WorkerJoined, WorkerHeartbeat, PreemptionNotice, WorkerLeft), names.WORKER_HEARTBEATS),
+}
+"""Message type -> the stream on which the manager reads it."""
 
 
 class DomainManager:
@@ -118,13 +130,8 @@ class DomainManager:
             apply_frames(self.world, frames)
 
 
-def _apply_order(message: Message) -> int:
-    # As in the manager: jobs and weights, requests, the token log, workers.
-    if isinstance(message, _FROM_WORKERS):
-        return 3
-    if isinstance(message, _LOG):
-        return 2
-    return 1 if isinstance(message, GroupRequested) else 0
+def _apply_order(message: Message) -> Order:
+    return order_of(_STREAM_OF[type(message)])
 
 
 # --- ablations --------------------------------------------------------------------------------------------------------
@@ -136,17 +143,16 @@ class _RegeneratingWorld(World):
     def unassign_all(self, worker: Worker, now: Now, cause: str) -> None:
         if cause in {"lost", "left"}:
             for sample in (self.ledger.samples[i] for i in worker.samples):
-                self.ledger.tokens_live -= 0 if sample.finish else sample.cut(0)
+                if not sample.finish:
+                    self.ledger.cut(sample, 0)
         super().unassign_all(worker, now, cause)
 
 
 class _FifoQueue(SampleQueue):
     """Starts groups in the order in which they were requested."""
 
-    def _next(self) -> int | None:
-        if self.resumed or not self.members:
-            return super()._next()
-        return self._pop_member(next(iter(self.members)))
+    def next_group(self) -> int:
+        return next(iter(self.members))
 
 
 class _FifoQueues(SampleQueues):

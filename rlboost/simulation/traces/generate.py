@@ -45,7 +45,7 @@ G4DN = TraceStatistics(
     mean_life_s=99 * 60,
     removals_at_once=MappingProxyType({1: 31, 2: 12, 3: 2, 4: 2, 5: 1}),
 )
-"""Of the trace of AWS g4dn instances that the Bamboo project published (MIT license; NSDI 2023)."""
+"""Statistics of the trace of AWS g4dn instances that the Bamboo project published (MIT license; NSDI 2023)."""
 
 
 def generate_trace(statistics: TraceStatistics, seed: int) -> FleetTrace:

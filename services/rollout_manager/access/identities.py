@@ -33,7 +33,7 @@ class IdentityRecord(BaseModel):
 
     role: Role
     secret_sha256: str = ""
-    """Of the password of its Redis user; empty if it has none."""
+    """SHA-256 of the password of its Redis user, in hexadecimal; empty if it has none."""
 
 
 class WorkerIdentities:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import structlog
 from pydantic import ValidationError
 
-from rlboost.services.rollout_manager.domain.access_tokens import AccessToken, holder
+from rlboost.services.rollout_manager.domain.access_tokens import AccessToken, principal_of
 from rlboost.shared.errors import BusUnavailable
 from rlboost.shared.http.authentication import is_token
 from rlboost.shared.http.problem import Problem
@@ -66,7 +66,7 @@ class TokenTable:
             return Principal("system", "admin")
         if is_token(secret, self._join_token):
             return Principal("join token", "worker")
-        return holder(secret, await self.tokens(), self._clock()) if secret else None
+        return principal_of(secret, await self.tokens(), self._clock()) if secret else None
 
     async def tokens(self) -> tuple[AccessToken, ...]:
         """Return all access tokens, oldest first; raises `Problem` as `authenticate` does."""
@@ -82,7 +82,7 @@ class TokenTable:
                 self._read_at_s = now_s
         return self._tokens
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """Read the tokens again at the next request: they have changed."""
         self._read_at_s = -math.inf
 

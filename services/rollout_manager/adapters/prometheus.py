@@ -21,7 +21,7 @@ class WorldCollector:
         """Collect from this manager's world."""
         self._manager = manager
         self._audits: dict[str, Audit] = {}
-        """Of all jobs seen while this manager led."""
+        """Job id -> audit, for all jobs seen while this manager led."""
 
     def register(self) -> None:
         """Add the metrics to the process's registry."""
@@ -76,7 +76,7 @@ class WorldCollector:
         for state in get_args(JobState):
             jobs.add_metric([state], states[state])
         yield jobs
-        stalled = sum(progress.stalled_since is not None for progress in world.progress.values())
+        stalled = sum(progress.stalled_since_unix_s is not None for progress in world.progress.values())
         yield GaugeMetricFamily(
             "rlboost_jobs_stalled", "Jobs with queued samples that no worker can take", value=stalled
         )

@@ -22,7 +22,7 @@ class AccessToken(BaseModel):
     scope: TokenScope
     name: str
     sha256: str
-    """Of the secret, in hexadecimal. A secret has 256 random bits, so it cannot be found by trying."""
+    """SHA-256 of the secret, in hexadecimal. A secret has 256 random bits, so it cannot be found by trying."""
     created_at: float
     expires_at: float | None
     """None if it does not expire."""
@@ -41,7 +41,7 @@ def digest_of_secret(secret: str) -> str:
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
-def holder(secret: str, tokens: Iterable[AccessToken], now: float) -> Principal | None:
+def principal_of(secret: str, tokens: Iterable[AccessToken], now: float) -> Principal | None:
     """Return the principal of a secret, None if no token has it or the token has expired."""
     digest = digest_of_secret(secret)
     for token in tokens:

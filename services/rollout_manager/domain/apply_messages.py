@@ -16,7 +16,7 @@ from rlboost.services.rollout_manager.domain.effects import (
     SaveWorker,
 )
 from rlboost.services.rollout_manager.domain.jobs.record import Job
-from rlboost.services.rollout_manager.domain.sample_ends import apply_closed, close, drop
+from rlboost.services.rollout_manager.domain.sample_ends import apply_closed, drop, remove_sample
 from rlboost.services.rollout_manager.domain.scheduling.poison import suspected_samples
 from rlboost.services.rollout_manager.domain.seeding.window import Window
 from rlboost.services.rollout_manager.domain.step_windows import credit_generation, end_step
@@ -160,7 +160,7 @@ def _apply_admitted(world: World, request: GroupRequested, entry_id: str) -> Non
     done = [sample.id for sample in added if progress and progress.is_delivered(sample.id)]
     world.on_admitted(added)
     for sample_id in done:
-        close(world, sample_id)
+        remove_sample(world, sample_id)
 
 
 def _apply_placed(world: World, message: Placed, *, counted: bool) -> None:
@@ -247,7 +247,7 @@ def _on_heartbeat(world: World, heartbeat: WorkerHeartbeat, now: Now) -> None:
         worker.set_samples(world.ledger.samples[i] for i in worker.samples)
     world.update_batch_cap(worker)
     if heartbeat.last_command and worker.assigned_version and worker.state != "draining":
-        worker.commands.observe(
+        worker.command_check.observe(
             world.command_digest(worker), heartbeat.command_digest, heartbeat.last_command, now.mono
         )
     if before is None:

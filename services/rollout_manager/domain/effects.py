@@ -123,7 +123,7 @@ class ForgetWorker:
 
     worker: str
     reason: str = "declared lost: no heartbeat and no lease"
-    """Why it is dismissed, should it still run."""
+    """The reason for its dismissal, should the worker still run."""
 
 
 @dataclass(frozen=True, slots=True)

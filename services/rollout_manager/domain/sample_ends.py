@@ -23,7 +23,7 @@ def deliver_to_trainer(world: World, sample: Sample) -> None:
     is_longest = world.progress[job_id].lengths.on_finished(sample)
     if is_longest and world.queues and (queue := world.queues.get(requirement_of(sample))):
         queue.set_estimate(sample.request.group, float(sample.n_tokens))
-    group_done = _end(world, sample)
+    group_done = _close(world, sample)
     audit = world.audits[job_id]
     audit.delivered += 1
     audit.tokens_delivered += sample.n_tokens
@@ -43,7 +43,7 @@ def deliver_to_trainer(world: World, sample: Sample) -> None:
 def deliver_to_client(world: World, sample: Sample) -> None:
     """End a client's sample after the client has received everything it needs."""
     world.revoke(sample)
-    _end(world, sample)
+    _close(world, sample)
     audit = world.audits[sample.request.job_id].serving
     audit.delivered += 1
     audit.tokens_delivered += sample.n_tokens
@@ -60,7 +60,7 @@ def drop(world: World, sample: Sample, cause: str, reason: str = "") -> None:
 
     """
     world.revoke(sample)
-    group_done = _end(world, sample)
+    group_done = _close(world, sample)
     audit = world.audits[sample.request.job_id]
     audit.tokens_regenerated["dropped"] += sample.n_tokens
     if is_served(sample.id):
@@ -73,9 +73,9 @@ def drop(world: World, sample: Sample, cause: str, reason: str = "") -> None:
 
 
 def apply_closed(world: World, sample_ids: Iterable[int]) -> None:
-    """Apply a record of ends, which this manager or an earlier one decided."""
+    """Apply a record of samples that this manager or an earlier one has delivered or dropped."""
     for sample_id in sample_ids:
-        close(world, sample_id)
+        remove_sample(world, sample_id)
         if is_served(sample_id):
             # No later entry of the log is about it.
             entry = world.jobs.numbered(job_of(sample_id))
@@ -83,9 +83,9 @@ def apply_closed(world: World, sample_ids: Iterable[int]) -> None:
                 entry.progress.forget_delivered(sample_id)
 
 
-def close(world: World, sample_id: int) -> None:
+def remove_sample(world: World, sample_id: int) -> None:
     """Remove a sample that is delivered or dropped from the ledger and from every count that follows it."""
-    sample = world.ledger.close(sample_id)
+    sample = world.ledger.remove(sample_id)
     if sample is None:
         return
     world.remove_from_owner(sample)
@@ -98,9 +98,9 @@ def close(world: World, sample_id: int) -> None:
         progress.on_delivered(sample_id)
 
 
-def _end(world: World, sample: Sample) -> bool:
-    """Close a sample, record that, and return True if it was the last open one of its group."""
-    close(world, sample.id)
+def _close(world: World, sample: Sample) -> bool:
+    """Remove a sample and record that; return True if it was the last open one of its group."""
+    remove_sample(world, sample.id)
     world.outbox.record_closed(sample.id)
     if sample.request.group in world.ledger.open_in_group:
         return False

@@ -60,7 +60,7 @@ def _place_queue(world: World, requirement: Requirement, now: Now) -> None:
     for sample in postponed:
         world.enqueue(sample)
     if not requirement.is_serving:
-        _note_stall(world, requirement, stalled=not queue.empty and not any(pool.members for pool in pools), now=now)
+        _track_stall(world, requirement, stalled=not queue.empty and not any(pool.members for pool in pools), now=now)
     if queue.empty:
         del world.queues[requirement]
     for worker_id, samples in assigned.items():
@@ -94,12 +94,12 @@ def _preferred(world: World, requirement: Requirement, sample: Sample) -> Worker
     return worker if requirement.is_met_by(worker) else None
 
 
-def _note_stall(world: World, requirement: Requirement, *, stalled: bool, now: Now) -> None:
+def _track_stall(world: World, requirement: Requirement, *, stalled: bool, now: Now) -> None:
     progress = world.progress[requirement.job_id]
     if not stalled:
-        progress.stalled_since = None
-    elif requirement.oldest_version <= progress.committed_version and progress.stalled_since is None:
-        progress.stalled_since = now.wall
+        progress.stalled_since_unix_s = None
+    elif requirement.oldest_version <= progress.committed_version and progress.stalled_since_unix_s is None:
+        progress.stalled_since_unix_s = now.wall
 
 
 def _send_assignments(world: World, worker: Worker, samples: list[Sample], now: Now) -> None:

@@ -7,7 +7,7 @@ import math
 from rlboost.services.rollout_manager.domain.engine_profiles import engine_profiles
 from rlboost.services.rollout_manager.domain.jobs.progress import JobProgress
 from rlboost.services.rollout_manager.domain.jobs.record import Job
-from rlboost.services.rollout_manager.domain.seeding.tuner import Meter, WindowSource
+from rlboost.services.rollout_manager.domain.seeding.tuner import StepMeter, WindowSource
 from rlboost.services.rollout_manager.domain.seeding.window import StepSnapshot, Window
 from rlboost.services.rollout_manager.domain.workers.worker import Worker
 from rlboost.services.rollout_manager.domain.world import Now, World
@@ -34,7 +34,7 @@ def begin_step(world: World, job: Job, now: Now) -> None:
     length_s, source = _length(job, progress)
     window = progress.window = Window(step, length_s, fleet=fleet)
     if world.periodic.decided_once:
-        window.meter = Meter(now.mono, now.mono, tokens_before=world.audits[job.id].tokens_delivered)
+        window.meter = StepMeter(now.mono, now.mono, tokens_before=world.audits[job.id].tokens_delivered)
     elif world.ledger.samples:
         window.on_placed(now.mono)
     shown = None if length_s is None else round(length_s, 3)
@@ -153,6 +153,6 @@ def end_step(world: World, job: Job, report: StepReport, now: Now) -> None:
     window_s = window.lasted_s if window.length_s is None else min(window.lasted_s, window.length_s)
     tokens = world.audits[job.id].tokens_delivered
     measured = meter.measure(window_s, report.wait_s, report.train_s, tokens)
-    if meter.most and meter.reserved:
+    if meter.max_fleet and meter.reserved:
         fields = job.window_tuner.learn(measured)
         world.emit_event("seeding_window_updated", now, job.id, step=report.step, **fields)

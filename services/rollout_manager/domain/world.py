@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from rlboost.services.rollout_manager.domain.jobs.record import Job, Quarantined
 from rlboost.services.rollout_manager.domain.jobs.table import JobTable
 from rlboost.services.rollout_manager.domain.scheduling.candidates import CandidatePools, set_batch_cap
 from rlboost.services.rollout_manager.domain.scheduling.queue import SampleQueues
-from rlboost.services.rollout_manager.domain.scheduling.requirements import InFlight, requirement_of
+from rlboost.services.rollout_manager.domain.scheduling.requirements import InFlightCounts, requirement_of
 from rlboost.services.rollout_manager.domain.token_log.ledger import FrameOutcome, Ledger
 from rlboost.services.rollout_manager.domain.token_log.sample import Sample
 from rlboost.services.rollout_manager.domain.workers.fleet import Fleet
@@ -36,16 +36,18 @@ class Now(NamedTuple):
 
 @dataclass(slots=True)
 class PeriodicDecisions:
-    """When decisions that are not taken in every turn were taken last (manager's clock), and on what inputs."""
+    """When decisions that are not taken in every turn were taken last (manager's clock), or on what inputs."""
 
     reallocated_at: float = -1.0e9
     rebalanced_at: float = -1.0e9
     charged_at: float | None = None
     """None: this manager has not charged a job yet."""
-    allocation_inputs: object = None
-    """What the last allocation of workers was based on: `allocate` compares it, `activate_reserved` updates it."""
+    allocated_for: Hashable = None
+    """The inputs of the last allocation of workers: `allocate` compares and updates them."""
+    activated_for: Hashable = None
+    """The inputs of the last activation of reserved workers: `activate_reserved` compares and updates them."""
     decided_once: bool = False
-    """Until then this manager may have started in the middle of a step."""
+    """False until the first decisions: until then this manager may have started in the middle of a step."""
 
 
 class World:
@@ -61,7 +63,7 @@ class World:
         self.fleet = Fleet(lease_s, prices)
         self.candidates = CandidatePools(self.fleet)
         self.ledger = Ledger()
-        self.in_flight = InFlight()
+        self.in_flight = InFlightCounts()
         self.queues = SampleQueues()
         self.served: dict[int, Sample] = {}
         """Clients' samples in flight."""

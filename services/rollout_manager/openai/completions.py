@@ -26,6 +26,7 @@ from rlboost.services.rollout_manager.completion_waiters import (
     Waiter,
 )
 from rlboost.services.rollout_manager.domain.jobs.record import Job
+from rlboost.services.rollout_manager.openai.conversations import Conversations, Turn
 from rlboost.services.rollout_manager.openai.errors import error_object, openai_problem
 from rlboost.services.rollout_manager.openai.schemas import (
     ChatBody,
@@ -35,7 +36,6 @@ from rlboost.services.rollout_manager.openai.schemas import (
     ResponseFormatter,
 )
 from rlboost.services.rollout_manager.openai.served_model import ServedModel
-from rlboost.services.rollout_manager.openai.sessions import Sessions, Turn
 from rlboost.shared.errors import BusUnavailable, Fenced
 from rlboost.shared.http.problem import Problem
 from rlboost.shared.ids import MAX_REQUESTS, request_group
@@ -91,7 +91,7 @@ class InFlightRequest:
     """One for each prompt."""
     response: ResponseFormatter
     choices: list[Choice]
-    """Those of the first prompt, then of the next."""
+    """The choices of the first prompt, then those of the next."""
     turn: Turn | None
     deltas: list[Delta] = field(default_factory=list)
     """All deltas so far of a conversation's turn."""
@@ -105,9 +105,9 @@ class InFlightRequest:
 class CompletionService:
     """Requests groups from the fleet and turns their tokens into responses."""
 
-    def __init__(self, manager: Manager, sessions: Sessions, limit_s: float) -> None:
+    def __init__(self, manager: Manager, conversations: Conversations, limit_s: float) -> None:
         """Serve completions by this manager's fleet, each within `limit_s`."""
-        self._manager, self._sessions, self._limit_s = manager, sessions, limit_s
+        self._manager, self._conversations, self._limit_s = manager, conversations, limit_s
 
     async def start(self, request: CompletionRequest) -> InFlightRequest:
         """Request the completions from the fleet.
@@ -249,7 +249,7 @@ class CompletionService:
         text = "".join(delta.text for delta in in_flight.deltas)
         completion = [token for delta in in_flight.deltas for token in delta.tokens]
         try:
-            await self._sessions.save(turn, text, completion, worker)
+            await self._conversations.save(turn, text, completion, worker)
         except (Fenced, BusUnavailable) as error:
             raise CompletionUnavailable(f"the conversation could not be stored: {error}") from error
 

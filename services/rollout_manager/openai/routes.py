@@ -12,10 +12,10 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.domain.jobs.record import Job
 from rlboost.services.rollout_manager.openai.completions import CompletionRequest, CompletionService
+from rlboost.services.rollout_manager.openai.conversations import Conversations
 from rlboost.services.rollout_manager.openai.errors import openai_problem
 from rlboost.services.rollout_manager.openai.schemas import CompletionBody, parse_chat, parse_completion
 from rlboost.services.rollout_manager.openai.served_model import ServedModel
-from rlboost.services.rollout_manager.openai.sessions import Sessions
 from rlboost.services.rollout_manager.ports import LoadModelFiles, TokenizationError
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.shared.http.authentication import needs
@@ -39,8 +39,8 @@ def add_openai_routes(
 ) -> None:
     """Add the routes to the manager's API."""
     served_models = ModelCache(load_model_files)
-    sessions = Sessions(manager, bus)
-    service = CompletionService(manager, sessions, settings.serve_limit_s)
+    conversations = Conversations(manager, bus)
+    service = CompletionService(manager, conversations, settings.serve_limit_s)
 
     @router.get("/models", tags=["serving"], responses=_ERRORS)
     @needs("read")
@@ -76,7 +76,7 @@ def add_openai_routes(
         turn = None
         try:
             if session:
-                turn = await sessions.next_turn(job.id, session, served, messages)
+                turn = await conversations.next_turn(job.id, session, served, messages)
             prompt = turn.prompt if turn else await asyncio.to_thread(served.encode_chat, messages)
         except TokenizationError as error:
             raise openai_problem(400, "Invalid messages", str(error), param="messages") from error

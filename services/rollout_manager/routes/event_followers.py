@@ -31,11 +31,11 @@ IDLE_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
-class _Waiting:
+class _Follower:
     """One follower that has read everything up to its cursors."""
 
     cursors: dict[str, str]
-    """Of each stream that it follows."""
+    """Stream that it follows -> id of the last entry read."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -47,7 +47,7 @@ class EventFollowers:
         self._reads = asyncio.Semaphore(MAX_READS)
         self._turn = asyncio.Lock()
         """Held by the follower whose read waits for all."""
-        self._waiting: set[_Waiting] = set()
+        self._waiting: set[_Follower] = set()
         self._n = 0
 
     def check_limit(self) -> None:
@@ -81,13 +81,13 @@ class EventFollowers:
                     yield entry
                 if not entries and over:
                     return
-                if not entries and not await self._has_news(_Waiting(cursors)):
+                if not entries and not await self._wait_for_entry(_Follower(cursors)):
                     yield None
         finally:
             self._n -= 1
 
-    async def _has_news(self, follower: _Waiting) -> bool:
-        """Return True as soon as one of its streams has a new entry, False after `IDLE_S`."""
+    async def _wait_for_entry(self, follower: _Follower) -> bool:
+        """Wait up to `IDLE_S`; return True as soon as a stream of the follower has a new entry."""
         limit = time.monotonic() + IDLE_S
         self._waiting.add(follower)
         try:
@@ -115,7 +115,7 @@ class EventFollowers:
 
 
 def in_order(entries: Sequence[Entry]) -> list[Entry]:
-    """Sort by id, less entries that may be younger than unread ones of another stream: they are read again."""
+    """Return entries by id, without those that an unread entry of another stream may precede: they are read again."""
     ids: dict[str, list[str]] = defaultdict(list)
     for entry in entries:
         ids[entry.stream].append(entry.id)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from datetime import UTC, datetime
 from operator import itemgetter
 from typing import Annotated, Any, Literal
 
@@ -16,6 +15,7 @@ from rlboost.services.rollout_manager.domain.jobs.audit import Audit
 from rlboost.services.rollout_manager.domain.jobs.cost_report import cost_report
 from rlboost.services.rollout_manager.domain.jobs.record import Job, QuarantinedJob
 from rlboost.services.rollout_manager.routes.event_followers import EventFollowers
+from rlboost.services.rollout_manager.routes.timestamps import iso_time
 from rlboost.shared.http.authentication import needs
 from rlboost.shared.http.documented import problems, success
 from rlboost.shared.http.problem import Problem
@@ -165,7 +165,7 @@ async def _by_time(entries: AsyncIterator[Entry | None]) -> AsyncIterator[Entry 
 async def _log_lines(tail: AsyncIterator[Entry | None], job_id: str) -> AsyncIterator[str]:
     async for entry in tail:
         if entry is not None and isinstance(event := entry.message, Event):
-            at = datetime.fromtimestamp(event.at, UTC).isoformat(timespec="milliseconds")
+            at = iso_time(event.at, "milliseconds")
             fields = " ".join(f"{name}={value}" for name, value in event.fields.items())
             text = event.fields["text"] if entry.stream == names.job_logs(job_id) else f"{event.kind} {fields}"
             yield f"{at} {event.source} {text}".rstrip().replace("\n", _CONTINUED) + "\n"

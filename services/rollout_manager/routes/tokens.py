@@ -53,23 +53,23 @@ def add_token_routes(router: APIRouter, manager: Manager, table: TokenTable) -> 
             expires_at=None if body.expires_s is None else now + body.expires_s,
         )
         await write(manager, [HashSet(names.TOKENS, {token.id: token.model_dump_json()})])
-        table.forget()
+        table.invalidate()
         return {**token.public(), "secret": secret}
 
     @router.get("/tokens", tags=["tokens"])
     @needs("admin")
     async def list_tokens() -> list[dict[str, Any]]:
         """Return all access tokens, expired ones too, without their secrets."""
-        table.forget()
+        table.invalidate()
         return [token.public() for token in await table.tokens()]
 
     @router.delete("/tokens/{token_id}", status_code=204, tags=["tokens"], responses=problems(404))
     @needs("admin")
     async def revoke_token(token_id: TokenId) -> None:
         """Revoke an access token; every manager rejects it within 2 seconds."""
-        table.forget()
+        table.invalidate()
         if all(token.id != token_id for token in await table.tokens()):
             detail = f"there is no token {token_id!r}: list them with 'rlboost token list' or GET /v1/tokens"
             raise Problem(404, "No such token", detail)
         await write(manager, [HashDelete(names.TOKENS, (token_id,))])
-        table.forget()
+        table.invalidate()

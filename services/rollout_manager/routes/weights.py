@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from rlboost.services.rollout_manager.adapters.weight_store import list_models
 from rlboost.services.rollout_manager.domain.workers.worker import Worker
+from rlboost.services.rollout_manager.routes.timestamps import iso_time
 from rlboost.shared.streams.bus import Bus
 from rlboost.shared.weights.peers.directory import list_peers
 
@@ -38,7 +38,7 @@ def _public(model: ModelInfo, holders: dict[tuple[str, int], list[str]]) -> dict
             "version": version.version,
             "bytes_full": version.n_bytes,
             "bytes_delta": version.delta_bytes,
-            "committed_at": datetime.fromtimestamp(version.committed_at, UTC).isoformat(),
+            "committed_at": iso_time(version.committed_at),
             "pinned": version.pinned,
             "digest": version.digest,
             "holders": sorted(holders.get((model.job_id, version.version), [])),

@@ -27,7 +27,7 @@ class _Answer(BaseModel):
     redis_url: str
     weight_store_url: str
     store_credential: str = Field(repr=False)
-    """For the weight store; the manager sends new ones."""
+    """Credential for the weight store; the manager sends new ones."""
     manifest_key: str
     """The public key under which manifests are signed."""
     peer_key: str = Field(repr=False)

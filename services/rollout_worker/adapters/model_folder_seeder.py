@@ -26,7 +26,7 @@ class ModelFolderSeeder:
     """A `puller.CacheSeeder` of a Hugging Face folder with `.safetensors` files."""
 
     def __init__(self, folder: Path) -> None:
-        """Bind to the folder and the cache; `seed` reads it."""
+        """Take the folder; calling the seeder reads it."""
         self._folder = folder
 
     def __call__(self, manifest: Manifest, cache: Cache) -> int:

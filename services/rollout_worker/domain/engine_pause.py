@@ -1,4 +1,4 @@
-"""Whether the engine is paused, for which reasons, and what a pause has left in device memory.
+"""Tracks whether the engine is paused, for which reasons, and what a pause has left in device memory.
 
 The caller pauses and resumes the engine, and reports here what it has done.
 """
@@ -20,14 +20,14 @@ class EnginePause:
         self.keeps_kv = False
         """While paused: True if the engine still has its KV cache."""
         self._took_memory = False
-        """While paused: True if the engine has allocated device memory since, for a load or for the parity check."""
+        """While paused: True if the engine has since allocated device memory, for a load or for the parity check."""
 
     def must_suspend(self, *, keep_kv: bool) -> bool:
         """Return True if the engine decodes or, without `keep_kv`, still has a KV cache or memory to free."""
         return not self.is_paused or (not keep_kv and (self.keeps_kv or self._took_memory))
 
     def on_suspended(self, *, keep_kv: bool) -> None:
-        """Record that the engine was suspended, which frees all memory but the KV cache, and that unless `keep_kv`."""
+        """Record that the engine was suspended, which frees its device memory, except for the KV cache if `keep_kv`."""
         self.is_paused, self.keeps_kv, self._took_memory = True, keep_kv, False
 
     def on_memory_taken(self) -> None:

@@ -1,6 +1,6 @@
 """Packs emissions into frames for the token log: numbered, bounded in size, in order.
 
-Messages stay in the outbox until the log has them. After an outage of Redis the log gets every token in order: possibly
+Messages stay queued until the log has them. After an outage of Redis the log gets every token in order: possibly
 twice (the ledger drops the overlap), never with a gap (invariants 2 and 3).
 """
 
@@ -87,7 +87,7 @@ def frames(
         yield columns.frame(worker, seq)
 
 
-class Outbox:
+class UnsentQueue:
     """The unsent messages of one incarnation for the token log, in order; the manager relays them."""
 
     def __init__(self, worker: str) -> None:

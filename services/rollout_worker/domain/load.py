@@ -28,10 +28,11 @@ class Memory:
     """Memory in use; 0 = unknown."""
 
     resident_bytes: int = 0
-    """Of this process."""
+    """Memory of this process."""
     device_used_bytes: int = 0
-    """On the engine's device, by all processes."""
+    """Memory of the engine's device that all processes use."""
     device_total_bytes: int = 0
+    """All memory of the engine's device."""
 
 
 @dataclass(frozen=True, slots=True)

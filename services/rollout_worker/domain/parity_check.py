@@ -15,7 +15,7 @@ from typing import Literal
 from rlboost.shared.model.parity_reference import Dtype, ParityReference
 
 Precision = Literal[Dtype, "quantized"]
-"""What an engine computes in."""
+"""The precision in which an engine computes."""
 FLOAT32_TOLERANCE = 0.005
 """Allowed mean difference in nats, whatever the model: float32 kernels differ by about 1e-5."""
 RELATIVE_TOLERANCE: dict[Precision, float] = {"float32": 0.0, "bfloat16": 0.1, "quantized": 0.4}
@@ -23,8 +23,8 @@ RELATIVE_TOLERANCE: dict[Precision, float] = {"float32": 0.0, "bfloat16": 0.1, "
 coarser of the two precisions. Rounding and wrong weights both change logits in proportion to their size, so the
 fraction separates them in confident and in untrained models. See docs/engines.md for the measurements."""
 MIXTURE_TOLERANCE = 0.2
-"""The least such fraction for a mixture of experts below float32: where two experts score nearly the same, rounding
-selects the other one."""
+"""The smallest fraction for a mixture of experts below float32, where that of its precision is smaller: if two experts
+score nearly the same, rounding selects the other one."""
 MAX_PER_MEAN = 10.0
 """Allowed difference of one token, as a multiple of the mean's tolerance: single unlikely tokens differ most."""
 
@@ -34,8 +34,9 @@ class Verdict:
     """The differences between an engine and the trainer."""
 
     mean: float
-    """Of the absolute differences, in nats at temperature 1."""
+    """Mean of the absolute differences, in nats at temperature 1."""
     worst: float
+    """The largest of them."""
     mean_tolerance: float
     max_tolerance: float
 
@@ -64,7 +65,7 @@ def judge(
     Args:
         reference: canary prompts with the trainer's log-probabilities.
         scored: the engine's log-probability of each completion token, at the reference's temperature.
-        precision: what the engine computes in.
+        precision: the precision in which the engine computes.
         has_experts: True for a mixture of experts.
         tolerance: tolerated mean difference in nats; 0 derives it from precision and model.
 

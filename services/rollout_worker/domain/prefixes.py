@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,38 +26,46 @@ class Prefill:
 
     slot: int
     donor: int
-    """The slot to copy from; -1 = none."""
+    """The slot to copy from; -1: none."""
     shared: int
     """Number of tokens to copy; the model computes the others."""
     length: int
     """Number of tokens of the prefix."""
 
 
+class _Donor(NamedTuple):
+    """A slot that others may copy from."""
+
+    turn: int
+    """The turn that fills it; -1 if it is filled already."""
+    slot: int
+    tokens: Tokens
+
+
 def plan(new: Iterable[tuple[int, Tokens]], held: Iterable[tuple[int, Tokens]]) -> list[list[Prefill]]:
-    """Plan the prefill of new slots in turns: a donor is filled already, or in an earlier turn.
+    """Plan the prefill of new slots in turns: each donor is filled already, or in an earlier turn.
 
     Args:
         new: slots to fill, with their prefixes; empty prefixes need nothing.
         held: slots that are filled, with the tokens of their keys and values.
 
     """
-    donors: dict[bytes, list[tuple[int, int, Tokens]]] = {}
-    """By the start of their tokens: (turn, slot, tokens)."""
+    donors_by_start: dict[bytes, list[_Donor]] = {}
     for slot, tokens in held:
-        donors.setdefault(_start(tokens), []).append((-1, slot, tokens))
+        donors_by_start.setdefault(_start(tokens), []).append(_Donor(-1, slot, tokens))
     turns: list[list[Prefill]] = []
     # Longest first: a prefix of another prefix is then copied whole.
     for slot, prefix in sorted(new, key=lambda one: -one[1].size):
         if not prefix.size:
             continue
-        alike = donors.setdefault(_start(prefix), [])
-        candidates = ((_n_common(prefix, tokens), -turn, other) for turn, other, tokens in alike)
-        shared, back, donor = max(candidates, default=(0, 1, -1))
-        turn = 1 - back
+        donors = donors_by_start.setdefault(_start(prefix), [])
+        donor = max(donors, key=lambda one: (_n_common(prefix, one.tokens), -one.turn, one.slot), default=None)
+        turn = donor.turn + 1 if donor else 0
         if turn == len(turns):
             turns.append([])
-        turns[turn].append(Prefill(slot, donor, shared, prefix.size))
-        alike.append((turn, slot, prefix))
+        shared = _n_common(prefix, donor.tokens) if donor else 0
+        turns[turn].append(Prefill(slot, donor.slot if donor else -1, shared, prefix.size))
+        donors.append(_Donor(turn, slot, prefix))
     return turns
 
 

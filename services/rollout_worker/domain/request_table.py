@@ -94,7 +94,7 @@ class RequestTable:
         self._emissions: list[Emission] = []
         self._shape = shape
         self._routed: npt.NDArray[Any] | None = None
-        """By position of the model's input, [slots, max_len, layers, experts per token]; None until a request asks."""
+        """Experts of each position, [slots, max_len, layers, experts per token]; None until a request asks for them."""
 
     # --- model inputs: arrays [n], one entry per running request ------------------------------------------------------
 

@@ -64,7 +64,7 @@ class Emission:
     finish: int = FINISH_NONE
     """FINISH_* of `shared.messages`. A stop token is the last of `tokens`."""
     error: str = ""
-    """Why the request cannot be generated; empty if it can. It is the request's last emission then."""
+    """Why the request cannot be generated; the emission is then its last. Empty if it can."""
     routed_experts: bytes = b""
     """At the end of a request that asks for it: the column of `shared.wire.routed_experts` of the whole completion."""
 

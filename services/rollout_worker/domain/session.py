@@ -190,7 +190,7 @@ class Session:
         return [ResumeEngine()]
 
     def drain(self) -> list[Effect]:
-        """Ignore all commands from now on."""
+        """Ignore all commands from now on; return the effect that cancels a running pull."""
         self._draining = True
         return [CancelPull()]
 

@@ -27,7 +27,7 @@ class LiveRequest:
     tokens: list[int]
     """All completion tokens, those of earlier attempts included."""
     logprobs: list[float] = field(default_factory=list)
-    """Of the undrained tokens, which are the last of `tokens`."""
+    """Log-probabilities of the last tokens of `tokens`, which were not drained yet."""
     is_started: bool = False
     """True once the engine has been given the request."""
 

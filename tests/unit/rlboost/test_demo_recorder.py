@@ -77,7 +77,7 @@ def test_processor_time_is_summed_by_kind_of_process() -> None:
     processes = [ProcessRecord(name, role, 1, "", 0, alive=True) for name, role in names.items()]
     recorder.cpu(processes, {"worker-1": 1.0, "worker-2": 2.0, "trainer": 4.0, "fork-server": 3.5}, own_s=0.5)
     cpu_s = recorder.record.cpu_s
-    assert (cpu_s["spot engines"], cpu_s["trainer"], cpu_s["this view"], cpu_s["redis"]) == (3.0, 4.0, 0.5, 0.0)
+    assert (cpu_s["spot engines"], cpu_s["trainer"], cpu_s["demo"], cpu_s["redis"]) == (3.0, 4.0, 0.5, 0.0)
     assert cpu_s["imports"] == 3.5
 
 

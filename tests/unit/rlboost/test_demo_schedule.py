@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlboost.demo.director import PreemptionSchedule, Progress
+from rlboost.demo.due_changes import JobProgressEstimate, PreemptionSchedule
 from rlboost.demo.schedule import FIRST_AT, LAST_AT, plan
 from rlboost.report.record import PlannedChange
 from tests.support.synthetic_record import seen
@@ -80,7 +80,7 @@ def test_preemptions_due_together_strike_different_workers() -> None:
 
 
 def test_progress_within_a_step_follows_the_length_of_the_last_one() -> None:
-    progress = Progress()
+    progress = JobProgressEstimate()
     assert progress.at(0, now=100) == 0
     assert progress.at(1, now=110) == 1
     assert progress.at(1, now=115) == pytest.approx(1.5)

@@ -8,7 +8,7 @@ from rlboost.services.rollout_manager.domain import compaction
 from rlboost.services.rollout_manager.domain.compaction import compact, forget_ended
 from rlboost.services.rollout_manager.domain.effects import ForgetJob, Record
 from rlboost.services.rollout_manager.domain.jobs.record import Job
-from rlboost.services.rollout_manager.domain.sample_ends import close
+from rlboost.services.rollout_manager.domain.sample_ends import remove_sample
 from rlboost.services.rollout_manager.domain.world import World
 from rlboost.shared.messages import FINISH_STOP, JobState, Restated
 from rlboost.shared.wire.columns import U32, pack
@@ -54,7 +54,7 @@ def test_log_is_retained_from_the_oldest_sample(world: World) -> None:
     admit(world, 0, "3-0")
     admit(world, 1, "5-0")
     assert compact(world, "7-0") == "3-0"
-    close(world, group_id(0))
+    remove_sample(world, group_id(0))
     assert compact(world, "7-0") == "5-0"
 
 
@@ -67,13 +67,13 @@ def test_long_log_restates_its_oldest_samples_and_is_trimmed(world: World) -> No
     old, passing = admit(world, 0, "3-0"), admit(world, 1, "4-0")
     make(world, old, 5)
     make(world, passing, 200, FINISH_STOP)
-    close(world, passing)
+    remove_sample(world, passing)
     young = admit(world, 2, "6-0")
     assert compact(world, "7-0") == "3-0"
     assert restated(world) == [old]
     assert compact(world, "8-0") == "6-0"
     assert restated(world) == []
-    close(world, young)
+    remove_sample(world, young)
     assert compact(world, "9-0") == "99-0"
 
 
@@ -82,7 +82,7 @@ def test_routed_experts_in_the_log_count_by_their_bytes(world: World) -> None:
     make(world, old, 5)
     frame = token_frame([(passing, 1, 0, 5, 0, FINISH_STOP)])
     world.ledger.extend(frame.model_copy(update={"routed_experts": b"\1" * 1920, "routed_bytes": pack([1920], U32)}))
-    close(world, passing)
+    remove_sample(world, passing)
     admit(world, 2, "6-0")
     compact(world, "7-0")
     assert restated(world) == [old]
@@ -93,7 +93,7 @@ def test_complete_sample_is_not_restated(world: World) -> None:
     old, passing = admit(world, 0, "3-0"), admit(world, 1, "4-0")
     make(world, old, 5, FINISH_STOP)
     make(world, passing, 200)
-    close(world, passing)
+    remove_sample(world, passing)
     assert compact(world, "7-0") == "3-0"
     assert restated(world) == []
 
@@ -105,7 +105,7 @@ def test_restatements_of_one_turn_are_bounded(world: World, monkeypatch: pytest.
         make(world, sample, 5)
     passing = admit(world, 9, "10-0")
     make(world, passing, 200, FINISH_STOP)
-    close(world, passing)
+    remove_sample(world, passing)
     compact(world, "11-0")
     assert restated(world) == samples[:2]
     compact(world, "12-0")

@@ -248,9 +248,9 @@ def test_restatement_without_a_later_frame_keeps_older_entries(ledger: Ledger) -
 
 
 def test_closing_the_last_sample_closes_the_group(ledger: Ledger) -> None:
-    ledger.close(GROUP)
+    ledger.remove(GROUP)
     assert ledger.open_in_group == {GROUP: 1}
-    ledger.close(GROUP + 1)
-    assert ledger.close(GROUP + 1) is None
+    ledger.remove(GROUP + 1)
+    assert ledger.remove(GROUP + 1) is None
     assert not ledger.open_in_group
     assert not ledger.samples

@@ -114,7 +114,7 @@ def test_frame_with_two_rows_of_a_sample_extends_it_twice() -> None:
 
 def test_reused_slot_is_not_mistaken_for_the_closed_sample() -> None:
     ledger = ledger_with_samples()
-    ledger.close(SAMPLES[0])
+    ledger.remove(SAMPLES[0])
     group = SampleId(1, False, 0, 1, 0).pack()
     ledger.admit(
         GroupRequested(job_id="j", group=group, n=1, prompt=b"1234", sampling=Sampling(), version=0, seed=1), "2-0"

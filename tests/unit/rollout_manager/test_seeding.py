@@ -11,7 +11,7 @@ from rlboost.services.rollout_manager.domain.seeding.tuner import (
     FLEET_CHANGE_DIVISOR,
     NEWEST_STEP_WEIGHT,
     WAIT_DIFFERENCE_DIVISOR,
-    Meter,
+    StepMeter,
     StepTimes,
     WindowTuner,
     target_workers,
@@ -238,7 +238,7 @@ def test_window_update_reports_its_inputs() -> None:
 
 
 def test_meter_counts_idle_time_only_with_preemptible_workers() -> None:
-    meter = Meter(began_at=0.0, at=0.0, tokens_before=100)
+    meter = StepMeter(began_at=0.0, updated_at=0.0, tokens_before=100)
     meter.update(1.0, fleet=0, reserved=1, working=True)
     meter.update(4.0, fleet=2, reserved=1, working=True)
     meter.update(6.0, fleet=2, reserved=1, working=False)

@@ -8,7 +8,7 @@ from rlboost.services.rollout_manager.domain.apply_messages import apply_message
 from rlboost.services.rollout_manager.domain.effects import SaveJob
 from rlboost.services.rollout_manager.domain.jobs.record import Job, from_json, to_json
 from rlboost.services.rollout_manager.domain.scheduling.requirements import Requirement
-from rlboost.services.rollout_manager.domain.seeding.tuner import Meter, WindowTuner
+from rlboost.services.rollout_manager.domain.seeding.tuner import StepMeter, WindowTuner
 from rlboost.services.rollout_manager.domain.seeding.window import Window
 from rlboost.services.rollout_manager.domain.step_windows import advance_window
 from rlboost.services.rollout_manager.domain.workers.fleet_counts import FleetCounts
@@ -34,7 +34,7 @@ def world(job: Job) -> World:
     world = World(2.0)
     world.jobs[job.id] = job
     window = world.progress[job.id].window = Window(3, 10.0, phase="ended", began_at=0.0, lasted_s=10.0)
-    window.meter = Meter(0.0, 0.0)
+    window.meter = StepMeter(0.0, 0.0)
     window.meter.update(60.0, fleet=4, reserved=1, working=True)
     window.meter.update(90.0, fleet=4, reserved=1, working=False)
     return world

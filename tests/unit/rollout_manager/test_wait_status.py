@@ -142,7 +142,7 @@ def test_trainer_is_not_blamed_before_its_lease_was_read() -> None:
 
 def test_stall_without_a_worker_says_why_the_last_one_is_gone() -> None:
     running = Running()
-    running.progress.stalled_since = 995.0
+    running.progress.stalled_since_unix_s = 995.0
     assert running.wait()["because"].endswith("there is no worker; start one with 'rlboost worker join'")
     running.join("w-1", "pulling")
     reason = "failed: the disk of the cache is full: free some space"
@@ -155,7 +155,7 @@ def test_stall_without_a_worker_says_why_the_last_one_is_gone() -> None:
 
 def test_stall_does_not_show_the_limit_of_another_wait_of_the_trainer() -> None:
     running = Running()
-    running.progress.stalled_since = 995.0
+    running.progress.stalled_since_unix_s = 995.0
     rewards = Wait(subject="the rewards", because="a group", since=990.0, limit_s=60.0, kind="rewards")
     running.progress.on_trainer_status(trainer_status(waiting=rewards, at=NOW.wall), NOW.wall)
     assert running.wait()["limit_s"] is None
@@ -163,7 +163,7 @@ def test_stall_does_not_show_the_limit_of_another_wait_of_the_trainer() -> None:
 
 def test_stall_names_the_longest_wait_of_a_worker() -> None:
     running = Running()
-    running.progress.stalled_since = 995.0
+    running.progress.stalled_since_unix_s = 995.0
     slow = Wait(subject="the weight store at http://s", because="pull version 3 of job j", since=991.0, limit_s=600.0)
     running.join("w-1", "pulling", slow.model_copy(update={"since": 993.0}))
     running.join("w-2", "pulling", slow)
@@ -203,7 +203,7 @@ def test_stall_that_lasts_too_long_is_reported_once_and_the_next_one_again() -> 
     running.world.outbox.take()
     worker = [("j", "a worker that is ready with this job's weights")]
     for since in (1000.0, 2000.0):
-        running.progress.stalled_since = since
+        running.progress.stalled_since_unix_s = since
         running.renew(since + OVERDUE_S)
         assert overdue(running.world, since + OVERDUE_S) == []
         running.renew(since + OVERDUE_S + 1.0)
@@ -374,7 +374,7 @@ async def test_trainer_whose_status_cannot_be_read_counts_as_silent(system: Syst
 
 async def test_wait_that_lasts_too_long_is_counted_and_an_event(system: System) -> None:
     timeouts = REGISTRY.get_sample_value("rlboost_wait_timeouts_total") or 0.0
-    system.manager.world.progress[system.job].stalled_since = 1000.0
+    system.manager.world.progress[system.job].stalled_since_unix_s = 1000.0
     await system.bus.transact([Renew(names.trainer_lease(system.job), trainer_status().model_dump_json(), 60.0)])
     for _ in range(2):
         system.manager._trainers_checked_at = -math.inf

@@ -8,8 +8,8 @@ from rlboost.services.rollout_manager.domain.apply_messages import apply_message
 from rlboost.services.rollout_manager.domain.decide import decide
 from rlboost.services.rollout_manager.domain.effects import Send
 from rlboost.services.rollout_manager.domain.world import Now, World
-from rlboost.shared.messages import InFlightPolicy, JobReport, UseVersion
-from tests.support.builders import heartbeat, job_created, job_spec, weights_committed, worker_joined
+from rlboost.shared.messages import InFlightPolicy, JobReport, Message, Resume, Suspend, UseVersion
+from tests.support.builders import group_requested, heartbeat, job_created, job_spec, weights_committed, worker_joined
 
 NOW = Now(mono=1.0, wall=1000.0)
 
@@ -27,3 +27,31 @@ def test_use_version_carries_the_in_flight_policy_of_the_job(in_flight: InFlight
         decide(world, NOW, [])
         sent = [effect.message for effect in world.outbox.take() if isinstance(effect, Send)]
         assert sent == [UseVersion(job_id="j", version=version, in_flight=in_flight)]
+
+
+def test_reserved_worker_is_suspended_once_its_window_has_no_length() -> None:
+    world = World(lease_s=2.0)
+    messages = [
+        job_created(),
+        JobReport(job_id="j", state="running", step=0),
+        worker_joined("reserved", role="reserved"),
+        worker_joined("spot"),
+        heartbeat("reserved", state="suspended", job_id="", version=-1),
+        heartbeat("spot", state="joining", job_id="", version=-1),
+        group_requested(),
+        weights_committed(version=0),
+    ]
+    for number, message in enumerate(messages):
+        apply_message(world, message, f"{number + 1}-0", NOW)
+
+    def activations() -> list[Message]:
+        decide(world, NOW, [])
+        sent = [effect.message for effect in world.outbox.take() if isinstance(effect, Send)]
+        return [message for message in sent if isinstance(message, Resume | Suspend)]
+
+    assert activations() == [Resume(step=0)]
+    assert activations() == []
+    window = world.progress["j"].window
+    assert window is not None
+    window.length_s = 0.0
+    assert activations() == [Suspend(step=0)]

@@ -15,7 +15,7 @@ from rlboost.services.rollout_manager.domain.allocation.worth import (
     worth_of_one_more,
 )
 from rlboost.services.rollout_manager.domain.apply_messages import apply_message
-from rlboost.services.rollout_manager.domain.seeding.tuner import Meter, WindowTuner
+from rlboost.services.rollout_manager.domain.seeding.tuner import StepMeter, WindowTuner
 from rlboost.services.rollout_manager.domain.seeding.window import Window
 from rlboost.services.rollout_manager.domain.step_windows import MAX_CREDIT_S
 from rlboost.services.rollout_manager.domain.worker_removal import lose_worker
@@ -47,11 +47,11 @@ def world_of(spec: JobSpec) -> World:
         apply(world, 0.0, worker_joined(name, role=role, price_per_hour=price, kind=name, slots=8))
         world.fleet.assign(world.fleet.workers[name], ("j", 0))
     window = world.progress["j"].window = Window(0, 10.0, began_at=0.0)
-    window.meter = Meter(0.0, 0.0)
+    window.meter = StepMeter(0.0, 0.0)
     return world
 
 
-def meter(world: World) -> Meter:
+def meter(world: World) -> StepMeter:
     window = world.progress["j"].window
     assert window
     assert window.meter

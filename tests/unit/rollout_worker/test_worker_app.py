@@ -10,6 +10,7 @@ import pytest
 
 from rlboost.services.rollout_worker import app as worker_app
 from rlboost.services.rollout_worker import manager_connection
+from rlboost.services.rollout_worker.api import missing_weights
 from rlboost.services.rollout_worker.domain import frames
 from rlboost.services.rollout_worker.domain.effects import Effect
 from rlboost.services.rollout_worker.domain.kv_capacity import KvCapacity
@@ -314,6 +315,23 @@ async def test_suspension_during_a_load_frees_the_preserved_kv_cache(rig: Rig) -
     assert rig.engine.kept_kv == [True, True, False]
 
 
+async def test_worker_without_weights_names_why_its_engine_is_paused(rig: Rig) -> None:
+    def missing() -> str | None:
+        return missing_weights(rig.connection.session, rig.generator)
+
+    assert missing() is None, "nothing is assigned"
+    worker = await rig.manager.ready_worker()
+    assert missing() is None
+    rig.engine.may_load.clear()
+    await rig.manager.send(worker, UseVersion(job_id=JOB, version=1))
+    await eventually(lambda: missing() == "verified weights; the worker is pulling, its engine paused (loading)")
+    await rig.manager.send(worker, Suspend(step=1))
+    await eventually(lambda: str(missing()).endswith("paused (loading, suspended)"))
+    rig.engine.may_load.set()
+    await rig.manager.until(worker, "suspended")
+    await eventually(lambda: missing() is None)
+
+
 async def test_next_load_reads_only_changed_tensors(rig: Rig) -> None:
     for version, content in enumerate(({"a": 0, "b": 0}, {"a": 0, "b": 1}, {"a": 2, "b": 1})):
         rig.weights.versions[JOB, version] = FakeStagedWeights(contents=content, wrong_loads=int(version == 2))
@@ -498,7 +516,7 @@ async def test_redis_outage_leaves_every_token_in_order(rig: Rig) -> None:
     await rig.manager.send(worker, assign(1, 2, max_tokens=800))
     await rig.manager.until_generated((1, 1), tokens=5)
     rig.down = True
-    await eventually(lambda: rig.connection.incarnation.outbox.unsent_bytes > 0)
+    await eventually(lambda: rig.connection.incarnation.unsent.unsent_bytes > 0)
     rig.down = False
     made = await rig.manager.until_finished((1, 1), (2, 1))
     assert [len(row.tokens) for row in made.values()] == [800, 800]
@@ -516,13 +534,13 @@ async def test_frame_with_a_lost_reply_is_resent_with_the_same_number(rig: Rig) 
     assert sorted(set(numbers)) == list(range(max(numbers) + 1))
 
 
-async def test_full_outbox_pauses_the_engine(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_full_unsent_queue_pauses_the_engine(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frames, "UNSENT_BYTES", 1000)
     worker = await rig.manager.ready_worker()
     await rig.manager.send(worker, assign(1, max_tokens=500))
     await rig.manager.until_generated((1, 1), tokens=5)
     rig.log_refuses = True
-    await eventually(lambda: rig.connection.incarnation.outbox.is_full)
+    await eventually(lambda: rig.connection.incarnation.unsent.is_full)
     await eventually(lambda: rig.engine._suspended)
     rig.log_refuses = False
     made = await rig.manager.until_finished((1, 1))
@@ -627,7 +645,7 @@ async def test_worker_that_redis_rejects_for_a_moment_continues(rig: Rig) -> Non
     await rig.manager.send(worker, assign(1, max_tokens=4000))
     await rig.manager.until_generated((1, 1), tokens=5)
     rig.rejected = worker
-    await eventually(lambda: rig.connection.incarnation.outbox.unsent_bytes)
+    await eventually(lambda: rig.connection.incarnation.unsent.unsent_bytes)
     rig.rejected = ""
     await rig.manager.until_finished((1, 1))
     assert len(await rig.manager.received(WorkerJoined)) == 1

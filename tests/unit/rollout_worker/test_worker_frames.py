@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlboost.services.rollout_worker.domain.frames import UNSENT_BYTES, Outbox, frames
+from rlboost.services.rollout_worker.domain.frames import UNSENT_BYTES, UnsentQueue, frames
 from rlboost.services.rollout_worker.domain.requests import Emission
 from rlboost.shared.messages import FINISH_LENGTH, FINISH_NONE, FINISH_STOP, SampleFailed, TokenFrame
 from rlboost.shared.messages.token_rows import token_rows
@@ -101,33 +101,33 @@ def test_frames_carry_every_token_once_in_order_within_the_limit(made: list[Emis
     assert left == []
 
 
-def test_outbox_preserves_unsent_order_and_numbers_frames_once() -> None:
-    outbox = Outbox("w")
-    outbox.add([piece(1, [1])])
-    outbox.add([piece(1, [2], offset=1), piece(2, [], error="the prompt is too long")])
-    first = outbox.batch()
+def test_queue_preserves_unsent_order_and_numbers_frames_once() -> None:
+    queue = UnsentQueue("w")
+    queue.add([piece(1, [1])])
+    queue.add([piece(1, [2], offset=1), piece(2, [], error="the prompt is too long")])
+    first = queue.batch()
     assert [message.seq for message in first if isinstance(message, TokenFrame)] == [0, 1]
     assert first[2] == SampleFailed(worker="w", sample=2, attempt=1, reason="the prompt is too long")
-    assert outbox.batch() == first
-    outbox.sent(1)
-    outbox.add([piece(1, [3], offset=2)])
-    assert [message.seq for message in outbox.batch() if isinstance(message, TokenFrame)] == [1, 2]
-    outbox.sent(3)
-    assert (len(outbox), outbox.unsent_bytes) == (0, 0)
+    assert queue.batch() == first
+    queue.sent(1)
+    queue.add([piece(1, [3], offset=2)])
+    assert [message.seq for message in queue.batch() if isinstance(message, TokenFrame)] == [1, 2]
+    queue.sent(3)
+    assert (len(queue), queue.unsent_bytes) == (0, 0)
 
 
-def test_outbox_batches_are_bounded_and_never_empty() -> None:
-    outbox = Outbox("w")
+def test_queue_batches_are_bounded_and_never_empty() -> None:
+    queue = UnsentQueue("w")
     for offset in range(5):
-        outbox.add([piece(1, [1], offset=offset)])
-    assert len(outbox.batch(max_bytes=80)) == 2
-    assert len(outbox.batch(max_bytes=1)) == 1
+        queue.add([piece(1, [1], offset=offset)])
+    assert len(queue.batch(max_bytes=80)) == 2
+    assert len(queue.batch(max_bytes=1)) == 1
 
 
-def test_outbox_over_its_limit_is_full() -> None:
-    outbox = Outbox("w")
-    outbox.add([piece(1, [0] * (UNSENT_BYTES // 8))])
-    assert outbox.is_full
-    while batch := outbox.batch():
-        outbox.sent(len(batch))
-    assert not outbox.is_full
+def test_queue_over_its_limit_is_full() -> None:
+    queue = UnsentQueue("w")
+    queue.add([piece(1, [0] * (UNSENT_BYTES // 8))])
+    assert queue.is_full
+    while batch := queue.batch():
+        queue.sent(len(batch))
+    assert not queue.is_full

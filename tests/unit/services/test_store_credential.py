@@ -158,6 +158,13 @@ async def test_recovered_manager_renews_all_credentials() -> None:
     assert len(await renewal.sent()) == 2
 
 
+async def test_renewal_changes_the_world_in_the_next_turn_only() -> None:
+    renewal = Renewal()
+    await renewal.start()
+    renewal.credentials.renew()
+    assert not renewal.manager.world.outbox.effects
+
+
 def test_files_are_sent_to_holders_of_a_valid_token_only() -> None:
     def may(authorization: str, now: float = NOW) -> bool:
         return may_download(authorization, TOKEN, lambda: now)

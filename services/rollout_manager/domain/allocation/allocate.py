@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 from rlboost.services.rollout_manager.domain.allocation.charging import charge_startup, has_budget
+from rlboost.services.rollout_manager.domain.jobs.progress import JobProgress
 from rlboost.services.rollout_manager.domain.jobs.record import Job
 from rlboost.services.rollout_manager.domain.scheduling.fair_share import Demand, Member, reallocate, shares_of
 from rlboost.services.rollout_manager.domain.workers.fleet_counts import FleetCounts
@@ -17,8 +20,8 @@ REALLOCATE_EVERY_S = 0.25
 def allocate(world: World, now: Now) -> None:
     """Command workers which version to serve, and count the workers of each job.
 
-    Reallocates workers among several jobs every `REALLOCATE_EVERY_S`. Does the rest only if the inputs of the
-    allocation have changed since the last call of `activate_reserved`.
+    Reallocates workers among several jobs every `REALLOCATE_EVERY_S`. Does the rest only if its inputs have changed
+    since the last time.
     """
     versions = {job.id: version for job in world.jobs.active() if (version := _version_to_serve(world, job.id)) >= 0}
     jobs = [world.jobs[job_id] for job_id in versions]
@@ -26,7 +29,7 @@ def allocate(world: World, now: Now) -> None:
     if len(payers) > 1 and now.mono - world.periodic.reallocated_at >= REALLOCATE_EVERY_S:
         world.periodic.reallocated_at = now.mono
         _reallocate(world, payers, versions, now)
-    if not _inputs_changed(world):
+    if _allocation_inputs(world) == world.periodic.allocated_for:
         return
     for worker in world.fleet.workers.values():
         if worker.state == "draining":
@@ -37,36 +40,41 @@ def allocate(world: World, now: Now) -> None:
             world.drain(worker, now, "no job's budget pays for it any longer: see elastic.max_dollars")
     for job in world.jobs.active():
         world.progress[job.id].fleet = _count_workers(world, job)
+    world.periodic.allocated_for = _allocation_inputs(world)  # read again: the commands are among the inputs
 
 
-def activate_reserved(world: World) -> None:
-    """Command reserved workers to resume or suspend generation.
-
-    Looks at them only if the inputs of the allocation have changed since its last call. A step that has begun after
-    `allocate` in the same turn is such a change.
-    """
-    if not _inputs_changed(world):
-        return
-    jobs = world.jobs.active()
-    for worker in world.fleet.workers.values():
-        if worker.reserved and worker.has_reported and worker.state != "draining":
-            _activate(world, worker, next((job for job in jobs if job.id == worker.job), None))
-    world.periodic.allocation_inputs = _inputs(world)
-
-
-def _inputs(world: World) -> object:
-    """Return everything that the allocation of workers depends on; equal if nothing of it has changed."""
-    jobs = []
-    for job in world.jobs.active():
-        progress = world.progress[job.id]
-        window = progress.window and (progress.window.step, progress.window.phase)
-        budget_reached = world.audits[job.id].cost.budget_reached
-        jobs.append((job.id, job.state, job.trainer, progress.committed_version, window, budget_reached))
+def _allocation_inputs(world: World) -> Hashable:
+    """Return everything that the allocation of workers depends on, except for time."""
+    jobs = tuple(
+        (
+            job.id,
+            job.state,
+            job.trainer,
+            world.committed_version(job.id),
+            world.audits[job.id].cost.budget_reached,
+        )
+        for job in world.jobs.active()
+    )
     return world.fleet.revision, world.in_flight.revision, jobs
 
 
-def _inputs_changed(world: World) -> bool:
-    return world.periodic.allocation_inputs != _inputs(world)
+def activate_reserved(world: World) -> None:
+    """Command reserved workers to resume or suspend generation, as the windows of their jobs require.
+
+    Looks at the workers only if the fleet has changed since the last time, or the jobs whose windows use them.
+    """
+    generating = tuple(job.id for job in world.jobs.active() if _uses_reserved(world.progress[job.id]))
+    inputs = world.fleet.revision, generating
+    if inputs == world.periodic.activated_for:
+        return
+    for worker in world.fleet.workers.values():
+        if worker.reserved and worker.has_reported and worker.state != "draining":
+            _activate(world, worker, active=worker.job in generating)
+    world.periodic.activated_for = inputs
+
+
+def _uses_reserved(progress: JobProgress) -> bool:
+    return progress.window is not None and progress.window.uses_reserved(progress.fleet.preemptible)
 
 
 def _count_workers(world: World, job: Job) -> FleetCounts:
@@ -106,14 +114,12 @@ def _use_version(world: World, worker: Worker, job: Job, version: int) -> None:
     world.outbox.send(worker.id, UseVersion(job_id=job.id, version=version, in_flight=job.spec.elastic.in_flight))
 
 
-def _activate(world: World, worker: Worker, job: Job | None) -> None:
-    progress = world.progress[job.id] if job else None
-    window = progress.window if progress else None
-    active = progress is not None and window is not None and window.uses_reserved(progress.fleet.preemptible)
+def _activate(world: World, worker: Worker, *, active: bool) -> None:
     if worker.assigned_active is active:
         return
     worker.set_active(active=active)
-    step = window.step if window else 0
+    progress = world.progress.get(worker.job)
+    step = progress.window.step if progress and progress.window else 0
     world.outbox.send(worker.id, Resume(step=step) if active else Suspend(step=step))
 
 
@@ -130,7 +136,7 @@ def _reallocate(world: World, jobs: list[Job], versions: dict[str, int], now: No
         return
     demands = [_demand(world, job, now) for job in jobs]
     shares = shares_of(demands, members)
-    _note_jobs_below_share(world, demands, members, shares, now)
+    _track_jobs_below_share(world, demands, members, shares, now)
     for worker_id, job_id in reallocate(demands, members, shares).items():
         worker = world.fleet.workers[worker_id]
         if not has_budget(world, world.jobs[job_id], worker):
@@ -147,17 +153,18 @@ def _demand(world: World, job: Job, now: Now) -> Demand:
     requirements = [each for each in of_job if each.oldest_version <= progress.committed_version]
     assigned = sum(len(w.samples) for w in world.fleet.workers.values() if w.job == job.id)
     samples = sum(world.in_flight.by_requirement[requirement] for requirement in requirements)
-    since = now.mono if progress.below_share_since is None else progress.below_share_since
-    return Demand(job.id, job.spec.elastic.share, samples, max(0, samples - assigned), now.mono - since)
+    since = progress.below_share_since_mono_s
+    below_share_s = 0.0 if since is None else now.mono - since
+    return Demand(job.id, job.spec.elastic.share, samples, max(0, samples - assigned), below_share_s)
 
 
-def _note_jobs_below_share(
+def _track_jobs_below_share(
     world: World, demands: list[Demand], members: list[Member], shares: dict[str, int], now: Now
 ) -> None:
     for demand in demands:
         progress = world.progress[demand.job_id]
         have = sum(member.job_id == demand.job_id for member in members)
         if not demand.queued or have >= shares[demand.job_id]:
-            progress.below_share_since = None
-        elif progress.below_share_since is None:
-            progress.below_share_since = now.mono
+            progress.below_share_since_mono_s = None
+        elif progress.below_share_since_mono_s is None:
+            progress.below_share_since_mono_s = now.mono

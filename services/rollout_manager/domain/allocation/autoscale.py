@@ -45,12 +45,11 @@ class FleetView:
     """What the number of workers depends on."""
 
     desired: int | None
-    """Number of preemptible workers worth having; None: not known yet, so the fleet keeps its size, but one at least.
-    """
+    """Number of preemptible workers worth having; None: not known yet, so the fleet keeps its size, at least one."""
     present: Mapping[str, int] = field(default_factory=dict)
     """Kind -> preemptible workers that do not drain."""
     price_per_hour: Mapping[str, float] = field(default_factory=dict)
-    """Kind -> price of one worker: the highest of those that were here, and of what its kind costs."""
+    """Kind -> highest price of one worker: that of the price file, or of a worker that is or was in the fleet."""
     other_dollars_per_hour: float = 0.0
     """Price of the workers that are in no pool."""
     paying: Mapping[str, int] = field(default_factory=dict)
@@ -66,9 +65,9 @@ class FleetTargets:
     before: Mapping[str, int]
     """Kind -> workers of the decision before; empty for the first."""
     max_dollars_per_hour: float | None
-    """Most that all workers together may cost; None: no limit."""
+    """Limit on the price of all workers together; None: no limit."""
     present: Sequence[str]
-    """Ids of the workers that the decision saw: what has joined since is for the next one."""
+    """Ids of the workers that the decision saw; it does not drain those that have joined since."""
 
     def changes(self) -> dict[str, tuple[int, int]]:
         """Return kind -> the numbers before and now, where they differ."""
@@ -86,7 +85,7 @@ def scale_fleet(world: World, targets: FleetTargets, now: Now) -> None:
 
 
 def fleet_view(world: World, pools: Sequence[Pool]) -> FleetView:
-    """Return what the manager's world shows of the fleet. Jobs that are paused or out of budget want no workers."""
+    """Return what the manager's world shows of the fleet. Jobs that are paused or out of budget are not counted."""
     jobs = [j for j in world.jobs.active() if j.state == "running" and not world.audits[j.id].cost.budget_reached]
     kinds = {pool.kind for pool in pools}
     prices = dict(world.fleet.prices)
@@ -129,7 +128,7 @@ class Autoscaler:
 
     Args:
         pools: the kinds of workers, preferred first.
-        max_dollars_per_hour: most that all workers together may cost; None: no limit.
+        max_dollars_per_hour: limit on the price of all workers together; None: no limit.
         scale_in_delay_s: how long fewer workers must be enough before the fleet shrinks.
 
     """
@@ -139,16 +138,20 @@ class Autoscaler:
         self.targets: dict[str, int] = {}
         """Kind -> workers; empty before the first decision."""
         self.limited_by: Limit | None = None
-        """What keeps the fleet from more workers."""
+        """The limit that keeps the fleet from growing, if any."""
         self.max_dollars_per_hour = max_dollars_per_hour
         self._scale_in_delay_s = scale_in_delay_s
         self._began_at: float | None = None
         self._grew_at = float("-inf")
         self._desired: deque[tuple[float, int]] = deque()
-        """When how many workers were desired, of the last `scale_in_delay_s`; the numbers decrease."""
+        """(time, desired number) within the last `scale_in_delay_s`, without numbers that a later one reaches: they
+        decrease, and the first one is the largest."""
 
     def is_settling(self, now: float) -> bool:
-        """Return True in the first `scale_in_delay_s`, when workers may be here or starting that others asked for."""
+        """Return True in the first `scale_in_delay_s`.
+
+        Until then an earlier manager or the operator may have started the present workers, and more may be starting.
+        """
         return self._began_at is None or now - self._began_at < self._scale_in_delay_s
 
     def decide(self, seen: FleetView, fixed: int | None, now: float) -> None:
@@ -192,16 +195,25 @@ class Autoscaler:
         targets, missing = {pool.kind: 0 for pool in self.pools}, total
         limited_by: Limit = "max_workers"
         limit = self.max_dollars_per_hour
-        left = float("inf") if limit is None else limit - seen.other_dollars_per_hour
-        first = [(pool, min(paying.get(pool.kind, 0), pool.max_workers)) for pool in self.pools]
-        for pool, most in (*first, *((pool, pool.max_workers) for pool in self.pools)):
+        budget = float("inf") if limit is None else limit - seen.other_dollars_per_hour
+        worth_their_price = [(pool, min(paying.get(pool.kind, 0), pool.max_workers)) for pool in self.pools]
+        possible = [(pool, pool.max_workers) for pool in self.pools]
+        for pool, max_workers in worth_their_price + possible:
             price = seen.price_per_hour.get(pool.kind, 0.0)
-            n = min(missing, most - targets[pool.kind])
-            if price and price * n > left + _ROUNDING:
-                n, limited_by = int(max(0.0, left + _ROUNDING) / price), "max_dollars_per_hour"
+            wanted = min(missing, max_workers - targets[pool.kind])
+            n = _affordable(wanted, price, budget)
+            if n < wanted:
+                limited_by = "max_dollars_per_hour"
             targets[pool.kind] += n
-            missing, left = missing - n, left - price * n
+            missing, budget = missing - n, budget - price * n
         return targets, limited_by if missing else None
+
+
+def _affordable(wanted: int, price: float, budget: float) -> int:
+    """Return how many of the wanted workers the budget pays for; price and budget are in dollars per hour."""
+    if not price or price * wanted <= budget + _ROUNDING:
+        return wanted
+    return int(max(0.0, budget + _ROUNDING) / price)
 
 
 def surplus(
@@ -209,7 +221,8 @@ def surplus(
 ) -> dict[str, str]:
     """Return the preemptible workers to drain, with the reason.
 
-    Of a kind with too many, those with the fewest samples; while all workers cost too much, those that joined last.
+    Drains the workers with the fewest samples of each kind that has too many. While the remaining workers together cost
+    too much, drains those that joined last.
     """
     workers = [worker for worker in workers if worker.state != "draining"]
     drained = {}

@@ -15,9 +15,9 @@ class ServingAudit(BaseModel):
     requested: int = 0
     delivered: int = 0
     dropped: Counter[str] = Counter()
-    """By reason."""
+    """Reason -> dropped samples."""
     tokens_delivered: int = 0
-    """Of delivered completions, including a few tokens after a stop string that the client does not get."""
+    """Tokens of delivered completions, including a few after a stop string that the client does not get."""
 
 
 class Audit(BaseModel):
@@ -30,7 +30,7 @@ class Audit(BaseModel):
     requested: int = 0
     delivered: int = 0
     dropped: Counter[str] = Counter()
-    """By reason."""
+    """Reason -> dropped samples."""
     duplicates: int = 0
     """Frame rows that repeated tokens of the ledger (a frame sent twice); cut, never delivered."""
     tokens_generated: int = 0

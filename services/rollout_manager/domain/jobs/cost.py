@@ -29,7 +29,7 @@ class Cost(BaseModel):
     reserved_only_s: float = 0.0
     """Estimated duration of the `estimated_steps` with the job's trainer and reserved workers alone."""
     reserved_only_dollars: float = 0.0
-    """What that would have cost."""
+    """Estimated price of these steps with the job's trainer and reserved workers alone."""
     estimated_steps: int = 0
 
     def charge(self, role: str, kind: str, price_per_hour: float, seconds: float) -> None:
@@ -42,7 +42,14 @@ class Cost(BaseModel):
         time.dollars += seconds / HOUR_S * price_per_hour
 
     def add_estimate(self, steps: int, step_s: float, dollars: float) -> None:
-        """Add what the steps since the last estimate would have taken and cost without preemptible workers, each."""
+        """Estimate the time and cost of the steps since the last estimate without preemptible workers.
+
+        Args:
+            steps: completed steps of the job.
+            step_s: duration of one of the new steps without preemptible workers.
+            dollars: price of one of them.
+
+        """
         new = steps - self.estimated_steps
         self.reserved_only_s += new * step_s
         self.reserved_only_dollars += new * dollars

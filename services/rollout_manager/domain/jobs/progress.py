@@ -28,10 +28,10 @@ class JobProgress:
     fleet: FleetCounts = field(default_factory=FleetCounts)
     step_without_spot_s: float | None = None
     """How long the last measured step would have taken the reserved workers alone; None before one was measured."""
-    stalled_since: float | None = None
-    """Since when (Unix) its samples are queued and no worker can take one."""
-    below_share_since: float | None = None
-    """Since when (manager's clock) it has samples queued and fewer workers than its fair share."""
+    stalled_since_unix_s: float | None = None
+    """Since when (Unix seconds) samples are queued and no worker can take one; None while one can."""
+    below_share_since_mono_s: float | None = None
+    """Since when (manager's clock) the job has queued samples and fewer workers than its fair share; None otherwise."""
 
     trainer: TrainerStatus | None = None
     """The value of the trainer's lease on the job, None if no trainer holds it."""
@@ -49,7 +49,7 @@ class JobProgress:
         return self.trainer.price_per_hour if self.trainer else 0.0
 
     def on_trainer_status(self, status: TrainerStatus | None, now: float) -> None:
-        """Note the present value of the trainer's lease, which each renewal changes."""
+        """Record the present value of the trainer's lease, which each renewal changes."""
         self.trainer_checked_at = now
         if self.trainer_renewed_at is None or (status is not None and status != self.trainer):
             self.trainer_renewed_at = now
@@ -60,7 +60,7 @@ class JobProgress:
         return sample_id in self.delivered.get(step_of(sample_id), ())
 
     def on_delivered(self, sample_id: int) -> None:
-        """Note that the requester of the sample has it, or knows that it was dropped."""
+        """Record that the requester of the sample has it, or knows that it was dropped."""
         self.delivered[step_of(sample_id)].add(sample_id)
 
     def forget_delivered(self, sample_id: int) -> None:

@@ -70,9 +70,9 @@ class JobTable(MutableMapping[str, Job]):
         self._by_no: dict[int, JobEntry] = {}
         self._active: list[Job] = []
         self.progress: Mapping[str, JobProgress] = JobParts(self._entries, attrgetter("progress"))
-        """Of the jobs that have not ended."""
+        """Job id -> progress of the jobs that have not ended."""
         self.audits: Mapping[str, Audit] = JobParts(self._entries, attrgetter("audit"))
-        """Of the jobs whose late frames are still counted."""
+        """Job id -> audit of the jobs whose late frames are still counted."""
 
     def add(self, job: Job, audit: Audit | None = None) -> None:
         """Add a job, with the audit that an earlier manager stored; an ended job gets neither progress nor audit."""

@@ -33,16 +33,16 @@ def job_wait_status(world: World, job: Job) -> dict[str, Any] | None:
     if (trainer := _present_trainer(progress)) is None:
         because = "it does not renew its lease on this job: it died, cannot reach Redis, or cannot read the job: "
         return public_wait("the trainer", because + "look at its log", progress.trainer_renewed_at, kind="trainer")
-    if progress.stalled_since is not None:
+    if progress.stalled_since_unix_s is not None:
         because = f"samples are queued and no worker can take them: {_why_none(world.fleet)}"
         if world.audits[job.id].cost.budget_reached:
             because = (
                 f"its budget (elastic.max_dollars: {job.spec.elastic.max_dollars:g}) pays for no more spot workers: "
                 "add reserved workers, or cancel it and continue from its model in another job"
             )
-        limit_s = _limit_of_stall(trainer.waiting, progress.stalled_since)
+        limit_s = _limit_of_stall(trainer.waiting, progress.stalled_since_unix_s)
         subject = "a worker that is ready with this job's weights"
-        return public_wait(subject, because, progress.stalled_since, limit_s, kind="worker")
+        return public_wait(subject, because, progress.stalled_since_unix_s, limit_s, kind="worker")
     return _trainers_wait(world.fleet, job, trainer.waiting) if trainer.waiting else None
 
 

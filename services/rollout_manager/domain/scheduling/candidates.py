@@ -1,4 +1,4 @@
-"""Selects the worker for the next sample (paper, algorithm 2, SelectInstance; bound late).
+"""Selects the worker for the next sample, once one can start it (late binding; paper, algorithm 2, SelectInstance).
 
 Samples queue at the manager until a worker can start them almost at once: a queued sample need not migrate when the
 fleet changes, and each worker gets work at the rate at which it frees slots. Among the workers with capacity, the best
@@ -11,6 +11,7 @@ import heapq
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from rlboost.services.rollout_manager.domain.scheduling.rebalance import is_balanced
 from rlboost.services.rollout_manager.domain.scheduling.requirements import Requirement, max_tokens_of
@@ -54,7 +55,7 @@ def has_capacity(worker: Worker) -> bool:
 
 
 def admits(worker: Worker, sample: Sample) -> bool:
-    """Return True if the worker's engine accepts a sample: its length at most, and what it asks for."""
+    """Return True if the worker's engine accepts a sample: its maximum length, and the outputs that it asks for."""
     if sample.request.sampling.routed_experts and not worker.returns_routed_experts:
         return False
     return not worker.max_request_tokens or max_tokens_of(sample) <= worker.max_request_tokens
@@ -65,16 +66,31 @@ def least_loaded(workers: Iterable[Worker]) -> Worker | None:
     return min(workers, key=lambda worker: (worker.load / worker.joined.slots, worker.id), default=None)
 
 
+class _Entry(NamedTuple):
+    """A worker's rank if it got one more sample; the smallest entry is the best."""
+
+    over: int
+    """How many samples it would have beyond its batch cap."""
+    step_s: float
+    """Duration of its decode step."""
+    load: float
+    """Its samples per slot."""
+    worker: str
+    number: int
+    """Later entries of a pool have larger numbers."""
+
+
 @dataclass(slots=True)
 class CandidatePool:
     """The workers that serve the same version, those with capacity in a heap. Superseded heap entries are skipped."""
 
-    heap: list[tuple[int, float, float, str, int]] = field(default_factory=list)
-    newest: dict[str, int] = field(default_factory=dict)
-    """Worker with capacity -> number of its valid entry."""
+    heap: list[_Entry] = field(default_factory=list)
+    valid: dict[str, int] = field(default_factory=dict)
+    """Worker with capacity -> number of its valid entry, which is its newest one."""
     members: dict[str, Worker] = field(default_factory=dict)
     """All workers that serve this, with capacity or not."""
     entries: int = 0
+    """How many entries there were so far."""
     _intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Member -> seconds between two tokens of one of its samples, as it is loaded and with one more sample."""
     _changed: dict[str, Profile] = field(default_factory=dict)
@@ -86,34 +102,37 @@ class CandidatePool:
         self.members[worker.id] = worker
         self._changed[worker.id] = profile
         if not has_capacity(worker):
-            self.newest.pop(worker.id, None)
+            self.valid.pop(worker.id, None)
             return
         self.entries += 1
-        self.newest[worker.id] = self.entries
+        self.valid[worker.id] = self.entries
         more, batch_cap = worker.load + 1, worker.batch_cap
         over = more - batch_cap if more > batch_cap else 0
         step_s = profile.step_s(max(1, more - over), worker.kv.held) / worker.speed
-        entry = over, step_s, more / worker.joined.slots, worker.id, self.entries
+        entry = _Entry(over, step_s, more / worker.joined.slots, worker.id, self.entries)
         heap = self.heap
-        if heap and heap[0][3] == worker.id:  # superseded: the common case, as samples are placed on the best worker
+        if heap and heap[0].worker == worker.id:  # superseded: the common case, as the best worker gets the samples
             heapq.heapreplace(heap, entry)
             return
         heapq.heappush(heap, entry)
-        if len(heap) > 4 * len(self.newest) + 64:
-            self.heap = [entry for entry in heap if self.newest.get(entry[3]) == entry[4]]
+        if len(heap) > 4 * len(self.valid) + 64:
+            self.heap = [entry for entry in heap if self._is_valid(entry)]
             heapq.heapify(self.heap)
 
     def remove(self, worker_id: str) -> None:
         """Remove a worker."""
-        for by_worker in (self.members, self.newest, self._intervals, self._changed):
+        for by_worker in (self.members, self.valid, self._intervals, self._changed):
             by_worker.pop(worker_id, None)
 
     def best(self) -> str | None:
         """Return the best worker, None if none has capacity."""
         heap = self.heap
-        while heap and self.newest.get(heap[0][3]) != heap[0][4]:
+        while heap and not self._is_valid(heap[0]):
             heapq.heappop(heap)
-        return heap[0][3] if heap else None
+        return heap[0].worker if heap else None
+
+    def _is_valid(self, entry: _Entry) -> bool:
+        return self.valid.get(entry.worker) == entry.number
 
     def is_balanced(self) -> bool:
         """Return True if no migration between the members pays, as of their last updates."""

@@ -22,9 +22,9 @@ class Demand:
     weight: float
     """Its share relative to the other jobs' shares."""
     samples: int
-    """In flight and admissible: queued and running."""
+    """Its admissible samples in flight: queued and running."""
     queued: int
-    """Those of `samples` that have no worker."""
+    """How many of `samples` have no worker."""
     below_share_s: float = 0.0
     """How long it has been below its share with samples queued."""
 
@@ -50,9 +50,9 @@ def fair_shares(demands: Sequence[Demand], workers: int, batch_cap: float) -> di
 
     """
     shares = {demand.job_id: 0 for demand in demands}
-    most = {demand.job_id: -(-demand.samples // max(1, int(batch_cap))) for demand in demands}
+    fillable = {demand.job_id: -(-demand.samples // max(1, int(batch_cap))) for demand in demands}
     for _ in range(workers):
-        unfilled = [d for d in demands if shares[d.job_id] < most[d.job_id]]
+        unfilled = [d for d in demands if shares[d.job_id] < fillable[d.job_id]]
         if not unfilled:
             break
         # The job that would still be farthest below its share with one more (Jefferson's method).
@@ -62,7 +62,7 @@ def fair_shares(demands: Sequence[Demand], workers: int, batch_cap: float) -> di
 
 
 def shares_of(demands: Sequence[Demand], members: Sequence[Member]) -> dict[str, int]:
-    """Return the fair share of each job of these workers, at least one."""
+    """Return the fair share of each job in `members`, which must not be empty."""
     return fair_shares(demands, len(members), sum(member.batch_cap for member in members) / len(members))
 
 

@@ -66,7 +66,15 @@ class LengthEstimates:
         return before is None or generated > before
 
     def on_group_closed(self, sample: Sample) -> tuple[str, float] | None:
-        """Learn from the group of this sample, its last; return the prompt whose mean changed, with the mean."""
+        """Learn from a group when its last sample has closed.
+
+        Args:
+            sample: that sample.
+
+        Returns:
+            The key of the prompt and its new mean; None if nothing was learned.
+
+        """
         longest = self.longest.pop(sample.request.group, None)
         if longest is None or sample.request.preferred_worker:
             return None  # a later turn of a conversation: its prompt does not come again

@@ -1,9 +1,9 @@
 """Isolates poison samples: samples that fail on every worker, as opposed to those that only ran when an engine died.
 
 An engine that refuses a sample names it. An engine that dies or hangs may have been running hundreds: all of them are
-suspects. A sample that has failed on two workers goes *on trial*: it runs without another such sample on a third
-worker, so that another death there is its own, until it is past the position of its last failure. The tokens of a
-sample depend on the sample alone, so what breaks an engine breaks the next one at the same position.
+suspects. A sample that has failed on two workers goes *on trial*: it runs on a third worker, as the only sample on
+trial there, so that a further death can be blamed on it, until it is past the position of its last failure. The tokens
+of a sample depend on the sample alone, so what breaks an engine breaks the next one at the same position.
 
 A preemption or a lost lease makes no sample a suspect.
 """

@@ -30,14 +30,17 @@ class SampleQueue:
     resumed: list[tuple[float, int]] = field(default_factory=list)
     """Heap of (-remaining tokens, sample) of samples that have tokens."""
     probes: list[int] = field(default_factory=list)
+    """Heap of groups whose first sample starts as a probe."""
     longest: list[tuple[float, int]] = field(default_factory=list)
     """Heap of (-estimate, group)."""
     oldest: list[int] = field(default_factory=list)
+    """Heap of groups."""
     members: dict[int, list[int]] = field(default_factory=dict)
     """Group -> heap of its samples without tokens."""
     estimates: dict[int, float] = field(default_factory=dict)
     """Group of `members` -> its estimate; entries of `longest` with another one are superseded."""
     turns: int = 0
+    """How many groups were selected that needed no probe."""
 
     @property
     def empty(self) -> bool:
@@ -82,22 +85,27 @@ class SampleQueue:
     def _next(self) -> int | None:
         if self.resumed:
             return heapq.heappop(self.resumed)[1]
-        while self.probes:
-            group = heapq.heappop(self.probes)
-            if group in self.members:
-                return self._pop_member(group)
         if not self.members:
+            self.probes.clear()
             self.longest.clear()
             self.oldest.clear()
             return None
+        return self._pop_member(self.next_group())
+
+    def next_group(self) -> int:
+        """Return the group of `members` whose next sample starts; the simulator replaces this by other orders."""
+        while self.probes:
+            group = heapq.heappop(self.probes)
+            if group in self.members:
+                return group
         self.turns += 1
         if self.turns % OLDEST_GROUP_EVERY == 0:
             while self.oldest[0] not in self.members:
                 heapq.heappop(self.oldest)
-            return self._pop_member(self.oldest[0])
+            return self.oldest[0]
         while (top := self.longest[0])[1] not in self.members or -top[0] != self.estimates[top[1]]:
             heapq.heappop(self.longest)
-        return self._pop_member(top[1])
+        return top[1]
 
     def _pop_member(self, group: int) -> int:
         members = self.members[group]

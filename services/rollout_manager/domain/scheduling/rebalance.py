@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from rlboost.services.rollout_manager.domain.workers.throughput_model import Profile
 
 HAND_OFF_S = 0.2
-"""From the decision to migrate a sample to its first token on the other worker, without its prefill."""
+"""Time from the decision to migrate a sample to its first token on the other worker, without its prefill."""
 PREFILL_SPEEDUP = 8.0
 """How many times faster prefill is than the decoding of a full batch; a cautious figure."""
 MIN_GAIN_PER_COST = 2.0
@@ -39,7 +39,7 @@ class RunningSample:
     tokens: int
     """Its tokens in the KV cache, prompt included."""
     started: bool
-    """Whether it has tokens."""
+    """True if it has tokens."""
     on_worker_s: float
     """Seconds since it was assigned to the worker."""
 

@@ -19,7 +19,7 @@ class Requirement(NamedTuple):
     job_id: str
     oldest_version: int
     newest_version: int
-    """Also the step that trains on the sample, unless it is a client's."""
+    """The newest allowed version, which is also the step that trains on the sample, unless it is a client's."""
     is_serving: bool = False
     """True for clients' samples: any version may generate them, so they delay no weight update."""
 
@@ -32,8 +32,8 @@ class Requirement(NamedTuple):
         return worker.generates and worker.job_id == self.job_id and self.allows(worker.version)
 
 
-class InFlight:
-    """Counts the samples in flight by requirement, and those requested by step."""
+class InFlightCounts:
+    """How many samples are in flight, by requirement, and how many were requested, by step."""
 
     def __init__(self) -> None:
         self.by_requirement: dict[Requirement, int] = {}

@@ -21,12 +21,12 @@ class Generation:
     """The generation of all samples of one step."""
 
     latency_s: float
-    """With any number of workers."""
+    """Time that any number of workers needs."""
     work_s: float
-    """In worker-seconds."""
+    """Time that the workers share, in worker-seconds."""
 
     def duration_s(self, workers: float) -> float:
-        """Return how long so many workers take for it; infinity without any."""
+        """Return how long this number of workers takes; infinity for none."""
         return self.latency_s + self.work_s / workers if workers else math.inf
 
     def window_s(self, workers: float, reserved: float, train_s: float) -> float:

@@ -31,7 +31,7 @@ NEWEST_STEP_WEIGHT = 0.5
 """Weight of the newest step in the model of the generation: heartbeats sample how busy workers are."""
 FLEET_CHANGE_DIVISOR = 1.5
 """A further divisor when workers joined or left: that influences the waits as well."""
-DEAD_BAND = 0.05
+NOISE_FRACTION = 0.05
 """Differences below this fraction of the step are noise."""
 WindowSource = Literal["fixed", "off", "first", "memory", "predicted"]
 
@@ -60,7 +60,7 @@ class WindowTuner:
     reserved: int = 0
     """Number of reserved workers at the end of the last step."""
     tokens_per_s: float = 0.0
-    """Delivered during the last step."""
+    """Tokens delivered per second of the last step."""
 
     @property
     def generation(self) -> Generation:
@@ -87,7 +87,7 @@ class WindowTuner:
 
     def learn(self, seen: StepTimes) -> dict[str, Any]:
         """Learn from a completed step; return the inputs and the results as fields of an event."""
-        noise_s = DEAD_BAND * seen.step_s
+        noise_s = NOISE_FRACTION * seen.step_s
         if seen.train_wait_s > noise_s:
             risen_s = self.min_wait_s + MIN_WAIT_RISE_FRACTION * (seen.remote_wait_s - self.min_wait_s)
             self.min_wait_s = min(seen.remote_wait_s, risen_s) if self.min_wait_s else seen.remote_wait_s
@@ -146,33 +146,37 @@ class StepTimes:
     """Preemptible workers at the end."""
     fleet_mean: float
     steady: bool
-    """No preemptible worker joined or left."""
+    """True if the number of preemptible workers did not change."""
     reserved: int
     """Reserved workers at the end."""
     generation: Generation
-    """By all workers of the job."""
+    """The work of all workers of the job, and its latency."""
     tokens: int
-    """Delivered."""
+    """Tokens delivered in the step."""
 
 
 @dataclass(slots=True)
-class Meter:
+class StepMeter:
     """Measures a step while it runs; times on the manager's clock."""
 
     began_at: float
-    at: float
+    updated_at: float
     idle_s: float = 0.0
-    """Preemptible workers were present and no samples in flight."""
+    """Time in which preemptible workers were present and no samples in flight."""
     latency_s: float = 0.0
     """See `Generation`, also for the work."""
     work_s: float = 0.0
     tokens_before: int = 0
-    """Delivered before the step."""
+    """Tokens delivered before the step."""
     workers_s: float = 0.0
-    least: int | None = None
-    most: int = 0
+    """Sum of the preemptible workers' times in the step."""
+    min_fleet: int | None = None
+    """Smallest number of preemptible workers in the step; None before the first update."""
+    max_fleet: int = 0
     fleet: int = 0
+    """Preemptible workers at the last update."""
     reserved: int = 0
+    """Reserved workers at the last update."""
     generating: set[str] = field(default_factory=set)
     """Workers that had samples running at their last heartbeat."""
 
@@ -195,11 +199,11 @@ class Meter:
 
     def update(self, now: float, *, fleet: int, reserved: int, working: bool) -> None:
         """Attribute the time since the last update to this state."""
-        passed = now - self.at
-        self.at, self.fleet, self.reserved = now, fleet, reserved
+        passed = now - self.updated_at
+        self.updated_at, self.fleet, self.reserved = now, fleet, reserved
         self.workers_s += fleet * passed
-        self.least = fleet if self.least is None else min(self.least, fleet)
-        self.most = max(self.most, fleet)
+        self.min_fleet = fleet if self.min_fleet is None else min(self.min_fleet, fleet)
+        self.max_fleet = max(self.max_fleet, fleet)
         if fleet and not working:
             self.idle_s += passed
 
@@ -215,11 +219,11 @@ class Meter:
         """
         if not self.reserved:
             return None
-        return self.at - self.began_at - window_s - train_wait_s + self.generation.duration_s(self.reserved)
+        return self.updated_at - self.began_at - window_s - train_wait_s + self.generation.duration_s(self.reserved)
 
     def measure(self, window_s: float, train_wait_s: float, train_s: float, tokens: int) -> StepTimes:
         """Return the measurements of the step that ends now; `tokens`: delivered since the job began."""
-        step_s = self.at - self.began_at
+        step_s = self.updated_at - self.began_at
         return StepTimes(
             window_s=window_s,
             train_wait_s=train_wait_s,
@@ -228,7 +232,7 @@ class Meter:
             step_s=step_s,
             fleet=self.fleet,
             fleet_mean=self.workers_s / step_s if step_s > 0 else float(self.fleet),
-            steady=self.least == self.most,
+            steady=self.min_fleet == self.max_fleet,
             reserved=self.reserved,
             generation=self.generation,
             tokens=tokens - self.tokens_before,

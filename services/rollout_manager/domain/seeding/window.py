@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from rlboost.services.rollout_manager.domain.seeding.tuner import Meter
+from rlboost.services.rollout_manager.domain.seeding.tuner import StepMeter
 
 Reason = Literal["window", "finished", "no_reserved"]
 
@@ -57,11 +57,11 @@ class Window:
     too_slow: bool = False
     """See `StepSnapshot`; as of the last check."""
     checked_at: float = 0.0
-    meter: Meter | None = None
+    meter: StepMeter | None = None
     """Measures the step; None after a restart in its middle."""
 
     def on_placed(self, now: float) -> None:
-        """Note that a sample was placed: the window begins with the first one."""
+        """Record that a sample was placed: the window begins with the first one."""
         if self.began_at is None:
             self.began_at = now
 

@@ -153,14 +153,19 @@ class Ledger:
 
     def begin_attempt(self, sample: Sample, worker: str, attempt: int, offset: int, placed_at: float = 0.0) -> int:
         """Give a sample with its first `offset` tokens to a worker; return how many tokens were cut."""
-        cut = sample.cut(offset)
-        self.tokens_live -= cut
+        cut = self.cut(sample, offset)
         sample.worker = sample.attempt_worker = worker
         sample.attempt, sample.offset, sample.placed_at = attempt, offset, placed_at
         if sample.finish == FINISH_NONE:
             self.finished.pop(sample.id, None)
         self.failed.pop(sample.id, None)
         self._expect(sample)
+        return cut
+
+    def cut(self, sample: Sample, n_tokens: int) -> int:
+        """Retain the first `n_tokens` tokens of a sample; return how many were cut."""
+        cut = sample.cut(n_tokens)
+        self.tokens_live -= cut
         return cut
 
     def extend(self, *frames: TokenFrame) -> FrameOutcome:
@@ -191,7 +196,7 @@ class Ledger:
             sample.logprobs += logprobs[start:end]
             grown[sample.worker] += (end - start) // TOKEN_BYTES
         for slot, finish in rows.ended:
-            self._end(self._by_slot[slot], finish, out)
+            self._finish(self._by_slot[slot], finish, out)
         for slot, column in rows.routed:
             self._by_slot[slot].routed_experts = column
         for row in rows.irregular:
@@ -223,12 +228,12 @@ class Ledger:
             out.grown[sample.worker] += count - known
             out.accepted[job] = out.accepted.get(job, 0) + count - known
             self._expect(sample, row.version)
-        if row.finish and self._end(sample, row.finish, out):
+        if row.finish and self._finish(sample, row.finish, out):
             sample.routed_experts = row.routed_experts
             self._expect(sample)
 
-    def _end(self, sample: Sample, finish: int, out: FrameOutcome) -> bool:
-        """Note the end of a sample's tokens at a worker; return True if the sample is complete by that."""
+    def _finish(self, sample: Sample, finish: int, out: FrameOutcome) -> bool:
+        """Record that a worker has finished a sample; return True if the sample is thereby complete."""
         if finish == FINISH_RELEASED:
             out.released.append(sample.id)
             return False
@@ -252,8 +257,8 @@ class Ledger:
         self.failed[message.sample] = message.reason
         return True
 
-    def close(self, sample_id: int) -> Sample | None:
-        """End a sample; return it, None if it is not in flight."""
+    def remove(self, sample_id: int) -> Sample | None:
+        """Remove a sample and return it, None if it is not in flight."""
         sample = self.samples.pop(sample_id, None)
         if sample is None:
             return None

@@ -10,7 +10,7 @@ from rlboost.shared.messages import FINISH_NONE, GroupRequested
 WORKERS_LIMIT = 3
 """A sample that failed on this many different workers is dropped with the reason; preemptions do not count."""
 FAILURES_LIMIT = 6
-"""Or this many times in all, where there are fewer workers."""
+"""A sample that failed this many times is dropped even if there are fewer workers."""
 PAST_TOKENS = 16
 """A sample is past the position of its failure after this many more tokens: more than a flush interval may lose."""
 
@@ -43,7 +43,7 @@ class Sample:
     placed_at: float = 0.0
     """When it was assigned to its owner (manager's clock); 0 if an earlier manager did that."""
     routed_experts: bytes = b""
-    """Of the whole completion, once it ended; see `shared.wire.routed_experts`."""
+    """The column of `shared.wire.routed_experts` of the whole completion, once it has ended."""
     attempt_worker: str = ""
     """The worker of the current attempt, whose tokens count even after it lost the sample; empty if not known."""
 
@@ -74,7 +74,7 @@ class Sample:
             self.span_starts.append((worker, version, start))
 
     def cut(self, n_tokens: int) -> int:
-        """Keep the first `n_tokens` tokens and return how many were cut."""
+        """Retain the first `n_tokens` tokens; return how many were cut."""
         gone = self.n_tokens - n_tokens
         if gone > 0:
             del self.tokens[n_tokens * TOKEN_BYTES :], self.logprobs[n_tokens * TOKEN_BYTES :]

@@ -13,7 +13,7 @@ ABSENT_RETENTION_S = 900.0
 
 
 class Departures:
-    """Since when identities have no worker. A new leader counts from its start."""
+    """Records since when each identity has no worker; a new leader counts from its start."""
 
     def __init__(self) -> None:
         self._absent_since: dict[str, float] = {}

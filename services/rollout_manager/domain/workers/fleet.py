@@ -33,11 +33,11 @@ class Fleet:
         self.profiles: dict[str, Profile] = {}
         """Kind -> throughput of its workers, departed ones included."""
         self.fallback_profile = Profile()
-        """For workers of a kind without a profile: the most observed profile of another kind."""
+        """Profile for workers of a kind without one: the most observed profile of another kind."""
         self._to_reject: list[Worker] = []
         self._incompatible: list[Worker] = []
         self.lifetimes: dict[str, Lifetimes] = defaultdict(Lifetimes)
-        """By kind."""
+        """Kind -> preemptions and startups of its workers."""
         self.revision = 0
         """Rises with every change of who is present, in which state, serving what."""
         self._changed: dict[str, None] = {}
@@ -115,7 +115,7 @@ class Fleet:
         return taken
 
     def assign(self, worker: Worker, serving: Serving) -> None:
-        """Note that a worker is commanded to use a version."""
+        """Record that a worker was commanded to use a version."""
         worker.assigned_version = serving
         self._on_change(worker)
 
@@ -136,7 +136,7 @@ class Fleet:
 
     def _on_change(self, worker: Worker) -> None:
         self.revision += 1
-        worker.note_change()
+        worker.mark_changed()
 
     def silent_workers(self, now: float) -> list[str]:
         """Return the workers silent for a lease's time; each is lost if its lease has run out too.
@@ -150,12 +150,12 @@ class Fleet:
 
     def mismatched(self) -> list[Worker]:
         """Return the workers that differ persistently from what they were assigned."""
-        return [worker for worker in self.workers.values() if worker.commands.is_mismatched(self.lease_s)]
+        return [worker for worker in self.workers.values() if worker.command_check.is_mismatched(self.lease_s)]
 
     def restart_command_checks(self) -> None:
         """Forget the differences seen so far: messages that explain them are not read yet."""
         for worker in self.workers.values():
-            worker.commands.restart()
+            worker.command_check.restart()
 
     def reset_liveness(self, now: float) -> None:
         """Give every worker a full lease from now on, after a time in which no heartbeat could be read."""

@@ -10,7 +10,7 @@ NEWEST_STARTUP_WEIGHT = 0.2
 
 @dataclass(slots=True)
 class Lifetimes:
-    """Of the workers of one kind, since this manager leads."""
+    """Preemptions and startups of the workers of one kind, since this manager leads."""
 
     departed_s: float = 0.0
     """Sum of the lifetimes of the workers that are gone."""

@@ -104,7 +104,7 @@ class Profile:
 
 
 def is_possible(batch: float, step_s: float, slots: int) -> bool:
-    """Return True if an engine with so many slots can report this mean batch and time of a decode step."""
+    """Return True if an engine with this many slots can report this mean batch and time of a decode step."""
     return 1.0 <= batch <= slots and MIN_STEP_S < step_s < MAX_STEP_S
 
 

@@ -78,19 +78,20 @@ class Worker:
     max_request_tokens: int = 0
     """Longest sample, prompt included, that its engine accepts; 0 where it accepts any."""
     returns_routed_experts: bool = True
-    """Whether its engine accepts samples that ask for the experts of each token."""
+    """True if its engine accepts samples that ask for the experts of each token."""
     disturbed_at: float = -math.inf
     """When it was last assigned samples that need a long prefill (manager's clock)."""
     waiting: Wait | None = None
     """What it waits for, as of its last heartbeat."""
     gone_reason: str = ""
-    """Why it has departed."""
-    commands: CommandCheck = field(default_factory=CommandCheck)
+    """Why it has departed; empty while it is present."""
+    command_check: CommandCheck = field(default_factory=CommandCheck)
+    """Whether the worker's digest of its commands agrees with the manager's."""
     starting: bool = False
     """True from its first heartbeat in state `joining` until it is first ready; its startup is measured in between."""
     _last_running: int = 0
     _changed: dict[str, None] = field(default_factory=dict, repr=False, compare=False)
-    """Ids of changed workers, shared with the `Fleet`: `note_change` adds this worker's."""
+    """Ids of changed workers, shared with the `Fleet`: `mark_changed` adds this worker's."""
 
     def __post_init__(self) -> None:
         """Take the id, the price and the capacity from the join message."""
@@ -154,42 +155,42 @@ class Worker:
         """Take a sample, and count its tokens."""
         self.kv.add(sample, has_sibling=self._has_sibling(sample))
         self.samples.add(sample.id)
-        self.note_change()
+        self.mark_changed()
 
     def remove(self, sample: Sample) -> None:
         """Remove a sample that it has, and its tokens."""
         self.samples.remove(sample.id)
         self.releasing.pop(sample.id, None)
         self.kv.remove(sample, has_sibling=self._has_sibling(sample))
-        self.note_change()
+        self.mark_changed()
 
     def release(self, sample_ids: Iterable[int], now: float) -> None:
-        """Note that it is asked to release samples that it has."""
+        """Record that the worker was asked to release these of its samples."""
         self.releasing.update(dict.fromkeys(sample_ids, now))
-        self.note_change()
+        self.mark_changed()
 
     def set_samples(self, samples: Iterable[Sample]) -> None:
         """Set the samples that it has, and count their tokens from scratch."""
         held = list(samples)
         self.samples = {sample.id for sample in held}
         self.kv.recount(held)
-        self.note_change()
+        self.mark_changed()
 
     def set_batch(self, cap: int, headroom: int) -> None:
         """Set how many samples it should run and queue."""
         self.batch_cap, self.headroom = cap, headroom
-        self.note_change()
+        self.mark_changed()
 
     def set_active(self, *, active: bool) -> None:
-        """Note that it is commanded to generate, or to suspend that."""
+        """Record that the worker was commanded to generate, or to suspend generation."""
         self.assigned_active = active
-        self.note_change()
+        self.mark_changed()
 
     def on_tokens(self, n_tokens: int) -> None:
         """Count tokens by which its samples have grown; its rank follows at its next heartbeat."""
         self.kv.held += n_tokens
 
-    def note_change(self) -> None:
+    def mark_changed(self) -> None:
         """Have it ranked again among the candidates for the next sample."""
         self._changed[self.id] = None
 
@@ -214,7 +215,7 @@ class Worker:
         drains = self.noticed or self.drain_commanded
         self.state = "draining" if drains else heartbeat.state
         self._observe_throughput(heartbeat, now)
-        self.note_change()
+        self.mark_changed()
         return before if before != self.state else None
 
     def _observe_throughput(self, heartbeat: WorkerHeartbeat, now: float) -> None:

@@ -151,7 +151,7 @@ class Google:
     def __init__(self, metadata: Metadata) -> None:
         self._metadata = metadata
         self._etag = ""
-        """Of the last value. Without it, a request that waits for a change would miss an earlier one."""
+        """ETag of the last value. Without it, a request that waits for a change would miss an earlier one."""
 
     async def is_available(self) -> bool:
         """See `NoticeSource`."""

@@ -102,7 +102,7 @@ class TorchEngine(ThreadedEngine):
         return self._cache.tokens * self._token_bytes
 
     def loaded_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `ports.Engine`."""
+        """See `ThreadedEngine.loaded_tensors`."""
         return iter(self._weights)
 
     # --- the engine's thread ------------------------------------------------------------------------------------------

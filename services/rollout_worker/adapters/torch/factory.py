@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Literal
@@ -12,23 +13,15 @@ if TYPE_CHECKING:
     from rlboost.services.rollout_worker.ports import Engine
 
 
+@dataclass(frozen=True, kw_only=True)
 class TorchFactory:
     """`ports.EngineFactory` of `TorchEngine`s with these parameters."""
 
-    def __init__(
-        self,
-        *,
-        slots: int,
-        device: str,
-        dtype: Literal["float32", "bfloat16"],
-        kv_cache_bytes: int = 0,
-        gpu_memory_utilization: float = 0.0,
-    ) -> None:
-        self._slots = slots
-        self._device = device
-        self._dtype = dtype
-        self._kv_cache_bytes = kv_cache_bytes
-        self._gpu_memory_utilization = gpu_memory_utilization
+    slots: int
+    device: str
+    dtype: Literal["float32", "bfloat16"]
+    kv_cache_bytes: int = 0
+    gpu_memory_utilization: float = 0.0
 
     def prepare(self) -> None:
         """See `EngineFactory`."""
@@ -36,7 +29,7 @@ class TorchFactory:
             import rlboost.services.rollout_worker.adapters.torch.engine  # noqa: F401, PLC0415 - it imports torch
         from rlboost.shared.process.torch_device import require_device  # noqa: PLC0415 - it imports torch
 
-        require_device(self._device, "RLBOOST_WORKER_DEVICE")
+        require_device(self.device, "RLBOOST_WORKER_DEVICE")
 
     def build(self, config_json: str) -> Engine:
         """See `EngineFactory`."""
@@ -46,9 +39,9 @@ class TorchFactory:
             Path(directory, "config.json").write_text(config_json, encoding="utf-8")
             return TorchEngine(
                 Path(directory),
-                slots=self._slots,
-                device=self._device,
-                dtype=self._dtype,
-                kv_cache_bytes=self._kv_cache_bytes,
-                gpu_memory_utilization=self._gpu_memory_utilization,
+                slots=self.slots,
+                device=self.device,
+                dtype=self.dtype,
+                kv_cache_bytes=self.kv_cache_bytes,
+                gpu_memory_utilization=self.gpu_memory_utilization,
             )

@@ -26,7 +26,7 @@ class RoutingRecorder:
         """Register a hook on each router of `model`."""
         config = model.config.to_dict()
         self.shape = shape_of_routing(config) if config["model_type"] in FAMILIES else None
-        """Of the routed experts; None if the model is dense or of an untested family."""
+        """Shape of the routed experts; None if the model is dense or of an untested family."""
         self._selected: dict[int, Tensor] | None = None
         for number, gate in routers_of(model) if self.shape else ():
             gate.register_forward_hook(partial(self._on_output, number))

@@ -1,13 +1,13 @@
-"""The options of an engine, and vLLM's arguments for them."""
+"""vLLM's arguments for the options of an engine."""
 
 from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from vllm import AsyncEngineArgs
 from vllm import __version__ as vllm_version
@@ -15,32 +15,11 @@ from vllm.config import WeightTransferConfig
 from vllm.platforms import current_platform
 
 from rlboost.services.rollout_worker.adapters.vllm import plugin
+from rlboost.services.rollout_worker.adapters.vllm.options import VllmOptions
 from rlboost.shared.errors import ConfigError
 
 _CPU_KV_CACHE_BYTES = 256 << 20
 """Default on a CPU: vLLM's own default is a large part of the machine's memory."""
-
-
-@dataclass(frozen=True)
-class VllmOptions:
-    """How to start vLLM."""
-
-    slots: int
-    """Maximum number of running requests."""
-    device: str = "cpu"
-    """The device that the installed vLLM was built for: "cpu" or "cuda"."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of weights, activations and cache; sampling is in float32."""
-    kv_cache_bytes: int = 0
-    """0 = on a GPU vLLM's default, most of the free memory; on a CPU 256 MiB."""
-    gpu_memory_utilization: float = 0.0
-    """Fraction of each GPU's memory for weights, activations and KV cache; 0 = vLLM's default. Unused on a CPU."""
-    tensor_parallel: int = 1
-    """Number of devices over which the model is split."""
-    enable_sleep: bool = False
-    """True if a suspended engine frees device memory, including weights, where vLLM supports it."""
-    vllm_args: Mapping[str, Any] = field(default_factory=dict)
-    """More of vLLM's `AsyncEngineArgs`; see `check_arguments`."""
 
 
 def check_device(device: str) -> None:

@@ -23,9 +23,10 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from rlboost.services.rollout_worker.adapters.vllm.arguments import VllmOptions, check_device, engine_args
+from rlboost.services.rollout_worker.adapters.vllm.arguments import check_device, engine_args
 from rlboost.services.rollout_worker.adapters.vllm.load_errors import decode_load_error
 from rlboost.services.rollout_worker.adapters.vllm.model_folder import model_folder
+from rlboost.services.rollout_worker.adapters.vllm.options import VllmOptions
 from rlboost.services.rollout_worker.domain.load import EngineStats
 from rlboost.services.rollout_worker.domain.requests import Emission, Request, RequestKey
 from rlboost.services.rollout_worker.domain.streamed_requests import LiveRequest, StreamedRequests

@@ -7,9 +7,10 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from rlboost.services.rollout_worker.adapters.vllm import plugin
+from rlboost.services.rollout_worker.adapters.vllm.options import VllmOptions
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.process.extras import pip_install
 from rlboost.shared.process.garbage_collection import gc_paused
@@ -41,38 +42,20 @@ def is_quantized(vllm_args: Mapping[str, Any], dtype: str) -> bool:
 
 
 class VllmFactory:
-    """`ports.EngineFactory` of `VllmEngine`s; for the parameters see `arguments.VllmOptions`.
+    """`ports.EngineFactory` of `VllmEngine`s with these options.
 
     Raises:
         ConfigError: vLLM is not installed.
 
     """
 
-    def __init__(
-        self,
-        *,
-        slots: int,
-        device: str,
-        dtype: Literal["float32", "bfloat16"],
-        kv_cache_bytes: int = 0,
-        gpu_memory_utilization: float = 0.0,
-        tensor_parallel: int = 1,
-        enable_sleep: bool = False,
-        vllm_args: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, options: VllmOptions) -> None:
         if importlib.util.find_spec("vllm") is None:
             raise ConfigError(
                 "the vllm engine needs vllm: 'make install-vllm' on a machine without a GPU, "
                 f"{pip_install('vllm')} on one with"
             )
-        self._slots = slots
-        self._device = device
-        self._dtype = dtype
-        self._kv_cache_bytes = kv_cache_bytes
-        self._gpu_memory_utilization = gpu_memory_utilization
-        self._tensor_parallel = tensor_parallel
-        self._enable_sleep = enable_sleep
-        self._vllm_args = vllm_args or {}
+        self._options = options
 
     def prepare(self) -> None:
         """See `EngineFactory`."""
@@ -81,32 +64,21 @@ class VllmFactory:
                 "vllm does not find RLBoost's plugin, since the installed rlboost is older than its source: run 'make "
                 "install', or install the package again"
             )
-        for name, value in {**_DEFAULTS, **(_CPU_DEFAULTS if self._device == "cpu" else {})}.items():
+        for name, value in {**_DEFAULTS, **(_CPU_DEFAULTS if self._options.device == "cpu" else {})}.items():
             os.environ.setdefault(name, value)
         with gc_paused():
             from rlboost.services.rollout_worker.adapters.vllm import arguments, engine  # noqa: F401, PLC0415 - they import vllm
 
-        arguments.check_device(self._device)
-        arguments.check_arguments(self._vllm_args)
+        arguments.check_device(self._options.device)
+        arguments.check_arguments(self._options.vllm_args)
 
     def build(self, config_json: str) -> Engine:
         """See `EngineFactory`."""
-        from rlboost.services.rollout_worker.adapters.vllm.arguments import VllmOptions  # noqa: PLC0415 - it imports vllm
         from rlboost.services.rollout_worker.adapters.vllm.engine import VllmEngine, start  # noqa: PLC0415 - it imports vllm
 
-        options = VllmOptions(
-            slots=self._slots,
-            device=self._device,
-            dtype=self._dtype,
-            kv_cache_bytes=self._kv_cache_bytes,
-            gpu_memory_utilization=self._gpu_memory_utilization,
-            tensor_parallel=self._tensor_parallel,
-            enable_sleep=self._enable_sleep,
-            vllm_args=self._vllm_args,
-        )
         with engine_core_environment():
-            llm = start(config_json, options)
-        return VllmEngine(llm, options)
+            llm = start(config_json, self._options)
+        return VllmEngine(llm, self._options)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from multiprocessing import parent_process
 from multiprocessing.process import BaseProcess
 
 NAME = "rlboost"
-"""Of the entry point and of the weight transfer engine."""
+"""Name of the entry point and of the weight transfer engine."""
 PARENT_VARIABLE = "RLBOOST_VLLM_PARENT"
 """Holds the process id of the worker."""
 

@@ -20,10 +20,10 @@ from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Bus, Delete, Expire, HashSet, Op
 from rlboost.shared.wire.columns import I32, ints, pack
 
-SESSION_TTL_S = 3600.0
-"""How long a session is retained after its last turn."""
-MAX_SESSIONS = 4096
-"""The most sessions that one manager retains; beyond it, the least recently used ones are deleted."""
+CONVERSATION_TTL_S = 3600.0
+"""How long a conversation is retained after its last turn."""
+MAX_CONVERSATIONS = 4096
+"""Maximum number of conversations that one manager retains; beyond it, the least recently used ones are deleted."""
 _FIELD = "turn"
 _NO_TURN: dict[str, Any] = {"messages": [], "prompt": "", "completion": "", "worker": ""}
 
@@ -41,7 +41,7 @@ class Turn:
     """The worker that generated the previous turn; empty without one."""
 
 
-class Sessions:
+class Conversations:
     """The conversations of all jobs, stored in Redis so that they survive the manager."""
 
     def __init__(self, manager: Manager, bus: Bus) -> None:
@@ -93,10 +93,10 @@ class Sessions:
             "completion": pack(completion, I32).hex(),
             "worker": worker,
         }
-        ops: list[Op] = [HashSet(turn.key, {_FIELD: json.dumps(last)}), Expire(turn.key, SESSION_TTL_S)]
+        ops: list[Op] = [HashSet(turn.key, {_FIELD: json.dumps(last)}), Expire(turn.key, CONVERSATION_TTL_S)]
         self._written[turn.key] = None
         self._written.move_to_end(turn.key)
-        while len(self._written) > MAX_SESSIONS:
+        while len(self._written) > MAX_CONVERSATIONS:
             ops.append(Delete(self._written.popitem(last=False)[0]))
         await self._manager.write(ops)
 

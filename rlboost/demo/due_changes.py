@@ -1,4 +1,4 @@
-"""Apply the preemption schedule: pure bookkeeping of the job's progress, what is due, and which worker is preempted."""
+"""Decides which changes of the demo's schedule are due, and which worker each preemption hits. Pure."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rlboost.report.record import PlannedChange, SeenWorker
 from rlboost.shared.ids import worker_name
 
 _FIRST_STEP_S = 4.0
-"""Estimate until the first step has completed."""
+"""Estimated duration of a step until the first one has completed."""
 
 
-class Progress:
-    """Progress of a job in steps, with fractions. The caller passes the clock."""
+class JobProgressEstimate:
+    """Estimates the progress of a job in steps, with fractions. The caller passes the clock."""
 
     def __init__(self) -> None:
         """Start before the first step."""
@@ -44,7 +44,7 @@ class DueChange:
 
 
 class PreemptionSchedule:
-    """Decides what to do next. A preemption hits a random worker that is generating."""
+    """Decides which changes are due. A preemption hits a random worker that is generating."""
 
     def __init__(self, schedule: Sequence[PlannedChange], seed: int) -> None:
         """Start before the first change; the seed selects the preempted workers."""
