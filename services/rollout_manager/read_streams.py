@@ -4,21 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from enum import IntEnum
 from typing import NamedTuple
 
+from rlboost.services.rollout_manager.domain.apply_order import Order
 from rlboost.shared.streams import names
 from rlboost.shared.streams.entries import Entry, RawEntry
-
-
-class Order(IntEnum):
-    """When entries that were read together are applied, the lowest first; entries of equal order as they were read."""
-
-    JOBS = 0
-    REQUESTS = 1
-    TOKEN_LOG = 2
-    WORKERS = 3
-    """Last: a heartbeat in state "suspended" follows the frames that were flushed before it."""
 
 
 class ReadStream(NamedTuple):
@@ -41,14 +31,9 @@ JOB_STREAM = ReadStream(Order.REQUESTS, is_trimmed_when_read=True)
 """The requests of each active job: the only other streams that the manager reads."""
 
 
-def order_of(stream: str) -> Order:
-    """Return when to apply the entries of a stream."""
-    return SHARED_STREAMS.get(stream, JOB_STREAM).order
-
-
 def apply_order(entry: Entry) -> Order:
     """Return when to apply an entry."""
-    return order_of(entry.stream)
+    return SHARED_STREAMS.get(entry.stream, JOB_STREAM).order
 
 
 def is_trimmed_when_read(stream: str) -> bool:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Collection
 
 from rlboost.services.rollout_manager.domain.apply_messages import apply_frames, apply_message
+from rlboost.services.rollout_manager.domain.apply_order import Order
 from rlboost.services.rollout_manager.domain.decide import decide
 from rlboost.services.rollout_manager.domain.effects import DeadLetterEntry, Deliver, Record, Send
 from rlboost.services.rollout_manager.domain.scheduling.length_estimates import LengthEstimates
@@ -20,7 +21,6 @@ from rlboost.services.rollout_manager.domain.scheduling.requirements import requ
 from rlboost.services.rollout_manager.domain.token_log.sample import Sample
 from rlboost.services.rollout_manager.domain.workers.worker import Worker
 from rlboost.services.rollout_manager.domain.world import Now, World
-from rlboost.services.rollout_manager.read_streams import Order, order_of
 from rlboost.shared.job.spec import parse
 from rlboost.shared.messages import (
     Admitted,
@@ -40,7 +40,6 @@ from rlboost.shared.messages import (
     WorkerJoined,
     WorkerLeft,
 )
-from rlboost.shared.streams import names
 from rlboost.simulation.environment import LEASE_S
 from rlboost.simulation.job import JOB_ID, JOB_NO, SimulatedJob
 from rlboost.simulation.policies import Policy
@@ -49,16 +48,13 @@ from rlboost.simulation.policies.turn import Turn
 UNIX_S = 1_750_000_000.0
 """Wall clock at virtual time 0; any will do."""
 MAX_STEPS = 1 << 20
-_STREAM_OF: dict[type[Message], str] = {
-    JobCommand: names.JOB_COMMANDS,
-    JobReport: names.JOB_REPORTS,
-    StepReport: names.JOB_REPORTS,
-    WeightsCommitted: names.WEIGHTS_COMMITTED,
-    GroupRequested: names.rollouts_requested(JOB_ID),
-    **dict.fromkeys((TokenFrame, SampleFailed, Admitted, Placed, Closed, Restated), names.TOKEN_LOG),
-    **dict.fromkeys((WorkerJoined, WorkerHeartbeat, PreemptionNotice, WorkerLeft), names.WORKER_HEARTBEATS),
+_ORDER_OF: dict[type[Message], Order] = {
+    **dict.fromkeys((JobCommand, JobReport, StepReport, WeightsCommitted), Order.JOBS),
+    GroupRequested: Order.REQUESTS,
+    **dict.fromkeys((TokenFrame, SampleFailed, Admitted, Placed, Closed, Restated), Order.TOKEN_LOG),
+    **dict.fromkeys((WorkerJoined, WorkerHeartbeat, PreemptionNotice, WorkerLeft), Order.WORKERS),
 }
-"""Message type -> the stream on which the manager reads it."""
+"""Message type -> when the manager applies the entries of the stream that has such messages."""
 
 
 class DomainManager:
@@ -131,7 +127,7 @@ class DomainManager:
 
 
 def _apply_order(message: Message) -> Order:
-    return order_of(_STREAM_OF[type(message)])
+    return _ORDER_OF[type(message)]
 
 
 # --- ablations --------------------------------------------------------------------------------------------------------

@@ -200,19 +200,19 @@ class Autoscaler:
         possible = [(pool, pool.max_workers) for pool in self.pools]
         for pool, max_workers in worth_their_price + possible:
             price = seen.price_per_hour.get(pool.kind, 0.0)
-            wanted = min(missing, max_workers - targets[pool.kind])
-            n = _affordable(wanted, price, budget)
-            if n < wanted:
+            n_possible = min(missing, max_workers - targets[pool.kind])
+            n = _affordable(n_possible, price, budget)
+            if n < n_possible:
                 limited_by = "max_dollars_per_hour"
             targets[pool.kind] += n
             missing, budget = missing - n, budget - price * n
         return targets, limited_by if missing else None
 
 
-def _affordable(wanted: int, price: float, budget: float) -> int:
-    """Return how many of the wanted workers the budget pays for; price and budget are in dollars per hour."""
-    if not price or price * wanted <= budget + _ROUNDING:
-        return wanted
+def _affordable(workers: int, price: float, budget: float) -> int:
+    """Return how many of these workers the budget pays for; price and budget are in dollars per hour."""
+    if not price or price * workers <= budget + _ROUNDING:
+        return workers
     return int(max(0.0, budget + _ROUNDING) / price)
 
 
