@@ -71,7 +71,7 @@ def torch(library: Library, n_gpus: int) -> Finding:
     build = f"CUDA {library.cuda}" if library.cuda else "CPU"
     text = f"{library.version}, {build} build"
     if n_gpus and not library.cuda:
-        advice = f"in a new environment, without PIP_EXTRA_INDEX_URL: {pip_install('local,vllm')}"
+        advice = f"in a new environment, without PIP_EXTRA_INDEX_URL: {pip_install('local,vllm,data,math,logs')}"
         return Finding("torch", "problem", f"{text}, and this machine has {n_gpus} GPUs", advice)
     if n_gpus and library.n_devices == 0:
         advice = f"check CUDA_VISIBLE_DEVICES, and whether the driver supports CUDA {library.cuda}"

@@ -81,7 +81,7 @@ class Curriculum:
             self._count_scores(scored)
         if step not in self._selections:
             if step and step - 1 not in self._selections:
-                raise Fatal(f"the prompts of step {step - 1} are not recorded: start a new job")
+                raise Fatal(f"the prompts of step {step} are not recorded: start a new job")
             start = self._selections[step - 1].next if step else 0
             self._selections[step] = self._walk(step, start)
         return self._selections[step]

@@ -67,7 +67,7 @@ class LearningWatch:
     async def _emit(self, change: Change, step: int, tally: StepTally | None) -> None:
         finding = change.finding
         if not change.holds:
-            text = f"no longer: {finding.seen} (a warning since step {change.since_step})"
+            text = f"no longer: {finding.seen} (a warning since step {change.since_step + 1})"
             await self._streams.emit_event("warning_cleared", name=finding.name, step=step, text=text)
             return
         shown = "" if tally is None else example(finding.name, tally.rollouts, self._data)

@@ -130,7 +130,7 @@ class MultiTurn:
         """See `Rollouts.check_started`."""
         if self._last_fault is not None and not self._first:
             raise Fatal(
-                f"no conversation of step {self._step} could start ({self._last_fault.reason}: "
+                f"no conversation of step {self._step + 1} could start ({self._last_fault.reason}: "
                 f"{self._last_fault.detail}): fix environment.function {self._spec.function}"
             )
 

@@ -89,7 +89,7 @@ class StepRun:
         needed = rollouts.evaluated if self._job.spec.kind == "eval" else rollouts.scored
         if not needed and (self._intake.n_train or self._job.spec.kind == "eval"):
             raise Fatal(
-                f"no group of step {self._step} could be scored ({dict(rollouts.dropped)}): "
+                f"no group of step {self._step + 1} could be scored ({dict(rollouts.dropped)}): "
                 f"check {self._suspect(rollouts)}; the first: {rollouts.first_detail or 'no detail'}"
             )
         return self._tally
@@ -174,7 +174,7 @@ class StepRun:
             folder, name = self._job.resources.folder, f"not-finite-step-{self._step}.jsonl"
             path = await self._job.device(lambda: folder.dump_batch(name, rows))
             raise Fatal(
-                f"step {self._step}: {error}; version {self._step} stays the newest. Look for bad data among the "
+                f"step {self._step + 1}: {error}; version {self._step} stays the newest. Look for bad data among the "
                 f"{len(rows)} samples in {path}, or lower optimizer.lr"
             ) from error
 

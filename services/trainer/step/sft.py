@@ -43,7 +43,7 @@ async def sft_step(spec: SftJob, resources: JobResources, device: DeviceThread, 
     except NotFinite as error:
         path = await device(partial(resources.folder.dump_batch, f"not-finite-step-{step}.jsonl", rows))
         raise Fatal(
-            f"step {step}: {error}. Look for bad data among the {len(rows)} rows in {path}, or lower optimizer.lr"
+            f"step {step + 1}: {error}. Look for bad data among the {len(rows)} rows in {path}, or lower optimizer.lr"
         ) from error
     lengths = [length(row.completion, I32) for row in rows]
     return SftStep(numbers, lengths, norm, rate, train_s=time.monotonic() - began)

@@ -9,7 +9,7 @@ def test_on_group_dropped_warns_of_the_first_fault_of_each_reason() -> None:
         faults.on_group_dropped(step, reason, "boom") for step, reason in enumerate(["raised", "raised", "timeout"])
     ]
     assert [bool(text) for text in texts] == [True, False, True]
-    assert "step 0" in texts[0]
+    assert "step 1" in texts[0]
     assert "(raised)" in texts[0]
     assert texts[0].endswith(": boom")
 

@@ -317,7 +317,7 @@ async def test_non_finite_loss_fails_the_job_and_dumps_the_batch(tmp_path: Path,
         await rig.command("create")
         report = await rig.ended()
     assert report.state == "failed"
-    assert f"step 2: {said}; version 2 stays the newest" in report.error
+    assert f"step 3: {said}; version 2 stays the newest" in report.error
     assert "not-finite-step-2.jsonl" in report.error
     assert "lower optimizer.lr" in report.error
     assert sorted(rig.weights.versions) == [0, 1, 2]

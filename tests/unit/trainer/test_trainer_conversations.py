@@ -276,7 +276,7 @@ async def test_a_group_that_cannot_begin_is_dropped_and_a_step_without_any_is_an
         await rig.command("create")
         ended = await rig.ended()
     assert ended.state == "failed"
-    assert "no conversation of step 0 could start" in ended.error
+    assert "no conversation of step 1 could start" in ended.error
     assert "we are closed" in ended.error
     assert "environment.function m:game" in ended.error
 

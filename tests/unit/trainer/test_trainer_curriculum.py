@@ -166,7 +166,7 @@ def test_curriculum_with_a_missing_record_is_fatal() -> None:
     records: dict[str, str] = {}
     play(Curriculum(job(), 8, None, {}), dict.fromkeys(range(8), 0.5), range(3), records=records)
     del records["2"]
-    with pytest.raises(Fatal, match="step 2 are not recorded"):
+    with pytest.raises(Fatal, match="step 3 are not recorded"):
         Curriculum(job(), 8, None, records).plan(3)
 
 
@@ -246,7 +246,7 @@ async def test_a_function_that_raises_ends_the_job_and_is_named(tmp_path: Path) 
         await rig.command("create")
         report = await rig.ended()
     assert report.state == "failed"
-    assert re.search(r"for prompt \d+ at step 0, .*broken raised KeyError: 'difficulty' \(.*\.py:\d+\)", report.error)
+    assert re.search(r"for prompt \d+ at step 1, .*broken raised KeyError: 'difficulty' \(.*\.py:\d+\)", report.error)
 
 
 def kept(bus: MemoryBus, skip_function: SkipFunction | None, fence: Fence | None = None) -> DurableCurriculum:

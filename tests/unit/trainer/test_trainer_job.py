@@ -396,7 +396,7 @@ async def test_group_without_rewards_is_dropped_counted_and_reported(tmp_path: P
     assert fields["reason"] == "raised"
     assert fields["detail"] == "ValueError: no"
     warnings = [fields["text"] for kind, fields in await rig.events() if kind == "warning"]
-    assert warnings == ["a group of step 0 was dropped (raised) and is not trained: ValueError: no"]
+    assert warnings == ["a group of step 1 was dropped (raised) and is not trained: ValueError: no"]
 
 
 async def test_omitted_prompts_are_reported(tmp_path: Path) -> None:
@@ -448,7 +448,7 @@ async def test_a_reward_function_that_never_answers_fails_the_job_and_not_the_tr
         await rig.command("create")
         report = await rig.ended()
         assert report.state == "failed"
-        assert "no group of step 0 could be scored" in report.error
+        assert "no group of step 1 could be scored" in report.error
         assert "the first: no answer in 5 s" in report.error
         assert "m:f" in report.error
 

@@ -174,7 +174,7 @@ async def test_non_finite_sft_loss_fails_the_job_and_dumps_the_rows(tmp_path: Pa
         await rig.command("create")
         report = await rig.ended()
     assert report.state == "failed"
-    assert report.error.startswith("step 0: the loss is nan")
+    assert report.error.startswith("step 1: the loss is nan")
     assert "not-finite-step-0.jsonl" in report.error
     assert len(rig.folder.batches["not-finite-step-0.jsonl"]) == 4
     assert rig.weights.versions == {}

@@ -29,7 +29,7 @@ def load_skip_function(path: str, prompts: Sequence[Prompt]) -> SkipFunction:
         except Exception as error:
             given = {"prompt": prompts[row].given, **prompts[row].columns, "means": list(means)}
             raise ConfigError(
-                f"{_FIELD}: for prompt {row + 1} at step {step}, {path} raised {describe_error(error, given)}"
+                f"{_FIELD}: for prompt {row + 1} at step {step + 1}, {path} raised {describe_error(error, given)}"
             ) from error
 
     return skips

@@ -23,7 +23,7 @@ class FaultWarnings:
         if reason in self._reasons or reason in _NOT_USER_CODE:
             return ""
         self._reasons.add(reason)
-        return f"a group of step {step} was dropped ({reason}) and is not trained: {detail}"
+        return f"a group of step {step + 1} was dropped ({reason}) and is not trained: {detail}"
 
     def on_note(self, text: str) -> str:
         """Return a warning that user code gave, empty if its first line was reported before, or too many were."""
