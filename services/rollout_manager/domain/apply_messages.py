@@ -133,8 +133,6 @@ def apply_frames(world: World, frames: Sequence[TokenFrame], *, counted: bool = 
     for worker_id, tokens in outcome.grown.items():
         if worker := world.fleet.workers.get(worker_id):
             worker.on_tokens(tokens)
-    if counted:
-        world.audit_frames(outcome)
     for sample_id in outcome.invalid:
         if worker := world.fleet.workers.get(world.ledger.samples[sample_id].worker):
             worker.invalid_samples.add(sample_id)
@@ -145,6 +143,8 @@ def apply_frames(world: World, frames: Sequence[TokenFrame], *, counted: bool = 
         world.revoke(world.ledger.samples[sample_id])
     for sample_id in dict.fromkeys([*gaps, *outcome.released]):
         world.unassign(world.ledger.samples[sample_id])
+    if counted:
+        world.audit_frames(outcome)
 
 
 def _apply_admitted(world: World, request: GroupRequested, entry_id: str) -> None:

@@ -82,27 +82,6 @@ def decode_frames(frames: Sequence[TokenFrame]) -> FrameRows:
     )
 
 
-def worker_of(rows: FrameRows, row: int) -> str:
-    """Return the worker that sent a row."""
-    return rows.frames[int(np.searchsorted(rows.first_rows, row, "right")) - 1].worker
-
-
-def gather(rows: FrameRows, chosen: Ints) -> tuple[memoryview, memoryview]:
-    """Return the tokens and log-probabilities of these rows, concatenated, as bytes."""
-    counts = rows.counts[chosen]
-    ends = np.cumsum(counts)
-    index = np.repeat(rows.starts[chosen] - (ends - counts), counts)
-    index += np.arange(len(index))
-    return memoryview(rows.tokens.take(index).tobytes()), memoryview(rows.logprobs.take(index).tobytes())
-
-
-def routed_experts_of(rows: FrameRows, row: int) -> bytes:
-    """Return the routed experts of a row, empty if it has none."""
-    number = int(np.searchsorted(rows.first_rows, row, "right")) - 1
-    start = int(rows.routed_bytes[rows.first_rows[number] : row].sum())
-    return rows.frames[number].routed_experts[start : start + int(rows.routed_bytes[row])]
-
-
 def _invalid_rows(
     counts: Ints, tokens: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32], finish: npt.NDArray[np.uint8]
 ) -> Ints:

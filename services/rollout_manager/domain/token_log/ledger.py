@@ -17,7 +17,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from itertools import islice
 
-from rlboost.services.rollout_manager.domain.token_log.frame_decoder import TOKEN_BYTES, decode_frames
+from rlboost.services.rollout_manager.domain.token_log.frame_decoder import TOKEN_BYTES
 from rlboost.services.rollout_manager.domain.token_log.row_selection import (
     NO_VERSION,
     ExpectedRows,
@@ -176,10 +176,11 @@ class Ledger:
                 to find which.
 
         """
-        rows = decode_frames(frames)
+        selection = self._expected.select(frames)
         # The log is bounded in tokens, so routed experts count as tokens of the same size.
-        self.tokens_in_log += len(rows.tokens) + sum(len(frame.routed_experts) for frame in frames) // LOG_TOKEN_BYTES
-        return self._apply(self._expected.select(rows))
+        self.tokens_in_log += sum(len(frame.tokens) for frame in frames) // TOKEN_BYTES
+        self.tokens_in_log += sum(len(frame.routed_experts) for frame in frames) // LOG_TOKEN_BYTES
+        return self._apply(selection)
 
     def _apply(self, rows: Selection) -> FrameOutcome:
         out = FrameOutcome(accepted=rows.accepted)

@@ -18,9 +18,7 @@ from rlboost.services.rollout_manager.domain.token_log.frame_decoder import (
     FrameRows,
     Ints,
     Number,
-    gather,
-    routed_experts_of,
-    worker_of,
+    decode_frames,
 )
 from rlboost.shared.ids import JOB_SHIFT, is_served
 from rlboost.shared.messages import FINISH_NONE, FINISH_RELEASED, GroupRequested, TokenFrame
@@ -146,9 +144,15 @@ class ExpectedRows:
         self._free.append(slot)
         return slot
 
-    def select(self, rows: FrameRows) -> Selection:
-        """Sort rows by what they do, and expect what comes after those that continue their samples."""
-        slots = self._slots_of(rows.frames)
+    def select(self, frames: Sequence[TokenFrame]) -> Selection:
+        """Sort the rows of frames by what they do, and expect what comes after those that continue their samples.
+
+        Raises:
+            Unprocessable: the columns of a frame differ in length, and nothing was changed.
+
+        """
+        rows = decode_frames(frames)
+        slots = self._slots_of(frames)
         current = self.attempt[slots] == rows.attempts
         current &= slots != NO_SLOT
         assigned = self.worker[slots]
@@ -176,7 +180,7 @@ class ExpectedRows:
             matching,
             irregular=[_row(rows, row, int(slots[row])) for row in irregular.tolist()],
             refused=[(int(rows.samples[row]), int(rows.counts[row])) for row in refused.tolist()],
-            invalid=[(int(slots[row]), worker_of(rows, row), int(rows.counts[row])) for row in invalid.tolist()],
+            invalid=[(int(slots[row]), _worker_of(rows, row), int(rows.counts[row])) for row in invalid.tolist()],
         )
 
     def _beyond_limits(self, rows: FrameRows, slots: Ints) -> Ints:
@@ -199,7 +203,7 @@ class ExpectedRows:
             shape = RoutedShape(*self._limits[slots[row]][-len(RoutedShape._fields) :].tolist())
             n_tokens = int(rows.offsets[row] + rows.counts[row])
             ends = _is_end(rows.finish[row : row + 1])[0]
-            if not (ends and shape.experts and shape.is_valid(routed_experts_of(rows, row), n_tokens)):
+            if not (ends and shape.experts and shape.is_valid(_routed_experts_of(rows, row), n_tokens)):
                 invalid.append(row)
         return np.array(invalid, np.int64)
 
@@ -218,7 +222,7 @@ class ExpectedRows:
         slot, counts, versions = slots[extending], rows.counts[extending], rows.versions[extending]
         first = _first_of_each(slot)
         changes = np.flatnonzero(versions != _or_before(first, self.version[slot], versions))
-        tokens, logprobs = gather(rows, extending)
+        tokens, logprobs = _gather(rows, extending)
         heads = np.flatnonzero(first)
         ends = ((np.add.reduceat(counts, heads) if len(heads) else heads).cumsum() * TOKEN_BYTES).tolist()
         starts = [0, *ends[:-1]] if ends else []
@@ -232,12 +236,12 @@ class ExpectedRows:
             tokens=tokens,
             logprobs=logprobs,
             new_spans=[
-                (int(slot[i]), worker_of(rows, int(extending[i])), int(versions[i]), int(rows.offsets[extending[i]]))
+                (int(slot[i]), _worker_of(rows, int(extending[i])), int(versions[i]), int(rows.offsets[extending[i]]))
                 for i in changes.tolist()
             ],
             ended=list(zip(slots[ending].tolist(), rows.finish[ending].tolist(), strict=True)),
             routed=[
-                (int(slots[row]), routed_experts_of(rows, row))
+                (int(slots[row]), _routed_experts_of(rows, row))
                 for row in ending[rows.routed_bytes[ending] > 0].tolist()
             ],
             irregular=irregular,
@@ -276,9 +280,30 @@ class ExpectedRows:
 
 
 def _row(rows: FrameRows, row: int, slot: int) -> Row:
-    tokens, logprobs = gather(rows, np.array([row]))
+    tokens, logprobs = _gather(rows, np.array([row]))
     version, offset, finish = int(rows.versions[row]), int(rows.offsets[row]), int(rows.finish[row])
-    return Row(slot, worker_of(rows, row), version, offset, tokens, logprobs, finish, routed_experts_of(rows, row))
+    return Row(slot, _worker_of(rows, row), version, offset, tokens, logprobs, finish, _routed_experts_of(rows, row))
+
+
+def _worker_of(rows: FrameRows, row: int) -> str:
+    """Return the worker that sent a row."""
+    return rows.frames[int(np.searchsorted(rows.first_rows, row, "right")) - 1].worker
+
+
+def _gather(rows: FrameRows, chosen: Ints) -> tuple[memoryview, memoryview]:
+    """Return the tokens and log-probabilities of these rows, concatenated, as bytes."""
+    counts = rows.counts[chosen]
+    ends = np.cumsum(counts)
+    index = np.repeat(rows.starts[chosen] - (ends - counts), counts)
+    index += np.arange(len(index))
+    return memoryview(rows.tokens.take(index).tobytes()), memoryview(rows.logprobs.take(index).tobytes())
+
+
+def _routed_experts_of(rows: FrameRows, row: int) -> bytes:
+    """Return the routed experts of a row, empty if it has none."""
+    number = int(np.searchsorted(rows.first_rows, row, "right")) - 1
+    start = int(rows.routed_bytes[rows.first_rows[number] : row].sum())
+    return rows.frames[number].routed_experts[start : start + int(rows.routed_bytes[row])]
 
 
 def _is_end(finish: npt.NDArray[np.uint8]) -> Bools:
