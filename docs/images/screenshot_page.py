@@ -24,6 +24,7 @@ def main() -> None:
     """Run the job and draw the page shortly before its end."""
     spec = {**yaml.safe_load((ROOT / "examples/countdown/job.yaml").read_text()), "steps": 30}
     spec["elastic"]["seeding"] = "auto"
+    os.environ["RLBOOST_TRAINER_PRICE_PER_HOUR"] = "12"  # a reserved machine, and spot workers at a fraction of it
     os.environ["RLBOOST_WORKER_PRICE_PER_HOUR"] = "0.8"
     with tempfile.TemporaryDirectory() as folder, black_box(Path(folder) / "state", workers=3) as box:
         job_id = box.submit(spec)

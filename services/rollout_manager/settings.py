@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import ClassVar, Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from rlboost.services.rollout_manager.domain.allocation.autoscale import Pool
@@ -96,6 +97,13 @@ class Settings(ServiceSettings):
             return of_pools | read_prices(Path(self.price_file)).workers
         except ConfigError as error:
             raise ConfigError(f"RLBOOST_MANAGER_PRICE_FILE: {error}") from error
+
+    @field_validator("advertised_redis_url")
+    @classmethod
+    def _check_host(cls, url: str) -> str:
+        if url and not urlsplit(url).hostname:  # else workers would take their own machine for it
+            raise ValueError("it names no host: give redis://[:PASSWORD@]HOST:PORT/DB, HOST as workers reach it")
+        return url
 
     @model_validator(mode="after")
     def _check_autoscaling(self) -> Self:

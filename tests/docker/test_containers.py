@@ -6,6 +6,7 @@ listens on the address of Docker's default bridge, so that containers of another
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import secrets
@@ -35,7 +36,15 @@ def address() -> str:
     """Return this machine's address on Docker's default bridge."""
     if shutil.which("docker") is None or not _engine_answers():
         pytest.skip("no Docker engine answers")
-    return docker("network", "inspect", "bridge", "--format", "{{(index .IPAM.Config 0).Gateway}}").strip()
+    gateway, subnet = (
+        docker(
+            "network", "inspect", "bridge", "--format", "{{with index .IPAM.Config 0}}{{.Gateway}} {{.Subnet}}{{end}}"
+        )
+        .rstrip("\n")
+        .split(" ")
+    )
+    # A new engine names the gateway only after its first restart: it is the subnet's first address.
+    return gateway or str(next(ipaddress.ip_network(subnet).hosts()))
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,9 @@ from rlboost.services.rollout_manager.access.identities import WorkerIdentities
 from rlboost.services.rollout_manager.access.join import JoinRequest, join
 from rlboost.services.rollout_manager.fakes import FakeWorkerUsers
 from rlboost.services.rollout_manager.settings import Settings
+from rlboost.shared.errors import ConfigError
 from rlboost.shared.redis.bus import RedisBus
+from rlboost.shared.settings import read
 from rlboost.shared.streams.fakes import MemoryBus
 
 
@@ -39,3 +41,10 @@ async def test_worker_without_a_user_gets_the_advertised_url() -> None:
     settings = Settings(token="t", redis_url="redis://:p@here:1/0")
     answer = await join(JoinRequest(name="w", role="reserved"), WorkerIdentities(bus), settings, bus.transact)
     assert answer.redis_url == "redis://:p@here:1/0"
+
+
+@pytest.mark.parametrize("url", ["redis://:secret@:6379/0", "10.0.0.7:6379", "redis:///0"])
+def test_advertised_redis_url_without_a_host_is_refused_and_not_quoted(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"advertised_redis_url.*names no host") as error:
+        read(Settings, ["--advertised-redis-url", url])
+    assert "secret" not in str(error.value)
