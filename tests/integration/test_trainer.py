@@ -215,7 +215,7 @@ async def test_job_waits_for_a_restarted_weight_store(site: Site) -> None:
 
         async def waits_for_the_store() -> bool:
             waiting = (await site.lease("storeless")).get("waiting") or {}
-            return "weight store" in waiting.get("for", "")
+            return "weight store" in waiting.get("subject", "")
 
         await eventually(waits_for_the_store)
         await asyncio.to_thread(site.store.start)
