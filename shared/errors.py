@@ -3,7 +3,8 @@
 - `Retryable`: try again later.
 - `Unprocessable`: dead-letter this one item with the reason, and continue with the next.
 - `Rejected`: report it to the requester; the request is understood and cannot be granted now.
-- `Fatal`: exit non-zero.
+- `Fatal`: end the work with the cause: the trainer fails its job and takes the next one, any other process exits
+  non-zero.
 
 Adapters translate a library's errors into these; nothing else catches a library's own.
 """
@@ -75,7 +76,7 @@ class Fenced(Conflict):
 
 
 class Fatal(RLBoostError):
-    """The process cannot continue: report the cause and what to do, then exit non-zero."""
+    """The work cannot continue: report the cause and what to do. Fails the trainer's job; ends any other process."""
 
 
 class ConfigError(Fatal):

@@ -50,7 +50,7 @@ def synthetic(rate: float, n: int) -> tuple[Weights, Weights]:
 def trained(config: dict[str, Any], start: Path | None, tokens: list[list[int]], steps: int) -> list[Weights]:
     """Return the weights, end to end, before step 1 and after each step; `tokens` has a batch of rows for each."""
     import torch  # noqa: PLC0415 - only the models need it
-    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM  # noqa: PLC0415
+    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM  # noqa: PLC0415 - likewise
 
     torch.manual_seed(0)
     if start is None:

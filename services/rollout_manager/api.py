@@ -19,7 +19,7 @@ from rlboost.services.rollout_manager.domain.jobs.wait_status import job_phase, 
 from rlboost.services.rollout_manager.fleet_scaler import FleetScaler
 from rlboost.services.rollout_manager.routes.fleet import add_fleet
 from rlboost.services.rollout_manager.routes.history import add_events, add_history, find_job, readable_job
-from rlboost.services.rollout_manager.routes.leader import create_job, leader_only, not_leading_reason, write
+from rlboost.services.rollout_manager.routes.leader import create_as_leader, leader_only, not_leading_reason, write
 from rlboost.services.rollout_manager.routes.scrape_targets import ScrapeTarget, scrape_targets
 from rlboost.services.rollout_manager.routes.timestamps import iso_times
 from rlboost.services.rollout_manager.routes.tokens import add_token_routes
@@ -203,7 +203,7 @@ async def _create(manager: Manager, bus: Bus, token: str, job_id: str, spec: Job
     command = JobCommand(
         command_id=new_token(8), action="create", job_id=job_id, job_no=no, spec_json=spec_to_json(spec)
     )
-    await create_job(manager, job, Append(names.JOB_COMMANDS, signed(command, token), JOB_COMMANDS_MAX_LEN))
+    await create_as_leader(manager, job, Append(names.JOB_COMMANDS, signed(command, token), JOB_COMMANDS_MAX_LEN))
     return manager.world.jobs.get(job_id, job)
 
 

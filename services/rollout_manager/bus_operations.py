@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Collection, Iterable, Mapping
+from typing import assert_never
 
 from rlboost.services.rollout_manager.domain.effects import (
     ClearQuarantine,
@@ -24,6 +25,7 @@ from rlboost.services.rollout_manager.domain.effects import (
     SaveMetrics,
     SaveWorker,
     Send,
+    StateEffect,
 )
 from rlboost.services.rollout_manager.domain.jobs.audit import Audit
 from rlboost.services.rollout_manager.domain.jobs.record import to_json
@@ -79,7 +81,7 @@ def operations(effects: Iterable[Effect]) -> list[Op]:
     return ops
 
 
-def _state_operations(effect: Effect) -> list[Op]:  # noqa: PLR0911 - one flat table
+def _state_operations(effect: StateEffect) -> list[Op]:  # noqa: PLR0911 - one flat table
     match effect:
         case SaveJob(job):
             save = HashSet(names.JOBS, {job.id: to_json(job)})
@@ -115,7 +117,7 @@ def _state_operations(effect: Effect) -> list[Op]:  # noqa: PLR0911 - one flat t
         case DeadLetterSample(entry_id, sample, reason):
             return _state_operations(DeadLetterEntry(names.TOKEN_LOG, entry_id, sample, reason))
         case _:
-            raise AssertionError(effect)
+            assert_never(effect)
 
 
 def bookkeeping(

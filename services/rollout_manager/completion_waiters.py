@@ -175,7 +175,7 @@ class CompletionWaiters:
                 if len(samples) < len(waiter.open):
                     waiter.error = waiter.error or CompletionUnavailable("the request was ended by the manager")
             elif (job := world.jobs.get(waiter.request.job_id)) is None or job.ended:
-                waiter.error = CompletionUnavailable(f"job {waiter.request.job_id} has ended")
+                waiter.error = CompletionFailed(f"job {waiter.request.job_id} has ended")
             if progress != waiter.progress or waiter.error:
                 waiter.progress = progress
                 waiter.changed.set()

@@ -149,7 +149,7 @@ class Leadership:
 
     def _may_replace(self, leader: ManagerRecord) -> bool:
         # A process that has bound the leader's address is its successor: the leader is dead. This counts once in a
-        # process's life, so that two managers that share an address by mistake do not replace each other for ever.
+        # process's life, so that two managers that share an address by mistake do not replace each other forever.
         same_address = self._may_succeed_address and leader.address == self.record.address
         return same_address or leader.manager in {self.record.manager, self._dead}
 

@@ -161,13 +161,13 @@ def _http(
 ) -> Loop:
     def serve() -> Loop:
         # The web framework is imported while the other loops run, so that the worker joins sooner.
-        from prometheus_client import Counter  # noqa: PLC0415
+        from prometheus_client import Counter  # noqa: PLC0415 - see above
 
-        from rlboost.services.rollout_worker.api import create, notice_routes  # noqa: PLC0415
-        from rlboost.shared.http.guard import Guard  # noqa: PLC0415
-        from rlboost.shared.http.server import bind, server_loop  # noqa: PLC0415
-        from rlboost.shared.http.token_signature import metrics_path  # noqa: PLC0415
-        from rlboost.shared.weights.peers.blob_routes import MAX_CONCURRENT, blob_routes, blob_transfers  # noqa: PLC0415
+        from rlboost.services.rollout_worker.api import create, notice_routes  # noqa: PLC0415 - see above
+        from rlboost.shared.http.guard import Guard  # noqa: PLC0415 - see above
+        from rlboost.shared.http.server import bind, server_loop  # noqa: PLC0415 - see above
+        from rlboost.shared.http.token_signature import metrics_path  # noqa: PLC0415 - see above
+        from rlboost.shared.weights.peers.blob_routes import MAX_CONCURRENT, blob_routes, blob_transfers  # noqa: PLC0415 - see above
 
         host = listen_address(settings.host, settings.url)
         sock = bind(host, settings.port)

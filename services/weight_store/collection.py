@@ -137,11 +137,11 @@ class Collector:
         abandoned = garbage(self._chunks.derived_last_used(), needed, retired, now=now, grace_s=UPLOAD_GRACE_S)
         self._chunks.drop(abandoned)
         derived_from = self._chunks.inputs()
-        victims = garbage(last_used, needed | derived_from, retired, now=now, grace_s=UPLOAD_GRACE_S)
-        if victims:
+        removable = garbage(last_used, needed | derived_from, retired, now=now, grace_s=UPLOAD_GRACE_S)
+        if removable:
             await self._chunks.sync()  # chunks written in the meantime, before the bases that led to them are removed
-        await self._chunks.remove(victims)
-        self._metrics.chunks_removed.inc(len(victims))
+        await self._chunks.remove(removable)
+        self._metrics.chunks_removed.inc(len(removable))
         return derived_from
 
     async def _remove_retired(self, job: _References, derived_from: set[str]) -> None:

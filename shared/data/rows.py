@@ -120,7 +120,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _parquet(source: str, path: Path) -> Iterator[Row]:
     try:
         from pyarrow import ArrowException  # noqa: PLC0415 - an extra, which `.jsonl` does without
-        from pyarrow.parquet import ParquetFile  # noqa: PLC0415
+        from pyarrow.parquet import ParquetFile  # noqa: PLC0415 - likewise
     except ImportError as error:
         raise ConfigError(f"{source}: .parquet files need pyarrow: {_INSTALL}") from error
     number = 0

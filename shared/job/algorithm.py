@@ -180,10 +180,10 @@ _PAIRS = _Reason(
     lambda a: a.get("advantage") == "best_worst",
     "pairs have a loss of their own: set algorithm.advantage to something else than best_worst",
 )
-_OWN_LOSS = _Reason(lambda a: bool(a.get("loss")), "algorithm.loss takes the place of ratio and clip")
+_CUSTOM_LOSS = _Reason(lambda a: bool(a.get("loss")), "algorithm.loss takes the place of ratio and clip")
 
 _RULES = (
-    _Rule(("ratio", "clip"), (_PAIRS, _OWN_LOSS)),
+    _Rule(("ratio", "clip"), (_PAIRS, _CUSTOM_LOSS)),
     _Rule(
         ("clip_low", "clip_high"),
         (

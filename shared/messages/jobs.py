@@ -19,7 +19,7 @@ ENDED_JOB_RETENTION_S = 7 * 24 * 3600.0
 
 @message
 class JobCommand(Message):
-    """REST or CLI -> manager and trainer: a command on a job. Idempotent on (job_id, action)."""
+    """REST API of the manager -> managers and trainers: a signed command on a job. Idempotent on (job_id, action)."""
 
     command_id: str
     action: Literal["create", "pause", "resume", "cancel"]

@@ -155,7 +155,7 @@ def _warn_of_ignored_variables() -> None:
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     """Return uvloop's factory if it is installed: bulk transfers take two thirds of the CPU time."""
     try:
-        import uvloop  # noqa: PLC0415
+        import uvloop  # noqa: PLC0415 - it may be missing
     except ImportError:
         return None
     return uvloop.new_event_loop

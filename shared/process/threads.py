@@ -14,7 +14,7 @@ T = TypeVar("T")
 def run_in_thread(name: str, work: Callable[[], T]) -> asyncio.Future[T]:
     """Start `work` in its own daemon thread and return its outcome.
 
-    Unlike `asyncio.to_thread`, no pool is joined when the process ends, so `work` may block for ever. Cancelling the
+    Unlike `asyncio.to_thread`, no pool is joined when the process ends, so `work` may block forever. Cancelling the
     returned future does not stop `work`; its outcome is then dropped.
 
     Args:

@@ -1,4 +1,4 @@
-"""A lease in Redis whose holder writes only while no one has succeeded it.
+"""A lease in Redis that fences its holder: once another process has acquired it, no write of the holder takes effect.
 
 A lease alone is not safe: its holder may be paused for longer than the lease lasts, resume in the middle of a write and
 not notice. So acquiring the lease also increments an epoch, atomically, and every transaction of the holder is fenced

@@ -31,6 +31,6 @@ async def list_models(url: str, token: str) -> tuple[ModelInfo, ...]:
 
 def _import_client() -> type[StoreClient]:
     # Importing it at the top would make starting a manager, and a takeover by one, a seventh slower.
-    from rlboost.shared.weights.client import StoreClient  # noqa: PLC0415
+    from rlboost.shared.weights.client import StoreClient  # noqa: PLC0415 - see above
 
     return StoreClient

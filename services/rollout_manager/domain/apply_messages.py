@@ -305,12 +305,12 @@ def _on_command(world: World, command: JobCommand, now: Now) -> None:
     if command.action == "create":
         if job is None:
             job = Job(command.job_id, command.job_no, _spec_in(command), created_at=now.wall)
-            world.jobs[job.id] = job
+            world.jobs.add(job)
             world.outbox.add(SaveJob(job))
         return
     if job is None:
         raise Unprocessable(f"{command.action} of the unknown job {command.job_id}")
-    if command.action == "cancel":
+    if command.action == "cancel":  # after a pause or a resume, the trainer reports the state
         _enter(world, job, "cancelled", now, "")
 
 

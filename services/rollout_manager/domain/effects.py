@@ -145,24 +145,11 @@ class DeadLetterSample:
     reason: str
 
 
-Effect = (
-    Record
-    | Send
-    | Deliver
-    | Refuse
-    | EmitEvent
-    | EmitLogLines
-    | SaveJob
-    | ForgetJob
-    | QuarantineMessage
-    | ClearQuarantine
-    | SaveMetrics
-    | SaveLength
-    | SaveWorker
-    | ForgetWorker
-    | DeadLetterEntry
-    | DeadLetterSample
+StateEffect = (
+    SaveJob | ForgetJob | SaveMetrics | SaveLength | SaveWorker | ForgetWorker | DeadLetterEntry | DeadLetterSample
 )
+"""What changes the stored state, or the dead letters."""
+Effect = Record | Send | Deliver | Refuse | EmitEvent | EmitLogLines | QuarantineMessage | ClearQuarantine | StateEffect
 
 
 class Outbox:

@@ -65,7 +65,8 @@ def drop(world: World, sample: Sample, cause: str, reason: str = "") -> None:
     audit.tokens_regenerated["dropped"] += sample.n_tokens
     if is_served(sample.id):
         audit.serving.dropped[cause] += 1
-        world.outbox.add(Refuse(sample.id, reason or cause, is_retryable=cause != FAILED))
+        is_retryable = cause != FAILED and not world.jobs[sample.request.job_id].ended
+        world.outbox.add(Refuse(sample.id, reason or cause, is_retryable=is_retryable))
         return
     audit.dropped[cause] += 1
     message = SampleDropped(sample=sample.id, reason=reason or cause, group_done=group_done)

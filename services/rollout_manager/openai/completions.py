@@ -269,7 +269,9 @@ def _invalid_prompt(prompt: Sequence[int], model: ServedModel) -> tuple[str, str
 
 def _problem_of(error: CompletionUnavailable | CompletionFailed) -> Problem:
     if isinstance(error, CompletionFailed):
-        return openai_problem(400, "Cannot be generated", f"{error}: change the request")
+        return openai_problem(
+            400, "Cannot be generated", f"{error}: change the request, or its model if the job has ended"
+        )
     return openai_problem(503, "Unavailable", f"{error}: try again", headers={"Retry-After": "1"})
 
 

@@ -51,7 +51,7 @@ async def write(manager: Manager, ops: Sequence[Op]) -> None:
         raise _no_leader(str(error)) from error
 
 
-async def create_job(manager: Manager, job: Job, command: Op) -> None:
+async def create_as_leader(manager: Manager, job: Job, command: Op) -> None:
     """Create a job as the leader; raises `Problem` 503 if this manager does not lead."""
     try:
         await manager.create_job(job, command)

@@ -34,7 +34,7 @@ class NumpyKernels:
     def add(self, target: Values, positions: Positions, steps: Steps) -> None:
         _add(target, positions, steps)
 
-    def add_payload(self, target: Values, payload: memoryview, count: int, params: Params) -> bool:  # noqa: ARG002
+    def add_payload(self, target: Values, payload: memoryview, count: int, params: Params) -> bool:  # noqa: ARG002 - one signature
         return False
 
     def add_rice(self, target: Values, low: Bits, unary: Bits, k: int, steps: Steps) -> None:

@@ -120,10 +120,10 @@ async def test_failed_requests_and_ended_jobs_are_reported_to_clients(rig: Rig) 
     assert "too long" in str(waiter.error)
     await rig.bus.append(names.JOB_REPORTS, JobReport(job_id="j", state="completed", step=9))
     await rig.turn()
-    assert isinstance(other.error, CompletionUnavailable)
+    assert isinstance(other.error, CompletionFailed), "a repeated request would be refused"
     late = rig.register(await rig.ask())
     await rig.turn()
-    assert isinstance(late.error, CompletionUnavailable)
+    assert isinstance(late.error, CompletionFailed)
 
 
 async def test_client_requests_affect_neither_seeding_nor_length_estimates(rig: Rig) -> None:

@@ -23,7 +23,7 @@ from rlboost.services.trainer.domain.loss.kl import k1, k2, k3
 from rlboost.services.trainer.domain.loss.sums import add
 from rlboost.services.trainer.domain.rewards.shaping import overlong_penalty
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.job.algorithm import GROUPLESS, PRESETS, AlgorithmSpec, CriticSpec
+from rlboost.shared.job.algorithm import GROUPLESS, PRESETS, Aggregation, AlgorithmSpec, CriticSpec
 from rlboost.shared.job.file import load
 from rlboost.shared.job.spec import parse, to_json
 from tests.support.jobs import parse_rl
@@ -134,7 +134,7 @@ def test_aggregation_factors_and_divisors_have_the_expected_values() -> None:
     assert [divisor(kind, lengths) for kind in _AGGREGATIONS] == [8, 3, 3, 3]
 
 
-_AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "constant")
+_AGGREGATIONS: tuple[Aggregation, ...] = ("token_mean", "sequence_mean", "sequence_sum", "constant")
 
 
 def test_numbers_add_up_and_maxima_stay_maxima() -> None:

@@ -156,7 +156,7 @@ async def connect(url: str, key: str, session: str, hello: dict[str, Any]) -> Li
             link = Link(*await asyncio.open_connection(host, port, ssl=context))
             try:
                 await _prove(link, url, key, session, hello)
-            except BaseException:
+            except (Exception, asyncio.CancelledError):
                 link.close()
                 raise
     except ssl.SSLCertVerificationError as error:

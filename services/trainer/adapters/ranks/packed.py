@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlboost.services.trainer.domain.batches.training_row import SequenceRow
 from rlboost.services.trainer.domain.loss.aggregation import divisor
+from rlboost.shared.job.algorithm import Aggregation
 from rlboost.shared.wire.columns import I32, U8, ints, length, pack, unpack
 
 LossGradientFn = Callable[[int, Tensor], Tensor]
@@ -38,7 +39,7 @@ class Balancing(NamedTuple):
     """The weight of the load-balancing loss of a mixture of experts in an update's loss."""
 
     coefficient: float = 0.0
-    aggregation: str = "token_mean"
+    aggregation: Aggregation = "token_mean"
     """See `domain.loss.aggregation`."""
 
     def factor(self, batch: PackedBatch) -> float:

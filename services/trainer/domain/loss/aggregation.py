@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rlboost.shared.job.algorithm import Aggregation
 
-def factor(kind: str, length: int, max_tokens: int) -> float:
+
+def factor(kind: Aggregation, length: int, max_tokens: int) -> float:
     """Return the factor of each token of a completion of `length` tokens.
 
     Args:
@@ -20,9 +22,15 @@ def factor(kind: str, length: int, max_tokens: int) -> float:
         max_tokens: `sampling.max_tokens`.
 
     """
-    return {"sequence_mean": 1.0 / length, "constant": 1.0 / max_tokens}.get(kind, 1.0)
+    match kind:
+        case "sequence_mean":
+            return 1.0 / length
+        case "constant":
+            return 1.0 / max_tokens
+        case "token_mean" | "sequence_sum":
+            return 1.0
 
 
-def divisor(kind: str, lengths: Sequence[int]) -> int:
+def divisor(kind: Aggregation, lengths: Sequence[int]) -> int:
     """Return the contribution of completions to the divisor: their tokens for `token_mean`, otherwise their number."""
     return sum(lengths) if kind == "token_mean" else len(lengths)

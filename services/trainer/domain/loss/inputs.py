@@ -19,7 +19,7 @@ class TokenBatch:
     sampled: Tensor
     """Log-probabilities of the same tokens, reported by the inference engine that generated them."""
     advantages: Tensor
-    """The advantage of the token's completion."""
+    """Advantage of each token; equal for all tokens of a completion, unless the job has a critic."""
     lengths: tuple[int, ...]
     """Number of tokens of each completion, above 0; their sum is the length of the columns."""
     proximal: Tensor | None = None

@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from rlboost.shared.job.algorithm import GROUPLESS
 from rlboost.shared.job.spec import JobSpec, RlJob
 
 Row = Mapping[str, float]
@@ -72,7 +73,7 @@ class JobFacts:
             job_id,
             spec.data.prompts_per_step,
             spec.algorithm.group_size,
-            compares_within_groups=spec.algorithm.advantage not in {"batch_std", "gae"},
+            compares_within_groups=spec.algorithm.advantage not in GROUPLESS,
             has_curriculum=spec.data.curriculum is not None,
             limits=f"sampling.max_tokens is {spec.sampling.max_tokens}{turns}",
             eval_samples=spec.eval.samples if spec.eval is not None else 0,
