@@ -179,7 +179,7 @@ class _WithCritic(_Estimator):
         values = await self._columns.of(rows, self._critic.values)
         start = await self._columns.of(rows, self._engine.reference_logprobs) if kl_coef else [b""] * len(rows)
         step = [
-            gae.Experience(reward, _array(value), kl_coef * (_array(row.logprobs) - _array(known)) if kl_coef else None)
+            gae.Experience(reward, _array(value), kl_coef * (_array(row.sampled) - _array(known)) if kl_coef else None)
             for (row, reward), value, known in zip(samples, values, start, strict=True)
         ]
         found = gae.gae_advantages(step, self._spec.gamma, self._spec.gae_lambda)
