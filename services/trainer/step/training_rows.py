@@ -49,7 +49,7 @@ class TrainingRowBuilder:
         return self._needs_proximal or self._algorithm.advantage in NEED_THE_STEP
 
     async def build(self, groups: Sequence[ScoredGroup | None]) -> list[list[TrainingRow]]:
-        """Return the rows of each group, an empty list for a group that was dropped or is left out.
+        """Return the rows of each group, an empty list for a group that was dropped or is excluded.
 
         Args:
             groups: some groups of the step; all of them if it `needs_all_groups`.
@@ -104,7 +104,7 @@ class _Estimator(ABC):
 
     @abstractmethod
     async def build(self, groups: Sequence[ScoredGroup], rewards: Sequence[list[float]]) -> list[list[TrainingRow]]:
-        """Return the rows of each group, an empty list for a group that is left out.
+        """Return the rows of each group, an empty list for a group that is excluded.
 
         Args:
             groups: some groups of the step, or all.
@@ -125,9 +125,9 @@ class _Estimator(ABC):
     def _drops_equal_groups(self) -> bool:
         return self._algorithm.equal_groups == "drop"
 
-    def _leave_out(self, n_groups: int) -> None:
+    def _exclude(self, n_groups: int) -> None:
         if n_groups:
-            self._tally.left_out["equal_rewards"] += n_groups
+            self._tally.excluded["equal_rewards"] += n_groups
 
 
 def _estimator(job: JobContext, tally: StepTally, columns: _EngineColumns) -> _Estimator:
@@ -145,7 +145,7 @@ class _FromRewards(_Estimator):
 
     async def build(self, groups: Sequence[ScoredGroup], rewards: Sequence[list[float]]) -> list[list[TrainingRow]]:
         advantages = group_advantages(self._algorithm.advantage, rewards, drop_equal=self._drops_equal_groups)
-        self._leave_out(advantages.count(None))
+        self._exclude(advantages.count(None))
         return [
             [TrainingRow.of(row, constant(value, row)) for row, value in _trainable(group, values or [])]
             for group, values in zip(groups, advantages, strict=True)
@@ -163,10 +163,11 @@ class _WithCritic(_Estimator):
         self._critic = critic
 
     async def build(self, groups: Sequence[ScoredGroup], rewards: Sequence[list[float]]) -> list[list[TrainingRow]]:
-        left_out = [self._drops_equal_groups and min(one) == max(one) for one in rewards]
-        self._leave_out(sum(left_out))
+        excluded = [self._drops_equal_groups and min(one) == max(one) for one in rewards]
+        self._exclude(sum(excluded))
         samples = [
-            [] if out else _trainable(group, one) for group, one, out in zip(groups, rewards, left_out, strict=True)
+            [] if is_excluded else _trainable(group, one)
+            for group, one, is_excluded in zip(groups, rewards, excluded, strict=True)
         ]
         rows = iter(await self._rows(_flat(samples)))
         return [[next(rows) for _ in group] for group in samples]
@@ -200,7 +201,7 @@ class _PreferencePairs(_Estimator):
 
     async def build(self, groups: Sequence[ScoredGroup], rewards: Sequence[list[float]]) -> list[list[TrainingRow]]:
         pairs = [self._pair(_trainable(group, one)) for group, one in zip(groups, rewards, strict=True)]
-        self._leave_out(pairs.count([]))
+        self._exclude(pairs.count([]))
         return pairs
 
     @staticmethod
