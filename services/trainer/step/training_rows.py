@@ -178,17 +178,19 @@ class _WithCritic(_Estimator):
             return []  # no rows, so no critic metrics
         rows, kl_coef = [row for row, _ in samples], self._algorithm.kl_coef
         values = await self._columns.of(rows, self._critic.values)
-        start = await self._columns.of(rows, self._engine.reference_logprobs) if kl_coef else [b""] * len(rows)
-        step = [
-            gae.Experience(reward, _array(value), kl_coef * (_array(row.sampled) - _array(known)) if kl_coef else None)
-            for (row, reward), value, known in zip(samples, values, start, strict=True)
+        reference = await self._columns.of(rows, self._engine.reference_logprobs) if kl_coef else [b""] * len(rows)
+        completions = [
+            gae.Experience(
+                reward, _array(value), kl_coef * (_array(row.sampled) - _array(reference_column)) if kl_coef else None
+            )
+            for (row, reward), value, reference_column in zip(samples, values, reference, strict=True)
         ]
-        found = gae.gae_advantages(step, self._spec.gamma, self._spec.gae_lambda)
-        self._tally.measured |= gae.metrics(found)
-        columns = zip(rows, found.advantages, start, values, found.returns, strict=True)
+        estimate = gae.gae_advantages(completions, self._spec.gamma, self._spec.gae_lambda)
+        self._tally.measured |= gae.metrics(estimate)
+        columns = zip(rows, estimate.advantages, reference, values, estimate.returns, strict=True)
         return [
-            TrainingRow.of(row, _column(advantages), reference=known, values=value, returns=_column(returns))
-            for row, advantages, known, value, returns in columns
+            TrainingRow.of(row, _column(advantages), reference=reference_column, values=value, returns=_column(returns))
+            for row, advantages, reference_column, value, returns in columns
         ]
 
 
@@ -218,9 +220,12 @@ class _PreferencePairs(_Estimator):
 
         """
         trained = await self._columns.of(rows, self._engine.logprobs)
-        start = await self._columns.of(rows, self._engine.reference_logprobs)
+        reference = await self._columns.of(rows, self._engine.reference_logprobs)
         moved = np.array(
-            [preference.sequence_log_ratio(_array(now), _array(then)) for now, then in zip(trained, start, strict=True)]
+            [
+                preference.sequence_log_ratio(_array(now), _array(then))
+                for now, then in zip(trained, reference, strict=True)
+            ]
         )
         margins = moved[::2] - moved[1::2]
         losses = preference.pair_losses(margins, self._spec)
@@ -228,7 +233,7 @@ class _PreferencePairs(_Estimator):
         weights = [weight for of_best in losses.weights.tolist() for weight in (of_best, -of_best)]
         return [
             replace(row, advantages=constant(weight, row), reference=column)
-            for row, weight, column in zip(rows, weights, start, strict=True)
+            for row, weight, column in zip(rows, weights, reference, strict=True)
         ]
 
 
