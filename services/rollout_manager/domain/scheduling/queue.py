@@ -120,10 +120,8 @@ class SampleQueues(dict[Requirement, SampleQueue]):
 
     def add(self, sample: Sample, lengths: LengthEstimates) -> None:
         """Queue a sample, with the estimates of its job."""
-        estimate, remaining = (
-            lengths.expected_length(sample),
-            lengths.remaining_tokens(sample) if sample.tokens else 0.0,
-        )
+        estimate = lengths.expected_length(sample)
+        remaining = lengths.remaining_tokens(sample) if sample.tokens else 0.0
         self.setdefault(requirement_of(sample), SampleQueue()).add(sample, estimate, remaining)
 
     def in_order(self) -> list[Requirement]:
