@@ -71,7 +71,7 @@ class WeightStore:
                 self.announcements.add(model.job_id, model.versions[-1])
             await self._deltas.restore(model, held)
             for version in model.versions:
-                self._deltas.queue_composition(model.job_id, version.version, model.base)
+                self._deltas.queue_composition(model.job_id, version.version, model.pinned_initial_version)
 
     def models(self) -> list[JobVersions]:
         """Return every model with a version, by job id."""
@@ -98,7 +98,7 @@ class WeightStore:
         model = self.model(job_id)
         if version > model.head:
             raise NotFound(f"version {version} of job {job_id} is not committed")
-        return (await self._deltas.route(job_id, version, have, model.base)).encode()
+        return (await self._deltas.route(job_id, version, have, model.pinned_initial_version)).encode()
 
     async def put_chunk(self, digest: str, blocks: Sequence[bytes | memoryview]) -> None:
         """Store a chunk given as blocks.
@@ -205,7 +205,7 @@ class WeightStore:
             await self._models.save(versions.commit(model, new, keep=self._keep))
         self._metrics.commits.inc()
         self.announcements.add(job_id, new)
-        self._deltas.queue_composition(job_id, version, self._models.get(job_id).base)
+        self._deltas.queue_composition(job_id, version, self._models.get(job_id).pinned_initial_version)
         log.info("version_committed", job=job_id, version=version, n_bytes=new.n_bytes, digest=new.digest)
         return new
 

@@ -40,7 +40,7 @@ class JobVersions:
         return self.versions[-1].version if self.versions else -1
 
     @property
-    def base(self) -> int | None:
+    def pinned_initial_version(self) -> int | None:
         """Return the first version if it is pinned: the model that training started from."""
         first = min(self.pins, default=None)
         return first if first is not None and self.versions and first == self.versions[0].version else None
