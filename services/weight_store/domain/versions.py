@@ -18,7 +18,8 @@ class Version:
     n_bytes: int
     committed_at: float
     base: int | None = None
-    """The version of the adapter's model, which is retained as long as this one; None for a whole model."""
+    """The version of the model that this adapter applies to, retained as long as this one; None for a whole model. The
+    stored document has this name."""
     delta_bytes: int | None = None
     """Total size of the deltas from the previous version; None if there are none."""
 
