@@ -30,7 +30,7 @@ from rlboost.shared.tls import client_verification
 Json = dict[str, Any]
 Rows = list[Json]
 
-_AGAIN_S = 0.25
+_RETRY_S = 0.25
 _CONNECT_S = 5.0
 _READ_TIMEOUT_S = 30.0
 _ID = re.compile(r"[\w.-]*\w[\w.-]*", re.ASCII)
@@ -181,7 +181,7 @@ class Client:
                 problem = error
             if time.monotonic() >= limit:
                 raise problem
-            time.sleep(_AGAIN_S)
+            time.sleep(_RETRY_S)
 
 
 class Jobs:
@@ -289,7 +289,7 @@ class Jobs:
                         last_event_id = event.id or last_event_id
                         yield event
                 except httpx.TransportError:
-                    time.sleep(_AGAIN_S)
+                    time.sleep(_RETRY_S)
                     continue
             return
 

@@ -25,7 +25,7 @@ Change = tuple[Literal["job", "step", "wait", "phase", "state", "warning", "lost
 _POLL_S = 0.5
 _LONG_WAIT_S = 5.0
 """Every step waits briefly for samples and weights; only longer waits are shown."""
-_AGAIN_S = 60.0
+_REPEAT_EVERY_S = 60.0
 """How often a lasting wait, or a phase without a wait, is shown, so that the log of a long step shows its progress."""
 _LONG_OUTAGE_S = 2.0
 """A shorter outage, such as a new leader's start, is not shown."""
@@ -59,7 +59,7 @@ def follow(connect: Callable[[], Client], job_id: str, *, from_step: int | None 
     """
     client, progress, warnings = connect(), Progress(from_step), _Warnings(job_id)
     warnings.listen(client)
-    outage = _Outage()
+    outage = _Outage(time.time())
     try:
         while True:
             try:
@@ -92,8 +92,8 @@ def follow(connect: Callable[[], Client], job_id: str, *, from_step: int | None 
 class _Outage:
     """The time since the manager's last answer: pure bookkeeping, in Unix seconds."""
 
-    def __init__(self) -> None:
-        self._answered_at = time.time()
+    def __init__(self, now: float) -> None:
+        self._answered_at = now
         self._is_shown = False
 
     def on_answer(self, now: float) -> Iterator[Change]:
@@ -150,7 +150,7 @@ class Progress:
         """Start before the first look; `from_step` None starts at the last few steps of that look."""
         self._next_step = from_step
         self._state = ""
-        self._waits, self._phases = _Lasting(_LONG_WAIT_S), _Lasting(_AGAIN_S)
+        self._waits, self._phases = _Lasting(_LONG_WAIT_S), _Lasting(_REPEAT_EVERY_S)
 
     def next_step(self, job: Mapping[str, Any]) -> int:
         """Return the first step that has not been yielded."""
@@ -240,5 +240,5 @@ class _Lasting:
             self._name, self._report_at = name, now + self._first_s
         if name is None or now < self._report_at:
             return False
-        self._report_at = now + _AGAIN_S
+        self._report_at = now + _REPEAT_EVERY_S
         return True

@@ -80,7 +80,7 @@ class Bare:
     def __init__(self, model: Path, batches: list[list[TrainingRow]], device: str, dtype: str) -> None:
         self._device, self._dtype = torch.device(device), getattr(torch, dtype)
         self._batches = [
-            [(ints(row.prompt), ints(row.completion), floats(row.logprobs), advantage_of(row)) for row in rows]
+            [(ints(row.prompt), ints(row.completion), floats(row.sampled), advantage_of(row)) for row in rows]
             for rows in batches
         ]
         self._n_tokens = sum(len(tokens) for rows in self._batches for _, tokens, _, _ in rows)

@@ -133,12 +133,12 @@ def _add_versions(router: APIRouter, store: WeightStore) -> None:
     @router.get("")
     @needs("weights")
     async def models() -> ModelList:
-        return ModelList(models=tuple(map(_model_info, store.models())))
+        return ModelList(models=tuple(map(_model_info, store.all_versions())))
 
     @router.get("/{job_id}")
     @needs("weights")
     async def model(job_id: JobId) -> ModelInfo:
-        return _model_info(store.model(job_id))
+        return _model_info(store.versions_of(job_id))
 
     @router.delete("/{job_id}", status_code=204)
     async def delete(job_id: JobId) -> None:
@@ -148,8 +148,8 @@ def _add_versions(router: APIRouter, store: WeightStore) -> None:
     @router.get("/{job_id}/head")
     @needs("weights")
     async def head(job_id: JobId) -> VersionInfo:
-        model = store.model(job_id)
-        return _version_info(model, model.versions[-1])
+        job = store.versions_of(job_id)
+        return _version_info(job, job.versions[-1])
 
     @router.get("/{job_id}/versions/{version}")
     @needs("weights")
@@ -171,7 +171,7 @@ def _add_publishing(router: APIRouter, store: WeightStore) -> None:
     @router.post("/{job_id}/versions/{version}/commit", responses=problems(507))
     async def commit(job_id: JobId, version: Number, body: CommitRequest) -> VersionInfo:
         committed = await store.commit(job_id, version, body)
-        return _version_info(store.model(job_id), committed)
+        return _version_info(store.versions_of(job_id), committed)
 
     @router.post("/{job_id}/versions/{version}/pin", status_code=204)
     async def pin(job_id: JobId, version: Number) -> None:
@@ -195,16 +195,16 @@ async def _body(request: Request) -> list[bytes]:
     return blocks
 
 
-def _model_info(model: JobVersions) -> ModelInfo:
-    return ModelInfo(job_id=model.job_id, versions=tuple(_version_info(model, version) for version in model.versions))
+def _model_info(job: JobVersions) -> ModelInfo:
+    return ModelInfo(job_id=job.job_id, versions=tuple(_version_info(job, version) for version in job.versions))
 
 
-def _version_info(model: JobVersions, version: Version) -> VersionInfo:
+def _version_info(job: JobVersions, version: Version) -> VersionInfo:
     return VersionInfo(
         version=version.version,
         digest=version.digest,
         n_bytes=version.n_bytes,
         committed_at=version.committed_at,
-        pinned=version.version in model.pins,
+        pinned=version.version in job.pins,
         delta_bytes=version.delta_bytes,
     )

@@ -21,9 +21,9 @@ from rlboost.services.weight_store.domain import versions
 from rlboost.services.weight_store.domain.versions import JobVersions, Shortfall, Version
 from rlboost.services.weight_store.ended_jobs import EndedJobs
 from rlboost.services.weight_store.metrics import Metrics
-from rlboost.services.weight_store.models import Models
 from rlboost.services.weight_store.parts import assemble
 from rlboost.services.weight_store.ports import ChunkLocation, Documents, StagedPart
+from rlboost.services.weight_store.version_table import VersionTable
 from rlboost.shared.errors import Conflict, NotFound, Undecodable
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams.bus import Bus
@@ -35,7 +35,7 @@ log = structlog.get_logger(__name__)
 
 
 class WeightStore:
-    """All models of one store."""
+    """The weights of all jobs."""
 
     def __init__(
         self,
@@ -57,33 +57,33 @@ class WeightStore:
         self._keep = keep_versions
         self._clock = clock
         self.damaged = DamagedChunks(chunks, documents)
-        self._models = Models(documents)
+        self._versions = VersionTable(documents)
         self._ended_jobs = EndedJobs(bus)
         self.announcements = Announcements(bus, waits)
-        self.collector = Collector(self._models, chunks, documents, deltas, self._ended_jobs, metrics, clock=clock)
+        self.collector = Collector(self._versions, chunks, documents, deltas, self._ended_jobs, metrics, clock=clock)
 
     async def load(self) -> None:
-        """Read every model, announce every head, and queue every version for the composition of deltas."""
+        """Read all versions, announce every head, and queue every version for the composition of deltas."""
         held = await self._chunks.last_used()
-        await self._models.load()
-        for model in self._models.all():
-            if model.versions:
-                self.announcements.add(model.job_id, model.versions[-1])
-            await self._deltas.restore(model, held)
-            for version in model.versions:
-                self._deltas.queue_composition(model.job_id, version.version, model.base)
+        await self._versions.load()
+        for job in self._versions.all():
+            if job.versions:
+                self.announcements.add(job.job_id, job.versions[-1])
+            await self._deltas.restore(job, held)
+            for version in job.versions:
+                self._deltas.queue_composition(job.job_id, version.version, job.pinned_initial_version)
 
-    def models(self) -> list[JobVersions]:
-        """Return every model with a version, by job id."""
-        return [model for model in self._models.all() if model.versions]
+    def all_versions(self) -> list[JobVersions]:
+        """Return the versions of every job that has any, by job id."""
+        return [job for job in self._versions.all() if job.versions]
 
-    def model(self, job_id: str) -> JobVersions:
-        """Return a job's model; raises what `Models.committed` raises."""
-        return self._models.committed(job_id)
+    def versions_of(self, job_id: str) -> JobVersions:
+        """Return a job's versions; raises what `VersionTable.committed` raises."""
+        return self._versions.committed(job_id)
 
     async def manifest(self, job_id: str, version: int) -> tuple[bytes, str]:
         """Return the manifest of a visible version and its digest; raises `NotFound`."""
-        found = self.model(job_id).find(version)
+        found = self.versions_of(job_id).find(version)
         if found is None:
             raise NotFound(f"version {version} of job {job_id} is not retained")
         return await self._documents.manifest(job_id, version), found.digest
@@ -95,10 +95,10 @@ class WeightStore:
             NotFound: the version is not committed.
 
         """
-        model = self.model(job_id)
-        if version > model.head:
+        job = self.versions_of(job_id)
+        if version > job.head:
             raise NotFound(f"version {version} of job {job_id} is not committed")
-        return (await self._deltas.route(job_id, version, have, model.base)).encode()
+        return (await self._deltas.route(job_id, version, have, job.pinned_initial_version)).encode()
 
     async def put_chunk(self, digest: str, blocks: Sequence[bytes | memoryview]) -> None:
         """Store a chunk given as blocks.
@@ -135,7 +135,7 @@ class WeightStore:
         try:
             return await self._chunks.source(digest)
         except NotFound:
-            await self.damaged.check_needed(digest, self.models())
+            await self.damaged.check_needed(digest, self.all_versions())
             raise
 
     async def put_part(self, job_id: str, version: int, rank: int, data: bytes) -> None:
@@ -149,7 +149,7 @@ class WeightStore:
         part = await asyncio.to_thread(Part.decode, data)
         if part.rank != rank:
             raise Undecodable(f"this is the part of rank {part.rank}, not of rank {rank}")
-        async with self._models.lock(job_id):
+        async with self._versions.lock(job_id):
             await self._documents.put_part(job_id, StagedPart(version, rank, self._clock()), data)
 
     async def commit(self, job_id: str, version: int, request: CommitRequest) -> Version:
@@ -181,12 +181,12 @@ class WeightStore:
         return not await self._deltas.apply(shortfall.edges)
 
     async def _commit(self, job_id: str, version: int, request: CommitRequest) -> Version | Shortfall:
-        async with self._models.lock(job_id):
-            model = self._models.get(job_id)
-            if found := model.find(version):
+        async with self._versions.lock(job_id):
+            job = self._versions.get(job_id)
+            if found := job.find(version):
                 await self._check_same(job_id, found, request)
                 return found
-            versions.check_commit(model, version, request.expect, request.base_version)
+            versions.check_commit(job, version, request.expect, request.base_version)
             manifest = await assemble(self._documents, job_id, version, request)
             hop = await self._deltas.uploaded_hop(version, manifest)
             now = self._clock()
@@ -202,22 +202,22 @@ class WeightStore:
             delta_bytes = await self._deltas.write_hop(job_id, version, hop)
             await self._documents.put_manifest(job_id, version, data)
             new = Version(version, digest_of(data), manifest.n_bytes, now, manifest.base_version, delta_bytes)
-            await self._models.save(versions.commit(model, new, keep=self._keep))
+            await self._versions.save(versions.commit(job, new, keep=self._keep))
         self._metrics.commits.inc()
         self.announcements.add(job_id, new)
-        self._deltas.queue_composition(job_id, version, self._models.get(job_id).base)
+        self._deltas.queue_composition(job_id, version, self._versions.get(job_id).pinned_initial_version)
         log.info("version_committed", job=job_id, version=version, n_bytes=new.n_bytes, digest=new.digest)
         return new
 
     async def pin(self, job_id: str, version: int) -> None:
         """Retain a version until it is unpinned; raises `NotFound`."""
-        async with self._models.lock(job_id):
-            await self._models.save(versions.pin(self.model(job_id), version))
+        async with self._versions.lock(job_id):
+            await self._versions.save(versions.pin(self.versions_of(job_id), version))
 
     async def unpin(self, job_id: str, version: int) -> None:
         """Release a pin, if there is one; the version is retired once it is not among the newest."""
-        async with self._models.lock(job_id):
-            await self._models.save(versions.unpin(self.model(job_id), version, keep=self._keep))
+        async with self._versions.lock(job_id):
+            await self._versions.save(versions.unpin(self.versions_of(job_id), version, keep=self._keep))
 
     async def delete(self, job_id: str) -> None:
         """Retire all versions of an ended job, pinned ones included.
@@ -228,12 +228,12 @@ class WeightStore:
             BusUnavailable: Redis, which knows whether it has, does not answer.
 
         """
-        async with self._models.lock(job_id):
-            model = self.model(job_id)
+        async with self._versions.lock(job_id):
+            job = self.versions_of(job_id)
             await self._ended_jobs.check(job_id)
             await self._deltas.forget(job_id, await self._documents.edge_versions(job_id))
-            await self._models.save(versions.retire_all(model))
-        log.info("model_deleted", job=job_id, versions=len(model.versions))
+            await self._versions.save(versions.retire_all(job))
+        log.info("model_deleted", job=job_id, versions=len(job.versions))
 
     async def _check_same(self, job_id: str, found: Version, request: CommitRequest) -> None:
         data = await self._documents.manifest(job_id, found.version)

@@ -22,8 +22,8 @@ from rlboost.services.weight_store.domain.garbage import garbage
 from rlboost.services.weight_store.domain.versions import JobVersions
 from rlboost.services.weight_store.ended_jobs import EndedJobs
 from rlboost.services.weight_store.metrics import Metrics
-from rlboost.services.weight_store.models import Models
 from rlboost.services.weight_store.ports import Documents, StoreFull
+from rlboost.services.weight_store.version_table import VersionTable
 from rlboost.shared.errors import BusUnavailable, NotFound, StoreUnavailable, Undecodable
 from rlboost.shared.process.lifecycle import until_stop
 from rlboost.shared.weights.manifest import Manifest, Part
@@ -40,7 +40,7 @@ ENDED_GRACE_S = 600.0
 class _References(NamedTuple):
     """What one job refers to, by digest of chunks and deltas."""
 
-    model: JobVersions
+    versions: JobVersions
     needed: set[str]
     """Digests needed by visible versions, staged parts or retained edges."""
     retired: dict[str, float]
@@ -56,7 +56,7 @@ class Collector:
 
     def __init__(
         self,
-        models: Models,
+        table: VersionTable,
         chunks: DerivedChunks,
         documents: Documents,
         deltas: Deltas,
@@ -66,7 +66,7 @@ class Collector:
         clock: Callable[[], float],
     ) -> None:
         """Remove from the store's ports; `clock` returns Unix seconds, rounded to microseconds."""
-        self._models = models
+        self._versions = table
         self._chunks = chunks
         self._documents = documents
         self._deltas = deltas
@@ -92,11 +92,11 @@ class Collector:
     async def retire_ended(self, before: float = math.inf) -> None:
         """Retire all but the last version of jobs that ended `before`; pinned ones and bases stay. See `EndedJobs`."""
         ended = await self._ended_jobs.ids(before)
-        for job_id in [model.job_id for model in self._models.all() if model.job_id in ended]:
-            async with self._models.lock(job_id):
-                model = self._models.get(job_id)
-                if (after := versions.retire(model, keep=1)) != model:
-                    await self._models.save(after)
+        for job_id in [job.job_id for job in self._versions.all() if job.job_id in ended]:
+            async with self._versions.lock(job_id):
+                job = self._versions.get(job_id)
+                if (after := versions.retire(job, keep=1)) != job:
+                    await self._versions.save(after)
 
     async def collect_once(self) -> None:
         """Remove retired versions, abandoned parts, and unreferenced chunks.
@@ -105,28 +105,28 @@ class Collector:
             Undecodable: the chunks that a job refers to are unknown, so nothing was removed.
 
         """
-        self._models.check_all_readable()
+        self._versions.check_all_readable()
         now = self._clock()
         # Read before the references: a chunk that is referenced for the first time later has also been used later.
         last_used = await self._chunks.last_used()
         jobs = [await self._references_of(job_id, now) for job_id in await self._documents.jobs()]
         derived_from = await self._remove_chunks(last_used, jobs, now)
         for job in jobs:
-            await self._deltas.forget(job.model.job_id, job.outdated)
+            await self._deltas.forget(job.versions.job_id, job.outdated)
             await self._remove_retired(job, derived_from)
 
     async def _references_of(self, job_id: str, now: float) -> _References:
-        async with self._models.lock(job_id):
-            model = self._models.get(job_id)
-            needed = await self._staged_chunks(model, now)
-            for version in model.versions:
+        async with self._versions.lock(job_id):
+            job = self._versions.get(job_id)
+            needed = await self._staged_chunks(job, now)
+            for version in job.versions:
                 needed |= await self._chunks_of(job_id, version.version)
-            chunks_of = {old.version: await self._chunks_of(job_id, old.version) for old in model.retired}
+            chunks_of = {old.version: await self._chunks_of(job_id, old.version) for old in job.retired}
             retired: dict[str, float] = {}
-            for old in model.retired:
+            for old in job.retired:
                 retired |= dict.fromkeys(chunks_of[old.version], old.committed_at)
-            deltas = await self._deltas.survey(model)
-        return _References(model, needed | deltas.referenced, retired | deltas.dropped, chunks_of, deltas.outdated)
+            deltas = await self._deltas.survey(job)
+        return _References(job, needed | deltas.referenced, retired | deltas.dropped, chunks_of, deltas.outdated)
 
     async def _remove_chunks(self, last_used: Mapping[str, float], jobs: Sequence[_References], now: float) -> set[str]:
         """Remove the chunks that are garbage; return those that remain for the chunks that are derived from them."""
@@ -146,24 +146,24 @@ class Collector:
 
     async def _remove_retired(self, job: _References, derived_from: set[str]) -> None:
         """Remove retired versions; one whose chunks are bases stays, so that they are garbage once they are not."""
-        job_id = job.model.job_id
-        removable = tuple(old for old in job.model.retired if job.chunks_of[old.version].isdisjoint(derived_from))
+        job_id = job.versions.job_id
+        removable = tuple(old for old in job.versions.retired if job.chunks_of[old.version].isdisjoint(derived_from))
         if not removable:
             return
         for old in removable:
             await self._documents.remove_manifest(job_id, old.version)
             log.info("version_removed", job=job_id, version=old.version)
-        async with self._models.lock(job_id):
-            await self._models.save(versions.forget_retired(self._models.get(job_id), removable))
+        async with self._versions.lock(job_id):
+            await self._versions.save(versions.forget_retired(self._versions.get(job_id), removable))
 
-    async def _staged_chunks(self, model: JobVersions, now: float) -> set[str]:
+    async def _staged_chunks(self, job: JobVersions, now: float) -> set[str]:
         """Return the chunks of the uploads in progress; remove the parts of others."""
         chunks: set[str] = set()
-        for part in await self._documents.parts(model.job_id):
-            if part.version <= model.head or part.staged_at < now - UPLOAD_GRACE_S:
-                await self._documents.remove_part(model.job_id, part)
+        for part in await self._documents.parts(job.job_id):
+            if part.version <= job.head or part.staged_at < now - UPLOAD_GRACE_S:
+                await self._documents.remove_part(job.job_id, part)
             else:
-                data = await self._documents.part(model.job_id, part.version, part.rank)
+                data = await self._documents.part(job.job_id, part.version, part.rank)
                 content = await asyncio.to_thread(Part.decode, data)
                 chunks |= {blob.digest for blob in (*content.chunks, *content.edges)}
         return chunks

@@ -51,14 +51,14 @@ class DamagedChunks:
         await self._chunks.remove({digest: math.inf})
         return False
 
-    async def check_needed(self, digest: str, models: Sequence[JobVersions]) -> None:
+    async def check_needed(self, digest: str, jobs: Sequence[JobVersions]) -> None:
         """Check that no retained version needs a chunk that the store lacks.
 
         Raises:
             StoreUnavailable: a version needs it: it must be uploaded again.
 
         """
-        versions = {(model.job_id, version.digest): version for model in models for version in model.versions}
+        versions = {(job.job_id, version.digest): version for job in jobs for version in job.versions}
         self._needed = {name: chunks for name, chunks in self._needed.items() if name in versions}
         for (job_id, manifest_digest), version in versions.items():
             name = job_id, manifest_digest

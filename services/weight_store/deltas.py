@@ -67,32 +67,32 @@ class Deltas:
         self.committed: asyncio.Queue[CommittedVersion | None] = asyncio.Queue()
         """Read by the composer, which queues None at the stop to wake itself."""
 
-    async def restore(self, model: JobVersions, held: Container[str]) -> None:
+    async def restore(self, job: JobVersions, held: Container[str]) -> None:
         """Find the chunks of committed versions that an earlier process derived and did not write.
 
         Args:
-            model: the job's versions.
+            job: the job's versions.
             held: the digests of all chunks in the store.
 
         """
         lost: dict[str, tuple[int, float]] = {}
-        for version in model.versions:
+        for version in job.versions:
             try:
-                manifest = await self._documents.manifest(model.job_id, version.version)
+                manifest = await self._documents.manifest(job.job_id, version.version)
                 chunks = (await asyncio.to_thread(Manifest.decode, manifest)).chunks()
             except (NotFound, Undecodable):
                 continue  # the readers of this version, and the collection, report it
             for chunk in chunks:
                 if chunk.digest not in held:
                     lost[chunk.digest] = chunk.n_bytes, version.committed_at
-        versions = await self._documents.edge_versions(model.job_id) if lost else []
+        versions = await self._documents.edge_versions(job.job_id) if lost else []
         for number in reversed(versions):
             with suppress(NotFound):
-                for edge in (await self.edges_to(model.job_id, number)).hops[0].edges:
+                for edge in (await self.edges_to(job.job_id, number)).hops[0].edges:
                     if edge.new in lost and edge.base in held and edge.delta in held:
                         self._chunks.add(edge, *lost.pop(edge.new))
         if lost:
-            log.error("chunks_lost", job=model.job_id, chunks=len(lost))
+            log.error("chunks_lost", job=job.job_id, chunks=len(lost))
 
     async def apply(self, edges: Sequence[Edge]) -> list[str]:
         """Derive the chunks that these edges lead to; return the digests of those that cannot be derived.
@@ -189,14 +189,14 @@ class Deltas:
             log.warning("edges_corrupt", job=job_id, version=version, error=str(error))
             raise NotFound(f"the edges to version {version} of job {job_id} cannot be read") from error
 
-    async def survey(self, model: JobVersions) -> Survey:
+    async def survey(self, job: JobVersions) -> Survey:
         """Return which deltas of a job are referenced and which may be removed."""
         result, inputs = Survey(set(), {}, []), self._chunks.inputs()
-        async with self._locks[model.job_id]:
-            versions = await self._documents.edge_versions(model.job_id)
-            old = set(outdated(versions, model.head, keep=self._keep))
+        async with self._locks[job.job_id]:
+            versions = await self._documents.edge_versions(job.job_id)
+            old = set(outdated(versions, job.head, keep=self._keep))
             for version in versions:
-                deltas, at = await self._deltas_of(model, version)
+                deltas, at = await self._deltas_of(job, version)
                 if version in old and deltas.isdisjoint(inputs):
                     result.outdated.append(version)
                     result.dropped.update(dict.fromkeys(deltas, at))
@@ -204,12 +204,12 @@ class Deltas:
                     result.referenced.update(deltas)
         return result
 
-    async def _deltas_of(self, model: JobVersions, version: int) -> tuple[set[str], float]:
+    async def _deltas_of(self, job: JobVersions, version: int) -> tuple[set[str], float]:
         """Return the deltas that lead to a version, and their time; none if it is not committed or they are corrupt."""
-        if version > model.head:
+        if version > job.head:
             return set(), 0.0
         try:
-            found = await self.edges_to(model.job_id, version)
+            found = await self.edges_to(job.job_id, version)
         except NotFound:
             return set(), 0.0
         return {edge.delta for edge in found.edges()}, found.at

@@ -85,22 +85,22 @@ class MemoryDocuments:
 
     def __init__(self) -> None:
         """Start empty."""
-        self._models: dict[str, JobVersions] = {}
+        self._versions: dict[str, JobVersions] = {}
         self._manifests: dict[tuple[str, int], bytes] = {}
         self._edges: dict[tuple[str, int], bytes] = {}
         self._parts: dict[tuple[str, int, int], tuple[StagedPart, bytes]] = {}
 
     async def jobs(self) -> list[str]:
         """See `Documents.jobs`."""
-        return sorted({*self._models, *(key[0] for key in self._manifests), *(key[0] for key in self._parts)})
+        return sorted({*self._versions, *(key[0] for key in self._manifests), *(key[0] for key in self._parts)})
 
-    async def model(self, job_id: str) -> JobVersions:
-        """See `Documents.model`."""
-        return self._models.get(job_id, JobVersions(job_id))
+    async def versions_of(self, job_id: str) -> JobVersions:
+        """See `Documents.versions_of`."""
+        return self._versions.get(job_id, JobVersions(job_id))
 
-    async def save_model(self, model: JobVersions) -> None:
-        """See `Documents.save_model`."""
-        self._models[model.job_id] = model
+    async def save_versions(self, job: JobVersions) -> None:
+        """See `Documents.save_versions`."""
+        self._versions[job.job_id] = job
 
     async def put_manifest(self, job_id: str, version: int, data: bytes) -> None:
         """See `Documents.put_manifest`."""

@@ -1,4 +1,4 @@
-"""Ports of the weight store: content-addressed chunks, and documents (models, manifests, parts, edges).
+"""Ports of the weight store: content-addressed chunks, and documents (versions, manifests, parts, edges).
 
 The caller passes the time (Unix seconds). A chunk is "used" when it is uploaded or checked by `missing`.
 """
@@ -102,7 +102,7 @@ class StagedPart:
 
 
 class Documents(Protocol):
-    """Models, manifests, edges and parts. Each is replaced atomically, even if the process is killed.
+    """Versions, manifests, edges and parts. Each is replaced atomically, even if the process is killed.
 
     Every write raises `StoreFull` if the disk is full. With an object store every method raises `StoreUnavailable`
     while it does not answer, and every write raises `Fenced` after another process has taken the lease.
@@ -111,14 +111,14 @@ class Documents(Protocol):
     async def jobs(self) -> list[str]:
         """Return the ids of all jobs with documents."""
 
-    async def model(self, job_id: str) -> JobVersions:
-        """Return a job's model; an empty one before the first commit."""
+    async def versions_of(self, job_id: str) -> JobVersions:
+        """Return a job's versions, none before the first commit."""
 
-    async def save_model(self, model: JobVersions) -> None:
-        """Replace a model: this is the atomic step of a commit."""
+    async def save_versions(self, job: JobVersions) -> None:
+        """Replace a job's versions: this is the atomic step of a commit."""
 
     async def put_manifest(self, job_id: str, version: int, data: bytes) -> None:
-        """Write a manifest; it becomes visible when its model refers to it."""
+        """Write a manifest; it becomes visible when the job's versions include it."""
 
     async def manifest(self, job_id: str, version: int) -> bytes:
         """Return a manifest; raises `NotFound`."""
@@ -127,7 +127,7 @@ class Documents(Protocol):
         """Remove a manifest, if it exists."""
 
     async def put_edges(self, job_id: str, version: int, data: bytes) -> None:
-        """Replace the edges to a version; they become visible when its model refers to it."""
+        """Replace the edges to a version; they become visible when the job's versions include it."""
 
     async def edges(self, job_id: str, version: int) -> bytes:
         """Return the edges to a version; raises `NotFound`."""

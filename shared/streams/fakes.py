@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import TypeVar
 
 from rlboost.shared.errors import BusUnavailable, Fenced, Undecodable
 from rlboost.shared.messages import DeadLetter, Message
@@ -29,6 +30,8 @@ from rlboost.shared.streams.bus import (
 )
 from rlboost.shared.streams.entries import Entry, RawEntry, position
 from rlboost.shared.streams.names import DEAD_LETTERS
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -156,7 +159,7 @@ class MemoryBus:
         self._streams[stream].add(body)
         await self._notify()
 
-    async def _wait(self, find: Callable[[], list[Entry]], block_s: float) -> list[Entry]:
+    async def _wait(self, find: Callable[[], list[T]], block_s: float) -> list[T]:
         self._check()
         found = find()
         if found or block_s <= 0:
@@ -189,28 +192,27 @@ class MemoryBus:
 
     async def read(self, cursors: Mapping[str, str], *, count: int = 512, block_s: float = 0.0) -> list[Entry]:
         """See `Bus.read`."""
-
-        def find() -> list[Entry]:
-            found: list[Entry] = []
-            for stream, cursor in cursors.items():
-                after = position(cursor)
-                ids = [entry_id for entry_id in self._streams[stream].entries if position(entry_id) > after]
-                found += islice((entry for i in ids if (entry := self._decode(stream, i, None))), count)
-            return found
-
-        return await self._wait(find, block_s)
+        entries, _ = await self.read_with_raw(cursors, (), count=count, block_s=block_s)
+        return entries
 
     async def read_with_raw(
         self, cursors: Mapping[str, str], raw_streams: Collection[str], *, count: int = 512, block_s: float = 0.0
     ) -> tuple[list[Entry], list[RawEntry]]:
         """See `Bus.read_with_raw`."""
-        self._check()
-        raw = [
-            RawEntry(stream, entry_id, body)
-            for stream in raw_streams
-            for entry_id, body in islice(self._streams[stream].entries.items(), count)
-        ]
-        return await self.read(cursors, count=count, block_s=0.0 if raw else block_s), raw
+
+        def find() -> list[Entry | RawEntry]:
+            found: list[Entry | RawEntry] = []
+            for stream, cursor in cursors.items():
+                after = position(cursor)
+                ids = [entry_id for entry_id in self._streams[stream].entries if position(entry_id) > after]
+                found += islice((entry for i in ids if (entry := self._decode(stream, i, None))), count)
+            for stream in raw_streams:
+                entries = islice(self._streams[stream].entries.items(), count)
+                found += [RawEntry(stream, entry_id, body) for entry_id, body in entries]
+            return found
+
+        found = await self._wait(find, block_s)
+        return [e for e in found if isinstance(e, Entry)], [e for e in found if isinstance(e, RawEntry)]
 
     async def consume(
         self, stream: str, group: str, consumer: str, *, count: int = 64, block_s: float = 0.0

@@ -59,12 +59,12 @@ class StoreSource:
     async def fetch(self, blobs: Sequence[ChunkRef], traffic: Traffic, on_settled: OnSettled) -> None:
         """See `Source.fetch`."""
 
-        async def bring(blob: ChunkRef) -> None:
-            await on_settled(blob, await self.bring(blob, traffic))
+        async def settle(blob: ChunkRef) -> None:
+            await on_settled(blob, await self.fetch_one(blob, traffic))
 
-        await for_each(blobs, bring, concurrency=self._concurrency, name="weights-fetch")
+        await for_each(blobs, settle, concurrency=self._concurrency, name="weights-fetch")
 
-    async def bring(self, blob: ChunkRef, traffic: Traffic) -> Exception | None:
+    async def fetch_one(self, blob: ChunkRef, traffic: Traffic) -> Exception | None:
         """Fetch one blob into the cache; return the error if it cannot be obtained.
 
         Waits for an unavailable store, and for a publisher to upload a chunk again that is damaged in the store.

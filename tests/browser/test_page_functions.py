@@ -18,8 +18,8 @@ from tests.support.synthetic_record import (
     MISSED_AT,
     NOTICED_AT,
     gone,
+    job_event,
     job_events,
-    told,
 )
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def test_turns_of_a_conversation_show_tool_calls_and_what_the_environment_reward
 
 
 def test_lives_of_workers_show_notices_kills_and_the_time_until_a_loss_is_detected(files: Page) -> None:
-    killed = told(KILLED_AT, "worker_killed", worker="worker-2-aaaa")
+    killed = job_event(KILLED_AT, "worker_killed", worker="worker-2-aaaa")
     spans_of = "([name, life]) => [name, life.spans.map((s) => [s.state, s.from, s.to])]"
     code = f"Object.fromEntries([...m.lives(a[0], a[1])].map({spans_of}))"
     spans = call(files, "history.js", code, events(killed), JOB)
@@ -125,11 +125,11 @@ def test_samples_resumed_bit_by_bit_are_one_migration(files: Page) -> None:
 
 def test_samples_that_finished_are_not_looked_for_in_a_later_step(files: Page) -> None:
     made = [
-        told(1.0, "samples_unassigned", worker="worker-2-a", samples=9, tokens=90, cause="lost"),
-        told(1.0, "samples_migrated", worker="worker-1-a", samples=5, tokens=50),
-        told(2.0, "seeding_started", step=3),
-        told(3.0, "samples_unassigned", worker="worker-1-a", samples=2, tokens=20, cause="left"),
-        told(3.0, "samples_migrated", worker="worker-3-a", samples=2, tokens=20),
+        job_event(1.0, "samples_unassigned", worker="worker-2-a", samples=9, tokens=90, cause="lost"),
+        job_event(1.0, "samples_migrated", worker="worker-1-a", samples=5, tokens=50),
+        job_event(2.0, "seeding_started", step=3),
+        job_event(3.0, "samples_unassigned", worker="worker-1-a", samples=2, tokens=20, cause="left"),
+        job_event(3.0, "samples_migrated", worker="worker-3-a", samples=2, tokens=20),
     ]
     code = "m.migrations(a[0]).map((one) => [one.from, one.to, one.samples])"
     found = call(files, "history.js", code, [event.model_dump() for event in made])
@@ -137,7 +137,7 @@ def test_samples_that_finished_are_not_looked_for_in_a_later_step(files: Page) -
 
 
 def test_preemptions_have_their_step_and_the_time_until_their_samples_resumed(files: Page) -> None:
-    begins = [told(JOB_AT + 2 + 5 * step - 1, "seeding_started", step=step) for step in range(12)]
+    begins = [job_event(JOB_AT + 2 + 5 * step - 1, "seeding_started", step=step) for step in range(12)]
     found_in = "m.preemptions(a[0], m.migrations(a[0]), a[1])"
     code = found_in + ".map((p) => [p.worker, p.step, p.noticed, p.samples, p.tokens, p.resumed_s])"
     found = call(files, "history.js", code, events(*begins), JOB)
@@ -181,14 +181,14 @@ def test_workers_of_another_job_and_dismissed_ones_are_no_preemptions_of_a_job(f
     at = JOB_AT
     moved = {"worker": "worker-9-aaaa", "samples": 0}
     seen = [
-        told(at, "seeding_started", step=0),
+        job_event(at, "seeding_started", step=0),
         gone(at + 1, "worker_lost", "worker-6", "its lease ran out", "without_notice", "other"),
         gone(at + 1, "worker_lost", "worker-7", "it missed commands", None),
-        told(at + 1, "worker_notice", worker="worker-8-aaaa", job_id="other", reason="sigterm", lead_s=30.0),
+        job_event(at + 1, "worker_notice", worker="worker-8-aaaa", job_id="other", reason="sigterm", lead_s=30.0),
         gone(at + 2, "worker_left", "worker-8", "sigterm", "with_notice", "other"),
-        told(at + 3, "worker_state", job_id="other", role="preemptible", state="ready", before="joining", **moved),
-        told(at + 4, "worker_reassigned", job_id=JOB, before="other", **moved),
-        told(at + 5, "worker_reassigned", job_id="other", before=JOB, **moved),
+        job_event(at + 3, "worker_state", job_id="other", role="preemptible", state="ready", before="joining", **moved),
+        job_event(at + 4, "worker_reassigned", job_id=JOB, before="other", **moved),
+        job_event(at + 5, "worker_reassigned", job_id="other", before=JOB, **moved),
         gone(at + 6, "worker_lost", "worker-9", "its lease ran out", "without_notice", "other"),
         gone(at + 7, "worker_lost", "worker-5", "its lease ran out", "without_notice", ""),
     ]

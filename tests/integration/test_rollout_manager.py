@@ -146,7 +146,7 @@ async def test_a_worker_that_was_only_silent_is_dismissed_and_cannot_corrupt_a_s
     await eventually(moved)
     await worker.flush()
     await system.delivered(8)
-    await worker.obey()
+    await worker.execute_commands()
     assert worker.dismissed
     audit = await system.get(f"/v1/jobs/{system.id}/audit")
     assert audit["tokens_regenerated"] == {"late": 160}

@@ -56,7 +56,7 @@ async def opened(bucket: Bucket) -> tuple[WeightStore, ObjectChunks, Lease]:
 
 async def assert_head_is_whole(bucket: Bucket) -> int:
     store, chunks, lease = await opened(bucket)
-    head = store.model(JOB).head
+    head = store.versions_of(JOB).head
     assert head in (0, 1)
     data, digest = await store.manifest(JOB, head)
     assert digest_of(data) == digest
@@ -68,8 +68,8 @@ async def assert_head_is_whole(bucket: Bucket) -> int:
         assert await chunks.read(edge.delta) == deltas(1)[0]
     # Publishing continues from there.
     await publish(store, 1)
-    assert store.model(JOB).head == 1
-    assert store.model(JOB).retired == ()
+    assert store.versions_of(JOB).head == 1
+    assert store.versions_of(JOB).retired == ()
     assert set(await chunks.last_used()) == {digest_of(blob) for blob in (content(1), *deltas(1))}
     await lease.release()
     return head

@@ -58,7 +58,7 @@ async def opened(root: Path) -> tuple[WeightStore, DiskChunks, StoreDirectory]:
 async def assert_head_is_whole(root: Path, *, at_least: int) -> int:
     store, chunks, directory = await opened(root)
     assert not list((root / "tmp").iterdir())
-    model = store.model(JOB)
+    model = store.versions_of(JOB)
     assert model.head in (at_least, 1)
     data, digest = await store.manifest(JOB, model.head)
     assert digest_of(data) == digest
@@ -71,8 +71,8 @@ async def assert_head_is_whole(root: Path, *, at_least: int) -> int:
     head = model.head
     # Publishing continues from there.
     await publish(store, 1)
-    assert store.model(JOB).head == 1
-    assert store.model(JOB).retired == ()
+    assert store.versions_of(JOB).head == 1
+    assert store.versions_of(JOB).retired == ()
     needed = {digest_of(blob) for blob in (content(1), *deltas(1))}
     assert {path.name for path in (root / "chunks").glob("*/*")} == needed
     directory.close()

@@ -223,7 +223,7 @@ async def test_credential_is_dead_after_the_worker_has_left(system: System) -> N
 
     async def is_rejected() -> bool:
         try:
-            await worker.beat()
+            await worker.send_heartbeat()
         except CredentialRejected:
             return True
         except BusUnavailable:

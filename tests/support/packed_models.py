@@ -67,5 +67,5 @@ def check_packed_attention(window: int, device: str, dtype: torch.dtype, head: i
         (expected, *torch.autograd.grad(expected, exact, upstream.float())),
         strict=True,
     )
-    for found, wanted in pairs:
-        torch.testing.assert_close(found.float().cpu(), wanted, atol=tolerance, rtol=tolerance and 0)
+    for found, reference in pairs:
+        torch.testing.assert_close(found.float().cpu(), reference, atol=tolerance, rtol=tolerance and 0)

@@ -21,7 +21,7 @@ from tests.support.sim_worker import SimWorker, check_completion
 from tests.support.stream_entries import read_all
 
 SPEC = {"name": "t", "model": "m", "data": {"train": "t.jsonl"}, "reward": {"function": "a:b"}, "steps": 9}
-_BEAT_S = 0.3
+_HEARTBEAT_S = 0.3
 
 
 class PlayedJob:
@@ -85,16 +85,16 @@ class PlayedJob:
         self.tasks[worker.id] = asyncio.create_task(self._live(worker, pace_s), name=worker.id)
 
     async def _live(self, worker: SimWorker, pace_s: float) -> None:
-        joined, beaten = False, 0.0
+        joined, last_heartbeat = False, 0.0
         while worker.id in self.tasks and not worker.dismissed:
             with contextlib.suppress(*self._forgives):
                 if not joined:
                     await worker.join()
                     joined = True
-                if time.monotonic() - beaten > _BEAT_S:
-                    await worker.beat()
-                    beaten = time.monotonic()
-                await worker.obey()
+                if time.monotonic() - last_heartbeat > _HEARTBEAT_S:
+                    await worker.send_heartbeat()
+                    last_heartbeat = time.monotonic()
+                await worker.execute_commands()
                 worker.generate(1)
                 await worker.flush()
             await asyncio.sleep(pace_s)

@@ -49,8 +49,8 @@ class Rig:
         self.clock += 0.1
         await self.manager.turn()
         for worker in self.workers.values():
-            await worker.obey()
-            await worker.beat()
+            await worker.execute_commands()
+            await worker.send_heartbeat()
 
     async def work(self) -> None:
         for worker in self.workers.values():

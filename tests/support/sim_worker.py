@@ -129,12 +129,12 @@ class SimWorker:
             protocol=self.protocol,
         )
         await self.report(joined)
-        await self.beat()
+        await self.send_heartbeat()
 
-    async def beat(self) -> None:
+    async def send_heartbeat(self) -> None:
         await self.bus.transact([Renew(worker_lease(self.id), "1", self.lease_s)])
         running = min(len(self.held), self.slots)
-        beat = WorkerHeartbeat(
+        heartbeat = WorkerHeartbeat(
             worker=self.id,
             state=self.state,
             job_id=self.job_id,
@@ -153,27 +153,27 @@ class SimWorker:
             batch=running if self.tokens_per_s else 0.0,
             step_s=running / self.tokens_per_s if self.tokens_per_s else 0.0,
         )
-        await self.report(beat)
+        await self.report(heartbeat)
 
     def command_digest(self) -> int:
         held = {i: held.attempt for i, held in self.held.items() if not held.released}
         suspended = self.state == "suspended"
         return command_digest(list(held), list(held.values()), self.assigned, suspended=suspended)
 
-    async def obey(self) -> None:
-        """Carry out the commands that are there."""
+    async def execute_commands(self) -> None:
+        """Execute the commands in its stream."""
         for entry in await self.bus.read({worker_commands(self.id): self.cursor}):
             read, before = self.cursor, self.state
             self.cursor = entry.id
             try:
-                await self._obey(entry.message)
+                await self._execute(entry.message)
             except BusUnavailable:
                 self.cursor = read
                 raise
             if before != self.state:
-                await self.beat()
+                await self.send_heartbeat()
 
-    async def _obey(self, command: Message) -> None:  # noqa: C901, PLR0912 - one flat table
+    async def _execute(self, command: Message) -> None:  # noqa: C901, PLR0912 - one flat table
         match command:
             case UseVersion(job_id=job_id, version=version):
                 if job_id != self.job_id:
@@ -182,7 +182,7 @@ class SimWorker:
                 await self.flush()
                 self.job_id, self.version = self.assigned = job_id, version
                 self.state = "ready" if self.state == "joining" else self.state
-                await self.beat()
+                await self.send_heartbeat()
             case Assign(samples=samples, version=version):
                 if self.state == "ready":
                     assert version == self.version, "assigned for a version that it does not serve"

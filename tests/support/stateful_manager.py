@@ -170,9 +170,9 @@ class Spot(RuleBasedStateMachine):
         if turn_first:
             self.turn()
         for worker in self.workers:
-            self.run(worker.beat())
+            self.run(worker.send_heartbeat())
             if not self._has_late(worker):
-                self.run(worker.obey())
+                self.run(worker.execute_commands())
         self._forget_dismissed()
         for worker in self.workers:
             worker.generate(n)
@@ -186,7 +186,7 @@ class Spot(RuleBasedStateMachine):
         """Tokens are generated and not flushed, flushed twice, or delayed."""
         worker = data.draw(st.sampled_from(self.workers))
         if not self._has_late(worker):
-            self.run(worker.obey())
+            self.run(worker.execute_commands())
         self._forget_dismissed()
         worker.generate(n)
         if flush == "late" or self._has_late(worker):
@@ -260,7 +260,7 @@ class Spot(RuleBasedStateMachine):
         self.clock += seconds
         if beating:
             for worker in self.workers:
-                self.run(worker.beat())
+                self.run(worker.send_heartbeat())
 
     def _forget_dismissed(self) -> None:
         known = self.run(self.bus.hash_all(names.WORKER_IDENTITIES))  # Redis rejects others
@@ -303,7 +303,7 @@ class Spot(RuleBasedStateMachine):
         def pause() -> None:
             self.clock += seconds
             for worker in self.workers:
-                self.run(worker.beat())
+                self.run(worker.send_heartbeat())
             self.step(self.managers[1 - n])
             self.step(self.managers[1 - n])
 
@@ -349,13 +349,13 @@ class Spot(RuleBasedStateMachine):
                     break
                 self.clock += 0.5
                 for worker in self.workers:
-                    self.run(worker.beat())
+                    self.run(worker.send_heartbeat())
                 self.turn()
                 for no in self.jobs:
                     if self._versions_lack():
                         self.the_next_version_is_committed(no)
                 for worker in self.workers:
-                    self.run(worker.obey())
+                    self.run(worker.execute_commands())
                     worker.generate(2)
                     self.run(worker.flush())
             for no in self.jobs:

@@ -53,46 +53,46 @@ def row(step: int) -> dict[str, float]:
     return metrics
 
 
-def told(at: float, kind: str, **fields: Any) -> JobEvent:
+def job_event(at: float, kind: str, **fields: Any) -> JobEvent:
     return JobEvent(at=at, kind=kind, source="manager", fields=fields)
 
 
 def state(at: float, name: str, now: str, before: str) -> JobEvent:
     role = "reserved" if name.startswith("reserved") else "preemptible"
-    return told(at, "worker_state", worker=f"{name}-aaaa", role=role, job_id=JOB, state=now, before=before)
+    return job_event(at, "worker_state", worker=f"{name}-aaaa", role=role, job_id=JOB, state=now, before=before)
 
 
 def gone(at: float, kind: str, name: str, reason: str, preempted: str | None, job_id: str = JOB) -> JobEvent:
-    return told(at, kind, worker=f"{name}-aaaa", job_id=job_id, reason=reason, preempted=preempted)
+    return job_event(at, kind, worker=f"{name}-aaaa", job_id=job_id, reason=reason, preempted=preempted)
 
 
 def job_events() -> list[JobEvent]:
-    events = [told(JOB_AT + 0.1, "job_state_changed", state="running", before="pending", error="")]
+    events = [job_event(JOB_AT + 0.1, "job_state_changed", state="running", before="pending", error="")]
     for name in ("reserved-1", "worker-1", "worker-2", "worker-3"):
         events += [state(JOB_AT + 0.5, name, "pulling", "joining"), state(JOB_AT + 1, name, "ready", "pulling")]
     for step in range(STEPS):
         at = JOB_AT + 2 + step * STEP_S
         events += [
             state(at, "reserved-1", "suspended", "ready"),
-            told(at, "samples_unassigned", worker="reserved-1-aaaa", samples=40, tokens=400, cause="suspended"),
-            told(at, "samples_migrated", worker="worker-3-aaaa", samples=40, tokens=400),
+            job_event(at, "samples_unassigned", worker="reserved-1-aaaa", samples=40, tokens=400, cause="suspended"),
+            job_event(at, "samples_migrated", worker="worker-3-aaaa", samples=40, tokens=400),
             state(at + 3.5, "reserved-1", "ready", "suspended"),
         ]
     events += [
-        told(MISSED_AT, "samples_unassigned", worker="worker-2-aaaa", samples=50, tokens=2500, cause="lost"),
+        job_event(MISSED_AT, "samples_unassigned", worker="worker-2-aaaa", samples=50, tokens=2500, cause="lost"),
         gone(MISSED_AT, "worker_lost", "worker-2", "its lease ran out", "without_notice"),
-        told(MISSED_AT, "samples_migrated", worker="worker-1-aaaa", samples=30, tokens=1500),
-        told(MISSED_AT + 0.3, "samples_migrated", worker="worker-3-aaaa", samples=15, tokens=750),
-        told(MISSED_AT + 0.6, "samples_migrated", worker="worker-3-aaaa", samples=5, tokens=250),
-        told(NOTICED_AT, "worker_notice", worker="worker-1-aaaa", job_id=JOB, reason="sigterm", lead_s=30.0),
-        told(LEFT_AT, "samples_unassigned", worker="worker-1-aaaa", samples=20, tokens=900, cause="left"),
+        job_event(MISSED_AT, "samples_migrated", worker="worker-1-aaaa", samples=30, tokens=1500),
+        job_event(MISSED_AT + 0.3, "samples_migrated", worker="worker-3-aaaa", samples=15, tokens=750),
+        job_event(MISSED_AT + 0.6, "samples_migrated", worker="worker-3-aaaa", samples=5, tokens=250),
+        job_event(NOTICED_AT, "worker_notice", worker="worker-1-aaaa", job_id=JOB, reason="sigterm", lead_s=30.0),
+        job_event(LEFT_AT, "samples_unassigned", worker="worker-1-aaaa", samples=20, tokens=900, cause="left"),
         gone(LEFT_AT, "worker_left", "worker-1", "sigterm", "with_notice"),
-        told(LEFT_AT, "samples_migrated", worker="worker-3-aaaa", samples=20, tokens=900),
-        told(END_AT, "job_state_changed", state="completed", before="running", error=""),
+        job_event(LEFT_AT, "samples_migrated", worker="worker-3-aaaa", samples=20, tokens=900),
+        job_event(END_AT, "job_state_changed", state="completed", before="running", error=""),
     ]
     for name, at in JOINED_AT.items():
         events += [
-            told(at + 3, "worker_joined", worker=f"{name}-aaaa", role="preemptible", worker_kind="torch-cpu"),
+            job_event(at + 3, "worker_joined", worker=f"{name}-aaaa", role="preemptible", worker_kind="torch-cpu"),
             state(at + 4, name, "pulling", "joining"),
             state(at + 6, name, "ready", "pulling"),
         ]

@@ -50,8 +50,8 @@ def with_loss_mask(batch: list[TrainingRow], seed: int = 0) -> list[TrainingRow]
 
 def _masked(row: TrainingRow, trained: list[bool]) -> TrainingRow:
     mask = np.array([*trained, True])
-    logprobs, advantages = (unpack(column, F32)[mask].tobytes() for column in (row.logprobs, row.advantages))
-    return replace(row, logprobs=logprobs, advantages=advantages, loss_mask=pack(mask, U8))
+    sampled, advantages = (unpack(column, F32)[mask].tobytes() for column in (row.sampled, row.advantages))
+    return replace(row, sampled=sampled, advantages=advantages, loss_mask=pack(mask, U8))
 
 
 def taught(n: int = 6, seed: int = 0) -> list[TrainingRow]:

@@ -148,7 +148,7 @@ class _FifoQueue(SampleQueue):
     """Starts groups in the order in which they were requested."""
 
     def next_group(self) -> int:
-        return next(iter(self.members))
+        return next(iter(self.unstarted))
 
 
 class _FifoQueues(SampleQueues):

@@ -142,7 +142,7 @@ def _readable(row: TrainingRow) -> dict[str, Any]:
     return {
         "prompt": ints(row.prompt),
         "completion": ints(row.completion),
-        "logprobs": floats(row.logprobs),
+        "logprobs": floats(row.sampled),
         "proximal": floats(row.proximal),
         "advantage": 0.0 if by_token else advantages[0],
         "loss_mask": list(row.loss_mask),

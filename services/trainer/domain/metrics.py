@@ -65,7 +65,7 @@ class RolloutTally:
     """Reason -> groups, training and evaluation."""
     first_detail: str = ""
     """Detail of the first dropped group."""
-    left_out: Counter[str] = field(default_factory=Counter)
+    replaced: Counter[str] = field(default_factory=Counter)
     """Reason -> scored training groups that were replaced."""
     resampled: int | None = None
     """Number of replacement groups; None if the job replaces no group."""
@@ -88,7 +88,7 @@ class StepTally:
     """Set once all groups are scored."""
     requested_before: bool = False
     """An earlier trainer process may have requested it, so the time in which its tokens were generated is unknown."""
-    left_out: Counter[str] = field(default_factory=Counter)
+    excluded: Counter[str] = field(default_factory=Counter)
     """Reason -> scored training groups that are neither replaced nor in the loss."""
     loss_sums: dict[str, float] = field(default_factory=dict)
     """The loss function's sums over loss tokens; `tokens` counts these. `mismatch_tokens` counts the tokens that
@@ -111,9 +111,9 @@ class StepTally:
         if n_groups := len(rollouts.scored) + len(rollouts.evaluated) + n_dropped:
             row["groups/dropped_ratio"] = n_dropped / n_groups
         row |= {f"groups/dropped/{reason}": n for reason, n in sorted(rollouts.dropped.items())}
-        left_out = rollouts.left_out.copy()
-        left_out.update(self.left_out)
-        row |= {f"groups/excluded/{reason}": n for reason, n in sorted(left_out.items())}
+        excluded = rollouts.replaced.copy()
+        excluded.update(self.excluded)
+        row |= {f"groups/excluded/{reason}": n for reason, n in sorted(excluded.items())}
         if rollouts.penalties:
             row["reward/overlong_penalty"] = _mean(rollouts.penalties)
         times = self.durations

@@ -149,7 +149,7 @@ class GroupIntake:
                 self._tally.penalties += length_penalties(group, spec.algorithm, spec.sampling.max_tokens)
             if self._replacements is None or not self._replacements.is_replaced(planned):
                 return group
-            self._tally.left_out["equal_rewards"] += group is not None
+            self._tally.replaced["equal_rewards"] += group is not None
 
     async def _scored(self, scoring: asyncio.Task[ScoredGroup | None]) -> ScoredGroup | None:
         because = f"a complete group of step {self.step + 1} has none yet"

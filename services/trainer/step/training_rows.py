@@ -49,7 +49,7 @@ class TrainingRowBuilder:
         return self._needs_proximal or self._algorithm.advantage in NEED_THE_STEP
 
     async def build(self, groups: Sequence[ScoredGroup | None]) -> list[list[TrainingRow]]:
-        """Return the rows of each group, an empty list for a group that was dropped or is left out.
+        """Return the rows of each group, an empty list for a group that was dropped or is excluded.
 
         Args:
             groups: some groups of the step; all of them if it `needs_all_groups`.
@@ -104,7 +104,7 @@ class _Estimator(ABC):
 
     @abstractmethod
     async def build(self, groups: Sequence[ScoredGroup], rewards: Sequence[list[float]]) -> list[list[TrainingRow]]:
-        """Return the rows of each group, an empty list for a group that is left out.
+        """Return the rows of each group, an empty list for a group that is excluded.
 
         Args:
             groups: some groups of the step, or all.
@@ -125,9 +125,9 @@ class _Estimator(ABC):
     def _drops_equal_groups(self) -> bool:
         return self._algorithm.equal_groups == "drop"
 
-    def _leave_out(self, n_groups: int) -> None:
+    def _exclude(self, n_groups: int) -> None:
         if n_groups:
-            self._tally.left_out["equal_rewards"] += n_groups
+            self._tally.excluded["equal_rewards"] += n_groups
 
 
 def _estimator(job: JobContext, tally: StepTally, columns: _EngineColumns) -> _Estimator:
@@ -145,7 +145,7 @@ class _FromRewards(_Estimator):
 
     async def build(self, groups: Sequence[ScoredGroup], rewards: Sequence[list[float]]) -> list[list[TrainingRow]]:
         advantages = group_advantages(self._algorithm.advantage, rewards, drop_equal=self._drops_equal_groups)
-        self._leave_out(advantages.count(None))
+        self._exclude(advantages.count(None))
         return [
             [TrainingRow.of(row, constant(value, row)) for row, value in _trainable(group, values or [])]
             for group, values in zip(groups, advantages, strict=True)
@@ -163,10 +163,11 @@ class _WithCritic(_Estimator):
         self._critic = critic
 
     async def build(self, groups: Sequence[ScoredGroup], rewards: Sequence[list[float]]) -> list[list[TrainingRow]]:
-        left_out = [self._drops_equal_groups and min(one) == max(one) for one in rewards]
-        self._leave_out(sum(left_out))
+        excluded = [self._drops_equal_groups and min(one) == max(one) for one in rewards]
+        self._exclude(sum(excluded))
         samples = [
-            [] if out else _trainable(group, one) for group, one, out in zip(groups, rewards, left_out, strict=True)
+            [] if is_excluded else _trainable(group, one)
+            for group, one, is_excluded in zip(groups, rewards, excluded, strict=True)
         ]
         rows = iter(await self._rows(_flat(samples)))
         return [[next(rows) for _ in group] for group in samples]
@@ -177,17 +178,19 @@ class _WithCritic(_Estimator):
             return []  # no rows, so no critic metrics
         rows, kl_coef = [row for row, _ in samples], self._algorithm.kl_coef
         values = await self._columns.of(rows, self._critic.values)
-        start = await self._columns.of(rows, self._engine.reference_logprobs) if kl_coef else [b""] * len(rows)
-        step = [
-            gae.Experience(reward, _array(value), kl_coef * (_array(row.logprobs) - _array(known)) if kl_coef else None)
-            for (row, reward), value, known in zip(samples, values, start, strict=True)
+        reference = await self._columns.of(rows, self._engine.reference_logprobs) if kl_coef else [b""] * len(rows)
+        completions = [
+            gae.Experience(
+                reward, _array(value), kl_coef * (_array(row.sampled) - _array(reference_column)) if kl_coef else None
+            )
+            for (row, reward), value, reference_column in zip(samples, values, reference, strict=True)
         ]
-        found = gae.gae_advantages(step, self._spec.gamma, self._spec.gae_lambda)
-        self._tally.measured |= gae.metrics(found)
-        columns = zip(rows, found.advantages, start, values, found.returns, strict=True)
+        estimate = gae.gae_advantages(completions, self._spec.gamma, self._spec.gae_lambda)
+        self._tally.measured |= gae.metrics(estimate)
+        columns = zip(rows, estimate.advantages, reference, values, estimate.returns, strict=True)
         return [
-            TrainingRow.of(row, _column(advantages), reference=known, values=value, returns=_column(returns))
-            for row, advantages, known, value, returns in columns
+            TrainingRow.of(row, _column(advantages), reference=reference_column, values=value, returns=_column(returns))
+            for row, advantages, reference_column, value, returns in columns
         ]
 
 
@@ -200,7 +203,7 @@ class _PreferencePairs(_Estimator):
 
     async def build(self, groups: Sequence[ScoredGroup], rewards: Sequence[list[float]]) -> list[list[TrainingRow]]:
         pairs = [self._pair(_trainable(group, one)) for group, one in zip(groups, rewards, strict=True)]
-        self._leave_out(pairs.count([]))
+        self._exclude(pairs.count([]))
         return pairs
 
     @staticmethod
@@ -217,9 +220,12 @@ class _PreferencePairs(_Estimator):
 
         """
         trained = await self._columns.of(rows, self._engine.logprobs)
-        start = await self._columns.of(rows, self._engine.reference_logprobs)
+        reference = await self._columns.of(rows, self._engine.reference_logprobs)
         moved = np.array(
-            [preference.sequence_log_ratio(_array(now), _array(then)) for now, then in zip(trained, start, strict=True)]
+            [
+                preference.sequence_log_ratio(_array(now), _array(then))
+                for now, then in zip(trained, reference, strict=True)
+            ]
         )
         margins = moved[::2] - moved[1::2]
         losses = preference.pair_losses(margins, self._spec)
@@ -227,7 +233,7 @@ class _PreferencePairs(_Estimator):
         weights = [weight for of_best in losses.weights.tolist() for weight in (of_best, -of_best)]
         return [
             replace(row, advantages=constant(weight, row), reference=column)
-            for row, weight, column in zip(rows, weights, start, strict=True)
+            for row, weight, column in zip(rows, weights, reference, strict=True)
         ]
 
 

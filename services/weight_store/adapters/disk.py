@@ -226,16 +226,16 @@ class DiskDocuments:
         """See `Documents.jobs`."""
         return await asyncio.to_thread(lambda: sorted(path.name for path in self._directory.models.iterdir()))
 
-    async def model(self, job_id: str) -> JobVersions:
-        """See `Documents.model`."""
+    async def versions_of(self, job_id: str) -> JobVersions:
+        """See `Documents.versions_of`."""
         try:
             return decode_model(await self._read(self._job(job_id) / "model.json"))
         except NotFound:
             return JobVersions(job_id)
 
-    async def save_model(self, model: JobVersions) -> None:
-        """See `Documents.save_model`."""
-        await self._write(self._job(model.job_id) / "model.json", encode_model(model))
+    async def save_versions(self, job: JobVersions) -> None:
+        """See `Documents.save_versions`."""
+        await self._write(self._job(job.job_id) / "model.json", encode_model(job))
 
     async def put_manifest(self, job_id: str, version: int, data: bytes) -> None:
         """See `Documents.put_manifest`."""

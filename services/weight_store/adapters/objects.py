@@ -173,8 +173,8 @@ class ObjectDocuments:
         """See `Documents.jobs`."""
         return await self._bucket.folders(_MODELS)
 
-    async def model(self, job_id: str) -> JobVersions:
-        """See `Documents.model`."""
+    async def versions_of(self, job_id: str) -> JobVersions:
+        """See `Documents.versions_of`."""
         try:
             found = await self._bucket.get(_model(job_id))
         except NotFound:
@@ -183,11 +183,11 @@ class ObjectDocuments:
         self._models[job_id] = ExclusiveObject(self._bucket, _model(job_id), found.version)
         return decode_model(found.data)
 
-    async def save_model(self, model: JobVersions) -> None:
-        """See `Documents.save_model`. A compare-and-set against the version that this process read or wrote last."""
+    async def save_versions(self, job: JobVersions) -> None:
+        """See `Documents.save_versions`. A compare-and-set against the version that this process read or wrote last."""
         self._lease.check()
-        stored = self._models.setdefault(model.job_id, ExclusiveObject(self._bucket, _model(model.job_id), None))
-        await stored.write(encode_model(model))
+        stored = self._models.setdefault(job.job_id, ExclusiveObject(self._bucket, _model(job.job_id), None))
+        await stored.write(encode_model(job))
 
     async def put_manifest(self, job_id: str, version: int, data: bytes) -> None:
         """See `Documents.put_manifest`."""

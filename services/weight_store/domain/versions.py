@@ -18,7 +18,8 @@ class Version:
     n_bytes: int
     committed_at: float
     base: int | None = None
-    """The version of the adapter's model, which is retained as long as this one; None for a whole model."""
+    """The version of the model that this adapter applies to, retained as long as this one; None for a whole model. The
+    stored document has this name."""
     delta_bytes: int | None = None
     """Total size of the deltas from the previous version; None if there are none."""
 
@@ -40,7 +41,7 @@ class JobVersions:
         return self.versions[-1].version if self.versions else -1
 
     @property
-    def base(self) -> int | None:
+    def pinned_initial_version(self) -> int | None:
         """Return the first version if it is pinned: the model that training started from."""
         first = min(self.pins, default=None)
         return first if first is not None and self.versions and first == self.versions[0].version else None

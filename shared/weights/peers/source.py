@@ -170,26 +170,26 @@ class PeerSource:
 
     async def _from_store(self, pull: _Pull, fetch: FromStore) -> None:
         blob = pull.blobs[fetch.digest]
-        if fetch.claim and not await self._claimed(fetch.digest):
+        if fetch.claim and not await self._acquire_claim(fetch.digest):
             pull.selection.on_claim_refused(fetch, time.monotonic())
             return
         log.debug("blob_from_store", blob=fetch.digest, claimed=fetch.claim)
-        async with self._claiming(fetch.digest):
-            error = await self._store.bring(blob, pull.traffic)
+        async with self._renewing_claim(fetch.digest):
+            error = await self._store.fetch_one(blob, pull.traffic)
             await self._ignoring_outage(self._publish())  # before the claim expires
         if error is not None:
             await self._ignoring_outage(self._directory.release_claim(fetch.digest))
         pull.selection.on_settled(fetch)
         await pull.on_settled(blob, error)
 
-    async def _claimed(self, digest: str) -> bool:
+    async def _acquire_claim(self, digest: str) -> bool:
         try:
             return await self._directory.claim(digest)
         except BusUnavailable:
             return True
 
     @asynccontextmanager
-    async def _claiming(self, digest: str) -> AsyncIterator[None]:
+    async def _renewing_claim(self, digest: str) -> AsyncIterator[None]:
         """Renew the claim during the transfer. It expires after it, when the others have refreshed their view."""
 
         async def keep() -> None:

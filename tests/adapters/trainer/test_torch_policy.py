@@ -63,7 +63,7 @@ def naive_step(model: Any, batch: list[TrainingRow], optimizer: torch.optim.Opti
         new = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1].gather(1, torch.tensor(tokens)[:, None])[:, 0]
         if row.loss_mask:
             new = new[torch.tensor(ints(row.loss_mask, U8), dtype=torch.bool)]
-        ratio = (new - torch.tensor(floats(row.logprobs))).exp()
+        ratio = (new - torch.tensor(floats(row.sampled))).exp()
         advantages = torch.tensor(floats(row.advantages))
         value = torch.min(ratio * advantages, ratio.clamp(1 - LOW, 1 + HIGH) * advantages)
         (-value.sum() / n_tokens).backward()
@@ -108,7 +108,7 @@ def test_stale_updates_match_a_naive_decoupled_objective(tmp_path: Path) -> None
             prompt, tokens = ints(row.prompt), ints(row.completion)
             logits = model(input_ids=torch.tensor([[*prompt, *tokens]])).logits[0]
             new = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1].gather(1, torch.tensor(tokens)[:, None])[:, 0]
-            ratio, age = (new - then).exp(), (then - torch.tensor(floats(row.logprobs))).exp()
+            ratio, age = (new - then).exp(), (then - torch.tensor(floats(row.sampled))).exp()
             advantages = torch.tensor(floats(row.advantages))
             value = torch.min(ratio * advantages, ratio.clamp(1 - LOW, 1 + HIGH) * advantages)
             (-(age.clamp(max=cap) * value).sum() / sum(len(ints(r.completion)) for r in batch)).backward()

@@ -87,7 +87,8 @@ async def test_read_with_raw_returns_raw_streams_from_their_start(bus: Bus) -> N
 
 async def test_blocking_read_returns_when_a_raw_entry_arrives(bus: Bus) -> None:
     reading = asyncio.create_task(bus.read_with_raw({S: START}, ["raw"], block_s=2.0))
-    await eventually(lambda: not reading.done())
+    await asyncio.sleep(0)  # the read begins
+    assert not reading.done()
     await bus.append("raw", Resume(step=1))
     assert [e.body for e in (await reading)[1]] == [encode(Resume(step=1))]
 
@@ -101,7 +102,8 @@ async def test_raw_entry_moves_to_another_stream_unchanged(bus: Bus) -> None:
 
 async def test_blocking_read_returns_when_an_entry_arrives(bus: Bus) -> None:
     reading = asyncio.create_task(bus.read({S: START}, block_s=2.0))
-    await eventually(lambda: not reading.done())
+    await asyncio.sleep(0)  # the read begins
+    assert not reading.done()
     await bus.append(S, Resume(step=1))
     assert [e.message for e in await reading] == [Resume(step=1)]
 

@@ -82,7 +82,7 @@ async def test_dead_process_is_succeeded_after_its_lease(bucket: Bucket) -> None
     dead = await held(bucket, 0.2)
     chunks = await ObjectChunks.opened(bucket, dead, 0.0, redirect=False)
     documents = ObjectDocuments(bucket, dead)
-    await documents.model("job-1")
+    await documents.versions_of("job-1")
     await held(bucket)
     with pytest.raises(StoreUnavailable, match="could not be renewed in time"):
         dead.check()
@@ -90,7 +90,7 @@ async def test_dead_process_is_succeeded_after_its_lease(bucket: Bucket) -> None
         chunks.put(CHUNK.digest, [DATA], 1.0),
         chunks.missing([CHUNK], 1.0),
         chunks.remove({CHUNK.digest: 1.0}),
-        documents.save_model(JobVersions("job-1")),
+        documents.save_versions(JobVersions("job-1")),
         documents.put_manifest("job-1", 0, b"manifest"),
         documents.remove_manifest("job-1", 0),
     ):
@@ -132,12 +132,12 @@ async def test_a_server_that_does_not_keep_to_conditions_is_refused(
 async def test_of_two_processes_that_commit_on_one_head_one_is_fenced(bucket: Bucket) -> None:
     lease = await held(bucket)
     ours, theirs = ObjectDocuments(bucket, lease), ObjectDocuments(bucket, lease)
-    assert await ours.model("job-1") == await theirs.model("job-1")
+    assert await ours.versions_of("job-1") == await theirs.versions_of("job-1")
     first = JobVersions("job-1", versions=(Version(0, "d0", 10, 1.0),))
-    await ours.save_model(first)
+    await ours.save_versions(first)
     with pytest.raises(Fenced, match=r"models/job-1/model\.json .* was written by another process"):
-        await theirs.save_model(JobVersions("job-1", versions=(Version(0, "another", 10, 2.0),)))
-    assert await theirs.model("job-1") == first
+        await theirs.save_versions(JobVersions("job-1", versions=(Version(0, "another", 10, 2.0),)))
+    assert await theirs.versions_of("job-1") == first
 
 
 @pytest.mark.parametrize("carried_out", [True, False])

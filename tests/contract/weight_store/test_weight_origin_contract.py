@@ -84,15 +84,15 @@ async def test_a_chunk_used_since_the_decision_is_not_removed(chunks: Chunks) ->
 
 
 async def test_a_model_is_empty_until_it_is_saved(documents: Documents) -> None:
-    assert await documents.model("job-1") == JobVersions("job-1")
+    assert await documents.versions_of("job-1") == JobVersions("job-1")
     model = JobVersions(
         "job-1",
         versions=(Version(3, "d3", 10, NOW), Version(4, "d4", 10, NOW + 1)),
         pins=frozenset({3}),
         retired=(Version(2, "d2", 10, NOW - 1),),
     )
-    await documents.save_model(model)
-    assert await documents.model("job-1") == model
+    await documents.save_versions(model)
+    assert await documents.versions_of("job-1") == model
     assert await documents.jobs() == ["job-1"]
 
 

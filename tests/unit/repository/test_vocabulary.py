@@ -45,7 +45,7 @@ MAX_TEST_NAME = 80
 """Characters of the name of a test function."""
 SOURCES = sorted(
     path.relative_to(ROOT)
-    for top in ("services", "shared", "rlboost", "examples")
+    for top in ("services", "shared", "rlboost", "examples", "tests/support")
     for path in (ROOT / top).rglob("*.py")
 )
 TESTS = sorted(path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py"))

@@ -58,7 +58,7 @@ def rest(monkeypatch: pytest.MonkeyPatch) -> FakeRest:
     """A system named by the environment."""
     fake = FakeRest()
     monkeypatch.setattr(client, "Client", partial(client.Client, transport=fake))
-    monkeypatch.setattr(client, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(client, "_RETRY_S", 0.0)
     monkeypatch.setenv("RLBOOST_URL", "http://api.test")
     monkeypatch.setenv("RLBOOST_TOKEN", "secret")
     return fake

@@ -17,7 +17,7 @@ def rest() -> FakeRest:
 
 @pytest.fixture
 def client(rest: FakeRest, monkeypatch: pytest.MonkeyPatch) -> Client:
-    monkeypatch.setattr(module, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(module, "_RETRY_S", 0.0)
     return Client("http://api.test/", "secret", transport=rest)
 
 

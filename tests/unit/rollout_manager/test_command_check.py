@@ -131,13 +131,13 @@ class Site:
         self.clock += LEASE_S / 4
         for worker in list(self.workers):
             if reads:
-                await worker.obey()
+                await worker.execute_commands()
             if worker.dismissed:
                 self.dismissals += 1
                 self.workers = [SimWorker(self.bus, f"w{self.dismissals + 1}", lease_s=LEASE_S)]
                 await self.workers[0].join()
                 continue
-            await worker.beat()
+            await worker.send_heartbeat()
             worker.generate()
             await worker.flush()
         await self.manager.turn()

@@ -70,7 +70,7 @@ class System:
             await self.join()
         await self.manager.turn()
         for worker in self.workers:
-            await worker.obey()
+            await worker.execute_commands()
         await self.manager.turn()
 
     async def join(self) -> None:

@@ -60,10 +60,10 @@ class Site:
                 self._generate(name, worker)
                 await worker.flush()
                 if tick % round(HEARTBEAT_S / TICK_S) == 0:
-                    await worker.beat()
+                    await worker.send_heartbeat()
             await self.manager.turn()
             for worker in self.workers.values():
-                await worker.obey()
+                await worker.execute_commands()
 
     def _generate(self, name: str, worker: SimWorker) -> None:
         running = len(worker.running())

@@ -17,8 +17,8 @@ from rlboost.services.rollout_manager.domain.scheduling.candidates import (
     set_batch_cap,
 )
 from rlboost.services.rollout_manager.domain.scheduling.fair_share import (
+    AllocatedWorker,
     Demand,
-    Member,
     fair_shares,
     reallocate,
     shares_of,
@@ -349,8 +349,8 @@ def demand(job: str, samples: int, waiting: int, share: float = 1.0, below_share
     return Demand(job, share, samples, waiting, below_share_s)
 
 
-def changes_of(demands: list[Demand], members: list[Member]) -> dict[str, str]:
-    return reallocate(demands, members, shares_of(demands, members))
+def changes_of(demands: list[Demand], workers: list[AllocatedWorker]) -> dict[str, str]:
+    return reallocate(demands, workers, shares_of(demands, workers))
 
 
 def test_fair_shares_are_proportional_to_the_weights() -> None:
@@ -379,29 +379,29 @@ def test_fair_share_is_at_most_the_workers_a_job_can_fill() -> None:
 
 
 def test_idle_workers_change_to_a_job_with_queued_samples() -> None:
-    members = [Member(f"w{i}", "a", 0, 8) for i in range(4)]
-    assert set(changes_of([demand("a", 0, 0), demand("b", 99, 99)], members).values()) == {"b"}
+    workers = [AllocatedWorker(f"w{i}", "a", 0, 8) for i in range(4)]
+    assert set(changes_of([demand("a", 0, 0), demand("b", 99, 99)], workers).values()) == {"b"}
 
 
 def test_no_worker_changes_to_a_job_without_queued_samples() -> None:
-    members = [Member("w0", "a", 0, 8), Member("w1", "b", 8, 8)]
-    assert changes_of([demand("a", 0, 0), demand("b", 8, 0)], members) == {}
+    workers = [AllocatedWorker("w0", "a", 0, 8), AllocatedWorker("w1", "b", 8, 8)]
+    assert changes_of([demand("a", 0, 0), demand("b", 8, 0)], workers) == {}
 
 
 def test_busy_worker_changes_after_patience_from_a_job_above_share() -> None:
-    members = [Member(f"w{i}", "a", 8, 8) for i in range(4)]
+    workers = [AllocatedWorker(f"w{i}", "a", 8, 8) for i in range(4)]
     hurried = [demand("a", 99, 60), demand("b", 99, 99, below_share_s=0.1)]
     patient = [demand("a", 99, 60), demand("b", 99, 99, below_share_s=2.0)]
-    assert changes_of(hurried, members) == {}
-    assert list(changes_of(patient, members).values()) == ["b", "b"]
+    assert changes_of(hurried, workers) == {}
+    assert list(changes_of(patient, workers).values()) == ["b", "b"]
 
 
 @given(st.lists(st.tuples(st.integers(0, 200), st.floats(0.1, 5.0)), min_size=1, max_size=5), st.integers(1, 40))
 def test_second_reallocation_changes_nothing(jobs: list[tuple[int, float]], n: int) -> None:
     demands = [demand(f"j{i}", samples, samples, share) for i, (samples, share) in enumerate(jobs)]
-    members = [Member(f"w{i}", "", 0, 8) for i in range(n)]
-    changes = changes_of(demands, members)
-    after = [Member(m.id, changes.get(m.id, m.job_id), 0, 8) for m in members]
-    assert all(member.job_id for member in after if member.id in changes)
+    workers = [AllocatedWorker(f"w{i}", "", 0, 8) for i in range(n)]
+    changes = changes_of(demands, workers)
+    after = [AllocatedWorker(w.id, changes.get(w.id, w.job_id), 0, 8) for w in workers]
+    assert all(worker.job_id for worker in after if worker.id in changes)
     again = changes_of(demands, after)
     assert not {w for w in again if w in changes}

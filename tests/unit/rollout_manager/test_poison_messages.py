@@ -230,7 +230,7 @@ async def test_entry_that_fails_unexpectedly_is_dead_lettered_once(monkeypatch: 
         rig.clock += 2e6
         assert await rig.manager.try_lead()
         for worker in rig.workers.values():
-            await worker.beat()
+            await worker.send_heartbeat()
     for _ in range(4):
         await rig.work()
     assert [letter.reason for letter in await dead_letters(rig)] == ["it cannot be applied: Bug('half done')"]

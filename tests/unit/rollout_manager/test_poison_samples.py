@@ -83,8 +83,8 @@ class Fleet:
         if self.manager.recovered or self.run(self.manager.try_lead()):
             self.run(self.manager.turn())
         for worker in self.workers:
-            self.run(worker.beat())
-            self.run(worker.obey())
+            self.run(worker.send_heartbeat())
+            self.run(worker.execute_commands())
             worker.generate(2)
             self.run(worker.flush())
 

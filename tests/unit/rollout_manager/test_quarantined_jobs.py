@@ -63,8 +63,8 @@ class Stage:
         for _ in range(n):
             self.clock += 0.1
             await self.manager.turn()
-            await self.worker.obey()
-            await self.worker.beat()
+            await self.worker.execute_commands()
+            await self.worker.send_heartbeat()
 
     async def restart(self) -> None:
         self.manager = self.successor()

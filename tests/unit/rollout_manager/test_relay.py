@@ -146,7 +146,7 @@ class System:
         """Let the manager and the worker do their work once."""
         self.clock += 0.1
         await self.manager.turn()
-        await worker.obey()
+        await worker.execute_commands()
         worker.generate(2)
         await worker.flush()
 

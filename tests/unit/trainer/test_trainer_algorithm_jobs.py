@@ -165,7 +165,7 @@ async def test_with_a_critic_each_token_has_an_advantage_of_its_own(tmp_path: Pa
         Experience(
             float(n % 3),
             np.full(n, 0.5),
-            kl_coef * (unpack(row.logprobs, F32).astype(float) + 1.5) if kl_coef else None,
+            kl_coef * (unpack(row.sampled, F32).astype(float) + 1.5) if kl_coef else None,
         )
         for row in engine.rows
         for n in [length(row.completion, I32)]
@@ -325,7 +325,7 @@ async def test_non_finite_loss_fails_the_job_and_dumps_the_batch(tmp_path: Path,
     assert name == "not-finite-step-2.jsonl"
     assert 0 < len(rows) <= 4
     assert f"the {len(rows)} samples" in report.error
-    assert all(length(row.logprobs, F32) == length(row.completion, I32) for row in rows)
+    assert all(length(row.sampled, F32) == length(row.completion, I32) for row in rows)
 
 
 def test_a_trainer_starts_without_waiting_for_torch() -> None:

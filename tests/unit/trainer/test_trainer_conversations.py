@@ -47,7 +47,7 @@ async def test_a_conversation_is_one_row_in_which_only_the_models_tokens_are_tra
         tokens, trained = ints(row.completion), ints(row.loss_mask, U8)
         said = [token for token, mine in zip(tokens, trained, strict=True) if mine]
         told = [token for token, mine in zip(tokens, trained, strict=True) if not mine]
-        assert length(row.logprobs, F32) == len(said) == row.n_loss_tokens
+        assert length(row.sampled, F32) == len(said) == row.n_loss_tokens
         assert told[::2] == [50] * (2 if ints(row.prompt)[1] % 2 else 1)
         # Each later turn was asked for with exactly what stands before it.
         starts = [i for i in range(1, len(trained)) if trained[i] and not trained[i - 1]]

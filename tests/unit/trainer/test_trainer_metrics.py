@@ -61,8 +61,8 @@ def test_the_rows_names_are_the_fields() -> None:
         durations=Durations(seeding_s=1.0, wait_s=0.5, train_s=0.25, publish_s=0.125, step_s=2.0),
     )
     rollouts.dropped["timeout"] += 2
-    rollouts.left_out["equal_rewards"] += 1
-    tally.left_out["equal_rewards"] += 2
+    rollouts.replaced["equal_rewards"] += 1
+    tally.excluded["equal_rewards"] += 2
     assert tally.metrics() == pytest.approx(
         {
             "reward/mean": 0.75,

@@ -43,7 +43,7 @@ from tests.support.trainer_rig import WatchedEngine
 
 
 @given(n=st.integers(1, 8), tries=st.integers(0, 5))
-def test_a_place_has_as_many_groups_as_it_may_and_each_a_number_of_its_own(n: int, tries: int) -> None:
+def test_replacements_of_a_slot_are_limited_and_distinct(n: int, tries: int) -> None:
     replacements = Replacements(n, tries, seed=0, step=0, n_rows=9)
     chains = []
     for first in range(n):

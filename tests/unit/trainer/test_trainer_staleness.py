@@ -178,7 +178,7 @@ class Proximal(FakeEngine):
 
     def accumulate(self, batches: Any, loss: LossFn) -> dict[str, float]:
         rows = [row for batch in batches for row in batch]
-        lengths = {len(row.proximal) - len(row.logprobs) for row in rows if row.proximal}
+        lengths = {len(row.proximal) - len(row.sampled) for row in rows if row.proximal}
         assert lengths <= {0}
         self.calls.append("with" if all(row.proximal for row in rows) else "without")
         return super().accumulate(batches, loss)

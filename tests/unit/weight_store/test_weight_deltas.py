@@ -327,10 +327,10 @@ async def test_a_commit_with_bad_edges_is_refused_and_the_head_stays(world: Worl
     await world.publish(0)
     with pytest.raises(Undecodable):
         await world.publish(1, lists=[data])
-    assert world.store.model(JOB).head == 0
+    assert world.store.versions_of(JOB).head == 0
     world.encoder.reset()
     await world.publish(1)
-    assert world.store.model(JOB).head == 1
+    assert world.store.versions_of(JOB).head == 1
 
 
 async def test_edges_whose_delta_is_not_there_are_left_out(world: World) -> None:

@@ -158,7 +158,7 @@ async def world() -> World:
 
 async def test_version_is_committed_before_its_chunks_are_written(world: World) -> None:
     await world.publish(1)
-    assert world.store.model(JOB).head == 1
+    assert world.store.versions_of(JOB).head == 1
     assert world.written(1) == []
     assert await world.served(1, 2) == content(1, 2)
     assert world.written(1) == [2]
@@ -190,7 +190,7 @@ async def test_commit_without_the_base_of_a_delta_is_refused(world: World) -> No
     del world.files.held[ref(0, 1).digest]
     with pytest.raises(Conflict, match="lacks 3 of 3 chunks"):
         await world.store.commit(JOB, 1, request)
-    assert world.store.model(JOB).head == 0
+    assert world.store.versions_of(JOB).head == 0
 
 
 async def test_bases_are_collected_once_the_chunks_are_written(world: World) -> None:
@@ -286,7 +286,7 @@ async def test_deltas_of_an_abandoned_upload_are_collected(world: World) -> None
     world.now += UPLOAD_GRACE_S + 1
     await world.store.collector.collect_once()
     await world.store.collector.collect_once()
-    assert (len(world.chunks), world.files.held, world.store.models()) == (0, {}, [])
+    assert (len(world.chunks), world.files.held, world.store.all_versions()) == (0, {}, [])
 
 
 async def test_deleted_version_that_was_never_written_is_collected(world: World) -> None:

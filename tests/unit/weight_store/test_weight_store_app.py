@@ -32,14 +32,14 @@ def store(world: World) -> WeightStore:
 async def test_version_is_invisible_before_its_commit(store: WeightStore) -> None:
     request = await publish(store, 0, b"weights")
     with pytest.raises(NotFound):
-        store.model(JOB)
+        store.versions_of(JOB)
     with pytest.raises(NotFound):
         await store.manifest(JOB, 0)
     committed = await store.commit(JOB, 0, request)
     data, digest = await store.manifest(JOB, 0)
     assert digest == committed.digest == digest_of(data)
     assert Manifest.decode(data).parts[0].digest == request.parts[0]
-    assert store.models() == [store.model(JOB)]
+    assert store.all_versions() == [store.versions_of(JOB)]
 
 
 async def test_an_adapter_keeps_its_base_and_the_chunks_of_it(world: World) -> None:
@@ -59,7 +59,7 @@ async def test_an_adapter_keeps_its_base_and_the_chunks_of_it(world: World) -> N
     assert (manifest.base_version, manifest.adapter_json) == (0, "{}")
     base = Manifest.decode((await store.manifest(JOB, 0))[0])
     assert await store.missing([*base.chunks(), *manifest.chunks()]) == []
-    assert [known.version for known in store.model(JOB).versions] == [0, 3]
+    assert [known.version for known in store.versions_of(JOB).versions] == [0, 3]
 
 
 async def test_an_adapter_without_its_base_is_refused(store: WeightStore) -> None:
@@ -75,7 +75,7 @@ async def test_repeated_commit_changes_nothing_and_is_announced_once(world: Worl
     await commit(store, 1, b"more weights")
     world.now += 10
     assert await store.commit(JOB, 0, request) == first
-    assert store.model(JOB).head == 1
+    assert store.versions_of(JOB).head == 1
     await announce(store, world, [0, 1])
 
 
@@ -112,7 +112,7 @@ async def test_of_two_commits_on_one_head_the_second_loses(store: WeightStore) -
     results = await asyncio.gather(store.commit(JOB, 1, ours), store.commit(JOB, 2, theirs), return_exceptions=True)
     assert isinstance(results[0], Version)
     assert isinstance(results[1], Conflict)
-    assert store.model(JOB).head == 1
+    assert store.versions_of(JOB).head == 1
 
 
 async def test_commit_without_every_rank_is_refused(store: WeightStore) -> None:
@@ -158,7 +158,7 @@ async def test_commit_during_a_redis_outage_is_announced_later(world: World, sto
     await commit(store, 0, b"weights")
     await eventually(world.waits.current)
     assert world.waits.current()[0].because == f"announce version 0 of job {JOB}"
-    assert store.model(JOB).head == 0
+    assert store.versions_of(JOB).head == 0
     world.bus.down = False
 
     async def announced() -> bool:
@@ -198,10 +198,10 @@ async def test_a_full_disk_leaves_the_old_head(
         raise StoreFull("no room")
 
     with monkeypatch.context() as full:
-        full.setattr(world.documents, "save_model", no_room)
+        full.setattr(world.documents, "save_versions", no_room)
         with pytest.raises(StoreFull):
             await store.commit(JOB, 1, request)
-    assert store.model(JOB).head == 0
+    assert store.versions_of(JOB).head == 0
     assert (await store.commit(JOB, 1, request)).version == 1
 
 
@@ -212,8 +212,8 @@ async def test_collection_removes_unreferenced_chunks_of_a_retired_version(world
     await store.collector.collect_once()
     # Version 0 has the content of version 3; version 1 has its own.
     assert set(world.chunks.held) == {digest_of(b"weights 2"), digest_of(b"weights 3")}
-    assert [known.version for known in store.model(JOB).versions] == [2, 3]
-    assert store.model(JOB).retired == ()
+    assert [known.version for known in store.versions_of(JOB).versions] == [2, 3]
+    assert store.versions_of(JOB).retired == ()
     with pytest.raises(NotFound):
         await world.documents.manifest(JOB, 1)
     with pytest.raises(NotFound, match="version 1 of job job-1"):
@@ -275,13 +275,13 @@ async def test_collection_killed_midway_is_repeated(
         raise RuntimeError("killed")
 
     with monkeypatch.context() as dying:
-        dying.setattr(world.documents, "save_model", killed)
+        dying.setattr(world.documents, "save_versions", killed)
         with pytest.raises(RuntimeError):
             await store.collector.collect_once()
     again = world.store()
     await again.load()
     await again.collector.collect_once()
-    assert again.model(JOB).retired == ()
+    assert again.versions_of(JOB).retired == ()
     assert set(world.chunks.held) == {digest_of(b"weights 1"), digest_of(b"weights 2")}
 
 
@@ -318,7 +318,7 @@ async def test_collecting_and_composing_wait_for_the_object_store(
 
 async def test_unreadable_model_document_leaves_the_other_jobs_served(world: World, store: WeightStore) -> None:
     await commit(store, 0, b"some")
-    successor, read = world.store(), world.documents.model
+    successor, read = world.store(), world.documents.versions_of
 
     async def damaged(job_id: str) -> JobVersions:
         return decode_model(b"") if job_id == "damaged" else await read(job_id)
@@ -326,11 +326,11 @@ async def test_unreadable_model_document_leaves_the_other_jobs_served(world: Wor
     async def jobs() -> list[str]:
         return ["damaged", JOB]
 
-    world.documents.model, world.documents.jobs = damaged, jobs  # type: ignore[method-assign]
+    world.documents.versions_of, world.documents.jobs = damaged, jobs  # type: ignore[method-assign]
     await successor.load()
-    assert successor.model(JOB).head == 0
+    assert successor.versions_of(JOB).head == 0
     with pytest.raises(Conflict, match=r"models/damaged"):
-        successor.model("damaged")
+        successor.versions_of("damaged")
     with pytest.raises(Conflict, match=r"models/damaged"):
         await successor.commit("damaged", 0, CommitRequest(expect=-1, parts=(digest_of(b""),), config_json="{}"))
     # What the job refers to is unknown, so nothing is removed.

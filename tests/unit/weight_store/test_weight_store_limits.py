@@ -67,7 +67,7 @@ async def test_garbage_is_collected_before_a_write_is_rejected(world: World) -> 
     for version in range(4):
         world.now += 60
         await commit(store, version, bytes([version]) * 100)
-    assert store.model(JOB).head == 3
+    assert store.versions_of(JOB).head == 3
     assert await world_chunks.n_bytes() == 200
 
 
@@ -79,7 +79,7 @@ async def test_deleted_model_is_unknown_and_its_chunks_are_removed(world: World,
     await in_state(world, "completed")
     await store.delete(JOB)
     with pytest.raises(NotFound):
-        store.model(JOB)
+        store.versions_of(JOB)
     with pytest.raises(NotFound):
         await store.delete(JOB)
     world.now += UPLOAD_GRACE_S + 1
@@ -87,7 +87,7 @@ async def test_deleted_model_is_unknown_and_its_chunks_are_removed(world: World,
     assert not world.chunks.held
     again = world.store()
     await again.load()
-    assert again.models() == []
+    assert again.all_versions() == []
 
 
 @pytest.mark.parametrize("state", ["pending", "running", "paused"])
@@ -98,7 +98,7 @@ async def test_weights_of_a_job_that_has_not_ended_are_not_deleted(
     await in_state(world, state)
     with pytest.raises(Conflict, match=rf"{JOB} has not ended \(state {state}\): cancel it"):
         await store.delete(JOB)
-    assert store.model(JOB).head == 0
+    assert store.versions_of(JOB).head == 0
 
 
 async def test_weights_are_not_deleted_while_a_trainer_holds_the_job(world: World, store: WeightStore) -> None:
@@ -117,7 +117,7 @@ async def test_job_with_a_damaged_record_counts_as_not_ended(world: World, store
     with pytest.raises(Conflict, match="has not ended"):
         await store.delete(JOB)
     await store.collector.tidy()
-    assert [known.version for known in store.model(JOB).versions] == [0, 1]
+    assert [known.version for known in store.versions_of(JOB).versions] == [0, 1]
 
 
 async def test_only_the_last_version_of_an_ended_job_is_retained(world: World, store: WeightStore) -> None:
@@ -125,10 +125,10 @@ async def test_only_the_last_version_of_an_ended_job_is_retained(world: World, s
         await commit(store, version, b"weights %d" % version)
     await in_state(world, "running")
     await store.collector.tidy()
-    assert [known.version for known in store.model(JOB).versions] == [1, 2]
+    assert [known.version for known in store.versions_of(JOB).versions] == [1, 2]
     await in_state(world, "completed")
     await store.collector.tidy()
-    assert [known.version for known in store.model(JOB).versions] == [2]
+    assert [known.version for known in store.versions_of(JOB).versions] == [2]
     assert set(world.chunks.held) == {digest_of(b"weights 2")}
 
 
@@ -144,12 +144,12 @@ async def test_full_disk_defers_retiring_and_still_frees_space(
     world.now += UPLOAD_GRACE_S + 1
     await in_state(world, "completed")
     with monkeypatch.context() as full:
-        full.setattr(world.documents, "save_model", no_room)
+        full.setattr(world.documents, "save_versions", no_room)
         await store.collector.tidy()
-    assert [known.version for known in store.model(JOB).versions] == [0, 1]
+    assert [known.version for known in store.versions_of(JOB).versions] == [0, 1]
     assert digest_of(b"abandoned") not in world.chunks.held
     await store.collector.tidy()
-    assert [known.version for known in store.model(JOB).versions] == [1]
+    assert [known.version for known in store.versions_of(JOB).versions] == [1]
 
 
 async def test_versions_of_a_job_that_ended_just_now_remain(world: World, store: WeightStore) -> None:
@@ -158,9 +158,9 @@ async def test_versions_of_a_job_that_ended_just_now_remain(world: World, store:
     record = {"state": "completed", "finished_at": world.now}
     await world.bus.transact([HashSet(JOBS, {JOB: json.dumps(record)})])
     await store.collector.tidy(ended_before=world.now)
-    assert [known.version for known in store.model(JOB).versions] == [0, 1]
+    assert [known.version for known in store.versions_of(JOB).versions] == [0, 1]
     await store.collector.tidy(ended_before=world.now + 0.1)
-    assert [known.version for known in store.model(JOB).versions] == [1]
+    assert [known.version for known in store.versions_of(JOB).versions] == [1]
 
 
 async def test_base_of_an_ended_adapter_job_is_retained(world: World, store: WeightStore) -> None:
@@ -170,4 +170,4 @@ async def test_base_of_an_ended_adapter_job_is_retained(world: World, store: Wei
         await store.commit(JOB, version, request.model_copy(update={"base_version": 0, "adapter_json": "{}"}))
     await in_state(world, "completed")
     await store.collector.tidy()
-    assert [known.version for known in store.model(JOB).versions] == [0, 2]
+    assert [known.version for known in store.versions_of(JOB).versions] == [0, 2]

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from rlboost.services.rollout_manager.domain.allocation.charging import charge_startup, has_budget
 from rlboost.services.rollout_manager.domain.jobs.progress import JobProgress
 from rlboost.services.rollout_manager.domain.jobs.record import Job
-from rlboost.services.rollout_manager.domain.scheduling.fair_share import Demand, Member, reallocate, shares_of
+from rlboost.services.rollout_manager.domain.scheduling.fair_share import AllocatedWorker, Demand, reallocate, shares_of
 from rlboost.services.rollout_manager.domain.workers.fleet_counts import FleetCounts
 from rlboost.services.rollout_manager.domain.workers.worker import Worker
 from rlboost.services.rollout_manager.domain.world import Now, World
@@ -127,17 +127,17 @@ def _activate(world: World, worker: Worker, *, active: bool) -> None:
 
 
 def _reallocate(world: World, jobs: list[Job], versions: dict[str, int], now: Now) -> None:
-    members = [
-        Member(worker.id, worker.job, len(worker.samples), worker.batch_cap)
+    workers = [
+        AllocatedWorker(worker.id, worker.job, len(worker.samples), worker.batch_cap)
         for worker in world.fleet.workers.values()
         if not worker.reserved and worker.state != "draining"
     ]
-    if not members:
+    if not workers:
         return
     demands = [_demand(world, job, now) for job in jobs]
-    shares = shares_of(demands, members)
-    _track_jobs_below_share(world, demands, members, shares, now)
-    for worker_id, job_id in reallocate(demands, members, shares).items():
+    shares = shares_of(demands, workers)
+    _track_jobs_below_share(world, demands, workers, shares, now)
+    for worker_id, job_id in reallocate(demands, workers, shares).items():
         worker = world.fleet.workers[worker_id]
         if not has_budget(world, world.jobs[job_id], worker):
             continue
@@ -159,11 +159,11 @@ def _demand(world: World, job: Job, now: Now) -> Demand:
 
 
 def _track_jobs_below_share(
-    world: World, demands: list[Demand], members: list[Member], shares: dict[str, int], now: Now
+    world: World, demands: list[Demand], workers: list[AllocatedWorker], shares: dict[str, int], now: Now
 ) -> None:
     for demand in demands:
         progress = world.progress[demand.job_id]
-        have = sum(member.job_id == demand.job_id for member in members)
+        have = sum(worker.job_id == demand.job_id for worker in workers)
         if not demand.queued or have >= shares[demand.job_id]:
             progress.below_share_since_mono_s = None
         elif progress.below_share_since_mono_s is None:

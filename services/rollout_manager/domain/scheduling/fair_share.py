@@ -30,8 +30,8 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
-    """A preemptible worker."""
+class AllocatedWorker:
+    """A preemptible worker that is allocated to a job, or to none."""
 
     id: str
     job_id: str
@@ -40,18 +40,18 @@ class Member:
     batch_cap: int
 
 
-def fair_shares(demands: Sequence[Demand], workers: int, batch_cap: float) -> dict[str, int]:
+def fair_shares(demands: Sequence[Demand], n_workers: int, batch_cap: float) -> dict[str, int]:
     """Return the fair share of each job in workers: in proportion to the weights, none more than it can fill.
 
     Args:
         demands: the jobs.
-        workers: number of workers.
+        n_workers: number of workers.
         batch_cap: mean number of samples that one worker runs.
 
     """
     shares = {demand.job_id: 0 for demand in demands}
     fillable = {demand.job_id: -(-demand.samples // max(1, int(batch_cap))) for demand in demands}
-    for _ in range(workers):
+    for _ in range(n_workers):
         unfilled = [d for d in demands if shares[d.job_id] < fillable[d.job_id]]
         if not unfilled:
             break
@@ -61,35 +61,37 @@ def fair_shares(demands: Sequence[Demand], workers: int, batch_cap: float) -> di
     return shares
 
 
-def shares_of(demands: Sequence[Demand], members: Sequence[Member]) -> dict[str, int]:
-    """Return the fair share of each job in `members`, which must not be empty."""
-    return fair_shares(demands, len(members), sum(member.batch_cap for member in members) / len(members))
+def shares_of(demands: Sequence[Demand], workers: Sequence[AllocatedWorker]) -> dict[str, int]:
+    """Return the fair share of each job in `workers`, which must not be empty."""
+    return fair_shares(demands, len(workers), sum(worker.batch_cap for worker in workers) / len(workers))
 
 
-def reallocate(demands: Sequence[Demand], members: Sequence[Member], shares: Mapping[str, int]) -> dict[str, str]:
+def reallocate(
+    demands: Sequence[Demand], workers: Sequence[AllocatedWorker], shares: Mapping[str, int]
+) -> dict[str, str]:
     """Return which workers should change to which job, given each job's fair share."""
     have = {demand.job_id: 0 for demand in demands}
-    for member in members:
-        if member.job_id in have:
-            have[member.job_id] += 1
+    for worker in workers:
+        if worker.job_id in have:
+            have[worker.job_id] += 1
     changes: dict[str, str] = {}
-    by_load = sorted(members, key=lambda m: (m.load, m.id))
+    by_load = sorted(workers, key=lambda w: (w.load, w.id))
     for demand in sorted(demands, key=lambda d: (have[d.job_id] - shares[d.job_id], d.job_id)):
-        for member in by_load:
+        for worker in by_load:
             if have[demand.job_id] >= shares[demand.job_id] or not demand.queued:
                 break
-            if member.id not in changes and _may_change(member, demand, shares, have):
-                changes[member.id] = demand.job_id
+            if worker.id not in changes and _may_change(worker, demand, shares, have):
+                changes[worker.id] = demand.job_id
                 have[demand.job_id] += 1
-                if member.job_id in have:
-                    have[member.job_id] -= 1
+                if worker.job_id in have:
+                    have[worker.job_id] -= 1
     return changes
 
 
-def _may_change(member: Member, demand: Demand, shares: Mapping[str, int], have: Mapping[str, int]) -> bool:
-    if member.job_id == demand.job_id:
+def _may_change(worker: AllocatedWorker, demand: Demand, shares: Mapping[str, int], have: Mapping[str, int]) -> bool:
+    if worker.job_id == demand.job_id:
         return False
-    if member.job_id not in shares:
+    if worker.job_id not in shares:
         return True
-    above_share = have[member.job_id] > shares[member.job_id]
-    return above_share and (member.load == 0 or demand.below_share_s >= PATIENCE_S)
+    above_share = have[worker.job_id] > shares[worker.job_id]
+    return above_share and (worker.load == 0 or demand.below_share_s >= PATIENCE_S)

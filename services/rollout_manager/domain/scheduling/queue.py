@@ -35,17 +35,17 @@ class SampleQueue:
     """Heap of (-estimate, group)."""
     oldest: list[int] = field(default_factory=list)
     """Heap of groups."""
-    members: dict[int, list[int]] = field(default_factory=dict)
+    unstarted: dict[int, list[int]] = field(default_factory=dict)
     """Group -> heap of its samples without tokens."""
     estimates: dict[int, float] = field(default_factory=dict)
-    """Group of `members` -> its estimate; entries of `longest` with another one are superseded."""
+    """Group of `unstarted` -> its estimate; entries of `longest` with another one are superseded."""
     turns: int = 0
     """How many groups were selected that needed no probe."""
 
     @property
     def empty(self) -> bool:
         """Return True if no sample is queued."""
-        return not self.resumed and not self.members
+        return not self.resumed and not self.unstarted
 
     def add(self, sample: Sample, estimate: float | None, remaining_tokens: float) -> None:
         """Queue a sample.
@@ -60,18 +60,18 @@ class SampleQueue:
             heapq.heappush(self.resumed, (-remaining_tokens, sample.id))
             return
         group = sample.request.group
-        members = self.members.get(group)
-        if members is None:
-            members = self.members[group] = []
+        samples = self.unstarted.get(group)
+        if samples is None:
+            samples = self.unstarted[group] = []
             heapq.heappush(self.oldest, group)
             self.set_estimate(group, float(sample.request.sampling.max_tokens) if estimate is None else estimate)
             if estimate is None and sample.id == group:
                 heapq.heappush(self.probes, group)
-        heapq.heappush(members, sample.id)
+        heapq.heappush(samples, sample.id)
 
     def set_estimate(self, group: int, length: float) -> None:
         """Set the expected length of a group's samples, in tokens."""
-        if group in self.members:
+        if group in self.unstarted:
             self.estimates[group] = length
             heapq.heappush(self.longest, (-length, group))
 
@@ -85,33 +85,33 @@ class SampleQueue:
     def _next(self) -> int | None:
         if self.resumed:
             return heapq.heappop(self.resumed)[1]
-        if not self.members:
+        if not self.unstarted:
             self.probes.clear()
             self.longest.clear()
             self.oldest.clear()
             return None
-        return self._pop_member(self.next_group())
+        return self._pop_unstarted(self.next_group())
 
     def next_group(self) -> int:
-        """Return the group of `members` whose next sample starts; the simulator replaces this by other orders."""
+        """Return the group of `unstarted` whose next sample starts; the simulator replaces this by other orders."""
         while self.probes:
             group = heapq.heappop(self.probes)
-            if group in self.members:
+            if group in self.unstarted:
                 return group
         self.turns += 1
         if self.turns % OLDEST_GROUP_EVERY == 0:
-            while self.oldest[0] not in self.members:
+            while self.oldest[0] not in self.unstarted:
                 heapq.heappop(self.oldest)
             return self.oldest[0]
-        while (top := self.longest[0])[1] not in self.members or -top[0] != self.estimates[top[1]]:
+        while (top := self.longest[0])[1] not in self.unstarted or -top[0] != self.estimates[top[1]]:
             heapq.heappop(self.longest)
         return top[1]
 
-    def _pop_member(self, group: int) -> int:
-        members = self.members[group]
-        sample = heapq.heappop(members)
-        if not members:
-            del self.members[group], self.estimates[group]
+    def _pop_unstarted(self, group: int) -> int:
+        samples = self.unstarted[group]
+        sample = heapq.heappop(samples)
+        if not samples:
+            del self.unstarted[group], self.estimates[group]
         return sample
 
 
@@ -120,10 +120,8 @@ class SampleQueues(dict[Requirement, SampleQueue]):
 
     def add(self, sample: Sample, lengths: LengthEstimates) -> None:
         """Queue a sample, with the estimates of its job."""
-        estimate, remaining = (
-            lengths.expected_length(sample),
-            lengths.remaining_tokens(sample) if sample.tokens else 0.0,
-        )
+        estimate = lengths.expected_length(sample)
+        remaining = lengths.remaining_tokens(sample) if sample.tokens else 0.0
         self.setdefault(requirement_of(sample), SampleQueue()).add(sample, estimate, remaining)
 
     def in_order(self) -> list[Requirement]:

@@ -60,11 +60,9 @@ def decode_frames(frames: Sequence[TokenFrame]) -> FrameRows:
     tokens_sent = np.cumsum([len(frame.tokens) // TOKEN_BYTES for frame in frames])
     if (wrong := np.flatnonzero(tokens_to != tokens_sent)).size:
         raise _mismatch(frames[int(wrong[0])])
-    tokens, logprobs, finish = (
-        _column(frames, "tokens", I32),
-        _column(frames, "logprobs", F32),
-        _column(frames, "finish", U8),
-    )
+    tokens = _column(frames, "tokens", I32)
+    logprobs = _column(frames, "logprobs", F32)
+    finish = _column(frames, "finish", U8)
     return FrameRows(
         frames=frames,
         first_rows=last_rows - n_rows,

@@ -81,7 +81,7 @@ def lengths(rows: Sequence[SequenceRow]) -> list[int]:
 
 def sampled(rows: Sequence[TrainingRow]) -> Array:
     """Return the log-probability of each completion token when it was sampled, float32 [tokens]."""
-    return np.concatenate([unpack(row.logprobs, F32) for row in rows])
+    return np.concatenate([unpack(row.sampled, F32) for row in rows])
 
 
 def proximal(rows: Sequence[TrainingRow]) -> Array | None:

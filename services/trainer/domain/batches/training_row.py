@@ -15,7 +15,7 @@ class SequenceRow:
     """int32 column of token ids."""
     completion: bytes
     """int32 column of token ids; `loss_mask` selects those with a loss."""
-    logprobs: bytes = b""
+    sampled: bytes = b""
     """float32 column: log-probability of each loss token when it was generated. Forward passes do not read it."""
     loss_mask: bytes = b""
     """uint8 column aligned with `completion`: 1 for a token with a loss, 0 for a token of an environment; empty if all
@@ -54,7 +54,7 @@ class TrainingRow(SequenceRow):
     @classmethod
     def of(cls, row: SequenceRow, advantages: bytes, **columns: bytes) -> TrainingRow:
         """Return a row with these advantages, and with optional columns by name."""
-        sequence = (row.prompt, row.completion, row.logprobs, row.loss_mask, row.routed_experts)
+        sequence = (row.prompt, row.completion, row.sampled, row.loss_mask, row.routed_experts)
         return cls(*sequence, advantages=advantages, **columns)
 
 

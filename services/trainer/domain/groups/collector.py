@@ -101,10 +101,8 @@ class StepCollector:
 
     def arrived_text(self) -> str:
         """Return how many samples have arrived, for people."""
-        text, n_evaluation = (
-            f"{self.n_arrived:,} of {self.n_samples:,} samples have arrived",
-            self._n_evaluation_samples,
-        )
+        text = f"{self.n_arrived:,} of {self.n_samples:,} samples have arrived"
+        n_evaluation = self._n_evaluation_samples
         if 0 < n_evaluation < self.n_samples:
             text += f" ({self._n_evaluation_arrived:,} of {n_evaluation:,} for the evaluation)"
         return text

@@ -68,9 +68,9 @@ class PolicyLoss:
             Fatal: the function of `algorithm.loss` does not return one number per token, or has no gradient.
 
         """
-        first = batch.logprobs.detach() if batch.proximal is None else batch.proximal
-        since_sampled = first - batch.sampled
-        log_ratio = batch.logprobs - (first if self.decoupled else batch.sampled)
+        proximal = batch.logprobs.detach() if batch.proximal is None else batch.proximal
+        since_sampled = proximal - batch.sampled
+        log_ratio = batch.logprobs - (proximal if self.decoupled else batch.sampled)
         level = sequence_ratios if self.ratio == "sequence" else token_ratios
         ratio = level(log_ratio, batch.lengths)
         clipped = self._clipped(ratio, batch)
@@ -92,7 +92,7 @@ class PolicyLoss:
             sums["rejected"] = (~stay).sum()
         total = self._summed(losses, batch.lengths)
         with torch.no_grad():
-            sums |= _sums(total, ratio, batch, first)
+            sums |= _sums(total, ratio, batch, proximal)
             if clipped is not None:
                 sums |= _clip_sums(clipped)
             values = torch.stack(list(sums.values())).tolist()
@@ -156,13 +156,13 @@ def job_loss(spec: GeneratingJob, user_loss: TokenLoss | None = None) -> LossFn:
     )
 
 
-def _sums(total: Tensor, ratio: Tensor, batch: TokenBatch, first: Tensor) -> dict[str, Tensor]:
+def _sums(total: Tensor, ratio: Tensor, batch: TokenBatch, proximal: Tensor) -> dict[str, Tensor]:
     log_ratio = batch.logprobs - batch.sampled
     return {
         "loss": total,
         "abs_log_ratio": log_ratio.abs().sum(),
         "kl": k3(batch.sampled, batch.logprobs).sum(),
-        MISMATCH: k3(batch.sampled, first).sum(),
+        MISMATCH: k3(batch.sampled, proximal).sum(),
         "ratio": ratio.sum(),
         f"{MAX_PREFIX}ratio": ratio.max(),
     }
