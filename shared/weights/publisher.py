@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, ExitStack
 
 import structlog
 
@@ -82,7 +82,8 @@ class Publisher:
         progress = TransferProgress()
         progress.total_bytes = self._part_bytes.get((job_id, rank), 0)
         updates = _with_deltas(split(shards, self._chunk_bytes, entries), self._encoder)
-        try:
+        with ExitStack() as on_error:
+            on_error.callback(self._reset_deltas)
             async with self._wait(f"publish version {version} of job {job_id}, rank {rank}", progress.text):
                 async for window in self._windows(updates):
                     refs += [chunk.ref for chunk, _ in window]
@@ -94,9 +95,7 @@ class Publisher:
                 await self._upload(lists)
                 part = Part(rank=rank, chunks=tuple(refs), tensors=tuple(entries), edges=tuple(ref for ref, _ in lists))
                 await retry_unavailable(lambda: self._client.put_part(job_id, version, part))
-        except BaseException:
-            self._reset_deltas()
-            raise
+            on_error.pop_all()
         if self._encoder:
             self._encoder.end(version, len(refs))
         self._part_bytes[job_id, rank] = progress.done_bytes
@@ -157,13 +156,13 @@ class Publisher:
             adapter_json=adapter_json,
             parity_json=parity_json,
         )
-        try:
-            async with self._wait(f"commit version {version} of job {job_id}"):
-                return await retry_unavailable(lambda: self._client.commit(job_id, version, request))
-        except BaseException:
+        with ExitStack() as on_error:
             # Workers hold committed versions only: deltas from an uncommitted one are useless.
-            self._reset_deltas()
-            raise
+            on_error.callback(self._reset_deltas)
+            async with self._wait(f"commit version {version} of job {job_id}"):
+                info = await retry_unavailable(lambda: self._client.commit(job_id, version, request))
+            on_error.pop_all()
+        return info
 
     async def head(self, job_id: str) -> VersionInfo | None:
         """Return the newest committed version, None before the first."""
