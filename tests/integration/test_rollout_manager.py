@@ -32,7 +32,7 @@ from tests.support.service_process import TOKEN, ServiceProcess
 from tests.support.sim_worker import RESIDENT_BYTES
 from tests.support.stopwatch import Stopwatch
 
-SPEC = {**played_job.SPEC, "elastic": {"seeding": 0.3}}
+SPEC = {**played_job.SPEC, "elastic": {"seeding": 1.0}}
 
 
 class System(PlayedJob):
@@ -156,11 +156,11 @@ async def test_the_reserved_engine_generates_for_the_window_and_then_hands_over_
     system.start_worker("reserved", "reserved", pace_s=0.02)
     system.start_worker("spot", pace_s=0.01)
     await eventually(lambda: _states(system, {"reserved": "suspended", "spot": "ready"}))
-    await system.request(groups=2, max_tokens=100)
+    await system.request(groups=2, max_tokens=200)
     samples = await system.delivered(16)
     ended = [m for m in await system.finished() if isinstance(m, SeedingEnded)]
     assert [m.reason for m in ended] == ["window"]
-    assert 0.3 <= ended[0].window_s < 2.0
+    assert 1.0 <= ended[0].window_s < 4.0
     moved = [s for s in samples if [worker for worker, _, _ in s.spans] == ["reserved", "spot"]]
     assert moved
     assert await _states(system, {"reserved": "suspended"})
