@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
 import yaml
@@ -17,7 +18,7 @@ from tests.support.black_box import ROOT, black_box
 
 PAGE_OPEN_MS = 45_000
 """The page draws tokens/s of the time in which it is open."""
-WIDTH, HEIGHT = 1180, 1722
+WIDTH, HEIGHT = 1180, 2290
 
 
 def main() -> None:
@@ -29,6 +30,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, black_box(Path(folder) / "state", workers=3) as box:
         job_id = box.submit(spec)
         box.until_step(job_id, 14, within_s=600)
+        box.until(lambda: all(worker["running"] > 2 for worker in box.get("/v1/workers")), "samples on all workers", 60)
+        time.sleep(1)  # they have generated tokens that a migration preserves
         box.kill("preemptible")
         box.until_step(job_id, 20, within_s=600)
         with sync_playwright() as playwright:
