@@ -1,4 +1,4 @@
-"""Draw `docs/images/web-page.png`: the web page during a Countdown job of 30 steps that loses a worker.
+"""Draw `docs/images/web-page.png`: the web page during a Countdown job of 45 steps that loses a worker.
 
 make screenshots
 """
@@ -23,7 +23,7 @@ WIDTH, HEIGHT = 1180, 2290
 
 def main() -> None:
     """Run the job and draw the page shortly before its end."""
-    spec = {**yaml.safe_load((ROOT / "examples/countdown/job.yaml").read_text()), "steps": 30}
+    spec = {**yaml.safe_load((ROOT / "examples/countdown/job.yaml").read_text()), "steps": 45}
     spec["elastic"]["seeding"] = "auto"
     os.environ["RLBOOST_TRAINER_PRICE_PER_HOUR"] = "12"  # a reserved machine, and spot workers at a fraction of it
     os.environ["RLBOOST_WORKER_PRICE_PER_HOUR"] = "0.8"

@@ -17,6 +17,7 @@ from tests.support.synthetic_record import (
     LEFT_AT,
     MISSED_AT,
     NOTICED_AT,
+    SILENT_S,
     gone,
     job_event,
     job_events,
@@ -141,7 +142,7 @@ def test_preemptions_have_their_step_and_the_time_until_their_samples_resumed(fi
     found_in = "m.preemptions(a[0], m.migrations(a[0]), a[1])"
     code = found_in + ".map((p) => [p.worker, p.step, p.noticed, p.samples, p.tokens, p.resumed_s])"
     found = call(files, "history.js", code, events(*begins), JOB)
-    assert found == [["worker-2", 3, False, 50, 2500, pytest.approx(0.6)], ["worker-1", 7, True, 20, 900, 0]]
+    assert found == [["worker-2", 3, False, 50, 2500, pytest.approx(SILENT_S + 0.6)], ["worker-1", 7, True, 20, 900, 0]]
     incidents = f"m.stepIncidents(a[0], {found_in}, a[2], a[1])"
     texts = call(files, "history.js", incidents, events(*begins), JOB, 3)
     assert texts == ["worker-2 was preempted without notice; 50 samples migrated"]

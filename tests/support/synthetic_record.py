@@ -24,6 +24,7 @@ STEPS = 12
 STEP_S = 5.0
 END_AT = JOB_AT + (STEPS + 1) * STEP_S
 KILLED_AT, MISSED_AT = JOB_AT + 12, JOB_AT + 14
+SILENT_S = 2.0
 NOTICED_AT, LEFT_AT = JOB_AT + 32, JOB_AT + 33
 JOINED_AT = {"worker-4": JOB_AT + 17, "worker-5": JOB_AT + 38}
 
@@ -63,7 +64,8 @@ def state(at: float, name: str, now: str, before: str) -> JobEvent:
 
 
 def gone(at: float, kind: str, name: str, reason: str, preempted: str | None, job_id: str = JOB) -> JobEvent:
-    return job_event(at, kind, worker=f"{name}-aaaa", job_id=job_id, reason=reason, preempted=preempted)
+    silent = {"silent_s": SILENT_S} if kind == "worker_lost" else {}
+    return job_event(at, kind, worker=f"{name}-aaaa", job_id=job_id, reason=reason, preempted=preempted, **silent)
 
 
 def job_events() -> list[JobEvent]:

@@ -43,10 +43,14 @@ def _remove(
     world.unassign_all(worker, now, state)
     world.fleet.remove(worker, state, reason)
     world.outbox.add(ForgetWorker(worker.id, reason))
+    name, job = worker.id, worker.job
     if state == "lost":
-        world.emit_event("worker_lost", now, worker=worker.id, job_id=worker.job, reason=reason, preempted=preempted)
+        silent_s = round(now.mono - worker.last_seen_at, 3)
+        world.emit_event(
+            "worker_lost", now, worker=name, job_id=job, reason=reason, preempted=preempted, silent_s=silent_s
+        )
     else:
-        world.emit_event("worker_left", now, worker=worker.id, job_id=worker.job, reason=reason, preempted=preempted)
+        world.emit_event("worker_left", now, worker=name, job_id=job, reason=reason, preempted=preempted)
 
 
 def _count_preemption(world: World, worker: Worker, kind: Preempted) -> None:

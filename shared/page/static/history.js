@@ -79,7 +79,7 @@ export function migrations(events) {
 
 // The preemptions of a job's workers, oldest first: {at, step, worker, noticed, samples, tokens, resumed_s}; `moves` are
 // the `migrations`. `samples` were handed over with `tokens`; the last that resumed did so after `resumed_s` (null: none
-// did). `step` is null where it is not known.
+// did), with the time in which a lost worker was silent. `step` is null where it is not known.
 export function preemptions(events, moves, job) {
   const found = [], handedOver = new Map(), began = stepBegins(events);
   for (const { kind, at: seconds, fields } of events) {
@@ -91,7 +91,7 @@ export function preemptions(events, moves, job) {
       const mine = moves.filter((move) => move.from === worker && move.start === start);
       const resumed = Math.max(...mine.map((move) => move.at));
       found.push({ at, step: stepAt(began, at), worker, noticed: fields.preempted === "with_notice", samples, tokens,
-        resumed_s: mine.length ? (resumed - start) / 1000 : null });
+        resumed_s: mine.length ? (fields.silent_s ?? 0) + (resumed - start) / 1000 : null });
     }
   }
   return found;

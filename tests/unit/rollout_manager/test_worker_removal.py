@@ -50,8 +50,11 @@ def preemptions(world: World) -> tuple[int, int]:
 
 
 def test_lost_worker_is_a_preemption_of_the_job_that_it_served(world: World) -> None:
-    lose_worker(world, world.fleet.workers["b"], NOW)
+    worker = world.fleet.workers["b"]
+    worker.last_seen_at = NOW.mono - 2.5
+    lose_worker(world, worker, NOW)
     lost = {"worker": "b", "job_id": "second", "reason": "its lease ran out", "preempted": "without_notice"}
+    lost |= {"silent_s": 2.5}
     assert events(world, "worker_lost") == {"first": [lost], "second": [lost]}
     assert preemptions(world) == (0, 1)
 
