@@ -89,7 +89,7 @@ def test_computed_bytes_match_what_torch_saves(tmp_path: Path, family: str, dtyp
     assert computed == pytest.approx(saved, rel=0.1)
 
 
-LARGER: dict[str, Any] = {**_SIZES, "hidden_size": 512, "num_hidden_layers": 8, "max_position_embeddings": 4096}
+LARGER: dict[str, Any] = {**_SIZES, "hidden_size": 512, "max_position_embeddings": 4096}
 
 
 @pytest.mark.long
@@ -111,7 +111,7 @@ LARGER: dict[str, Any] = {**_SIZES, "hidden_size": 512, "num_hidden_layers": 8, 
 )
 def test_computed_total_matches_peak_of_a_process(tmp_path: Path, config: Any, dtype: Any, checkpointing: bool) -> None:
     """Within a tenth, for a whole update with its state."""
-    size, n_tokens = written(config, tmp_path), 2048
+    size, n_tokens = written(config, tmp_path), 1024
     measured = peak_of_update(tmp_path, dtype, [n_tokens], checkpointing=checkpointing)
     spec = TrainerSpec(dtype=dtype, activation_checkpointing=checkpointing)
     assert update_memory(size, TrainedModel(size.total), spec, n_tokens).total == pytest.approx(measured, rel=0.1)
