@@ -106,9 +106,9 @@ def _runs(pid: int) -> bool:
 
 
 PAGE = Path(__file__).parents[3] / "docs/autoscaling.md"
-DOCUMENTED = {
-    service: command.replace(r"\|", "|")
-    for service, command in re.findall(r"^\| ([\w ]+) \| `(.*RLBOOST_WORKERS.*)` \|$", PAGE.read_text(), re.MULTILINE)
+DOCUMENTED: dict[str, str] = {
+    **dict(re.findall(r"^\| ([\w ]+) \| `(.*RLBOOST_WORKERS.*)` \|$", PAGE.read_text(), re.MULTILINE)),
+    **dict(re.findall(r"^(SkyPilot|Slurm)[:,].*?^```sh\n(.*?)\n```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)),
 }
 REQUESTS = {
     "AWS": ["aws autoscaling set-desired-capacity --auto-scaling-group-name h100 --desired-capacity 3"],
@@ -119,7 +119,7 @@ REQUESTS = {
 }
 
 
-@pytest.mark.parametrize("service", DOCUMENTED)
+@pytest.mark.parametrize("service", REQUESTS)
 async def test_documented_command_requests_the_number_of_its_kind(
     service: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
