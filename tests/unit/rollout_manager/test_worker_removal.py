@@ -53,8 +53,8 @@ def test_lost_worker_is_a_preemption_of_the_job_that_it_served(world: World) -> 
     worker = world.fleet.workers["b"]
     worker.last_seen_at = NOW.mono - 2.5
     lose_worker(world, worker, NOW)
-    lost = {"worker": "b", "job_id": "second", "reason": "its lease ran out", "preempted": "without_notice"}
-    lost |= {"silent_s": 2.5}
+    lost: dict[str, Any] = {"worker": "b", "job_id": "second", "preempted": "without_notice", "silent_s": 2.5}
+    lost["reason"] = "its lease ran out"
     assert events(world, "worker_lost") == {"first": [lost], "second": [lost]}
     assert preemptions(world) == (0, 1)
 
