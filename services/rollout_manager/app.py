@@ -270,6 +270,11 @@ class Manager:
         async with self._turning:
             await self._turn(block_s)
 
+    async def turn_end(self) -> None:
+        """Wait until no turn is in progress: what the world has is written then, unless a commit failed."""
+        async with self._turning:
+            pass
+
     async def _turn(self, block_s: float) -> None:
         batch = await self._read(block_s)
         now = self._now()

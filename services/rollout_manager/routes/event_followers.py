@@ -62,18 +62,21 @@ class EventFollowers:
             raise Problem(429, "Too many followers", detail, headers={"Retry-After": "5"})
 
     async def follow(
-        self, cursors: Mapping[str, str], is_over: Callable[[], bool], is_disconnected: Callable[[], Awaitable[bool]]
+        self,
+        cursors: Mapping[str, str],
+        is_over: Callable[[], Awaitable[bool]],
+        is_disconnected: Callable[[], Awaitable[bool]],
     ) -> AsyncIterator[Entry | None]:
         """Yield the entries of streams after a cursor in each, and None while there is no new one.
 
         Older entries come first, by their ids. Ends when the client has disconnected, or once `is_over` is true and all
-        entries are read.
+        entries that were written before are read.
         """
         self._n += 1
         cursors = dict(cursors)
         try:
             while not await is_disconnected():
-                over = is_over()
+                over = await is_over()
                 async with self._reads:
                     entries = in_order(await self._bus.read(cursors, count=BATCH))
                 for entry in entries:

@@ -112,8 +112,15 @@ def add_events(router: APIRouter, manager: Manager, bus: Bus) -> None:
     ) -> AsyncIterator[Entry | None]:
         find_job(manager, job_id)
         followers.check_limit()
-        # Look the job up each time: a recovery replaces the world.
-        return followers.follow(cursors, lambda: not follow or find_job(manager, job_id).ended, request.is_disconnected)
+
+        async def is_over() -> bool:
+            # Look the job up each time: a recovery replaces the world.
+            if not follow or not find_job(manager, job_id).ended:
+                return not follow
+            await manager.turn_end()  # the turn that ended the job may not have written so yet
+            return find_job(manager, job_id).ended
+
+        return followers.follow(cursors, is_over, request.is_disconnected)
 
     @router.get(
         "/jobs/{job_id}/events",

@@ -40,6 +40,10 @@ async def connected() -> bool:
     return False
 
 
+async def always() -> bool:
+    return True
+
+
 def event(number: int) -> Event:
     return Event(kind="k", at=0.0, source="s", fields={"number": number})
 
@@ -49,8 +53,11 @@ async def test_followers_get_every_event_by_one_waiting_read() -> None:
     followers, over = EventFollowers(bus), False
     seen: list[list[Any]] = [[] for _ in range(200)]
 
+    async def is_over() -> bool:
+        return over
+
     async def follow(i: int) -> None:
-        async for entry in followers.follow({f"events-{i % 3}": START}, lambda: over, connected):
+        async for entry in followers.follow({f"events-{i % 3}": START}, is_over, connected):
             if entry is not None and isinstance(entry.message, Event):
                 seen[i].append(entry.message.fields["number"])
 
@@ -76,7 +83,7 @@ async def test_one_follower_too_many_is_rejected_until_another_leaves(monkeypatc
     followers = EventFollowers(bus)
     await bus.append("events", event(0))
     followers.check_limit()
-    following = followers.follow({"events": START}, lambda: True, connected)
+    following = followers.follow({"events": START}, always, connected)
     assert await anext(following)
     with pytest.raises(Problem) as rejected:
         followers.check_limit()

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
 from rlboost.services.rollout_manager.api import NewestCommands
 from rlboost.services.rollout_manager.app import Manager
-from rlboost.shared.messages import JobCommand, StepReport
+from rlboost.shared.messages import JobCommand, JobReport, StepReport
 from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import Append, Fence, Op
 from rlboost.shared.streams.entries import START
 from tests.support.jobs import job_file
 from tests.support.manager_rig import ManagerRig
@@ -51,6 +52,28 @@ async def test_job_created_while_a_turn_waits_is_there_when_the_client_is_answer
     await turn
     await system.manager.turn()
     assert (await system.http.get(f"/jobs/{created['id']}")).json()["state"] == "cancelled"
+
+
+async def test_follower_gets_the_end_that_is_decided_but_not_written(
+    system: System, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transact, decided, released = system.bus.transact, asyncio.Event(), asyncio.Event()
+
+    async def held(ops: Sequence[Op], fence: Fence | None = None) -> None:
+        if any(isinstance(op, Append) and op.stream == names.job_events(system.job) for op in ops):
+            decided.set()
+            await released.wait()
+        await transact(ops, fence)
+
+    monkeypatch.setattr(system.bus, "transact", held)
+    await system.bus.append(names.JOB_REPORTS, JobReport(job_id=system.job, state="completed", step=1))
+    async with asyncio.TaskGroup() as group:
+        group.create_task(system.manager.turn(), name="turn")
+        await decided.wait()
+        following = group.create_task(system.http.get(f"/jobs/{system.job}/events"), name="follower")
+        await asyncio.sleep(0.1)
+        released.set()
+    assert '"state":"completed"' in following.result().text
 
 
 async def test_job_created_between_two_turns_survives_a_new_leader(system: System) -> None:
