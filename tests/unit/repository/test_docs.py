@@ -108,9 +108,12 @@ def test_named_files_and_tests_exist(doc: Path) -> None:
                 assert re.search(rf"^(?:async )?def {test}\(|^{test} = ", source, re.MULTILINE), f"{path}::{test}"
 
 
+ROOT_COMMAND = typer.main.get_command(app)
+
+
 @pytest.mark.parametrize("place", named_in_code(r"(?:^|[\s/('])rlboost ([a-z][^|;)`'#]*)"), ids=str)
 def test_command_and_its_options_exist(place: Mention) -> None:
-    command: Any = typer.main.get_command(app)
+    command: Any = ROOT_COMMAND
     words = place.text.split()
     while hasattr(command, "commands") and words and not words[0].startswith("-"):
         name = words.pop(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,12 @@ SOURCES = sorted(
 TESTS = sorted(path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py"))
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    """Return the syntax tree of a file, by its path in the repository."""
+    return ast.parse((ROOT / path).read_text(encoding="utf-8"))
+
+
 def identifiers(tree: ast.AST) -> Iterator[tuple[str, int]]:
     """Yield every name that a module defines, with its line."""
     for node in ast.walk(tree):
@@ -76,18 +83,23 @@ def words(identifier: str) -> set[str]:
     return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", identifier)}
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=str)
-def test_identifiers_use_no_retired_word(path: Path) -> None:
-    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
-    names = [(path.stem, 1), *identifiers(tree)]
-    found = [f"{path}:{line}: {name}" for name, line in names if words(name) & WORDS]
+def test_identifiers_use_no_retired_word() -> None:
+    found = [
+        f"{path}:{line}: {name}"
+        for path in SOURCES
+        for name, line in [(path.stem, 1), *identifiers(parsed(path))]
+        if words(name) & WORDS
+    ]
     assert not found, "use the terms of docs/concepts.md:\n" + "\n".join(found)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=str)
-def test_docstrings_use_no_retired_phrase(path: Path) -> None:
-    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
-    found = [f"{path}:{line}: {match[0]}" for text, line in docstrings(tree) if (match := PHRASES.search(text))]
+def test_docstrings_use_no_retired_phrase() -> None:
+    found = [
+        f"{path}:{line}: {match[0]}"
+        for path in SOURCES
+        for text, line in docstrings(parsed(path))
+        if (match := PHRASES.search(text))
+    ]
     assert not found, "write plain technical English:\n" + "\n".join(found)
 
 
@@ -114,11 +126,13 @@ def problem(name: str) -> str:
     return f"retired: {', '.join(found)}" if found else ""
 
 
-@pytest.mark.parametrize("path", TESTS, ids=str)
-def test_test_names_are_short_and_use_no_retired_word(path: Path) -> None:
-    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
-    names = [(name, line) for name, line in identifiers(tree) if name.startswith("test_")]
-    found = [f"{path}:{line}: {name}: {problem(name)}" for name, line in [(path.stem, 1), *names] if problem(name)]
+def test_test_names_are_short_and_use_no_retired_word() -> None:
+    found = [
+        f"{path}:{line}: {name}: {problem(name)}"
+        for path in TESTS
+        for name, line in [(path.stem, 1), *identifiers(parsed(path))]
+        if name.startswith("test_") and problem(name)
+    ]
     assert not found, "name tests test_<unit>_<condition>_<result>:\n" + "\n".join(found)
 
 
