@@ -21,7 +21,7 @@ def register(app: typer.Typer) -> None:
 
 def demo(  # noqa: PLR0913, PLR0917 - the options of a command
     steps: Annotated[int | None, typer.Option(min=3, help="Training steps; the job file's 60 if not given.")] = None,
-    workers: Annotated[int | None, typer.Option(min=0, help="Preemptible workers at the start; default 3.")] = None,
+    workers: Annotated[int | None, typer.Option(min=0, help="Spot workers at the start; default 3.")] = None,
     autoscale: Annotated[
         int,
         typer.Option(min=0, help="Autoscale spot workers up to this number: add one only if it shortens steps."),

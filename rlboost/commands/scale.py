@@ -16,7 +16,7 @@ def register(app: typer.Typer) -> None:
 
 
 def scale(
-    workers: Annotated[str, typer.Argument(metavar="N|auto", help="Preemptible workers; auto = autoscale.")],
+    workers: Annotated[str, typer.Argument(metavar="N|auto", help="Spot workers; auto = autoscale.")],
     state: StateOption = DEFAULT_STATE,
     as_json: JsonOption = False,
 ) -> None:

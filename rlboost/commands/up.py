@@ -50,7 +50,7 @@ def up(  # noqa: PLR0913, PLR0917 - the options of a command
         int | None,
         typer.Option(help="Workers that share a trainer's device; default 1, on GPUs as many as fit."),
     ] = None,
-    workers: Annotated[int | None, typer.Option(help="Preemptible workers; default 3, on GPUs none.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Spot workers; default 3, on GPUs none.")] = None,
     autoscale: Annotated[
         int | None,
         typer.Option(help="Autoscale spot workers up to this number: add one only if it shortens steps."),

@@ -34,7 +34,7 @@ EVENTS: Mapping[str, str] = {
     "fleet_scaled": "autoscaling changed the number of workers of a kind",
     "group_dropped": "a group was not trained on: it could not be generated or scored",
     "job_quarantined": "a manager or trainer cannot read the job",
-    "job_resumed": "the trainer continued from a checkpoint",
+    "job_resumed": "the trainer continued from a checkpoint, of another job if `begins_with` is present",
     "job_state_changed": "the job's state changed",
     "model_saved": "the model of a completed job is in its folder",
     "parity_check_failed": "a worker's engine disagrees with the trainer; it generates nothing",
@@ -52,7 +52,7 @@ EVENTS: Mapping[str, str] = {
     "seeding_started": "reserved workers generate at the start of a step",
     "seeding_window_closing": "the manager reclaims the samples of the reserved workers",
     "seeding_window_changed": "the open window got another length, because the number of spot workers changed",
-    "seeding_window_updated": "the learned window changed",
+    "seeding_window_updated": "a step was measured: both waits, and the window before and after it",
     "wait_limit_exceeded": (
         "a wait of the trainer has reached its limit, or the job has waited 5 minutes for a trainer or a worker and "
         "continues to wait (not if it is queued for the trainer of another job)"
@@ -75,6 +75,15 @@ EVENTS: Mapping[str, str] = {
     "worker_state": "a worker's state changed",
 }
 """Event -> meaning."""
+COMPUTED_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "job_resumed": ("begins_with",),
+    "parity_check_failed": ("mean", "tolerated_mean", "worst"),
+    "seeding_window_updated": (
+        *("train_wait_s", "remote_wait_s", "min_wait_s", "step_s", "fleet_mean", "latency_s", "work_s"),
+        *("window_was_s", "change_s", "window_s", "remembered_for", "target_workers"),
+    ),
+}
+"""Event -> fields that its call passes as a mapping (`**`)."""
 COMMAND_GROUPS: Mapping[str, tuple[str, ...]] = {
     "System": ("up", "down", "ps", "top", "scale", "doctor", "demo"),
     "Jobs": (
@@ -91,10 +100,12 @@ COMMAND_GROUPS: Mapping[str, tuple[str, ...]] = {
 
 
 def commands() -> str:
-    """Return a section for each command with its arguments and options."""
+    """Return a section for each command with its arguments and options, in the order of the overview."""
     root: Any = typer.main.get_command(app)
     leaves = dict(_leaves("rlboost", root))
-    return "\n\n".join([_overview(leaves), *(_command(path, command) for path, command in leaves.items())])
+    order = [f"rlboost {name}" for names in COMMAND_GROUPS.values() for name in names]
+    paths = sorted(leaves, key=lambda path: order.index(path) if path in order else len(order))
+    return "\n\n".join([_overview(leaves), *(_command(path, leaves[path]) for path in paths)])
 
 
 def _overview(leaves: Mapping[str, Any]) -> str:
@@ -136,7 +147,7 @@ def _command(path: str, command: Any) -> str:
     if shown:
         lines += ["", "| argument or option | default | meaning |", "|---|---|---|"]
     for param in shown:
-        name = _argument(param) if _is_argument(param) else "/".join((*param.opts, *param.secondary_opts))
+        name = _argument(param) if _is_argument(param) else _option(param)
         lines.append(f"| `{_cell(name)}` | {_default(param)} | {_cell(getattr(param, 'help', '') or '')} |")
     return "\n".join(lines)
 
@@ -147,6 +158,11 @@ def _is_argument(param: Any) -> bool:
 
 def _argument(param: Any) -> str:
     return str(param.metavar or param.name.upper()) + ("..." if param.nargs == -1 else "")
+
+
+def _option(param: Any) -> str:
+    names = "/".join((*param.opts, *param.secondary_opts))
+    return f"{names} {param.metavar}" if param.metavar else names
 
 
 def _default(param: Any) -> str:
@@ -236,6 +252,10 @@ def events() -> str:
             services, fields = found.setdefault(name, (set(), set()))
             services.add(service)
             fields.update(keyword.arg for keyword in call.keywords if keyword.arg)
+            if any(keyword.arg is None for keyword in call.keywords):
+                if name not in COMPUTED_FIELDS:
+                    raise LookupError(f"{name} has fields that its call passes as a mapping: name them")
+                fields.update(COMPUTED_FIELDS[name])
     lines = ["| event | from | fields | meaning |", "|---|---|---|---|"]
     for name, (services, fields) in sorted(found.items()):
         shown = ", ".join(f"`{field}`" for field in sorted(fields))
