@@ -105,10 +105,10 @@ def _runs(pid: int) -> bool:
 # --- documented commands ------------------------------------------------------------------------------------------
 
 
-PAGE = Path(__file__).parents[3] / "docs/autoscaling.md"
+PAGE = (Path(__file__).parents[3] / "docs/autoscaling.md").read_text(encoding="utf-8")
 DOCUMENTED = {
-    service: command.replace(r"\|", "|")
-    for service, command in re.findall(r"^\| ([\w ]+) \| `(.*RLBOOST_WORKERS.*)` \|$", PAGE.read_text(), re.MULTILINE)
+    **dict(re.findall(r"^\| ([\w ]+) \| `(.*RLBOOST_WORKERS.*)` \|$", PAGE, re.MULTILINE)),
+    **dict(re.findall(r"^(SkyPilot|Slurm)\b.*(?:\n.+)*:\n\n```sh\n([^`]+)```", PAGE, re.MULTILINE)),
 }
 REQUESTS = {
     "AWS": ["aws autoscaling set-desired-capacity --auto-scaling-group-name h100 --desired-capacity 3"],
@@ -119,7 +119,7 @@ REQUESTS = {
 }
 
 
-@pytest.mark.parametrize("service", DOCUMENTED)
+@pytest.mark.parametrize("service", REQUESTS)
 async def test_documented_command_requests_the_number_of_its_kind(
     service: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
