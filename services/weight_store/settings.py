@@ -35,6 +35,6 @@ class Settings(ServiceSettings):
         0, ge=0, description="total size of the chunks above which uploads are rejected with 507; 0: no limit"
     )
     keep_versions: int = Field(
-        4, ge=1, description="number of newest versions retained of each job, in addition to pinned ones"
+        4, ge=1, description="number of newest versions retained of each job; with deltas also the first"
     )
     keep_deltas: int = Field(16, ge=1, description="number of newest versions of each job whose deltas are retained")

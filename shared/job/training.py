@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from rlboost.shared.validation import Section
 
 Offload = Literal["none", "optimizer", "all"]
-"""What is offloaded to host memory while reserved engines use the trainer's devices: nothing; the optimizer state and
+"""What is offloaded to host memory while reserved workers use the trainer's devices: nothing; the optimizer state and
 gradients; or these and the weights."""
 
 
@@ -67,7 +67,7 @@ class TrainerSpec(Section):
     seed: int = 0
     """Seed of the data's order and of every sample."""
     offload: Offload = "none"
-    """State that is moved to host memory while reserved engines use the trainer's device."""
+    """State that is moved to host memory while reserved workers use the trainer's device."""
     tensor_parallel: int = Field(1, ge=1)
     """Number of processes that each layer is split over. Only `megatron`."""
     pipeline_parallel: int = Field(1, ge=1)
