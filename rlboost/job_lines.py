@@ -122,7 +122,7 @@ def _spent(cost: Mapping[str, Any]) -> str:
         f"{spent}: {', '.join(payees)}. {dollars(cost['dollars_per_step'])} a step, "
         f"{dollars(cost['dollars_per_1000_samples'])} per 1,000 samples, "
         f"{dollars(cost['dollars_per_million_tokens'])} per million tokens. "
-        f"Migration preserved {dollars(cost['dollars_of_preserved_tokens'])} of tokens; "
+        f"Migration saved {dollars(cost['dollars_saved_by_migration'])} of tokens; "
         f"{dollars(cost['dollars_regenerated'])} were regenerated."
     )
 

@@ -34,7 +34,7 @@ def _facts(record: Record) -> Iterator[tuple[str, str]]:
     if audit:
         yield (
             "migrations",
-            f"{audit['migrations']:,} samples migrated with {audit['tokens_preserved']:,} tokens",
+            f"{audit['migrations']:,} samples migrated with {audit['tokens_saved']:,} tokens",
         )
         yield "tokens regenerated", _regenerated(audit["tokens_regenerated"], audit["tokens_generated"])
 

@@ -161,7 +161,7 @@ def test_preemption_text_tells_moves_by_preemptions_from_others(files: Page) -> 
     audit = {
         "preemptions": {"without_notice": 1},
         "migrations": 70,
-        "tokens_preserved": 900,
+        "tokens_saved": 900,
         "tokens_generated": 1000,
         "tokens_regenerated": {},
         "requested": 80,
@@ -299,7 +299,7 @@ def test_page_shows_the_amounts_that_the_command_line_prints(files: Page) -> Non
 def test_page_says_what_a_job_cost_as_the_command_line_does(
     files: Page, spent: float, max_dollars: float | None, only: dict[str, float | None] | None
 ) -> None:
-    audit = Audit(tokens_generated=64_000, tokens_preserved=1000, delivered=320)
+    audit = Audit(tokens_generated=64_000, tokens_saved=1000, delivered=320)
     audit.tokens_regenerated.update({"late": 8, "gap": 3, "of a newer release": 2})
     for role, kind, part in (("preemptible", "h100", 0.5), ("reserved", "own", 0.375), ("trainer", "", 0.125)):
         audit.cost.charge(role, kind, part * spent * 8, 450.0)

@@ -101,7 +101,7 @@ async def test_samples_of_a_dead_worker_are_reassigned_within_3_s(system: System
     audit = await system.get(f"/v1/jobs/{system.id}/audit")
     assert audit["preemptions"] == {"without_notice": 1}
     assert audit["migrations"] == 8
-    assert audit["tokens_preserved"] >= 80
+    assert audit["tokens_saved"] >= 80
     assert audit["tokens_generated"] == audit["tokens_delivered"] == 8 * 60
 
 

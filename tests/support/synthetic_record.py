@@ -36,7 +36,7 @@ AUDIT = {
     "tokens_generated": 200_300,
     "tokens_delivered": 200_000,
     "tokens_regenerated": {"late": 300},
-    "tokens_preserved": 5_000,
+    "tokens_saved": 5_000,
     "preemptions": {"with_notice": 1, "without_notice": 1},
     "migrations": 130,
 }

@@ -62,7 +62,7 @@ class WorldCollector:
             audits = self._audits.values()
             tokens.add_metric(["delivered"], sum(audit.tokens_delivered for audit in audits))
             tokens.add_metric(["regenerated"], sum(sum(audit.tokens_regenerated.values()) for audit in audits))
-            tokens.add_metric(["preserved"], sum(audit.tokens_preserved for audit in audits))
+            tokens.add_metric(["saved_by_migration"], sum(audit.tokens_saved for audit in audits))
             migrations.add_metric([], sum(audit.migrations for audit in audits))
             for kind in ("with_notice", "without_notice"):
                 preemptions.add_metric([kind], sum(audit.preemptions[kind] for audit in audits))

@@ -118,7 +118,7 @@ def _send_assignments(world: World, worker: Worker, samples: list[Sample], now: 
         n_migrated, tokens = len(migrated), sum(migrated)
         audit = world.audits[job_id]
         audit.migrations += n_migrated
-        audit.tokens_preserved += tokens
+        audit.tokens_saved += tokens
         world.emit_event("samples_migrated", now, job_id, worker=worker.id, samples=n_migrated, tokens=tokens)
     assignments = [_assignment(sample) for sample in samples]
     world.outbox.send(worker.id, Assign(job_id=job_id, version=worker.version, samples=assignments))

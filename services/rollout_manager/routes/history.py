@@ -65,7 +65,7 @@ def add_history(router: APIRouter, manager: Manager, bus: Bus) -> None:
     @router.get("/jobs/{job_id}/cost", tags=["history"], responses=_JOB)
     @needs("read")
     async def cost(job_id: str) -> dict[str, Any]:
-        """Return what the job's workers and trainer have cost, and the value of preserved and of regenerated tokens."""
+        """Return what the job's workers and trainer have cost, per step, sample and token, and what migration saved."""
         job = readable_job(manager, job_id)
         stored = await bus.hash_get(names.job_audit(job.id), "counters")
         audit = Audit.model_validate_json(stored) if stored else Audit()

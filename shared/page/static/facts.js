@@ -105,7 +105,7 @@ export function preemptionText(audit, preempted) {
   const share = audit.tokens_generated ? ((100 * lost) / audit.tokens_generated).toFixed(2) : "0";
   return `${n ? `${n} preemption${n > 1 ? "s" : ""} (${kinds}) migrated ${number(moved)} samples to other workers` : "No preemption so far"}. ` +
     (others ? `Samples migrated ${number(others)} times for other reasons: reserved workers began to train, workers were drained, or load was balanced. ` : "") +
-    `All migrated samples preserved ${number(audit.tokens_preserved)} tokens; ` +
+    `All migrated samples preserved ${number(audit.tokens_saved)} tokens; ` +
     `${number(lost)} tokens (${share} %) were regenerated. ` +
     `${number(audit.requested)} samples requested, ${number(audit.delivered)} delivered, ${number(audit.duplicates)} duplicates, ` +
     `${number(sum(audit.dropped))} dropped.`;
@@ -128,7 +128,7 @@ export function auditRows(audit) {
     ["samples in flight", audit.in_flight],
     ["tokens generated", audit.tokens_generated], ["tokens delivered", audit.tokens_delivered],
     ...Object.entries(audit.tokens_regenerated).map(([cause, n]) => [`tokens ${CAUSES[cause] ?? cause}`, n]),
-    ["tokens preserved by migrated samples", audit.tokens_preserved], ["migrations", audit.migrations],
+    ["tokens preserved by migrated samples", audit.tokens_saved], ["migrations", audit.migrations],
     ["frames sent twice, cut", audit.duplicates],
     ["preemptions with notice", audit.preemptions.with_notice ?? 0],
     ["preemptions without notice", audit.preemptions.without_notice ?? 0],
@@ -155,7 +155,7 @@ export function costText(cost) {
   const limit = cost.max_dollars ? ` of at most ${dollars(cost.max_dollars)}` : "";
   return `${dollars(cost.dollars)}${limit}: ${payees.join(", ")}. ${dollars(cost.dollars_per_step)} a step, ` +
     `${dollars(cost.dollars_per_1000_samples)} per 1,000 samples, ${dollars(cost.dollars_per_million_tokens)} per million tokens. ` +
-    `Migration preserved ${dollars(cost.dollars_of_preserved_tokens)} of tokens; ${dollars(cost.dollars_regenerated)} were regenerated.`;
+    `Migration saved ${dollars(cost.dollars_saved_by_migration)} of tokens; ${dollars(cost.dollars_regenerated)} were regenerated.`;
 }
 
 // What the job would have cost without spot workers, and what was generated in vain, as 'rlboost status' says it.

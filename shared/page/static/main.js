@@ -247,7 +247,7 @@ function drawCards(job, rows, fleet, audit, cost, now) {
     ["running for", job.started_at ? duration((end - Date.parse(job.started_at)) / 1000) : "-"],
     ...(ENDED.includes(job.state) ? [] : [["left, estimated", job.state === "running" && left !== null ? duration(left) : "-"]]),
     ["samples delivered", number(audit?.delivered)],
-    ["tokens preserved by migration", number(audit?.tokens_preserved)],
+    ["tokens preserved by migration", number(audit?.tokens_saved)],
     ...(cost?.dollars ? [["cost", dollars(cost.dollars)]] : []),
   ];
   $("cards").replaceChildren(...cards.map(([label, value]) => el("div", { class: "card" }, el("b", {}, value), el("span", {}, label))));

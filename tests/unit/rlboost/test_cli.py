@@ -354,7 +354,7 @@ def test_follow_and_status_end_with_the_cost_of_the_job(rest: FakeRest) -> None:
         "dollars_per_step": 4.114,
         "dollars_per_1000_samples": None,
         "dollars_per_million_tokens": 0.25,
-        "dollars_of_preserved_tokens": 0.5049,
+        "dollars_saved_by_migration": 0.5049,
         "dollars_regenerated": 0.0012,
         "dollars_regenerated_by_cause": {"late": 0.0012, "gap": 0.0},
         "reserved_only": {"seconds": 9000.0, "dollars": 15.43, "break_even_price_per_hour": 3.0},
@@ -362,7 +362,7 @@ def test_follow_and_status_end_with_the_cost_of_the_job(rest: FakeRest) -> None:
     lines = [
         (
             "$12.34 of at most $20.00: spot h100 $9.34 for 5.00 h, trainer $3.00 for 1.50 h. $4.11 a step, - per 1,000 "
-            "samples, $0.25 per million tokens. Migration preserved $0.50 of tokens; $0.0012 were regenerated."
+            "samples, $0.25 per million tokens. Migration saved $0.50 of tokens; $0.0012 were regenerated."
         ),
         (
             "The reserved workers alone would have taken about 2.50 h and cost $15.43 so far: with spot workers the "

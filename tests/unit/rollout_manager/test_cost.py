@@ -97,14 +97,14 @@ def test_clock_behind_the_last_manager_charges_nothing(world: World) -> None:
 def test_cost_survives_the_stored_form_of_the_audit(world: World) -> None:
     charge(world, (0.0, 100.0), (HOUR_S, 100.0 + HOUR_S))
     audit = Audit.model_validate_json(world.audits["a"].model_dump_json())
-    audit.tokens_generated, audit.tokens_preserved, audit.delivered = 1_000_000, 250_000, 4_000
+    audit.tokens_generated, audit.tokens_saved, audit.delivered = 1_000_000, 250_000, 4_000
     audit.tokens_regenerated["late"] = 500_000
     report = cost_report(audit, steps=4, max_dollars=3.0)
     assert report["workers"] == [{"role": "preemptible", "kind": "k", "hours": 1.0, "dollars": 2.0}]
     assert report["dollars_per_step"] == 0.5
     assert report["dollars_per_1000_samples"] == 0.5
     assert report["dollars_per_million_tokens"] == 2.0
-    assert report["dollars_of_preserved_tokens"] == 0.5
+    assert report["dollars_saved_by_migration"] == 0.5
     assert report["dollars_regenerated"] == 1.0
     assert report["dollars_regenerated_by_cause"] == {"late": 1.0}
     assert (report["max_dollars"], report["budget_reached"]) == (3.0, False)

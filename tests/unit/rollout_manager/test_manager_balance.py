@@ -87,7 +87,7 @@ async def test_manager_migrates_running_samples_to_a_worker_that_joins() -> None
     await site.run(3.0)
     audit = site.manager.world.audits["j"]
     assert len(site.workers[idle].held) == audit.migrations == 6, "10 and 6 samples: 40 and 32 ms between two tokens"
-    assert audit.tokens_preserved > 0
+    assert audit.tokens_saved > 0
     assert not audit.tokens_regenerated
     await site.run(6.0)
     assert audit.migrations == 6, "what has migrated stays"

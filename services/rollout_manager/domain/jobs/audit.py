@@ -38,7 +38,7 @@ class Audit(BaseModel):
     tokens_delivered: int = 0
     tokens_regenerated: Counter[str] = Counter()
     """Tokens that reached the log and were discarded, by cause."""
-    tokens_preserved: int = 0
+    tokens_saved: int = 0
     """Tokens of migrated samples that were not regenerated."""
     preemptions: Counter[str] = Counter()
     """`with_notice` and `without_notice`."""

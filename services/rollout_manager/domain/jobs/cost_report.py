@@ -32,8 +32,8 @@ def cost_report(audit: Audit, steps: int, max_dollars: float | None) -> dict[str
         "dollars_per_step": _ratio(dollars, steps),
         "dollars_per_1000_samples": _ratio(1e3 * dollars, audit.delivered),
         "dollars_per_million_tokens": None if per_token is None else 1e6 * per_token,
-        "tokens_preserved": audit.tokens_preserved,
-        "dollars_of_preserved_tokens": None if per_token is None else per_token * audit.tokens_preserved,
+        "tokens_saved": audit.tokens_saved,
+        "dollars_saved_by_migration": None if per_token is None else per_token * audit.tokens_saved,
         "tokens_regenerated": regenerated,
         "dollars_regenerated": None if per_token is None else per_token * regenerated,
         "dollars_regenerated_by_cause": {
