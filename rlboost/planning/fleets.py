@@ -139,7 +139,7 @@ def _window(trace: FleetTrace, length_s: float, seed: int, *, needs_instance: bo
         available_s = next((moment for moment in moments if moment is not None), None)
         if available_s is None:
             raise ConfigError(
-                "no instance is available in the trace, and the run has no reserved engines: use another --trace"
+                "no instance is available in the trace, and the run has no reserved workers: use another --trace"
             )
         start_s = available_s
     return trace.between(start_s, start_s + length_s)

@@ -77,14 +77,13 @@ EVENTS: Mapping[str, str] = {
 """Event -> meaning."""
 COMPUTED_FIELDS: Mapping[str, tuple[str, ...]] = {
     "job_resumed": ("begins_with",),
-    "parity_check_failed": ("mean", "worst", "tolerated_mean"),
+    "parity_check_failed": ("mean", "tolerated_mean", "worst"),
     "seeding_window_updated": (
         *("train_wait_s", "remote_wait_s", "min_wait_s", "step_s", "fleet_mean", "latency_s", "work_s"),
         *("window_was_s", "change_s", "window_s", "remembered_for", "target_workers"),
     ),
 }
-"""Event -> fields that its call passes as a mapping."""
-
+"""Event -> fields that its call passes as a mapping (`**`)."""
 COMMAND_GROUPS: Mapping[str, tuple[str, ...]] = {
     "System": ("up", "down", "ps", "top", "scale", "doctor", "demo"),
     "Jobs": (
@@ -101,11 +100,11 @@ COMMAND_GROUPS: Mapping[str, tuple[str, ...]] = {
 
 
 def commands() -> str:
-    """Return a section for each command with its arguments and options."""
+    """Return a section for each command with its arguments and options, in the order of the overview."""
     root: Any = typer.main.get_command(app)
     leaves = dict(_leaves("rlboost", root))
-    grouped = [f"rlboost {name}" for names in COMMAND_GROUPS.values() for name in names]
-    paths = sorted(leaves, key=lambda path: grouped.index(path) if path in grouped else len(grouped))
+    order = [f"rlboost {name}" for names in COMMAND_GROUPS.values() for name in names]
+    paths = sorted(leaves, key=lambda path: order.index(path) if path in order else len(order))
     return "\n\n".join([_overview(leaves), *(_command(path, leaves[path]) for path in paths)])
 
 
@@ -148,9 +147,7 @@ def _command(path: str, command: Any) -> str:
     if shown:
         lines += ["", "| argument or option | default | meaning |", "|---|---|---|"]
     for param in shown:
-        name = _argument(param) if _is_argument(param) else "/".join((*param.opts, *param.secondary_opts))
-        if not _is_argument(param) and param.metavar:
-            name += f" {param.metavar}"
+        name = _argument(param) if _is_argument(param) else _option(param)
         lines.append(f"| `{_cell(name)}` | {_default(param)} | {_cell(getattr(param, 'help', '') or '')} |")
     return "\n".join(lines)
 
@@ -161,6 +158,11 @@ def _is_argument(param: Any) -> bool:
 
 def _argument(param: Any) -> str:
     return str(param.metavar or param.name.upper()) + ("..." if param.nargs == -1 else "")
+
+
+def _option(param: Any) -> str:
+    names = "/".join((*param.opts, *param.secondary_opts))
+    return f"{names} {param.metavar}" if param.metavar else names
 
 
 def _default(param: Any) -> str:
@@ -251,6 +253,8 @@ def events() -> str:
             services.add(service)
             fields.update(keyword.arg for keyword in call.keywords if keyword.arg)
             if any(keyword.arg is None for keyword in call.keywords):
+                if name not in COMPUTED_FIELDS:
+                    raise LookupError(f"{name} has fields that its call passes as a mapping: name them")
                 fields.update(COMPUTED_FIELDS[name])
     lines = ["| event | from | fields | meaning |", "|---|---|---|---|"]
     for name, (services, fields) in sorted(found.items()):

@@ -105,10 +105,10 @@ def _runs(pid: int) -> bool:
 # --- documented commands ------------------------------------------------------------------------------------------
 
 
-PAGE = Path(__file__).parents[3] / "docs/autoscaling.md"
-DOCUMENTED: dict[str, str] = {
-    **dict(re.findall(r"^\| ([\w ]+) \| `(.*RLBOOST_WORKERS.*)` \|$", PAGE.read_text(), re.MULTILINE)),
-    **dict(re.findall(r"^(SkyPilot|Slurm)[:,].*?^```sh\n(.*?)\n```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)),
+PAGE = (Path(__file__).parents[3] / "docs/autoscaling.md").read_text(encoding="utf-8")
+DOCUMENTED = {
+    **dict(re.findall(r"^\| ([\w ]+) \| `(.*RLBOOST_WORKERS.*)` \|$", PAGE, re.MULTILINE)),
+    **dict(re.findall(r"^(SkyPilot|Slurm)\b.*(?:\n.+)*:\n\n```sh\n([^`]+)```", PAGE, re.MULTILINE)),
 }
 REQUESTS = {
     "AWS": ["aws autoscaling set-desired-capacity --auto-scaling-group-name h100 --desired-capacity 3"],

@@ -22,6 +22,9 @@ from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.domain.jobs.audit import Audit
 from rlboost.services.rollout_manager.domain.jobs.cost_report import cost_report
 from rlboost.services.rollout_manager.domain.jobs.record import Job
+from rlboost.services.rollout_manager.domain.seeding.tuner import StepMeter, WindowTuner
+from rlboost.services.rollout_manager.fleet_scaler import FleetScaler
+from rlboost.services.rollout_manager.routes.fleet import fleet_overview
 from rlboost.services.rollout_manager.settings import Settings as ManagerSettings
 from rlboost.shared import messages
 from rlboost.shared.job import spec as job_spec
@@ -169,7 +172,7 @@ def test_generated_block_matches_the_code(page: Path, block: str, generate: Call
     assert read_block(page, block) == generate(), f"run python -m {command} --write"
 
 
-def test_fields_of_jobs_audits_and_costs_are_documented() -> None:
+def test_fields_of_answers_are_documented() -> None:
     page = (ROOT / "docs/rest.md").read_text(encoding="utf-8")
     shown = {
         title: set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`[^|]*) \|", section, re.MULTILINE))))
@@ -179,6 +182,15 @@ def test_fields_of_jobs_audits_and_costs_are_documented() -> None:
     assert shown["A job"] == {*job.public(), "phase", "waiting"}
     assert shown["An audit"] == {*Audit.model_fields, "in_flight"} - {"cost"}
     assert shown["A cost"] == set(cost_report(Audit(), steps=0, max_dollars=None))
+    manager, settings = Manager(MemoryBus(), lease_s=1.0, redis_limit_s=1.0), ManagerSettings(token="t")
+    scaler = FleetScaler(manager, MemoryBus(), settings)
+    assert shown["The fleet"] == set(fleet_overview(manager.world, scaler, have_users=False))
+
+
+def test_computed_fields_of_events_are_those_of_the_code() -> None:
+    measured = StepMeter(began_at=0.0, updated_at=1.0).measure(window_s=0.5, train_wait_s=0.1, train_s=0.4, tokens=8)
+    fields = interface_reference.COMPUTED_FIELDS["seeding_window_updated"]
+    assert set(fields) == set(WindowTuner().learn(measured))
 
 
 def test_each_interface_has_a_meaning() -> None:

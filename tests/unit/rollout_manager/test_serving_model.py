@@ -80,3 +80,10 @@ def test_served_model_errors_name_the_problem(folder: Path, tmp_path: Path) -> N
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(TokenizationError, match="cannot be read"):
         load(tmp_path)
+
+
+def test_chat_template_runs_in_a_sandbox(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ ''.__class__.__mro__ }}")
+    with pytest.raises(TokenizationError, match="unsafe"):
+        load(tmp_path).encode_chat([{"role": "user", "content": "t3"}])
