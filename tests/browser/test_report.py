@@ -43,7 +43,7 @@ def test_report_shows_a_whole_run_and_asks_for_nothing(page: Page, tmp_path: Pat
     expect(page.locator("#gantt title", has_text="50 samples migrated from worker-2")).to_have_count(0)
     expect(page.locator("#gantt title", has_text="30 samples migrated from worker-2 to worker-1")).to_have_count(1)
     expect(page.locator("#preemption-table tbody tr")).to_have_count(2)
-    expect(page.locator("#preemption-table")).to_contain_text(re.compile(r"worker-2none50\s*2,500\s*0\.6 s"))
+    expect(page.locator("#preemption-table")).to_contain_text(re.compile(r"worker-2none50\s*2,500\s*2\.6 s"))
     expect(page.locator("#samples .legend li").first).to_have_text("worker-2, version 2: 11 tokens")
     expect(page.locator("#samples mark").first).to_have_text("<think>3+8=11*4=44 ✓</th")
     page.get_by_text("Every sample and token").click()
