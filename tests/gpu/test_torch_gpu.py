@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -109,9 +110,11 @@ async def test_bfloat16_logprobs_follow_the_weights_over_an_update(start: Start,
     assert all(dict(engine.loaded_tensors())[name].cpu().equal(tensor) for name, tensor in weights(new))
     for one, made in zip(asked, await collector.all_ended(asked), strict=True):
         n = made.versions.index(1)
-        # bfloat16's rounding; the other weights' logprobs would be whole units off
-        assert made.logprobs[:n] == pytest.approx(tiny_models.logprobs(old, one.prompt, made.tokens)[:n], abs=0.3)
-        assert made.logprobs[n:] == pytest.approx(tiny_models.logprobs(new, one.prompt, made.tokens)[n:], abs=0.3)
+        for model, of in ((old, slice(n)), (new, slice(n, None))):
+            distances = np.abs(np.subtract(made.logprobs, tiny_models.logprobs(model, one.prompt, made.tokens))[of])
+            # bfloat16's rounding, which may also give a token of a mixture another expert; the other weights' logprobs
+            # would be whole units off
+            assert np.mean(distances < 0.3) >= (0.9 if "moe" in name else 1)
 
 
 async def test_device_memory_stays_within_the_kv_cache_limit(start: Start) -> None:

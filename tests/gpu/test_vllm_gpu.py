@@ -14,7 +14,12 @@ from tests.support.engines import Collector, request, run  # noqa: E402
 from tests.support.eventually import eventually  # noqa: E402
 from tests.support.staged_weights import Staged  # noqa: E402
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(600),
+    # vLLM leaves a ZeroMQ context of a closed engine to the garbage collector.
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 
 KV_CACHE_BYTES = 4 << 30
 PROMPTS = [[1 + i] * (3 + 4 * i) for i in range(16)]
