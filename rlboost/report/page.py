@@ -44,8 +44,6 @@ class Report:
     """The job's events, oldest first."""
     samples: Mapping[int, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     """Samples by step: see `answers.shown_samples`."""
-    throughput: Sequence[tuple[float, Mapping[str, float]]] = ()
-    """(time, tokens/s by worker)."""
     tables: Sequence[Table] = ()
 
 

@@ -12,8 +12,6 @@ from rlboost.report.page import Report, Table, job_answers
 from rlboost.report.record import Change, JobEvent, Record
 from rlboost.shared.ids import worker_name
 
-_POINTS = 600
-"""Maximum number of points of throughput in a report."""
 _NO_JOB = {"id": "none", "name": "no job", "state": "pending", "step": 0, "waiting": None, "warnings": [], "latest": {}}
 _APPLIED = {"kill": "worker_killed", "join": "worker_started"}
 
@@ -31,7 +29,6 @@ def report_of(record: Record) -> Report:
         answers=job_answers(job, cost=record.cost, spec=record.spec, **parts),
         events=[event.model_dump() for event in _events(record)],
         samples=record.samples,
-        throughput=list(_throughput(record)),
         tables=[table for table in _tables(record) if table.rows],
     )
 
@@ -63,12 +60,6 @@ def _events(record: Record) -> list[JobEvent]:
 def _applied(change: Change, ids: Mapping[str, str]) -> JobEvent:
     worker = ids.get(change.worker, f"{change.worker}-")
     return JobEvent(at=change.at, kind=_APPLIED[change.action], source="demo", fields={"worker": worker})
-
-
-def _throughput(record: Record) -> Iterator[tuple[float, dict[str, float]]]:
-    every = max(1, len(record.observations) // _POINTS)
-    for look in record.observations[::every]:
-        yield look.at, {worker_name(worker.id): worker.tokens_per_s for worker in look.workers}
 
 
 def _tables(record: Record) -> Iterator[Table]:

@@ -114,6 +114,16 @@ def test_lives_of_workers_show_notices_kills_and_the_time_until_a_loss_is_detect
     assert spans["worker-3"][-1] == ["ready", (JOB_AT + 1) * ms, None]
 
 
+def test_speeds_are_the_tokens_of_each_step_by_worker(files: Page) -> None:
+    made = [
+        job_event(10.0, "step_ended", step=0, step_s=4.0, tokens={"worker-3-a": 4800, "worker-1-a": 2000}),
+        job_event(12.0, "step_ended", step=1, step_s=2.0, tokens={"worker-1-a": 20, "worker-1-b": 40}),
+    ]
+    first, second = {"worker-3": 1200, "worker-1": 500}, {"worker-1": 30}
+    expected = [[6000, first], [10_000, first], [10_000, second], [12_000, second]]
+    assert call(files, "history.js", "m.speeds(a[0])", [event.model_dump() for event in made]) == expected
+
+
 def test_samples_resumed_bit_by_bit_are_one_migration(files: Page) -> None:
     code = "m.migrations(a[0]).filter((one) => one.cause !== 'suspended').map((one) => [one.from, one.to, one.samples, "
     code += "one.tokens])"

@@ -31,6 +31,9 @@ def test_a_short_demo_makes_its_preemptions_and_its_report(tmp_path: Path) -> No
         "worker_left",
         "samples_migrated",
     }
+    ended = [event.fields for event in record.job_events if event.kind == "step_ended"]
+    assert [event["step"] for event in ended] == [*range(5)]
+    assert sum(sum(event["tokens"].values()) for event in ended) == record.audit["tokens_delivered"]
     assert record.samples
     assert "Every guarantee held" in (tmp_path / "out/index.html").read_text(encoding="utf-8")
 

@@ -53,6 +53,7 @@ EVENTS: Mapping[str, str] = {
     "seeding_window_closing": "the manager reclaims the samples of the reserved workers",
     "seeding_window_changed": "the open window got another length, because the number of spot workers changed",
     "seeding_window_updated": "a step was measured: both waits, and the window before and after it",
+    "step_ended": "a step's seconds, and the tokens of its samples by the worker that generated them",
     "wait_limit_exceeded": (
         "a wait of the trainer has reached its limit, or the job has waited 5 minutes for a trainer or a worker and "
         "continues to wait (not if it is queued for the trainer of another job)"

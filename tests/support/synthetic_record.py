@@ -42,6 +42,8 @@ AUDIT = {
     "migrations": 130,
 }
 
+TOKENS_OF_A_STEP = {"worker-3-aaaa": 4800, "worker-1-aaaa": 2400, "worker-1-bbbb": 1200, "reserved-1-aaaa": 480}
+
 
 def row(step: int) -> dict[str, float]:
     """One step's metrics; the last one only evaluates."""
@@ -79,6 +81,7 @@ def job_events() -> list[JobEvent]:
             job_event(at, "samples_unassigned", worker="reserved-1-aaaa", samples=40, tokens=400, cause="suspended"),
             job_event(at, "samples_migrated", worker="worker-3-aaaa", samples=40, tokens=400),
             state(at + 3.5, "reserved-1", "ready", "suspended"),
+            job_event(at + 3.6, "step_ended", step=step, step_s=4.8, tokens=TOKENS_OF_A_STEP),
         ]
     events += [
         job_event(MISSED_AT, "samples_unassigned", worker="worker-2-aaaa", samples=50, tokens=2500, cause="lost"),

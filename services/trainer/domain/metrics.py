@@ -133,6 +133,15 @@ class StepTally:
             row |= self.hardware.metrics(trained, times.step_s, times.train_s)
         return {name: float(value) for name, value in row.items()}
 
+    def tokens_by_worker(self) -> dict[str, int]:
+        """Return how many tokens of the step's samples each worker generated, the most first."""
+        tokens: Counter[str] = Counter()
+        for group in (*self.rollouts.scored, *self.rollouts.evaluated):
+            for sample in group.samples:
+                for worker, _, n_tokens in sample.spans:
+                    tokens[worker] += n_tokens
+        return dict(tokens.most_common())
+
 
 def _rollout(groups: Sequence[ScoredGroup], step: int) -> dict[str, float]:
     if not groups:

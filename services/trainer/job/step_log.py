@@ -1,7 +1,8 @@
 """Records each finished step of a job.
 
 Consumes: the step's metrics and, of a step that generates, its tally.
-Produces: a row of the run log; a `StepReport` with the warnings that hold; the run's profile; Prometheus metrics.
+Produces: a row of the run log; a `StepReport` with the warnings that hold; a `step_ended` event for a step that
+generates; the run's profile; Prometheus metrics.
 """
 
 from __future__ import annotations
@@ -59,6 +60,9 @@ class StepLog:
         # Replacement prompts are known only after scoring, so no faster generation would shorten this wait.
         wait_s = times.wait_s - times.resample_s
         await self.record(tally.step, tally.metrics(), wait_s=wait_s, train_s=times.train_s, tally=tally)
+        if not tally.requested_before:
+            tokens = tally.tokens_by_worker()
+            await self._streams.emit_event("step_ended", step=tally.step, step_s=round(times.step_s, 3), tokens=tokens)
         if (profile := self._profile.observe(tally)) is not None:
             await self._write(lambda: self._folder.write_profile(profile))
 

@@ -116,7 +116,7 @@ export function gantt(box, workers, moves, from, now) {
 
 // Draw tokens/s of each worker over time, stacked: points [time in ms, {worker: tokens/s}].
 export function areas(box, points, from, now) {
-  const shown = points.filter(([at]) => at >= from && at <= now);
+  const shown = points.filter((_, i) => (points[i + 1] ?? points[i])[0] >= from).map(([at, of]) => [Math.max(at, from), of]);
   const names = [...new Set(shown.flatMap(([, speeds]) => Object.keys(speeds)))].sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
   if (shown.length < 2 || !names.length) return box.replaceChildren();
   const width = widthOf(box), height = 110, left = timeLeft(width), right = 8, top = 12, bottom = 8;

@@ -97,6 +97,16 @@ export function preemptions(events, moves, job) {
   return found;
 }
 
+// Tokens/s of each worker in each step: [time, {worker: tokens/s}] at the beginning and the end of a step. A step's
+// samples count, though some of their tokens may be from the step before.
+export function speeds(events) {
+  return events.filter(({ kind }) => kind === "step_ended").flatMap(({ at, fields: { step_s: took, tokens } }) => {
+    const of = {}; // a worker that restarted has several ids
+    for (const [id, n] of Object.entries(tokens)) of[workerName(id)] = (of[workerName(id)] ?? 0) + n / took;
+    return [[(at - took) * 1000, of], [at * 1000, of]];
+  });
+}
+
 // When each step began, as [step, time], as far as events say so.
 export function stepBegins(events) {
   const began = new Map();

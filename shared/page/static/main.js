@@ -5,19 +5,18 @@ import { ApiError, events, forgetToken, get, hasToken, isReadOnly, post, present
 import { areas, gantt, lineChart, stepBars } from "./charts.js";
 import { el } from "./dom.js";
 import { activityText, auditRows, cheaperTexts, costText, CURVES, curve, dollars, duration, fleetText, keptWorth, number, phaseName, preemptionCost, preemptionText, stepText, timedSteps, workerName } from "./facts.js";
-import { lives, migrations, preemptions, stepIncidents } from "./history.js";
+import { lives, migrations, preemptions, speeds, stepIncidents } from "./history.js";
 import { showSamples } from "./samples.js";
 
 const POLL_MS = 2000;
 const EVENTS_SHOWN = 100;
 const PREEMPTIONS_SHOWN = 10;
-const SPEEDS_KEPT = 1800; // one for each answer: an hour
 const TITLES = { "reward/mean": "Reward", perplexity: "Perplexity", "dpo/accuracy": "Accuracy of preferences", loss: "Loss" };
 const ENDED = ["completed", "failed", "cancelled"];
 const ACTIONS = { pending: ["cancel"], running: ["pause", "cancel"], paused: ["resume", "cancel"] };
 
 const $ = (id) => document.getElementById(id);
-let view = null; // {jobId, rows, events, speeds, step, moves, preempted, answers, stop: AbortController}; step: the selected one, null: the newest
+let view = null; // {jobId, rows, events, step, moves, preempted, answers, stop: AbortController}; step: the selected one, null: the newest
 
 // --- views -----------------------------------------------------------------------------------------------------------
 
@@ -33,8 +32,7 @@ function open() {
     return;
   }
   const jobId = decodeURIComponent(location.hash.match(/^#\/jobs\/([^/]+)$/)?.[1] ?? report?.job ?? "");
-  const speeds = report?.throughput.map(([at, of]) => [at * 1000, of]) ?? [];
-  view = { jobId, rows: [], events: [], speeds, step: null, moves: [], preempted: [], answers: null, stop: new AbortController() };
+  view = { jobId, rows: [], events: [], step: null, moves: [], preempted: [], answers: null, stop: new AbortController() };
   show(jobId ? "job-view" : "home-view");
   $("scale").addEventListener("submit", scale);
   document.title = jobId ? `${jobId} - RLBoost` : "RLBoost";
@@ -121,11 +119,6 @@ async function refresh(mine) {
     mine.answers?.spec ?? known(`${base}/spec`)]);
   if (view !== mine) return;
   mine.rows.push(...rows);
-  if (!report && !ENDED.includes(job.state)) {
-    mine.speeds.push([Date.now(), Object.fromEntries(workers.filter((worker) => worker.job_id === job.id && worker.tokens_per_s)
-      .map((worker) => [workerName(worker.id), worker.tokens_per_s]))]);
-    mine.speeds = mine.speeds.slice(-SPEEDS_KEPT);
-  }
   mine.answers = { job, fleet, audit, cost, spec };
   drawJob(mine);
   if (!report && rows.length && !$("sample-step").value && document.activeElement?.closest?.("#samples") === null) await loadSamples();
@@ -258,7 +251,7 @@ function drawGantt() {
   const now = last?.kind === "job_state_changed" && ENDED.includes(last.fields.state) ? last.at * 1000 : present();
   const moves = view.moves.filter(({ from, to }) => from !== to);
   const start = gantt($("gantt"), lives(view.events, view.jobId), moves, now - Number($("span").value) * 1000, now);
-  areas($("speeds"), view.speeds, start ?? now, now);
+  areas($("speeds"), speeds(view.events), start ?? now, now);
 }
 
 function drawEvents() {

@@ -150,3 +150,9 @@ def test_utilization_is_reported_only_with_a_known_peak() -> None:
     assert set(TrainingHardware(flops_per_token=1.0).metrics(10.0, 2.0, 1.0)) == {"perf/throughput"}
     assert flops_per_token(100, frozen=False) == 600.0
     assert flops_per_token(100, frozen=True) == 400.0
+
+
+def test_tokens_by_worker_count_the_spans_of_all_samples() -> None:
+    scored = [ScoredGroup(1, (sample(2), sample(4, old=3)), (1.0, 0.0))]
+    rollouts = RolloutTally(scored=scored, evaluated=[ScoredGroup(1, (sample(8, old=2),), (0.25,))])
+    assert StepTally(rollouts=rollouts).tokens_by_worker() == {"w": 2 + 1 + 6, "v": 3 + 2}
