@@ -13,7 +13,6 @@ from functools import partial
 from rlboost.services.trainer.domain.groups.scored_group import ScoredGroup
 from rlboost.services.trainer.domain.plan import PlannedGroup, training_group
 from rlboost.services.trainer.domain.resampling import Replacements, has_signal
-from rlboost.services.trainer.domain.rewards.shaping import shaped_rewards
 from rlboost.services.trainer.runtime.job_streams import RetryingBus
 from rlboost.services.trainer.step.durable_curriculum import DurableCurriculum
 from rlboost.shared.ids import SampleId
@@ -144,7 +143,7 @@ class StepReplacements:
 
         """
         spec, curriculum = self._resampling.spec, self._resampling.curriculum
-        if self.is_replaced(group) or has_signal(shaped_rewards(scored, spec.algorithm, spec.sampling.max_tokens)):
+        if self.is_replaced(group) or has_signal(scored.shaped_rewards):
             return None
         number = self._rule.replacement_number(group.number)
         if number is None:

@@ -20,7 +20,6 @@ from rlboost.services.trainer.domain.groups.collector import DroppedGroup, Group
 from rlboost.services.trainer.domain.groups.scored_group import ScoredGroup
 from rlboost.services.trainer.domain.metrics import RolloutTally
 from rlboost.services.trainer.domain.plan import PlannedGroup, plan_step
-from rlboost.services.trainer.domain.rewards.shaping import length_penalties
 from rlboost.services.trainer.step.context import JobContext
 from rlboost.services.trainer.step.durable_resampling import StepReplacements
 from rlboost.services.trainer.step.group_requests import GroupRequests
@@ -145,8 +144,7 @@ class GroupIntake:
             planned, scoring = await self._training.get()
             if (group := await self._scored(scoring)) is not None:
                 self._tally.scored.append(group)
-                spec = self._job.spec
-                self._tally.penalties += length_penalties(group, spec.algorithm, spec.sampling.max_tokens)
+                self._tally.penalties += group.penalties
             if self._replacements is None or not self._replacements.is_replaced(planned):
                 return group
             self._tally.replaced["equal_rewards"] += group is not None

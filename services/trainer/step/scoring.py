@@ -20,6 +20,7 @@ from rlboost.services.trainer.domain.groups.messages import messages_of
 from rlboost.services.trainer.domain.groups.scored_group import ScoredGroup
 from rlboost.services.trainer.domain.metrics import RolloutTally
 from rlboost.services.trainer.domain.plan import PlannedGroup
+from rlboost.services.trainer.domain.rewards.shaping import length_penalties
 from rlboost.services.trainer.ports.data import Data, Prompt
 from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
 from rlboost.services.trainer.step.context import JobContext
@@ -72,7 +73,15 @@ class GroupScorer:
             return None
         if not planned.is_eval:
             self._tally.scoring_s.append(took_s)
-        return ScoredGroup(outcome.group, outcome.samples, scores.rewards, scores.parts, outcome.conversations, start)
+        return ScoredGroup(
+            outcome.group,
+            outcome.samples,
+            scores.rewards,
+            scores.parts,
+            outcome.conversations,
+            start,
+            length_penalties(outcome.completions, job.spec.algorithm, job.spec.sampling.max_tokens),
+        )
 
     async def _drop(self, group: int, reason: str, detail: str) -> None:
         self._tally.dropped[reason] += 1

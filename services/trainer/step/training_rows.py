@@ -21,7 +21,6 @@ from rlboost.services.trainer.domain.batches.training_row import SequenceRow, Tr
 from rlboost.services.trainer.domain.groups.scored_group import ScoredGroup
 from rlboost.services.trainer.domain.loss import preference, sums
 from rlboost.services.trainer.domain.metrics import StepTally
-from rlboost.services.trainer.domain.rewards.shaping import shaped_rewards
 from rlboost.services.trainer.ports.engine import Critic
 from rlboost.services.trainer.runtime.device import DeviceTurn
 from rlboost.services.trainer.step.context import JobContext
@@ -55,9 +54,8 @@ class TrainingRowBuilder:
             groups: some groups of the step; all of them if it `needs_all_groups`.
 
         """
-        spec, max_tokens = self._algorithm, self._job.spec.sampling.max_tokens
         scored = [group for group in groups if group is not None]
-        rows = await self._estimator.build(scored, [shaped_rewards(group, spec, max_tokens) for group in scored])
+        rows = await self._estimator.build(scored, [group.shaped_rewards for group in scored])
         if self._needs_proximal:
             columns = iter(await self._columns.of(_flat(rows), self._job.resources.engine.logprobs))
             rows = [[replace(row, proximal=next(columns)) for row in group] for group in rows]

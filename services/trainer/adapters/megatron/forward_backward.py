@@ -66,7 +66,6 @@ class PipelineForwardBackward:
         self._replayed = replayed
         self._routers = Routers(model.chunk, replays=replayed is not None)
         self._temperature = temperature
-        self._is_last = parallel_state.is_pipeline_last_stage()
         self._is_first_of_tensor = parallel_state.get_tensor_model_parallel_rank() == 0
 
     def columns(self, batches: Sequence[PackedBatch]) -> list[Tensor]:

@@ -23,6 +23,14 @@ class ScoredGroup:
     """The conversation of each sample, if the job has an environment."""
     prompt: bytes = b""
     """int32 column of token ids, of all samples."""
+    penalties: tuple[float, ...] = ()
+    """The length penalty of each sample; empty if the job has none."""
+
+    @property
+    def shaped_rewards(self) -> list[float]:
+        """Return the rewards minus length penalties."""
+        penalties = self.penalties or (0.0,) * len(self.rewards)
+        return [reward - penalty for reward, penalty in zip(self.rewards, penalties, strict=True)]
 
     @property
     def completions(self) -> list[bytes]:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from rlboost.services.trainer.domain.groups.scored_group import ScoredGroup
+from collections.abc import Iterable
+
 from rlboost.shared.job.algorithm import AlgorithmSpec
 from rlboost.shared.wire.columns import I32, length
 
 
-def shaped_rewards(group: ScoredGroup, spec: AlgorithmSpec, max_tokens: int) -> list[float]:
-    """Return the rewards of a group's samples minus length penalties; `max_tokens` is `sampling.max_tokens`."""
-    taken = length_penalties(group, spec, max_tokens) or [0.0] * len(group.rewards)
-    return [reward - penalty for reward, penalty in zip(group.rewards, taken, strict=True)]
+def length_penalties(completions: Iterable[bytes], spec: AlgorithmSpec, max_tokens: int) -> tuple[float, ...]:
+    """Return the length penalty of each completion, none if the job has no penalty.
 
+    Args:
+        completions: int32 columns of token ids, of a conversation as a whole.
+        spec: the job's algorithm.
+        max_tokens: `sampling.max_tokens`.
 
-def length_penalties(group: ScoredGroup, spec: AlgorithmSpec, max_tokens: int) -> list[float]:
-    """Return the length penalty of each sample, of a conversation as a whole; an empty list if the job has none."""
+    """
     fraction, most = spec.overlong_fraction, spec.overlong_penalty
     if fraction is None:
-        return []
-    return [overlong_penalty(length(one, I32), max_tokens, fraction, most) for one in group.completions]
+        return ()
+    return tuple(overlong_penalty(length(one, I32), max_tokens, fraction, most) for one in completions)
 
 
 def overlong_penalty(n_tokens: int, max_tokens: int, fraction: float, most: float) -> float:
