@@ -106,6 +106,7 @@ def test_a_job_that_would_fail_is_refused_before_it_is_created(system: tuple[Com
         assert client.jobs.list() == []
 
 
+@pytest.mark.long
 def test_init_warm_up_then_job_raises_its_reward(system: tuple[CommandLine, dict[str, str]]) -> None:
     """The folder of `rlboost init` as its README says, with fewer steps."""
     rlboost, config = system

@@ -52,6 +52,7 @@ def spot_states(box: BlackBox) -> list[str]:
     return [worker["state"] for worker in box.get("/v1/workers") if worker["role"] == "preemptible"]
 
 
+@pytest.mark.long
 def test_a_game_of_two_turns_survives_the_death_of_a_worker_and_of_the_trainer(tmp_path: Path) -> None:
     with black_box(tmp_path / "state", workers=2) as box:
         job_id = box.submit(second_try())

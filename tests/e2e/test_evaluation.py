@@ -186,6 +186,7 @@ def test_an_exported_folder_evaluates_as_it_decodes(box: BlackBox, trained: Trai
     assert report["metrics"]["eval/pass@1"] == pytest.approx(share(problems))
 
 
+@pytest.mark.long
 def test_vllm_completes_text_with_an_exported_folder_as_transformers_does(trained: Trained) -> None:
     vllm_engines.require()
     from vllm import SamplingParams  # noqa: PLC0415 - see require

@@ -54,6 +54,7 @@ def came_back(box: BlackBox, names: list[str]) -> bool:
     return any(process["restarts"] for process in box.processes() if process["name"] in names)
 
 
+@pytest.mark.long
 def test_a_job_survives_the_death_of_every_process(tmp_path: Path) -> None:
     signals = [(role, signal.SIGKILL) for role in ROLES] + NOTICES
     chaos = random.Random(20251021).sample(signals, len(signals))

@@ -82,6 +82,7 @@ async def system(tmp_path: Path) -> AsyncIterator[System]:
         redis.stop()
 
 
+@pytest.mark.long
 async def test_releases_of_one_protocol_work_together_in_any_mix(
     system: System, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,6 +108,7 @@ async def test_releases_of_one_protocol_work_together_in_any_mix(
     assert await system.bus.length(names.DEAD_LETTERS) == 0
 
 
+@pytest.mark.long
 async def test_manager_of_a_newer_protocol_continues_without_older_services(system: System, tmp_path: Path) -> None:
     older = system.start_worker("older")
     await asyncio.to_thread(system.store.start)

@@ -281,6 +281,7 @@ class TestStarting:
             assert made.logprobs == near(tiny_models.logprobs(model, asked.prompt, made.tokens))
         await engine.close()
 
+    @pytest.mark.long
     async def test_tensor_parallel_matches_a_plain_forward_pass_after_an_update(self) -> None:
         config = vllm_engines.config()
         old, new = tiny_models.make(config, seed=1), tiny_models.make(config, seed=2)

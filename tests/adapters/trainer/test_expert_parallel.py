@@ -145,6 +145,7 @@ def test_checkpoint_passes_through_layouts_with_and_without_divided_experts(
 
 
 @pytest.mark.parametrize("trainer", [{}, {"dtype": "bfloat16", "distributed_optimizer": True}])
+@pytest.mark.long
 def test_offload_frees_the_computed_state_and_changes_no_bit(
     wide: tuple[Path, ModelSize], trainer: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,6 +62,7 @@ def close(numbers: list[float]) -> Any:
 @pytest.mark.parametrize(
     ("family", "lora"), [("qwen3-moe", None), ("qwen3", LoraSpec(rank=3))], ids=["experts", "adapter"]
 )
+@pytest.mark.long
 def test_critic_in_ranks_trains_as_in_one_process(family: str, lora: LoraSpec | None, tmp_path: Path) -> None:
     """Ranks that are sharded in another way resume it. What is published does not contain it."""
     model, checkpoint = rank_policies.write(tmp_path / "model", family), tmp_path / "checkpoint"

@@ -262,6 +262,7 @@ async def learned(folder: Path, *, replays: bool, steps: int = 10) -> tuple[list
     return rewards, sum(s["mismatch_kl"] for s in sums) / sum(s["tokens"] for s in sums)
 
 
+@pytest.mark.long
 async def test_tiny_mixture_learns_and_replay_lowers_the_mismatch(tmp_path: Path) -> None:
     replayed, mismatch = await learned(tmp_path / "replay", replays=True)
     _, mismatch_without = await learned(tmp_path / "none", replays=False)
