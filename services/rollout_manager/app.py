@@ -150,7 +150,9 @@ class Manager:
                     self.turn_began_at = None
                 await until_stop(stop, max(0.0, TURN_S - (time.monotonic() - began)))
             except Fenced as error:
-                self._step_down(str(error))
+                # `try_lead` steps down if another manager leads; after a lost reply to a write, none does.
+                self.recovered = False
+                log.warning("leadership_unknown", reason=str(error))
             except BusUnavailable as error:
                 self.recovered = False
                 self._outage = f"Redis does not answer the manager: {error}"

@@ -143,7 +143,8 @@ def run_service(name: str, settings: type[S], main: Callable[[S, asyncio.Event],
     except* ConfigError as group:
         code = _report(name, group, EXIT_CONFIG)
     except* RLBoostError as group:
-        code = code or _report(name, group, EXIT_FAILED)
+        reported = _report(name, group, EXIT_FAILED)
+        code = code or reported
     return code
 
 

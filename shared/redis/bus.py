@@ -306,7 +306,8 @@ async def connect(url: str, name: str, limit_s: float = 60.0, *, dead_letters: s
     """Return a connected bus, waiting up to `limit_s` for the server to answer.
 
     Raises:
-        ConfigError: the server rejected the password, or did not answer within the limit; the text names its address.
+        ConfigError: the server rejected the password; the text names its address.
+        Fatal: it did not answer within the limit.
 
     """
     bus = RedisBus(url, name, dead_letters=dead_letters)
@@ -317,7 +318,7 @@ async def connect(url: str, name: str, limit_s: float = 60.0, *, dead_letters: s
         raise ConfigError(f"{error}: correct the Redis URL") from error
     except BusUnavailable as error:
         await bus.close()
-        raise ConfigError(f"{error}; no answer for {limit_s:.0f} s: start Redis, or correct the Redis URL") from error
+        raise Fatal(f"{error}; no answer for {limit_s:.0f} s: start Redis, or correct the Redis URL") from error
     return bus
 
 

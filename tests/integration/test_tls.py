@@ -14,7 +14,7 @@ import pytest
 
 from rlboost.client import Client, ClientError
 from rlboost.services.rollout_worker.adapters.manager_http import join
-from rlboost.shared.errors import BusUnavailable, ConfigError, StoreUnavailable
+from rlboost.shared.errors import BusUnavailable, Fatal, StoreUnavailable
 from rlboost.shared.redis.bus import RedisBus
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.rest_models import ModelList
@@ -102,7 +102,7 @@ async def test_client_connects_only_if_it_trusts_the_authority(
         await system.ready(process)
     with pytest.raises(ClientError, match="CERTIFICATE_VERIFY_FAILED"):
         await jobs(system)
-    with pytest.raises(ConfigError, match="CERTIFICATE_VERIFY_FAILED"):
+    with pytest.raises(Fatal, match="CERTIFICATE_VERIFY_FAILED"):
         await join(system.manager.url, TOKEN, "w", "preemptible", limit_s=0.1)
     with pytest.raises(StoreUnavailable, match="CERTIFICATE_VERIFY_FAILED"):
         await models(system)

@@ -53,6 +53,7 @@ class TokenTable:
         self._monotonic = monotonic
         self._tokens: tuple[AccessToken, ...] = ()
         self._read_at_s = -math.inf
+        self._invalidations = 0
         self._reading = asyncio.Lock()
 
     async def authenticate(self, secret: str) -> Principal | None:
@@ -73,17 +74,20 @@ class TokenTable:
         async with self._reading:
             now_s = self._monotonic()
             if now_s - self._read_at_s >= REFRESH_S:
+                before = self._invalidations
                 try:
                     stored = await self._bus.hash_all(names.TOKENS)
                 except BusUnavailable as error:
                     raise Problem(503, "No Redis", f"{error}: try again", headers={"Retry-After": "1"}) from error
                 parsed = [token for text in stored.values() if (token := _parsed(text))]
                 self._tokens = tuple(sorted(parsed, key=lambda token: token.created_at))
-                self._read_at_s = now_s
+                # A change during the reading may not be in it.
+                self._read_at_s = now_s if self._invalidations == before else -math.inf
         return self._tokens
 
     def invalidate(self) -> None:
         """Read the tokens again at the next request: they have changed."""
+        self._invalidations += 1
         self._read_at_s = -math.inf
 
 

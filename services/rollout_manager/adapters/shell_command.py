@@ -26,14 +26,17 @@ class ShellCommand:
     async def scale(self, kind: str, workers: int) -> None:
         """See `FleetProvider.scale`."""
         env = {name: value for name, value in os.environ.items() if not name.startswith(_SECRET)}
-        process = await asyncio.create_subprocess_shell(
-            self._command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env=env | {"RLBOOST_KIND": kind, "RLBOOST_WORKERS": str(workers)},
-            start_new_session=True,  # so that its children can be killed with it
-        )
+        try:
+            process = await asyncio.create_subprocess_shell(
+                self._command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env=env | {"RLBOOST_KIND": kind, "RLBOOST_WORKERS": str(workers)},
+                start_new_session=True,  # so that its children can be killed with it
+            )
+        except OSError as error:
+            raise ProviderFailed(f"the provider command cannot be started: {error.strerror or error}") from error
         has_ended = False
         try:
             async with asyncio.timeout(self._limit_s):

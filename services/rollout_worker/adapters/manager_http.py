@@ -7,7 +7,7 @@ import stamina
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rlboost.services.rollout_worker.ports import Membership
-from rlboost.shared.errors import ConfigError, Conflict, Retryable
+from rlboost.shared.errors import ConfigError, Conflict, Fatal, Retryable
 from rlboost.shared.http.redirect import MAX_REDIRECTS, redirected_origin
 from rlboost.shared.messages import Role
 from rlboost.shared.messages.protocol import PROTOCOL, PROTOCOL_HEADER, UNNUMBERED
@@ -47,8 +47,8 @@ async def join(url: str, token: str, name: str, role: Role, limit_s: float = JOI
     """Become a worker of the manager at `url`, and connect to Redis; retry while one of them is unavailable.
 
     Raises:
-        ConfigError: the token is wrong, the manager or Redis did not answer within the limit, the answer is not a
-            manager's, or its protocol differs.
+        ConfigError: the token is wrong, the answer is not a manager's, or its protocol differs.
+        Fatal: the manager or Redis did not answer within the limit.
 
     """
     answer = await _request(url, token, {"name": name, "role": role}, limit_s)
@@ -75,7 +75,7 @@ async def _request(url: str, token: str, body: dict[str, str], limit_s: float) -
                 with attempt:
                     response = await _post(client, address, body)
     except _ManagerUnavailable as error:
-        raise ConfigError(
+        raise Fatal(
             f"{error}; no answer for {limit_s:.0f} s: start the manager, or correct RLBOOST_WORKER_URL"
         ) from error
     except httpx.InvalidURL as error:

@@ -22,10 +22,13 @@ class HangDetector:
         self._n_generated = 0
         self._first = True
         self._longest_prefill = 0
+        """The longest prefill that may be in progress."""
+        self._longest_submitted = 0
+        """The longest one submitted since the last token: that token may be of a request before it."""
 
     def on_submit(self, tokens: int) -> None:
         """Record a request whose first token needs a prefill of `tokens` tokens."""
-        self._longest_prefill = max(self._longest_prefill, tokens)
+        self._longest_submitted = max(self._longest_submitted, tokens)
 
     def on_resume(self) -> None:
         """Record that the engine starts, or resumes after a pause."""
@@ -41,7 +44,8 @@ class HangDetector:
 
         """
         if n_generated != self._n_generated:
-            self._n_generated, self.silent_s, self._first, self._longest_prefill = n_generated, 0.0, False, 0
+            self._n_generated, self.silent_s, self._first = n_generated, 0.0, False
+            self._longest_prefill, self._longest_submitted = self._longest_submitted, 0
         elif busy:
             self.silent_s += elapsed_s
         else:
@@ -49,5 +53,5 @@ class HangDetector:
 
     def hangs(self, limit_s: float) -> bool:
         """Return True if no token has come for longer than allowed, where a decode step may take `limit_s`."""
-        prefill_s = self._longest_prefill / PREFILL_TOKENS_PER_S
+        prefill_s = max(self._longest_prefill, self._longest_submitted) / PREFILL_TOKENS_PER_S
         return self.silent_s > limit_s * (FIRST_TOKEN_FACTOR if self._first else 1.0) + prefill_s

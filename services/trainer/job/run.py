@@ -86,10 +86,11 @@ async def _load(spec: JobSpec, job: JobParts) -> None:
 
 async def _restore(spec: JobSpec, job: JobParts) -> TrainState:
     """Return the position that the job continues from, once this trainer holds the job's lease."""
+    # First, since another process of this trainer may still write checkpoints and metrics.
+    await job.active.wait_for_lease(job.host.waits, LEASE_WAIT_LIMIT_S)
     await job.versions.refresh_head()
     state = await job.checkpoints.restore(job.versions.head)
     await job.write(lambda: job.resources.folder.begin(to_json(spec), state.step))
-    await job.active.wait_for_lease(job.host.waits, LEASE_WAIT_LIMIT_S)
     await job.checkpoints.save_initial(state)
     await job.learning.restore(job.host.bus)
     return state
