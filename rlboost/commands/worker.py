@@ -125,7 +125,7 @@ def join(  # noqa: PLR0913, PLR0917 - the options of a command
 
     Without --url and --token it joins the system named by RLBOOST_URL and RLBOOST_TOKEN, or the local one. Create a
     token for it with 'rlboost token create --scope worker'. All connections are outbound, so a machine behind NAT can
-    join. Other settings: RLBOOST_WORKER_* in the environment.
+    join. Several workers may run on one machine. Other settings: RLBOOST_WORKER_* in the environment.
     """
     from rlboost.local import spec_file  # noqa: PLC0415 - keeps --help quick
 

@@ -34,7 +34,7 @@ from rlboost.shared.process.lifecycle import Loop, run_service
 from rlboost.shared.process.threads import run_in_thread
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.access import WorkerAccess
-from rlboost.shared.weights.cache import Cache
+from rlboost.shared.weights.cache import Cache, open_cache
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.directory_source import DirectorySource
 from rlboost.shared.weights.peers.directory import PeerDirectory
@@ -59,7 +59,7 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
     waits = Waits()
     access = WorkerAccess(first.store_credential, first.manifest_key)
     store = StoreClient(first.weight_store_url, access)
-    cache = Cache(settings.cache_dir.expanduser() / name)
+    cache = open_cache(settings.cache_dir.expanduser(), name)
     transport = PeerTransport(first.peer_key)
     directory = PeerDirectory(first.bus, first.worker, socket.gethostname())
     peers = PeerSource(

@@ -68,7 +68,7 @@ class Settings(ServiceSettings):
         description='more engine arguments of vllm as JSON, such as {"max_num_batched_tokens": 8192}',
     )
     cpus: str = Field("", description="CPUs to use, such as 0-15,32-47; if empty, all")
-    cache_dir: Path = Field(_CACHE, description="cache of pulled weights, with one folder per worker name")
+    cache_dir: Path = Field(_CACHE, description="cache of pulled weights, with one folder per worker")
 
     base_model: Path | None = Field(
         None, description="Hugging Face folder with the initial model of jobs, such as one in the machine's image"

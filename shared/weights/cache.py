@@ -20,10 +20,30 @@ from typing import BinaryIO
 
 from rlboost.shared.atomic_file import replace_file
 from rlboost.shared.errors import Fatal
-from rlboost.shared.weights.directory_lock import lock_directory
+from rlboost.shared.weights.directory_lock import DirectoryInUse, lock_directory
 from rlboost.shared.weights.manifest import CHUNK_BYTES, ChunkRef, digest_of
 
 _DIGEST_LETTERS = 64
+_MAX_PROCESSES = 64
+"""Processes of one name on one machine."""
+
+
+def open_cache(parent: Path, name: str) -> Cache:
+    """Open the first of the directories `name`, `name-2`, `name-3`, ... in `parent` that no process uses.
+
+    So several workers of one name, which is the host's by default, run on one machine, and a restarted one finds what
+    it has pulled.
+
+    Raises:
+        ConfigError: a directory is not writable, or 64 processes use one each.
+
+    """
+    for number in range(1, _MAX_PROCESSES):
+        try:
+            return Cache(parent / (name if number == 1 else f"{name}-{number}"))
+        except DirectoryInUse:
+            continue
+    return Cache(parent / f"{name}-{_MAX_PROCESSES}")
 
 
 class Cache:
@@ -33,7 +53,8 @@ class Cache:
         """Create the directory if needed, lock it, and remove partial files of a killed process.
 
         Raises:
-            ConfigError: the directory is not writable, or another process uses it.
+            ConfigError: the directory is not writable.
+            DirectoryInUse: another process uses it.
 
         """
         self.blobs = root / "chunks"

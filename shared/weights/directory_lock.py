@@ -9,11 +9,16 @@ from pathlib import Path
 from rlboost.shared.errors import ConfigError
 
 
+class DirectoryInUse(ConfigError):
+    """Another process holds the lock."""
+
+
 def lock_directory(directory: Path) -> FileIO:
     """Create a directory if needed and lock it until the returned file is closed or the process ends.
 
     Raises:
-        ConfigError: it is not writable, or another process holds the lock.
+        ConfigError: it is not writable.
+        DirectoryInUse: another process holds the lock.
 
     """
     try:
@@ -25,7 +30,7 @@ def lock_directory(directory: Path) -> FileIO:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         lock.close()
-        raise ConfigError(
+        raise DirectoryInUse(
             f"directory {directory} is in use by another process: give each process its own directory"
         ) from error
     return lock

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +154,7 @@ async def test_a_drained_worker_leaves_and_stays_away(system: tuple[CommandLine,
     await eventually(lambda: rlboost.process("worker-1").note == "drained", within_s=120)
 
 
-async def test_this_machine_can_join_by_hand_and_leaves_in_order(
+async def test_this_machine_can_join_twice_by_hand_and_leaves_in_order(
     system: tuple[CommandLine, dict[str, str]],
 ) -> None:
     rlboost, config = system
@@ -162,14 +163,15 @@ async def test_this_machine_can_join_by_hand_and_leaves_in_order(
         with Client(config["url"], config["token"]) as client:
             return [worker["state"] for worker in client.workers.list() if worker["id"].startswith("by-hand-")]
 
-    with rlboost.start("worker", "join", "--name=by-hand") as worker:
-        try:
-            await eventually(lambda: states() == ["joining"], within_s=120)
+    with ExitStack() as stack:
+        workers = [stack.enter_context(rlboost.start("worker", "join", "--name=by-hand")) for _ in range(2)]
+        for worker in workers:
+            stack.callback(worker.kill)
+        await eventually(lambda: states() == ["joining"] * 2, within_s=120)
+        for worker in workers:
             worker.terminate()
-            assert worker.wait(120) == 0
-        finally:
-            worker.kill()
-    await eventually(lambda: states() == ["left"], within_s=120)
+        assert [worker.wait(120) for worker in workers] == [0, 0]
+    await eventually(lambda: states() == ["left"] * 2, within_s=120)
 
 
 def test_following_a_job_shows_its_warnings(system: tuple[CommandLine, dict[str, str]]) -> None:

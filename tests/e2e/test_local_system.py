@@ -6,7 +6,7 @@ import os
 import random
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -32,22 +32,31 @@ class Run:
 
 
 @contextmanager
-def joined_by_hand(box: BlackBox, log: Path) -> Iterator[int]:
-    """Start a worker as a user does; it must leave in order at the end."""
+def joined_by_hand(box: BlackBox, log: Path) -> Iterator[Callable[[], None]]:
+    """Start a worker as a user does; yield what waits until it is ready. It must leave in order at the end."""
     command = [*RLBOOST, "worker", "join", "--url", box.url, "--token", box.token]
+    env = {**os.environ, "RLBOOST_WORKER_CACHE_DIR": str(log.with_suffix(""))}
     with log.open("wb") as out:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out, env={**os.environ})
+        process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out, env=env)
+
+    def is_ready() -> bool:
+        assert process.poll() is None, f"exit code {process.returncode}"
+        return any(w["state"] == "ready" for w in box.get("/v1/workers") if w["pid"] == process.pid)
+
+    def until_ready() -> None:
+        try:
+            box.until(is_ready, "the worker that joined by hand is ready")
+        except AssertionError as error:
+            error.add_note(f"rlboost worker join: {log.read_text()}\n{box.get('/v1/workers')}")
+            raise
+
     try:
-        yield process.pid
+        yield until_ready
         process.terminate()
         assert process.wait(60) == 0, log.read_text()
     finally:
         process.kill()
         process.wait()
-
-
-def state_of(box: BlackBox, pid: int) -> str | None:
-    return next((w["state"] for w in box.get("/v1/workers") if w["pid"] == pid), None)
 
 
 def came_back(box: BlackBox, names: list[str]) -> bool:
@@ -60,12 +69,12 @@ def test_a_job_survives_the_death_of_every_process(tmp_path: Path) -> None:
     chaos = random.Random(20251021).sample(signals, len(signals))
     with (
         black_box(tmp_path / "state", workers=2, standby=True) as box,
-        joined_by_hand(box, tmp_path / "joined.log") as pid,
+        joined_by_hand(box, tmp_path / "joined.log") as until_ready,
         ExitStack() as observers,
     ):
         runs = [Run(box, steps=8)]
         observers.callback(runs[-1].observer.close)
-        box.until(lambda: state_of(box, pid) == "ready", "the worker that joined by hand is ready")
+        until_ready()
         for role, number in chaos:
             while not box.until_busy(runs[-1].id):  # it is done before the chaos is
                 runs.append(Run(box, steps=8))

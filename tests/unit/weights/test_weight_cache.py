@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from rlboost.shared.weights.cache import Cache
+from rlboost.shared.weights.cache import Cache, open_cache
 from rlboost.shared.weights.manifest import CHUNK_BYTES, ChunkRef, digest_of
 
 OLD, NEW, LAST = (bytes([value]) * CHUNK_BYTES for value in range(3))
@@ -115,3 +116,12 @@ def test_small_blob_has_a_file_of_its_own(cache: Cache) -> None:
     cache.prune(set(), [])
     assert cache.store(ref(b"small"), b"small")
     assert cache.path(ref(b"small").digest).read_bytes() == b"small"
+
+
+def test_each_process_of_one_name_has_a_cache_which_the_next_process_opens_again(tmp_path: Path) -> None:
+    first, second = (open_cache(tmp_path, "node") for _ in range(2))
+    with closing(second):
+        assert [cache.blobs.parent.name for cache in (first, second)] == ["node", "node-2"]
+        first.close()
+        with closing(open_cache(tmp_path, "node")) as again:
+            assert again.blobs == first.blobs
