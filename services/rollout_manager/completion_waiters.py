@@ -106,12 +106,14 @@ class CompletionWaiters:
         return waiters
 
     def complete(self, waiter: Waiter, member: int) -> None:
-        """Record that the client has received all it needs of a member."""
+        """Record that the client has received all it needs of a member.
+
+        A client of a resumable request may reconnect, and then needs all completions: they end together, with the last.
+        """
         del waiter.open[member]
         if not waiter.resumable:
             self.clients.satisfied.add(waiter.request.group + member)
         elif not any(one.open for one in waiter.request_waiters):
-            # A client that reconnects needs all completions: end all together.
             groups = [one.request for one in waiter.request_waiters]
             self.clients.satisfied.update(group.group + i for group in groups for i in range(group.n))
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import structlog
@@ -83,11 +82,15 @@ class Collector:
     async def tidy(self, ended_before: float = math.inf) -> None:
         """Retire the versions of ended jobs and collect garbage; what is unavailable now is deferred."""
         async with self._tidying:
-            for action in (partial(self.retire_ended, ended_before), self.collect_once):
-                try:
-                    await action()
-                except (BusUnavailable, StoreFull, StoreUnavailable, Undecodable) as error:
-                    log.warning("collection_deferred", error=str(error))
+            await self._deferred_if_unavailable(self.retire_ended(ended_before))
+            await self._deferred_if_unavailable(self.collect_once())
+
+    @staticmethod
+    async def _deferred_if_unavailable(action: Awaitable[None]) -> None:
+        try:
+            await action
+        except (BusUnavailable, NotFound, StoreFull, StoreUnavailable, Undecodable) as error:
+            log.warning("collection_deferred", error=str(error))
 
     async def retire_ended(self, before: float = math.inf) -> None:
         """Retire all but the last version of jobs that ended `before`; pinned ones and bases stay. See `EndedJobs`."""
@@ -102,7 +105,7 @@ class Collector:
         """Remove retired versions, abandoned parts, and unreferenced chunks.
 
         Raises:
-            Undecodable: the chunks that a job refers to are unknown, so nothing was removed.
+            Undecodable, NotFound: the chunks that a job refers to are unknown, so nothing was removed.
 
         """
         self._versions.check_all_readable()
@@ -121,7 +124,7 @@ class Collector:
             needed = await self._staged_chunks(job, now)
             for version in job.versions:
                 needed |= await self._chunks_of(job_id, version.version)
-            chunks_of = {old.version: await self._chunks_of(job_id, old.version) for old in job.retired}
+            chunks_of = {old.version: await self._chunks_of_retired(job_id, old.version) for old in job.retired}
             retired: dict[str, float] = {}
             for old in job.retired:
                 retired |= dict.fromkeys(chunks_of[old.version], old.committed_at)
@@ -168,10 +171,13 @@ class Collector:
                 chunks |= {blob.digest for blob in (*content.chunks, *content.edges)}
         return chunks
 
-    async def _chunks_of(self, job_id: str, version: int) -> set[str]:
+    async def _chunks_of_retired(self, job_id: str, version: int) -> set[str]:
         try:
-            data = await self._documents.manifest(job_id, version)
+            return await self._chunks_of(job_id, version)
         except NotFound:
-            # Retired, and its manifest removed just before the process was killed.
+            # The process was killed just after it had removed the manifest.
             return set()
+
+    async def _chunks_of(self, job_id: str, version: int) -> set[str]:
+        data = await self._documents.manifest(job_id, version)
         return {chunk.digest for chunk in (await asyncio.to_thread(Manifest.decode, data)).chunks()}

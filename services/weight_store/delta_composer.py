@@ -63,13 +63,13 @@ class DeltaComposer:
 
         async def wake() -> None:
             await stop.wait()
-            self._deltas.committed.put_nowait(None)
+            self._deltas.to_compose.put_nowait(None)
 
         waking = asyncio.create_task(wake(), name="compose-end")
         try:
             while not stop.is_set():
                 commit = await self._next_commit()
-                while not stop.is_set() and not await self._follow(commit, stop):
+                while not stop.is_set() and not await self._compose_for(commit, stop):
                     await until_stop(stop, _RETRY_S)
         finally:
             waking.cancel()
@@ -77,10 +77,10 @@ class DeltaComposer:
     async def _next_commit(self) -> CommittedVersion | None:
         """Return the next commit; None at the stop, or after a time without one."""
         with suppress(TimeoutError):
-            return await asyncio.wait_for(self._deltas.committed.get(), WRITE_INTERVAL_S)
+            return await asyncio.wait_for(self._deltas.to_compose.get(), WRITE_INTERVAL_S)
         return None
 
-    async def _follow(self, commit: CommittedVersion | None, stop: asyncio.Event) -> bool:
+    async def _compose_for(self, commit: CommittedVersion | None, stop: asyncio.Event) -> bool:
         """Write derived chunks, and compose what a version needs; return False if the object store was unavailable."""
         job_id, version = (commit.job_id, commit.version) if commit else (None, None)
         try:

@@ -64,7 +64,7 @@ class Deltas:
         self._clock = clock
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         """Job -> lock that is held while the job's edges are replaced or surveyed."""
-        self.committed: asyncio.Queue[CommittedVersion | None] = asyncio.Queue()
+        self.to_compose: asyncio.Queue[CommittedVersion | None] = asyncio.Queue()
         """Read by the composer, which queues None at the stop to wake itself."""
 
     async def restore(self, job: JobVersions, held: Container[str]) -> None:
@@ -159,7 +159,7 @@ class Deltas:
 
     def queue_composition(self, job_id: str, version: int, base: int | None) -> None:
         """Queue the composition of longer hops to a version; `base` is the job's first version if it is pinned."""
-        self.committed.put_nowait(CommittedVersion(job_id, version, base))
+        self.to_compose.put_nowait(CommittedVersion(job_id, version, base))
 
     async def route(self, job_id: str, version: int, have: int, base: int | None) -> Route:
         """Return the edges from version `have` to `version`, and from the base if `have` is not newer than it."""

@@ -26,7 +26,10 @@ class LimitedChunks:
         self._used_bytes = 0
         self._reclaimed_at = float("-inf")
         self.reclaim: Callable[[], Awaitable[None]] = self.measure
-        """Removes what is not needed, before a write is rejected."""
+        """Removes what is not needed, before a write is rejected: the store's collection, once it is loaded.
+
+        The collection acquires the locks of jobs, so nothing may call `put` under one.
+        """
 
     async def measure(self) -> None:
         """Measure the total size."""

@@ -65,7 +65,7 @@ class FencedLease:
     ) -> bool:
         """Acquire the lease under a new epoch if it is free; return True if it is held afterwards.
 
-        The value of an earlier attempt whose reply was lost counts as free, too.
+        The value of the last attempt, whose reply may have been lost, counts as free, too.
 
         Args:
             value: identifies this holder.

@@ -126,17 +126,18 @@ class Puller:
         await self._seed_cache(job_id)
         pulled = [await self._pull_one(job_id, version)]
         while (base := pulled[-1].manifest.base_version) is not None:
-            pulled.append(self._find(job_id, base) or await self._pull_one(job_id, base))
+            pulled.append(self._retained_whole(job_id, base) or await self._pull_one(job_id, base))
         log.info("weights_pulled", job=job_id, version=version, **asdict(self.last))
         await self._retain(pulled)
         return pulled
 
-    def _find(self, job_id: str, version: int) -> _Retained | None:
-        name = (job_id, version)
-        return next(
-            (retained for retained in self._retained if (retained.manifest.job_id, retained.manifest.version) == name),
-            None,
-        )
+    def _retained_whole(self, job_id: str, version: int) -> _Retained | None:
+        """Return a retained version, None if it is not retained or not all of its chunks are verified."""
+        for retained in self._retained:
+            manifest = retained.manifest
+            if (manifest.job_id, manifest.version) == (job_id, version):
+                return retained if all(c.digest in self._cache.verified for c in manifest.chunks()) else None
+        return None
 
     async def _seed_cache(self, job_id: str) -> None:
         """Seed the cache with the job's oldest version, unless the job was pulled here before."""

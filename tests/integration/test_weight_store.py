@@ -407,6 +407,22 @@ async def test_next_process_resumes_from_the_cache(
     assert await metric(client, "rlboost_weight_store_bytes_out_total") == 3 * CHUNK_BYTES
 
 
+async def test_damaged_base_of_an_adapter_is_pulled_again(publisher: Publisher, puller: Puller, tmp_path: Path) -> None:
+    base, adapter = make_weights(0), shards_of({"lora": np.arange(10.0)})
+    await publish(publisher, 0, base)
+    part = await publisher.publish(JOB, 1, 0, adapter)
+    await publisher.commit(
+        JOB, 1, expect=0, part_digests=[part.digest], config_json=CONFIG, base_version=0, adapter_json="{}"
+    )
+    await puller.pull(JOB, 1)
+    (damaged, *_) = (await puller.pull(JOB, 0)).manifest.chunks()
+    file = tmp_path / "cache" / "chunks" / damaged.digest
+    file.write_bytes(bytes(damaged.n_bytes))
+    puller.verify_cache_again()
+    await puller.pull(JOB, 1)
+    assert digest_of(file.read_bytes()) == damaged.digest
+
+
 @pytest.mark.parametrize("damage", ["flipped bit", "truncated", "too long"])
 async def test_corrupt_chunk_on_the_stores_disk_is_never_used(
     publisher: Publisher, puller: Puller, tmp_path: Path, damage: str

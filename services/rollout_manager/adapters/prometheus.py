@@ -47,7 +47,7 @@ class WorldCollector:
         yield from self._jobs()
 
     def _counters(self) -> Iterator[Metric]:
-        tokens = CounterMetricFamily("rlboost_tokens", "Tokens of jobs by outcome", labels=["fate"])
+        tokens = CounterMetricFamily("rlboost_tokens", "Tokens of jobs by outcome", labels=["outcome"])
         migrations = CounterMetricFamily("rlboost_migrations", "Migrated samples of jobs")
         preemptions = CounterMetricFamily(
             "rlboost_preemptions",

@@ -1,7 +1,7 @@
 """Fills the cache from a model folder on this machine, such as the public model in a machine image.
 
 The first version of a job is usually that model, so its chunks can be built from the folder's files. A chunk is cached
-only if its digest matches: a folder with another model costs the time to read it.
+only if its digest matches: a folder with another model costs the time to read it. One that cannot be read is reported.
 """
 
 from __future__ import annotations
@@ -31,18 +31,33 @@ class ModelFolderSeeder:
 
     def __call__(self, manifest: Manifest, cache: Cache) -> int:
         """Add the chunks of a version that the folder contains to the cache; return their number."""
-        with ExitStack() as stack:
-            tensors = _open(self._folder, stack)
-            n_chunks = sum(_seed_part(part, tensors, cache) for part in manifest.parts)
+        from safetensors import SafetensorError  # noqa: PLC0415 - torch is imported after joining
+
+        try:
+            with ExitStack() as stack:
+                tensors = _open(self._folder, stack)
+                n_chunks = sum(_seed_part(part, tensors, cache) for part in manifest.parts)
+        except (OSError, SafetensorError) as error:
+            log.warning("cache_seeding_failed", folder=str(self._folder), job=manifest.job_id, error=str(error))
+            return 0
         log.info("cache_seeded", folder=str(self._folder), job=manifest.job_id, chunks=n_chunks)
         return n_chunks
 
 
 def _open(folder: Path, stack: ExitStack) -> dict[str, Any]:
-    """Return a lazy slice of every tensor in the folder, by name."""
+    """Return a lazy slice of every tensor in the folder, by name.
+
+    Raises:
+        FileNotFoundError: the folder has no such file.
+        OSError, SafetensorError: a file cannot be read.
+
+    """
     from safetensors import safe_open  # noqa: PLC0415 - torch is imported after joining
 
-    files = [stack.enter_context(safe_open(path, framework="pt")) for path in sorted(folder.glob("*.safetensors"))]
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise FileNotFoundError("no *.safetensors file: set RLBOOST_WORKER_BASE_MODEL to the folder of a model")
+    files = [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
     return {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118 - no mapping
 
 

@@ -46,7 +46,7 @@ class DurableResampling:
             n_rows: number of training prompts.
             curriculum: which of these are skipped.
             records: packed id of a replaced group -> row of its replacement's prompt.
-            fence: fence of the job's lease; without the lease nothing is recorded.
+            fence: of the job's lease: once another trainer has acquired it, nothing is recorded. None: not fenced.
 
         """
         self._bus = bus

@@ -174,10 +174,11 @@ class PeerSource:
             pull.selection.on_claim_refused(fetch, time.monotonic())
             return
         log.debug("blob_from_store", blob=fetch.digest, claimed=fetch.claim)
-        async with self._renewing_claim(fetch.digest):
+        # Without a claim of its own: another peer may have one.
+        async with self._renewing_claim(fetch.digest) if fetch.claim else contextlib.nullcontext():
             error = await self._store.fetch_one(blob, pull.traffic)
             await self._ignoring_outage(self._publish())  # before the claim expires
-        if error is not None:
+        if error is not None and fetch.claim:
             await self._ignoring_outage(self._directory.release_claim(fetch.digest))
         pull.selection.on_settled(fetch)
         await pull.on_settled(blob, error)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from structlog.testing import capture_logs
 
 from rlboost.services.rollout_worker.adapters.model_folder_seeder import ModelFolderSeeder
 from rlboost.shared.weights.cache import Cache
@@ -81,5 +82,13 @@ def test_seeder_takes_only_the_chunks_of_the_requested_version(folder: Path, cac
     assert cache.digests() <= {chunk.digest for chunk in wanted.chunks()}
 
 
-def test_an_empty_folder_gives_nothing(cache: Cache, folder: Path, tmp_path: Path) -> None:
-    assert ModelFolderSeeder(tmp_path / "nowhere")(manifest(folder), cache) == 0
+@pytest.mark.parametrize("damage", ["no folder", "truncated", "no model"])
+def test_folder_that_cannot_be_read_is_reported(cache: Cache, folder: Path, tmp_path: Path, damage: str) -> None:
+    wanted, other = manifest(folder), tmp_path / "other"
+    if damage != "no folder":
+        other.mkdir()
+        name = "model.safetensors" if damage == "truncated" else "readme.md"
+        (other / name).write_bytes((folder / "model-0.safetensors").read_bytes()[:1000])
+    with capture_logs() as logs:
+        assert ModelFolderSeeder(other)(wanted, cache) == 0
+    assert [line["event"] for line in logs] == ["cache_seeding_failed"]

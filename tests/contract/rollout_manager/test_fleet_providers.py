@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import os
 import re
 import shlex
@@ -83,6 +85,15 @@ async def test_command_gets_no_secret_of_the_manager(tmp_path: Path, monkeypatch
     env = (tmp_path / "env").read_text()
     assert "a-secret" not in env
     assert "AWS_ACCESS_KEY_ID=for the provider" in env
+
+
+async def test_command_that_cannot_be_started_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(asyncio, "create_subprocess_shell", refuse)
+    with pytest.raises(ProviderFailed, match="temporarily unavailable"):
+        await ShellCommand("true").scale("spot", 1)
 
 
 @pytest.mark.parametrize("end", ["wait", "exit"])

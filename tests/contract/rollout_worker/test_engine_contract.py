@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -114,7 +115,12 @@ class Vllm:
         return await vllm_engines.start(self._config, slots=SLOTS)
 
     async def kill(self, engine: Engine, cause: Exception) -> None:
+        """Kill vLLM while it scores, which many requests do at once."""
+        scoring = asyncio.create_task(engine.score([([1] * 8, [2] * 100)] * 4, 1.0))
+        await eventually(lambda: sum(task.get_name() == "score" for task in asyncio.all_tasks()) > 1)
         vllm_engines.kill_engine_core()
+        with pytest.raises(EngineFailed, match="died"):
+            await scoring
 
     def awake(self, engine: Engine) -> bool:
         # A CPU has no memory to give back: what vLLM was told is all that there is to see.

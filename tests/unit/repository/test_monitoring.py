@@ -277,7 +277,7 @@ async def test_counters_of_an_ended_job_stay_and_a_standby_has_none() -> None:
     registry.register(WorldCollector(manager))
 
     def delivered() -> float | None:
-        return registry.get_sample_value("rlboost_tokens_total", {"fate": "delivered"})
+        return registry.get_sample_value("rlboost_tokens_total", {"outcome": "delivered"})
 
     assert await manager.try_lead()
     for number, (job_id, tokens) in enumerate({"a": 3, "b": 4}.items(), 1):

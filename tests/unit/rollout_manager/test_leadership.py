@@ -13,13 +13,14 @@ from prometheus_client import CollectorRegistry
 from rlboost.services.rollout_manager.adapters.prometheus import WorldCollector
 from rlboost.services.rollout_manager.api import build
 from rlboost.services.rollout_manager.app import Manager
+from rlboost.services.rollout_manager.completion_waiters import CompletionUnavailable
 from rlboost.services.rollout_manager.domain.world import Now
 from rlboost.services.rollout_manager.fakes import FakeLeaderWatch
 from rlboost.services.rollout_manager.leadership import RECOVERY_LEASE_S, ManagerRecord, manager_record
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.shared.errors import BusUnavailable, ConfigError, Fenced
 from rlboost.shared.job.spec import parse, to_json
-from rlboost.shared.messages import Event, JobCommand, Resume
+from rlboost.shared.messages import Event, GroupRequested, JobCommand, Resume, Sampling
 from rlboost.shared.messages.protocol import PROTOCOL, PROTOCOL_HEADER
 from rlboost.shared.settings import read
 from rlboost.shared.streams import names
@@ -269,6 +270,31 @@ async def test_write_with_a_lost_reply_makes_the_leader_recover(pair: Pair) -> N
         await pair.first.turn()
     assert await pair.first.try_lead()
     await pair.first.turn()
+
+
+async def test_lost_reply_to_a_client_ends_no_completion_of_another(pair: Pair) -> None:
+    stop = asyncio.Event()
+    running = asyncio.create_task(pair.first.run(stop))
+    await eventually(lambda: pair.first.leads)
+    request = GroupRequested(
+        job_id="j", group=0, n=1, prompt=b"", sampling=Sampling(max_tokens=1), version=0, seed=0, expires_at=1e9
+    )
+    (waiter,) = pair.first.completion_waiters.register([request], pair.first.world, resumable=False)
+
+    async def reply_is_lost() -> bool:
+        pair.bus.lose_next_reply = True
+        try:
+            await pair.first.write([Append("s", Resume(step=1))])
+        except BusUnavailable:
+            return True
+        return False  # another request of the manager has lost its reply
+
+    assert await eventually(reply_is_lost)
+    assert not pair.first.leads
+    await eventually(lambda: pair.first.leads)
+    assert not isinstance(waiter.error, CompletionUnavailable)
+    stop.set()
+    await running
 
 
 @pytest.mark.parametrize(

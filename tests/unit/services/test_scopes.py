@@ -173,6 +173,22 @@ async def test_revoked_token_is_rejected_when_the_table_is_read_again() -> None:
     assert (await table.authenticate("secret of read")) is None
 
 
+async def test_token_created_while_the_table_is_read_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    bus = MemoryBus()
+    table, read = TokenTable(bus, SYSTEM), bus.hash_all
+
+    async def read_before_the_change(key: str) -> dict[str, str]:
+        monkeypatch.undo()
+        stored_before = await read(key)
+        await save(bus, stored("read"))
+        table.invalidate()
+        return stored_before
+
+    monkeypatch.setattr(bus, "hash_all", read_before_the_change)
+    assert (await table.authenticate("secret of read")) is None
+    assert (await table.authenticate("secret of read")) is not None
+
+
 async def test_configured_join_token_admits_to_join_only() -> None:
     table = TokenTable(MemoryBus(), SYSTEM, "join")
     assert await table.authenticate("join") == Principal("join token", "worker")

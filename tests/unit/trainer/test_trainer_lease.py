@@ -88,6 +88,7 @@ async def test_waiting_trainer_does_not_repeat_an_ended_job(
         async with rig.trainer():
             await rig.waits_for("the lease of the job")
             assert rig.engine is not first
+            assert list(rig.folder.rows) == [0, 1], "what the other has logged is not cut"
             rig.manager.held = set()
             assert await eventually(lambda: first.closed and rig.engine.closed)
             assert await rig.bus.lease_values([LEASE]) == [None]

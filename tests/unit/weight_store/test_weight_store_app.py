@@ -342,12 +342,17 @@ async def test_unreadable_model_document_leaves_the_other_jobs_served(world: Wor
     assert await world.chunks.read(digest_of(b"other")) == b"other"
 
 
+@pytest.mark.parametrize("damage", ["unreadable", "lost"])
 async def test_damaged_manifest_defers_the_collection(
-    world: World, store: WeightStore, monkeypatch: pytest.MonkeyPatch
+    world: World, store: WeightStore, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
     monkeypatch.setattr(collection, "_COLLECT_INTERVAL_S", 0.001)
     await commit(store, 0, b"some")
-    await world.documents.put_manifest(JOB, 0, b"{")
+    if damage == "lost":
+        await world.documents.remove_manifest(JOB, 0)
+    else:
+        await world.documents.put_manifest(JOB, 0, b"{")
+    world.now += 2 * UPLOAD_GRACE_S
     stop, n_rounds, jobs = asyncio.Event(), 0, world.documents.jobs
 
     async def counted() -> list[str]:

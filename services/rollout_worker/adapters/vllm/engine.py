@@ -32,7 +32,7 @@ from rlboost.services.rollout_worker.domain.requests import Emission, Request, R
 from rlboost.services.rollout_worker.domain.streamed_requests import LiveRequest, StreamedRequests
 from rlboost.services.rollout_worker.domain.uniforms import stream_seed
 from rlboost.services.rollout_worker.ports import EngineFailed, Sequences, StagedWeights
-from rlboost.shared.errors import ConfigError, Fatal
+from rlboost.shared.errors import ConfigError, Fatal, leaves
 from rlboost.shared.messages import FINISH_LENGTH, FINISH_STOP
 from rlboost.shared.model.folder import require_unquantized
 from rlboost.shared.process.threads import run_in_thread
@@ -304,8 +304,11 @@ class VllmEngine:
             try:
                 self._check_alive()
                 return await work()
-            except EngineDeadError as error:
-                raise self._fail(error) from error
+            except (EngineDeadError, ExceptionGroup) as error:
+                dead = next((leaf for leaf in leaves(error) if isinstance(leaf, EngineDeadError)), None)
+                if dead is None:
+                    raise
+                raise self._fail(dead) from error
             finally:
                 self._turn.release()
 

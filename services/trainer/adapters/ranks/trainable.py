@@ -55,10 +55,13 @@ class TrainedModel(Model, Protocol):
         """Drop the accumulated gradients."""
 
     def finish_gradients(self, divisor: int) -> float:
-        """Sum the gradients over all ranks, divide them by `divisor`, and return their global norm."""
+        """Sum the gradients over all ranks, divide them by `divisor`, and return their global norm before clipping.
+
+        Here or in `update` they are clipped.
+        """
 
     def update(self, learning_rate: float) -> None:
-        """Clip and apply the gradients."""
+        """Apply the gradients, clipped if `finish_gradients` has not clipped them."""
 
     def gradients(self) -> Iterable[Tensor]:
         """Return the tensors that hold gradients between the calls."""
