@@ -21,6 +21,7 @@ from tests.support.model_folder import write_model, write_tokenizer
 RUN_ELSEWHERE = (
     "def score(prompts",  # tests/unit/repository/test_docs.py
     "from rlboost.environments import",  # tests/unit/repository/test_docs.py
+    "from games import",  # tests/unit/repository/test_docs.py
     "client.",  # tests/integration/test_serving.py
 )
 """Texts in blocks that other tests run."""

@@ -297,6 +297,13 @@ def test_shown_environments_end_at_the_right_answer() -> None:
             assert (step.done, step.reward) == (True, 1.0)
 
 
+def test_shown_environment_can_be_tried_without_a_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment, trial, *_ = blocks_in(ROOT / "docs" / "environments.md", "python")
+    (tmp_path / "games.py").write_text(environment)
+    monkeypatch.syspath_prepend(tmp_path)
+    exec(trial, {})
+
+
 def test_no_placeholder_is_left() -> None:
     for doc in DOCS:
         assert "FILL_IN" not in doc.read_text(encoding="utf-8"), doc
