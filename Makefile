@@ -18,9 +18,9 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3; do \
 export OMP_NUM_THREADS ?= 1
 
 # Test processes: two per core, since many tests wait most of the time. Each takes whole files, in the order of
-# tests/conftest.py; of the long tests, one at a time.
+# tests/conftest.py.
 TEST_PROCESSES ?= $(shell n=$$(($$(getconf _NPROCESSORS_ONLN) * 2)); echo $$((n < 8 ? n : 8)))
-PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --ignore tests/browser
+PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --ignore tests/browser
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-vllm demo test test-long test-browser test-network test-docker check audit fmt screenshots docs \
@@ -50,10 +50,10 @@ demo: $(INSTALLED) ## train a small model here while spot workers come and go
 	$(BIN)/rlboost demo --engine $(ENGINE) $(ARGS)
 
 test: $(INSTALLED) ## run the tests that need no accelerator: unit, contract, integration, e2e
-	$(PYTEST) --dist loadfile --no-loadscope-reorder -m 'not gpu and not long and not docker and not network' $(ARGS)
+	$(PYTEST) -m 'not gpu and not long and not docker and not network' $(ARGS)
 
-test-long: $(INSTALLED) ## run the soak and the longest end-to-end tests, which `make test` leaves out
-	$(PYTEST) --dist load --maxschedchunk 1 -m 'long and not gpu' $(ARGS)
+test-long: $(INSTALLED) ## run the soak and the longest tests, which `make test` leaves out
+	$(PYTEST) -m 'long and not gpu' $(ARGS)
 
 test-browser: $(INSTALLED) ## run the tests of the web page; they need Chromium
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[browser]'

@@ -196,6 +196,7 @@ def test_following_a_job_shows_its_warnings(system: tuple[CommandLine, dict[str,
             following.kill()
 
 
+@pytest.mark.long
 def test_a_system_in_the_foreground_stops_in_order_at_a_signal(tmp_path: Path) -> None:
     """Without the fork server, which lacks a package: all processes start as they do elsewhere, with their imports."""
     rlboost = CommandLine(tmp_path)

@@ -173,6 +173,7 @@ def test_an_exported_version_is_the_one_that_made_its_samples(trained: Trained, 
         assert engine_logprobs != pytest.approx(base.logprobs(prompt, tokens), abs=1e-3)
 
 
+@pytest.mark.long
 def test_an_exported_folder_evaluates_as_it_decodes(box: BlackBox, trained: Trained, tmp_path: Path) -> None:
     problems = trained.problems
     greedy = (

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.timeout(600)
 WORKERS = 2
 
 
+@pytest.mark.long
 def test_learned_window_is_reused_and_a_target_fleet_is_reported(tmp_path: Path) -> None:
     spec = small_job(steps=5, elastic={"seeding": "auto"})
     with black_box(tmp_path / "state", workers=WORKERS) as box:

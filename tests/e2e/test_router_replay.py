@@ -14,6 +14,7 @@ from tests.support.small_job import check, small_job
 pytestmark = pytest.mark.timeout(900)
 
 
+@pytest.mark.long
 def test_every_trained_token_is_replayed_after_a_worker_is_killed(tmp_path: Path) -> None:
     spec = small_job(steps=3)
     spec["model"] = str(mixture(tmp_path / "model"))

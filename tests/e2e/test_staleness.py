@@ -15,6 +15,7 @@ pytestmark = pytest.mark.timeout(600)
 STALENESS = 2
 
 
+@pytest.mark.long
 def test_samples_are_generated_ahead_and_never_older_than_allowed(tmp_path: Path) -> None:
     spec = small_job(steps=6, elastic={"max_staleness": STALENESS})
     with black_box(tmp_path / "state", workers=2) as box:

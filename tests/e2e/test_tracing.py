@@ -71,6 +71,7 @@ def kill_generating(box: BlackBox) -> bool:
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.long
 def test_traces_show_the_loss_of_a_worker_and_the_step_of_each_sample(tmp_path: Path, receiver: Receiver) -> None:
     spec = small_job(steps=3)
     with black_box(tmp_path / "state", workers=2) as box:

@@ -57,6 +57,7 @@ def test_workers_pull_adapters_and_the_job_completes(box: BlackBox) -> None:
     assert all(0 < n < n_bytes[0] / 20 for version, n in n_bytes.items() if version), n_bytes
 
 
+@pytest.mark.long
 def test_workers_pull_deltas_and_the_job_completes(box: BlackBox) -> None:
     spec = small_job(steps=3, elastic={"weights": "delta"})
     # What is usual for large models: few of the rounded values move in a step.

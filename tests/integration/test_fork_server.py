@@ -170,6 +170,7 @@ def _runs(pid: int) -> bool:
         return False
 
 
+@pytest.mark.long
 def test_preloading_imports_nothing_of_the_user_and_leaves_cuda_alone(tmp_path: Path) -> None:
     code = (
         "import json, sys\n"

@@ -138,6 +138,7 @@ async def test_samples_of_a_hung_engine_migrate_with_their_tokens(fleet: RealFle
     assert all(length(sample.tokens, I32) == 200 for sample in moved), "from its last token, not from its first"
 
 
+@pytest.mark.long
 async def test_dial_out_worker_joins_a_restarting_manager_and_leaves_on_ctrl_c(
     fleet: RealFleet, good: ServiceProcess, tmp_path: Path
 ) -> None:

@@ -148,6 +148,7 @@ def values(policy: PolicyEngine) -> np.ndarray:
     return np.concatenate([np.frombuffer(bytes(shard.data), F32) for shard in policy.export_shards()])
 
 
+@pytest.mark.long
 async def test_ranks_on_two_machines_survive_a_killed_agent(tmp_path: Path) -> None:
     files = make_certificates(tmp_path / "tls")
     certificate = ServerCertificate(str(files.certificate), str(files.key))

@@ -36,7 +36,7 @@ LONG = [7 * i % tiny_models.VOCABULARY for i in range(140)]
 Start = Callable[[Any], Awaitable[Engine]]
 
 
-@pytest.fixture(scope="module", params=["tied", "untied"])
+@pytest.fixture(scope="module", params=["tied", pytest.param("untied", marks=pytest.mark.long)])
 def config(request: pytest.FixtureRequest) -> Any:
     """Both kinds, one after the other: starting vLLM takes seconds."""
     vllm_engines.require()
@@ -269,6 +269,7 @@ class TestStarting:
         yield
         vllm_engines.end_shared()
 
+    @pytest.mark.long
     async def test_too_small_a_cache_only_costs_time(self) -> None:
         config = vllm_engines.config()
         model = tiny_models.make(config)

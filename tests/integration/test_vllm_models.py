@@ -89,7 +89,9 @@ def checkpoint(model: Any) -> list[tuple[str, Any]]:
         return list(load_file(Path(directory, "model.safetensors")).items())
 
 
-@pytest.mark.parametrize("config", [MIXTURE, LATENT], ids=["mixture", "latent-attention"])
+@pytest.mark.parametrize(
+    "config", [pytest.param(MIXTURE, marks=pytest.mark.long), LATENT], ids=["mixture", "latent-attention"]
+)
 async def test_model_takes_new_weights(config: Any) -> None:
     old, new = (tiny_models.make(config, seed) for seed in (1, 2))
     engine = vllm_engines.build(config, slots=4)

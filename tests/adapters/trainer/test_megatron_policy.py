@@ -92,7 +92,12 @@ def logprobs(policy: PolicyEngine) -> Any:
 
 @pytest.mark.parametrize(
     ("model", "layout"),
-    [pair for pair in itertools.product(rank_policies.MODELS, LAYOUTS) if pair != ("qwen3-moe", "tp2 x pp2")],
+    [
+        # All models in one layout, and one model in all.
+        pytest.param(model, layout, marks=() if model == "qwen3" or layout == "tp2" else pytest.mark.long)
+        for model, layout in itertools.product(rank_policies.MODELS, LAYOUTS)
+        if (model, layout) != ("qwen3-moe", "tp2 x pp2")
+    ],
 )
 def test_ranks_three_steps_match_torch_backend(
     policies: Policies, models: Callable[[str], Path], model: str, layout: str, tmp_path: Path
@@ -137,6 +142,7 @@ def test_scaled_rotary_positions_match_torch_backend(
     assert np.abs(logprobs(torch_policy(unscaled)) - expected).max() > 0.01
 
 
+@pytest.mark.long
 def test_checkpoint_of_one_layout_resumes_in_another(
     policies: Policies, models: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -160,7 +166,7 @@ def test_checkpoint_of_one_layout_resumes_in_another(
         assert_trained_equally(found, after[0])
 
 
-@pytest.mark.parametrize("layout", ["tp2", "fsdp3"])
+@pytest.mark.parametrize("layout", ["tp2", pytest.param("fsdp3", marks=pytest.mark.long)])
 def test_ranks_pass_every_column_to_the_loss(policies: Policies, models: Callable[[str], Path], layout: str) -> None:
     policy, one = policies(layout), torch_policy(models("qwen3"))
     policy.load_hf(models("qwen3"))
@@ -198,7 +204,7 @@ def test_ranks_pass_every_column_to_the_loss(policies: Policies, models: Callabl
     policy.accumulate([known], checked_loss)
 
 
-@pytest.mark.parametrize("layout", ["dp2", "fsdp3"])
+@pytest.mark.parametrize("layout", ["dp2", pytest.param("fsdp3", marks=pytest.mark.long)])
 def test_loss_not_finite_changes_neither_weights_nor_ranks(
     policies: Policies, models: Callable[[str], Path], layout: str
 ) -> None:
@@ -222,6 +228,7 @@ def test_loss_not_finite_changes_neither_weights_nor_ranks(
     assert policy.step(RATE) > 0
 
 
+@pytest.mark.long
 def test_megatron_on_cpu_rewrites_every_module_that_names_cuda() -> None:
     """`tests.support.megatron_cpu` depends on expressions in the sources of the pinned release."""
     code = (
@@ -249,6 +256,7 @@ def test_megatron_on_cpu_rewrites_every_module_that_names_cuda() -> None:
     assert {f"megatron.core.{name}" for name in expected} <= set(json.loads(output.splitlines()[-1]))
 
 
+@pytest.mark.long
 def test_megatron_without_gpu_is_rejected_with_the_alternative(
     models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

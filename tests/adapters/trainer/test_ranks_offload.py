@@ -52,7 +52,10 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(
+    scope="module",
+    params=[name if name in ("tp2", "dp2") else pytest.param(name, marks=pytest.mark.long) for name in CASES],
+)
 def case(request: pytest.FixtureRequest) -> Case:
     return CASES[request.param]
 

@@ -113,7 +113,7 @@ def test_replay_with_recomputed_layers_gives_the_same_gradients(tmp_path: Path) 
     assert without.step(1e-3) != pytest.approx(norms[0], rel=1e-3)
 
 
-@pytest.mark.parametrize("layout", ["data_parallel", "context_parallel"])
+@pytest.mark.parametrize("layout", [pytest.param("data_parallel", marks=pytest.mark.long), "context_parallel"])
 def test_replay_in_ranks_matches_one_process(tmp_path: Path, layout: str) -> None:
     write_model(tmp_path, "qwen3-moe")
     batches = [with_experts(rows(4)), with_experts(with_loss_mask(rows(4, seed=3)), seed=1)]
