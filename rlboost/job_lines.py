@@ -134,7 +134,7 @@ def _cost_details(cost: Mapping[str, Any]) -> Iterator[str]:
         yield (
             f"The reserved workers alone would have taken about {_hours(only['seconds'] / 3600)} and cost "
             f"{dollars(only['dollars'])} so far: with spot workers the job is {verdict}."
-            + ("" if price is None else f" They pay below {dollars(price)} per hour and worker.")
+            + ("" if price is None else f" They make it cheaper while each costs less than {dollars(price)} per hour.")
         )
     for cause, spent in cost["dollars_regenerated_by_cause"].items():
         if spent:

@@ -281,7 +281,7 @@ def test_cheaper_texts_weigh_one_more_worker_and_the_reserved_ones_alone(files: 
         ),
         (
             "The reserved workers alone would have taken about 1.97 h and cost $20.00 so far: with spot workers the "
-            "job is 50 % cheaper. They pay below $3.00 per hour and worker."
+            "job is 50 % cheaper. They make it cheaper while each costs less than $3.00 per hour."
         ),
         "Tokens regenerated: arrived after the sample had migrated: $0.25.",
         (
@@ -297,6 +297,11 @@ AMOUNTS = [None, 0.0, 1e-9, 1e-6, 3e-5, 0.000125, 0.0996, 0.125, 0.994, 0.995, 0
 def test_page_shows_the_amounts_that_the_command_line_prints(files: Page) -> None:
     amounts = AMOUNTS + [i / 64 for i in range(1, 1024)]  # ties of rounding, which the languages break differently
     assert call(files, "facts.js", "a[0].map(m.dollars)", amounts) == [dollars(amount) for amount in amounts]
+
+
+def test_counts_of_millions_have_three_digits(files: Page) -> None:
+    counts = [0, 291_568, 1_291_568, 23_456_789_012]
+    assert call(files, "facts.js", "a[0].map(m.shortCount)", counts) == ["0", "291,568", "1.29M", "23.5B"]
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ export function lineChart(box, { name, points }, paint = "blue", dots = { points
     select(points.reduce((best, point) => (Math.abs(x(point[0]) - at) < Math.abs(x(best[0]) - at) ? point : best)));
   });
   chart.addEventListener("pointerleave", () => select(points.at(-1)));
-  box.replaceChildren(chart);
+  box.replaceChildren(chart, ...(dots.points.length ? [legend([[name, paint], [dots.name, "green"]])] : []));
 }
 
 // Draw the newest steps as bars of their parts, with the preemptions in each; `select` is called with the step under

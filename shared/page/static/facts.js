@@ -31,6 +31,10 @@ export function number(value) {
   return value.toPrecision(3);
 }
 
+// A count that fits a card: from a million on with three digits, such as 1.29M.
+export const shortCount = (n) =>
+  n >= 1e6 ? n.toLocaleString("en", { notation: "compact", maximumSignificantDigits: 3 }) : number(n);
+
 // The points [step, value] of the first of these metrics that the job reports. Training steps count from 1; an evaluation
 // counts as of the steps before it.
 export function curve(rows, names) {
@@ -165,7 +169,7 @@ export function costDetails(cost) {
     const saved = 1 - cost.dollars / only.dollars, price = only.break_even_price_per_hour;
     texts.push(`The reserved workers alone would have taken about ${(only.seconds / 3600).toFixed(2)} h and cost ${dollars(only.dollars)} ` +
       `so far: with spot workers the job is ${(100 * Math.abs(saved)).toFixed(0)} % ${saved >= 0 ? "cheaper" : "more expensive"}.` +
-      `${price === null ? "" : ` They pay below ${dollars(price)} per hour and worker.`}`);
+      `${price === null ? "" : ` They make it cheaper while each costs less than ${dollars(price)} per hour.`}`);
   }
   for (const [cause, spent] of Object.entries(cost?.dollars_regenerated_by_cause ?? {})) {
     if (spent) texts.push(`Tokens ${CAUSES[cause] ?? cause}: ${dollars(spent)}.`);
@@ -212,7 +216,7 @@ export function fleetText(fleet) {
 
 // What the fleet costs and what autoscaling does; empty without prices and pools.
 function scalingText({ workers, limited_by: limit, dollars_per_hour: price, max_dollars_per_hour: most, pools }) {
-  const cost = price || most !== null ? ` It costs ${dollars(price)} per hour${most === null ? "" : ` of at most ${dollars(most)}`}.` : "";
+  const cost = price || most !== null ? ` All workers cost ${dollars(price)} per hour${most === null ? "" : ` of at most ${dollars(most)}`}.` : "";
   if (!pools.length) return cost;
   const kinds = pools.map((pool) => `${pool.target ?? "-"} of at most ${pool.max_workers} ${pool.kind}`);
   const errors = pools.filter((pool) => pool.error).map((pool) => ` Provider: ${pool.error}`);

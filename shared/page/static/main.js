@@ -4,7 +4,7 @@
 import { ApiError, events, forgetToken, get, hasToken, isReadOnly, post, present, report, setToken, takeTokenOfLink } from "./api.js";
 import { areas, gantt, lineChart, stepBars } from "./charts.js";
 import { el } from "./dom.js";
-import { activityText, auditRows, cheaperTexts, costText, CURVES, curve, dollars, duration, fleetText, keptWorth, number, phaseName, preemptionCost, preemptionText, stepText, timedSteps, workerName } from "./facts.js";
+import { activityText, auditRows, cheaperTexts, costText, CURVES, curve, dollars, duration, fleetText, keptWorth, number, phaseName, preemptionCost, preemptionText, shortCount, stepText, timedSteps, workerName } from "./facts.js";
 import { lives, migrations, preemptions, speeds, stepIncidents } from "./history.js";
 import { showSamples } from "./samples.js";
 
@@ -239,8 +239,8 @@ function drawCards(job, rows, fleet, audit, cost, now) {
     ...(ENDED.includes(job.state) ? [["tokens/s", number(curve(timedSteps(rows, job), CURVES.throughput).points.at(-1)?.[1])]] : [["tokens/s now", number(fleet?.tokens_per_s)]]),
     ["running for", job.started_at ? duration((end - Date.parse(job.started_at)) / 1000) : "-"],
     ...(ENDED.includes(job.state) ? [] : [["left, estimated", job.state === "running" && left !== null ? duration(left) : "-"]]),
-    ["samples delivered", number(audit?.delivered)],
-    ["tokens preserved by migration", number(audit?.tokens_saved)],
+    ["samples delivered", shortCount(audit?.delivered)],
+    ["tokens preserved by migration", shortCount(audit?.tokens_saved)],
     ...(cost?.dollars ? [["cost", dollars(cost.dollars)]] : []),
   ];
   $("cards").replaceChildren(...cards.map(([label, value]) => el("div", { class: "card" }, el("b", {}, value), el("span", {}, label))));

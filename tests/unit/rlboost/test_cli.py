@@ -366,7 +366,7 @@ def test_follow_and_status_end_with_the_cost_of_the_job(rest: FakeRest) -> None:
         ),
         (
             "The reserved workers alone would have taken about 2.50 h and cost $15.43 so far: with spot workers the "
-            "job is 20 % cheaper. They pay below $3.00 per hour and worker."
+            "job is 20 % cheaper. They make it cheaper while each costs less than $3.00 per hour."
         ),
         "Tokens regenerated: arrived after the sample had migrated: $0.0012.",
     ]
