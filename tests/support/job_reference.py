@@ -42,6 +42,16 @@ class Key(NamedTuple):
     kinds: tuple[str, ...]
     """Kinds of jobs that have it."""
     is_section: bool
+    is_list: bool
+    """Its value is a list; that of a section, whose entries have the keys below it."""
+
+    @property
+    def shown(self) -> str:
+        """The path with `[]` after the sections that are lists."""
+        lists = [
+            key.path for key in job_keys() if key.is_section and key.is_list and self.path.startswith(f"{key.path}.")
+        ]
+        return next((f"{path}[]{self.path.removeprefix(path)}" for path in lists), self.path)
 
 
 @cache
@@ -74,7 +84,9 @@ def names() -> str:
     """Return the table of what other trainers call the keys."""
     lines = ["| RLBoost | TRL | verl | OpenRLHF | prime-rl |", "|---|---|---|---|---|"]
     lines += [
-        "| " + " | ".join((f"`{key.path}`", *NAMES[key.path])).strip() + " |" for key in job_keys() if key.path in NAMES
+        "| " + " | ".join((f"`{key.shown}`", *NAMES[key.path])).strip() + " |"
+        for key in job_keys()
+        if key.path in NAMES
     ]
     return "\n".join(lines)
 
@@ -86,7 +98,7 @@ def _walk(model: type[BaseModel], prefix: str, kind: str) -> Iterator[Key]:
         meaning = _docstring(model, name)
         default = "" if section else _default(model, name, field)
         values = "" if section else _values(field.annotation, field.metadata)
-        yield Key(path, meaning, default, values, (kind,), section is not None)
+        yield Key(path, meaning, default, values, (kind,), section is not None, _is_list(field.annotation))
         if section:
             yield from _walk(section, f"{path}.", kind)
 
@@ -100,7 +112,7 @@ def _section_text(path: str, members: list[Key]) -> str:
     lines += ["| key | default | values | meaning | TRL | verl |", "|---|---|---|---|---|---|"]
     for key in plain:
         called = NAMES.get(key.path, Names())
-        cells = (f"`{key.path}`", key.default, key.values, _kinds(key) + key.meaning, called.trl, called.verl)
+        cells = (f"`{key.shown}`", key.default, key.values, _kinds(key) + key.meaning, called.trl, called.verl)
         lines.append("| " + " | ".join(cells) + " |")
     sections = [f"[`{key.path}`](#{_anchor(key.path)})" for key in members if key.is_section]
     if sections:
@@ -172,6 +184,10 @@ def _bounds(metadata: list[Any]) -> str:
     return ", ".join(
         f"{sign} {getattr(item, name)}" for item in items for name, sign in signs.items() if hasattr(item, name)
     )
+
+
+def _is_list(annotation: Any) -> bool:
+    return get_origin(annotation) is tuple or any(map(_is_list, get_args(annotation)))
 
 
 def _section_of(annotation: Any) -> type[BaseModel] | None:
