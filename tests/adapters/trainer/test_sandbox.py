@@ -67,7 +67,7 @@ ATTACKS = {
     "limits_of_parent": "resource.prlimit(PARENT, resource.RLIMIT_CORE)",
     "priority_of_parent": "os.setpriority(os.PRIO_PROCESS, PARENT, os.getpriority(os.PRIO_PROCESS, PARENT))",
     "new_process": "os.fork() or os._exit(0); os.wait()",
-    "posix_spawn": "os.posix_spawn(sys.executable, [sys.executable, '-c', ''], {})",
+    "posix_spawn": "os.waitpid(os.posix_spawn(sys.executable, [sys.executable, '-c', ''], {}), 0)",
     "subprocess": "subprocess.run([sys.executable, '-c', ''], check=True)",
     "memory_file": "os.memfd_create('memory')",
     "shared_memory": "assert libc.shmctl(libc.shmget(0, 4096, 0o1600), 0, 0) == 0",
