@@ -155,8 +155,11 @@ def test_preemptions_have_their_step_and_the_time_until_their_samples_resumed(fi
     assert found == [["worker-2", 3, False, 50, 2500, pytest.approx(SILENT_S + 0.6)], ["worker-1", 7, True, 20, 900, 0]]
     incidents = f"m.stepIncidents(a[0], {found_in}, a[2], a[1])"
     texts = call(files, "history.js", incidents, events(*begins), JOB, 3)
-    assert texts == ["worker-2 was preempted without notice; 50 samples migrated"]
-    assert call(files, "history.js", incidents, events(*begins), JOB, 2) == []
+    assert texts == [
+        "worker-2 was preempted without notice; 50 samples migrated",
+        "the reserved workers began to train with 40 samples unfinished, which other workers completed",
+    ]
+    assert len(call(files, "history.js", incidents, events(*begins), JOB, 2)) == 1
 
 
 def test_preemption_cost_counts_the_job_while_its_samples_paused(files: Page) -> None:
@@ -166,6 +169,34 @@ def test_preemption_cost_counts_the_job_while_its_samples_paused(files: Page) ->
     code = "[m.preemptionCost(a[0], a[1], a[2], 0), m.keptWorth(a[0], a[2])]"
     assert call(files, "facts.js", code, one, job, cost) == [pytest.approx(0.003), pytest.approx(0.02)]
     assert call(files, "facts.js", code, {**one, "resumed_s": None}, job, {"dollars": 0}) == [None, None]
+    text = call(files, "facts.js", "m.preemptionCostText([a[0], a[0]], a[1], a[2], 0)", one, job, cost)
+    assert text.startswith("Together they cost at most $0.0060: ")
+    assert call(files, "facts.js", "m.preemptionCostText([], a[0], a[1], 0)", job, cost) == ""
+
+
+def test_running_job_tells_its_price_and_what_it_will_cost(files: Page) -> None:
+    job = {"started_at": "2026-01-01T00:00:00Z", "finished_at": None, "step": 10, "steps": 50}
+    half_an_hour_later = 1_767_225_600_000 + 1_800_000
+    code = "m.forecastText(a[0], { dollars: 4 }, a[1])"
+    assert call(files, "facts.js", code, job, half_an_hour_later) == (
+        "So far the job costs $8.00 per hour, with its trainer; all 50 steps will cost about $20.00."
+    )
+    ended = {**job, "finished_at": "2026-01-01T01:00:00Z"}
+    assert call(files, "facts.js", code, ended, half_an_hour_later) == ""
+
+
+def test_step_tells_how_many_samples_reserved_workers_left_unfinished(files: Page) -> None:
+    seen = [
+        job_event(1.0, "seeding_started", step=0),
+        job_event(2.0, "samples_unassigned", worker="reserved-1-a", samples=19, tokens=90, cause="suspended"),
+        job_event(2.0, "samples_unassigned", worker="reserved-2-a", samples=2, tokens=9, cause="suspended"),
+        job_event(3.0, "seeding_started", step=1),
+    ]
+    past = [event.model_dump() for event in seen]
+    assert call(files, "history.js", "m.stepIncidents(a[0], [], 1, a[1])", past, JOB) == [
+        "the reserved workers began to train with 21 samples unfinished, which other workers completed"
+    ]
+    assert call(files, "history.js", "m.stepIncidents(a[0], [], 2, a[1])", past, JOB) == []
 
 
 def test_preemption_text_tells_moves_by_preemptions_from_others(files: Page) -> None:
@@ -228,13 +259,13 @@ def test_step_text_says_why_a_step_took_longer_than_those_before(files: Page) ->
     rows = [*(step(n, 2.0) for n in range(1, 6)), step(6, 8.0, length=150.0)]
     text = call(files, "facts.js", "m.stepText(a[0], 6, ['worker-2 joined'])", rows)
     assert text == (
-        "Step 6 took 10 s: waiting for samples 80 %, training 20 %. "
+        "Step 6 took 10 s: waiting for samples 8.0 s (80 %), training 2.0 s (20 %). "
         "That is 6.0 s longer than the median of the 5 steps before, mostly waiting for samples (6.0 s longer). "
         "Completions were 50 % longer than in the 5 steps before. "
         "During it worker-2 joined."
     )
     usual = call(files, "facts.js", "m.stepText(a[0], 5, [])", rows)
-    assert usual == "Step 5 took 4.0 s: waiting for samples 50 %, training 50 %."
+    assert usual == "Step 5 took 4.0 s: waiting for samples 2.0 s (50 %), training 2.0 s (50 %)."
 
 
 PHASE = {"name": "training", "step": 6, "since": "2026-01-01T00:00:00Z", "last_s": 50.0}
@@ -276,8 +307,8 @@ def test_cheaper_texts_weigh_one_more_worker_and_the_reserved_ones_alone(files: 
     code = "m.cheaperTexts({ id: 'j' }, [{ frac_reward_zero_std: 0.5 }], a[0], a[1])"
     assert call(files, "facts.js", code, FLEET, COST) == [
         (
-            "One more spot worker would generate 500,000 more tokens per hour, worth $2.00 per hour at what tokens "
-            "cost now. It costs $1.50 per hour: tokens would become cheaper."
+            "With one more spot worker the job would get about 500,000 more tokens per hour, worth $2.00 per hour at "
+            "what tokens cost now. It costs $1.50 per hour: tokens would become cheaper."
         ),
         (
             "The reserved workers alone would have taken about 1.97 h and cost $20.00 so far: with spot workers the "

@@ -73,7 +73,7 @@ def test_conversation_is_shown_turn_by_turn(page: Page, tmp_path: Path) -> None:
 def test_arrow_keys_select_the_step_that_is_explained(page: Page, tmp_path: Path) -> None:
     opened(page, record(), tmp_path)
     line = page.locator("#step-line")
-    sync_api.expect(line).to_contain_text("Step 12 took 4.8 s: training 38 %, waiting for samples 31 %")
+    sync_api.expect(line).to_contain_text("Step 12 took 4.8 s: training 1.8 s (38 %), waiting for samples 1.5 s (31 %)")
     page.focus("#steps")
     page.keyboard.press("ArrowLeft")
     sync_api.expect(line).to_contain_text("Step 11 took")

@@ -71,7 +71,7 @@ export function stepText(rows, step, incidents) {
   if (!total) return "";
   const partsOf = (one) => [...PARTS.map(([key, label]) => [label, one[key] ?? 0]), ["other", otherTime(one)]];
   const shares = partsOf(row).sort((a, b) => b[1] - a[1]).filter(([, s]) => s / total >= 0.01)
-    .map(([label, s]) => `${label} ${Math.round((100 * s) / total)} %`);
+    .map(([label, s]) => `${label} ${duration(s)} (${Math.round((100 * s) / total)} %)`);
   let text = `Step ${step} took ${duration(total)}: ${shares.join(", ")}.`;
   const before = rows.filter((one) => one.step < row.step && one["time/step_s"]).slice(-10);
   if (before.length >= 3) {
@@ -139,6 +139,14 @@ export function auditRows(audit) {
   ].map(([name, n]) => [name, number(n)]);
 }
 
+// What the preemptions cost together, and what the columns of their table mean; empty without prices.
+export function preemptionCostText(preempted, job, cost, now) {
+  const costs = preempted.map((one) => preemptionCost(one, job, cost, now)).filter((value) => value !== null);
+  if (!costs.length) return "";
+  return `Together they cost at most ${dollars(costs.reduce((total, value) => total + value, 0))}: what the whole job costs until the ` +
+    "last sample of each has resumed. The value of the preserved tokens is what generating them again would have cost.";
+}
+
 // What the time of one preemption cost at most, in dollars: its samples resumed after `resumed_s`, and the step ends no
 // later than that; in that time the job costs what it costs on average. Null while unknown.
 export function preemptionCost({ resumed_s: delay }, job, cost, now) {
@@ -160,6 +168,14 @@ export function costText(cost) {
   return `${dollars(cost.dollars)}${limit}: ${payees.join(", ")}. ${dollars(cost.dollars_per_step)} a step, ` +
     `${dollars(cost.dollars_per_1000_samples)} per 1,000 samples, ${dollars(cost.dollars_per_million_tokens)} per million tokens. ` +
     `Migration saved ${dollars(cost.dollars_saved_by_migration)} of tokens; ${dollars(cost.dollars_regenerated)} were regenerated.`;
+}
+
+// What a running job costs per hour and will have cost at its end, at what it has cost so far; empty while unknown.
+export function forecastText(job, cost, now) {
+  if (!cost?.dollars || job.finished_at || !job.started_at || !job.step || !job.steps) return "";
+  const hours = (now - Date.parse(job.started_at)) / 3.6e6;
+  return `So far the job costs ${dollars(cost.dollars / hours)} per hour, with its trainer; all ${number(job.steps)} steps will cost about ` +
+    `${dollars((cost.dollars / job.step) * job.steps)}.`;
 }
 
 // What the job would have cost without spot workers, and what was generated in vain, as 'rlboost status' says it.
@@ -185,7 +201,7 @@ export function cheaperTexts(job, rows, fleet, cost) {
     const verdict = worth.dollars_per_hour > worth.price_per_hour ? "cheaper" : "more expensive";
     const price = worth.price_per_hour ? `. It costs ${dollars(worth.price_per_hour)} per hour: tokens would become ${verdict}` : "";
     texts.push(worth.tokens_per_hour < 1 ? "One more spot worker would not shorten the steps." :
-      `One more spot worker would generate ${number(Math.round(worth.tokens_per_hour))} more tokens per hour${value}${price}.`);
+      `With one more spot worker the job would get about ${number(Number(worth.tokens_per_hour.toPrecision(3)))} more tokens per hour${value}${price}.`);
     const idle = fleet.present - Math.ceil(fleet.target_workers ?? Infinity);
     if (idle > 0) texts.push(`${idle} of the ${fleet.present} spot workers do not shorten the steps: without them the job costs less.`);
   }
@@ -209,7 +225,7 @@ export function fleetText(fleet) {
   if (!fleet) return "";
   const wanted = fleet.target_workers;
   const worth = wanted === null ? "" :
-    wanted > fleet.present ? `; up to ${wanted} would shorten the steps` : `; more than ${wanted} would not shorten the steps`;
+    wanted > fleet.present ? `; up to ${wanted} spot workers would shorten the steps` : `; more than ${wanted} spot workers would not shorten the steps`;
   return `${fleet.present} spot and ${fleet.reserved} reserved workers generate ${number(fleet.tokens_per_s)} tokens/s${worth}.` +
     scalingText(fleet.autoscaling);
 }

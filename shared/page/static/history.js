@@ -139,6 +139,9 @@ export function stepIncidents(events, preempted, step, job) {
     else if (kind === "weights_unavailable") texts.push(`${workerName(fields.worker ?? "a worker")} could not get its weights`);
     else if (kind === "group_dropped") texts.push(`a group was dropped (${fields.reason})`);
   }
+  const unfinished = events.filter(({ kind, at, fields }) => kind === "samples_unassigned" && fields.cause === "suspended" &&
+    at * 1000 >= from && at * 1000 < to).reduce((total, { fields }) => total + fields.samples, 0);
+  if (unfinished) texts.push(`the reserved workers began to train with ${unfinished} samples unfinished, which other workers completed`);
   const counted = new Map();
   for (const text of texts.filter(Boolean)) counted.set(text, (counted.get(text) ?? 0) + 1);
   return [...counted].map(([text, n]) => (n > 1 ? `${text} (${n} times)` : text));

@@ -4,7 +4,7 @@
 import { ApiError, events, forgetToken, get, hasToken, isReadOnly, post, present, report, setToken, takeTokenOfLink } from "./api.js";
 import { areas, gantt, lineChart, stepBars } from "./charts.js";
 import { el } from "./dom.js";
-import { activityText, auditRows, cheaperTexts, costText, CURVES, curve, dollars, duration, fleetText, keptWorth, number, phaseName, preemptionCost, preemptionText, shortCount, stepText, timedSteps, workerName } from "./facts.js";
+import { activityText, auditRows, cheaperTexts, costText, CURVES, curve, dollars, duration, fleetText, forecastText, keptWorth, number, phaseName, preemptionCost, preemptionCostText, preemptionText, shortCount, stepText, timedSteps, workerName } from "./facts.js";
 import { lives, migrations, preemptions, speeds, stepIncidents } from "./history.js";
 import { showSamples } from "./samples.js";
 
@@ -176,7 +176,6 @@ function drawJob({ rows, events: past, answers: { job, fleet, audit, cost, spec 
   $("waiting").hidden = !$("waiting").textContent;
   $("waiting").classList.toggle("slow", Boolean(job.waiting) && now - Date.parse(job.waiting.since) > 30_000);
   $("warnings").replaceChildren(...(job.warnings ?? []).map((text) => el("p", { class: "warning" }, text)));
-  drawCards(job, rows, fleet, audit, cost, now);
   const main = curve(rows, CURVES.reward);
   $("reward-title").textContent = TITLES[main.name];
   lineChart($("reward"), main);
@@ -185,16 +184,18 @@ function drawJob({ rows, events: past, answers: { job, fleet, audit, cost, spec 
   lineChart($("throughput"), curve(timedSteps(rows, job), CURVES.throughput), "pink");
   view.moves = migrations(past);
   const preempted = (view.preempted = preemptions(past, view.moves, job.id));
+  drawCards(job, rows, fleet, audit, cost, preempted, now);
   stepBars($("steps"), timedSteps(rows, job), preempted, selectStep);
   selectStep(view.step);
   $("preemption-line").textContent = preemptionText(audit, preempted);
-  table($("preemption-table"), ["at", "step", "worker", "notice", "samples migrated", "tokens preserved", "resumed within",
+  table($("preemption-table"), ["at", "step", "worker", "notice", "samples migrated", "tokens preserved", "samples resumed within",
     ...(cost?.dollars ? ["cost at most", "value of preserved tokens"] : [])],
     preempted.slice(-PREEMPTIONS_SHOWN).reverse().map((one) => [new Date(one.at).toLocaleTimeString(), number(one.step), one.worker,
       one.noticed ? "yes" : "none", number(one.samples), number(one.tokens),
       one.resumed_s === null ? "-" : duration(one.resumed_s),
       ...(cost?.dollars ? [dollars(preemptionCost(one, job, cost, now)), dollars(keptWorth(one, cost))] : [])]), "");
-  $("cost-line").textContent = costText(cost) || "Nothing in this job has a price: with RLBOOST_MANAGER_PRICE_FILE, dollars are shown here.";
+  $("preemption-cost").textContent = preemptionCostText(preempted, job, cost, now);
+  $("cost-line").textContent = `${costText(cost)} ${forecastText(job, cost, now)}`.trim() || "Nothing in this job has a price: with RLBOOST_MANAGER_PRICE_FILE, dollars are shown here.";
   $("cheaper").replaceChildren(...cheaperTexts(job, rows, fleet, cost).map((text) => el("li", {}, text)));
   table($("audit"), null, audit ? auditRows(audit) : [], "None.");
   table($("metrics"), null, Object.entries(job.latest ?? {}).map(([name, value]) => [name, number(value)]), "None yet.");
@@ -227,11 +228,11 @@ function selectByKey(event) {
   selectStep(Math.max(steps[0], Math.min(steps.at(-1), (view.step ?? steps.at(-1)) + move)));
 }
 
-function drawCards(job, rows, fleet, audit, cost, now) {
+function drawCards(job, rows, fleet, audit, cost, preempted, now) {
   const latest = (names) => curve(rows, names).points.at(-1)?.[1];
   const steps = timedSteps(rows, job).slice(-5), evaluations = curve(rows, CURVES.evaluation).points;
   const left = steps.length ? ((job.steps - job.step) * steps.reduce((sum, row) => sum + row["time/step_s"], 0)) / steps.length : null;
-  const end = job.finished_at ? Date.parse(job.finished_at) : now;
+  const end = job.finished_at ? Date.parse(job.finished_at) : now, saved = preempted.reduce((total, one) => total + one.tokens, 0);
   const cards = [
     ["step", `${job.step} of ${job.steps}`],
     [TITLES[curve(rows, CURVES.reward).name].toLowerCase(), number(latest(CURVES.reward))],
@@ -240,7 +241,7 @@ function drawCards(job, rows, fleet, audit, cost, now) {
     ["running for", job.started_at ? duration((end - Date.parse(job.started_at)) / 1000) : "-"],
     ...(ENDED.includes(job.state) ? [] : [["left, estimated", job.state === "running" && left !== null ? duration(left) : "-"]]),
     ["samples delivered", shortCount(audit?.delivered)],
-    ["tokens preserved by migration", shortCount(audit?.tokens_saved)],
+    [`tokens preserved by migration${saved ? `, ${shortCount(saved)} at preemptions` : ""}`, shortCount(audit?.tokens_saved)],
     ...(cost?.dollars ? [["cost", dollars(cost.dollars)]] : []),
   ];
   $("cards").replaceChildren(...cards.map(([label, value]) => el("div", { class: "card" }, el("b", {}, value), el("span", {}, label))));
