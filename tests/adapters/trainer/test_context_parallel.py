@@ -41,13 +41,13 @@ def values(policy: PolicyEngine) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
-        ("qwen3", {"context_parallel": 2, "data_parallel": 2}),
+        pytest.param("qwen3", {"context_parallel": 2, "data_parallel": 2}, marks=pytest.mark.long),
         ("qwen3-moe", {"context_parallel": 2, "activation_checkpointing": True}),
         # Logits in chunks of 7 tokens.
         ("qwen3", {"data_parallel": 2, "max_logits": 7 * 96}),
         ("qwen3", {"context_parallel": 2, "max_logits": 7 * 96, "activation_checkpointing": True}),
         # Two key heads for four ranks.
-        ("qwen2", {"context_parallel": 4, "activation_checkpointing": True}),
+        pytest.param("qwen2", {"context_parallel": 4, "activation_checkpointing": True}, marks=pytest.mark.long),
         ("qwen3-moe", {**MEGATRON, "activation_checkpointing": True}),
         pytest.param("qwen2", {**MEGATRON, "context_parallel": 4}, marks=pytest.mark.long),
         pytest.param("llama", {**MEGATRON, "tensor_parallel": 2, "sequence_parallel": True}, marks=pytest.mark.long),

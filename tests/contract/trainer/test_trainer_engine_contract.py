@@ -61,7 +61,10 @@ def kept() -> Iterator[Kept]:
         yield get
 
 
-@pytest.fixture(params=["torch", "torch-bfloat16", "torch-untied", "torch-adapter", *RANKS, "fake", "fake-adapter"])
+IN_RANKS = [pytest.param(kind, marks=pytest.mark.long if kind == "fsdp-adapter" else ()) for kind in RANKS]
+
+
+@pytest.fixture(params=["torch", "torch-bfloat16", "torch-untied", "torch-adapter", *IN_RANKS, "fake", "fake-adapter"])
 def new(request: pytest.FixtureRequest, tmp_path: Path, kept: Kept) -> Iterator[New]:
     """Makes engines of one kind, each freshly loaded from the same model."""
     made: list[PolicyEngine] = []
