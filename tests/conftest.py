@@ -139,9 +139,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 _LONG_FILES = (
     # Half a minute or more of one process, or, of unit tests, ten seconds; the longest first. Those of `make test-long`
     # are in the first three lines.
-    *("test_http_conformance.py", "test_faults.py", "test_soak.py", "test_local_system.py", "test_expert_parallel.py"),
+    *("test_training_memory.py", "test_http_conformance.py", "test_faults.py", "test_soak.py", "test_local_system.py"),
     *("test_mixed_fleet.py", "test_two_jobs.py", "test_gpu_layout.py", "test_compiled_layers.py", "test_upgrades.py"),
-    *("test_multi_node.py", "test_megatron.py", "test_conversations.py"),
+    *("test_expert_parallel.py", "test_multi_node.py", "test_megatron.py", "test_conversations.py"),
     *("test_command_line.py", "test_evaluation.py", "test_real_fleet.py", "test_vllm_engine.py", "test_vllm_models.py"),
     *("test_rollout_manager.py", "test_rollout_worker.py", "test_ranks_weights.py", "test_launcher.py"),
     *("test_succession.py", "test_trainer.py", "test_fork_server.py", "test_weight_store.py"),
