@@ -18,7 +18,7 @@ from tests.support.black_box import ROOT, black_box
 
 PAGE_OPEN_MS = 5_000
 """Until then it has drawn all that has happened."""
-WIDTH, HEIGHT = 1180, 2290
+WIDTH, HEIGHT = 1180, 2430
 
 
 def main() -> None:

@@ -143,8 +143,8 @@ export function auditRows(audit) {
 export function preemptionCostText(preempted, job, cost, now) {
   const costs = preempted.map((one) => preemptionCost(one, job, cost, now)).filter((value) => value !== null);
   if (!costs.length) return "";
-  return `Together they cost at most ${dollars(costs.reduce((total, value) => total + value, 0))}: what the whole job costs until the ` +
-    "last sample of each has resumed. The value of the preserved tokens is what generating them again would have cost.";
+  return `${costs.length > 1 ? "Together they" : "It"} cost at most ${dollars(costs.reduce((total, value) => total + value, 0))}: what the ` +
+    "whole job costs until the last sample has resumed. The value of the preserved tokens is what generating them again would have cost.";
 }
 
 // What the time of one preemption cost at most, in dollars: its samples resumed after `resumed_s`, and the step ends no
