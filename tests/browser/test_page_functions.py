@@ -179,7 +179,7 @@ def test_running_job_tells_its_price_and_what_it_will_cost(files: Page) -> None:
     half_an_hour_later = 1_767_225_600_000 + 1_800_000
     code = "m.forecastText(a[0], { dollars: 4 }, a[1])"
     assert call(files, "facts.js", code, job, half_an_hour_later) == (
-        "So far the job costs $8.00 per hour, with its trainer; all 50 steps will cost about $20.00."
+        "So far the job costs $8.00 per hour in all; all 50 steps will cost about $20.00."
     )
     ended = {**job, "finished_at": "2026-01-01T01:00:00Z"}
     assert call(files, "facts.js", code, ended, half_an_hour_later) == ""

@@ -43,14 +43,12 @@ class Key(NamedTuple):
     """Kinds of jobs that have it."""
     is_section: bool
     is_list: bool
-    """Its value is a list; that of a section, whose entries have the keys below it."""
+    """A section that is a list, whose entries have the keys below it."""
 
     @property
     def shown(self) -> str:
         """The path with `[]` after the sections that are lists."""
-        lists = [
-            key.path for key in job_keys() if key.is_section and key.is_list and self.path.startswith(f"{key.path}.")
-        ]
+        lists = [key.path for key in job_keys() if key.is_list and self.path.startswith(f"{key.path}.")]
         return next((f"{path}[]{self.path.removeprefix(path)}" for path in lists), self.path)
 
 
@@ -98,7 +96,10 @@ def _walk(model: type[BaseModel], prefix: str, kind: str) -> Iterator[Key]:
         meaning = _docstring(model, name)
         default = "" if section else _default(model, name, field)
         values = "" if section else _values(field.annotation, field.metadata)
-        yield Key(path, meaning, default, values, (kind,), section is not None, _is_list(field.annotation))
+        is_section = section is not None
+        yield Key(
+            path, meaning, default, values, (kind,), is_section, is_list=is_section and _is_list(field.annotation)
+        )
         if section:
             yield from _walk(section, f"{path}.", kind)
 

@@ -150,10 +150,12 @@ export function preemptionCostText(preempted, job, cost, now) {
 // What the time of one preemption cost at most, in dollars: its samples resumed after `resumed_s`, and the step ends no
 // later than that; in that time the job costs what it costs on average. Null while unknown.
 export function preemptionCost({ resumed_s: delay }, job, cost, now) {
-  if (delay === null || !cost?.dollars || !job.started_at) return null;
-  const end = job.finished_at ? Date.parse(job.finished_at) : now;
-  return (delay * 1000 * cost.dollars) / (end - Date.parse(job.started_at));
+  return delay === null || !cost?.dollars || !job.started_at ? null : (delay / 3600) * dollarsPerHour(job, cost, now);
 }
+
+// What a job that has started has cost per hour on average.
+const dollarsPerHour = (job, cost, now) =>
+  (3.6e6 * cost.dollars) / ((job.finished_at ? Date.parse(job.finished_at) : now) - Date.parse(job.started_at));
 
 // What the preserved tokens of a preempted worker's samples would have cost again, in dollars; null while unknown.
 export const keptWorth = ({ tokens }, cost) =>
@@ -173,8 +175,7 @@ export function costText(cost) {
 // What a running job costs per hour and will have cost at its end, at what it has cost so far; empty while unknown.
 export function forecastText(job, cost, now) {
   if (!cost?.dollars || job.finished_at || !job.started_at || !job.step || !job.steps) return "";
-  const hours = (now - Date.parse(job.started_at)) / 3.6e6;
-  return `So far the job costs ${dollars(cost.dollars / hours)} per hour, with its trainer; all ${number(job.steps)} steps will cost about ` +
+  return `So far the job costs ${dollars(dollarsPerHour(job, cost, now))} per hour in all; all ${number(job.steps)} steps will cost about ` +
     `${dollars((cost.dollars / job.step) * job.steps)}.`;
 }
 

@@ -121,6 +121,7 @@ export function stepIncidents(events, preempted, step, job) {
   const began = stepBegins(events), from = began.find(([one]) => one === step)?.[1];
   if (from === undefined) return [];
   const to = began.find(([one]) => one > step)?.[1] ?? Infinity, texts = [];
+  let unfinished = 0;
   for (const one of preempted.filter(({ at }) => at >= from && at < to)) {
     const moved = one.samples ? `; ${one.samples} samples migrated` : "";
     texts.push(`${one.worker} was preempted ${one.noticed ? "with" : "without"} notice${moved}`);
@@ -128,7 +129,8 @@ export function stepIncidents(events, preempted, step, job) {
   for (const { kind, at: seconds, fields } of events) {
     const at = seconds * 1000;
     if (at < from || at >= to) continue;
-    if (kind === "worker_reassigned") texts.push(concerns(job, fields) ? `${workerName(fields.worker)} came from another job` :
+    if (kind === "samples_unassigned" && fields.cause === "suspended") unfinished += fields.samples;
+    else if (kind === "worker_reassigned") texts.push(concerns(job, fields) ? `${workerName(fields.worker)} came from another job` :
       fields.before === job ? `${workerName(fields.worker)} was given to another job` : "");
     else if (!concerns(job, fields)) continue;
     else if (kind === "worker_lost" && !fields.preempted) texts.push(`${workerName(fields.worker)} was lost (${fields.reason})`);
@@ -139,8 +141,6 @@ export function stepIncidents(events, preempted, step, job) {
     else if (kind === "weights_unavailable") texts.push(`${workerName(fields.worker ?? "a worker")} could not get its weights`);
     else if (kind === "group_dropped") texts.push(`a group was dropped (${fields.reason})`);
   }
-  const unfinished = events.filter(({ kind, at, fields }) => kind === "samples_unassigned" && fields.cause === "suspended" &&
-    at * 1000 >= from && at * 1000 < to).reduce((total, { fields }) => total + fields.samples, 0);
   if (unfinished) texts.push(`the reserved workers began to train with ${unfinished} samples unfinished, which other workers completed`);
   const counted = new Map();
   for (const text of texts.filter(Boolean)) counted.set(text, (counted.get(text) ?? 0) + 1);
