@@ -5,17 +5,22 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rlboost.services.rollout_worker.adapters.peer_address import listen_address, peer_url
+from rlboost.shared.errors import NotFound
 from rlboost.shared.streams.bus import HashSet, Renew
 from rlboost.shared.streams.fakes import MemoryBus
-from rlboost.shared.streams.names import WEIGHT_PEERS, weight_peer
-from rlboost.shared.weights.manifest import digest_of
+from rlboost.shared.streams.names import WEIGHT_PEERS, weight_claim, weight_peer
+from rlboost.shared.weights.cache import Cache
+from rlboost.shared.weights.manifest import ChunkRef, digest_of
 from rlboost.shared.weights.peers.blob_index import ALL, BlobIndex, bitmaps_of, blobs_in
 from rlboost.shared.weights.peers.directory import CLAIM_S, PeerDirectory
 from rlboost.shared.weights.peers.selection import (
@@ -28,6 +33,8 @@ from rlboost.shared.weights.peers.selection import (
     PeerSelection,
     Wait,
 )
+from rlboost.shared.weights.peers.source import PeerSource
+from rlboost.shared.weights.source import Traffic
 
 DIGESTS = [digest_of(bytes([number])) for number in range(20)]
 
@@ -143,6 +150,32 @@ def test_puller_idle_for_too_long_fetches_without_a_claim() -> None:
             selection.on_claim_refused(fetch, now)
         now += 0.1
     assert now == pytest.approx(2 * MAX_IDLE_S, abs=2 * CLAIM_S)
+
+
+class StoreWithout:
+    """A weight store that has no blob."""
+
+    async def fetch_one(self, blob: ChunkRef, traffic: Traffic) -> Exception | None:
+        return NotFound(f"no {blob.digest}")
+
+
+async def test_claim_of_another_peer_outlives_a_fetch_without_a_claim(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("rlboost.shared.weights.peers.selection.MAX_IDLE_S", 0.01)
+    bus, blob, settled = MemoryBus(), ChunkRef(digest_of(b"x"), 1), list[str]()
+    assert await PeerDirectory(bus, "another", "here").claim(blob.digest)
+
+    async def on_settled(blob: ChunkRef, error: Exception | None) -> None:
+        settled.append(str(error))
+
+    with closing(Cache(tmp_path)) as cache:
+        directory, store = PeerDirectory(bus, "us", "here"), cast("Any", StoreWithout())
+        transport = cast("Any", None)  # no peer has the blob
+        source = PeerSource(directory, transport, store, cache, concurrency=1, store_only_bytes=0)
+        await source.fetch([blob], Traffic(), on_settled)
+    assert settled == [f"no {blob.digest}"]
+    assert await bus.lease_values([weight_claim(blob.digest)]) == ["another"]
 
 
 def test_excluded_peer_is_ignored_even_in_the_next_pull() -> None:
