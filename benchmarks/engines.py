@@ -89,7 +89,7 @@ async def run_engine(engine: Engine, requests: list[Request]) -> None:
     left = len(requests)
     while left:
         await asyncio.sleep(POLL_S)
-        left -= sum(emission.finish != 0 for emission in engine.drain())
+        left -= sum(emission.finish != 0 for emission in engine.take_emissions())
 
 
 async def run_async_llm(llm: Any, requests: list[Request]) -> None:

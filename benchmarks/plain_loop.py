@@ -113,7 +113,7 @@ class PlainLoop:
         left = len(rows)
         while left:
             await asyncio.sleep(POLL_S)
-            for emission in self.engine.drain():
+            for emission in self.engine.take_emissions():
                 made[emission.sample][0].extend(emission.tokens)
                 made[emission.sample][1].extend(emission.logprobs)
                 left -= bool(emission.finish)

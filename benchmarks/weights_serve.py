@@ -72,7 +72,7 @@ def weights(config: transformers.LlamaConfig) -> list[Shard]:
 
 async def first_token(engine: Engine, version: int) -> None:
     engine.submit([Request(version, 1, [1, 2, 3], [], Sampling(max_tokens=1), version)])
-    await eventually(lambda: any(emission.finish for emission in engine.drain()), within_s=600)
+    await eventually(lambda: any(emission.finish for emission in engine.take_emissions()), within_s=600)
 
 
 async def measure(url: str, directory: Path, layers: int, rounds: int) -> None:

@@ -82,6 +82,7 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
     async def join_again() -> Membership:
         membership = await join(settings.url, token, name, settings.role)
         directory.use(membership.bus, membership.worker)
+        access.credential = membership.store_credential
         return membership
 
     memory = MemoryProbe(settings.device)

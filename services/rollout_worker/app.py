@@ -22,7 +22,12 @@ import structlog
 from rlboost.services.rollout_worker.commands import CommandLoop
 from rlboost.services.rollout_worker.domain.preemption import Notice, RebalanceRecommendation
 from rlboost.services.rollout_worker.generator import Generator, ParityCheckFailed
-from rlboost.services.rollout_worker.manager_connection import REDIS_LIMIT_S, RETRY_INTERVAL_S, ManagerConnection
+from rlboost.services.rollout_worker.manager_connection import (
+    REDIS_LIMIT_S,
+    REJECTION_LIMIT_S,
+    RETRY_INTERVAL_S,
+    ManagerConnection,
+)
 from rlboost.services.rollout_worker.ports import EngineFailed, WeightSource
 from rlboost.services.rollout_worker.startup_timer import StartupTimer
 from rlboost.services.rollout_worker.weight_updates import WeightUpdates
@@ -40,9 +45,6 @@ _CLOSE_LIMIT_S = 1.0
 """How long the shutdown waits for the engine to close, after the hand-off."""
 _FAILURE_REPORT_LIMIT_S = 2.0
 """How long a failed worker tries to tell the manager why."""
-
-_REJECTION_LIMIT_S = 10.0
-"""A worker that Redis rejects for this long joins again. After a restart of Redis, the manager restores its user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +168,7 @@ class WorkerApp:
             await self._connection.send_heartbeat()
         except CredentialRejected as error:
             self._rejected_since = self._rejected_since or time.monotonic()
-            if time.monotonic() - self._rejected_since > _REJECTION_LIMIT_S:
+            if time.monotonic() - self._rejected_since > REJECTION_LIMIT_S:
                 self._rejected_since = None
                 await self._commands.rejoin_rejected(str(error))
             return False
@@ -235,6 +237,7 @@ class WorkerApp:
 
         Raises:
             WaitTimedOut: Redis was unavailable for too much of the grace.
+            CredentialRejected: Redis rejected the worker for too long.
 
         """
         connection, began = self._connection, time.monotonic()

@@ -37,7 +37,7 @@ from rlboost.services.rollout_worker.generator import Generator
 from rlboost.services.rollout_worker.manager_connection import RETRY_INTERVAL_S, ManagerConnection
 from rlboost.services.rollout_worker.startup_timer import StartupTimer
 from rlboost.services.rollout_worker.weight_updates import WeightUpdates
-from rlboost.shared.errors import BusUnavailable
+from rlboost.shared.errors import BusUnavailable, CredentialRejected
 from rlboost.shared.messages import Assignment
 from rlboost.shared.streams import names
 from rlboost.shared.streams.entries import Entry
@@ -108,7 +108,10 @@ class CommandLoop:
                         break
                     incarnation.cursor = entry.id
                     log.debug("command_received", command=entry.message.tag)
-                    await self.execute(_decide(incarnation.session, entry), entry)
+                    try:
+                        await self.execute(_decide(incarnation.session, entry), entry)
+                    except CredentialRejected as error:
+                        await self._rejoin(str(error), is_rejected=True)
 
     async def execute(self, effects: Sequence[Effect], entry: Entry | None = None) -> None:
         """Execute what the session has decided, about the command in `entry` if there is one."""
@@ -148,8 +151,10 @@ class CommandLoop:
                 self._connection.release_unstarted(samples)
             case SuspendEngine(keys):
                 await self._generator.pause("suspended")
-                await self._connection.retry_until_ok("flush before the suspension", self._connection.flush)
-                self._generator.abort(keys)
+                try:
+                    await self._connection.retry_until_ok("flush before the suspension", self._connection.flush)
+                finally:
+                    self._generator.abort(keys)  # the session has dropped them already
                 self._connection.session.on_engine_suspended()
             case ResumeEngine():
                 await self._generator.resume("suspended")
@@ -164,7 +169,10 @@ class CommandLoop:
     async def _rejoin(self, reason: str, *, is_rejected: bool = False) -> None:
         await self._updates.cancel()
         self._generator.abort(list(self._connection.session.held.items()))
-        await self._connection.rejoin(reason, is_rejected=is_rejected)
+        try:
+            await self._connection.rejoin(reason, is_rejected=is_rejected)
+        except CredentialRejected as error:
+            await self._connection.rejoin(str(error), is_rejected=True)
         await self._generator.resume("suspended")
 
 

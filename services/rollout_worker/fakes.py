@@ -98,10 +98,10 @@ class FakeEngine:
         self._table.release(keys)
         self._table.remove_aborted()
 
-    def drain(self) -> list[Emission]:
+    def take_emissions(self) -> list[Emission]:
         """See `ports.Engine`."""
         self._catch_up(allow_closed=True)
-        return self._table.drain()
+        return self._table.take_emissions()
 
     def stats(self) -> EngineStats:
         """See `ports.Engine`."""

@@ -1,7 +1,7 @@
 """Owns the inference engine of this process: none before the first weights, a new one after a change of model.
 
 Consumes: requests (`submit`) and staged weights (`replace_weights`).
-Produces: emissions (`drain`), which the flush loop reports to the manager.
+Produces: emissions (`take_emissions`), which the flush loop reports to the manager.
 Waits for: the engine's thread, which acts between two decode steps. The engine decodes only while no `PauseReason` is
     set. `pause(reason)` returns once it has stopped; the `resume(reason)` that removes the last reason lets it decode
     again, after the parity check of weights that have not passed it yet. Each reason has one owner, who resumes it:
@@ -10,7 +10,7 @@ Waits for: the engine's thread, which acts between two decode steps. The engine 
         after a failed load;
     "unsent": the flush loop (`app`), while the queue of unsent messages is full;
     "shutdown": `WorkerApp.shutdown`, which never resumes.
-Ends when: `close` is called. Every call after the engine has died raises `EngineFailed`.
+Ends when: `close` is called. After the engine has died, every call but `running` raises `EngineFailed`.
 
 Loaded weights are verified twice: their digests show that they are what was published (invariant 5), and the parity
 check shows that the engine computes the same log-probabilities with them as the trainer.
@@ -94,8 +94,8 @@ class Generator:
         self._config_json = ""
         self._building: asyncio.Future[Engine] | None = None
         self._engine: Engine | None = None
-        self._undrained: list[Emission] = []
-        """Emissions of an engine that was replaced before they were drained."""
+        self._untaken: list[Emission] = []
+        """Emissions of an engine that was replaced before they were taken."""
         self._loading: asyncio.Future[None] | None = None
         self._loaded_contents: Mapping[str, Hashable] = {}
         """`StagedWeights.contents` of the verified weights: the next load skips tensors that are equal."""
@@ -144,10 +144,10 @@ class Generator:
         if self._engine is not None:
             self._engine.release(keys)
 
-    def drain(self) -> list[Emission]:
-        """See `Engine.drain`; emissions of a replaced engine come first."""
-        undrained, self._undrained = self._undrained, []
-        return undrained + self._engine.drain() if self._engine is not None else undrained
+    def take_emissions(self) -> list[Emission]:
+        """See `Engine.take_emissions`; emissions of a replaced engine come first."""
+        untaken, self._untaken = self._untaken, []
+        return untaken + self._engine.take_emissions() if self._engine is not None else untaken
 
     def stats(self) -> EngineStats:
         """See `Engine.stats`."""
@@ -339,7 +339,7 @@ class Generator:
         """Close the engine, if there is one; the next needs its memory, so keep no reference to it."""
         if self._building is not None:
             old = await asyncio.shield(self._building)
-            self._undrained += old.drain()  # the last: its requests have been released
+            self._untaken += old.take_emissions()  # the last: its requests have been released
             self._engine = self._building = None
             await old.close()
 

@@ -21,7 +21,7 @@ from rlboost.services.rollout_worker.domain.requests import Emission
 from rlboost.services.rollout_worker.domain.session import Session
 from rlboost.services.rollout_worker.generator import Generator
 from rlboost.services.rollout_worker.ports import Join, Membership
-from rlboost.shared.errors import BusUnavailable
+from rlboost.shared.errors import BusUnavailable, CredentialRejected
 from rlboost.shared.ids import WeightsRef
 from rlboost.shared.messages import (
     FINISH_RELEASED,
@@ -51,6 +51,8 @@ log = structlog.get_logger(__name__)
 REDIS_LIMIT_S = 600.0
 """A worker exits after Redis has been unavailable for this long."""
 RETRY_INTERVAL_S = 0.25
+REJECTION_LIMIT_S = 10.0
+"""A worker that Redis rejects for this long joins again. After a restart of Redis, the manager restores its user."""
 STARTING_LEASE_S = 20.0
 """Lease while there is no engine: importing a large library may block the whole process for seconds, and a worker that
 holds no samples need not be missed quickly."""
@@ -148,10 +150,21 @@ class ManagerConnection:
 
         Raises:
             WaitTimedOut: Redis was unavailable for `REDIS_LIMIT_S`.
+            CredentialRejected: Redis rejected this incarnation for `REJECTION_LIMIT_S`.
 
         """
+        rejected_since: float | None = None
+
+        def is_outage(error: Exception) -> bool:
+            nonlocal rejected_since
+            if not isinstance(error, CredentialRejected):
+                rejected_since = None
+                return isinstance(error, BusUnavailable)
+            rejected_since = rejected_since or time.monotonic()
+            return time.monotonic() - rejected_since <= REJECTION_LIMIT_S
+
         async with self._waits.on("Redis", because=what, limit_s=REDIS_LIMIT_S):
-            await retry_while(BusUnavailable, call, first_s=RETRY_INTERVAL_S, longest_s=RETRY_INTERVAL_S, jitter_s=0.0)
+            await retry_while(is_outage, call, first_s=RETRY_INTERVAL_S, longest_s=RETRY_INTERVAL_S, jitter_s=0.0)
 
     # --- tokens -------------------------------------------------------------------------------------------------------
 
@@ -159,9 +172,9 @@ class ManagerConnection:
         """Send every emission that Redis does not have yet."""
         async with self._flush_lock:
             began, incarnation = time.monotonic(), self.incarnation
-            emissions = self._generator.drain()
+            emissions = self._generator.take_emissions()
             running = 0 if self._generator.is_paused else self._generator.stats().running
-            self.meters.on_drained(emissions, running, began)
+            self.meters.on_emissions(emissions, running, began)
             if emissions:
                 incarnation.session.on_emissions(emissions)
                 incarnation.unsent.add(emissions)
@@ -259,8 +272,8 @@ class ManagerConnection:
             is_rejected: Redis no longer accepts this incarnation, so its unsent tokens are discarded.
 
         Raises:
-            WaitTimedOut: see `retry_until_ok`.
-            ConfigError: see `Join`.
+            WaitTimedOut, CredentialRejected: see `retry_until_ok`; this incarnation has not ended.
+            ConfigError, Fatal: see `Join`.
 
         """
         old = self.incarnation
@@ -269,7 +282,7 @@ class ManagerConnection:
             await self.retry_until_ok("flush before rejoining", self.flush)
         async with self._flush_lock, self._heartbeat_lock:
             if is_rejected:
-                self._generator.drain()
+                self._generator.take_emissions()
             else:
                 await self.retry_until_ok("leave before rejoining", lambda: self._send_left(reason))
             self.incarnation = _new_incarnation(await self._join(), old.session.serving)

@@ -61,7 +61,7 @@ class Engine(Protocol):
     def abort(self, keys: Iterable[RequestKey]) -> None:
         """Abort requests; unknown keys are ignored.
 
-        No token of them is generated after the return. Earlier tokens stay drainable, without `finish`.
+        No token of them is generated after the return. Earlier tokens can still be taken, without `finish`.
         """
 
     def release(self, keys: Iterable[RequestKey]) -> None:
@@ -70,8 +70,8 @@ class Engine(Protocol):
         That emission is made even if it has no token. A request that has already finished keeps its `finish`.
         """
 
-    def drain(self) -> list[Emission]:
-        """Return everything since the last drain, at most one emission per (sample, attempt, version).
+    def take_emissions(self) -> list[Emission]:
+        """Return everything since the last call, at most one emission per (sample, attempt, version).
 
         The emissions of one request are in the order of its tokens.
         """
@@ -129,7 +129,7 @@ class Engine(Protocol):
         """Decode again."""
 
     async def close(self) -> None:
-        """Stop for good; idempotent. Tokens generated so far stay drainable."""
+        """Stop for good; idempotent. Tokens generated so far can still be taken."""
 
 
 class EngineFactory(Protocol):
@@ -204,7 +204,8 @@ class Membership:
 
 
 Join = Callable[[], Awaitable[Membership]]
-"""Joins the manager as a new incarnation; raises `ConfigError` if that is not possible."""
+"""Joins the manager as a new incarnation. Raises `ConfigError` if the manager refuses, and `Fatal` if it or Redis does
+not answer within the limit."""
 
 
 class WeightSource(Protocol):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 
 import structlog
@@ -23,7 +23,7 @@ from rlboost.services.rollout_worker.generator import Generator, LoadStage
 from rlboost.services.rollout_worker.manager_connection import ManagerConnection
 from rlboost.services.rollout_worker.ports import StagedWeights, WeightSource
 from rlboost.services.rollout_worker.startup_timer import StartupTimer
-from rlboost.shared.errors import BadSignature, Corrupt, NotFound, WaitTimedOut
+from rlboost.shared.errors import BadSignature, Corrupt, CredentialRejected, NotFound, WaitTimedOut
 from rlboost.shared.ids import WeightsRef
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.progress import LastDuration
@@ -106,9 +106,10 @@ class WeightUpdates:
         """
         if not self._requested.empty():
             self._requested.get_nowait()
-        task, self._task = self._task, None
+        task = self._task
         if task is None or task is asyncio.current_task():
             return False
+        self._task = None
         task.cancel()
         await asyncio.wait({task})
         return True
@@ -202,9 +203,11 @@ class WeightUpdates:
         The engine keeps its weights, unless a failed load has already unloaded them.
         """
         connection = self._connection
-        await connection.retry_until_ok(
-            "report unavailable weights", lambda: connection.report_weights_unavailable(weights, reason)
-        )
+        # Of an incarnation that Redis rejects, nobody reads an event any more.
+        with suppress(CredentialRejected):
+            await connection.retry_until_ok(
+                "report unavailable weights", lambda: connection.report_weights_unavailable(weights, reason)
+            )
         async with self._executing:
             await execute(connection.session.on_weights_unavailable(weights, reason))
 

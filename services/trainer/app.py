@@ -36,7 +36,7 @@ from rlboost.services.trainer.job.run import run_job
 from rlboost.services.trainer.ports.resources import JobResourcesFactory
 from rlboost.services.trainer.runtime.device import DeviceThread
 from rlboost.services.trainer.runtime.job_streams import JobStreams, RetryingBus
-from rlboost.shared.errors import BusUnavailable, Fenced, WaitTimedOut
+from rlboost.shared.errors import BusUnavailable, Fenced, WaitTimedOut, leaves
 from rlboost.shared.ids import new_token
 from rlboost.shared.job import spec as job_spec
 from rlboost.shared.messages import JobReport, TrainerStatus
@@ -226,6 +226,9 @@ class Trainer:
         if task.cancelled():
             return Ending("cancelled") if job.cancelled.is_set() else None
         error = task.exception()
+        if error is not None and any(isinstance(leaf, Fenced) for leaf in leaves(error)):
+            log.warning("job_superseded", job=job.job_id, reason=str(error))
+            job.superseded.set()  # a write was fenced before the next renewal of the lease
         if job.superseded.is_set():
             return None
         return Ending("completed") if error is None else ending_with(error)

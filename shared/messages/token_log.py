@@ -5,6 +5,8 @@ The manager's ledger is a replay of it.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field
 
 from rlboost.shared.messages.fields import Attempt, Column32, Column64, PackedId, Span
@@ -114,4 +116,6 @@ class Restated(Message):
     failed_on: list[str] = Field(default_factory=list)
     """Names of the workers on which it failed."""
     attempt_worker: str = ""
-    """The worker of the current attempt, also after it lost the sample; empty if not known."""
+    """The worker of the current attempt, also after it lost the sample; empty if it has none."""
+    failed_at: Annotated[int, Field(ge=0)] = 0
+    """How many tokens it had at its last failure."""

@@ -103,14 +103,13 @@ class Publisher:
 
     async def _windows(self, updates: Iterator[_ChunkUpdate]) -> AsyncIterator[list[_ChunkUpdate]]:
         """Upload all chunks and deltas; yield each window once it is in the store."""
-        window = await asyncio.to_thread(_next_window, updates)
+        window = await _next_window(updates)
         while window:
-            next_window = asyncio.create_task(asyncio.to_thread(_next_window, updates), name="weights-split")
+            next_window = asyncio.create_task(_next_window(updates), name="weights-split")
             try:
                 blobs = [blob for update in window for blob in _blobs(update)]
                 await self._upload(blobs, [delta.edge for _, delta in window if delta])
             finally:
-                # A thread cannot be cancelled: it must finish reading the shards before the caller may change them.
                 upcoming = await next_window
             yield window
             window = upcoming
@@ -170,14 +169,9 @@ class Publisher:
             return await retry_unavailable(lambda: self._client.head(job_id))
 
     async def pin(self, job_id: str, version: int) -> None:
-        """Retain a committed version until `unpin`, for example for a checkpoint."""
+        """Retain a committed version until it is unpinned, for example for a checkpoint."""
         async with self._wait(f"pin version {version} of job {job_id}"):
             await retry_unavailable(lambda: self._client.pin(job_id, version))
-
-    async def unpin(self, job_id: str, version: int) -> None:
-        """Release a pin: the version is removed once it is not among the newest."""
-        async with self._wait(f"unpin version {version} of job {job_id}"):
-            await retry_unavailable(lambda: self._client.unpin(job_id, version))
 
     def _wait(self, what: str, progress: Callable[[], str] = str) -> AbstractAsyncContextManager[None]:
         subject = f"the weight store at {self._client.url}"
@@ -206,8 +200,17 @@ class Publisher:
         await for_each(digests, send, concurrency=self._concurrency, name="weights-upload")
 
 
-def _next_window(updates: Iterator[_ChunkUpdate]) -> list[_ChunkUpdate]:
-    return list(itertools.islice(updates, _WINDOW))
+async def _next_window(updates: Iterator[_ChunkUpdate]) -> list[_ChunkUpdate]:
+    """Return the next window, which a thread splits off.
+
+    A thread cannot be cancelled: it must finish reading the shards before the caller may change them.
+    """
+    thread = asyncio.ensure_future(asyncio.to_thread(list, itertools.islice(updates, _WINDOW)))
+    try:
+        return await asyncio.shield(thread)
+    except asyncio.CancelledError:
+        await asyncio.wait({thread})
+        raise
 
 
 def _blobs(update: _ChunkUpdate) -> Iterator[_Blob]:

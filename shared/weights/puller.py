@@ -45,7 +45,7 @@ class _Retained:
 class Puller:
     """Pulls versions into a cache.
 
-    The results of the last two pulls stay readable; chunks of older versions are removed.
+    The results of the last two pulls stay readable, with their base versions; chunks of older ones are removed.
     """
 
     def __init__(
@@ -80,7 +80,8 @@ class Puller:
         self._seeded: dict[str, int] = {}
         """Job -> the version that was seeded; -1 for none."""
         self._limit_s = limit_s
-        self._retained: list[_Retained] = []
+        self._pulls: list[list[_Retained]] = []
+        """The last results, the newest last: each a version, followed by its base version if it is an adapter."""
         self.last = PullStats()
         """Statistics of the running pull, or of the last one."""
         self._progress = TransferProgress()
@@ -133,11 +134,15 @@ class Puller:
 
     def _retained_whole(self, job_id: str, version: int) -> _Retained | None:
         """Return a retained version, None if it is not retained or not all of its chunks are verified."""
-        for retained in self._retained:
+        for retained in self._retained():
             manifest = retained.manifest
             if (manifest.job_id, manifest.version) == (job_id, version):
                 return retained if all(c.digest in self._cache.verified for c in manifest.chunks()) else None
         return None
+
+    def _retained(self) -> list[_Retained]:
+        """Return the versions that are retained, each once: several adapters may have one base."""
+        return list({retained.manifest.digest: retained for pull in self._pulls for retained in pull}.values())
 
     async def _seed_cache(self, job_id: str) -> None:
         """Seed the cache with the job's oldest version, unless the job was pulled here before."""
@@ -159,7 +164,7 @@ class Puller:
         retained = _Retained(manifest)
         chunk_plans = await self._plan(retained)
         self._progress.total_bytes += sum(chunk_plan.n_bytes for chunk_plan in chunk_plans)
-        self._source.offer([index for known in [*self._retained, retained] for index in known.indexes])
+        self._source.offer([index for known in [*self._retained(), retained] for index in known.indexes])
         await Assembly(self._source, self._cache, self.last).run(chunk_plans)
         retained.deltas = {edge.delta for chunk_plan in chunk_plans for edge in chunk_plan.path}
         return retained
@@ -183,7 +188,7 @@ class Puller:
     def _newest_held(self, manifest: Manifest) -> int:
         """Return the newest version below this one that is in the cache, as far as known."""
         known = [
-            (retained.manifest.job_id, retained.manifest.version) for retained in self._retained
+            (retained.manifest.job_id, retained.manifest.version) for retained in self._retained()
         ] or self._cache.last_pulled()
         have = [version for job_id, version in known if job_id == manifest.job_id and version < manifest.version]
         seeded = self._seeded.get(manifest.job_id, -1)
@@ -191,12 +196,10 @@ class Puller:
         return max(have, default=seeded if seeded >= 0 else manifest.version - 1)
 
     async def _retain(self, pulled: list[_Retained]) -> None:
-        """Retain this version, its bases and the previous version; prune the rest of the cache."""
-        version, *bases = pulled
-        versions = [retained for retained in self._retained if retained.manifest.digest != version.manifest.digest]
-        recent = [*versions, version][-_RETAINED_VERSIONS:]
-        self._retained = [*(base for base in bases if base not in recent), *recent]
-        keep = {chunk.digest for retained in self._retained for chunk in retained.manifest.chunks()}
-        deltas = {delta for retained in self._retained for delta in retained.deltas}
-        names = [(retained.manifest.job_id, retained.manifest.version) for retained in self._retained]
+        """Retain this version and the previous one, with their bases; prune the rest of the cache."""
+        others = [pull for pull in self._pulls if pull[0].manifest.digest != pulled[0].manifest.digest]
+        self._pulls = [*others, pulled][-_RETAINED_VERSIONS:]
+        keep = {chunk.digest for retained in self._retained() for chunk in retained.manifest.chunks()}
+        deltas = {delta for retained in self._retained() for delta in retained.deltas}
+        names = [(retained.manifest.job_id, retained.manifest.version) for retained in self._retained()]
         await asyncio.to_thread(self._cache.prune, keep | deltas, names)

@@ -128,7 +128,7 @@ async def test_device_memory_stays_within_the_kv_cache_limit(start: Start) -> No
 
     def ended() -> bool:
         nonlocal running
-        collector.drain()
+        collector.take_emissions()
         running = max(running, engine.stats().running)
         assert engine.kv_cache_bytes <= limit
         return sum(made.ended for made in collector.of.values()) == len(asked)

@@ -89,7 +89,7 @@ async def test_update_prevents_copies_of_older_keys_and_values(start: Start, kee
     engine.submit(before)
     await eventually(lambda: engine.stats().tokens_generated_total > 40)
     await engine.suspend(keep_kv=keep_kv)
-    collector.drain()
+    collector.take_emissions()
     own = sum(len(made.tokens) for made in collector.of.values())
     await engine.load_weights(1, Staged(tiny_models.weights(MODELS[1])), keep_kv=keep_kv)
     after = [request(i, prompt=PROMPT) for i in range(4, 8)]
@@ -124,7 +124,7 @@ async def test_samples_that_do_not_fit_are_queued(start: Start) -> None:
 
     def ended() -> bool:
         stats = engine.stats()
-        collector.drain()
+        collector.take_emissions()
         done = sum(made.ended for made in collector.of.values())
         assert len(asked) - done <= stats.running + stats.pending <= len(asked)
         assert engine.kv_cache_bytes <= limit

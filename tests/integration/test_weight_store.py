@@ -8,6 +8,7 @@ import random
 import resource
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -144,6 +145,24 @@ async def test_pull_returns_the_published_bytes(
     await bus.close()
 
 
+async def test_cancelled_publish_ends_once_its_thread_has_read_the_shards(publisher: Publisher) -> None:
+    """Until then the caller must not change them."""
+    is_read, may_end = threading.Event(), threading.Event()
+
+    def read_slowly() -> Iterator[Shard]:
+        is_read.set()
+        may_end.wait(20.0)
+        yield from shards_of({"w": np.arange(10)})
+
+    publishing = asyncio.create_task(publisher.publish(JOB, 0, 0, read_slowly()), name="publish")
+    await asyncio.to_thread(is_read.wait, 20.0)
+    publishing.cancel()
+    assert (await asyncio.wait({publishing}, timeout=0.2))[0] == set()
+    may_end.set()
+    await asyncio.wait({publishing}, timeout=20.0)
+    assert publishing.cancelled()
+
+
 async def test_stored_and_cached_chunks_are_not_transferred_again(
     publisher: Publisher, puller: Puller, client: StoreClient
 ) -> None:
@@ -220,7 +239,7 @@ async def test_old_versions_are_removed_and_the_listing_shows_the_retained(
     ]
     with pytest.raises(NotFound, match="version 1 of job job-1"):
         await puller.pull(JOB, 1)
-    await publisher.unpin(JOB, 0)
+    await client.unpin(JOB, 0)
     with pytest.raises(NotFound):
         await puller.pull(JOB, 0)
 
@@ -407,13 +426,29 @@ async def test_next_process_resumes_from_the_cache(
     assert await metric(client, "rlboost_weight_store_bytes_out_total") == 3 * CHUNK_BYTES
 
 
-async def test_damaged_base_of_an_adapter_is_pulled_again(publisher: Publisher, puller: Puller, tmp_path: Path) -> None:
-    base, adapter = make_weights(0), shards_of({"lora": np.arange(10.0)})
-    await publish(publisher, 0, base)
-    part = await publisher.publish(JOB, 1, 0, adapter)
+async def publish_adapter(publisher: Publisher) -> None:
+    """Publish a base model as version 0 and an adapter of it as version 1."""
+    await publish(publisher, 0, make_weights(0))
+    part = await publisher.publish(JOB, 1, 0, shards_of({"lora": np.arange(10.0)}))
     await publisher.commit(
         JOB, 1, expect=0, part_digests=[part.digest], config_json=CONFIG, base_version=0, adapter_json="{}"
     )
+
+
+async def test_base_of_an_adapter_is_retained_while_another_job_is_pulled(
+    publisher: Publisher, puller: Puller, client: StoreClient
+) -> None:
+    await publish_adapter(publisher)
+    await puller.pull(JOB, 1)
+    await publish(publisher, 0, {"w": np.arange(100)}, job="job-2")
+    await puller.pull("job-2", 0)
+    sent = await metric(client, "rlboost_weight_store_bytes_out_total")
+    await puller.pull(JOB, 1)
+    assert await metric(client, "rlboost_weight_store_bytes_out_total") == sent
+
+
+async def test_damaged_base_of_an_adapter_is_pulled_again(publisher: Publisher, puller: Puller, tmp_path: Path) -> None:
+    await publish_adapter(publisher)
     await puller.pull(JOB, 1)
     (damaged, *_) = (await puller.pull(JOB, 0)).manifest.chunks()
     file = tmp_path / "cache" / "chunks" / damaged.digest

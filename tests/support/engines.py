@@ -55,21 +55,21 @@ class Collected:
         return bool(self.finish or self.error)
 
 
-class Drained(Protocol):
+class Emitting(Protocol):
     """As much of an engine as a collector needs."""
 
-    def drain(self) -> list[Emission]: ...
+    def take_emissions(self) -> list[Emission]: ...
 
 
 class Collector:
-    """Drains an engine and puts each request's emissions together, checking the contract of `drain` as it does."""
+    """Takes an engine's emissions, checks the contract of `take_emissions`, and joins the emissions of each request."""
 
-    def __init__(self, engine: Drained) -> None:
+    def __init__(self, engine: Emitting) -> None:
         self.engine = engine
         self.of: dict[RequestKey, Collected] = {}
 
-    def drain(self) -> list[Emission]:
-        emissions = self.engine.drain()
+    def take_emissions(self) -> list[Emission]:
+        emissions = self.engine.take_emissions()
         assert len({(e.sample, e.attempt, e.version) for e in emissions}) == len(emissions)
         for emission in emissions:
             made = self.of.setdefault((emission.sample, emission.attempt), Collected(emission.offset))
@@ -84,8 +84,8 @@ class Collector:
         return emissions
 
     def made(self, sample: int, attempt: int = 1) -> int:
-        """Drain, and return how many tokens the request has."""
-        self.drain()
+        """Take the emissions, and return how many tokens the request has."""
+        self.take_emissions()
         return len(self.of[sample, attempt].tokens) if (sample, attempt) in self.of else 0
 
     async def all_ended(self, requests: Iterable[Request]) -> list[Collected]:
@@ -93,7 +93,7 @@ class Collector:
         keys = [request.key for request in requests]
 
         def ended() -> bool:
-            self.drain()
+            self.take_emissions()
             return all(key in self.of and self.of[key].ended for key in keys)
 
         await eventually(ended, within_s=60.0, every_s=0.005)

@@ -11,7 +11,7 @@ from rlboost.services.rollout_worker.domain.load import Memory
 from rlboost.services.rollout_worker.fakes import FakeEngine, FakeEngineFactory, FakeStagedWeights, FakeWeights
 from rlboost.services.rollout_worker.generator import Generator
 from rlboost.services.rollout_worker.manager_connection import ManagerConnection, WorkerIdentity
-from rlboost.services.rollout_worker.ports import StagedWeights
+from rlboost.services.rollout_worker.ports import Membership, StagedWeights
 from rlboost.shared.errors import BusUnavailable, CredentialRejected
 from rlboost.shared.messages import TokenFrame
 from rlboost.shared.process.waiting import Waits
@@ -63,6 +63,8 @@ class Rig(MemoryBus):
         capacity: KvCapacity | None = None,
     ) -> None:
         super().__init__()
+        self.may_join = asyncio.Event()
+        self.may_join.set()
         self.rejected = ""
         """The worker whose user Redis does not know."""
         self.factory = FakeEngineFactory(lambda: SlowToLoad(capacity))
@@ -75,7 +77,7 @@ class Rig(MemoryBus):
         identity = WorkerIdentity("preemptible", "fake", 4, 0.5, "here", 1, trainer="t")
         first, memory = at_once(self.manager.accept()), Memory(1, 2, 3)
         self.connection = ManagerConnection(
-            first, self.manager.accept, self.generator, identity, 0.5, self.waits, lambda: memory
+            first, self._join, self.generator, identity, 0.5, self.waits, lambda: memory
         )
         options = WorkerOptions(0.002, 0.02, grace_s, finish_limit_s, drain_on_rebalance)
         self.worker = WorkerApp(
@@ -88,6 +90,10 @@ class Rig(MemoryBus):
         )
         self.log_refuses = False
         self.sent_twice = 0
+
+    async def _join(self) -> Membership:
+        await self.may_join.wait()
+        return await self.manager.accept()
 
     async def transact(self, ops: Sequence[Op], fence: Fence | None = None) -> None:
         if self.rejected and any(isinstance(op, Append) and op.stream == worker_reports(self.rejected) for op in ops):

@@ -89,13 +89,13 @@ class WorkerIdentities:
     async def maintain(self, fleet: Fleet, now: float, write: Write) -> None:
         """Remove identities of workers that are gone: first the user, then the stream, once it is relayed."""
         due = set(self._departures.due(self._records, fleet, now))
-        drained = [worker for worker in due & self._revoked if not await self._bus.length(names.worker_reports(worker))]
-        if drained:
-            deletes = [Delete(names.worker_reports(worker)) for worker in drained]
-            await write([*deletes, HashDelete(names.WORKER_IDENTITIES, tuple(drained))])
-            for worker in drained:
+        emptied = [worker for worker in due & self._revoked if not await self._bus.length(names.worker_reports(worker))]
+        if emptied:
+            deletes = [Delete(names.worker_reports(worker)) for worker in emptied]
+            await write([*deletes, HashDelete(names.WORKER_IDENTITIES, tuple(emptied))])
+            for worker in emptied:
                 del self._records[worker]
-        self._revoked = due - set(drained)
+        self._revoked = due - set(emptied)
         await self._update_users()
 
     async def _update_users(self) -> None:

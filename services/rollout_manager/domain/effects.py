@@ -38,7 +38,7 @@ class Deliver:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Report to the client that waits for a sample that it will not be delivered, and why."""
+    """Report to the client that waits for a sample that it will not be delivered, and why; after the transaction."""
 
     sample: int
     reason: str

@@ -75,7 +75,7 @@ class LoadMeters:
         self.last = Load()
         """The newest result of `measure`."""
 
-    def on_drained(self, emissions: Sequence[Emission], running: int, now: float) -> None:
+    def on_emissions(self, emissions: Sequence[Emission], running: int, now: float) -> None:
         """Record what the engine has generated; see `DecodeMeter.on_flush`."""
         self._decode.on_flush(emissions, running, now)
 

@@ -1,4 +1,4 @@
-"""The requests of an engine: which are queued and running, the tokens of each, when it ends, what is undrained.
+"""The requests of an engine: which are queued and running, the tokens of each, when it ends, and the emissions.
 
 Running requests fill the slots 0..n-1: index i of every array belongs to `requests[i]`. When a request ends, the last
 one moves to its slot. Other per-slot state (the KV cache) must repeat the `SlotMoves` that the methods return.
@@ -33,7 +33,7 @@ _SLOT_DTYPE = np.dtype(
         ("seed", "u8"),
         ("prompt", "i8"),  # length of the prompt
         ("length", "i8"),  # of prompt and completion
-        ("drained", "i8"),  # tokens before this position have been drained
+        ("taken", "i8"),  # tokens before this position have been taken
         ("limit", "i8"),  # the length at which the request ends
         ("temperature", "f4"),
         ("top_p", "f8"),
@@ -336,22 +336,22 @@ class RequestTable:
         """The version of an emission. Without weights (-1) an emission has no tokens, and frames hold no negatives."""
         return max(self.version, 0)
 
-    # --- draining -----------------------------------------------------------------------------------------------------
+    # --- emissions ----------------------------------------------------------------------------------------------------
 
-    def drain(self) -> list[Emission]:
-        """Return everything since the last drain."""
+    def take_emissions(self) -> list[Emission]:
+        """Return everything since the last call."""
         self._emit_all()
         emissions, self._emissions = self._emissions, []
         return emissions
 
     def _emit_all(self) -> None:
         state = self._slot_state[: self.n]
-        for slot in np.flatnonzero(state["length"] > state["drained"]).tolist():
+        for slot in np.flatnonzero(state["length"] > state["taken"]).tolist():
             self._emit(slot)
 
     def _emit(self, slot: int, *, finish: int = FINISH_NONE, error: str = "") -> None:
         state, request = self._slot_state[slot], self.requests[slot]
-        begin, end = int(state["drained"]), int(state["length"])
+        begin, end = int(state["taken"]), int(state["length"])
         if begin == end and finish == FINISH_NONE and not error:
             return
         tokens, logprobs = (array[slot, begin:end].tolist() for array in (self._tokens, self._logprobs))
@@ -367,7 +367,7 @@ class RequestTable:
             routed_experts=self._routed_experts(slot) if finish in {FINISH_STOP, FINISH_LENGTH} else b"",
         )
         self._emissions.append(emission)
-        state["drained"] = end
+        state["taken"] = end
 
     def _remove(self, ended: npt.NDArray[np.bool_]) -> SlotMoves:
         for slot in np.flatnonzero(ended).tolist():

@@ -1,4 +1,4 @@
-"""The requests of an engine that streams the tokens of each one: which are live, what is undrained."""
+"""The requests of an engine that streams the tokens of each one: which are live, and their emissions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LiveRequest:
     tokens: list[int]
     """All completion tokens, those of earlier attempts included."""
     logprobs: list[float] = field(default_factory=list)
-    """Log-probabilities of the last tokens of `tokens`, which were not drained yet."""
+    """Log-probabilities of the last tokens of `tokens`, which were not taken yet."""
     is_started: bool = False
     """True once the engine has been given the request."""
 
@@ -95,7 +95,7 @@ class StreamedRequests:
         return self._live.get(live.request.key) is live
 
     def abort(self, keys: Iterable[RequestKey]) -> list[LiveRequest]:
-        """Remove requests and return them; their tokens stay drainable."""
+        """Remove requests and return them; their tokens can still be taken."""
         removed = [live for key in keys if (live := self._live.pop(key, None)) is not None]
         for live in removed:
             self._emit(live)
@@ -113,8 +113,8 @@ class StreamedRequests:
         self._emit_all()
         self.version = version
 
-    def drain(self) -> list[Emission]:
-        """Return everything since the last drain."""
+    def take_emissions(self) -> list[Emission]:
+        """Return everything since the last call."""
         self._emit_all()
         emissions, self._emissions = self._emissions, []
         return emissions

@@ -75,9 +75,7 @@ class StorePublisher:
         )
         if self.deltas and expect < 0:
             # Pinned, so that workers that have the base model get deltas from it.
-            waiting = self.waits.on("the weight store", because=f"pin version {version}", limit_s=self.limit_s)
-            async with waiting:
-                await retry_unavailable(lambda: self.client.pin(self.job_id, version))
+            await self._publisher.pin(self.job_id, version)
 
     async def equals(self, version: int, shards: Iterable[Shard]) -> bool | None:
         """See `WeightPublisher.equals`."""

@@ -88,7 +88,7 @@ class JobHost:
     """How long a job waits for a sample or its device."""
 
 
-class JobProgress:
+class JobStateReporter:
     """Reports to the manager that a job runs or is paused, and waits while it is paused."""
 
     def __init__(self, active: ActiveJob, host: JobHost) -> None:
@@ -101,7 +101,7 @@ class JobProgress:
         report = JobReport(job_id=self._active.job_id, state=state, step=step, trainer=self._host.name)
         await self._host.bus.transact([Append(names.JOB_REPORTS, report)])
 
-    async def pause_point(self, step: int) -> None:
+    async def wait_while_paused(self, step: int) -> None:
         """Wait while the job is paused; call it before each step."""
         if self._active.unpaused.is_set():
             return

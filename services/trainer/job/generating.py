@@ -72,7 +72,7 @@ class GeneratingRun:
         self._steps = steps
         self._requested_until = requested_until
         self._active = job.active
-        self._progress = job.progress
+        self._reporter = job.reporter
         self._checkpoints = job.checkpoints
         self._versions = job.versions
         self._log = job.log
@@ -81,7 +81,7 @@ class GeneratingRun:
         """Run the steps from `first` to the last one."""
         spec, checkpoints = self._context.spec, self._checkpoints
         for step in range(first, plan.last_step(spec) + 1):
-            await self._progress.pause_point(step)
+            await self._reporter.wait_while_paused(step)
             await self._step(step, save=checkpoints.is_due(first, step))
         if spec.eval is None and checkpoints.is_due(first, self._n_steps):
             # A final evaluation takes this checkpoint before it starts.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
-from rlboost.services.trainer.job.active import ActiveJob, JobHost, JobProgress
+from rlboost.services.trainer.job.active import ActiveJob, JobHost, JobStateReporter
 from rlboost.services.trainer.job.checkpoints import Checkpoints
 from rlboost.services.trainer.job.publishing import VersionPublisher
 from rlboost.services.trainer.job.step_log import StepLog
@@ -24,7 +25,7 @@ class JobParts:
     active: ActiveJob
     host: JobHost
     resources: JobResources
-    progress: JobProgress
+    reporter: JobStateReporter
     streams: JobStreams
     write: FolderWrites
     checkpoints: Checkpoints
@@ -45,7 +46,7 @@ class JobParts:
             active=active,
             host=host,
             resources=resources,
-            progress=JobProgress(active, host),
+            reporter=JobStateReporter(active, host),
             streams=streams,
             write=write,
             checkpoints=checkpoints,
@@ -55,13 +56,17 @@ class JobParts:
         )
 
     async def close(self) -> None:
-        """Stop what the job has started."""
+        """Stop what the job has started. An error in one part is raised once the others are closed too."""
         resources = self.resources
-        self.checkpoints.cancel()
-        await resources.rewards.close()
-        if resources.environments is not None:
-            await resources.environments.close()
-        await resources.weights.close()
-        # Not awaited: a cancelled job has ended, even if its last micro-batch is still being computed.
-        self.host.device.post(resources.engine.close)
-        await self.streams.emit_warnings(await asyncio.to_thread(resources.folder.close))
+        async with AsyncExitStack() as closing:  # the last one first
+            closing.push_async_callback(self._close_folder)
+            # Not awaited: a cancelled job has ended, even if its last micro-batch is still being computed.
+            closing.callback(self.host.device.post, resources.engine.close)
+            closing.push_async_callback(resources.weights.close)
+            if resources.environments is not None:
+                closing.push_async_callback(resources.environments.close)
+            closing.push_async_callback(resources.rewards.close)
+            self.checkpoints.cancel()
+
+    async def _close_folder(self) -> None:
+        await self.streams.emit_warnings(await asyncio.to_thread(self.resources.folder.close))

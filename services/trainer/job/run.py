@@ -14,7 +14,7 @@ after the position of the checkpoint.
 from __future__ import annotations
 
 from rlboost.services.trainer.domain import plan
-from rlboost.services.trainer.job.active import LEASE_WAIT_LIMIT_S, ActiveJob, JobHost, JobProgress
+from rlboost.services.trainer.job.active import LEASE_WAIT_LIMIT_S, ActiveJob, JobHost, JobStateReporter
 from rlboost.services.trainer.job.generating import run_generating_steps
 from rlboost.services.trainer.job.parts import JobParts
 from rlboost.services.trainer.job.sft import run_sft_steps
@@ -39,7 +39,7 @@ async def run_job(active: ActiveJob, spec: JobSpec, host: JobHost, build: JobRes
         ExceptionGroup: of such errors.
 
     """
-    await JobProgress(active, host).report("running", active.step)
+    await JobStateReporter(active, host).report("running", active.step)
     because = "they are being loaded, or downloaded if the model is an id"
     async with host.waits.on("the job's model and data", because=because, limit_s=BUILD_LIMIT_S):
         resources = await host.device(lambda: build(spec, active.job_id))

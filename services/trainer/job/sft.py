@@ -11,7 +11,7 @@ async def run_sft_steps(spec: SftJob, job: JobParts, first: int) -> None:
     """Train on completions from the data. No worker needs the weights, so only the last version is published."""
     checkpoints, versions = job.checkpoints, job.versions
     for step in range(first, spec.steps):
-        await job.progress.pause_point(step)
+        await job.reporter.wait_while_paused(step)
         job.active.enter("training", step)
         if checkpoints.is_due(first, step):
             await checkpoints.start_save(checkpoints.state(step))

@@ -54,6 +54,7 @@ class DeviceTurn:
         self._step = step
         self._limit_s = limit_s
         self._owned = asyncio.Event()
+        self._step_ended = False
         self._began = self._since = time.monotonic()
         self.waited_s: float | None = None
         """Time from the start of the step to the first turn; None before it."""
@@ -72,7 +73,9 @@ class DeviceTurn:
         return max(0.0, held_s - busy_s)
 
     def set_owned(self, *, owned: bool) -> None:
-        """Set whether the trainer has the device."""
+        """Set whether the trainer has the device; without effect once the step's last turn has ended."""
+        if self._step_ended:
+            return
         now = time.monotonic()
         if owned and not self._owned.is_set():
             self._since = now
@@ -85,6 +88,7 @@ class DeviceTurn:
 
     def end_step(self) -> None:
         """End the step's last turn. Nothing is offloaded, because the weights are published from the device."""
+        self._step_ended = True
         if self._owned.is_set():
             self._end_turn()
 

@@ -118,7 +118,7 @@ class FinishedLog:
         self._size = ReadSize(_MAX_ENTRIES)
 
     @property
-    def drained(self) -> bool:
+    def all_taken(self) -> bool:
         """Return True if all entries read so far were taken; the stream may have more."""
         return not self._ahead
 

@@ -105,7 +105,7 @@ class RequestedSteps:
         if decided is not None:
             step, outcome = decided
             self._intakes[step].take(outcome)
-        if self._finished.drained:
+        if self._finished.all_taken:
             self._answer_turns()
 
     def _answer_turns(self) -> None:

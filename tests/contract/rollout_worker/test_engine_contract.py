@@ -278,7 +278,7 @@ async def test_an_aborted_request_makes_nothing_more(engine: Engine) -> None:
     engine.submit(requests)
     await eventually(lambda: engine.stats().tokens_generated_total > 30)
     engine.abort([(0, 1), (2, 1), (77, 1)])
-    collector.drain()
+    collector.take_emissions()
     counts = {key: len(made.tokens) for key, made in collector.of.items()}
     (rest,) = await collector.all_ended(requests[1:2])
     assert len(rest.tokens) == 150
@@ -297,7 +297,7 @@ async def test_released_request_resumes_identically_in_another_engine(engine: En
     engine.submit([released, kept])
     await eventually(lambda: collector.made(1, 2) > 3)
     engine.release([(1, 2), (1, 9), (77, 1)])
-    collector.drain()
+    collector.take_emissions()
     part = collector.of[1, 2]
     assert part.finish == FINISH_RELEASED
     assert 3 < len(part.tokens) < 150
@@ -320,20 +320,20 @@ async def test_release_without_a_new_token_emits_once(engine: Engine) -> None:
     engine.release([(1, 1), (2, 1)])
     engine.release([(1, 1), (2, 1)])
     engine.abort([(1, 1), (2, 1)])
-    assert {(e.sample, e.offset, *e.tokens, e.finish) for e in collector.drain()} == {
+    assert {(e.sample, e.offset, *e.tokens, e.finish) for e in collector.take_emissions()} == {
         (1, made, FINISH_RELEASED),
         (2, 3, FINISH_RELEASED),
     }
     await engine.resume()
     await eventually(lambda: engine.stats().running == 0)
-    assert collector.drain() == []
+    assert collector.take_emissions() == []
 
 
 async def test_release_of_a_finished_request_keeps_its_finish(engine: Engine) -> None:
     engine.submit([request(1, max_tokens=5)])
     await eventually(lambda: engine.stats().tokens_generated_total == 5)
     engine.release([(1, 1)])
-    (emission,) = engine.drain()
+    (emission,) = engine.take_emissions()
     assert (len(emission.tokens), emission.finish) == (5, FINISH_LENGTH)
 
 
@@ -342,7 +342,7 @@ async def test_release_of_an_aborted_request_emits_nothing(engine: Engine) -> No
     await eventually(lambda: engine.stats().tokens_generated_total > 3)
     engine.abort([(1, 1)])
     engine.release([(1, 1)])
-    assert all(emission.finish == FINISH_NONE for emission in engine.drain())
+    assert all(emission.finish == FINISH_NONE for emission in engine.take_emissions())
 
 
 async def test_an_aborted_request_may_be_submitted_again(engine: Engine) -> None:
@@ -350,7 +350,7 @@ async def test_an_aborted_request_may_be_submitted_again(engine: Engine) -> None
     for attempt in range(2, 6):
         engine.submit([request(1, attempt=attempt, max_tokens=60)])
         engine.abort([(1, attempt)])
-        engine.drain()
+        engine.take_emissions()
     (made,) = await run(engine, [request(1, attempt=6, max_tokens=60)])
     assert made.tokens == whole.tokens
 
@@ -369,7 +369,7 @@ async def test_requests_wait_for_the_first_weights(kind: Kind) -> None:
     engine = await kind.make()
     assert engine.stats().version == -1
     engine.submit([request(1)])
-    assert engine.drain() == []
+    assert engine.take_emissions() == []
     await engine.load_weights(3, kind.weights)
     (made,) = await Collector(engine).all_ended([request(1)])
     assert set(made.versions) == {3}
@@ -387,7 +387,7 @@ async def test_suspended_engine_generates_nothing_and_resumes_in_place(engine: E
     assert collector.made(1, 2) < 150
     engine.submit([request(2, temperature=kind.temperature)])
     await engine.suspend()
-    assert engine.drain() == []
+    assert engine.take_emissions() == []
     assert engine.stats().tokens_generated_total == before.tokens_generated_total
     await engine.resume()
     (made, _) = await collector.all_ended([again, request(2, temperature=kind.temperature)])
@@ -468,12 +468,12 @@ async def test_missing_chunk_is_corrupt_and_the_next_load_is_served(engine: Engi
     assert made.versions == [2] * 5
 
 
-async def test_closed_engine_rejects_requests_and_drains_its_tokens(engine: Engine) -> None:
+async def test_closed_engine_rejects_requests_and_still_emits_its_tokens(engine: Engine) -> None:
     engine.submit([request(1, max_tokens=150)])
     await eventually(lambda: engine.stats().tokens_generated_total > 3)
     await engine.close()
     await engine.close()
-    assert len(engine.drain()[0].tokens) > 3
+    assert len(engine.take_emissions()[0].tokens) > 3
     with pytest.raises(Fatal, match="closed"):
         engine.submit([request(2)])
     with pytest.raises(Fatal, match="closed"):
@@ -564,7 +564,12 @@ async def test_dead_engine_raises_its_error_at_every_call(engine: Engine, kind: 
     assert engine.running() == ran
     await kind.kill(engine, RuntimeError("out of luck"))
     await eventually(lambda: is_dead(engine))
-    for call in (engine.drain, engine.stats, lambda: engine.submit([request(1)]), lambda: engine.abort([(1, 1)])):
+    for call in (
+        engine.take_emissions,
+        engine.stats,
+        lambda: engine.submit([request(1)]),
+        lambda: engine.abort([(1, 1)]),
+    ):
         with pytest.raises(Fatal, match="died"):
             call()
     with pytest.raises(Fatal, match="died"):

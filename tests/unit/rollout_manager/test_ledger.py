@@ -84,6 +84,17 @@ def test_frame_for_a_sample_never_placed_counts_nothing(ledger: Ledger) -> None:
     assert not ledger.samples[GROUP + 1].tokens
 
 
+def test_no_frame_extends_a_sample_whose_attempt_has_no_worker(ledger: Ledger) -> None:
+    """As after `detach_samples`, also once the sample is restated."""
+    ledger.place(placed("", 2, 0))
+    fresh = Ledger()
+    fresh.restate(ledger.restatement_of(ledger.samples[GROUP]), "9-0")
+    for replayed in (ledger, fresh):
+        replayed.extend(frame("w1", 2, 0, [666]), frame("w9", 2, 0, [666]), frame("", 2, 0, [666]))
+        assert tokens_of(replayed) == []
+        assert not replayed.fail(failed(2, "w1"))
+
+
 def test_failure_reported_by_another_worker_does_not_count(ledger: Ledger) -> None:
     assert not ledger.fail(failed(worker="w2"))
     assert not ledger.fail(SampleFailed(worker="w1", sample=GROUP + 1, attempt=0, reason="no"))
@@ -209,10 +220,16 @@ def test_failures_start_anew_past_the_position_of_the_last(ledger: Ledger) -> No
 
 
 def test_failures_survive_in_a_restatement(ledger: Ledger) -> None:
+    """Also where the last one was: a replay must not count later failures as being at the same position."""
     ledger.fail(failed())
+    ledger.place(placed("w2", 2, 0))
+    ledger.extend(frame("w2", 2, 0, list(range(PAST_TOKENS - 1))))
     fresh = Ledger()
     fresh.restate(ledger.restatement_of(ledger.samples[GROUP]), "9-0")
     assert fresh.samples[GROUP].failed_on == ["w1"]
+    assert not fresh.samples[GROUP].past_failure
+    fresh.extend(frame("w2", 2, PAST_TOKENS - 1, [7]))
+    assert fresh.samples[GROUP].past_failure
 
 
 def test_restatement_without_a_later_placement_keeps_older_entries(ledger: Ledger) -> None:

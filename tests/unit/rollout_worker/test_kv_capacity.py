@@ -80,7 +80,7 @@ def test_request_that_never_fits_is_refused_without_blocking_others() -> None:
     rows = cramped(tokens=96)
     rows.submit([request(1, prompt=[1], max_tokens=40), request(2, prompt=[1] * 10, max_tokens=87), request(3)])
     assert rows.admit(1000) == range(2)
-    (refused,) = rows.drain()
+    (refused,) = rows.take_emissions()
     assert (refused.sample, refused.tokens, refused.finish) == (2, [], FINISH_NONE)
     assert all(part in refused.error for part in ("97 tokens", "96", "RLBOOST_WORKER_KV_CACHE_BYTES"))
     assert "RLBOOST_WORKER_KV_CACHE_BYTES" in refused.error

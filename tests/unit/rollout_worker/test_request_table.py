@@ -77,8 +77,8 @@ class Batch(RuleBasedStateMachine):
         self.rows.begin_version(self.rows.version + 1)
 
     @rule()
-    def drain(self) -> None:
-        for emission in self.rows.drain():
+    def take_emissions(self) -> None:
+        for emission in self.rows.take_emissions():
             sample = emission.sample
             assert sample not in self.ended
             assert emission.offset == len(self.made[sample])
@@ -107,7 +107,7 @@ class Batch(RuleBasedStateMachine):
         while self.rows.pending or self.rows.n:
             self.admit(budget=20)
             self.decode(aborted_meanwhile=None, waiting=None)
-        self.drain()
+        self.take_emissions()
         self.every_sample_has_its_own_tokens_and_rising_versions()
         assert self.ended | self.aborted.keys() == self.lengths.keys()
         assert self.released.keys() <= self.ended
@@ -143,7 +143,7 @@ def test_logprob_that_is_nan_ends_the_request_with_an_error() -> None:
     rows.admit(budget_tokens=100)
     rows.commit(np.array([3, 4]), np.array([-1.0, -2.0], np.float32))
     rows.commit(np.array([3, 4]), np.array([np.nan, -2.0], np.float32))
-    bad, good = rows.drain()
+    bad, good = rows.take_emissions()
     assert (bad.sample, bad.tokens, bad.error) == (1, [3], "the model's output is not a number")
     assert (good.sample, good.tokens, good.error) == (2, [4, 4], "")
 
@@ -155,7 +155,7 @@ def test_slot_without_a_token_in_a_step_is_unchanged() -> None:
     rows.commit(np.array([NO_TOKEN, 5]), np.zeros(2, np.float32))
     assert rows.offsets.tolist() == [0, 1]
     assert rows.generated_total == 1
-    (emission,) = rows.drain()
+    (emission,) = rows.take_emissions()
     assert (emission.sample, emission.tokens, emission.finish) == (2, [5], FINISH_NONE)
 
 
@@ -167,5 +167,5 @@ def test_release_after_a_failed_load_reports_a_version_that_a_frame_can_hold() -
     rows.commit(np.array([3, 4]), np.zeros(2, np.float32))
     rows.begin_version(-1)
     rows.release([(1, 1)])
-    last = rows.drain()[-1]
+    last = rows.take_emissions()[-1]
     assert (last.sample, last.finish, last.version) == (1, FINISH_RELEASED, 0)

@@ -27,10 +27,10 @@ def test_tokens_before_and_after_a_version_are_emitted_separately(table: Streame
     table.begin_version(1)
     table.extend(live, [8], [-1.0])
     table.end(live, finish=FINISH_LENGTH)
-    emissions = [(e.offset, e.tokens, e.logprobs, e.version, e.finish) for e in table.drain()]
+    emissions = [(e.offset, e.tokens, e.logprobs, e.version, e.finish) for e in table.take_emissions()]
     assert emissions == [(1, [6, 7], [-0.5, -0.25], 0, FINISH_NONE), (3, [8], [-1.0], 1, FINISH_LENGTH)]
     assert table.generated_total == 3
-    assert table.drain() == []
+    assert table.take_emissions() == []
 
 
 def test_repeated_submission_is_a_conflict_and_adds_nothing(table: StreamedRequests) -> None:
@@ -56,7 +56,7 @@ def test_aborted_request_keeps_its_tokens_and_ignores_later_ones(table: Streamed
     assert table.abort([(1, 1), (7, 1)]) == [live]
     table.extend(live, [7], [-0.5])
     table.end(live, finish=FINISH_STOP)
-    (emission,) = table.drain()
+    (emission,) = table.take_emissions()
     assert (emission.tokens, emission.finish) == ([6], FINISH_NONE)
 
 
@@ -65,7 +65,7 @@ def test_released_request_ends_with_released_even_without_a_token(table: Streame
     (live,) = table.start()
     assert table.release([(1, 1)]) == [live]
     assert table.release([(1, 1)]) == []
-    (emission,) = table.drain()
+    (emission,) = table.take_emissions()
     assert (emission.offset, emission.tokens, emission.finish) == (2, [], FINISH_RELEASED)
 
 
@@ -73,7 +73,7 @@ def test_logprob_that_is_not_a_number_ends_the_request_with_an_error(table: Stre
     table.submit([request(1)])
     (live,) = table.start()
     table.extend(live, [6], [math.nan])
-    (emission,) = table.drain()
+    (emission,) = table.take_emissions()
     assert (emission.tokens, emission.error) == ([], "the model's output is not a number")
     assert not table.is_live(live)
 
@@ -81,7 +81,7 @@ def test_logprob_that_is_not_a_number_ends_the_request_with_an_error(table: Stre
 def test_invalid_and_finished_requests_end_at_the_start(table: StreamedRequests) -> None:
     table.submit([request(1, prompt=[96]), request(2, tokens=[1, 2], stop=[2]), request(3)])
     assert [live.request.sample for live in table.start()] == [3]
-    invalid, finished = table.drain()
+    invalid, finished = table.take_emissions()
     assert "token id" in invalid.error
     assert finished.finish == FINISH_STOP
 

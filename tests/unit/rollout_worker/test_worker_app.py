@@ -627,7 +627,7 @@ async def test_command_that_fails_unexpectedly_is_dead_lettered_and_rejoins(
 
 
 async def test_worker_that_redis_rejects_for_long_joins_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_app, "_REJECTION_LIMIT_S", 0.1)
+    monkeypatch.setattr(worker_app, "REJECTION_LIMIT_S", 0.1)
     worker = await rig.manager.ready_worker()
     await rig.manager.send(worker, assign(1, max_tokens=4000))
     await rig.manager.until_generated((1, 1), tokens=5)
@@ -638,6 +638,52 @@ async def test_worker_that_redis_rejects_for_long_joins_again(rig: Rig, monkeypa
     made = await rig.manager.until_finished((2, 1))
     assert not made[1, 1].finish
     assert await rig.manager.received(WorkerLeft) == []
+
+
+@pytest.mark.parametrize(
+    "command", [Suspend(step=0), assign(1, version=7)], ids=["flush before a suspension", "leave before rejoining"]
+)
+async def test_worker_rejected_while_it_executes_a_command_joins_again(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, command: Message
+) -> None:
+    monkeypatch.setattr(manager_connection, "REJECTION_LIMIT_S", 0.1)
+    worker = await rig.manager.ready_worker()
+    await rig.manager.send(worker, assign(2, max_tokens=ENDLESS))
+    await rig.manager.until_generated((2, 1), tokens=5)
+    rig.rejected = worker
+    await rig.manager.send(worker, command)
+    again = await rig.manager.ready_worker(nth=2)
+    await rig.manager.send(again, assign(3))
+    await rig.manager.until_finished((3, 1))
+
+
+async def test_worker_rejected_as_weights_are_unavailable_joins_again(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manager_connection, "REJECTION_LIMIT_S", 0.1)
+    worker = await rig.manager.ready_worker()
+    rig.weights.may_pull.clear()
+    await rig.manager.send(worker, UseVersion(job_id=JOB, version=9), assign(1, version=9))
+    await rig.manager.until(worker, "pulling", 0)
+    rig.rejected = worker
+    rig.weights.may_pull.set()
+    again = await rig.manager.ready_worker(nth=2)
+    await rig.manager.send(again, assign(3))
+    await rig.manager.until_finished((3, 1))
+
+
+async def test_stop_while_an_update_rejoins_ends_the_worker(rig: Rig) -> None:
+    """The update rejoins as its own outcome: the samples that waited for its weights go back."""
+    worker = await rig.manager.ready_worker()
+    rig.may_join.clear()
+    await rig.manager.send(worker, UseVersion(job_id=JOB, version=9), assign(1, version=9))
+    (left,) = await eventually(lambda: rig.manager.received(WorkerLeft, worker))
+    assert "version 9" in left.reason
+    rig.stop.set()
+    async with asyncio.timeout(3.0):
+        await rig.worker.wait_handed_off()
+    rig.may_join.set()
+    assert len(await rig.manager.received(WorkerJoined)) == 1
 
 
 async def test_worker_that_redis_rejects_for_a_moment_continues(rig: Rig) -> None:

@@ -73,7 +73,7 @@ def test_meters_measure_speed_steps_updates_and_flushes() -> None:
     meters = LoadMeters(slots=4)
     assert meters.measure(0, Memory(), 10.0) == Load()
     for n in range(3):
-        meters.on_drained([Emission(1, 1, n, [5], [0.0], 3)], running=1, now=10.0 + n / 2)
+        meters.on_emissions([Emission(1, 1, n, [5], [0.0], 3)], running=1, now=10.0 + n / 2)
     meters.on_flushed(0.25)
     meters.on_flushed(0.5)
     meters.on_weights_replaced(2.0, 0.5)

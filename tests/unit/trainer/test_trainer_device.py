@@ -62,6 +62,19 @@ async def test_idle_time_counts_the_owned_device_without_calls(
     assert ours.idle_s == ours.held_s - ours.busy_s == 4.0
 
 
+async def test_no_turn_begins_after_the_last_of_the_step(thread: DeviceThread) -> None:
+    """Samples of an evaluation still arrive, while the reserved engines may generate again."""
+    offloads: list[str] = []
+    ours = turn(thread, lambda: offloads.append("offload"))
+    ours.set_owned(owned=True)
+    ours.end_step()
+    held_s = ours.held_s
+    ours.set_owned(owned=True)
+    ours.set_owned(owned=False)
+    await thread(lambda: None)
+    assert (ours.held_s, offloads) == (held_s, [])
+
+
 @pytest.mark.parametrize("was_ours", [False, True], ids=["the turn", "the offload"])
 async def test_call_waits_again_after_the_turn_is_lost(thread: DeviceThread, *, was_ours: bool) -> None:
     calls: list[str] = []

@@ -18,7 +18,7 @@ from rlboost.services.trainer.domain.loss.inputs import LossFn
 from rlboost.services.trainer.fakes.engine import FakeEngine
 from rlboost.services.trainer.fakes.rewards import FakeRewards
 from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
-from rlboost.shared.errors import ConfigError
+from rlboost.shared.errors import ConfigError, Fatal
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import (
     Event,
@@ -247,6 +247,21 @@ async def _cancel(rig: Rig) -> None:
     await rig.command("cancel")
     assert (await rig.ended()).state == "cancelled"
     assert stopwatch.read() < 1.0
+
+
+async def test_part_that_does_not_close_leaves_no_other_part_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(self: FakeRewards) -> None:
+        raise Fatal("a process does not end")
+
+    monkeypatch.setattr(FakeRewards, "close", fail)
+    rig = Rig(tmp_path)
+    async with rig.trainer():
+        await rig.command("create")
+        ended = await rig.ended()
+        assert (ended.state, ended.error) == ("failed", "a process does not end")
+        assert await eventually(lambda: rig.engine.closed)
 
 
 async def test_cancel_during_a_wait_for_samples_takes_effect_within_1_s(tmp_path: Path) -> None:

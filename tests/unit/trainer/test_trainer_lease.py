@@ -16,7 +16,7 @@ from rlboost.shared.messages import JobReport
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Fence, HashSet
 from tests.support.eventually import eventually
-from tests.support.trainer_rig import JOB, PRICE_PER_HOUR, Rig
+from tests.support.trainer_rig import JOB, PRICE_PER_HOUR, Rig, spec
 
 QUICK = Timing(block_s=0.01, takeover_check_s=0.02, lease_renewal_interval_s=0.02)
 LEASE, EPOCH = names.trainer_lease(JOB), names.trainer_epoch(JOB)
@@ -38,6 +38,20 @@ async def test_superseded_trainer_drops_its_job_without_a_report(tmp_path: Path)
     assert max(rig.weights.versions) == 2
     assert await rig.bus.lease_values([LEASE]) == ["another's"], "a stop, too, leaves it alone"
     assert len(await rig.bus.claim(names.JOB_COMMANDS, names.TRAINER_GROUP, "x", min_idle_s=0)) == 1, "still to be done"
+
+
+async def test_trainer_that_is_fenced_before_its_next_renewal_drops_the_job(tmp_path: Path) -> None:
+    """Its record of the next step's prompts is refused while it still believes that it holds the lease."""
+    job = spec(data={"train": "t.jsonl", "prompts_per_step": 4, "curriculum": {"skip_solved_above": 1.0}})
+    rig = Rig(tmp_path, job, timing=replace(QUICK, lease_renewal_interval_s=3600.0))
+    rig.manager.held = {2}
+    async with rig.trainer():
+        await rig.command("create")
+        await rig.waits_for("samples of step 3")
+        await another_takes_it(rig)
+        rig.manager.held = set()
+        assert await eventually(lambda: rig.engine.closed)
+    assert await rig.states() == ["running"]
 
 
 async def test_lease_tells_the_price_of_the_trainers_machines(tmp_path: Path) -> None:

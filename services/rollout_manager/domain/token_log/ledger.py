@@ -249,7 +249,7 @@ class Ledger:
         sample = self.samples.get(message.sample)
         if sample is None or not 0 < sample.attempt == message.attempt or message.sample in self.failed:
             return False
-        if sample.finish or sample.attempt_worker not in {"", message.worker}:
+        if sample.finish or sample.attempt_worker != message.worker:
             return False
         if sample.past_failure:
             sample.failed_on = []
@@ -305,7 +305,7 @@ class Ledger:
                 bytearray(message.tokens),
                 bytearray(message.logprobs),
                 failed_on=list(message.failed_on),
-                failed_at=length(message.tokens),
+                failed_at=message.failed_at,
                 attempt_worker=message.attempt_worker or message.worker,
             )
             start = 0
@@ -333,6 +333,7 @@ class Ledger:
             spans=list(sample.spans),
             failed_on=list(sample.failed_on),
             attempt_worker=sample.attempt_worker,
+            failed_at=sample.failed_at,
         )
 
     def oldest(self, n: int) -> list[Sample]:

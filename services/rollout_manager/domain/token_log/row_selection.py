@@ -29,8 +29,10 @@ Bools = npt.NDArray[np.bool_]
 
 NO_SLOT = 0
 """The slot of rows whose sample is not in flight."""
-ANY_WORKER = 0
-"""The worker of an attempt where the restatement of its sample names none: rows of any worker count."""
+_NO_WORKER = 0
+"""The number of an attempt without a worker, and before the first attempt: no row counts."""
+_UNKNOWN_WORKER = -1
+"""The number of a worker that no attempt was given to."""
 NO_VERSION = 0xFFFF_FFFF
 """The version of a sample that no row has extended under its current attempt. Only the version is compared, not the
 worker: an attempt belongs to one worker."""
@@ -112,7 +114,8 @@ class ExpectedRows:
         self._slot_of: dict[int, int] = {}
         self._free: list[int] = []
         self._used = 1
-        self._numbers: dict[str, int] = {"": ANY_WORKER}
+        self._numbers: dict[str, int] = {}
+        """Worker -> its number, from 1."""
         self.attempt = np.zeros(_INITIAL_SLOTS, U32)
         self.worker = np.zeros(_INITIAL_SLOTS, np.int64)
         self.length = np.zeros(_INITIAL_SLOTS, np.int64)
@@ -134,7 +137,7 @@ class ExpectedRows:
         if slot is None:
             slot = self._slot_of[sample_id] = self._free.pop() if self._free else self._new_slot()
         self.attempt[slot], self.length[slot] = attempt, length
-        self.worker[slot] = self._numbers.setdefault(worker, len(self._numbers))
+        self.worker[slot] = self._numbers.setdefault(worker, len(self._numbers) + 1) if worker else _NO_WORKER
         self.ended[slot], self.version[slot] = ended, version
         return slot
 
@@ -154,10 +157,7 @@ class ExpectedRows:
         rows = decode_frames(frames)
         slots = self._slots_of(frames)
         current = self.attempt[slots] == rows.attempts
-        current &= slots != NO_SLOT
-        assigned = self.worker[slots]
-        current &= (assigned == self._workers_of(rows)) | (assigned == ANY_WORKER)
-        current &= rows.attempts > 0  # before its first attempt no worker may extend a sample
+        current &= self.worker[slots] == self._workers_of(rows)  # that of `NO_SLOT` is `_NO_WORKER`
         refused = np.flatnonzero(~current) if not current.all() else np.zeros(0, np.int64)
         invalid = rows.invalid
         if (beyond := self._beyond_limits(rows, slots)).size:
@@ -265,7 +265,7 @@ class ExpectedRows:
 
     def _workers_of(self, rows: FrameRows) -> Ints:
         """Return the number of each row's worker."""
-        numbers = [self._numbers.get(frame.worker, -1) for frame in rows.frames]
+        numbers = [self._numbers.get(frame.worker, _UNKNOWN_WORKER) for frame in rows.frames]
         n_rows = np.diff(rows.first_rows, append=len(rows.samples))
         return np.repeat(np.array(numbers, np.int64), n_rows)
 

@@ -45,7 +45,7 @@ class Sample:
     routed_experts: bytes = b""
     """The column of `shared.wire.routed_experts` of the whole completion, once it has ended."""
     attempt_worker: str = ""
-    """The worker of the current attempt, whose tokens count even after it lost the sample; empty if not known."""
+    """The worker of the current attempt, whose tokens count even after it lost the sample; empty if it has none."""
 
     @property
     def n_tokens(self) -> int:

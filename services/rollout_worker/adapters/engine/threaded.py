@@ -1,6 +1,6 @@
 """Base class of engines that keep their requests in a `RequestTable`: all of `ports.Engine` but the model's part.
 
-The event loop's thread only queues, marks and drains under the lock, which the engine's thread holds briefly.
+The event loop's thread only queues, marks and takes emissions under the lock, which the engine's thread holds briefly.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ class ThreadedEngine(ABC):
             self._table.release(keys)
             self._thread.lock.notify()
 
-    def drain(self) -> list[Emission]:
+    def take_emissions(self) -> list[Emission]:
         """See `ports.Engine`."""
         with self._thread.lock:
             self._thread.check_alive(allow_closed=True)
-            return self._table.drain()
+            return self._table.take_emissions()
 
     def stats(self) -> EngineStats:
         """See `ports.Engine`."""

@@ -120,10 +120,10 @@ class VllmEngine:
         self._check_alive()
         self._end_streams(self._requests.release(keys))
 
-    def drain(self) -> list[Emission]:
+    def take_emissions(self) -> list[Emission]:
         """See `ports.Engine`."""
         self._check_alive(allow_closed=True)
-        return self._requests.drain()
+        return self._requests.take_emissions()
 
     def stats(self) -> EngineStats:
         """See `ports.Engine`. vLLM admits requests in order; those that it preempts count as running."""
