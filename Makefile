@@ -21,6 +21,8 @@ export OMP_NUM_THREADS ?= 1
 # tests/conftest.py.
 TEST_PROCESSES ?= $(shell n=$$(($$(getconf _NPROCESSORS_ONLN) * 2)); echo $$((n < 8 ? n : 8)))
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --ignore tests/browser
+# Only these: importing all test files takes 15 s in each test process.
+LONG_FILES = $(shell grep -rl --include='test_*.py' 'mark\.long' tests)
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-vllm demo test test-long test-browser test-network test-docker check audit fmt screenshots docs \
@@ -53,11 +55,11 @@ test: $(INSTALLED) ## run the tests that need no accelerator: unit, contract, in
 	$(PYTEST) -m 'not gpu and not long and not docker and not network' $(ARGS)
 
 test-long: $(INSTALLED) ## run the soak and the longest tests, which `make test` leaves out
-	$(PYTEST) -m 'long and not gpu' $(ARGS)
+	$(PYTEST) -m 'long and not gpu' $(or $(filter tests/%,$(ARGS)),$(LONG_FILES)) $(filter-out tests/%,$(ARGS))
 
 test-browser: $(INSTALLED) ## run the tests of the web page; they need Chromium
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[browser]'
-	$(BIN)/python -m pytest tests/browser $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/browser $(ARGS)
 
 test-network: $(INSTALLED) ## run the tests of training on several machines, in network namespaces; they need root
 	$(BIN)/python -m pytest tests/network $(ARGS)

@@ -133,12 +133,19 @@ def _cost_details(cost: Mapping[str, Any]) -> Iterator[str]:
         verdict = f"{_fixed(100 * abs(saved), 0)} % {'cheaper' if saved >= 0 else 'more expensive'}"
         yield (
             f"The reserved workers alone would have taken about {_hours(only['seconds'] / 3600)} and cost "
-            f"{dollars(only['dollars'])} so far: with spot workers the job is {verdict}."
-            + ("" if price is None else f" They make it cheaper while each costs less than {dollars(price)} per hour.")
+            f"{dollars(only['dollars'])} so far: with spot workers the job is {verdict}.{_break_even(price)}"
         )
     for cause, spent in cost["dollars_regenerated_by_cause"].items():
         if spent:
             yield f"Tokens {_CAUSES.get(cause, cause)}: {dollars(spent)}."
+
+
+def _break_even(price_per_hour: float | None) -> str:
+    if price_per_hour is None:
+        return ""
+    if not price_per_hour:
+        return " They do not make it cheaper at any price."
+    return f" They make it cheaper while each costs less than {dollars(price_per_hour)} per hour."
 
 
 def _unpriced(cost: Mapping[str, Any]) -> Iterator[str]:

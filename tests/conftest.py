@@ -138,15 +138,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 _LONG_FILES = (
     # Half a minute or more of one process, or, of unit tests, ten seconds; the longest first. Those of `make test-long`
-    # are in the first three lines.
-    *("test_training_memory.py", "test_http_conformance.py", "test_faults.py", "test_soak.py", "test_local_system.py"),
-    *("test_mixed_fleet.py", "test_two_jobs.py", "test_gpu_layout.py", "test_compiled_layers.py", "test_upgrades.py"),
-    *("test_expert_parallel.py", "test_multi_node.py", "test_megatron.py", "test_conversations.py"),
-    *("test_command_line.py", "test_evaluation.py", "test_real_fleet.py", "test_vllm_engine.py", "test_vllm_models.py"),
-    *("test_rollout_manager.py", "test_rollout_worker.py", "test_ranks_weights.py", "test_launcher.py"),
-    *("test_succession.py", "test_trainer.py", "test_fork_server.py", "test_weight_store.py"),
-    *("test_megatron_policy.py", "test_trainer_engine_contract.py", "test_engine_contract.py", "test_ranks_offload.py"),
-    *("test_mixture_families.py", "test_router_replay.py", "test_docs.py", "test_worker_app.py", "test_simulator.py"),
+    # are in the first four lines.
+    *("test_mixed_fleet.py", "test_training_memory.py", "test_http_conformance.py", "test_faults.py"),
+    *("test_compiled_layers.py", "test_command_line.py", "test_vllm_engine.py", "test_multi_node.py"),
+    *("test_expert_parallel.py", "test_two_jobs.py", "test_ranks_offload.py", "test_local_system.py"),
+    *("test_megatron.py", "test_gpu_layout.py", "test_evaluation.py", "test_soak.py", "test_upgrades.py"),
+    *("test_conversations.py", "test_real_fleet.py", "test_vllm_models.py", "test_rollout_manager.py"),
+    *("test_rollout_worker.py", "test_ranks_weights.py", "test_launcher.py", "test_succession.py", "test_trainer.py"),
+    *("test_fork_server.py", "test_weight_store.py", "test_megatron_policy.py", "test_trainer_engine_contract.py"),
+    *("test_engine_contract.py", "test_mixture_families.py", "test_router_replay.py", "test_docs.py"),
+    *("test_worker_app.py", "test_simulator.py"),
 )
 
 

@@ -340,6 +340,7 @@ def test_counts_of_millions_have_three_digits(files: Page) -> None:
     [
         (0.0, 5.0, None),
         (3.125, 5.0, {"seconds": 7110.0, "dollars": 3.0, "break_even_price_per_hour": None}),
+        (3.125, 5.0, {"seconds": 7110.0, "dollars": 3.0, "break_even_price_per_hour": 0.0}),
         (2.1e-5, None, {"seconds": 9.0, "dollars": 2.4e-5, "break_even_price_per_hour": 0.125}),
     ],
 )

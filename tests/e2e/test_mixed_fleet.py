@@ -1,4 +1,4 @@
-"""vLLM workers under one job, alone and beside torch workers: whoever dies, nothing is lost or doubled."""
+"""vLLM and torch workers under one job: whichever dies or leaves, nothing is lost or doubled."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -49,46 +50,40 @@ def torch_worker(box: BlackBox, log: Path) -> Iterator[None]:
         process.wait()
 
 
-def test_a_job_on_vllm_and_torch_workers_survives_the_death_of_one(tmp_path: Path) -> None:
+def test_job_on_vllm_and_torch_workers_survives_the_loss_of_one_of_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Samples of the killed vLLM worker resume on either engine; those of the torch worker, on the other vLLM one."""
     vllm_engines.require_installed()
+    monkeypatch.setenv("RLBOOST_WORKER_SLOTS", "24")  # a step of 64 samples needs all three workers
     spec = small_job(steps=16)
-    with black_box(tmp_path / "state", workers=1, reserved=0, engine="vllm") as box, ExitStack() as joined:
+    with black_box(tmp_path / "state", workers=2, reserved=0, engine="vllm") as box, ExitStack() as joined:
         job_id = box.submit(spec)
         # The torch worker, which is ready much earlier, could end the job before vLLM has started.
         box.command_job(job_id, "pause")
         with closing(Observer(box.redis_url, job_id)) as observer:
             joined.enter_context(torch_worker(box, tmp_path / "joined.log"))
-            box.until(lambda: ready(box, "by-hand"), "the torch worker is ready")
-            box.until(lambda: ready(box, "worker-1"), "the vllm worker is ready", within_s=400)
-            (worker,) = box.processes("preemptible")
-            children = [Path("/proc", str(child)) for child in children_of(worker["pid"])]
-            cores = [child for child in children if b"resource_tracker" not in (child / "cmdline").read_bytes()]
+            for name in ("by-hand", "worker-1", "worker-2"):
+                box.until(partial(ready, box, name), f"{name} is ready", within_s=400)
+            victim = box.processes("preemptible")[0]
+            cores = engine_cores(victim["pid"])
             assert cores
             assert not any(box.token.encode() in (core / "environ").read_bytes() for core in cores)
             box.command_job(job_id, "resume")
-            box.until(lambda: "worker-1" in makers(observer), "the vllm worker has sent tokens")
-            box.until(lambda: running(box, "worker-1"), "the vllm worker has samples")
-            box.kill("preemptible")
-            box.until(lambda: not any(map(lives, cores)), "its engine core ended with it")
-            box.kill("preemptible", signal.SIGTERM)  # its successor would only load vLLM once more
-            box.until_completed(job_id)
-        audit = check(box, job_id, observer, spec)
-        assert audit["preemptions"]["without_notice"] >= 1
-        assert makers(observer) >= {"worker-1", "by-hand"}
-
-
-def test_a_job_on_vllm_workers_alone_survives_the_death_of_one(tmp_path: Path) -> None:
-    vllm_engines.require_installed()
-    spec = small_job(steps=4)
-    with black_box(tmp_path / "state", workers=2, reserved=0, engine="vllm") as box:
-        box.until(lambda: len(box.get("/v1/workers")) == 2, "both have joined")
-        job_id = box.submit(spec)
-        with closing(Observer(box.redis_url, job_id)) as observer:
-            box.until(lambda: ready(box, "worker-1") and ready(box, "worker-2"), "both are ready")
-            victim = box.processes("preemptible")[0]
-            box.until(lambda: running(box, victim["name"]), "it has samples")
+            box.until(lambda: makers(observer) >= {"by-hand", "worker-1", "worker-2"}, "each worker has sent tokens")
+            box.until(lambda: running(box, victim["name"]), "the vLLM worker has samples")
             os.kill(victim["pid"], signal.SIGKILL)
+            box.until(lambda: not any(map(lives, cores)), "its engine core ended with it")
+            box.until(lambda: running(box, "by-hand"), "the torch worker has samples")
+            joined.close()
+            assert box.get(f"/v1/jobs/{job_id}")["state"] == "running"
             box.until_completed(job_id)
         audit = check(box, job_id, observer, spec)
-        assert audit["preemptions"] == {"without_notice": 1}
+        assert audit["preemptions"]["without_notice"] == 1
         assert not [event for event in box.events(job_id) if event["kind"] == "parity_check_failed"]
+
+
+def engine_cores(worker_pid: int) -> list[Path]:
+    """Return the folders in /proc of a vLLM worker's processes that compute."""
+    children = [Path("/proc", str(child)) for child in children_of(worker_pid)]
+    return [child for child in children if b"resource_tracker" not in (child / "cmdline").read_bytes()]

@@ -63,7 +63,7 @@ def check(url: str, folder: Path, job_id: str, *, max_examples: int, token: str 
     assert re.search(r"Tested: [1-9]", done.stdout), done.stdout
 
 
-EXAMPLES = [4, pytest.param(100, marks=[pytest.mark.long, pytest.mark.timeout(900)])]
+EXAMPLES = [4, pytest.param(25, marks=[pytest.mark.long, pytest.mark.timeout(900)])]
 
 
 @pytest.mark.parametrize("max_examples", EXAMPLES)

@@ -186,12 +186,18 @@ export function costDetails(cost) {
     const saved = 1 - cost.dollars / only.dollars, price = only.break_even_price_per_hour;
     texts.push(`The reserved workers alone would have taken about ${(only.seconds / 3600).toFixed(2)} h and cost ${dollars(only.dollars)} ` +
       `so far: with spot workers the job is ${(100 * Math.abs(saved)).toFixed(0)} % ${saved >= 0 ? "cheaper" : "more expensive"}.` +
-      `${price === null ? "" : ` They make it cheaper while each costs less than ${dollars(price)} per hour.`}`);
+      breakEvenText(price));
   }
   for (const [cause, spent] of Object.entries(cost?.dollars_regenerated_by_cause ?? {})) {
     if (spent) texts.push(`Tokens ${CAUSES[cause] ?? cause}: ${dollars(spent)}.`);
   }
   return texts;
+}
+
+function breakEvenText(pricePerHour) {
+  if (pricePerHour === null) return "";
+  if (!pricePerHour) return " They do not make it cheaper at any price.";
+  return ` They make it cheaper while each costs less than ${dollars(pricePerHour)} per hour.`;
 }
 
 // What would make the job cheaper, one sentence each.
