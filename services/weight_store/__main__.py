@@ -15,11 +15,11 @@ from rlboost.services.weight_store.api import create
 from rlboost.services.weight_store.app import WeightStore
 from rlboost.services.weight_store.chunk_response import find_chunk
 from rlboost.services.weight_store.chunk_upload import chunk_receiver
-from rlboost.services.weight_store.delta_composer import DeltaComposer
-from rlboost.services.weight_store.deltas import Deltas
-from rlboost.services.weight_store.derived_chunks import DerivedChunks
+from rlboost.services.weight_store.chunks.quota import LimitedChunks
+from rlboost.services.weight_store.deltas.composer import DeltaComposer
+from rlboost.services.weight_store.deltas.derived_chunks import DerivedChunks
+from rlboost.services.weight_store.deltas.edges import Deltas
 from rlboost.services.weight_store.metrics import Metrics
-from rlboost.services.weight_store.quota import LimitedChunks
 from rlboost.services.weight_store.settings import Settings
 from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.server import bind, server_loop

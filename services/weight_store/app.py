@@ -12,18 +12,18 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
-from rlboost.services.weight_store.announcements import Announcements
-from rlboost.services.weight_store.collection import Collector
-from rlboost.services.weight_store.damage import DamagedChunks
-from rlboost.services.weight_store.deltas import Deltas
-from rlboost.services.weight_store.derived_chunks import DerivedChunks
+from rlboost.services.weight_store.chunks.damage import DamagedChunks
+from rlboost.services.weight_store.deltas.derived_chunks import DerivedChunks
+from rlboost.services.weight_store.deltas.edges import Deltas
 from rlboost.services.weight_store.domain import versions
 from rlboost.services.weight_store.domain.versions import JobVersions, Shortfall, Version
-from rlboost.services.weight_store.ended_jobs import EndedJobs
+from rlboost.services.weight_store.garbage.collector import Collector
+from rlboost.services.weight_store.garbage.ended_jobs import EndedJobs
 from rlboost.services.weight_store.metrics import Metrics
-from rlboost.services.weight_store.parts import assemble
 from rlboost.services.weight_store.ports import ChunkLocation, Documents, StagedPart
-from rlboost.services.weight_store.version_table import VersionTable
+from rlboost.services.weight_store.versions.announcements import Announcements
+from rlboost.services.weight_store.versions.parts import assemble
+from rlboost.services.weight_store.versions.table import VersionTable
 from rlboost.shared.errors import Conflict, NotFound, Undecodable
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams.bus import Bus

@@ -3,9 +3,10 @@
     python -m tests.support.architecture_diagram --write
 
 A *component* is a service, `shared` or `rlboost`; a *package* is a folder of it. Modules at the top of a component are
-grouped by their role: `entry` (`__main__.py`, `api.py`, `cli.py`), `ports` (`ports*.py`, `settings.py`), `fakes`, and
-the rest, which is `app` in a service and `base` elsewhere. An arrow means "imports". `docs/architecture.md` has the
-arrows between components, `docs/notes/packages.md` one diagram of packages for each component.
+grouped by their role: `entry` (`__main__.py`, `api.py`, `cli.py`), `ports` (`ports*.py`, `settings.py`, `metrics.py`),
+`fakes`, and the rest, which is `app` in a service and `base` elsewhere. An arrow means "imports".
+`docs/architecture.md` has the arrows between components, `docs/notes/packages.md` one diagram of packages for each
+component.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from tests.support.generated_docs import ROOT, read_block, write_block
 
 _TOPS = ("services", "shared", "rlboost")
-_ROLES = {"__main__": "entry", "api": "entry", "cli": "entry", "settings": "ports"}
+_ROLES = {"__main__": "entry", "api": "entry", "cli": "entry", "settings": "ports", "metrics": "ports"}
 _EDGE = re.compile(r"^\s*([\w.]+) --> ([\w.]+)$", re.MULTILINE)
 
 Edge = tuple[str, str]

@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class EntrySource(Protocol):
-    """Reads entries for a step and the steps after it."""
+    """Reads entries for a step and the steps after it, and passes each decided group to `GroupIntake.take`."""
 
     async def read(self, what: str, because: str, progress: Callable[[], str]) -> None:
         """Read the next entry, of any step, waiting for `what`; the arguments are those of `Waits.on`.

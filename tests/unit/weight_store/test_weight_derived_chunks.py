@@ -12,13 +12,13 @@ import pytest
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
-from rlboost.services.weight_store import delta_composer
 from rlboost.services.weight_store.app import WeightStore
-from rlboost.services.weight_store.collection import UPLOAD_GRACE_S
-from rlboost.services.weight_store.delta_composer import DeltaComposer
-from rlboost.services.weight_store.deltas import Deltas
-from rlboost.services.weight_store.derived_chunks import DerivedChunks
+from rlboost.services.weight_store.deltas import composer
+from rlboost.services.weight_store.deltas.composer import DeltaComposer
+from rlboost.services.weight_store.deltas.derived_chunks import DerivedChunks
+from rlboost.services.weight_store.deltas.edges import Deltas
 from rlboost.services.weight_store.fakes import MemoryChunks, MemoryDocuments
+from rlboost.services.weight_store.garbage.collector import UPLOAD_GRACE_S
 from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.ports import BadChunk, Proxied, StoreFull
 from rlboost.shared.errors import Conflict, NotFound, StoreUnavailable
@@ -218,7 +218,7 @@ async def test_full_disk_leaves_a_derived_version_served_from_memory(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Later, without another commit, its chunks are written into space that has become free."""
-    monkeypatch.setattr(delta_composer, "WRITE_INTERVAL_S", 0.01)
+    monkeypatch.setattr(composer, "WRITE_INTERVAL_S", 0.01)
     await world.publish(1)
     world.files.full = True
     with capture_logs() as logs:

@@ -7,9 +7,9 @@ import json
 import pytest
 
 from rlboost.services.weight_store.app import WeightStore
-from rlboost.services.weight_store.collection import UPLOAD_GRACE_S
+from rlboost.services.weight_store.chunks.quota import LimitedChunks
+from rlboost.services.weight_store.garbage.collector import UPLOAD_GRACE_S
 from rlboost.services.weight_store.ports import StoreFull
-from rlboost.services.weight_store.quota import LimitedChunks
 from rlboost.shared.errors import Conflict, NotFound
 from rlboost.shared.streams.bus import HashSet, Renew
 from rlboost.shared.streams.names import JOBS, trainer_lease

@@ -1,6 +1,6 @@
 """The delta graph of every job: apply uploaded deltas, record edges at a commit, find routes, drop old edges.
 
-The words are defined in `shared.weights.delta_graph`. `delta_composer` adds longer hops to those that are uploaded.
+The words are defined in `shared.weights.delta_graph`. `composer` adds longer hops to those that are uploaded.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import structlog
 
-from rlboost.services.weight_store.derived_chunks import DerivedChunks
+from rlboost.services.weight_store.deltas.derived_chunks import DerivedChunks
 from rlboost.services.weight_store.domain.delta_graph import merge_uploaded, nearest_from_base, outdated
 from rlboost.services.weight_store.domain.versions import JobVersions
 from rlboost.services.weight_store.metrics import Metrics

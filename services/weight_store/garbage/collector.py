@@ -14,15 +14,15 @@ from typing import NamedTuple
 
 import structlog
 
-from rlboost.services.weight_store.deltas import Deltas
-from rlboost.services.weight_store.derived_chunks import DerivedChunks
+from rlboost.services.weight_store.deltas.derived_chunks import DerivedChunks
+from rlboost.services.weight_store.deltas.edges import Deltas
 from rlboost.services.weight_store.domain import versions
 from rlboost.services.weight_store.domain.garbage import garbage
 from rlboost.services.weight_store.domain.versions import JobVersions
-from rlboost.services.weight_store.ended_jobs import EndedJobs
+from rlboost.services.weight_store.garbage.ended_jobs import EndedJobs
 from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.ports import Documents, StoreFull
-from rlboost.services.weight_store.version_table import VersionTable
+from rlboost.services.weight_store.versions.table import VersionTable
 from rlboost.shared.errors import BusUnavailable, NotFound, StoreUnavailable, Undecodable
 from rlboost.shared.process.lifecycle import until_stop
 from rlboost.shared.weights.manifest import Manifest, Part

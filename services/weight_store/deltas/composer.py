@@ -15,8 +15,8 @@ from contextlib import suppress
 
 import structlog
 
-from rlboost.services.weight_store.deltas import CommittedVersion, Deltas
-from rlboost.services.weight_store.derived_chunks import DerivedChunks
+from rlboost.services.weight_store.deltas.derived_chunks import DerivedChunks
+from rlboost.services.weight_store.deltas.edges import CommittedVersion, Deltas
 from rlboost.services.weight_store.domain.delta_graph import (
     HOPS_BY_SPAN,
     EdgePair,
