@@ -12,7 +12,7 @@ from itertools import islice
 from types import FrameType
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from benchmarks.decisions import Load
@@ -115,6 +115,7 @@ def intervals(worker: Worker) -> tuple[float, float]:
 
 
 @given(shape=SHAPES, changes=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 40)) | st.none(), max_size=16))
+@example(shape=[(64, 0, 1.0, 0), (64, 5, 1.0, 0)], changes=[(1, 20), (0, 10)])  # the second one's old rank is the best
 def test_pool_decides_as_if_all_workers_were_compared_anew(
     known: Profile, shape: Shape, changes: list[tuple[int, int] | None]
 ) -> None:
