@@ -5,15 +5,18 @@ The switch is a namespace, too: packets that cross a bridge of the machine itsel
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-_SWITCH = "rlboost-switch"
-HOST_LINK = "rlboost-host"
+_N = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+"""Number of this process among those that run tests at the same time: each has a network of its own."""
+_SWITCH = f"rlboost-switch{_N}"
+HOST_LINK = f"rlboost-host{_N}"
 """This machine's interface in a network."""
-_NETWORK = "10.231.77"
+_NETWORK = f"10.231.{77 + _N}"
 
 
 class Namespace(NamedTuple):
@@ -43,7 +46,7 @@ class Namespace(NamedTuple):
 @contextmanager
 def network(n: int) -> Iterator[tuple[str, list[Namespace]]]:
     """Yield this machine's address in a network, and `n` namespaces in it."""
-    machines = [Namespace(f"rlboost-{i}") for i in range(n)]
+    machines = [Namespace(f"rlboost-{_N}-{i}") for i in range(n)]
     names = [_SWITCH, *(machine.name for machine in machines)]
     _remove(names)  # what an earlier run has left
     try:
