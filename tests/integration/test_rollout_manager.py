@@ -207,10 +207,13 @@ async def test_a_cancelled_job_drops_its_samples_with_the_reason(system: System)
     async def cancelled() -> bool:
         return bool((await system.get(f"/v1/jobs/{system.id}"))["state"] == "cancelled")
 
+    async def dropped() -> list[SampleDropped]:
+        return [m for m in await system.finished() if isinstance(m, SampleDropped)]
+
     await eventually(cancelled)
-    dropped = [m for m in await system.finished() if isinstance(m, SampleDropped)]
-    assert len(dropped) == 8
-    assert {m.reason for m in dropped} == {"job cancelled"}
+    samples = await eventually(dropped)  # written at the end of the turn that cancels the job
+    assert len(samples) == 8
+    assert {m.reason for m in samples} == {"job cancelled"}
     assert (await system.http.post(f"/v1/jobs/{system.id}/cancel")).status_code == 202
     assert (await system.http.post(f"/v1/jobs/{system.id}/pause")).status_code == 409
 
