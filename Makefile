@@ -33,7 +33,7 @@ help: ## list the targets
 
 install: $(INSTALLED) ## make .venv with everything in it; does nothing when it is up to date
 
-$(INSTALLED): pyproject.toml constraints.txt shared/weights/codec/_native.c
+$(INSTALLED): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "make install: there is no Python 3.11 or newer on PATH: install one, or name it:" \
 		"make install PYTHON=/path/to/python3.11" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from rlboost.services.trainer.adapters.checkpoints.folder import CheckpointFolder
+from rlboost.services.trainer.adapters.checkpoint_folder import CheckpointFolder
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.batches.training_row import TrainingRow
-from rlboost.services.trainer.ports.policy_settings import PolicySettings
+from rlboost.services.trainer.domain.batches import TrainingRow
+from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.services.trainer.ports.storage import TrainState
 from tests.support.losses import clipped_loss
 from tests.support.training_rows import training_row

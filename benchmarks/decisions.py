@@ -32,8 +32,9 @@ from rlboost.shared.messages import (
     WorkerHeartbeat,
     WorkerJoined,
 )
-from rlboost.shared.process.garbage_collection import collect_garbage_rarely
-from rlboost.shared.wire.columns import F32, I32, U8, U32, U64, pack
+from rlboost.shared.messages.protocol import PROTOCOL
+from rlboost.shared.process.system import collect_garbage_rarely
+from rlboost.shared.wire import F32, I32, U8, U32, U64, pack
 from rlboost.simulation import POLICIES, Lengths, SimulatedJob
 from rlboost.simulation.job import JOB_ID, JOB_NO
 from rlboost.simulation.policies.rlboost import DomainManager
@@ -113,7 +114,15 @@ class Load:
 
 def _joined(worker: str, slots: int) -> WorkerJoined:
     return WorkerJoined(
-        worker=worker, role="preemptible", kind="k", slots=slots, host=worker, pid=1, price_per_hour=1.0, at=0.0
+        worker=worker,
+        role="preemptible",
+        kind="k",
+        slots=slots,
+        host=worker,
+        pid=1,
+        price_per_hour=1.0,
+        at=0.0,
+        protocol=PROTOCOL,
     )
 
 

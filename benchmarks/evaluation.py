@@ -27,7 +27,7 @@ from benchmarks.step_bound import shortest_steps
 from rlboost.simulation import POLICIES, Machine, SimulatedJob, SimulationResult, simulate
 from rlboost.simulation.policies import ABLATIONS
 from rlboost.simulation.presets import GBIT, SHAPES, Completions, Fit, Model, preset
-from rlboost.simulation.summary import summarize
+from rlboost.simulation.result import summarize
 from rlboost.simulation.traces import G4DN, FleetTrace, generate_trace, read_trace
 
 Row = dict[str, Any]

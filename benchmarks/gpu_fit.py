@@ -6,9 +6,7 @@ each GPU that are all trained. `python -m benchmarks.gpu_fit --write` puts the t
 
 from __future__ import annotations
 
-from rlboost.jobs.memory import TrainedModel, kv_token_bytes
-from rlboost.jobs.model_size import ModelSize
-from rlboost.jobs.training_memory import UpdateMemory, update_memory
+from rlboost.jobs.memory import ModelSize, TrainedModel, UpdateMemory, kv_token_bytes, update_memory
 from rlboost.shared.job.training import TrainerSpec
 from tests.support.generated_docs import ROOT, run
 

@@ -25,17 +25,15 @@ from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine
 from rlboost.services.rollout_worker.domain.requests import Request
 from rlboost.services.trainer.adapters.data import find_model, load_data
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.advantages.group_estimators import group_standardized
-from rlboost.services.trainer.domain.batches.batching import Accumulate, UpdatePlanner
-from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.services.trainer.domain.advantages import group_standardized
+from rlboost.services.trainer.domain.batches import Accumulate, TrainingRow, UpdatePlanner
 from rlboost.services.trainer.domain.loss.policy import job_loss
-from rlboost.services.trainer.domain.plan import prompt_indices
-from rlboost.services.trainer.domain.schedule import learning_rate
-from rlboost.services.trainer.ports.policy_settings import PolicySettings
+from rlboost.services.trainer.domain.plan import learning_rate, prompt_indices
+from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.shared.job.file import load
 from rlboost.shared.job.spec import RlJob
 from rlboost.shared.messages import Sampling
-from rlboost.shared.wire.columns import ints
+from rlboost.shared.wire import ints
 from tests.support.jobs import parse_rl
 from tests.support.staged_weights import Staged
 from tests.support.training_rows import training_row

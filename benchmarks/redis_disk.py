@@ -24,7 +24,7 @@ import redis.exceptions
 import stamina
 
 from rlboost.local import redis_server
-from rlboost.local.ports import Ports
+from rlboost.local.processes import Ports
 
 POLICIES = ("no", "everysec", "always")
 CLIENTS = (1, 8, 64)
@@ -39,7 +39,7 @@ def server(policy: str, ports: Ports) -> Iterator[str]:
     port = ports.of(policy)
     options = ("--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "yes", "--appendfsync", policy)
     with tempfile.TemporaryDirectory() as folder:
-        command = [str(redis_server.find()), *options, "--dir", folder]
+        command = [str(redis_server.find().path), *options, "--dir", folder]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         try:
             yield f"redis://127.0.0.1:{port}/0"

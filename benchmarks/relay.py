@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.support.system import System
 from benchmarks.support.workers import FrameWriter, LoadWorker, Row
-from rlboost.services.rollout_manager.relay import relay
+from rlboost.services.rollout_manager.loop import relay
 from rlboost.shared.messages import Role
 from rlboost.shared.redis.bus import RedisBus
 from rlboost.shared.streams import names

@@ -25,17 +25,17 @@ from typing import Any
 
 from benchmarks.support.system import System, rss_bytes
 from benchmarks.support.workers import FrameWriter, LoadWorker, Row
-from rlboost.services.rollout_manager.domain.jobs.record import Job, to_json
-from rlboost.services.rollout_manager.domain.world import Now, World
-from rlboost.services.rollout_manager.entry_batches import PoisonEntries
-from rlboost.services.rollout_manager.recovery import recover
+from rlboost.services.rollout_manager.domain.effects import Now
+from rlboost.services.rollout_manager.domain.jobs import Job, to_json
+from rlboost.services.rollout_manager.domain.world import World
+from rlboost.services.rollout_manager.recovery import PoisonEntries, recover
 from rlboost.shared.ids import SampleId
 from rlboost.shared.job.spec import parse
 from rlboost.shared.messages import Admitted, Closed, GroupRequested, Message, Placed, Sampling
 from rlboost.shared.redis.bus import RedisBus
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Append, HashSet
-from rlboost.shared.wire.columns import I32, U32, U64, pack
+from rlboost.shared.wire import I32, U32, U64, pack
 
 GROUP_SIZE = 8
 SLOTS = 64

@@ -23,7 +23,7 @@ from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 from rlboost.services.trainer.adapters.reward_pool import RewardPool
-from rlboost.services.trainer.ports.rewards import RewardBatch
+from rlboost.services.trainer.ports.samples import RewardBatch
 from rlboost.shared.job.reward import RewardSpec
 from rlboost.shared.process.waiting import Waits
 

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from rlboost.client import Client
-from rlboost.demo.job import countdown
+from rlboost.demo.run import countdown
 from rlboost.local.cluster import LocalCluster
 from rlboost.local.processes import LocalOptions
-from rlboost.planning.simulated_run import read_profile, simulate_run, simulated_machine, worker_kinds
+from rlboost.planning import read_profile, simulate_run, simulated_machine, worker_kinds
 from rlboost.services.trainer.domain.profile_recorder import RECENT_STEPS
 from rlboost.shared.job.run_profile import RunProfile
 from rlboost.shared.job.spec import RlJob, parse

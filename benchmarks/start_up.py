@@ -1,4 +1,4 @@
-"""Time from the command `rlboost up` until everything is ready, with the fork server and without it.
+"""Time from the command `rlboost up` until everything is ready.
 
     python -m benchmarks.start_up [--rounds 3]
 
@@ -16,16 +16,12 @@ import sys
 import tempfile
 import time
 
-_UP = "from rlboost.cli import main; main()"
-_WITHOUT = "from rlboost.local import child, cluster; child.is_forkable = cluster.is_forkable = lambda *_: False; "
 
-
-def start_up_s(*, forks: bool) -> float:
+def start_up_s() -> float:
     """Return how long a new system takes until it is ready."""
-    code = _UP if forks else _WITHOUT + _UP
     with tempfile.TemporaryDirectory() as folder:
         began = time.monotonic()
-        command = [sys.executable, "-c", code, "up", "--state", folder]
+        command = [sys.executable, "-m", "rlboost", "up", "--state", folder]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             is_ready = any(line.startswith("ready: ") for line in process.stdout)
@@ -38,13 +34,10 @@ def start_up_s(*, forks: bool) -> float:
 
 
 def main() -> None:
-    """Start systems, alternately with the fork server and without it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     for _ in range(parser.parse_args().rounds):
-        for forks in (True, False):
-            load = round(os.getloadavg()[0], 2)
-            print(json.dumps({"forks": forks, "load": load, "ready_s": round(start_up_s(forks=forks), 1)}), flush=True)
+        print(json.dumps({"load": round(os.getloadavg()[0], 2), "ready_s": round(start_up_s(), 1)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -47,11 +47,9 @@ from rlboost.shared.process.lifecycle import loop_factory
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient
-from rlboost.shared.weights.directory_source import DirectorySource
 from rlboost.shared.weights.publisher import Publisher
-from rlboost.shared.weights.puller import Puller
+from rlboost.shared.weights.puller import DirectorySource, Puller, StoreSource
 from rlboost.shared.weights.rest_models import chunk_path
-from rlboost.shared.weights.source import StoreSource
 from tests.support.eventually import eventually
 from tests.support.service_process import TOKEN, ServiceProcess
 

@@ -23,9 +23,11 @@ from urllib.parse import quote
 import httpx
 
 from rlboost.shared.errors import Conflict, RLBoostError
-from rlboost.shared.http.redirect import MAX_REDIRECTS, redirected_origin
+from rlboost.shared.http.clients import http_client
+from rlboost.shared.http.server_url import MAX_REDIRECTS, redirected_origin
 from rlboost.shared.ids import new_token
-from rlboost.shared.tls import client_verification
+from rlboost.shared.proxies import internal
+from rlboost.shared.secrets import bearer
 
 Json = dict[str, Any]
 Rows = list[Json]
@@ -35,7 +37,6 @@ _CONNECT_S = 5.0
 _READ_TIMEOUT_S = 30.0
 _ID = re.compile(r"[\w.-]*\w[\w.-]*", re.ASCII)
 _UNAVAILABLE = httpx.codes.SERVICE_UNAVAILABLE.value
-_LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
 class ClientError(RLBoostError):
@@ -83,18 +84,20 @@ class Client:
         read_timeout_s: float = _READ_TIMEOUT_S,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        """Describe the service; the first call connects."""
-        self.url = url.rstrip("/")
+        """Describe the service; the first call connects.
+
+        Raises:
+            ConfigError: the token has a character that no token may have.
+
+        """
+        self.url = url.strip().rstrip("/")
         self._prefix = f"{httpx.URL(self.url).path.rstrip('/')}/v1"
         self._retry_for_s = retry_for_s
-        # A proxy named in the environment cannot reach this machine's own loopback.
-        through_proxy = httpx.URL(self.url).host not in _LOOPBACK
-        self._http = httpx.Client(
+        self._http = http_client(
+            internal,
             base_url=f"{self.url}/v1",
-            headers={"Authorization": f"Bearer {token}"},
+            headers={"Authorization": bearer("the token", token)},
             timeout=httpx.Timeout(read_timeout_s, connect=_CONNECT_S),
-            trust_env=through_proxy,
-            verify=client_verification(),
             transport=transport,
         )
         self.jobs = Jobs(self)

@@ -8,6 +8,16 @@ from datetime import UTC, datetime
 from decimal import ROUND_HALF_UP, Context, Decimal
 from typing import Any
 
+# --- States of workers, as the REST API reports them ------------------------------------------------------------------
+
+
+GONE = frozenset({"lost", "left"})
+"""States of workers that no longer exist."""
+
+
+# --- Lines ------------------------------------------------------------------------------------------------------------
+
+
 _SHOWN = ("reward/mean", "perplexity", "completions/mean_length", "perf/tokens_per_s")
 RECENT_STEPS = 10
 """Steps whose mean duration is used to estimate how long a job will take."""
@@ -29,7 +39,8 @@ _UNITS = (("day", 86_400), ("h", 3_600), ("min", 60))
 
 def step_line(row: Mapping[str, Any], steps: int, width: int | None = None) -> str:
     """Format a finished step: the main metrics, and all of the evaluation; on one line if no width is given."""
-    names = [name for name in _SHOWN if name in row] + sorted(name for name in row if name.startswith("eval/"))
+    shown = ("loss", *_SHOWN) if "perplexity" in row else _SHOWN
+    names = [name for name in shown if name in row] + sorted(name for name in row if name.startswith("eval/"))
     if row["step"] < steps:
         lines = [f"step {row['step'] + 1:>4}/{steps}"]
     else:

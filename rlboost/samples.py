@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rlboost.client import Client, ClientError
+from rlboost.terminal import printable
 
 _NOT_FOUND = 404
 _PROMPT_CHARS, _COMPLETION_CHARS = 400, 1_200
@@ -125,13 +126,6 @@ def _labelled(label: str, text: str, width: int) -> Iterator[str]:
         for line in textwrap.wrap(paragraph, max(20, width - _LABEL), replace_whitespace=False) or [""]:
             yield (start + line).rstrip()
             start = " " * _LABEL
-
-
-def printable(text: str) -> str:
-    """Return a text with control characters escaped: what a model writes must not control the terminal."""
-    return "".join(
-        char if char == "\n" or char.isprintable() else repr(char)[1:-1] for char in text.replace("\t", "    ")
-    )
 
 
 def _ranges(steps: Sequence[int]) -> str:

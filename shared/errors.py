@@ -43,6 +43,10 @@ class DiskFull(Retryable):
     """A disk has no space left: what was to be written is still there, and can be written once space is free."""
 
 
+class ProcessEnded(Retryable):
+    """A process that this one needs has died, such as one that the system has killed as memory ran out."""
+
+
 class WaitTimedOut(Retryable):
     """A named wait reached its limit."""
 

@@ -87,6 +87,11 @@ def job_of(sample: int) -> int:
     return sample >> JOB_SHIFT
 
 
+def within_job(sample: int) -> int:
+    """Return a packed id without the job's number: equal for the same sample of another job."""
+    return sample & ((1 << JOB_SHIFT) - 1)
+
+
 def step_of(sample: int) -> int:
     """Return the step in a packed sample or group id."""
     return sample >> (_GROUP_BITS + _MEMBER_BITS) & ((1 << _STEP_BITS) - 1)

@@ -11,9 +11,9 @@ import os
 import sys
 from collections.abc import Mapping
 from contextvars import ContextVar
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import AliasChoices, Field, SecretStr, ValidationError
+from pydantic import AliasChoices, Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
@@ -23,6 +23,7 @@ from pydantic_settings import (
 )
 
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.secrets import clean_secret, clean_url
 from rlboost.shared.tls import ServerCertificate, server_certificate
 from rlboost.shared.validation import describe
 from rlboost.shared.variables import COMMON, PREFIX, RENAMED
@@ -51,8 +52,32 @@ class ServiceSettings(BaseSettings):
     tls_cert: str = Field("", description="PEM file of the certificate for HTTPS; if empty, plain HTTP")
     tls_key: str = Field("", description="PEM file of the certificate's key")
     tls_ca: str = Field("", description="PEM file of authorities that clients trust in addition to the system's")
+    proxy: str = Field(
+        "",
+        description="URL of a proxy for connections between RLBoost's own processes; if empty, they are direct. "
+        "`HTTPS_PROXY` and the like count only for other servers",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["json", "console"] = "json"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _strip(cls, given: Any) -> Any:
+        """Remove white space around texts: files and other tools' secrets end with a newline."""
+        if not isinstance(given, dict):
+            return given
+        return {name: value.strip() if isinstance(value, str) else value for name, value in given.items()}
+
+    @model_validator(mode="after")
+    def _check_secrets(self) -> Self:
+        """Refuse what could not be sent in a header or to Redis."""
+        for name in type(self).model_fields:
+            value, variable = getattr(self, name), f"{self.prefix}{name}".upper()
+            if isinstance(value, SecretStr):
+                clean_secret(variable, value.get_secret_value())
+            elif isinstance(value, str) and name.endswith("url"):
+                clean_url(variable, value)
+        return self
 
     @property
     def secrets(self) -> list[str]:

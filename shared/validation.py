@@ -11,8 +11,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 Place = tuple[int | str, ...]
-Advice = Callable[[str, object], str]
-"""(dotted key, value) -> what to write instead."""
+Advice = Callable[[str, object, bool], str]
+"""(dotted key, value, whether it may be misspelt) -> what to write instead."""
 
 _ARM = re.compile(r"(?:literal|tuple|list|dict|constrained|function)[\[-].*|str|int|float|bool")
 """Location parts with which pydantic names one alternative of a union."""
@@ -45,6 +45,11 @@ _EXPECTED = {
     "enum": "{expected}",
 }
 """Type of pydantic's error -> the expected value."""
+_NAMES = {
+    r"^[A-Za-z0-9][A-Za-z0-9._-]*$": "ASCII letters, digits, '.', '_' and '-' only, with a letter or digit first",
+    r"^[A-Za-z0-9._-]*$": "ASCII letters, digits, '.', '_' and '-' only",
+}
+"""Pattern of a name -> the same in words."""
 _SHOWS_VALUE = {
     "int_type",
     "int_parsing",
@@ -60,7 +65,7 @@ _SHOWS_VALUE = {
     "literal_error",
     "enum",
 }
-"""Types of pydantic's errors that show the rejected value; texts may be secrets."""
+"""Types of pydantic's errors that show the rejected value; texts may be secrets, but names are not."""
 _MAX_SHOWN = 40
 """Characters of a rejected value."""
 _MESSAGES = {
@@ -96,8 +101,8 @@ def describe(
         error: pydantic's error.
         model: the validated class; an unknown key that resembles one of its keys gets a suggestion.
         whole: names the place of an error about everything.
-        advice: returns what to write instead of an unknown key, from its dotted name and value, or an empty text; it
-            takes precedence over a similar key.
+        advice: returns what to write instead of an unknown key, or an empty text; it takes precedence over a similar
+            key, unless the key would have to be misspelt.
 
     """
     found: dict[Place, list[ErrorDetails]] = {}
@@ -152,10 +157,14 @@ def _with_suggestion(item: ErrorDetails, model: type[BaseModel] | None, advice: 
     """Add to an error about an unknown key the advice, or else the most similar known key, if there is one."""
     if item["type"] != "extra_forbidden":
         return item
-    if advice and (text := advice(".".join(map(str, item["loc"])), item["input"])):
-        return {**item, "type": "misspelt", "msg": f"unknown key: {text}"}
-    similar = difflib.get_close_matches(str(item["loc"][-1]), _keys(model, item["loc"][:-1]), 1) if model else []
-    return {**item, "type": "misspelt", "msg": f"unknown key: did you mean {similar[0]}?"} if similar else item
+    place, given = ".".join(map(str, item["loc"])), item["input"]
+    text = advice(place, given, False) if advice else ""
+    known = _keys(model, item["loc"][:-1]) if model else []
+    if not text and (similar := difflib.get_close_matches(place.rpartition(".")[2], known, 1)):
+        text = f"did you mean {similar[0]}?"
+    if not text and advice:
+        text = advice(place, given, True)
+    return {**item, "type": "misspelt", "msg": f"unknown key: {text}"} if text else item
 
 
 def _keys(model: type[BaseModel], place: Place) -> list[str]:
@@ -214,8 +223,12 @@ def _text(item: ErrorDetails) -> str:
 def _instead(item: ErrorDetails) -> str:
     """Return the rejected value as the end of an error about a number or a choice; empty for other values."""
     given = item["input"]
+    if item["type"] not in _SHOWS_VALUE and item.get("ctx", {}).get("pattern") not in _NAMES:
+        return ""
+    if given is None:
+        return ", not null: give one, or leave the key out if it has a default"
     is_shown = isinstance(given, int | float | str) and not isinstance(given, bool)
-    return f", not {_shown(given)}" if is_shown and item["type"] in _SHOWS_VALUE else ""
+    return f", not {_shown(given)}" if is_shown else ""
 
 
 def _shown(given: object) -> str:
@@ -230,6 +243,8 @@ def _expected(item: ErrorDetails) -> str:
     context = item.get("ctx", {})
     if item["type"] == "model_type":
         return _section(context["class_name"])
+    if words := _NAMES.get(context.get("pattern", "")):
+        return words
     shown = {name: int(n) if isinstance(n, float) and n.is_integer() else n for name, n in context.items()}
     return _EXPECTED.get(item["type"], "").format(**shown)
 

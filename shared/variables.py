@@ -17,17 +17,23 @@ SERVICE_PREFIXES = (
     "RLBOOST_WORKER_",
     "RLBOOST_MACHINE_",
 )
-COMMON = ("redis_url", "token", "tls_cert", "tls_key", "tls_ca", "log_level", "log_format")
+COMMON = ("redis_url", "token", "tls_cert", "tls_key", "tls_ca", "proxy", "log_level", "log_format")
 """Settings of all services, which also exist without a service's prefix."""
 OTHERS: Mapping[str, str] = {
     "RLBOOST_URL": "where the command line finds the manager",
     "RLBOOST_JOIN_TOKEN": "the workers' token, in docker-compose.yml",
     "RLBOOST_KIND": "kind of the workers that a provider command starts",
     "RLBOOST_WORKERS": "number of the workers that a provider command starts",
+    "RLBOOST_LAST_EXIT": "how the process ended that a local system has restarted",
     "RLBOOST_RANK_KEY": "key of the connections between the processes of a trainer",
     "RLBOOST_VLLM_PARENT": "process id of a worker, for its engine",
 }
 """Variables that are no settings of a service."""
+LAST_EXIT = "RLBOOST_LAST_EXIT"
+FAILED_IN_ORDER = "ended with exit code 1"
+"""Value of `LAST_EXIT` after an error that the service itself has reported, such as an outage of Redis."""
+KILLED_ON_REQUEST = "killed on request"
+"""Value of `LAST_EXIT` after a kill that was asked for, as `rlboost ps` calls it."""
 RENAMED: Mapping[str, str] = {
     "RLBOOST_WORKER_BEAT_INTERVAL_S": "RLBOOST_WORKER_HEARTBEAT_INTERVAL_S",
     "RLBOOST_WORKER_CANARY_TOLERANCE": "RLBOOST_WORKER_PARITY_TOLERANCE",

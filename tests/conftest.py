@@ -16,8 +16,8 @@ import structlog
 from hypothesis import HealthCheck, settings
 from structlog.dev import plain_traceback
 
-from rlboost.services.trainer.adapters.ranks import processes
-from rlboost.shared.process.garbage_collection import gc_paused
+from rlboost.services.trainer.adapters.torch import ranks
+from rlboost.shared.process.system import gc_paused
 from tests.support.fork_server import popen_rank
 from tests.support.redis_server import RedisServer
 from tests.support.s3_server import S3Server
@@ -26,6 +26,10 @@ _PREFIXES = itertools.count()
 
 # No worker of a test asks the metadata service of the machine that the test happens to run on.
 os.environ.setdefault("RLBOOST_WORKER_NOTICES", "off")
+# Models and data of tests lie in temporary folders.
+os.environ.setdefault("RLBOOST_TRAINER_FOLDERS", "/")
+# The Redis of most tests writes to no disk.
+os.environ.setdefault("RLBOOST_MANAGER_REDIS_DURABILITY", "off")
 # Models this small gain nothing from more threads, which wait for each other where there are fewer processors.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -72,7 +76,7 @@ def redis_url(redis_server: RedisServer) -> str:
 def _forked_ranks() -> Iterator[None]:
     """Fork the ranks that tests start in this process: their imports take seconds each."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(processes, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": popen_rank}))
+        patch.setattr(ranks, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": popen_rank}))
         yield
 
 
@@ -145,7 +149,7 @@ _LONG_FILES = (
     *("test_megatron.py", "test_gpu_layout.py", "test_evaluation.py", "test_soak.py", "test_upgrades.py"),
     *("test_conversations.py", "test_real_fleet.py", "test_vllm_models.py", "test_rollout_manager.py"),
     *("test_rollout_worker.py", "test_ranks_weights.py", "test_launcher.py", "test_succession.py", "test_trainer.py"),
-    *("test_fork_server.py", "test_weight_store.py", "test_megatron_policy.py", "test_trainer_engine_contract.py"),
+    *("test_weight_store.py", "test_megatron_policy.py", "test_trainer_engine_contract.py"),
     *("test_engine_contract.py", "test_mixture_families.py", "test_router_replay.py", "test_docs.py"),
     *("test_worker_app.py", "test_simulator.py"),
 )

@@ -11,9 +11,12 @@ Starts `rlboost up` with a standby manager in a temporary folder, and a worker i
 - `partition`: the network of the remote worker passes nothing for seconds (needs user namespaces)
 - `flip_bytes`: a byte of a chunk in the weight store changes
 - `kill_all`: all processes get SIGKILL at once, and `rlboost up` starts again
+- `hold`: a client with a join token claims 100,000 slots, takes samples and sends nothing; `undead`: it then dies, with
+  a lease that does not expire; `drip`: a weight peer sends a byte a second, and another worker pulls meanwhile
+- `kill_trainer`: a job whose loss ends the trainer's process is queued; it must fail
 
 A fault that this machine does not permit is named and left out. Prints a table of faults and recoveries and exits with
-1 if a job fails, or if its audit and an independent reader of Redis disagree or find a lost or a repeated sample.
+1 if another job fails, or if its audit and an independent reader of Redis disagree or find a lost or a repeated sample.
 """
 
 from __future__ import annotations

@@ -12,9 +12,14 @@ from pathlib import Path
 
 import redis
 
+from benchmarks.chaos.holders import Participant, drip, hold
 from benchmarks.chaos.schedule import Fault, Kind
-from benchmarks.chaos.site import DISK_BYTES, Site
+from benchmarks.chaos.site import DISK_BYTES, TOKEN, Site
+from rlboost.shared.errors import WaitTimedOut
+from tests.support.small_job import small_job
 
+KILLER_LOSS = "tests.support.losses:segfault"
+"""Ends the trainer's process with SIGSEGV."""
 _REDIS_LIMIT_S = 10.0
 Undo = Callable[[], None]
 
@@ -26,8 +31,14 @@ class NotPossible(Exception):
 class Faults:
     """Begins and ends faults on a system."""
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: Site, newest_job: Callable[[], str]) -> None:
         self._site = site
+        self._newest_job = newest_job
+        """Returns the id of the newest job; empty before the first."""
+        self.killers: list[str] = []
+        """Jobs that kill their trainer, and so must fail."""
+        self.stuck: list[str] = []
+        """What a participant that gives nothing has kept from ending."""
         self._begin: dict[Kind, Callable[[Fault], Undo | None]] = {
             "kill": lambda fault: self._signal(fault, signal.SIGKILL),
             "terminate": lambda fault: self._signal(fault, signal.SIGTERM),
@@ -39,6 +50,10 @@ class Faults:
             "partition": self._partition,
             "flip_bytes": self._flip_bytes,
             "kill_all": self._kill_all,
+            "hold": lambda _: self._participant(hold(self._site.box.url, TOKEN, undead=False)),
+            "undead": lambda _: self._participant(hold(self._site.box.url, TOKEN, undead=True)),
+            "drip": self._drip,
+            "kill_trainer": self._kill_trainer,
         }
 
     def begin(self, fault: Fault) -> Undo | None:
@@ -129,6 +144,30 @@ class Faults:
         if not chunks:
             raise NotPossible("the weight store has no chunk yet")
         _flip_byte(chunks[fault.seed % len(chunks)], fault.seed)
+
+    # --- participants that give nothing, and a job that kills its trainer ---
+
+    def _drip(self, _: Fault) -> Undo:
+        job_id = self._newest_job()
+        if not job_id:
+            raise NotPossible("there is no job yet")
+        return self._participant(drip(self._site.box.url, TOKEN, job_id))
+
+    def _participant(self, participant: Participant) -> Undo:
+        def end() -> None:
+            participant.stop()
+            if isinstance(participant.error, WaitTimedOut):  # the other errors are of other faults
+                self.stuck.append(str(participant.error))
+
+        return end
+
+    def _kill_trainer(self, _: Fault) -> None:
+        spec = small_job(2)
+        spec["algorithm"] = {"group_size": spec["algorithm"]["group_size"], "loss": KILLER_LOSS}
+        try:
+            self.killers.append(self._site.box.submit(spec))
+        except AssertionError as error:
+            raise NotPossible("no manager answers") from error
 
 
 def _flip_byte(path: Path, seed: int) -> None:

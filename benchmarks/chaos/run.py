@@ -51,7 +51,7 @@ class Run:
 
     def __init__(self, site: Site, schedule: Sequence[Fault], duration_s: float, steps: int) -> None:
         self._site, self._duration_s, self._steps = site, duration_s, steps
-        self._faults = Faults(site)
+        self._faults = Faults(site, lambda: self.jobs[-1].id if self.jobs else "")
         self._numbers = itertools.count()
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._asked_at = 0.0
@@ -74,6 +74,9 @@ class Run:
                 assert self._now < self._duration_s + END_LIMIT_S, f"no end after {END_LIMIT_S:.0f} s: {self._where()}"
                 self._step()
                 time.sleep(_POLL_S)
+            assert not self._faults.stuck, self._faults.stuck
+            for job_id in self._faults.killers:
+                self._check_killer(job_id)
         finally:
             self._move_observers()
             for job in self.jobs:
@@ -143,6 +146,13 @@ class Run:
                 print(f"{self._now:7.1f} s  {job.id}: {samples_of(job.spec)} samples, each once", flush=True)
         if (job is None or job.audit is not None) and self._now < self._duration_s and not self._active():
             self.jobs.append(Job(self._site, self._steps))
+
+    def _check_killer(self, job_id: str) -> None:
+        """Wait until a job that kills its trainer has failed for that reason."""
+        box = self._site.box
+        box.until(lambda: box.get(f"/v1/jobs/{job_id}")["state"] == "failed", f"{job_id} fails", END_LIMIT_S)
+        error = box.get(f"/v1/jobs/{job_id}")["error"]
+        assert "its trainer died 3 times" in error, error
 
     def _active(self) -> list[Played]:
         return [played for played in self.played if played.ended_at is None and not played.not_possible]

@@ -19,6 +19,10 @@ Kind = Literal[
     "partition",
     "flip_bytes",
     "kill_all",
+    "hold",
+    "undead",
+    "drip",
+    "kill_trainer",
 ]
 ROLES = ("preemptible", "reserved", "trainer", "manager", "standby", "weight_store", "redis")
 WEIGHTS: dict[Kind, int] = {
@@ -32,6 +36,10 @@ WEIGHTS: dict[Kind, int] = {
     "partition": 2,
     "flip_bytes": 2,
     "kill_all": 1,
+    "hold": 2,
+    "undead": 1,
+    "drip": 1,
+    "kill_trainer": 1,
 }
 """How often each kind is chosen, relative to the others."""
 _LONGEST_S: dict[Kind, float] = {
@@ -40,8 +48,13 @@ _LONGEST_S: dict[Kind, float] = {
     "out_of_memory": 8.0,
     "disk_full": 8.0,
     "partition": 15.0,
+    "hold": 60.0,
+    "undead": 30.0,
+    "drip": 30.0,
 }
 """The longest duration of faults that last."""
+_SHORTEST_S: dict[Kind, float] = {"hold": 30.0, "undead": 20.0}
+"""The shortest duration, where it is not 1 s: a client first joins and is assigned samples."""
 _AIMED: tuple[Kind, ...] = ("kill", "terminate", "stop", "step_clock")
 _SHORTEST_STEP_S, _LONGEST_STEP_S = 10, 600
 
@@ -75,7 +88,7 @@ def plan(seed: int, duration_s: float, kinds: Collection[Kind], *, every_s: floa
         role = draw.choice(ROLES) if kind in _AIMED else ""
         longest_s = min(_LONGEST_S.get(kind, 0.0), duration_s / 4)
         # Short ones are more frequent: they end in the middle of what the others do about them.
-        lasts_s = max(1.0, longest_s * draw.random() ** 2) if longest_s else 0.0
+        lasts_s = max(_SHORTEST_S.get(kind, 1.0), longest_s * draw.random() ** 2) if longest_s else 0.0
         offset_s = _step_s(draw) if kind == "step_clock" else 0
         faults.append(Fault(at_s, kind, role, lasts_s, draw.getrandbits(32), offset_s))
         at_s += every_s * draw.uniform(0.5, 1.5)

@@ -19,8 +19,7 @@ from typing import Any
 from rlboost.client import Client
 from rlboost.jobs.file import complete
 from rlboost.local.cluster import LocalCluster
-from rlboost.local.spec_file import SystemSpec
-from rlboost.local.system_layout import local_options
+from rlboost.local.spec_file import SystemSpec, local_options
 from rlboost.shared.job.file import load
 from rlboost.shared.messages import ENDED
 

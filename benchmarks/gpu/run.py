@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlboost.local.gpus import list_gpus
+from rlboost.local.machine import list_gpus
 from rlboost.shared.errors import ConfigError
 
 RESULTS = Path("build/gpu.json")

@@ -15,7 +15,7 @@ import httpx
 import redis
 
 from rlboost.local import redis_server
-from rlboost.local.ports import Ports
+from rlboost.local.processes import Ports
 from rlboost.shared.messages.protocol import PROTOCOL, PROTOCOL_HEADER
 
 TOKEN = "benchmark"
@@ -34,7 +34,7 @@ class System:
         port = self._ports.of("redis")
         self.url = f"redis://127.0.0.1:{port}/0"
         options = ("--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no")
-        self.redis = self._start("redis", [str(redis_server.find()), *options, "--dir", str(directory)])
+        self.redis = self._start("redis", [str(redis_server.find().path), *options, "--dir", str(directory)])
         self.manager: subprocess.Popen[bytes] | None = None
         self.client = redis.Redis.from_url(self.url)
         self._wait_for("redis", self._redis_answers)
@@ -49,6 +49,7 @@ class System:
             RLBOOST_REDIS_URL=self.url,
             RLBOOST_TOKEN=TOKEN,
             RLBOOST_MANAGER_PORT=str(port),
+            RLBOOST_MANAGER_REDIS_DURABILITY="off",
             OMP_NUM_THREADS="1",
         )
         self._wait_for("manager", lambda: _is_ready(port))

@@ -25,7 +25,7 @@ from rlboost.shared.messages import (
 )
 from rlboost.shared.messages.codec import encode
 from rlboost.shared.streams import names
-from rlboost.shared.wire.columns import I32, pack
+from rlboost.shared.wire import I32, pack
 
 GROUP_SIZE = 8
 CHECKPOINT_EVERY = 2

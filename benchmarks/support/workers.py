@@ -35,9 +35,10 @@ from rlboost.shared.messages import (
     WorkerLeft,
 )
 from rlboost.shared.messages.codec import decode, encode
+from rlboost.shared.messages.protocol import PROTOCOL
 from rlboost.shared.streams import names
 from rlboost.shared.streams.entries import after
-from rlboost.shared.wire.columns import F32, I32, U8, U32, U64, ints, length, pack
+from rlboost.shared.wire import F32, I32, U8, U32, U64, ints, length, pack
 
 BEAT_S = 0.5
 LEASE_MS = 5000
@@ -89,6 +90,7 @@ class LoadWorker:
             pid=os.getpid(),
             price_per_hour=0.0,
             at=time.time(),
+            protocol=PROTOCOL,
         )
 
     def beat(self) -> WorkerHeartbeat:

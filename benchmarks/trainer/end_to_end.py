@@ -35,7 +35,7 @@ def rounds(n_rounds: int, steps: int) -> dict[str, Any]:
 
 def _trl(steps: int) -> dict[str, float]:
     if find_spec("trl") is None:
-        print("TRL is not installed: pip install -c constraints.txt -e '.[bench]'", file=sys.stderr)
+        print("TRL is not installed: pip install -c constraints.txt -e '.[dev]'", file=sys.stderr)
         return {}
     with tempfile.TemporaryDirectory() as folder:
         return _step(_last_line("benchmarks.trainer.trl_job", "--steps", str(steps), "--folder", folder))

@@ -18,10 +18,8 @@ import psutil
 
 from benchmarks.trainer import work
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.batches.batching import pack, select
-from rlboost.services.trainer.domain.batches.training_row import TrainingRow
-from rlboost.services.trainer.ports.engine import PolicyEngine
-from rlboost.services.trainer.ports.policy_settings import PolicySettings
+from rlboost.services.trainer.domain.batches import TrainingRow, pack, select
+from rlboost.services.trainer.ports.engine import PolicyEngine, PolicySettings
 from rlboost.shared.job.training import OptimizerSpec
 from tests.support.losses import clipped_loss
 from tests.support.network_namespaces import HOST_LINK, Namespace, network
@@ -41,7 +39,7 @@ def compare(case: work.Case, n_rounds: int) -> Iterator[dict[str, Any]]:
         one = TorchPolicy(PolicySettings(optimizer=OPTIMIZER, temperature=TEMPERATURE), device="cpu")
         for name, layout in DENSE_LAYOUTS.items():
             one.load_hf(model)  # again, without the updates so far
-            n_bytes = 4 * sum(parameter.numel() for parameter in one.loaded.parameters)
+            n_bytes = 4 * sum(parameter.numel() for parameter in one.rank.module.parameters())
             found = asyncio.run(_rounds(layout, n_rounds, one, model, batches, host, namespaces))
             row = {key: round(median(values), 3) for key, values in found.items() if values}
             if "between_nodes_mb" in row:

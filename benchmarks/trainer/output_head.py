@@ -22,9 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlboost.services.trainer.adapters.torch.logprobs import in_chunks
-from rlboost.services.trainer.adapters.torch.selected_logprobs import selected_logprobs
-from rlboost.shared.model.logit_limits import MAX_LOGITS
+from rlboost.services.trainer.adapters.torch.passes import in_chunks, selected_logprobs
+from rlboost.shared.job.training import MAX_LOGITS
 
 CONTENDERS = ("full", "ours", "liger")
 

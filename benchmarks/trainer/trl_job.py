@@ -1,6 +1,6 @@
 """The Countdown job by TRL's GRPOTrainer in this process; prints as JSON wall and processor seconds a step.
 
-Needs TRL: pip install -c constraints.txt -e '.[bench]'
+Needs TRL: pip install -c constraints.txt -e '.[dev]'
 """
 
 from __future__ import annotations

@@ -10,11 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.batches.batching import Accumulate, UpdatePlanner
-from rlboost.services.trainer.domain.batches.training_row import TrainingRow
-from rlboost.services.trainer.ports.policy_settings import PolicySettings
+from rlboost.services.trainer.domain.batches import Accumulate, TrainingRow, UpdatePlanner
+from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.shared.job.training import OptimizerSpec
-from rlboost.shared.wire.columns import floats, ints
+from rlboost.shared.wire import floats, ints
 from tests.support.losses import clipped_loss
 from tests.support.training_rows import advantage_of
 

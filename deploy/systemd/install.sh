@@ -3,8 +3,8 @@
 #   deploy/systemd/install.sh vllm                          # a machine with workers
 #   deploy/systemd/install.sh local,vllm,data,math,logs    # the reserved machine
 # Best done once, in a machine image. See docs/virtual-machines.md.
-# Needs Python 3.11 to 3.13 with venv and headers, and a C compiler: on Debian and Ubuntu the packages python3-venv,
-# python3-dev and gcc. PYTHON names another interpreter than python3.
+# Needs Python 3.11 to 3.13 with venv, and for vLLM, which compiles kernels at run time, headers and a C compiler: on
+# Debian and Ubuntu the packages python3-venv, python3-dev and gcc. PYTHON names another interpreter than python3.
 set -eu
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}

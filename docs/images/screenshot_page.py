@@ -1,4 +1,4 @@
-"""Draw `docs/images/web-page.png`: the web page during a Countdown job of 45 steps that loses a worker.
+"""Draw the web page during a Countdown job of 45 steps that loses a worker: `web-page.png`, and its top `job.png`.
 
 make screenshots
 """
@@ -12,13 +12,15 @@ import time
 from pathlib import Path
 
 import yaml
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import FloatRect, sync_playwright
 
 from tests.support.black_box import ROOT, black_box
 
 PAGE_OPEN_MS = 5_000
 """Until then it has drawn all that has happened."""
 WIDTH, HEIGHT = 1180, 2430
+TOP = 1228
+"""Height of the part with the curves and the workers over time."""
 
 
 def main() -> None:
@@ -43,6 +45,8 @@ def main() -> None:
             page.locator("#samples mark").first.wait_for()
             page.wait_for_timeout(PAGE_OPEN_MS)
             page.screenshot(path=Path(__file__).parent / "web-page.png")
+            clip = FloatRect(x=0, y=0, width=WIDTH, height=TOP)
+            page.screenshot(path=Path(__file__).parent / "job.png", clip=clip)
             browser.close()
 
 

@@ -32,11 +32,11 @@ def row(a: int, b: int) -> dict[str, str]:
 
 
 def warmup(problems: list[tuple[int, int]], rng: Random) -> Iterator[dict[str, str]]:
-    """Yield rows to imitate: a prompt and a completion, which is right in half of them."""
+    """Yield rows to imitate: a prompt and an answer, which is right in half of them."""
     for _ in range(N_WARMUP):
         a, b = rng.choice(problems)
         slip = 0 if rng.random() < WARMUP_RIGHT else rng.choice([-20, -10, -2, -1, 1, 2, 10, 20])
-        yield {"prompt": f"{a}+{b}=", "completion": str(abs(a + b + slip))}
+        yield {"prompt": f"{a}+{b}=", "answer": str(abs(a + b + slip))}
 
 
 def write(file: Path, rows: Iterator[dict[str, str]]) -> None:

@@ -6,10 +6,21 @@ import re
 
 
 def score(
-    prompts: list[str], completions: list[str], completion_ids: list[list[int]], *, answer: list[str], **columns: object
-) -> list[float]:
-    """Return one reward per completion; `answer` is that column of train.jsonl, one value per completion."""
-    return [float(first_number(text) == right) for text, right in zip(completions, answer, strict=True)]
+    prompts: list[str],
+    completions: list[str],
+    completion_ids: list[list[int]],
+    *,
+    answer: list[str | int | None],
+    **columns: object,
+) -> list[float | None]:
+    """Return one reward per completion; `answer` is that column of train.jsonl, one value per completion.
+
+    None means that there is no reward: the row has no answer.
+    """
+    return [
+        None if right is None else float(first_number(text) == str(right))
+        for text, right in zip(completions, answer, strict=True)
+    ]
 
 
 def first_number(text: str) -> str | None:

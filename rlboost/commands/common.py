@@ -15,7 +15,9 @@ import typer
 from typer.core import TyperGroup
 
 from rlboost.shared.errors import ConfigError, RLBoostError
-from rlboost.shared.http.server_url import is_http_url
+from rlboost.shared.http.server_url import manager_url
+from rlboost.shared.secrets import clean_secret
+from rlboost.terminal import console, echo
 
 if TYPE_CHECKING:
     from rlboost.client import Client
@@ -55,11 +57,20 @@ class _Commands(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:  # the class of a context differs between typer releases
+        if not {"--help", "-h"} & {*ctx.args, *getattr(ctx, "_protected_args", ())}:
+            from rlboost.shared.process import logs  # noqa: PLC0415 - keeps --help quick
+
+            logs.to_standard_error()
         try:
             return super().invoke(ctx)
         except RLBoostError as error:
-            typer.echo(f"rlboost: {error}", err=True)
+            echo(f"rlboost: {error}", err=True)
             raise typer.Exit(EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED) from error
+        except RuntimeError as error:
+            if "home directory" not in str(error):  # what Path.expanduser says
+                raise
+            echo(f"rlboost: a path begins with ~ and the home folder is unknown ({error}): set HOME", err=True)
+            raise typer.Exit(EXIT_CONFIG) from error
 
 
 def new_app(text: str, *, top: bool = False) -> typer.Typer:
@@ -107,8 +118,8 @@ def endpoint(state: Path) -> tuple[str, str]:
     """
     from rlboost.local.state import StateDir  # noqa: PLC0415 - keeps --help quick
 
-    url, token = os.environ.get("RLBOOST_URL"), os.environ.get("RLBOOST_TOKEN")
-    url = checked_url("RLBOOST_URL", url) if url else None
+    url, token = os.environ.get("RLBOOST_URL"), clean_secret("RLBOOST_TOKEN", os.environ.get("RLBOOST_TOKEN", ""))
+    url = manager_url("RLBOOST_URL", url) if url else None
     if url and token:
         return url, token
     folder = StateDir(state)
@@ -135,38 +146,25 @@ def requested_endpoint(url: str | None, token: str | None, state: Path) -> tuple
     """
     from rlboost.local.state import StateDir  # noqa: PLC0415 - keeps --help quick
 
-    token = token or os.environ.get("RLBOOST_TOKEN")
+    token = clean_secret("--token", token or "") or clean_secret("RLBOOST_TOKEN", os.environ.get("RLBOOST_TOKEN", ""))
     if url is None:
         found_url, _ = endpoint(state)
         return found_url, token or StateDir(state).join_token()
     if not token:
         raise ConfigError(f"the token of {url} is unknown: pass --token, or set RLBOOST_TOKEN")
-    return checked_url("--url", url), token
-
-
-def checked_url(given_by: str, url: str) -> str:
-    """Return a URL without a trailing slash.
-
-    Raises:
-        ConfigError: it is not a URL; names the option or variable.
-
-    """
-    if not is_http_url(url):
-        raise ConfigError(f"{given_by} {url!r} is not a URL: use the form http://10.0.0.5:8700")
-    return url.rstrip("/")
+    return manager_url("--url", url), token
 
 
 def print_json(data: object) -> None:
     """Print one line of JSON."""
-    typer.echo(json.dumps(data))
+    echo(json.dumps(data))
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Print a table, without a header if all column names are empty; 200 columns wide if the width is unknown."""
-    from rich.console import Console  # noqa: PLC0415 - keeps --help quick
-    from rich.table import Table  # noqa: PLC0415 - likewise
+    from rich.table import Table  # noqa: PLC0415 - keeps --help quick
 
     table = Table(*columns, title=title, title_justify="left", box=None, pad_edge=False, show_header=any(columns))
     for row in rows:
         table.add_row(*("" if cell is None else str(cell) for cell in row))
-    Console(width=output_width() or 200, highlight=False, markup=False).print(table)
+    console(width=output_width() or 200).print(table)

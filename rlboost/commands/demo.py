@@ -9,7 +9,9 @@ from typing import Annotated
 import typer
 
 from rlboost.commands.common import EXIT_FAILED, EXIT_INTERRUPTED, JsonOption, print_json
-from rlboost.commands.up import SERVICE_PACKAGES, Engine, require_packages
+from rlboost.commands.system import SERVICE_PACKAGES, require_packages
+from rlboost.shared.process.modules import EngineName, require_engine
+from rlboost.terminal import console, echo
 
 _STATE = Path(".rlboost/demo")
 
@@ -26,7 +28,7 @@ def demo(  # noqa: PLR0913, PLR0917 - the options of a command
         int,
         typer.Option(min=0, help="Autoscale spot workers up to this number: add one only if it shortens steps."),
     ] = 0,
-    engine: Annotated[Engine, typer.Option(help="Inference engine.")] = Engine.TORCH,
+    engine: Annotated[EngineName, typer.Option(help="Inference engine.")] = "torch",
     state: Annotated[Path, typer.Option(help="Folder for the run; data of an earlier demo in it is deleted.")] = _STATE,
     out: Annotated[
         Path | None, typer.Option(help="Folder for the report; 'report' in the state folder if not given.")
@@ -40,32 +42,28 @@ def demo(  # noqa: PLR0913, PLR0917 - the options of a command
     Fails if the job fails, if accuracy does not rise, or if the audit does not balance. With --json it prints the
     result as JSON, and progress on standard error.
     """
-    from rich.console import Console  # noqa: PLC0415 - keeps --help quick
-
-    from rlboost.demo.run import DemoOptions, record_file, run  # noqa: PLC0415 - likewise
+    from rlboost.demo.run import DemoOptions, record_file, run  # noqa: PLC0415 - keeps --help quick
     from rlboost.demo.summary import summary  # noqa: PLC0415 - likewise
-    from rlboost.local.spec_file import require_engine  # noqa: PLC0415 - likewise
-    from rlboost.local.system_layout import initial_workers  # noqa: PLC0415 - likewise
-    from rlboost.report.checks import checks  # noqa: PLC0415 - likewise
-    from rlboost.report.page import write  # noqa: PLC0415 - likewise
-    from rlboost.report.run_report import report_of  # noqa: PLC0415 - likewise
+    from rlboost.local.spec_file import initial_workers  # noqa: PLC0415 - likewise
+    from rlboost.report.page import report_of, write  # noqa: PLC0415 - likewise
+    from rlboost.report.record import checks  # noqa: PLC0415 - likewise
 
     require_packages(*SERVICE_PACKAGES)
-    require_engine(engine.value)
-    console = Console(stderr=as_json)
+    require_engine(engine)
+    screen = console(stderr=as_json)
     first_workers = initial_workers(workers, autoscale)
-    record = run(DemoOptions(state, steps, first_workers, chaos, seed, engine.value, autoscale), console)
+    record = run(DemoOptions(state, steps, first_workers, chaos, seed, engine, autoscale), screen)
     if record is None:
-        typer.echo("rlboost: the demo was stopped; nothing of it runs any more", err=True)
+        echo("rlboost: the demo was stopped; nothing of it runs any more", err=True)
         raise typer.Exit(EXIT_INTERRUPTED)
-    console.print(summary(record))
+    screen.print(summary(record))
     page, found = write(report_of(record), out or state / "report"), checks(record)
     files = {"report": str(page.absolute()), "record": str(record_file(state).absolute())}
     if as_json:
         guarantees = [asdict(check) for check in found]
         print_json({"job": record.job, "guarantees": guarantees, "audit": record.audit, "cost": record.cost, **files})
     else:
-        typer.echo("\n" + "\n".join(f"{name}: {path}" for name, path in files.items()))
+        echo("\n" + "\n".join(f"{name}: {path}" for name, path in files.items()))
     if not all(check.held for check in found):
-        typer.echo(f"rlboost: a guarantee was violated; the logs are in {state / 'logs'}", err=True)
+        echo(f"rlboost: a guarantee was violated; the logs are in {state / 'logs'}", err=True)
         raise typer.Exit(EXIT_FAILED)

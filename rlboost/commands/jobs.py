@@ -1,17 +1,20 @@
-"""`rlboost run`, `status`, `logs`, `pause`, `resume`, `cancel`."""
+"""Commands of jobs: `rlboost run`, `status`, `logs`, `follow`, `ps`, `pause`, `resume`, `cancel`."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from rlboost.commands.checking import NoCheckOption, require_sound
 from rlboost.commands.common import (
     DEFAULT_STATE,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
     JobArgument,
     JobFileArgument,
     JsonOption,
@@ -19,16 +22,152 @@ from rlboost.commands.common import (
     StateOption,
     command,
     connect,
+    output_width,
     print_json,
     print_table,
 )
-from rlboost.commands.follow import cost_of, follow_job
+from rlboost.commands.job_files import NoCheckOption, require_sound
+from rlboost.commands.machines import print_workers
+from rlboost.shared.errors import ConfigError, RLBoostError
+from rlboost.terminal import echo
+
+if TYPE_CHECKING:
+    from rlboost.client import Client
+    from rlboost.follow import Change
+    from rlboost.local.state import StateDir
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    for verb in (run, status, logs, pause, resume, cancel):
-        app.command()(verb)
+# --- `rlboost follow`, and the view that it shares with `rlboost run --follow` ----------------------------------------
+
+
+_READ_TIMEOUT_S = 10.0
+"""A manager that does not answer a poll for this time counts as lost."""
+
+
+def follow(
+    job: JobArgument,
+    from_step: Annotated[
+        int | None,
+        typer.Option(
+            "--from-step", min=1, help="First step to show, from 1 as in the output; the last few if not given."
+        ),
+    ] = None,
+    state: StateOption = DEFAULT_STATE,
+    as_json: JsonOption = False,
+) -> None:
+    """Show a job's steps as they finish, what it does and waits for, and its warnings, until it ends.
+
+    It fails if the job fails. Also shows the steps and the result of a job that has ended. Ctrl-C stops following, not
+    the job. While the manager does not answer, for example between 'rlboost down' and 'up', it tries again for 10
+    minutes.
+    """
+    from rlboost.job_lines import begin_line  # noqa: PLC0415 - keeps --help quick
+
+    with connect(state) as client:
+        found = client.jobs.find(job)
+    if not as_json:
+        echo(begin_line(found))
+    follow_job(found["id"], state, from_step=None if from_step is None else from_step - 1, as_json=as_json)
+
+
+def connect_to_follow(state: Path) -> Client:
+    """Return a client for `rlboost.follow.follow`, which retries by itself."""
+    return connect(state, retry_for_s=0.0, read_timeout_s=_READ_TIMEOUT_S)
+
+
+def cost_of(job_id: str, state: Path) -> Mapping[str, Any]:
+    """Return what a job has cost; empty if the manager does not answer."""
+    from rlboost.client import ClientError  # noqa: PLC0415 - keeps --help quick
+
+    try:
+        with connect_to_follow(state) as client:
+            return client.jobs.cost(job_id)
+    except (ClientError, ConfigError):
+        return {}
+
+
+def follow_job(job_id: str, state: Path, *, from_step: int | None, as_json: bool) -> None:
+    """Print a job's changes until it ends; `from_step` counts from 0, None shows the last few.
+
+    Raises:
+        typer.Exit: the job did not complete, the connection was lost for good, or Ctrl-C.
+
+    """
+    from rlboost.client import ClientError  # noqa: PLC0415 - keeps --help quick
+    from rlboost.follow import follow as changes_of  # noqa: PLC0415 - likewise
+
+    job: Mapping[str, Any] = {}
+    again = command(f"follow {job_id}", state)
+    try:
+        for kind, news in changes_of(lambda: connect_to_follow(state), job_id, from_step=from_step):
+            if kind == "job":
+                job = news
+            elif as_json:
+                print_json({kind: news})
+            else:
+                print_change(job_id, job.get("steps", 0), (kind, news))
+    except KeyboardInterrupt:
+        stop = command(f"cancel {job_id}", state)
+        echo(f"\n{job_id} is still running\n  follow it again: {again}\n  stop it: {stop}", err=True)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    except ClientError as error:
+        raise ClientError(error.title, f"{error.detail}; '{again}' follows the job again", error.status) from error
+    _print_end(job, state, as_json=as_json)
+
+
+def _print_end(job: Mapping[str, Any], state: Path, *, as_json: bool) -> None:
+    from rlboost.job_lines import cost_line, end_line, fitted  # noqa: PLC0415 - keeps --help quick
+
+    cost = cost_of(job["id"], state)
+    if as_json:
+        if cost:
+            print_json({"cost": cost})
+        print_json({"job": job})
+    elif spent := cost_line(cost):
+        echo(fitted("cost: " + spent.replace("\n", "\n    "), output_width()))
+    end = end_line(job, command(f"logs {job['id']}", state))
+    if job["state"] != "completed":
+        echo(f"rlboost: {end}", err=True)
+        raise typer.Exit(EXIT_FAILED)
+    if not as_json:
+        echo(end)
+
+
+def print_change(job_id: str, steps: int, change: Change, *, all_err: bool = False) -> None:
+    """Print a change other than `job`: warnings and outages to standard error, the rest only if `all_err`."""
+    from rlboost.job_lines import (  # noqa: PLC0415 - keeps --help quick
+        back_line,
+        fitted,
+        lost_line,
+        phase_line,
+        step_line,
+        wait_line,
+        warning_lines,
+    )
+
+    kind, news = change
+    width = output_width()
+    match kind:
+        case "step":
+            text = step_line(news, steps, width)
+        case "wait":
+            text = fitted(wait_line(news, time.time()), width)
+        case "phase":
+            text = fitted(phase_line(news, time.time()), width)
+        case "state":
+            text = f"{job_id} is {news}"
+        case "warning":
+            text = fitted(warning_lines(job_id, news), width)
+        case "lost":
+            text = fitted(f"rlboost: {lost_line(news)}", width)
+        case "back":
+            text = f"rlboost: {back_line(news)}"
+        case _:
+            raise AssertionError(kind)
+    echo(text, err=all_err or kind in {"warning", "lost", "back"})
+
+
+# --- `rlboost run`, `status`, `logs`, `pause`, `resume`, `cancel` -----------------------------------------------------
 
 
 def run(
@@ -55,15 +194,22 @@ def run(
         if as_json:
             print_json(job)
         else:
-            typer.echo(jobfile.as_yaml(job), nl=False)
+            echo(jobfile.as_yaml(job), nl=False)
         return
+    here = [name for name in ("WANDB_API_KEY", "WANDB_MODE") if name in os.environ]
+    if here and job["log"]["wandb"]:
+        echo(
+            f"rlboost: note: {' and '.join(here)} of this shell do not reach the trainer, which reads the environment "
+            "of 'rlboost up' or of its service",
+            err=True,
+        )
     with connect(state) as client:
         created = client.jobs.create(job)
     if as_json:
         print_json(created)
     else:
         shows = command(f"{'status' if follow else 'follow'} {created['id']}", state)
-        typer.echo(f"created {created['id']}: '{shows}' shows its progress")
+        echo(f"created {created['id']}: '{shows}' shows its progress")
     if follow:
         follow_job(created["id"], state, from_step=0, as_json=as_json)
 
@@ -112,7 +258,7 @@ def logs(
             if as_json:
                 print_json({"line": line})
             else:
-                typer.echo(line)
+                echo(line)
 
 
 def pause(job: JobArgument, state: StateOption = DEFAULT_STATE, as_json: JsonOption = False) -> None:
@@ -140,4 +286,78 @@ def _act(
     if as_json:
         print_json(answer)
     else:
-        typer.echo(f"{found['id']} is already {goal}" if found["state"] == goal else f"{found['id']} {effect}")
+        echo(f"{found['id']} is already {goal}" if found["state"] == goal else f"{found['id']} {effect}")
+
+
+# --- `rlboost ps`: local processes, jobs and workers ------------------------------------------------------------------
+
+
+_RETRY_FOR_S = 10.0
+"""Covers a restart of the manager."""
+
+
+def ps(state: StateOption = DEFAULT_STATE, as_json: JsonOption = False) -> None:
+    """List local processes, jobs and workers.
+
+    If the manager is unavailable, it lists the processes and exits non-zero.
+    """
+    from rlboost.local.state import StateDir  # noqa: PLC0415 - keeps --help quick
+
+    folder = StateDir(state)
+    if not as_json and (shown := _processes(folder)):
+        _print_processes(shown)
+    try:
+        with connect(state, retry_for_s=_RETRY_FOR_S) as client:
+            jobs, workers = client.jobs.list(), client.workers.list()
+    except RLBoostError:
+        if as_json and (shown := _processes(folder)):
+            print_json({"processes": shown, "jobs": [], "workers": []})
+        raise
+    if as_json:
+        print_json({"processes": _processes(folder), "jobs": jobs, "workers": workers})
+        return
+    _print_jobs(jobs)
+    print_workers(workers)
+
+
+def _processes(folder: StateDir) -> list[dict[str, Any]]:
+    return [asdict(record) for record in folder.processes()] if folder.running() else []
+
+
+def _print_processes(processes: list[dict[str, Any]]) -> None:
+    rows = [
+        (p["name"], p["role"], p["gpus"], p["pid"] if p["alive"] else "-", p["started_at"], p["restarts"], p["note"])
+        for p in processes
+    ]
+    print_table("processes", ("name", "role", "gpus", "pid", "started", "restarts", "note"), rows)
+
+
+def _print_jobs(jobs: list[dict[str, Any]]) -> None:
+    rows = [
+        (
+            job["id"],
+            job["state"],
+            f"{job['step']}/{job['steps']}",
+            job["created_at"],
+            (job["error"] or _activity(job)).partition("\n")[0],
+        )
+        for job in jobs
+    ]
+    print_table("jobs", ("id", "state", "step", "created", "note"), rows)
+
+
+def _activity(job: dict[str, Any]) -> str:
+    from rlboost.job_lines import phase_name  # noqa: PLC0415 - keeps --help quick
+
+    if job.get("waiting"):
+        return f"waiting for {job['waiting']['for']}"
+    return phase_name(job["phase"]) if job.get("phase") else ""
+
+
+# --- Registration -----------------------------------------------------------------------------------------------------
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    for verb in (run, status, logs, follow, ps, pause, resume, cancel):
+        app.command()(verb)

@@ -20,6 +20,7 @@ from rlboost.commands.common import (
     print_table,
 )
 from rlboost.shared.errors import ConfigError
+from rlboost.terminal import echo
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -54,9 +55,9 @@ def create(
     if as_json:
         print_json(created)
         return
-    typer.echo(created["secret"])
+    echo(created["secret"])
     expiry = _expiry(created["expires_at"])
-    typer.echo(f"token {created['id']}, scope {created['scope']}, expires: {expiry}; it is not shown again", err=True)
+    echo(f"token {created['id']}, scope {created['scope']}, expires: {expiry}; it is not shown again", err=True)
 
 
 @app.command("list")
@@ -86,7 +87,7 @@ def revoke(
     if as_json:
         print_json({"id": token, "revoked": True})
     else:
-        typer.echo(f"token {token} is revoked")
+        echo(f"token {token} is revoked")
 
 
 def _seconds(text: str) -> float:

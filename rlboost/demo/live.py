@@ -9,8 +9,7 @@ from typing import Protocol, Self
 from rich.console import Console
 from rich.live import Live
 
-from rlboost.demo.event_lines import EventLine, EventLines
-from rlboost.demo.picture import NEWS_SHOWN, Picture, clock
+from rlboost.demo.picture import NEWS_SHOWN, EventLine, EventLines, Picture, clock
 from rlboost.job_lines import step_line
 from rlboost.report.record import Record
 

@@ -10,28 +10,222 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import math
+import random
+import shutil
 import threading
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
 
 from rlboost.client import Client, ClientError, ServerEvent
-from rlboost.demo import workspace
-from rlboost.demo.due_changes import JobProgressEstimate, PreemptionSchedule
-from rlboost.demo.job import countdown
 from rlboost.demo.live import view_of
-from rlboost.demo.recorder import Recorder, observation, this_machine
-from rlboost.demo.schedule import plan
+from rlboost.demo.summary import Recorder, observation, this_machine
+from rlboost.examples import countdown as countdown_example
 from rlboost.local.cluster import LocalCluster
+from rlboost.local.launch import cancel_on_signals
 from rlboost.local.processes import LocalOptions
-from rlboost.local.signals import cancel_on_signals
+from rlboost.local.state import StateDir
 from rlboost.local.supervisor import ClusterEvent
-from rlboost.report.record import Observation, Record, Settings
-from rlboost.shared.errors import Fatal
+from rlboost.report.record import Observation, PlannedChange, Record, SeenWorker, Settings
+from rlboost.shared.errors import ConfigError, Fatal
+from rlboost.shared.ids import worker_name
+from rlboost.shared.job import spec as job_spec
+from rlboost.shared.job.file import load
 from rlboost.shared.messages import ENDED
+from rlboost.shared.process.modules import EngineName
+
+# --- The demo's state folder, empty at the start of each run so that no earlier job continues -------------------------
+
+
+_MARK = "this-is-a-demo"
+
+
+def clear(state: StateDir) -> None:
+    """Remove the state of an earlier demo, and nothing else.
+
+    Raises:
+        ConfigError: a system runs in the folder, or it holds something other than a demo's state.
+
+    """
+    state.require_free()
+    mark = state.path / _MARK
+    try:
+        if state.path.exists() and any(state.path.iterdir()):
+            if not mark.exists():
+                raise ConfigError(f"{state.path} is not empty and not a demo's state: name another folder with --state")
+            shutil.rmtree(state.path)
+        state.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        mark.touch()
+    except OSError as error:
+        raise ConfigError(f"state folder {state.path}: {error.strerror}; name another with --state") from error
+
+
+# --- The demo's job: the Countdown example with its own job file ------------------------------------------------------
+
+
+GOAL = 0.70
+"""Held-out accuracy that the full job reaches; runs ended at 0.75 to 0.88."""
+
+_EVALUATIONS = 2
+"""Number of evaluations during a short run."""
+
+
+def countdown(steps: int | None, seed: int) -> tuple[dict[str, Any], float | None]:
+    """Return the job and its target accuracy, None if it is too short for one.
+
+    Args:
+        steps: training steps; None for the job file's number.
+        seed: determines the order of the prompts, and the samples.
+
+    Raises:
+        ConfigError: the example's files are missing.
+
+    """
+    folder = Path(str(countdown_example.__file__)).parent
+    file = folder / "job.yaml"
+    if not file.exists():
+        raise ConfigError(f"{file} is missing: install rlboost again")
+    raw = load(str(file))
+    full: int = raw["steps"]
+    # The job file names paths in a checkout; installed, the example is elsewhere.
+    raw["model"] = str(folder / Path(raw["model"]).name)
+    for part in ("train", "eval"):
+        raw["data"][part] = str(folder / Path(raw["data"][part]).name)
+    raw["steps"] = steps or full
+    # A short run is a prefix of the full run, including its learning-rate schedule.
+    raw["optimizer"]["decay"] *= min(1.0, raw["steps"] / full)
+    raw["eval"]["every"] = max(1, min(raw["eval"]["every"], raw["steps"] // _EVALUATIONS))
+    raw["trainer"]["seed"] = seed
+    job: dict[str, Any] = json.loads(job_spec.to_json(job_spec.parse(raw)))
+    return job, GOAL if raw["steps"] >= full else None
+
+
+# --- Decides which changes of the demo's schedule are due, and which worker each preemption hits. Pure ----------------
+
+
+_FIRST_STEP_S = 4.0
+"""Estimated duration of a step until the first one has completed."""
+
+
+class JobProgressEstimate:
+    """Estimates the progress of a job in steps, with fractions. The caller passes the clock."""
+
+    def __init__(self) -> None:
+        """Start before the first step."""
+        self._step = 0
+        self._since: float | None = None
+        self._step_s = _FIRST_STEP_S
+
+    def at(self, step: int, now: float) -> float:
+        """Return the progress, given how many steps are done.
+
+        The fraction is relative to the duration of the last step, and stays below one.
+        """
+        if self._since is None:
+            self._since = now
+        elif step != self._step:
+            self._step_s = (now - self._since) / (step - self._step)
+            self._step, self._since = step, now
+        return step + min(0.95, (now - self._since) / max(self._step_s, 1e-3))
+
+
+@dataclass(frozen=True)
+class DueChange:
+    """A change to apply now; `process` is empty for a join."""
+
+    planned: PlannedChange
+    process: str
+
+
+class PreemptionSchedule:
+    """Decides which changes are due. A preemption hits a random worker that is generating."""
+
+    def __init__(self, schedule: Sequence[PlannedChange], seed: int) -> None:
+        """Start before the first change; the seed selects the preempted workers."""
+        self._preemptions = [change for change in schedule if change.action != "join"]
+        self._joins = [change for change in schedule if change.action == "join"]
+        self._preempted: set[str] = set()
+        self._draw = random.Random(seed)  # noqa: S311 - not a secret
+
+    def due(self, progress: float, workers: Iterable[SeenWorker]) -> list[DueChange]:
+        """Return the changes that are due; each is returned once.
+
+        A preemption waits until a worker is generating; joins do not wait.
+        """
+        victims = sorted(
+            {
+                worker_name(worker.id)
+                for worker in workers
+                if worker.role == "preemptible" and worker.state == "ready" and worker.running
+            }
+            - self._preempted
+        )
+        changes = []
+        while victims and self._preemptions and self._preemptions[0].at_step <= progress:
+            victim = victims.pop(self._draw.randrange(len(victims)))
+            self._preempted.add(victim)
+            changes.append(DueChange(self._preemptions.pop(0), victim))
+        while self._joins and self._joins[0].at_step <= progress:
+            changes.append(DueChange(self._joins.pop(0), ""))
+        return changes
+
+
+# --- The demo's simulated spot market: changes of the fleet by step of the job ----------------------------------------
+# Steps instead of seconds, so that every change happens on fast and slow machines.
+
+
+STEPS_A_PREEMPTION = 10
+FEWEST = 2
+FIRST_AT, LAST_AT = 0.06, 0.84
+"""Fractions of the job. After the last one there is time to detect it, which without notice takes a lease."""
+
+
+def plan(steps: int, workers: int, seed: int) -> list[PlannedChange]:
+    """Return the ordered schedule: preemptions, every second one without notice, and a join for each.
+
+    A long enough run has a storm that preempts all workers at nearly the same time.
+
+    Args:
+        steps: steps of the job.
+        workers: initial spot workers; with none the schedule is empty.
+        seed: makes the schedule reproducible.
+
+    """
+    draw = random.Random(seed)  # noqa: S311 - a schedule, not a secret
+    sizes = _sizes(max(min(FEWEST, workers), steps // STEPS_A_PREEMPTION) if workers else 0, workers)
+    spacing = (LAST_AT - FIRST_AT) * steps / max(1, len(sizes))
+    planned: list[PlannedChange] = []
+    taken = 0
+    for number, size in enumerate(sizes):
+        at = FIRST_AT * steps + (number + draw.uniform(0, 0.6)) * spacing
+        if spacing >= 1:
+            at = math.floor(at) + draw.uniform(0.2, 0.5)  # during generation
+        for _ in range(size):
+            planned.append(PlannedChange(at_step=at, action="notice" if taken % 2 else "kill"))
+            back_at = at + min(draw.uniform(1, 2), spacing / 4)
+            planned.append(PlannedChange(at_step=back_at, action="join"))
+            taken += 1
+    return sorted(planned, key=lambda change: change.at_step)
+
+
+def _sizes(preemptions: int, workers: int) -> list[int]:
+    """Return the number of workers preempted at each time."""
+    singles = preemptions - workers
+    if workers < 2 or singles < 3:
+        return [1] * preemptions
+    sizes = [1] * singles
+    sizes.insert(2 * len(sizes) // 3, workers)
+    return sizes
+
+
+# --- The demo ---------------------------------------------------------------------------------------------------------
+
 
 LOOK_EVERY_S = 0.5
 STALL_LIMIT_S = 300.0
@@ -53,7 +247,7 @@ class DemoOptions:
     workers: int = 3
     chaos: bool = True
     seed: int = 0
-    engine: Literal["torch", "vllm"] = "torch"
+    engine: EngineName = "torch"
     autoscale: int = 0
     """Maximum number of spot workers, which follows the manager's autoscaling; 0: a join follows each preemption."""
 
@@ -129,7 +323,7 @@ class Demo:
             env={"RLBOOST_MANAGER_SCALE_IN_DELAY_S": _SCALE_IN_DELAY_S} if self._options.autoscale else {},
         )
         cluster = LocalCluster(local)
-        workspace.clear(cluster.state)
+        clear(cluster.state)
         cluster.on_event(self._on_process_event)
         try:
             with self._view:

@@ -1,24 +1,20 @@
-"""An environment whose tools are plain functions, called in the Hermes and Qwen format.
-
-A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. The chat template must support tools.
-"""
+"""An environment whose tools are plain functions, called in the format that the model's chat template writes."""
 
 from __future__ import annotations
 
 import inspect
 import json
 import re
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ArgsKwargs
 
 from rlboost.shared.job.environment import Message, Step
+from rlboost.shared.model.tool_calls import Call, CallStyle, guessed_style, read_calls
 from rlboost.shared.user_code.errors import describe_error
-
-_MALFORMED = "error: a call is JSON with name and arguments"
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 class ToolEnvironment:
@@ -36,12 +32,17 @@ class ToolEnvironment:
     An invalid call is answered with an error message that the model reads.
     """
 
+    call_style: CallStyle | None = None
+    """How the model writes calls. A job sets it to what the chat template of its model does; None: any known format."""
+    in_thought = False
+    """Whether the turn begins inside of a thought that the prompt opened. A job sets it before each turn."""
+
     def __init__(self, functions: Sequence[Callable[..., Any]]) -> None:
         """Register functions whose parameters are typed and can be passed by name.
 
         Args:
-            functions: may be async; the first paragraph of the docstring describes the tool, and
-                `Annotated[int, Field(description=...)]` a parameter.
+            functions: may be async. The docstring describes the tool up to its first section, and the parameters under
+                `Args:`, as for TRL; `Annotated[int, Field(description=...)]` describes a parameter, too.
 
         Raises:
             TypeError: a function has no name, a duplicate name, or a positional-only parameter.
@@ -54,6 +55,7 @@ class ToolEnvironment:
                 raise TypeError(f"{tool.name}: two tools have this name: rename one of the functions")
             self._tools[tool.name] = tool
         self.tools = [tool.schema for tool in self._tools.values()]
+        self._misnamed = "; ".join(tool.misnamed for tool in self._tools.values() if tool.misnamed)
         self.row: dict[str, Any] = {}
         """The data row, set by `reset`."""
         self.n_calls = 0
@@ -70,36 +72,34 @@ class ToolEnvironment:
     async def step(self, text: str, *, text_raw: str | None = None) -> Step:
         """Answer the tool calls of a turn; see `Environment.step`."""
         # The tags of a call are special tokens in some tokenizers.
-        calls = _CALL.findall(text if text_raw is None else text_raw)
+        raw = text if text_raw is None else text_raw
+        style = self.call_style or guessed_style(raw, self.tools)
+        calls = read_calls(raw, style, self.tools, in_thought=self.in_thought)
         if not calls:
             return Step(reward=self.score(text), done=True)
         self.n_calls += len(calls)
-        self._warning = ""
-        return Step([await self._answer(call) for call in calls], warning=self._warning)
+        self._warning = self._misnamed
+        return Step([await self._answer(call, style) for call in calls], warning=self._warning)
 
     def score(self, text: str) -> float:
         """Return the reward of a conversation that ends with this turn; 0 unless overridden."""
         del text
         return 0.0
 
-    async def _answer(self, call: str) -> dict[str, Any]:
-        try:
-            body = json.loads(call)
-            name, arguments = body["name"], body.get("arguments") or {}
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            return _message("", f"{_MALFORMED}: {error}")
-        if not isinstance(name, str):
-            return _message("", f"{_MALFORMED}: the name is to be text")
+    async def _answer(self, call: Call, style: CallStyle) -> dict[str, Any]:
+        name = call.name
+        if call.problem:
+            return _message(call, f"error: the call cannot be read: {call.problem}; write it as {style.example}")
         if name not in self._tools:
-            return _message(name, f"error: there is no tool {name!r}, only {', '.join(self._tools)}")
+            return _message(call, f"error: there is no tool {name!r}, only {', '.join(self._tools)}")
         try:
-            return _message(name, await self._tools[name].call(arguments))
+            return _message(call, await self._tools[name].call(call.arguments))
         except ValidationError as error:
             wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-            return _message(name, f"error: {wrong}")
+            return _message(call, f"error: {wrong}")
         except Exception as error:  # noqa: BLE001 - a tool that fails is something for the model to learn from
-            self._warning = f"the tool {name} raised {describe_error(error, {'arguments': arguments})}"
-            return _message(name, f"error: {type(error).__name__}: {error}")
+            self._warning = f"the tool {name} raised {describe_error(error, {'arguments': call.arguments})}"
+            return _message(call, f"error: {type(error).__name__}: {error}")
 
 
 class _Tool:
@@ -112,8 +112,16 @@ class _Tool:
         parameters = self._call.json_schema()
         if parameters.get("type") != "object":
             raise TypeError(f"{name}: a tool's parameters are given by name: let none be positional only")
-        about = (inspect.getdoc(function) or "").partition("\n\n")[0]
-        described = {"name": name, "description": about, "parameters": parameters}
+        about = _documentation_of(function)
+        known = parameters.get("properties") or {}
+        for parameter, text in about.parameters.items():
+            if parameter in known:
+                _describe(known[parameter], text)
+        unknown = sorted(set(about.parameters) - set(known))
+        self.misnamed = f"the docstring of the tool {name} describes {', '.join(unknown)}: no such parameter"
+        self.misnamed = self.misnamed if unknown and parameters.get("additionalProperties") is False else ""
+        """What the docstring says about parameters that do not exist; empty if nothing."""
+        described = {"name": name, "description": about.text, "parameters": parameters}
         self.schema: dict[str, Any] = {"type": "function", "function": described}
 
     async def call(self, arguments: dict[str, Any]) -> str:
@@ -123,8 +131,89 @@ class _Tool:
         return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
 
 
-def _message(name: str, content: str) -> dict[str, Any]:
-    return {"role": "tool", "name": _sayable(name), "content": _sayable(content)}
+def _describe(schema: dict[str, Any], text: str) -> None:
+    """Add a docstring's text about a parameter to its schema, unless its annotation has said it."""
+    choices = _CHOICES.search(text)
+    try:
+        values = json.loads(choices[1]) if choices else None
+    except ValueError:
+        choices, values = None, None
+    if choices and isinstance(values, list):
+        schema.setdefault("enum", values)
+        text = text[: choices.start()]
+    schema.setdefault("description", text.strip())
+
+
+class _Documentation(NamedTuple):
+    text: str
+    """What the tool does."""
+    parameters: dict[str, str]
+    """Name of a parameter -> its description."""
+
+
+_SECTION = re.compile(r"(Args|Arguments|Parameters|Params|Returns?|Raises|Yields?):\s*")
+_RULED = re.compile(r"(Parameters|Other Parameters|Returns|Raises|Yields|Examples?|Notes?|See Also)\s*\n\s*-{3,}\s*")
+_FIELD = re.compile(r"[:@](param|parameter|arg|argument|returns?|rtype|type|raises?)\b\s*([^:]*):\s*(.*)")
+_ENTRY = re.compile(r"\*{0,2}(\w+)\s*(?:\(.*?\))?\s*:\s*(.*)")
+_RULED_ENTRY = re.compile(r"\*{0,2}(\w+)\s*(?::.*)?")
+_CHOICES = re.compile(r"\(choices:\s*(\[.*?\])\s*\)\s*\Z", re.DOTALL)
+_OF_PARAMETERS = ("Arg", "Param", "Other Param", "param", "arg")
+
+
+def _documentation_of(function: Any) -> _Documentation:
+    """Return what a docstring says, in the style of Google (as transformers reads it), numpy or Sphinx."""
+    lines = (inspect.getdoc(function) or "").splitlines()
+    starts = list(_sections(lines))
+    text = "\n".join(lines[: starts[0][0] if starts else len(lines)]).strip()
+    found = dict[str, str]()
+    for (start, kind, heading), (end, _, _) in pairwise([*starts, (len(lines), "", "")]):
+        if not heading.startswith(_OF_PARAMETERS):
+            continue
+        if kind == "field":
+            match = _FIELD.match(lines[start].strip())
+            words = match[2].split() if match else []
+            if match and words:
+                rest = (line.strip() for line in lines[start + 1 : end])
+                found[words[-1]] = " ".join(filter(None, [match[3].strip(), *rest]))
+            continue
+        is_ruled = kind == "ruled"
+        found.update(_entries(lines[start + (2 if is_ruled else 1) : end], _RULED_ENTRY if is_ruled else _ENTRY))
+    return _Documentation(text, found)
+
+
+def _sections(lines: Sequence[str]) -> Iterator[tuple[int, str, str]]:
+    """Yield the line, style and heading of each section."""
+    for i, line in enumerate(lines):
+        if match := _SECTION.fullmatch(line.strip()):
+            yield i, "google", match[1]
+        elif match := _RULED.fullmatch("\n".join(lines[i : i + 2])):
+            yield i, "ruled", match[1]
+        elif match := _FIELD.match(line.strip()):
+            yield i, "field", match[1]
+
+
+def _entries(lines: Sequence[str], entry: re.Pattern[str]) -> Iterator[tuple[str, str]]:
+    """Yield the names of a section and their texts; lines that are indented further continue a text."""
+    name, parts, margin = "", list[str](), -1
+    for line in filter(str.strip, lines):
+        indent = len(line) - len(line.lstrip())
+        margin = indent if margin < 0 else margin
+        if indent < margin:
+            break
+        match = entry.fullmatch(line.strip()) if indent == margin else None
+        if match is None:
+            parts.append(line.strip())
+            continue
+        if name:
+            yield name, " ".join(filter(None, parts))
+        name, parts = match[1], [match[2].strip()] if entry.groups > 1 else []
+    if name:
+        yield name, " ".join(filter(None, parts))
+
+
+def _message(call: Call, content: str) -> dict[str, Any]:
+    message = {"role": "tool", "name": _sayable(call.name), "content": _sayable(content)}
+    return {**message, "tool_call_id": _sayable(call.id)} if call.id else message
 
 
 def _sayable(text: str) -> str:

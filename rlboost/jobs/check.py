@@ -2,36 +2,90 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from rlboost.jobs.device_check import Fit, fit
-from rlboost.jobs.learning_rates import lr_advice
-from rlboost.jobs.model_check import code_problems, data_problem, missing_libraries, model_problems, n_parameters
-from rlboost.jobs.model_path import is_hub_id, nearest
+from rlboost.jobs.file import is_hub_id, nearest
+from rlboost.jobs.model_check import (
+    DataFindings,
+    check_data,
+    check_environment,
+    code_problems,
+    missing_libraries,
+    model_problems,
+    n_parameters,
+    path_warning,
+)
 from rlboost.jobs.user_code_check import MissingHere, complaint
 from rlboost.local.layout import DeviceSummary
-from rlboost.shared.data.examples import example_of
+from rlboost.shared.data.examples import examples_of, prompt_of
 from rlboost.shared.data.rows import BadRow, Row, is_messages, is_remote, read_rows
 from rlboost.shared.data.shards import Source, exists_locally, format_source, names_of
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.data import DataSpec, Rows, SftDataSpec
 from rlboost.shared.job.file import load
+from rlboost.shared.job.fleet import NUCLEUS_ADVICE
 from rlboost.shared.job.spec import InvalidJob, JobSpec, parse
 from rlboost.shared.job.training import TrainerSpec
+from rlboost.shared.user_code.functions import ForbiddenFunction, check_arguments
+
+# --- Warn about learning rates that usually ruin a model --------------------------------------------------------------
+
+
+SMALL_MODEL = 10_000_000
+"""Parameters; models below it, trained from scratch for tests, need and bear rates of 1e-3."""
+HIGHEST = {("rl", "full"): 1e-4, ("rl", "lora"): 1e-3, ("sft", "full"): 1e-3, ("sft", "lora"): 5e-3}
+"""Highest learning rates of AdamW by kind of job and of weights, about ten times the usual ones or more.
+
+Usual are 1e-6 for RL of all weights, the default of TRL's and verl's GRPO, and 1e-5 for fine-tuning; LoRA takes ten
+times these or more, as its product starts at zero.
+"""
+_USUAL = {("rl", "full"): "1e-6", ("rl", "lora"): "1e-5", ("sft", "full"): "1e-5", ("sft", "lora"): "1e-4"}
+
+
+def lr_advice(spec: JobSpec, n_parameters: int | None) -> str:
+    """Return a warning about `optimizer.lr`, empty if there is none.
+
+    Args:
+        spec: any job.
+        n_parameters: size of the model; None if unknown, as for a Hugging Face id, which is taken for a large one.
+
+    """
+    if spec.kind == "eval" or spec.optimizer.name != "adamw":
+        return ""  # Muon's updates are orthogonalized: its rates are larger
+    if n_parameters is not None and n_parameters < SMALL_MODEL:
+        return ""
+    case = (spec.kind, "full" if spec.adapter is None else "lora")
+    if spec.optimizer.lr <= HIGHEST[case]:
+        return ""
+    size = "a pretrained model" if n_parameters is None else f"a model of {n_parameters / 1e6:.0f} M parameters"
+    return (
+        f"optimizer.lr: {spec.optimizer.lr:g} is likely to ruin {size}: start with {_USUAL[case]}, which is usual for "
+        f"{'all weights' if case[1] == 'full' else 'LoRA'} with kind: {spec.kind}"
+    )
+
+
+# --- The check --------------------------------------------------------------------------------------------------------
+
 
 _REWARD_SCRIPT = """
 import json, sys
-from rlboost.shared.user_code.reward_call import load, detect_style, describe_import_error, missing_columns
+from rlboost.shared.user_code.functions import (
+    load, detect_style, describe_import_error, hidden_argument, missing_columns
+)
 part, arguments, rows = json.loads(sys.argv[1]), json.loads(sys.argv[1])["arguments"], json.loads(sys.argv[2])
 try:
-    function = load(part["function"])
+    function = load(part["function"], "reward function")
     style = detect_style(function, arguments, part["style"])
 except BaseException as error:
     sys.exit("reward.function: " + describe_import_error(part["function"], "reward function", error))
 for place, columns in rows:
+    if hidden := hidden_argument(arguments, style, columns, place):
+        sys.exit(hidden)
     if missing := missing_columns(function, arguments, style, columns):
         sys.exit(
             f"reward.function: {part['function']} needs {missing}, but {place} has "
@@ -40,22 +94,20 @@ for place, columns in rows:
         )
 """
 _MAX_KINDS_OF_ROWS = 100
-_CODE_REWARD = "rlboost.rewards.code:score"
-_ENVIRONMENT_SCRIPT = """
-import json, sys
-from rlboost.shared.job.environment import environment_factory
-from rlboost.shared.user_code.reward_call import describe_import_error
-spec = json.loads(sys.argv[1])
-try:
-    environment_factory(spec["function"], spec["arguments"])
-except BaseException as error:
-    sys.exit("environment.function: " + describe_import_error(spec["function"], "environment", error))
-"""
+_OWN_REWARDS = "rlboost.rewards."
+_MAX_REWARD_ROWS = 1000
+"""Of each source, this many rows are given to the `check_row` of a reward of ours."""
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 
 
-_Columns = dict[tuple[str, ...], str]
-"""The columns of a row, without the prompt -> where the first such row is."""
+class _Seen:
+    """What the check of rewards needs of the data."""
+
+    def __init__(self) -> None:
+        self.columns: dict[tuple[str, ...], str] = {}
+        """The columns of a row, without the prompt -> where the first such row is."""
+        self.rows: list[Row] = []
+        """The first rows of each source."""
 
 
 class Found(NamedTuple):
@@ -69,6 +121,8 @@ class Found(NamedTuple):
     """Warnings about the job itself."""
     notices: Sequence[str] = ()
     """How an ambiguous value was understood."""
+    example: str = ""
+    """The first prompt as the model sees it, as text of several lines; empty if it is unknown."""
 
 
 def _ignore(_: str) -> None:
@@ -109,43 +163,91 @@ def check_job(raw: object, on_part: Callable[[str], None] = _ignore, devices: De
         return Found(error.problems, [])
     found: list[str | None] = [_model(spec.model), _resume(spec.trainer)]
     on_part("reading the data")
-    columns: _Columns = {}
-    found += [_data(spec, rows, columns) for rows in spec.data.rows if spec.kind != "sft" or rows.field == "data.train"]
+    seen = _Seen()
+    used = [rows for rows in spec.data.rows if spec.kind != "sft" or spec.eval or rows.field == "data.train"]
+    for rows in used:
+        is_rewarded = spec.kind != "sft" or rows.field != "data.train"
+        found.append(_data(spec, rows, seen if is_rewarded else _Seen()))
     # Only the trainer can check a reward service.
     on_part("importing the functions that it names")
     functions = [(part, part.function) for part in spec.reward_parts if part.function is not None]
-    kinds = json.dumps([(place, given) for given, place in columns.items()])
+    kinds = json.dumps([(place, given) for given, place in seen.columns.items()])
     found += [
         complaint("reward.function", function, _REWARD_SCRIPT, part.model_dump_json(), kinds)
         for part, function in functions
     ]
-    if (environment := spec.environment) is not None:
-        given = environment.model_dump_json()
-        found.append(complaint("environment.function", environment.function, _ENVIRONMENT_SCRIPT, given))
+    own = [function for _, function in functions if function.startswith(_OWN_REWARDS)]
+    unrewarded = [] if any(found) else [_unrewarded(function, seen.rows) for function in own]
+    found += [why for why, n_rows in unrewarded if n_rows == len(seen.rows)]
     model_is_here = found[0] is None and Path(spec.model).expanduser().is_dir()
     found += [*(model_problems(spec) if model_is_here else ()), *code_problems(spec)]
     fits = fit(spec, devices) if model_is_here and devices is not None else Fit([], [])
     found += fits.problems
+    data = DataFindings()
     if model_is_here and not any(found):
         on_part("loading the tokenizer, then tokenizing the prompts")
-        found.append(data_problem(spec))
-    # None for a Hugging Face id; a folder that is missing here may hold a model of any size.
-    advice = "" if found[0] else lr_advice(spec, n_parameters(spec) if model_is_here else None)
+        data = check_data(spec)
+        found.append(data.problem)
+    if spec.environment is not None:
+        on_part("starting a conversation with the environment")
+        started = check_environment(spec, data.data)
+        found.append(started.problem)
+        data = data._replace(example=started.example or data.example)
+    # None for a Hugging Face id; a folder that is missing or damaged here may hold a model of any size.
+    size = n_parameters(spec) if model_is_here else None
+    advice = "" if found[0] or (model_is_here and size is None) else lr_advice(spec, size)
+    some = [why for why, n_rows in unrewarded if 0 < n_rows < len(seen.rows)]
     return Found(
         [problem for problem in found if problem],
-        missing_libraries(spec),
-        [*filter(None, [advice, _isolation_advice(spec)]), *fits.advice],
-        _notices(spec.model),
+        [*missing_libraries(spec), *filter(None, [path_warning(spec)])],
+        [
+            *filter(None, [advice, _warm_up_advice(spec), _isolation_advice(spec), _nucleus_advice(spec)]),
+            *fits.advice,
+            *some,
+        ],
+        [*_notices(spec.model), *data.notices],
+        data.example,
+    )
+
+
+def _unrewarded(function: str, rows: Sequence[Row]) -> tuple[str, int]:
+    """Return why rows get no reward of a function of ours, and how many of these there are."""
+    try:
+        module = importlib.import_module(function.partition(":")[0])
+    except ImportError:  # said by the function's own check
+        return "", 0
+    if (check_row := getattr(module, "check_row", None)) is None:
+        return "", 0
+    whys = [(row, why) for row in rows if (why := check_row(row.values))]
+    if not whys:
+        return "", 0
+    row, why = whys[0]
+    return (
+        f"reward.function: {function} gives no reward to {len(whys)} of the {len(rows)} rows that were tried, such as "
+        f"{row.source} {row.place}: {why}"
+    ), len(whys)
+
+
+def _warm_up_advice(spec: JobSpec) -> str:
+    if spec.kind == "eval" or spec.optimizer.warmup_steps < spec.steps:
+        return ""
+    return (
+        f"optimizer.warmup_steps: {spec.optimizer.warmup_steps} is not below the job's {spec.steps} steps, so the "
+        "learning rate never reaches optimizer.lr: lower it"
     )
 
 
 def _isolation_advice(spec: JobSpec) -> str:
-    if all(part.arguments.get("isolated", True) for part in spec.reward_parts if part.function == _CODE_REWARD):
-        return ""
-    return (
-        "reward.arguments: isolated: false lets generated programs do what the trainer's user may do, such as read the "
-        "state folder with its token: use it only on machines that have nothing to protect"
-    )
+    try:
+        for part in spec.reward_parts:
+            check_arguments(part.function or "", part.arguments)
+    except ForbiddenFunction as error:
+        return f"reward.arguments: {error}"
+    return ""
+
+
+def _nucleus_advice(spec: JobSpec) -> str:
+    return NUCLEUS_ADVICE if spec.kind == "rl" and spec.sampling.top_p < 1 else ""
 
 
 def _notices(model: str) -> list[str]:
@@ -179,14 +281,14 @@ def _resume(trainer: TrainerSpec) -> str | None:
     )
 
 
-def _data(spec: JobSpec, rows: Rows, columns: _Columns) -> str | None:
-    """Return the problem of a source, and add the columns of its rows."""
+def _data(spec: JobSpec, rows: Rows, seen: _Seen) -> str | None:
+    """Return the problem of a source, and add its rows to those seen."""
     field, source, split = rows
     here = tuple(name for name in names_of(source) if not is_remote(name))
     if not here:
         return None  # only the trainer can check it
     try:
-        wrong = _rows(spec, here, split, columns)
+        wrong = _rows(spec, here, split, seen)
     except BadRow as error:
         wrong = f"{error.source} {error.place} is not a JSON object: {error.why}"
     except ConfigError as error:
@@ -196,20 +298,21 @@ def _data(spec: JobSpec, rows: Rows, columns: _Columns) -> str | None:
     return f"{field}: {wrong}" if all(map(exists_locally, here)) else MissingHere(f"{field}: {wrong}")
 
 
-def _rows(spec: JobSpec, source: Source, split: str, columns: _Columns) -> str | None:
-    chat, empty = "", True
-    for row in read_rows(source, split, spec.data.subset):
-        empty = False
+def _rows(spec: JobSpec, source: Source, split: str, seen: _Seen) -> str | None:
+    chat, n_rows = "", 0
+    for n_rows, row in enumerate(read_rows(source, split, spec.data.subset), 1):
+        if n_rows <= _MAX_REWARD_ROWS:
+            seen.rows.append(row)
         try:
             prompt = _prompt(spec.data, row)
         except ConfigError as error:
             return f"{row.source} {row.place}: {error}"
         given = tuple(name for name in row.values if name != spec.data.prompt_key)
-        if given not in columns and len(columns) < _MAX_KINDS_OF_ROWS:
-            columns[given] = f"{row.source} {row.place}"
+        if given not in seen.columns and len(seen.columns) < _MAX_KINDS_OF_ROWS:
+            seen.columns[given] = f"{row.source} {row.place}"
         if is_messages(prompt):
             chat = chat or f"{row.source} {row.place}"
-    if empty:
+    if not n_rows:
         return f"{format_source(source)} is empty: it needs one JSON object per line, or one row per problem"
     if chat and not _may_have_chat_template(Path(spec.model).expanduser()):
         return (
@@ -222,13 +325,8 @@ def _rows(spec: JobSpec, source: Source, split: str, columns: _Columns) -> str |
 def _prompt(spec: DataSpec, row: Row) -> object:
     key = spec.prompt_key
     if isinstance(spec, SftDataSpec):
-        return example_of(row.values, key, spec.completion_key).prompt
-    if key not in row.values:
-        raise ConfigError(f"no key {key!r}: fix the data, or set data.prompt_key")
-    prompt = row.values[key]
-    if not is_messages(prompt) and not isinstance(prompt, str):
-        raise ConfigError(f"{key!r} is neither text nor a list of chat messages with a role")
-    return prompt
+        return examples_of(row.values, key, spec.completion_key, every_turn=spec.assistant_only_loss)[-1].prompt
+    return prompt_of(row.values, key).given
 
 
 def _may_have_chat_template(model: Path) -> bool:

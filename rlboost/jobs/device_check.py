@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlboost.jobs import memory
-from rlboost.jobs.model_size import size_of
+from rlboost.jobs.memory import size_of
 from rlboost.local.layout import DeviceSummary, n_gpus
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import JobSpec

@@ -6,11 +6,140 @@ These are lower bounds: activations, logits, CUDA contexts and libraries come on
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from rlboost.jobs.model_size import ModelSize, adapter_parameters
+from rlboost.jobs.file import is_hub_id, nearest
+from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import JobSpec
-from rlboost.shared.job.training import TrainerSpec
+from rlboost.shared.job.training import CHUNK_LOGITS, MAX_LOGITS, LoraSpec, TrainerSpec
+from rlboost.shared.model.folder import read_config
+
+# --- The sizes of a decoder from its Hugging Face configuration, without its weights. Pure ----------------------------
+
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+"""Model types with grouped-query attention and a gated MLP or experts in every layer."""
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """The dimensions that determine the number of weights and of activations."""
+
+    layers: int
+    hidden: int
+    query: int
+    """Heads times their size."""
+    key: int
+    """Key heads times their size."""
+    mlp: int
+    """Width of the MLP, or of one expert."""
+    vocabulary: int
+    tied: bool = False
+    qk_norm: bool = False
+    experts: int = 0
+    """Experts per layer, 0 in a dense model."""
+    experts_per_token: int = 0
+
+    @property
+    def embeddings(self) -> int:
+        """Return the parameters of the embedding and the output head."""
+        return self.vocabulary * self.hidden * (1 if self.tied else 2)
+
+    @property
+    def critic(self) -> int:
+        """Return the parameters of a critic: the output head is replaced by one of one value."""
+        return self.total - (0 if self.tied else self.vocabulary * self.hidden) + self.hidden + 1
+
+    @property
+    def layer(self) -> int:
+        """Return the parameters of a layer."""
+        return self._layer(max(1, self.experts))
+
+    @property
+    def total(self) -> int:
+        """Return all parameters, without biases and norms of heads."""
+        return self.layers * self.layer + self.embeddings + self.hidden
+
+    @property
+    def in_experts(self) -> int:
+        """Return the parameters of experts."""
+        return self.layers * self.experts * 3 * self.hidden * self.mlp
+
+    @property
+    def active(self) -> int:
+        """Return the parameters that compute one token."""
+        return self.layers * self._layer(max(1, self.experts_per_token)) + self.embeddings + self.hidden
+
+    def _layer(self, n_experts: int) -> int:
+        attention = self.hidden * 2 * (self.query + self.key)
+        return attention + n_experts * 3 * self.hidden * self.mlp + self.experts * self.hidden + 2 * self.hidden
+
+
+def adapter_parameters(size: ModelSize, lora: LoraSpec) -> int:
+    """Return the parameters of an adapter: its rank times inputs and outputs of each layer that it adapts.
+
+    Experts, which are one tensor per layer, have no adapter.
+    """
+    widths = {
+        "self_attn.q_proj": size.hidden + size.query,
+        "self_attn.k_proj": size.hidden + size.key,
+        "self_attn.v_proj": size.hidden + size.key,
+        "self_attn.o_proj": size.query + size.hidden,
+    }
+    if not size.experts:
+        widths |= {f"mlp.{name}": size.hidden + size.mlp for name in ("gate_proj", "up_proj", "down_proj")}
+    layers = {f"model.layers.{i}.{name}": width for i in range(size.layers) for name, width in widths.items()}
+    targets = lora.targets
+    adapted = [
+        width
+        for name, width in layers.items()
+        if isinstance(targets, str) or any(f".{name}".endswith(f".{target}") for target in targets)
+    ]
+    return lora.rank * sum(adapted)
+
+
+def size_of(config: Mapping[str, Any]) -> ModelSize:
+    """Return the sizes that `config.json` describes.
+
+    Raises:
+        ConfigError: another kind of model, or a key is missing.
+
+    """
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        raise ConfigError(f"model type {family}: its memory cannot be computed (known: {', '.join(FAMILIES)})")
+    is_mixture = family == "qwen3_moe"
+    if is_mixture and (config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1):
+        raise ConfigError("mlp_only_layers, decoder_sparse_step: memory is computed for experts in every layer only")
+    try:
+        heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        head_dim = config.get("head_dim") or hidden // heads
+        return ModelSize(
+            layers=config["num_hidden_layers"],
+            hidden=hidden,
+            query=heads * head_dim,
+            key=(config.get("num_key_value_heads") or heads) * head_dim,
+            mlp=config["moe_intermediate_size" if is_mixture else "intermediate_size"],
+            vocabulary=config["vocab_size"],
+            tied=config.get("tie_word_embeddings", False),
+            qk_norm=family.startswith("qwen3"),
+            experts=_n_experts(config) if is_mixture else 0,
+            experts_per_token=config["num_experts_per_tok"] if is_mixture else 0,
+        )
+    except KeyError as error:
+        raise ConfigError(f"config.json has no {error.args[0]}: add it") from error
+
+
+def _n_experts(config: Mapping[str, Any]) -> int:
+    # transformers saves the key under another name than the models' authors.
+    n: int = config["num_experts"] if "num_experts" in config else config["num_local_experts"]
+    return n
+
+
+# --- What a job needs on each GPU -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -115,3 +244,121 @@ def kv_token_bytes(n_layers: int, n_kv_heads: int, head_dim: int, element_bytes:
 def engine_bytes(n_parameters: int, kv_bytes_per_token: int, max_tokens: int, tensor_parallel: int) -> int:
     """Return bfloat16 weights and the KV cache of one sample on each GPU of an engine."""
     return math.ceil((2 * n_parameters + kv_bytes_per_token * max_tokens) / tensor_parallel)
+
+
+# --- What an update of the torch backend holds on each GPU, by purpose; `memory` has the trainer's state --------------
+# Tests compare these bytes with what torch saves for the backward pass. A CUDA context, libraries' workspaces and
+# fragmentation come on top.
+
+
+class Estimate(NamedTuple):
+    """The memory of a job's training."""
+
+    parameters: int
+    active_parameters: int
+    """Parameters that compute one token; fewer than all in a mixture of experts."""
+    gpus: int
+    tokens: int
+    """Tokens of one GPU's part of a micro-batch."""
+    bytes: dict[str, int]
+    """Purpose -> bytes on each GPU, and `total`; only `state` where the rest is unknown."""
+
+
+def estimate(spec: JobSpec, longest_sample: int = 0) -> Estimate:
+    """Return the memory of a job whose model is a local folder; only its `config.json` is read.
+
+    Args:
+        spec: the job.
+        longest_sample: tokens of the longest sample with its prompt; 0: `sampling.max_tokens`, and with `kind: sft`,
+            whose samples are not known here, a GPU's part of a micro-batch.
+
+    Raises:
+        ConfigError: the job trains nothing, or the model is not a local folder, or of an unknown kind.
+
+    """
+    if spec.kind == "eval":
+        raise ConfigError("a job of kind eval trains nothing: give a job of kind rl or sft")
+    folder = Path(spec.model).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(_no_folder(spec.model))
+    config = read_config(folder)
+    size, trainer = size_of(config.get("text_config", config)), spec.trainer
+    longest_sample = longest_sample or (spec.sampling.max_tokens if spec.kind == "rl" else 0)
+    n_tokens = max(trainer.micro_batch_tokens // trainer.data_parallel, longest_sample)
+    n_tokens = -(-n_tokens // trainer.context_parallel)
+    model = trained_model(spec, size.total, size.in_experts, added_parameters(spec, size))
+    if spec.adapter is not None or trainer.backend == "megatron":
+        found = {"state": state_bytes(model, trainer)}
+    else:
+        update = update_memory(size, model, trainer, n_tokens)
+        found = {**update._asdict(), "total": update.total}
+    return Estimate(size.total, size.active, trainer.n_ranks, n_tokens, found)
+
+
+def _no_folder(model: str) -> str:
+    if is_hub_id(model):
+        how = f"download its settings: 'hf download {model} config.json --local-dir DIR', and add model=DIR"
+    else:
+        how = "name the folder with the model's config.json" + (f" ({found})" if (found := nearest(model)) else "")
+    return f"model: there is no folder {model}: {how}"
+
+
+class UpdateMemory(NamedTuple):
+    """Bytes on each GPU at the peak of an update."""
+
+    state: int
+    """Weights, gradients, moments, the reference model, and a critic."""
+    activations: int
+    """Saved for the backward pass."""
+    recomputed_layer: int
+    """Activations of the layer that is being recomputed, with activation checkpointing."""
+    logits: int
+    """Logits of a chunk of tokens, their gradient, and a part of both in float32."""
+    working_weights: int
+    """Weights in bfloat16 for matrix products; with FSDP2, gathered weights."""
+
+    @property
+    def total(self) -> int:
+        """Return the peak: logits are freed before a layer is recomputed."""
+        return self.state + self.activations + self.working_weights + max(self.logits, self.recomputed_layer)
+
+
+def update_memory(size: ModelSize, model: TrainedModel, spec: TrainerSpec, n_tokens: int) -> UpdateMemory:
+    """Return the bytes of an update.
+
+    Args:
+        size: sizes of the model.
+        model: what is trained.
+        spec: the job file's section `trainer`, of the torch backend.
+        n_tokens: number of tokens in one GPU's part of a micro-batch, all of them trained.
+
+    """
+    half = spec.dtype == "bfloat16"
+    layer = n_tokens * token_bytes(size, half=half)
+    checkpointed = spec.activation_checkpointing
+    activations = size.layers * (4 * n_tokens * size.hidden if checkpointed else layer)
+    activations += 12 * n_tokens * size.hidden  # the last norm
+    n_logits = n_tokens * size.vocabulary
+    logits = 2 * (2 if half else 4) * min(MAX_LOGITS, n_logits)
+    # Their softmax; in bfloat16 also a copy of them.
+    logits += (2 if half else 1) * 4 * min(CHUNK_LOGITS, n_logits)
+    n_cast = (1 if checkpointed else size.layers) * size.layer + size.vocabulary * size.hidden
+    working = 2 * n_cast if half else 0
+    if spec.n_shards > 1:
+        # The root's own parameters stay gathered for the whole pass, a layer's while it computes.
+        working += 4 * (size.embeddings + size.layer)
+    return UpdateMemory(state_bytes(model, spec), activations, layer if checkpointed else 0, logits, working)
+
+
+def token_bytes(size: ModelSize, *, half: bool) -> int:
+    """Return what a layer saves of each token for its backward pass; `half`: with matrices in bfloat16.
+
+    Norms save their input and two intermediate results in float32; attention its queries, keys, values and output; a
+    gated MLP four results as wide as itself; experts also each token's input and output, once per expert.
+    """
+    element = 2 if half else 4
+    saved = (26 if half else 24) * size.hidden + 2 * element * (size.query + size.key)
+    if size.qk_norm:
+        saved += (6 if half else 8) * (size.query + size.key)
+    saved += 4 * element * size.mlp * max(1, size.experts_per_token)
+    return saved + 2 * element * size.hidden * size.experts_per_token + 4 * size.experts

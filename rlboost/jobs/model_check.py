@@ -6,20 +6,28 @@ skipped if that library is not installed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgpack
 
 from rlboost.jobs.user_code_check import complaint
 from rlboost.services.trainer.adapters.megatron import model_shape as megatron
-from rlboost.services.trainer.adapters.ranks.layout import Layout, require_divisible_heads
+from rlboost.services.trainer.adapters.named_paths import check_named_paths
+from rlboost.services.trainer.adapters.torch.ranks import Layout, require_divisible_heads
+from rlboost.services.trainer.ports.samples import EnvironmentFault
+from rlboost.services.trainer.settings import Settings
 from rlboost.shared.data.rows import is_remote
 from rlboost.shared.data.shards import names_of
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.job.run_log import missing_log_libraries
-from rlboost.shared.job.spec import JobSpec
+from rlboost.shared.job.spec import JobSpec, missing_log_libraries
+from rlboost.shared.job.training import check_targets
 from rlboost.shared.model.experts import require_known_experts, require_mixture, require_replayable
 from rlboost.shared.model.folder import (
     count_parameters,
@@ -27,18 +35,50 @@ from rlboost.shared.model.folder import (
     read_tensor_shapes,
     require_tokenizer,
     require_unquantized,
+    require_whole_weights,
 )
-from rlboost.shared.model.lora_targets import check_targets
-from rlboost.shared.process.extras import is_installed, pip_install
+from rlboost.shared.model.tool_calls import CallStyle
+from rlboost.shared.process.modules import is_installed, pip_install
+from rlboost.shared.wire import ints
+from rlboost.terminal import printable
 
+if TYPE_CHECKING:
+    from rlboost.services.trainer.ports.samples import Data, Prompt
+
+_MAX_HALF = 1500
+"""Characters of the beginning and of the end of a prompt that are shown."""
 _USER_CODE_SCRIPT = """
 import sys
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.user_code.functions import load_user_function
 try:
-    load_user_function(sys.argv[1], sys.argv[2], sys.argv[3].split(","))
+    load_user_function(sys.argv[1], sys.argv[2], sys.argv[3].split(","), sys.argv[4])
 except ConfigError as error:
     sys.exit(str(error))
+"""
+_ENVIRONMENT = "environment.function"
+_ENVIRONMENT_SCRIPT = """
+import asyncio, json, sys
+from pathlib import Path
+import msgpack
+from rlboost.services.trainer.children.environment import Host
+from rlboost.jobs.user_code_check import MAY_WORK_THERE
+from rlboost.shared.job.environment import environment_factory
+from rlboost.shared.model.tool_calls import CallStyle
+from rlboost.shared.user_code.functions import describe_import_error
+spec, style, start = json.loads(sys.argv[1]), json.loads(sys.argv[2]), Path(sys.argv[3])
+place = "environment.function: " + spec["function"]
+try:
+    make = environment_factory(spec["function"], spec["arguments"], style and CallStyle(**style))
+except BaseException as error:
+    sys.exit("environment.function: " + describe_import_error(spec["function"], "environment", error))
+if start.exists():
+    with asyncio.Runner() as runner:
+        answer = Host(runner, make).answer({"conversation": None, "release": (), **msgpack.unpackb(start.read_bytes())})
+    if "raised" in answer:
+        print(f"{place}: reset of the first row raised {answer['raised'].partition(chr(10))[0]}", file=sys.stderr)
+        sys.exit(MAY_WORK_THERE)
+    start.write_bytes(msgpack.packb(answer))
 """
 
 
@@ -47,6 +87,7 @@ def model_problems(spec: JobSpec) -> list[str]:
     model = Path(spec.model).expanduser()
     checks: list[Callable[[], object]] = [
         lambda: require_tokenizer(model),
+        lambda: require_whole_weights(model),
         lambda: require_unquantized(read_config(model)),
         lambda: require_known_experts(model),
     ]
@@ -73,13 +114,28 @@ def n_parameters(spec: JobSpec) -> int | None:
         return None
 
 
+def path_warning(spec: JobSpec) -> str:
+    """Return why a trainer in this folder, with the settings of this environment, would not read what the job names."""
+    try:
+        config = Settings()
+        check_named_paths(spec, config.dir, config.job_folders)
+    except ConfigError as error:
+        return str(error)
+    except ValueError:
+        return ""  # of a setting, which the trainer reports
+    return ""
+
+
 def code_problems(spec: JobSpec) -> list[str]:
     """Return the problems of user functions that run in the trainer, one line each."""
-    asked = [("algorithm.loss", spec.algorithm.loss, "batch")] if spec.kind == "rl" else []
+    asked = [("algorithm.loss", spec.algorithm.loss, "batch", "loss function")] if spec.kind == "rl" else []
     if spec.data.curriculum is not None:
-        asked.append(("data.curriculum.function", spec.data.curriculum.function, "means,step,columns"))
+        skips = spec.data.curriculum.function
+        asked.append(("data.curriculum.function", skips, "means,step,columns", "curriculum function"))
     found = [
-        complaint(field, path, _USER_CODE_SCRIPT, field, path, arguments) for field, path, arguments in asked if path
+        complaint(field, path, _USER_CODE_SCRIPT, field, path, arguments, kind)
+        for field, path, arguments, kind in asked
+        if path
     ]
     return [problem for problem in found if problem and not _needs_torch(problem)]
 
@@ -94,24 +150,124 @@ def missing_libraries(spec: JobSpec) -> list[str]:
     return [*missing_log_libraries(spec.log), *_other_libraries(spec)]
 
 
-def data_problem(spec: JobSpec) -> str:
-    """Return the first problem of the tokenized prompts, empty if there is none.
+class DataFindings(NamedTuple):
+    """What the tokenized prompts show."""
+
+    problem: str = ""
+    """The first problem, empty if there is none."""
+    example: str = ""
+    """The first prompt as the model sees it, and what follows it in training; empty if it is unknown."""
+    notices: Sequence[str] = ()
+    data: Data | None = None
+    """The prompts, None if they cannot be tokenized here."""
+
+
+def check_data(spec: JobSpec) -> DataFindings:
+    """Return the findings in the tokenized prompts.
 
     Does what the trainer does before training: tokenizes every row and compares it with the model's context length.
     """
     sources = [name for rows in spec.data.rows for name in names_of(rows.source)]
     if not is_installed("torch", "transformers") or any(map(is_remote, sources)):
-        return ""  # only the trainer can tell
-    return _error_of(lambda: _load_data(spec))
+        return DataFindings()  # only the trainer can tell
+    try:
+        return _load_data(spec)
+    except ConfigError as error:
+        return DataFindings(str(error))
 
 
-def _load_data(spec: JobSpec) -> None:
+def _load_data(spec: JobSpec) -> DataFindings:
     from rlboost.services.trainer.adapters.data import load_data  # noqa: PLC0415 - imports torch
     from rlboost.services.trainer.domain import plan  # noqa: PLC0415 - only where a trainer may run
 
     data = load_data(spec, Path(spec.model).expanduser())
     if spec.kind != "sft":
         plan.check(spec, len(data.evaluation))
+    notices = []
+    if ignored := ", ".join(sorted(data.ignored_keys)):
+        notices.append(f"data: the chat template does not show these keys of messages: {ignored}")
+    if split := ", ".join(data.split_tokens):
+        notices.append(f"model: the chat template writes {split}, which the tokenizer splits into several tokens")
+    if spec.data.prompts_per_step > (n_rows := len(data.train)) > 0:
+        notices.append(f"data.prompts_per_step: {spec.data.prompts_per_step} of {n_rows} rows: each step repeats some")
+    if spec.kind == "rl" and spec.data.eval is not None and spec.eval is None:
+        notices.append("data.eval: only rlboost eval reads it, since there is no section eval")
+    first = next(iter([*data.train[:1], *data.evaluation[:1]]), None)
+    example = "" if first is None else _shown(data, ints(first.tokens), ints(first.completion))
+    return DataFindings(example=example, notices=notices, data=data)
+
+
+def check_environment(spec: JobSpec, data: Data | None) -> DataFindings:
+    """Return what an environment of the job shows, in a process of its own.
+
+    Its tools, or the prompt that its `reset` returns, change what the model sees: all rows are formatted with the tools
+    that it has after the first row. A prompt that `reset` returns is checked for the first row only.
+
+    Args:
+        spec: a job with an environment.
+        data: the job's prompts; None if they cannot be tokenized here: then an environment is only created.
+
+    """
+    environment = spec.environment
+    assert environment is not None
+    rows = [*data.train, *data.evaluation] if data else []
+    style: CallStyle | None = data.call_style if data else None
+    with TemporaryDirectory() as folder:
+        start = Path(folder, "start")
+        if rows:
+            row = {"prompt": rows[0].given, **rows[0].columns}
+            start.write_bytes(msgpack.packb({"row": row, "seed": spec.trainer.seed, "turns": ()}))
+        arguments = environment.model_dump_json(), json.dumps(style and asdict(style)), str(start)
+        if wrong := complaint(
+            _ENVIRONMENT, environment.function, _ENVIRONMENT_SCRIPT, *arguments, more_s=environment.timeout_s
+        ):
+            return DataFindings(wrong)
+        if data is None or not rows:
+            return DataFindings()
+        answer = msgpack.unpackb(start.read_bytes())
+    return _formatted(spec, data, rows, answer)
+
+
+def _formatted(spec: JobSpec, data: Data, rows: Sequence[Prompt], answer: dict[str, Any]) -> DataFindings:
+    """Return the findings in the prompts of an environment that has answered the first row."""
+    prompt, tools, formatter = answer["prompt"], answer["tools"], data.chat_formatter
+    if formatter is None or (prompt is None and not tools):
+        return DataFindings()  # the model sees the rows' own prompts
+    example = ""
+    for i, row in enumerate(rows if prompt is None else rows[:1]):
+        source, number = ("train", i + 1) if i < len(data.train) else ("eval", i + 1 - len(data.train))
+        where = f"{_ENVIRONMENT}: with the environment's tools, prompt {number} of data.{source} ({row.given!r:.60})"
+        if prompt is not None:
+            where = f"{_ENVIRONMENT}: the prompt that reset returns for the first row"
+        try:
+            tokens = formatter.format_prompt(row.given if prompt is None else prompt, tools, row.columns)
+        except EnvironmentFault as fault:
+            return DataFindings(f"{where} cannot be formatted: {fault.detail}")
+        most, n_new = formatter.max_length, spec.sampling.max_tokens
+        if most is not None and len(tokens) + n_new > most:
+            return DataFindings(
+                f"{where} has {len(tokens)} tokens, which do not fit the model's {most} positions with "
+                f"sampling.max_tokens {n_new}: shorten it, or lower sampling.max_tokens"
+            )
+        example = example or _shown(data, tokens)
+    return DataFindings(example=example)
+
+
+def _shown(data: Data, prompt: list[int], completion: Sequence[int] = ()) -> str:
+    """Return the first prompt, and what is trained after it, as text of several lines."""
+    lines = [f"the first prompt, as the model sees it ({len(prompt)} tokens):", _shortened(data, prompt)]
+    if completion:
+        lines += [f"and what it is trained to answer ({len(completion)} tokens):", _shortened(data, list(completion))]
+    return "\n".join(lines)
+
+
+def _shortened(data: Data, tokens: list[int]) -> str:
+    """Return the text of tokens for a terminal, without most of its middle if it is long."""
+    text = data.decode(tokens, skip_special_tokens=False)
+    if len(text) > 2 * _MAX_HALF:
+        left_out = len(text) - 2 * _MAX_HALF
+        text = f"{text[:_MAX_HALF]}\n[... {left_out} characters ...]\n{text[-_MAX_HALF:]}"
+    return "\n".join(f"  | {line}" for line in printable(text).split("\n"))
 
 
 def _check_cut(spec: JobSpec, model: Path) -> None:

@@ -23,13 +23,13 @@ from typing import Self
 import rlboost
 from rlboost.client import Client, ClientError
 from rlboost.local import redis_server
-from rlboost.local.cpus import n_cpus
-from rlboost.local.fork_server import FORK_SERVER, ForkServer, is_forkable
-from rlboost.local.ports import Ports
+from rlboost.local.machine import n_cpus
 from rlboost.local.processes import (
+    LEAST_OPEN_FILES,
     STARTING_ORDER,
     LaunchContext,
     LocalOptions,
+    Ports,
     ProcessSpec,
     SpecOf,
     cache_dir,
@@ -39,8 +39,9 @@ from rlboost.local.processes import (
 )
 from rlboost.local.state import Config, ProcessRecord, StateDir
 from rlboost.local.supervisor import ClusterEvent, Supervisor
-from rlboost.shared.disk_space import is_full
 from rlboost.shared.errors import ConfigError, DiskFull, Fatal, RLBoostError, leaves
+from rlboost.shared.files import is_full
+from rlboost.shared.process.system import raise_open_files_limit
 from rlboost.shared.settings import check
 
 _GRACE_S = 12.0
@@ -49,8 +50,6 @@ _GRACE_S = 12.0
 _FOLLOW_EVERY_S = 1.0
 _READ_TIMEOUT_S = 5.0
 """Longest wait for the manager's target."""
-_FORK_SERVER_LIMIT_S = 180.0
-"""Importing torch from a cold disk takes minutes on a small machine, and longer in several processes at once."""
 
 
 class LocalCluster:
@@ -83,7 +82,6 @@ class LocalCluster:
         self._present_spot = set(spot_names(options))
         self._placements = dict(options.layout.placements)
         self._context: LaunchContext
-        self._forks: ForkServer
         self._supervisor: Supervisor
 
     # --- life ---------------------------------------------------------------------------------------------------------
@@ -91,18 +89,19 @@ class LocalCluster:
     async def __aenter__(self) -> Self:
         """Start everything and wait until it is ready."""
         _check_folder(Path.cwd())
+        _require_open_files()
         try:
             async with AsyncExitStack() as stack:
                 stack.enter_context(self.state.owned())
                 stack.push(self._record_end)
                 self._ports = stack.enter_context(Ports(self.state.ports(), self.options.host))
                 self._context = self._launch_context()
+                for text in self.state.warnings:
+                    self._on_event(ClusterEvent("warning", "state", time.time(), text))
                 specs = [self._spec_of(self._context, name, role) for name, role in initial_processes(self.options)]
                 _check_settings(specs)
-                self._forks = _fork_server(specs, self.state)
-                stack.callback(self._forks.close)
                 tasks = await stack.enter_async_context(asyncio.TaskGroup())
-                self._supervisor = Supervisor(self.state, tasks, self._on_event, self._forks)
+                self._supervisor = Supervisor(self.state, tasks, self._on_event)
                 stack.push_async_callback(self._supervisor.close)
                 stack.push_async_callback(self._stop)
                 await self._start(specs)
@@ -143,9 +142,10 @@ class LocalCluster:
         return Fatal(f"the system in {self.options.state_dir} ended: {_reason(error)}{advice}")
 
     def _launch_context(self) -> LaunchContext:
-        redis_port = self._ports.of("redis", self.options.redis_port)
-        self._ports.of("manager", self.options.port)
-        self._ports.of("weight-store", self.options.weight_store_port)
+        redis_port = self._ports.of("redis", self.options.redis_port, "redis_port in the FILE of 'rlboost up FILE'")
+        self._ports.of("manager", self.options.port, "--port")
+        store = "weight_store_port in the FILE of 'rlboost up FILE'"
+        self._ports.of("weight-store", self.options.weight_store_port, store)
         redis_argv, redis_url = redis_server.configure(self.state, redis_port, self.options.host)
         return LaunchContext(
             options=self.options,
@@ -164,8 +164,6 @@ class LocalCluster:
     async def _start(self, specs: Sequence[ProcessSpec]) -> None:
         for stage in STARTING_ORDER:
             members = [spec for spec in specs if spec.role in stage]
-            if stage == STARTING_ORDER[-1]:  # whose imports are worth the wait
-                await self._forks.until_ready(_FORK_SERVER_LIMIT_S)
             for spec in members:
                 self._supervisor.launch(spec)
             async with asyncio.TaskGroup() as waits:
@@ -199,8 +197,8 @@ class LocalCluster:
         return self._supervisor.records()
 
     def cpu_seconds(self) -> dict[str, float]:
-        """Return the CPU seconds so far by process name, over all restarts, with descendants and the fork server."""
-        return {**self._supervisor.cpu_seconds(), FORK_SERVER: self._forks.cpu_s()}
+        """Return the CPU seconds so far by process name, over all restarts, with descendants."""
+        return self._supervisor.cpu_seconds()
 
     def on_event(self, listener: Callable[[ClusterEvent], None]) -> None:
         """Call the listener, in the event loop, for every process event from now on."""
@@ -269,15 +267,6 @@ class LocalCluster:
         self._supervisor.notice(name)
 
 
-def _fork_server(specs: Sequence[ProcessSpec], state: StateDir) -> ForkServer:
-    """Return a fork server for these processes, started if it saves more imports than it costs."""
-    heavy = [spec for spec in specs if spec.role in STARTING_ORDER[-1] and is_forkable(spec.argv, spec.env)]
-    forks = ForkServer({**os.environ, **heavy[0].env} if heavy else {}, state.log_of(FORK_SERVER))
-    if len(heavy) > 1:
-        forks.start()
-    return forks
-
-
 def _check_settings(specs: Sequence[ProcessSpec]) -> None:
     """Check the settings of all services before the first one starts, which takes seconds.
 
@@ -289,6 +278,20 @@ def _check_settings(specs: Sequence[ProcessSpec]) -> None:
         if (module := spec.argv[-1]).startswith("rlboost.services."):
             settings = importlib.import_module(f"{module}.settings").Settings
             check(settings, {**os.environ, **spec.env})
+
+
+def _require_open_files() -> None:
+    """Raise the limit of open files, which all processes inherit.
+
+    Raises:
+        ConfigError: it is too low.
+
+    """
+    limit = raise_open_files_limit()
+    if limit < LEAST_OPEN_FILES:
+        raise ConfigError(
+            f"the limit of open files (ulimit -n) is {limit}, and at least {LEAST_OPEN_FILES} are needed: raise it"
+        )
 
 
 def _check_folder(cwd: Path) -> None:

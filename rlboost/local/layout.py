@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rlboost.local.gpus import Gpu
+from rlboost.local.machine import Gpu
 from rlboost.shared.errors import ConfigError, Conflict
 
 SHARED_MEMORY_FRACTION = 0.4

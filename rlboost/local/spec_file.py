@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.util
 import ipaddress
 import json
-from collections.abc import Mapping
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import yaml
 from pydantic import ConfigDict, Field, ValidationError, field_validator
 
+from rlboost.local import layout
+from rlboost.local.machine import Gpu, list_gpus, select
+from rlboost.local.processes import LOOPBACK, LocalOptions, reserved_names, spot_names, trainer_names, trainer_of
 from rlboost.shared import strict_yaml
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.process.extras import pip_install
+from rlboost.shared.process.modules import EngineName, require_engine
 from rlboost.shared.validation import Section, describe
-
-EngineName = Literal["torch", "vllm"]
 
 
 class MachineSpec(Section):
@@ -89,7 +91,7 @@ class SystemSpec(MachineSpec):
     autoscale: int = Field(0, ge=0)
     """Most spot workers: their number follows the number worth having. 0: it stays as it is."""
     host: str = ""
-    """Address of this machine that workers on other machines can reach; empty: this machine only."""
+    """Address or name of this machine that workers on other machines can reach; empty: this machine only."""
     port: int = Field(0, ge=0, le=65535)
     """Port of the REST API; 0 takes a free one, with `host` 8700."""
     weight_store_port: int = Field(0, ge=0, le=65535)
@@ -102,9 +104,36 @@ class SystemSpec(MachineSpec):
     @field_validator("host")
     @classmethod
     def _is_one_address(cls, host: str) -> str:
-        if host and ipaddress.IPv4Address(host).is_unspecified:
+        """Return one address of this machine: the given one, or that of the given name."""
+        if not host:
+            return host
+        address = _address(host.strip().removeprefix("[").removesuffix("]"))
+        if ipaddress.ip_address(address).is_unspecified:
             raise ValueError("name one address that other machines can reach, such as 10.0.0.5, not all")
-        return host
+        return address
+
+
+def _address(host: str) -> str:
+    """Return the address of a host; of a name with several, one of IPv4 where there is one.
+
+    Raises:
+        ValueError: the name has none.
+
+    """
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        pass
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ValueError(f"{host!r} is no name with an address ({why}): give an address of this machine") from error
+    addresses = [str(one[4][0]) for one in sorted(found, key=lambda one: one[0] != socket.AF_INET)]
+    reachable = [address for address in addresses if not ipaddress.ip_address(address.partition("%")[0]).is_loopback]
+    if not reachable and host != "localhost":
+        raise ValueError(f"{host!r} is {addresses[0]} here, which no other machine can reach: give an address")
+    return (reachable or addresses)[0]
 
 
 class NodeSpec(MachineSpec):
@@ -151,15 +180,93 @@ def _read(file: Path) -> dict[str, Any]:
     return raw
 
 
-def require_engine(engine: str) -> None:
-    """Check that an engine is installed.
+# --- From a system's specification to the options of a local system, GPUs included ------------------------------------
+
+
+_DEFAULT_WORKERS = 3
+_PORT, _WEIGHT_STORE_PORT, _REDIS_PORT = 8700, 8701, 6379
+"""Where other machines find a system; deploy/README.md names them for firewalls."""
+
+
+def local_options(spec: SystemSpec, state: Path) -> LocalOptions:
+    """Return the options of a local system; lists this machine's GPUs only if the specification names some.
 
     Raises:
-        ConfigError: it is not; says how to install it.
+        ConfigError: the engine is not installed, there are no GPUs, or the processes do not fit on them.
 
     """
-    if engine == "vllm" and importlib.util.find_spec("vllm") is None:
+    spec.require_engine()
+    if not spec.gpus and spec.trainer_gpus:
+        raise ConfigError(f"--trainer-gpus {spec.trainer_gpus} needs --gpus: name all GPUs of the system with it")
+    return placed(spec, state, list_gpus() if spec.gpus else [])
+
+
+def initial_workers(workers: int | None, autoscale: int) -> int:
+    """Return the number of spot workers to start with.
+
+    Args:
+        workers: the number that was requested, if any.
+        autoscale: the most that autoscaling may run; 0: there is no autoscaling.
+
+    Raises:
+        ConfigError: more were requested than autoscaling may run.
+
+    """
+    if workers is None:
+        return min(_DEFAULT_WORKERS, autoscale or _DEFAULT_WORKERS)
+    if autoscale and workers > autoscale:
+        raise ConfigError(f"--workers {workers} is more than --autoscale {autoscale}, the most: change one of them")
+    return workers
+
+
+def placed(spec: SystemSpec, state: Path, gpus: Sequence[Gpu]) -> LocalOptions:
+    """Return the options of a local system on a machine with these GPUs.
+
+    Raises:
+        ConfigError: a GPU does not exist, the processes do not fit on the GPUs, or options exclude each other.
+
+    """
+    options = LocalOptions(
+        state_dir=state,
+        reserved=1 if spec.reserved is None else spec.reserved,
+        workers=initial_workers(spec.workers, spec.autoscale),
+        engine=spec.engine_name,
+        host=spec.host or LOOPBACK,
+        port=spec.port or (_PORT if spec.host else 0),
+        weight_store_port=spec.weight_store_port or (_WEIGHT_STORE_PORT if spec.host else 0),
+        redis_port=spec.redis_port or (_REDIS_PORT if spec.host else 0),
+        env=spec.settings,
+        standby=spec.standby,
+        trainers=spec.trainers,
+        autoscale=spec.autoscale,
+    )
+    if spec.autoscale and "RLBOOST_MANAGER_POOLS" in spec.env:
         raise ConfigError(
-            "--engine vllm needs vllm: 'make install-vllm' on a machine without a GPU, "
-            f"{pip_install('vllm')} on one with"
+            "--autoscale sets RLBOOST_MANAGER_POOLS to the workers of this machine: remove it from env, or do without "
+            "--autoscale"
         )
+    if not spec.gpus:
+        return options
+    usable = select(spec.gpus, list(gpus), "--gpus")
+    workers = spec.workers or 0
+    if spec.trainer_gpus:
+        trainer_gpus = select(spec.trainer_gpus, usable, "--trainer-gpus")
+    else:
+        trainer_gpus = usable[: max(len(usable) - max(workers, spec.autoscale) * spec.tensor_parallel, 0)]
+    n_groups = len(trainer_gpus) // spec.trainers // spec.tensor_parallel * spec.trainers
+    options = replace(options, workers=workers, reserved=n_groups if spec.reserved is None else spec.reserved)
+    planned = layout.plan(
+        usable,
+        trainer_gpus,
+        trainer_names(options),
+        {name: trainer_of(options, name) for name in reserved_names(options)},
+        spot_names(options),
+        tensor_parallel=spec.tensor_parallel,
+        memory_fraction=spec.gpu_memory_utilization or layout.SHARED_MEMORY_FRACTION,
+    )
+    if spec.autoscale > len(planned.worker_groups):
+        raise ConfigError(
+            f"--autoscale {spec.autoscale} does not fit on the GPUs that the trainer does not use, which have room for "
+            f"{len(planned.worker_groups)} workers: lower it, or give fewer --trainer-gpus"
+        )
+    return replace(options, layout=planned)

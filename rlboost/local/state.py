@@ -29,8 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from rlboost.local.layout import DeviceSummary
-from rlboost.shared.atomic_file import replace_file
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.files import replace_file
+from rlboost.shared.secrets import clean_secret
 
 _LOCK_PATIENCE_S = 1.0
 """A command that checks whether a system runs holds the lock for microseconds."""
@@ -90,6 +91,12 @@ class StateDir:
     def __init__(self, path: Path) -> None:
         """Wrap the folder; creates nothing."""
         self.path = path.absolute()
+        self.last_token = ""
+        """Of the last system, if it left one in addition to its file; known to the owner."""
+        self.warnings: list[str] = []
+        """What was lost or repaired at the start."""
+        self.was_stopped = False
+        """Whether the last system was stopped in order; known to the owner."""
 
     def log_of(self, name: str) -> Path:
         """Return a process's log file."""
@@ -106,11 +113,13 @@ class StateDir:
         try:
             for folder in (self.path, self.path / "logs", self.path / "drained"):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.path.chmod(0o700)  # it may be older; weights, runs and Redis's files in it are readable by all
             descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigError(f"state folder {self.path}: {error.strerror}; name another with --state") from error
         try:
             self._lock(descriptor)
+            self._read_last()
             os.truncate(descriptor, 0)
             os.write(descriptor, str(os.getpid()).encode())
             self._forget()
@@ -118,6 +127,14 @@ class StateDir:
             yield
         finally:
             os.close(descriptor)
+
+    def _read_last(self) -> None:
+        with contextlib.suppress(ConfigError):
+            config = self.config()
+            self.last_token = config.token if config else ""
+        with contextlib.suppress(OSError, ValueError):
+            end = json.loads((self.path / "end").read_bytes().rstrip(b"\0"))
+            self.was_stopped = end.get("reason") == ""
 
     def _lock(self, descriptor: int) -> None:
         limit = time.monotonic() + _LOCK_PATIENCE_S
@@ -227,12 +244,19 @@ class StateDir:
     def config(self) -> Config | None:
         """Return the connection data of the current or last system, None if there is none."""
         raw = self._read("config.json")
-        return None if raw is None else Config(**raw)
+        try:
+            return None if raw is None else Config(**raw)
+        except TypeError as error:
+            raise ConfigError(f"{self.path / 'config.json'} is of another release ({error}): remove it") from error
 
     def system_token(self, given: str | None) -> str:
         """Return the system's token: the given one, that of the last system in this folder, or a new one.
 
         The folder's jobs continue only under the token that their commands are signed with.
+
+        Raises:
+            ConfigError: the folder's file is damaged, and no token is given.
+
         """
         return self._secret("token", given)
 
@@ -242,9 +266,27 @@ class StateDir:
 
     def _secret(self, name: str, given: str | None) -> str:
         file = self.path / name
-        secret = given or (file.read_text(encoding="ascii").strip() if file.exists() else secrets.token_urlsafe(24))
+        known = self.last_token if name == "token" else ""
+        secret = clean_secret("RLBOOST_TOKEN", given or "") or self._stored_secret(file) or known
+        if not secret:
+            if name == "token" and file.exists():
+                self.warnings.append(
+                    f"{file} was empty, as a power failure leaves it: the system has a new token, under which "
+                    "unfinished jobs of this folder do not continue"
+                )
+            secret = secrets.token_urlsafe(24)
         self.write(name, f"{secret}\n")
         return secret
+
+    def _stored_secret(self, file: Path) -> str:
+        """Return the secret in a file; empty if there is no file, or a power failure has left it empty."""
+        try:
+            # A file system may restore the length of a file without its blocks.
+            return clean_secret(str(file), file.read_bytes().rstrip(b"\0").decode("latin-1"))
+        except FileNotFoundError:
+            return ""
+        except OSError as error:
+            raise ConfigError(f"{file} cannot be read: {error.strerror}; remove it, or make it readable") from error
 
     def write_ports(self, ports: Mapping[str, int]) -> None:
         """Write the ports by process name, for the next system in this folder."""
@@ -252,7 +294,10 @@ class StateDir:
 
     def ports(self) -> dict[str, int]:
         """Return the ports of the current or last system by process name."""
-        return dict(self._read("ports.json") or {})
+        try:
+            return {str(name): int(port) for name, port in dict(self._read("ports.json") or {}).items()}
+        except (ConfigError, ValueError, TypeError, AttributeError):  # other ports do as well
+            return {}
 
     def write_devices(self, devices: DeviceSummary | None) -> None:
         """Write what a job must know of the system's GPUs; None if it uses none."""
@@ -287,12 +332,14 @@ class StateDir:
         return (self.path / "drained" / name).exists()
 
     def write(self, name: str, text: str) -> None:
-        """Replace a file atomically, readable by its owner only."""
-        replace_file(self.path / name, text, mode=0o600)
+        """Replace a file atomically, readable by its owner only; it is on disk before its name is."""
+        replace_file(self.path / name, text, sync=name != "processes.json", mode=0o600)
 
     def _read(self, name: str) -> Any:
         try:
-            return json.loads((self.path / name).read_text(encoding="utf-8"))
+            # After a power failure a file may be empty, or consist of zeros.
+            text = (self.path / name).read_text(encoding="utf-8").strip("\0 \n")
+            return json.loads(text) if text else None
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:

@@ -6,12 +6,19 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
+from rlboost.client import Client, Json
+from rlboost.report.record import Change, JobEvent, Record, checks
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.ids import worker_name
 from rlboost.shared.page.files import STATIC
 
 _IMPORT = re.compile(r'^import \{[^}]*\} from "\./([\w.]+)";\n', re.MULTILINE)
@@ -43,7 +50,7 @@ class Report:
     events: Sequence[Mapping[str, Any]] = ()
     """The job's events, oldest first."""
     samples: Mapping[int, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
-    """Samples by step: see `answers.shown_samples`."""
+    """Samples by step: see `shown_samples`."""
     tables: Sequence[Table] = ()
 
 
@@ -112,3 +119,152 @@ def _modules(name: str, seen: set[str]) -> list[str]:
 
 def _digest(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+# --- Read what the web page shows of a job, for its report ------------------------------------------------------------
+
+
+SHOWN_PER_ORDER = 8
+"""Samples shown per order, as in the page's `samples.js`."""
+MAX_SAMPLE_CHARACTERS = 4_000_000
+"""Maximum size of the samples in a report, as JSON; those of the newest steps come first."""
+_WARNINGS_SHOWN = 50
+
+
+def read(client: Client, job: Json) -> Report:
+    """Return the report of a job, running or ended, from what the API retains of it.
+
+    Raises:
+        ClientError: the manager does not answer.
+
+    """
+    job_id = job["id"]
+    events = [event.data for event in client.jobs.events(job_id, follow=False)]
+    answers = job_answers(
+        job,
+        metrics=client.jobs.metrics(job_id),
+        audit=client.jobs.audit(job_id),
+        cost=client.jobs.cost(job_id),
+        spec=client.jobs.spec(job_id),
+    )
+    warnings = [str(event["fields"].get("text", "")) for event in events if event["kind"] == "warning"]
+    now = time.time()
+    return Report(
+        at=now,
+        job=job_id,
+        text=f"Job {job_id}: {job['step']} of {job['steps']} steps, as of {clock(now)}.",
+        answers={**answers, "fleet": client.fleet()},
+        events=events,
+        samples=samples_by_step(client.jobs.samples(job_id)),
+        tables=[Table("Warnings", [[text] for text in warnings[-_WARNINGS_SHOWN:]])] if warnings else [],
+    )
+
+
+def samples_by_step(samples: Iterable[Mapping[str, Any]]) -> dict[int, list[Mapping[str, Any]]]:
+    """Return the samples that the page shows, by step from 1, as far as they fit; the newest steps come first."""
+    by_step: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
+    for sample in samples:
+        by_step[sample["step"] + 1].append(sample)
+    found: dict[int, list[Mapping[str, Any]]] = {}
+    room = MAX_SAMPLE_CHARACTERS
+    for step in sorted(by_step, reverse=True):
+        shown = shown_samples(by_step[step])
+        room -= sum(len(json.dumps(sample)) for sample in shown)
+        if room < 0:
+            break
+        if shown:
+            found[step] = shown
+    return dict(sorted(found.items()))
+
+
+def shown_samples(samples: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the training samples of one step that the page shows in one of its orders."""
+    rows = [sample for sample in samples if not sample.get("is_eval")]
+    orders: Sequence[Any] = (
+        lambda i: -_or(rows[i]["reward"], float("-inf")),
+        lambda i: _or(rows[i]["reward"], float("inf")),
+        lambda i: -len(rows[i]["spans"]),
+    )
+    places = {place for order in orders for place in sorted(range(len(rows)), key=order)[:SHOWN_PER_ORDER]}
+    return [rows[place] for place in sorted(places)]
+
+
+def clock(at: float) -> str:
+    """Format Unix seconds."""
+    return datetime.fromtimestamp(at, UTC).strftime("%d %B %Y, %H:%M UTC")
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+# --- The report of a recorded demo: its job's page, and above it what the demo checked and used -----------------------
+
+
+_NO_JOB = {"id": "none", "name": "no job", "state": "pending", "step": 0, "waiting": None, "warnings": [], "latest": {}}
+_APPLIED = {"kill": "worker_killed", "join": "worker_started"}
+
+
+def report_of(record: Record) -> Report:
+    """Return the report; a run that ended early has one too."""
+    times = {"started_at": None, "finished_at": None, "error": None, "steps": record.settings.steps}
+    job = {**_NO_JOB, **times, **record.job}
+    parts: dict[str, Any] = {"metrics": record.steps, "audit": record.audit or None}
+    seen = [event.at for event in record.job_events] + [look.at for look in record.observations]
+    return Report(
+        at=record.job_ended_at or max(seen, default=record.began_at),
+        job=job["id"],
+        text=_text(record),
+        answers=job_answers(job, cost=record.cost, spec=record.spec, **parts),
+        events=[event.model_dump() for event in _events(record)],
+        samples=record.samples,
+        tables=[table for table in _tables(record) if table.rows],
+    )
+
+
+def _text(record: Record) -> str:
+    settings = record.settings
+    held = all(check.held for check in checks(record))
+    preempted = record.applied("kill") + record.applied("notice")
+    return (
+        f"{'Every guarantee held' if held else 'Some guarantees were violated'}. "
+        f"{settings.steps} steps of GRPO on {settings.reserved} reserved and {settings.workers} preemptible workers, "
+        f"with {preempted} preemptions ({record.applied('kill')} by SIGKILL without notice) and "
+        f"{record.applied('join')} joins. {clock(record.began_at)}, {record.machine.cores} cores."
+    )
+
+
+def _events(record: Record) -> list[JobEvent]:
+    """Return the job's events and, as further ones, when workers were started and killed."""
+    ids = {
+        worker_name(event.fields["worker"]): event.fields["worker"]
+        for event in record.job_events
+        if "worker" in event.fields
+    }
+    ids |= {worker_name(one.id): one.id for look in record.observations for one in look.workers}
+    applied = [_applied(change, ids) for change in record.changes if change.action in _APPLIED]
+    return sorted(chain(record.job_events, applied), key=lambda event: event.at)
+
+
+def _applied(change: Change, ids: Mapping[str, str]) -> JobEvent:
+    worker = ids.get(change.worker, f"{change.worker}-")
+    return JobEvent(at=change.at, kind=_APPLIED[change.action], source="demo", fields={"worker": worker})
+
+
+def _tables(record: Record) -> Iterator[Table]:
+    marks = {True: "✓ held", False: "✗ violated"}
+    yield Table("Guarantees", [[marks[check.held], check.guarantee, check.detail] for check in checks(record)])
+    total = sum(record.cpu_s.values())
+    rows = [[kind, f"{seconds:.1f} s", f"{seconds / total:.0%}"] for kind, seconds in record.cpu_s.items()]
+    if rows:
+        rows += [["all", f"{total:.1f} s", ""], ["of it, before the job", f"{record.cpu_to_start_s:.1f} s", ""]]
+    yield Table("Processor time", rows, "appendix")
+    settings, machine = record.settings, record.machine
+    rows = [
+        ["workers at the start", f"{settings.reserved} reserved, {settings.workers} preemptible"],
+        ["seed", str(settings.seed)],
+        ["cores", str(machine.cores)],
+        ["load before the start", f"{machine.load:.1f}"],
+        ["system", f"{machine.platform}, Python {machine.python}"],
+    ]
+    yield Table("This run", rows, "appendix")

@@ -1,13 +1,16 @@
-"""Runs a program in its own process: a script of `rlboost.rewards.sandbox`, standard library only.
+"""Runs a program, or tests of one, in its own process: a script of `rlboost.rewards.sandbox`, standard library only.
 
-Its arguments are the descriptor of a socket, and the id of the process with which it ends, or 0. The socket transports
-lines of JSON: first a request, `{"program", "limits", "confine"}`. After the program's last statement the script sends
-an empty line, receives `[epilogue, word]`, runs the epilogue in the program's module, and sends the word.
+Its arguments are the descriptor of a socket, the id of the process with which it ends, or 0, and the descriptor of the
+connection between a program and its tests, or 0. The socket transports lines of JSON: first a request, `{"limits",
+"confine", "calls"}` with `program` or `tests`; `calls` is the text of `remote_calls`. After the program's last
+statement the script sends an empty line, and answers the tests. After the last test it sends one line: why the tests
+cannot be run so, as JSON, an empty text if they passed.
 """
 
 from __future__ import annotations
 
 import ctypes
+import io
 import json
 import os
 import resource
@@ -35,13 +38,15 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 def main() -> None:
     """Confine this process as the request asks, then run the program in it."""
-    descriptor, parent = map(int, sys.argv[1:])
+    descriptor, parent, link = map(int, sys.argv[1:])
     if parent:
         _call("prctl", libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL))
         _call("prctl", libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
         if os.getppid() != parent:
             sys.exit("the parent has ended")
     os.set_inheritable(descriptor, False)
+    if link:
+        os.set_inheritable(link, False)
     lines = open(descriptor, encoding="utf-8")  # noqa: PTH123, SIM115 - a descriptor; it is open until the end
     request = json.loads(lines.readline())
     try:
@@ -55,13 +60,25 @@ def main() -> None:
         sys.stderr.write(f"{error.strerror}: {error.filename}")
         sys.exit(_UNAVAILABLE)
     sys.argv = ["program.py"]
+    if "tests" in request:
+        why = _calls(request).judge(_connection(link), request["tests"])
+        os.write(descriptor, json.dumps(why).encode() + b"\n")
+        return
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     exec(compile(request["program"], "program.py", "exec"), module.__dict__)  # noqa: S102 - this is what it is for
-    # Only now this process learns what the program must not know.
     os.write(descriptor, b"\n")
-    epilogue, word = json.loads(lines.readline())
-    exec(compile(epilogue, "epilogue", "exec"), module.__dict__)  # noqa: S102 - likewise
-    os.write(descriptor, word.encode())
+    if link:
+        _calls(request).Peer(_connection(link), module.__dict__, is_judge=False).serve()
+
+
+def _calls(request: dict[str, Any]) -> Any:
+    module = types.ModuleType("remote_calls")
+    exec(compile(request["calls"], "remote_calls", "exec"), module.__dict__)  # noqa: S102 - our own module
+    return module
+
+
+def _connection(descriptor: int) -> io.BufferedRWPair:
+    return io.BufferedRWPair(io.FileIO(descriptor, "rb"), io.FileIO(os.dup(descriptor), "wb"))
 
 
 def _confine(readable: list[str], devices: list[str]) -> None:

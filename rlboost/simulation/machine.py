@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from rlboost.services.rollout_manager.domain.scheduling.rebalance import PREFILL_SPEEDUP
+from rlboost.services.rollout_manager.domain.candidates import PREFILL_SPEEDUP
 
 ADMIT_UP_TO = 0.99
 """Share of the KV cache that an admission may fill, as with the watermark of vLLM V0."""
 DELTA_SHARE = 0.024
-"""Bytes of a delta per byte of the bf16 model where 4.86 % of the values change, the most that
-`benchmarks/weight_codec.py` measured at a learning rate of 1e-6 (0.98 bytes for each changed value)."""
+"""Bytes of a delta per byte of the bf16 model where 4.9 % of the values change, more than at most steps with a learning
+rate of 1e-6: `benchmarks/weight_delta.py` measured 0.98 bytes for each changed value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

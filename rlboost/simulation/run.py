@@ -1,7 +1,7 @@
 """Runs a job on a spot fleet in virtual time: messages with their latency, a manager that takes turns, a cloud.
 
 The manager sees what the real one sees, and nothing else: messages of `shared.messages`, and which leases are held.
-`turn` is one turn of `services/rollout_manager/app.py`: read, decide, write.
+`turn` is one turn of `services/rollout_manager/loop.py`: read, decide, write.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from rlboost.shared.messages import (
     StepReport,
     WeightsCommitted,
 )
-from rlboost.shared.wire.columns import I32, pack
+from rlboost.shared.wire import I32, pack
 from rlboost.simulation.environment import Environment
 from rlboost.simulation.job import JOB_ID, Group
 from rlboost.simulation.result import StepResult

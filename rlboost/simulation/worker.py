@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from functools import partial
 
-from rlboost.services.rollout_worker.domain.throughput import DecodeMeter, Throughput
+from rlboost.services.rollout_worker.domain.load import DecodeMeter, Throughput
 from rlboost.shared.ids import group_of
 from rlboost.shared.messages import (
     FINISH_LENGTH,
@@ -30,7 +30,7 @@ from rlboost.shared.messages import (
     WorkerState,
 )
 from rlboost.shared.messages.protocol import PROTOCOL
-from rlboost.shared.wire.columns import F32, I32, U8, U32, U64, ints, pack
+from rlboost.shared.wire import F32, I32, U8, U32, U64, ints, pack
 from rlboost.simulation.engine import Engine, Held
 from rlboost.simulation.environment import Environment
 

@@ -9,27 +9,24 @@ from functools import partial
 
 import structlog
 
-from rlboost.services.rollout_manager.access.identities import WorkerIdentities
-from rlboost.services.rollout_manager.adapters.kubernetes import Kubernetes
-from rlboost.services.rollout_manager.adapters.leader_connection import LeaderConnection
-from rlboost.services.rollout_manager.adapters.model_files import load_model_files
+from rlboost.services.rollout_manager.access import RedisWorkerUsers, WorkerIdentities
 from rlboost.services.rollout_manager.adapters.prometheus import WorldCollector
-from rlboost.services.rollout_manager.adapters.redis_users import RedisWorkerUsers
-from rlboost.services.rollout_manager.adapters.shell_command import ShellCommand
-from rlboost.services.rollout_manager.api import build
-from rlboost.services.rollout_manager.app import Manager
-from rlboost.services.rollout_manager.fleet_scaler import FleetScaler
-from rlboost.services.rollout_manager.leadership import manager_record
-from rlboost.services.rollout_manager.openai.errors import openai_error_format
-from rlboost.services.rollout_manager.openai.routes import add_openai_routes
-from rlboost.services.rollout_manager.page.routes import add_page
+from rlboost.services.rollout_manager.adapters.providers import Kubernetes, ShellCommand
+from rlboost.services.rollout_manager.adapters.text import TextProcesses, load_model_files
+from rlboost.services.rollout_manager.api.jobs import add_page, build, control
+from rlboost.services.rollout_manager.fleet_loops import FleetScaler, StoreCredentials
+from rlboost.services.rollout_manager.leadership import LeaderConnection, manager_record
+from rlboost.services.rollout_manager.loop import Manager
 from rlboost.services.rollout_manager.ports import FleetProvider
+from rlboost.services.rollout_manager.serving.routes import add_openai_routes
+from rlboost.services.rollout_manager.serving.schemas import openai_error_format
 from rlboost.services.rollout_manager.settings import Settings
-from rlboost.services.rollout_manager.store_credentials import StoreCredentials
+from rlboost.shared.errors import ConfigError
 from rlboost.shared.http import server
-from rlboost.shared.process.garbage_collection import collect_garbage_rarely
 from rlboost.shared.process.lifecycle import run_service, supervise
+from rlboost.shared.process.system import collect_garbage_rarely
 from rlboost.shared.redis.bus import RedisBus, connect
+from rlboost.shared.redis.durability import durability, refusal
 from rlboost.shared.streams.job_logs import log_sender
 
 log = structlog.get_logger(__name__)
@@ -41,6 +38,7 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
     certificate, prices = config.certificate, config.prices
     sock = server.bind(config.host, config.port)
     bus = await connect(config.redis_url, "rollout_manager")
+    await _check_durability(bus, config)
     # Clients have connections of their own: however many there are, the manager's loop gets one.
     clients_bus = await connect(config.redis_url, "rollout_manager_api")
     host, port = sock.getsockname()[:2]
@@ -56,12 +54,15 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
         identities=identities,
         leader_watch=leader,
         prices=prices,
+        stall_limit_s=config.stall_limit_s,
+        stop_trainer=partial(control, action="cancel", token=config.token.get_secret_value()),
     )
-    WorldCollector(manager).register()
+    WorldCollector(lambda: manager.leads, lambda: manager.world).register()
     provider = _provider(config)
     scaler = FleetScaler(manager, clients_bus, config, provider)
     credentials = StoreCredentials(manager, config.token.get_secret_value())
-    routes = partial(add_openai_routes, load_model_files=load_model_files)
+    text = TextProcesses()
+    routes = partial(add_openai_routes, load_model_files=load_model_files, text=text)
     app = build(manager, clients_bus, config, [routes], openai_error_format, scaler)
     add_page(app)
     try:
@@ -70,11 +71,26 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
         loops = {"manage": manager.run, "credentials": credentials.run, "http": http, "logs": logs}
         await supervise(loops | {"scale": scaler.run_decisions, "provider": scaler.run_requests}, stop)
     finally:
+        await text.close()
         if provider is not None:
             await provider.close()
         await leader.close()
         await clients_bus.close()
         await bus.close()
+
+
+async def _check_durability(bus: RedisBus, config: Settings) -> None:
+    """Check that Redis keeps what it acknowledges.
+
+    Raises:
+        ConfigError: it does not, and the setting does not accept that.
+
+    """
+    found = await durability(bus)
+    if found.losses and config.redis_durability == "required":
+        raise ConfigError(refusal(found.losses, bus.address))
+    for text in (*found.losses, *found.warnings):
+        log.warning("redis_not_durable", reason=text)
 
 
 def _provider(config: Settings) -> FleetProvider | None:

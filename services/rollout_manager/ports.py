@@ -4,24 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from rlboost.shared.errors import RLBoostError
-
-if TYPE_CHECKING:
-    from rlboost.services.rollout_manager.domain.world import World
-
-
-class ManagerState(Protocol):
-    """What metrics read of the manager."""
-
-    @property
-    def leads(self) -> bool:
-        """Return True if this manager leads."""
-
-    @property
-    def world(self) -> World:
-        """Return the manager's world."""
+from rlboost.shared.errors import Retryable, RLBoostError
 
 
 class WorkerUsers(Protocol):
@@ -76,11 +61,20 @@ class TokenizationError(RLBoostError):
     """A text or a conversation cannot be tokenized; the text says why and what to do."""
 
 
+class TextProcessesBusy(Retryable):
+    """Other requests are tokenized: try again later."""
+
+
 class Tokenizer(Protocol):
     """Text to token ids and back."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return the token ids of a text."""
+        """Return the token ids of a text.
+
+        Raises:
+            TokenizationError: the tokenizer has no tokens for it.
+
+        """
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return the text of token ids."""
@@ -109,6 +103,24 @@ class ModelFiles:
     max_len: int | None = None
     """The most tokens of a prompt and its completion together."""
     vocab_size: int | None = None
+    characters_per_token: int | None = None
+    """The most characters of a text that one token stands for; None if there is no limit, or it is unknown."""
+
+
+class TextProcessor(Protocol):
+    """Tokenizes texts and renders conversations of models where this cannot stop the manager's loop."""
+
+    async def encode(self, model: str, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """Return the token ids of each text, by the tokenizer in the model's folder.
+
+        Raises:
+            TokenizationError: the tokenizer has no tokens for a text, or takes too much time or memory.
+            TextProcessesBusy: too many requests wait.
+
+        """
+
+    async def render(self, model: str, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return the text of a conversation; see `ChatTemplate.render`, and `encode` for errors."""
 
 
 LoadModelFiles = Callable[[str], ModelFiles]

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from rlboost.services.rollout_manager.domain.allocation.autoscale import Pool
+from rlboost.services.rollout_manager.domain.allocation import Pool
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.prices import read_prices
 from rlboost.shared.settings import ServiceSettings
@@ -33,8 +33,20 @@ class Settings(ServiceSettings):
         description="on: each worker gets a Redis user that can access only its own keys; off: workers get the "
         "manager's Redis URL",
     )
+    redis_durability: Literal["required", "off"] = Field(
+        "required",
+        description="required: exit if Redis evicts keys, or does not write what it acknowledges to a disk; off: "
+        "start, and log it",
+    )
     lease_s: float = Field(
         2.0, gt=0, description="lease of a worker that reports no `RLBOOST_WORKER_LEASE_S` of its own"
+    )
+    stall_limit_s: float = Field(
+        90.0,
+        gt=0,
+        description="time for which a worker may hold a sample without sending a token of it while others generate; "
+        "longer if the fleet is slow, a third of it for a worker that has sent no token yet, and for a drain. "
+        "Keep it above the workers' `RLBOOST_WORKER_STALL_LIMIT_S`",
     )
     leader_lease_s: float = Field(
         3.0,

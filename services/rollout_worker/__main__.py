@@ -6,16 +6,15 @@ import asyncio
 import os
 import socket
 import sys
+from pathlib import Path
 
 import structlog
 
 from rlboost.services.rollout_worker.adapters.manager_http import join
 from rlboost.services.rollout_worker.adapters.memory import MemoryProbe
-from rlboost.services.rollout_worker.adapters.model_folder_seeder import ModelFolderSeeder
 from rlboost.services.rollout_worker.adapters.peer_address import listen_address, peer_url
-from rlboost.services.rollout_worker.adapters.preemption.cloud_metadata import Aws, Azure, Google, Metadata
-from rlboost.services.rollout_worker.adapters.preemption.notice_file import NoticeFile
-from rlboost.services.rollout_worker.adapters.store_weights import StoreWeights
+from rlboost.services.rollout_worker.adapters.preemption import Aws, Azure, Google, Metadata, NoticeFile
+from rlboost.services.rollout_worker.adapters.store_weights import ModelFolderSeeder, StoreWeights
 from rlboost.services.rollout_worker.adapters.torch.factory import TorchFactory
 from rlboost.services.rollout_worker.adapters.vllm.factory import VllmFactory, is_quantized
 from rlboost.services.rollout_worker.adapters.vllm.options import VllmOptions
@@ -29,19 +28,16 @@ from rlboost.services.rollout_worker.settings import Settings
 from rlboost.services.rollout_worker.startup_timer import StartupTimer, process_age_s
 from rlboost.services.rollout_worker.watchdog import Watchdog
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.process import cpu_affinity
+from rlboost.shared.process import system
 from rlboost.shared.process.lifecycle import Loop, run_service
-from rlboost.shared.process.threads import run_in_thread
+from rlboost.shared.process.system import run_in_thread
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.access import WorkerAccess
 from rlboost.shared.weights.cache import Cache, open_cache
 from rlboost.shared.weights.client import StoreClient
-from rlboost.shared.weights.directory_source import DirectorySource
 from rlboost.shared.weights.peers.directory import PeerDirectory
-from rlboost.shared.weights.peers.source import PeerSource
-from rlboost.shared.weights.peers.transport import PeerTransport
-from rlboost.shared.weights.puller import Puller
-from rlboost.shared.weights.source import StoreSource
+from rlboost.shared.weights.peers.source import PeerSource, PeerTransport
+from rlboost.shared.weights.puller import DirectorySource, Puller, StoreSource
 
 _TRANSFERS = 8
 """Blobs pulled concurrently."""
@@ -53,13 +49,13 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
     """Build one worker and run it until the stop."""
     startup = StartupTimer(process_age_s())
     startup.end("import")
-    cpu_affinity.bind(settings.cpus)
+    system.bind(settings.cpus)
     token, name = settings.token.get_secret_value(), settings.worker_name
     first = await join(settings.url, token, name, settings.role)
     waits = Waits()
     access = WorkerAccess(first.store_credential, first.manifest_key)
     store = StoreClient(first.weight_store_url, access)
-    cache = open_cache(settings.cache_dir.expanduser(), name)
+    cache = open_cache(_cache_dir(settings), name)
     transport = PeerTransport(first.peer_key)
     directory = PeerDirectory(first.bus, first.worker, socket.gethostname())
     peers = PeerSource(
@@ -67,7 +63,12 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
     )
     seeder = ModelFolderSeeder(settings.base_model) if settings.base_model else None
     puller = Puller(store, cache, waits, source=DirectorySource(store, cache, peers), seeder=seeder)
-    generator = Generator(_engines(settings), precision=_precision(settings), tolerance=settings.parity_tolerance)
+    generator = Generator(
+        _engines(settings),
+        precision=_precision(settings),
+        tolerance=settings.parity_tolerance,
+        suspects=VllmOptions(settings.slots, vllm_args=settings.vllm_args).suspects,
+    )
     identity = WorkerIdentity(
         role=settings.role,
         kind=settings.worker_kind,
@@ -80,7 +81,7 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
     )
 
     async def join_again() -> Membership:
-        membership = await join(settings.url, token, name, settings.role)
+        membership = await join(settings.url, token, name, settings.role, again=True)
         directory.use(membership.bus, membership.worker)
         access.credential = membership.store_credential
         return membership
@@ -107,6 +108,22 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
         await transport.close()
         await store.close()
         await connection.incarnation.bus.close()
+
+
+def _cache_dir(settings: Settings) -> Path:
+    """Return the cache's folder.
+
+    Raises:
+        ConfigError: it is below the home folder of a user who has none, as in containers with a random user id.
+
+    """
+    try:
+        return settings.cache_dir.expanduser()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"the home folder of user {os.getuid()} is unknown, and {settings.cache_dir} is below it: set "
+            "RLBOOST_WORKER_CACHE_DIR to a folder on a disk with space, or HOME"
+        ) from error
 
 
 def _engines(settings: Settings) -> EngineFactory:
@@ -165,9 +182,9 @@ def _http(
         from prometheus_client import Counter  # noqa: PLC0415 - see above
 
         from rlboost.services.rollout_worker.api import create, notice_routes  # noqa: PLC0415 - see above
+        from rlboost.shared.http.access import metrics_path  # noqa: PLC0415 - see above
         from rlboost.shared.http.guard import Guard  # noqa: PLC0415 - see above
         from rlboost.shared.http.server import bind, server_loop  # noqa: PLC0415 - see above
-        from rlboost.shared.http.token_signature import metrics_path  # noqa: PLC0415 - see above
         from rlboost.shared.weights.peers.blob_routes import MAX_CONCURRENT, blob_routes, blob_transfers  # noqa: PLC0415 - see above
 
         host = listen_address(settings.host, settings.url)

@@ -15,8 +15,8 @@ from rlboost.services.rollout_worker.domain.preemption import Notice
 from rlboost.services.rollout_worker.domain.session import Session
 from rlboost.services.rollout_worker.generator import Generator
 from rlboost.services.rollout_worker.manager_connection import ManagerConnection
-from rlboost.shared.http.documented import GUARDED_ERRORS
 from rlboost.shared.http.guard import Guard
+from rlboost.shared.http.problem import GUARDED_ERRORS
 from rlboost.shared.http.server import create_app
 from rlboost.shared.messages import WorkerState
 from rlboost.shared.process.waiting import Waits

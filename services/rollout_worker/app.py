@@ -1,7 +1,7 @@
 """The life of one rollout worker: join, work, shut down.
 
 Join: `_join` sends the first heartbeat, and retries while Redis is unavailable.
-Work: four loops run until the stop: heartbeats, flushes, commands (`commands`) and weight updates (`weight_updates`).
+Work: four loops run until the stop: heartbeats, flushes, commands and weight updates (`commands`).
     They have tasks of their own, as has the engine's import, so a heartbeat never waits for a load. HTTP, preemption
     watch and hang watchdog are extra loops of `run`.
 Shut down: a signal, a preemption notice or the manager's drain sets the stop. `shutdown` then hands off what the worker
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from rlboost.services.rollout_worker.commands import CommandLoop
+from rlboost.services.rollout_worker.commands import CommandLoop, WeightUpdates
 from rlboost.services.rollout_worker.domain.preemption import Notice, RebalanceRecommendation
 from rlboost.services.rollout_worker.generator import Generator, ParityCheckFailed
 from rlboost.services.rollout_worker.manager_connection import (
@@ -30,7 +30,6 @@ from rlboost.services.rollout_worker.manager_connection import (
 )
 from rlboost.services.rollout_worker.ports import EngineFailed, WeightSource
 from rlboost.services.rollout_worker.startup_timer import StartupTimer
-from rlboost.services.rollout_worker.weight_updates import WeightUpdates
 from rlboost.shared.errors import BusUnavailable, CredentialRejected, Fatal, leaves
 from rlboost.shared.process.lifecycle import Loop, stop_cause, supervise, until_stop
 from rlboost.shared.process.waiting import Waits
@@ -290,7 +289,7 @@ class WorkerApp:
         try:
             async with asyncio.timeout(_FAILURE_REPORT_LIMIT_S):
                 if isinstance(error, ParityCheckFailed):
-                    await self._connection.report_parity_failure(error.version, error.verdict)
+                    await self._connection.report_parity_failure(error.version, str(error), error.verdict)
                 await self._connection.leave(f"failed: {error}", engine_failed=engine_failed)
         except (BusUnavailable, TimeoutError) as unreported:
             log.warning("exit_report_failed", error=str(unreported))

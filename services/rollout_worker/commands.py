@@ -3,19 +3,23 @@
 Consumes: the incarnation's command stream, in order.
 Produces: calls of the engine, weight updates, new incarnations, dead letters.
 Waits for: the next command (`Bus.read`); a suspension also waits for the engine to pause and for Redis to accept a
-    flush. A weight update runs in the background (`weight_updates`), and has its own effects executed here.
+    flush. A weight update runs in the background (`WeightUpdates`), and has its own effects executed here.
 Ends when: cancelled, by the shutdown.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import assert_never
 
 import structlog
 
-from rlboost.services.rollout_worker.domain.effects import (
+from rlboost.services.rollout_worker.domain.requests import Request
+from rlboost.services.rollout_worker.domain.session import (
     AbortRequests,
     CancelPull,
     DeadLetterCommand,
@@ -28,22 +32,230 @@ from rlboost.services.rollout_worker.domain.effects import (
     ReleaseUnstarted,
     RenewAccess,
     ResumeEngine,
+    Session,
     SubmitSamples,
     SuspendEngine,
 )
-from rlboost.services.rollout_worker.domain.requests import Request
-from rlboost.services.rollout_worker.domain.session import Session
-from rlboost.services.rollout_worker.generator import Generator
+from rlboost.services.rollout_worker.generator import Generator, LoadStage
 from rlboost.services.rollout_worker.manager_connection import RETRY_INTERVAL_S, ManagerConnection
+from rlboost.services.rollout_worker.ports import StagedWeights, WeightSource
 from rlboost.services.rollout_worker.startup_timer import StartupTimer
-from rlboost.services.rollout_worker.weight_updates import WeightUpdates
-from rlboost.shared.errors import BusUnavailable, CredentialRejected
+from rlboost.shared.errors import BadSignature, BusUnavailable, Corrupt, CredentialRejected, NotFound, WaitTimedOut
+from rlboost.shared.ids import WeightsRef
 from rlboost.shared.messages import Assignment
+from rlboost.shared.process.waiting import Waits
+from rlboost.shared.progress import LastDuration
 from rlboost.shared.streams import names
 from rlboost.shared.streams.entries import Entry
-from rlboost.shared.wire.columns import ints
+from rlboost.shared.wire import ints
+
+# --- Replaces the engine's weights: pull, load, verify, parity check, serve -------------------------------------------
+# Consumes: `PullWeights` effects of the session, one at a time: a newer one cancels the older.
+# Produces: for the session, that the weights are loaded or unavailable; what it decides then is executed before the
+#     next command is read.
+# Waits for: the weight source (`WeightSource.pull`); with `in_flight: finish` also for the samples in the engine, which
+#     `on_flush` reports and `finish_limit_s` bounds; then for the engine's load and parity check.
+# Ends when: cancelled, by the shutdown, or an update fails.
+
 
 log = structlog.get_logger(__name__)
+
+LOAD_LIMIT_S = 3600.0
+"""Time limit of the engine for one load, its build included: compiling a large model takes many minutes."""
+
+
+Execute = Callable[[Sequence[Effect]], Awaitable[None]]
+"""Executes what the session has decided."""
+
+
+class WeightUpdates:
+    """Runs at most one weight update at a time.
+
+    Args:
+        connection: reports weights that are unavailable.
+        generator: loads the weights.
+        source: provides the weights.
+        waits: lists what is waited for.
+        startup: times the first update.
+        finish_limit_s: how long new weights wait for samples that are to finish under the current ones.
+        executing: held from a decision of the session to the end of its effects, here and by `CommandLoop`.
+
+    """
+
+    def __init__(
+        self,
+        connection: ManagerConnection,
+        generator: Generator,
+        source: WeightSource,
+        waits: Waits,
+        startup: StartupTimer,
+        finish_limit_s: float,
+        executing: asyncio.Lock,
+    ) -> None:
+        self._connection = connection
+        self._generator = generator
+        self._source = source
+        self._waits = waits
+        self._startup = startup
+        self._finish_limit_s = finish_limit_s
+        self._executing = executing
+        self._requested: asyncio.Queue[PullWeights] = asyncio.Queue()
+        """The next update; never more than one."""
+        self._task: asyncio.Task[None] | None = None
+        """The newest update."""
+        self._flushed = asyncio.Event()
+        self._starts, self._loads, self._checks = LastDuration(), LastDuration(), LastDuration()
+
+    async def run(self, execute: Execute) -> None:
+        """Run one update at a time until cancelled; `execute` takes what the session decides at their ends."""
+        try:
+            while True:
+                pull = await self._requested.get()
+                name = f"update-{pull.job_id}-{pull.version}"
+                self._task = task = asyncio.create_task(self._update(pull, execute), name=name)
+                await asyncio.wait({task})
+                if not task.cancelled():
+                    task.result()
+        finally:
+            await self._abandon()
+
+    async def start(self, pull: PullWeights) -> None:
+        """Start an update in the background; cancel the one under way."""
+        await self.cancel()
+        self._requested.put_nowait(pull)
+
+    async def cancel(self) -> None:
+        """Cancel the update under way and resume the engine if it still has its old weights."""
+        if await self._abandon() and self._connection.session.serving is not None:
+            await self._generator.resume("loading")
+
+    async def _abandon(self) -> bool:
+        """Cancel the update under way and leave the engine as it is; return True if there was one.
+
+        An update that cancels itself, by the effects of its own outcome, counts as none.
+        """
+        if not self._requested.empty():
+            self._requested.get_nowait()
+        task = self._task
+        if task is None or task is asyncio.current_task():
+            return False
+        self._task = None
+        task.cancel()
+        await asyncio.wait({task})
+        return True
+
+    def renew_access(self, credential: str) -> None:
+        """Pull weights with a new credential from now on."""
+        self._source.renew_access(credential)
+
+    def on_flush(self) -> None:
+        """Check again whether the samples in flight have finished."""
+        self._flushed.set()
+
+    async def _update(self, pull: PullWeights, execute: Execute) -> None:
+        weights, began = WeightsRef(pull.job_id, pull.version), time.monotonic()
+        try:
+            staged = await self._pull(weights, pull)
+            pulled = time.monotonic()
+            parity_s = await self._load(staged, weights, pull)
+        except (NotFound, BadSignature) as error:
+            await self._on_unavailable(weights, str(error), execute)
+            return
+        checked = time.monotonic()
+        log.info(
+            "weights_loaded",
+            job=pull.job_id,
+            version=pull.version,
+            pull_s=round(pulled - began, 3),
+            load_s=round(checked - pulled - parity_s, 3),
+            parity_s=round(parity_s, 3),
+        )
+        async with self._executing:
+            self._connection.meters.on_weights_replaced(checked - began, checked - pulled)
+            effects = self._connection.session.on_weights_loaded(weights)
+            await self._generator.resume("loading")
+            await execute(effects)
+
+    async def _pull(self, weights: WeightsRef, pull: PullWeights) -> StagedWeights:
+        """Return the weights once the engine may load them."""
+        if self._generator.is_loading:
+            async with self._engine_wait(f"it ends an earlier load before {weights}", LastDuration()):
+                await self._generator.wait_for_load()
+        staged = await self._source.pull(*weights)
+        self._startup.end("pull")
+        if pull.in_flight == "finish" and self._connection.session.serving is not None:
+            await self._until_finished(weights)
+        return staged
+
+    async def _load(self, staged: StagedWeights, weights: WeightsRef, pull: PullWeights) -> float:
+        """Load the weights; pull them again if they are damaged. Return how long the parity check took."""
+        replace = partial(
+            self._generator.replace_weights,
+            version=pull.version,
+            on_unloaded=self._connection.session.on_weights_unloaded,
+            keep_kv=pull.in_flight == "keep",
+            around=partial(self._around_stage, weights),
+        )
+        try:
+            return await replace(staged)
+        except Corrupt as error:
+            # Most likely a chunk was damaged after it had been verified: starting an engine again takes longer.
+            log.warning("weights_pulled_again", job=pull.job_id, version=pull.version, error=str(error))
+            self._source.verify_cache_again()
+            return await replace(await self._source.pull(*weights))
+
+    @asynccontextmanager
+    async def _around_stage(self, weights: WeightsRef, stage: LoadStage) -> AsyncIterator[None]:
+        if stage == "parity":
+            because, last = f"it runs the parity check of {weights}", self._checks
+        elif self._generator.exists:
+            because, last = f"it loads {weights}", self._loads
+        else:
+            because, last = f"it starts, then loads {weights}", self._starts
+        async with self._engine_wait(because, last):
+            yield
+        self._startup.end(stage)
+
+    @asynccontextmanager
+    async def _engine_wait(self, because: str, last: LastDuration) -> AsyncIterator[None]:
+        """Wait for the engine, which does not say how far it is; `last` measures this time for the next."""
+        limit_s = LOAD_LIMIT_S
+        wait = self._waits.on(
+            "the inference engine", because=because, limit_s=limit_s, progress=last.text, kind="engine"
+        )
+        async with wait:
+            with last.measured():
+                yield
+
+    async def _on_unavailable(self, weights: WeightsRef, reason: str, execute: Execute) -> None:
+        """Report that the weights cannot be pulled.
+
+        The engine keeps its weights, unless a failed load has already unloaded them.
+        """
+        connection = self._connection
+        # Of an incarnation that Redis rejects, nobody reads an event any more.
+        with suppress(CredentialRejected):
+            await connection.retry_until_ok(
+                "report unavailable weights", lambda: connection.report_weights_unavailable(weights, reason)
+            )
+        async with self._executing:
+            await execute(connection.session.on_weights_unavailable(weights, reason))
+
+    async def _until_finished(self, weights: WeightsRef) -> None:
+        """Wait until the samples in the engine have finished under its current weights, up to `finish_limit_s`."""
+        session = self._connection.session
+        because = f"they finish under their weights before {weights} is loaded"
+        try:
+            async with self._waits.on("the samples in flight", because=because, limit_s=self._finish_limit_s):
+                while session.n_submitted:
+                    self._flushed.clear()
+                    await self._flushed.wait()
+        except WaitTimedOut as error:
+            log.warning("in_flight_finish_timed_out", samples=session.n_submitted, reason=str(error))
+
+
+# --- Commands ---------------------------------------------------------------------------------------------------------
+
 
 _BLOCK_S = 1.0
 
@@ -66,7 +278,7 @@ class CommandLoop:
         generator: the engine.
         updates: replaces the engine's weights.
         startup: times the first version and the first assignment.
-        executing: held from a decision of the session to the end of its effects, here and by `weight_updates`.
+        executing: held from a decision of the session to the end of its effects, here and by `WeightUpdates`.
         on_drain: called with the reason when the manager drains the worker.
         on_state_changed: called when the next heartbeat should not wait.
 

@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rlboost.services.rollout_worker.domain.kv_capacity import KvCapacity
-from rlboost.services.rollout_worker.domain.load import EngineStats
+from rlboost.services.rollout_worker.domain.load import EngineStats, KvCapacity
 from rlboost.services.rollout_worker.domain.request_table import RequestTable
-from rlboost.services.rollout_worker.domain.requests import Emission, Request, RequestKey
-from rlboost.services.rollout_worker.domain.uniforms import uniforms
+from rlboost.services.rollout_worker.domain.requests import Emission, Request, RequestKey, uniforms
 from rlboost.services.rollout_worker.ports import EngineFailed, Sequences, StagedWeights
 from rlboost.shared.errors import BadSignature, Corrupt, Fatal, NotFound
 from rlboost.shared.model.parity_reference import ParityReference
-from rlboost.shared.process.threads import run_in_thread
+from rlboost.shared.process.system import run_in_thread
 
 if TYPE_CHECKING:
     import torch
@@ -56,8 +55,13 @@ class FakeEngine:
         """True if it would hold device memory."""
         self.score_error = 0.0
         """Added to each log-probability that `score` returns."""
+        self.sampled = 0
+        """Number of calls of `sample`."""
+        self.sample_error = 0.0
+        """Added to each log-probability that `sample` returns."""
         self.vocabulary = vocabulary
-        self._table = RequestTable(slots, max_len, vocabulary, capacity)
+        self._new_table = partial(RequestTable, slots, max_len, vocabulary, capacity)
+        self._table = self._new_table()
         self.returns_routed_experts = self._table.returns_routed_experts
         self._tensors: dict[str, torch.Tensor] = {}
         self._suspended = False
@@ -71,11 +75,14 @@ class FakeEngine:
         """Generate one token for each running request; return False if none is running."""
         if self._suspended or self._closed or self._table.version < 0 or not (self._table.n or self._table.pending):
             return False
-        self._table.admit(budget_tokens=1 << 30)
-        drawn = uniforms(self._table.seeds, self._table.offsets)
-        logprobs = np.full(self._table.n, -np.log(self.vocabulary), np.float32)
-        self._table.commit((drawn * self.vocabulary).astype(np.int64), logprobs)
+        self._step(self._table)
         return True
+
+    def _step(self, table: RequestTable) -> None:
+        table.admit(budget_tokens=1 << 30)
+        drawn = uniforms(table.seeds, table.offsets)
+        logprobs = np.full(table.n, -np.log(self.vocabulary), np.float32)
+        table.commit((drawn * self.vocabulary).astype(np.int64), logprobs)
 
     def fail(self, cause: Exception) -> None:
         """Die of `cause`."""
@@ -134,6 +141,21 @@ class FakeEngine:
         self.awake = True
         self.scored += 1
         return [[self.score_error - float(np.log(self.vocabulary))] * len(completion) for _, completion in sequences]
+
+    async def sample(self, requests: Sequence[Request]) -> list[Emission]:
+        """See `ports.Engine`."""
+        self._catch_up()
+        self.awake = True
+        self.sampled += 1
+        table = self._new_table()
+        table.begin_version(self._table.version)
+        table.submit(requests)
+        while table.n or table.pending:
+            self._step(table)
+        emissions = table.take_emissions()
+        for emission in emissions:
+            emission.logprobs = [logprob + self.sample_error for logprob in emission.logprobs]
+        return emissions
 
     async def suspend(self, *, keep_kv: bool = False) -> None:
         """See `ports.Engine`."""

@@ -6,7 +6,7 @@ Waits for: the engine's thread, which acts between two decode steps. The engine 
     set. `pause(reason)` returns once it has stopped; the `resume(reason)` that removes the last reason lets it decode
     again, after the parity check of weights that have not passed it yet. Each reason has one owner, who resumes it:
     "suspended": the manager's `Suspend` and `Resume` (`commands`);
-    "loading": set by `replace_weights`, removed by `weight_updates` once the session serves the new weights; stays
+    "loading": set by `replace_weights`, removed by `WeightUpdates` once the session serves the new weights; stays
         after a failed load;
     "unsent": the flush loop (`app`), while the queue of unsent messages is full;
     "shutdown": `WorkerApp.shutdown`, which never resumes.
@@ -27,21 +27,38 @@ from typing import Any, Literal
 
 import structlog
 
-from rlboost.services.rollout_worker.domain.engine_pause import EnginePause, PauseReason
-from rlboost.services.rollout_worker.domain.hang_detector import HangDetector
-from rlboost.services.rollout_worker.domain.load import EngineStats
-from rlboost.services.rollout_worker.domain.parity_check import Precision, Verdict, judge
-from rlboost.services.rollout_worker.domain.requests import Emission, Request, RequestKey
+from rlboost.services.rollout_worker.domain.load import EngineStats, HangDetector
+from rlboost.services.rollout_worker.domain.parity_check import (
+    Precision,
+    Verdict,
+    continuations,
+    draws,
+    in_order,
+    judge,
+    judge_continuations,
+    judge_draws,
+)
+from rlboost.services.rollout_worker.domain.requests import NOT_A_NUMBER, Emission, Request, RequestKey
+from rlboost.services.rollout_worker.domain.session import EnginePause, PauseReason
 from rlboost.services.rollout_worker.ports import Engine, EngineFactory, EngineFailed, StagedWeights
 from rlboost.shared.errors import Corrupt, Fatal
 from rlboost.shared.model.experts import is_mixture
 from rlboost.shared.model.parity_reference import ParityReference
-from rlboost.shared.process.threads import run_in_thread
+from rlboost.shared.process.system import run_in_thread
 
 log = structlog.get_logger(__name__)
 
 _PARITY_LIMIT_S = 300.0
 """Time limit of one parity check: the first forward pass may compile kernels."""
+
+_REMEDY = (
+    "Look for an engine that interprets the weights differently from the trainer, or for one that does not support "
+    "this machine. If they differ by design, raise RLBOOST_WORKER_PARITY_TOLERANCE."
+)
+_SAMPLING_REMEDY = (
+    "Look for options, plugins or kernels that change how the engine samples, or what it reports. If rounding explains "
+    "the difference, raise RLBOOST_WORKER_PARITY_TOLERANCE."
+)
 
 LoadStage = Literal["load", "parity"]
 """A stage of `replace_weights`; "load" includes building the engine, and the check of the loaded bytes."""
@@ -52,16 +69,16 @@ _NO_ENGINE = EngineStats(running=0, pending=0, tokens_generated_total=0, version
 
 
 class ParityCheckFailed(Fatal):
-    """The engine's log-probabilities differ from the trainer's under the same weights."""
+    """The engine's log-probabilities differ from the trainer's, or from those that it reports for what it samples."""
 
-    def __init__(self, version: int, verdict: Verdict) -> None:
+    def __init__(self, version: int, problem: str, remedy: str, verdict: Verdict | None = None) -> None:
         super().__init__(
-            f"version {version}: the engine holds the published weights, but {verdict}; the version is not served. "
-            f"Look for an engine that interprets the weights differently from the trainer, or for one that does not "
-            f"support this machine. If they differ by design, raise RLBOOST_WORKER_PARITY_TOLERANCE"
+            f"version {version}: the engine holds the published weights, but {problem}; the version is not served. "
+            f"{remedy}"
         )
         self.version = version
         self.verdict = verdict
+        """The differences, if they are what the check found."""
 
 
 class Generator:
@@ -72,6 +89,7 @@ class Generator:
         precision: what the engine computes in.
         tolerance: allowed mean difference of the parity check in nats; see `domain.parity_check.judge`.
         parity_limit_s: time limit of one parity check.
+        suspects: engine options that may change how tokens are sampled, for the error of a failed check.
 
     """
 
@@ -82,13 +100,17 @@ class Generator:
         precision: Precision = "float32",
         tolerance: float = 0.0,
         parity_limit_s: float = _PARITY_LIMIT_S,
+        suspects: str = "",
     ) -> None:
         self._engines = engines
         self._precision: Precision = precision
         self._tolerance = tolerance
         self._parity_limit_s = parity_limit_s
+        self._suspects = suspects
         self._unchecked: ParityReference | None = None
         """The reference of the loaded weights, until they have passed the parity check."""
+        self._sampling_checked: set[tuple[float, float]] = set()
+        """Temperature and top-p with which this engine has passed the sampling check."""
         self._hang_detector = HangDetector()
         self._prepared: asyncio.Future[None] | None = None
         self._config_json = ""
@@ -296,30 +318,76 @@ class Generator:
         reference, engine = self._unchecked, self._engine
         if reference is None or engine is None:
             return
-        stats, began = engine.stats(), time.monotonic()
+        stats = engine.stats()
         if self._pause.keeps_kv and stats.running:
             # Scoring needs the memory of the KV cache, which running requests keep: skip this version's check.
             self._unchecked = None
             log.info("parity_check_skipped", version=stats.version, running=stats.running)
             return
         self._pause.on_memory_taken()
-        sequences = [(row.prompt, row.completion) for row in reference.rows]
         try:
             async with asyncio.timeout(self._parity_limit_s):
-                scored = await engine.score(sequences, reference.temperature)
+                await self._check_scores(engine, reference, stats.version)
+                if (reference.temperature, reference.top_p) not in self._sampling_checked:
+                    await self._check_sampling(engine, reference, stats.version)
         except TimeoutError as error:
             raise EngineFailed(
                 f"the inference engine took more than {self._parity_limit_s:.0f} s for the parity check"
             ) from error
-        has_experts = is_mixture(json.loads(self._config_json))
+        self._unchecked = None
+
+    async def _check_scores(self, engine: Engine, reference: ParityReference, version: int) -> None:
+        """Compare the engine's log-probabilities of given tokens with the trainer's."""
+        began = time.monotonic()
+        scored = await engine.score([(row.prompt, row.completion) for row in reference.rows], reference.temperature)
         verdict = judge(
-            reference, scored, precision=self._precision, has_experts=has_experts, tolerance=self._tolerance
+            reference,
+            scored,
+            precision=self._precision,
+            has_experts=is_mixture(json.loads(self._config_json)),
+            tolerance=self._tolerance,
         )
         if not verdict.agrees:
-            raise ParityCheckFailed(stats.version, verdict)
-        self._unchecked = None
+            problem = f"its log-probabilities are not the trainer's: {verdict}"
+            raise ParityCheckFailed(version, problem, " ".join(filter(None, (_REMEDY, self._suspects))), verdict)
         took_s = round(time.monotonic() - began, 3)
-        log.info("parity_check_passed", version=stats.version, mean=verdict.mean, worst=verdict.worst, took_s=took_s)
+        log.info("parity_check_passed", version=version, mean=verdict.mean, worst=verdict.worst, took_s=took_s)
+
+    async def _check_sampling(self, engine: Engine, reference: ParityReference, version: int) -> None:
+        """Sample as in training, and compare with what the engine reported; once per engine, temperature and top-p."""
+        began = time.monotonic()
+        remedy = self._suspects or _SAMPLING_REMEDY
+        requests = continuations(reference)
+        sampled = in_order(await engine.sample(requests), requests)
+        errors = sorted({emission.error for emission in sampled if emission.error})
+        if NOT_A_NUMBER in errors:
+            problem = f"it reports log-probabilities that are not numbers for sampled tokens ({NOT_A_NUMBER})"
+            raise ParityCheckFailed(version, problem, remedy)
+        if errors:
+            # It fails the job's samples alike, and says why. Others can use this worker.
+            log.warning("sampling_check_skipped", version=version, reason=errors[0])
+            return
+        sequences = [(request.prompt, emission.tokens) for request, emission in zip(requests, sampled, strict=True)]
+        scored = await engine.score(sequences, reference.temperature)
+        verdict = judge_continuations(
+            reference,
+            sampled,
+            scored,
+            precision=self._precision,
+            has_experts=is_mixture(json.loads(self._config_json)),
+            tolerance=self._tolerance,
+        )
+        if not verdict.agrees:
+            problem = (
+                f"the log-probabilities that it reports for sampled tokens are not those that it computes: {verdict}"
+            )
+            raise ParityCheckFailed(version, problem, remedy, verdict)
+        if contradiction := judge_draws(await engine.sample(draws(reference))):
+            problem = f"it does not sample tokens as often as their log-probabilities say: {contradiction}"
+            raise ParityCheckFailed(version, problem, remedy)
+        self._sampling_checked.add((reference.temperature, reference.top_p))
+        took_s = round(time.monotonic() - began, 3)
+        log.info("sampling_check_passed", version=version, mean=verdict.mean, worst=verdict.worst, took_s=took_s)
 
     async def _engine_for(self, config_json: str, on_unloaded: Callable[[], None]) -> Engine:
         """Return the engine of this model; build it if there is none yet, or one of another model."""
@@ -331,6 +399,7 @@ class Generator:
             self._config_json = config_json
             self._pause.on_decoding()
             self._loaded_contents, self._unchecked = {}, None
+            self._sampling_checked.clear()
             self._building = run_in_thread("engine-build", lambda: self._engines.build(config_json))
         self._engine = await asyncio.shield(self._building)
         return self._engine

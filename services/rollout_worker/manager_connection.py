@@ -7,6 +7,7 @@ arrive in order. Heartbeats never overlap, so none follows the `WorkerLeft` of i
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -14,8 +15,7 @@ from dataclasses import dataclass
 import structlog
 
 from rlboost.services.rollout_worker.domain.frames import UnsentQueue
-from rlboost.services.rollout_worker.domain.heartbeat import build_heartbeat
-from rlboost.services.rollout_worker.domain.load import LoadMeters, Memory
+from rlboost.services.rollout_worker.domain.load import LoadMeters, Memory, build_heartbeat
 from rlboost.services.rollout_worker.domain.parity_check import Verdict
 from rlboost.services.rollout_worker.domain.requests import Emission
 from rlboost.services.rollout_worker.domain.session import Session
@@ -37,14 +37,12 @@ from rlboost.shared.messages import (
 )
 from rlboost.shared.messages.codec import encode
 from rlboost.shared.messages.protocol import PROTOCOL
-from rlboost.shared.process.log_buffer import BUFFER, LogBuffer
-from rlboost.shared.process.retries import retry_while
-from rlboost.shared.process.waiting import Waits
+from rlboost.shared.process.logs import BUFFER, LogBuffer
+from rlboost.shared.process.waiting import Waits, retry_while
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import Append, Bus, Renew, Trim
-from rlboost.shared.streams.dead_letters import dead_letter_op, report_dead_letter
+from rlboost.shared.streams.bus import Append, Bus, Renew, Trim, dead_letter_op, report_dead_letter
 from rlboost.shared.streams.entries import START, Entry, after
-from rlboost.shared.wire.columns import I32, U64, length, pack
+from rlboost.shared.wire import I32, U64, length, pack
 
 log = structlog.get_logger(__name__)
 
@@ -322,10 +320,13 @@ class ManagerConnection:
         log.warning("weights_unavailable", job=weights.job_id, version=weights.version, reason=reason)
         await self._emit_event(weights.job_id, "weights_unavailable", version=weights.version, reason=reason)
 
-    async def report_parity_failure(self, version: int, verdict: Verdict) -> None:
-        """Emit an event: the engine's log-probabilities differ from the trainer's."""
+    async def report_parity_failure(self, version: int, reason: str, verdict: Verdict | None) -> None:
+        """Emit an event: the engine failed the parity check, with the differences if they are the reason."""
         if self.session.target is not None:
-            fields = {"mean": verdict.mean, "worst": verdict.worst, "tolerated_mean": verdict.mean_tolerance}
+            fields: dict[str, str | float] = {"reason": reason}
+            if verdict is not None:
+                numbers = {"mean": verdict.mean, "worst": verdict.worst, "tolerated_mean": verdict.mean_tolerance}
+                fields |= {name: value for name, value in numbers.items() if math.isfinite(value)}
             await self._emit_event(self.session.target.job_id, "parity_check_failed", version=version, **fields)
 
     async def report_rebalance_recommendation(self, reason: str) -> None:

@@ -118,6 +118,13 @@ class Engine(Protocol):
 
         """
 
+    async def sample(self, requests: Sequence[Request]) -> list[Emission]:
+        """Generate requests as submitted ones are generated, and return their emissions, one for each.
+
+        The engine must be suspended, and no request may keep its KV cache. Queued and running requests wait; nothing
+        counts in `stats`.
+        """
+
     async def suspend(self, *, keep_kv: bool = False) -> None:
         """Stop decoding and keep the requests. The memory of the KV cache is freed; `resume` recomputes it.
 
@@ -165,7 +172,7 @@ class StagedWeights(Protocol):
 
     @property
     def location(self) -> Mapping[str, Any]:
-        """Where the bytes are, as plain data for an engine's own processes: see `shared.weights.pulled`."""
+        """Where the bytes are, as plain data for an engine's own processes: see `shared.weights.cache`."""
 
     @property
     def parity_reference(self) -> ParityReference | None:

@@ -6,10 +6,12 @@ import socket
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
+from rlboost.shared.http.server_url import manager_url
 from rlboost.shared.messages import Role
+from rlboost.shared.process.modules import EngineName
 from rlboost.shared.settings import ServiceSettings
 
 _CACHE = Path("~/.cache/rlboost/weights")
@@ -40,7 +42,7 @@ class Settings(ServiceSettings):
         description="dollars per hour of this worker: the price of its machine divided by the machine's workers",
     )
 
-    engine: Literal["torch", "vllm"] = Field("torch", description="inference engine")
+    engine: EngineName = Field("torch", description="inference engine")
     device: str = Field("cpu", description="the engine's device, in torch's notation")
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="dtype of the engine's weights; use the jobs' `trainer.dtype`"
@@ -106,6 +108,11 @@ class Settings(ServiceSettings):
         pattern=r"^(off|https?://[^\s/?#@]+/?)?$",
         description="URL for other workers; if empty, host and port; off: no weights for other workers",
     )
+
+    @field_validator("url")
+    @classmethod
+    def _is_of_a_manager(cls, url: str) -> str:
+        return manager_url("RLBOOST_WORKER_URL", url)
 
     @property
     def worker_name(self) -> str:

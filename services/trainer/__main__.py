@@ -4,32 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import os
 import sys
+from datetime import datetime
 
 import structlog
 
 from rlboost.services.trainer import api
 from rlboost.services.trainer.adapters.machines.registry import TrainerMachines
 from rlboost.services.trainer.app import Limits, Trainer
-from rlboost.services.trainer.ports.resources import JobResources
-from rlboost.services.trainer.runtime.device import DeviceThread
+from rlboost.services.trainer.job.job import DeviceThread
+from rlboost.services.trainer.ports.storage import JobResources
 from rlboost.services.trainer.settings import Settings
 from rlboost.shared.http import server as http
 from rlboost.shared.job.spec import JobSpec
-from rlboost.shared.process import cpu_affinity
-from rlboost.shared.process.garbage_collection import gc_paused
+from rlboost.shared.process import system
 from rlboost.shared.process.lifecycle import run_service, supervise
+from rlboost.shared.process.system import gc_paused
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.redis.bus import connect
 from rlboost.shared.streams.job_logs import log_sender
 from rlboost.shared.streams.state_protocol import check_leader, leader_check
+from rlboost.shared.variables import LAST_EXIT
 
 log = structlog.get_logger(__name__)
 
 
 async def main(config: Settings, stop: asyncio.Event) -> None:
     """Run the trainer until the stop."""
-    cpu_affinity.bind(config.cpus)
+    system.bind(config.cpus)
     sock = http.bind(config.host, config.port)
     bus = await connect(config.redis_url, "trainer")
     await check_leader(bus)
@@ -38,10 +41,10 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
     if config.machines_port:
         machines = TrainerMachines(http.bind(config.host, config.machines_port), token, config.certificate)
 
-    def build(spec: JobSpec, job_id: str) -> JobResources:
+    def build(spec: JobSpec, job_id: str, created: datetime) -> JobResources:
         from rlboost.services.trainer import build  # noqa: PLC0415 - imports torch
 
-        return build.build_resources(config, waits, machines, spec, job_id)
+        return build.build_resources(config, waits, machines, spec, job_id, created)
 
     trainer = Trainer(
         bus,
@@ -52,6 +55,7 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
         token=token,
         limits=Limits(outage_s=config.outage_limit_s, samples_s=config.samples_limit_s),
         price_per_hour=config.price_per_hour,
+        last_exit=os.environ.get(LAST_EXIT, ""),
     )
     # The first job finds it imported.
     device.post(_import_build)

@@ -1,9 +1,10 @@
 """The trainer's loops.
 
-*Commands*. Consumes: `jobs.commands`. Produces: the next job for *jobs*; pauses and cancellations of the active job.
-Waits for: the next command, which the rollout manager appends. Ends when: the service stops. All trainers read all
-commands and apply those that a manager has signed. A job itself is claimed from their common consumer group, by a
-trainer without a job; its command stays pending until the job has ended, so that another trainer can take over.
+*Commands*. Consumes: `jobs.commands`, `jobs.controls`. Produces: the next job for *jobs*; pauses and cancellations of
+the active job. Waits for: the next command, which the rollout manager appends. Ends when: the service stops. All
+trainers read all commands and apply those that a manager has signed. A job itself is claimed from their common consumer
+group of `jobs.commands`, by a trainer without a job; its command stays pending until the job has ended, so that another
+trainer can take over.
 
 *Jobs*. Consumes: claimed jobs. Produces: the job's last report, in one transaction with the acknowledgement of its
 command. Waits for: a job, then for its end, a cancellation, a takeover or the stop. Ends when: the service stops; the
@@ -20,33 +21,43 @@ longer than its lease learns of a takeover at its next renewal, and drops the jo
 from __future__ import annotations
 
 import asyncio
-import json
+import contextlib
 import math
 import time
 from collections.abc import Awaitable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import structlog
 
-from rlboost.services.trainer.claims import JobClaims, signed_command
-from rlboost.services.trainer.domain.job_states import JobStates
-from rlboost.services.trainer.ending import Ending, ending_with
-from rlboost.services.trainer.job.active import LEASE_WAIT_LIMIT_S, ActiveJob, JobHost
-from rlboost.services.trainer.job.run import run_job
-from rlboost.services.trainer.ports.resources import JobResourcesFactory
-from rlboost.services.trainer.runtime.device import DeviceThread
-from rlboost.services.trainer.runtime.job_streams import JobStreams, RetryingBus
-from rlboost.shared.errors import BusUnavailable, Fenced, WaitTimedOut, leaves
+from rlboost.services.trainer.domain.job_states import Attempts, JobStates
+from rlboost.services.trainer.job.job import LEASE_TTL_S, LEASE_WAIT_LIMIT_S, DeviceThread, Job, RetryingBus
+from rlboost.services.trainer.run import Build, run_job
+from rlboost.shared.errors import (
+    BusUnavailable,
+    ConfigError,
+    Conflict,
+    Fenced,
+    ProcessEnded,
+    Retryable,
+    RLBoostError,
+    WaitTimedOut,
+    leaves,
+)
 from rlboost.shared.ids import new_token
-from rlboost.shared.job import spec as job_spec
-from rlboost.shared.messages import JobReport, TrainerStatus
+from rlboost.shared.job.command_signature import is_signed
+from rlboost.shared.messages import JobCommand, JobReport, JobState, TrainerStatus
 from rlboost.shared.process.lifecycle import until_stop
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Ack, Append, Bus, HashDelete, HashSet, Op
 from rlboost.shared.streams.entries import START, Entry
+from rlboost.shared.streams.fenced_lease import FencedLease
+from rlboost.shared.variables import FAILED_IN_ORDER, KILLED_ON_REQUEST
 
 log = structlog.get_logger(__name__)
+
+_CLAIMED_AT_ONCE = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +90,7 @@ class Trainer:
     def __init__(  # noqa: PLR0913 - its identity, limits and collaborators, by keyword
         self,
         bus: Bus,
-        build: JobResourcesFactory,
+        build: Build,
         device: DeviceThread,
         waits: Waits,
         *,
@@ -88,6 +99,7 @@ class Trainer:
         limits: Limits,
         timing: Timing = Timing(),
         price_per_hour: float = 0.0,
+        last_exit: str = "",
     ) -> None:
         """Bind to Redis and the adapters; the loops do the work.
 
@@ -101,23 +113,27 @@ class Trainer:
             limits: how long each wait may take.
             timing: intervals and limits of the loops.
             price_per_hour: dollars that its jobs are charged for its machines, besides its reserved workers.
+            last_exit: how the earlier process of this trainer ended, empty if unknown.
 
         """
         self._name = name
         self._token = token
         self._price_per_hour = price_per_hour
+        self._last_exit = last_exit
         self._incarnation = f"{name}-{new_token()}"
         """Unique per process, to distinguish a restarted trainer from an earlier process that may still run."""
         self._bus = RetryingBus(bus, waits, limits.outage_s)
         self._build = build
+        self._device = device
         self._waits = waits
-        self._host = JobHost(name, self._bus, device, waits, limits.samples_s)
+        self._samples_limit_s = limits.samples_s
         self._jobs = JobStates(name)
-        self._claims = JobClaims(self._bus, self._jobs, name=name, incarnation=self._incarnation, token=token)
+        self._quarantined: set[str] = set()
+        """Commands whose job file this trainer cannot parse; another trainer may claim them."""
         self._timing = timing
-        self._cursor = START
-        self._queue: asyncio.Queue[ActiveJob] = asyncio.Queue()
-        self._current: ActiveJob | None = None
+        self._cursors = {names.JOB_COMMANDS: START, names.JOB_CONTROLS: START}
+        self._queue: asyncio.Queue[Job] = asyncio.Queue()
+        self._current: Job | None = None
         self._takeovers_checked_at = -math.inf
         self._is_caught_up = False
 
@@ -127,12 +143,12 @@ class Trainer:
 
     def active_jobs(self) -> list[str]:
         """Return the id of the job that runs here, if there is one."""
-        return [self._current.job_id] if self._current is not None else []
+        return [self._current.id] if self._current is not None else []
 
     # --- commands ---
 
     async def follow_commands(self, stop: asyncio.Event) -> None:
-        """Apply `jobs.commands` until the stop, and claim a job whenever there is none."""
+        """Apply all commands until the stop, and claim a job whenever there is none."""
         await self._follow()
         while not stop.is_set():
             if self._current is None and (job := await self._next_job()) is not None:
@@ -143,54 +159,156 @@ class Trainer:
             await self._follow(block_s=self._timing.block_s)
 
     async def _follow(self, block_s: float = 0.0) -> None:
-        """Apply all commands in the stream, after waiting up to `block_s` for the first."""
+        """Apply all commands in the streams, after waiting up to `block_s` for the first."""
         entries = await self._read(block_s)
         while entries:
             for entry in entries:
-                self._cursor = entry.id
-                if (command := signed_command(entry, self._token)) is not None:
+                self._cursors[entry.stream] = entry.id
+                if (command := _signed_command(entry, self._token)) is not None:
                     self._jobs.apply(entry.id, command)
                     if self._is_caught_up:  # not for commands from before the start
                         log.info("command_applied", action=command.action, job=command.job_id)
+                elif entry.stream == names.JOB_CONTROLS:  # the one that claims it dead-letters any other
+                    log.warning("command_ignored", entry=entry.id, reason="no manager has signed it")
             if self._current is not None:
                 self._apply(self._current)
             entries = await self._read(0.0)
 
     async def _read(self, block_s: float) -> list[Entry]:
-        return await self._bus(lambda bus: bus.read({names.JOB_COMMANDS: self._cursor}, block_s=block_s))
+        return await self._bus.retry(lambda bus: bus.read(self._cursors, block_s=block_s))
 
-    def _apply(self, job: ActiveJob) -> None:
-        if self._jobs.is_cancelled(job.job_id):
+    def _apply(self, job: Job) -> None:
+        if self._jobs.is_cancelled(job.id):
             job.cancelled.set()
-        if self._jobs.is_paused(job.job_id):
+        if self._jobs.is_paused(job.id):
             job.unpaused.clear()
         else:
             job.unpaused.set()
 
-    async def _next_job(self) -> ActiveJob | None:
+    # --- claims: new jobs, and started ones whose trainer is dead ---
+
+    async def _next_job(self) -> Job | None:
         """Claim a job for this trainer, if there is one."""
         if (now := time.monotonic()) - self._takeovers_checked_at >= self._timing.takeover_check_s:
             self._takeovers_checked_at = now
-            for entry, contested in await self._claims.takeover_candidates():
+            for entry, contested in await self._takeover_candidates():
                 if (job := await self._claim(entry, contested=contested)) is not None:
                     return job
-        new = await self._claims.next_command()
-        if new is None:
-            return None
-        await self._follow()  # it may be newer than the last command read, and a repetition of one in between
-        return await self._claim(new, contested=False)
+        stream, group = names.JOB_COMMANDS, names.TRAINER_GROUP
+        while new := await self._bus.retry(lambda bus: bus.consume(stream, group, self._incarnation, count=1)):
+            await self._follow()  # it may be newer than the last command read, and a repetition of one in between
+            if await self._end_cancelled(new[0]):
+                continue
+            if (job := await self._claim(new[0], contested=False)) is not None:
+                return job
+        return None
 
-    async def _claim(self, entry: Entry, *, contested: bool) -> ActiveJob | None:
+    async def _pending(self) -> list[Entry]:
+        """Return the commands of jobs that have started and not ended."""
+        stream, group = names.JOB_COMMANDS, names.TRAINER_GROUP
+        claimed = await self._bus.retry(
+            lambda bus: bus.claim(stream, group, self._incarnation, min_idle_s=0, count=_CLAIMED_AT_ONCE)
+        )
+        return [entry for entry, _ in claimed]
+
+    async def _takeover_candidates(self) -> list[tuple[Entry, bool]]:
+        """Return the commands of started jobs that this trainer may take over.
+
+        Each comes with `contested`: True unless this trainer ran the job last. Then several trainers may claim it at
+        once, and only the one that gets the lease runs it.
+        """
+        pending = await self._pending()
+        jobs = {
+            entry.id: command.job_id
+            for entry in pending
+            if isinstance(command := entry.message, JobCommand)
+            and (entry.id not in self._quarantined or self._jobs.is_cancelled(command.job_id))
+        }
+        if not jobs:
+            return []
+        owners = await self._bus.retry(lambda bus: bus.hash_all(names.JOB_TRAINERS))
+        held = await self._bus.retry(
+            lambda bus: bus.cap_and_read_leases([names.trainer_lease(job_id) for job_id in jobs.values()])
+        )
+        free = {
+            entry_id
+            for (entry_id, job_id), holder in zip(jobs.items(), held, strict=True)
+            if self._jobs.may_take_over(job_id, owners.get(job_id), held=holder is not None)
+        }
+        return [(entry, owners.get(jobs[entry.id]) != self._name) for entry in pending if entry.id in free]
+
+    async def _end_cancelled(self, entry: Entry) -> bool:
+        """End the job of a new command if it was cancelled before any trainer took it; return True if it was."""
+        command = _signed_command(entry, self._token)
+        if command is None or not self._jobs.creates(entry.id, command) or not self._jobs.is_cancelled(command.job_id):
+            return False
+        report = JobReport(job_id=command.job_id, state="cancelled", step=0)
+        await self._bus.transact(
+            [Append(names.JOB_REPORTS, report), Ack(entry.stream, names.TRAINER_GROUP, (entry.id,))]
+        )
+        return True
+
+    async def _claim(self, entry: Entry, *, contested: bool) -> Job | None:
         """Return the job of a claimed command if this trainer is to run it."""
-        job = await self._claims.job_of(entry)
+        job = await self._job_of(entry)
         if job is None:
             return None
-        held = await self._bus(lambda _: self._hold(job))
+        held = await self._bus.retry(lambda _: self._hold(job))
         # The trainer's own job starts at once: the lease of its earlier process expires while the model is loaded.
         if job.superseded.is_set() or (contested and not held):
             return None
-        log.info("job_claimed", job=job.job_id)
+        await self._count_start(job)
+        log.info("job_claimed", job=job.id)
         return job
+
+    async def _job_of(self, entry: Entry) -> Job | None:
+        """Return the job that a claimed command creates.
+
+        None if it creates none: another command is acknowledged, an invalid entry goes to the dead-letter stream, and a
+        job that cannot be parsed is quarantined.
+        """
+        command = _signed_command(entry, self._token)
+        if command is None:
+            reason = f"a {entry.message.tag} does not belong in this stream"
+            if isinstance(entry.message, JobCommand):
+                reason = "no manager has signed this command: give managers and trainers the same RLBOOST_TOKEN"
+            await self._bus.retry(lambda bus: bus.dead_letter(entry.stream, names.TRAINER_GROUP, entry, reason))
+            return None
+        if not self._jobs.creates(entry.id, command):
+            # A repetition, or a command of an older protocol, which had all commands in this stream.
+            await self._bus.transact([Ack(entry.stream, names.TRAINER_GROUP, (entry.id,))])
+            return None
+        job_id = command.job_id
+        job = Job(
+            id=job_id,
+            no=command.job_no,
+            spec_json=command.spec_json,
+            command=entry.id,
+            lease=FencedLease(self._bus.raw, names.trainer_lease(job_id), names.trainer_epoch(job_id), LEASE_TTL_S),
+            trainer=self._name,
+            bus=self._bus,
+            device=self._device,
+            waits=self._waits,
+            limit_s=self._samples_limit_s,
+        )
+        if not self._jobs.is_cancelled(job_id) and (why := _parse_error(job)):
+            # It stays unchanged, its command pending, for a trainer that can parse its job file.
+            self._quarantined.add(entry.id)
+            reason = (
+                f"the trainer cannot parse the job file ({why}). The job is unchanged: start the version of rlboost "
+                "that wrote it, or cancel the job from a manager that can parse it"
+            )
+            await job.emit_event("job_quarantined", trainer=self._name, reason=reason)
+            return None
+        return job
+
+    async def _count_start(self, job: Job) -> None:
+        stored = await self._bus.retry(lambda bus: bus.hash_all(names.JOB_ATTEMPTS))
+        last_exit = None if self._last_exit in {KILLED_ON_REQUEST, FAILED_IN_ORDER} else self._last_exit
+        job.attempts = Attempts.parse(stored.get(job.id)).started(self._name, last_exit)
+        self._last_exit = ""
+        counted = HashSet(names.JOB_ATTEMPTS, {job.id: job.attempts.to_json()})
+        await self._bus.transact([counted])  # not fenced: it may die before it has the lease
 
     # --- jobs ---
 
@@ -203,11 +321,16 @@ class Trainer:
                 next_job.cancel()
                 return
             job = next_job.result()
-            with structlog.contextvars.bound_contextvars(job=job.job_id):
-                await self._finish(job, await self._run(job, stop))
+            with structlog.contextvars.bound_contextvars(job=job.id):
+                try:
+                    ending = await self._run(job, stop)
+                except Exception as error:
+                    await self._count_failure(job, error)
+                    raise
+                await self._finish(job, ending)
             self._current = None
 
-    async def _run(self, job: ActiveJob, stop: asyncio.Event) -> Ending | None:
+    async def _run(self, job: Job, stop: asyncio.Event) -> _Ending | None:
         """Run a job and return how it ended, None if the stop came first.
 
         Raises:
@@ -215,8 +338,11 @@ class Trainer:
             Conflict: another process has committed weights, a trainer believed dead; the job can continue there.
 
         """
+        if job.attempts is not None and (refusal := job.attempts.refusal) and not job.cancelled.is_set():
+            job.step = job.attempts.step
+            return _Ending("failed", refusal)
         self._waits.take_timed_out()  # before this job
-        task = asyncio.create_task(self._train(job), name=f"job-{job.job_id}")
+        task = asyncio.create_task(run_job(job, self._build), name=f"job-{job.id}")
         try:
             await _first_of(stop.wait(), job.cancelled.wait(), job.superseded.wait(), task)
         finally:
@@ -224,25 +350,31 @@ class Trainer:
         await asyncio.wait({task})
         await self._report_timeouts(job)
         if task.cancelled():
-            return Ending("cancelled") if job.cancelled.is_set() else None
+            return _Ending("cancelled") if job.cancelled.is_set() else None
         error = task.exception()
         if error is not None and any(isinstance(leaf, Fenced) for leaf in leaves(error)):
-            log.warning("job_superseded", job=job.job_id, reason=str(error))
+            log.warning("job_superseded", job=job.id, reason=str(error))
             job.superseded.set()  # a write was fenced before the next renewal of the lease
         if job.superseded.is_set():
             return None
-        return Ending("completed") if error is None else ending_with(error)
+        return _Ending("completed") if error is None else _ending_with(error)
 
-    async def _train(self, job: ActiveJob) -> None:
-        spec = job_spec.parse_stored(json.loads(job.spec_json))
-        await run_job(job, spec, self._host, self._build)
+    async def _count_failure(self, job: Job, error: Exception) -> None:
+        """Count an error that ends this process as a death of its trainer only if another process of the job died."""
+        if job.attempts is None or job.superseded.is_set():
+            return
+        died = next((str(leaf) for leaf in leaves(error) if isinstance(leaf, ProcessEnded)), None)
+        attempts = job.attempts.reached(job.step, "")
+        counted = HashSet(names.JOB_ATTEMPTS, {job.id: (attempts if died is None else attempts.died(died)).to_json()})
+        with contextlib.suppress(BusUnavailable, Fenced):
+            await self._bus.raw.transact([counted], job.lease.fence)
 
-    async def _finish(self, job: ActiveJob, ending: Ending | None) -> None:
+    async def _finish(self, job: Job, ending: _Ending | None) -> None:
         if ending is not None and not job.lease.is_held:
             try:
-                await job.wait_for_lease(self._waits, self._timing.lease_wait_limit_s)
+                await job.wait_for_lease(self._timing.lease_wait_limit_s)
             except WaitTimedOut as error:
-                log.warning("job_superseded", job=job.job_id, reason=str(error))
+                log.warning("job_superseded", job=job.id, reason=str(error))
                 job.superseded.set()
             except Fenced:
                 pass  # `superseded` is set, which is checked next
@@ -250,21 +382,24 @@ class Trainer:
         if job.superseded.is_set():
             return
         ops: list[Op] = []
+        if ending is not None:
+            ops.append(HashDelete(names.JOB_ATTEMPTS, (job.id,)))
+        elif job.attempts is not None:
+            stopped = job.attempts.reached(job.step, "")
+            ops.append(HashSet(names.JOB_ATTEMPTS, {job.id: stopped.to_json()}))
         if job.lease.is_held:
             ops += job.lease.release_ops(forget_epoch=ending is not None)
         if ending is not None:
             log.info("job_ended", state=ending.state, error=ending.error)
-            report = JobReport(
-                job_id=job.job_id, state=ending.state, step=job.step, error=ending.error, trainer=self._name
-            )
+            report = JobReport(job_id=job.id, state=ending.state, step=job.step, error=ending.error, trainer=self._name)
             done = Ack(names.JOB_COMMANDS, names.TRAINER_GROUP, (job.command,))
-            owned = HashDelete(names.JOB_TRAINERS, (job.job_id,))
+            owned = HashDelete(names.JOB_TRAINERS, (job.id,))
             ops += [Append(names.JOB_REPORTS, report), done, owned]
         try:
-            await self._bus(lambda bus: bus.transact(ops, job.lease.fence))
+            await self._bus.retry(lambda bus: bus.transact(ops, job.lease.fence))
         except Fenced as error:
             # Another trainer took over; or the transaction succeeded, and only its reply was lost.
-            log.warning("job_superseded", job=job.job_id, reason=str(error))
+            log.warning("job_superseded", job=job.id, reason=str(error))
 
     # --- lease ---
 
@@ -280,7 +415,7 @@ class Trainer:
                     log.warning("lease_renewal_failed", error=str(error))
             await until_stop(stop, self._timing.lease_renewal_interval_s)
 
-    async def _hold(self, job: ActiveJob) -> bool:
+    async def _hold(self, job: Job) -> bool:
         """Acquire or renew the lease of a job, with the job's status as its value; return True if it is held."""
         waiting = self._waits.current()
         status = TrainerStatus(
@@ -294,30 +429,69 @@ class Trainer:
         )
         value = status.model_dump_json()
 
-        async def is_pending() -> bool:
-            pending = await self._claims.is_pending(job.command)
-            if not pending:
+        async def confirm() -> bool:
+            is_pending = any(entry.id == job.command for entry in await self._pending())
+            if not is_pending:
                 job.superseded.set()  # the previous holder has ended the job in the meantime
-            return pending
+            return is_pending
 
-        if not job.lease.is_held and not await job.lease.acquire(value, confirm=is_pending):
+        if not job.lease.is_held and not await job.lease.acquire(value, confirm=confirm):
             return False
+        owned: list[Op] = [HashSet(names.JOB_TRAINERS, {job.id: self._name})]
+        attempts = job.attempts and job.attempts.reached(job.step, "" if job.phase == "paused" else self._name)
+        if attempts is not None and attempts != job.attempts:
+            owned.append(HashSet(names.JOB_ATTEMPTS, {job.id: attempts.to_json()}))
         try:
-            await job.lease.renew(value, [HashSet(names.JOB_TRAINERS, {job.job_id: self._name})])
+            await job.lease.renew(value, owned)
         except Fenced as error:
-            log.warning("job_superseded", job=job.job_id, reason=str(error))
+            log.warning("job_superseded", job=job.id, reason=str(error))
             job.superseded.set()
             return False
+        job.attempts = attempts
         job.owns_lease.set()
         return True
 
-    async def _report_timeouts(self, job: ActiveJob) -> None:
+    async def _report_timeouts(self, job: Job) -> None:
         """Emit an event for each wait that has reached its limit."""
-        streams = JobStreams(self._bus, job.job_id)
         for wait in self._waits.take_timed_out():
-            await streams.emit_event(
+            await job.emit_event(
                 "wait_limit_exceeded", subject=wait.subject, because=wait.because, limit_s=wait.limit_s
             )
+
+
+class _Ending(NamedTuple):
+    """How a job ended."""
+
+    state: JobState
+    error: str = ""
+
+
+def _ending_with(error: BaseException) -> _Ending:
+    """Return the job's failure; re-raise an error that is not the job's fault."""
+    found = leaves(error)
+    for leaf in found:
+        if isinstance(leaf, RLBoostError) and not isinstance(leaf, Retryable | Conflict):
+            return _Ending("failed", str(leaf))
+    for leaf in found:
+        if not isinstance(leaf, RLBoostError):
+            log.error("job_crashed", exc_info=leaf)
+            return _Ending("failed", f"unexpected {type(leaf).__name__}: {leaf}; the trainer's log has the traceback")
+    raise found[0]
+
+
+def _signed_command(entry: Entry, token: str) -> JobCommand | None:
+    """Return the command in an entry, None if no manager has signed one."""
+    command = entry.message
+    return command if isinstance(command, JobCommand) and is_signed(command, token) else None
+
+
+def _parse_error(job: Job) -> str:
+    """Return why this version cannot parse a stored job, an empty text if it can."""
+    try:
+        _ = job.spec
+    except (ValueError, ConfigError) as error:
+        return str(error)
+    return ""
 
 
 async def _first_of(*awaitables: Awaitable[object]) -> None:

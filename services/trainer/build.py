@@ -2,48 +2,44 @@
 
 from __future__ import annotations
 
-from functools import partial
+import os
+from datetime import datetime
 from pathlib import Path
 
-from rlboost.services.trainer.adapters.checkpoints.locations import CheckpointLocations
+from rlboost.services.trainer.adapters.checkpoint_bucket import CheckpointLocations
 from rlboost.services.trainer.adapters.data import find_model, load_data
 from rlboost.services.trainer.adapters.environment_pool import EnvironmentPool
-from rlboost.services.trainer.adapters.fsdp.policy import FsdpPolicy
-from rlboost.services.trainer.adapters.hardware import hardware_of
-from rlboost.services.trainer.adapters.log.sinks import openers
-from rlboost.services.trainer.adapters.machines.launcher import JobMachines
-from rlboost.services.trainer.adapters.machines.registry import TrainerMachines
-from rlboost.services.trainer.adapters.megatron.policy import MegatronPolicy
-from rlboost.services.trainer.adapters.no_reward import NoReward
-from rlboost.services.trainer.adapters.ranks.layout import Layout
-from rlboost.services.trainer.adapters.ranks.policy import RanksPolicy
-from rlboost.services.trainer.adapters.ranks.publisher import RanksPublisher
-from rlboost.services.trainer.adapters.reward_pool import RewardPool
+from rlboost.services.trainer.adapters.machines.registry import JobMachines, TrainerMachines
+from rlboost.services.trainer.adapters.model_checks import hardware_of
+from rlboost.services.trainer.adapters.named_paths import check_named_paths, check_processes
+from rlboost.services.trainer.adapters.reward_pool import NoReward, RewardPool
 from rlboost.services.trainer.adapters.run_folder import LocalRunFolder
-from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.adapters.user_code.curriculum import load_skip_function
-from rlboost.services.trainer.adapters.user_code.log import UserCodeLog
-from rlboost.services.trainer.adapters.user_code.loss import load_loss
-from rlboost.services.trainer.adapters.weights import StorePublisher
+from rlboost.services.trainer.adapters.run_log import openers
+from rlboost.services.trainer.adapters.torch.policy import MegatronPolicy, RanksPolicy, TorchPolicy
+from rlboost.services.trainer.adapters.torch.ranks import Layout
+from rlboost.services.trainer.adapters.torch.tensors import RanksPublisher
+from rlboost.services.trainer.adapters.user_code import UserCodeLog, load_loss, load_skip_function
 from rlboost.services.trainer.domain.canary_prompts import build_canary_prompts
 from rlboost.services.trainer.domain.loss.inputs import LossFn
 from rlboost.services.trainer.domain.loss.policy import PolicyLoss, job_loss
 from rlboost.services.trainer.domain.sft import sft_loss
-from rlboost.services.trainer.ports.policy_settings import PolicySettings
-from rlboost.services.trainer.ports.resources import JobResources
+from rlboost.services.trainer.ports.engine import PolicySettings
+from rlboost.services.trainer.ports.samples import Data
+from rlboost.services.trainer.ports.storage import JobResources
 from rlboost.services.trainer.settings import Settings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.job.training import TrainerSpec
 from rlboost.shared.model.experts import require_replayable
+from rlboost.shared.model.tool_calls import CallStyle
 from rlboost.shared.process.torch_device import require_device
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.client import StoreClient
-from rlboost.shared.wire.routed_experts import RoutedShape
+from rlboost.shared.wire import RoutedShape
 
 
 def build_resources(
-    config: Settings, waits: Waits, machines: TrainerMachines | None, spec: JobSpec, job_id: str
+    config: Settings, waits: Waits, machines: TrainerMachines | None, spec: JobSpec, job_id: str, created: datetime
 ) -> JobResources:
     """Build a job's resources. Blocks.
 
@@ -53,14 +49,17 @@ def build_resources(
         machines: the machines that join this trainer; None if none can.
         spec: the job file.
         job_id: the job's id.
+        created: when the job was created.
 
     Raises:
         ConfigError: a file that the job names is missing or invalid.
 
     """
+    check_named_paths(spec, config.dir, config.job_folders)
+    check_processes(spec, os.cpu_count() or 1)
     folder = config.dir / job_id
     model = find_model(spec.model)
-    data = load_data(spec, model)
+    data = load_data(spec, model, created)
     places = CheckpointLocations(folder, config.outage_limit_s)
     token = config.token.get_secret_value()
     client = StoreClient(config.weight_store_url, token)
@@ -73,16 +72,15 @@ def build_resources(
     policy = _policy_settings(spec, loss, replayed)
     engine = _engine(config, spec.trainer, folder, own_machines, policy)
     skip_function = spec.data.curriculum.function if spec.data.curriculum else None
-    publisher = partial(RanksPublisher, token=token) if isinstance(engine, RanksPolicy) else StorePublisher
     return JobResources(
         engine=engine,
         model=model,
         loss=loss,
         data=data,
-        rewards=_rewards(config, spec, waits, folder),
-        environments=_environments(spec, waits, folder),
+        rewards=_rewards(config, spec, waits, folder, data),
+        environments=_environments(spec, waits, folder, data.call_style),
         checkpoints=places.store(spec.trainer.checkpoints or config.checkpoints, job_id),
-        weights=publisher(
+        weights=RanksPublisher(
             client,
             job_id,
             config_json,
@@ -90,6 +88,7 @@ def build_resources(
             waits,
             config.outage_limit_s,
             deltas=spec.elastic.weights == "delta",
+            token=token,
         ),
         folder=LocalRunFolder(folder, model, openers(spec, job_id, folder)),
         predecessor=places.predecessor(spec.trainer.resume),
@@ -98,23 +97,28 @@ def build_resources(
         machines=own_machines,
         skip_function=load_skip_function(skip_function, data.train) if skip_function else None,
         canary_prompts=build_canary_prompts(
-            data.vocab_size, temperature=spec.sampling.scored_temperature, dtype=spec.trainer.dtype
+            data.vocab_size,
+            temperature=spec.sampling.scored_temperature,
+            dtype=spec.trainer.dtype,
+            top_p=spec.sampling.top_p if spec.kind == "rl" else 1.0,
         ),
         replayed=replayed,
     )
 
 
-def _rewards(config: Settings, spec: JobSpec, waits: Waits, folder: Path) -> RewardPool | NoReward:
+def _rewards(config: Settings, spec: JobSpec, waits: Waits, folder: Path, data: Data) -> RewardPool | NoReward:
     if spec.reward is None:
         return NoReward()
     token_origins = config.reward_token_origins.split(",")
-    return RewardPool(spec.reward, waits, UserCodeLog(folder / "reward.log"), token_origins=token_origins)
+    columns = {name for prompt in (*data.train, *data.evaluation) for name in prompt.columns}
+    log = UserCodeLog(folder / "reward.log")
+    return RewardPool(spec.reward, waits, log, token_origins=token_origins, columns=columns)
 
 
-def _environments(spec: JobSpec, waits: Waits, folder: Path) -> EnvironmentPool | None:
+def _environments(spec: JobSpec, waits: Waits, folder: Path, style: CallStyle) -> EnvironmentPool | None:
     if spec.environment is None:
         return None
-    return EnvironmentPool(spec.environment, waits, UserCodeLog(folder / "environment.log"))
+    return EnvironmentPool(spec.environment, waits, UserCodeLog(folder / "environment.log"), style)
 
 
 def _loss(spec: JobSpec) -> LossFn:
@@ -141,14 +145,13 @@ def _policy_settings(spec: JobSpec, loss: LossFn, replayed: RoutedShape | None) 
 
 def _engine(
     config: Settings, spec: TrainerSpec, folder: Path, machines: JobMachines | None, settings: PolicySettings
-) -> TorchPolicy | RanksPolicy:
+) -> RanksPolicy:
     if spec.offload != "none" and config.device == "cpu":
         raise ConfigError(
             f"trainer.offload: {spec.offload} needs a GPU shared by reserved engines and the trainer, but the "
             "trainer's device is cpu (RLBOOST_TRAINER_DEVICE): leave it out"
         )
-    if not spec.in_one_process:
-        kind = MegatronPolicy if spec.backend == "megatron" else FsdpPolicy
-        return kind(settings, Layout.of(spec), device=config.device, folder=folder, launcher=machines)
-    require_device(config.device, "RLBOOST_TRAINER_DEVICE")
-    return TorchPolicy(settings, device=config.device)
+    if spec.in_one_process:
+        require_device(config.device, "RLBOOST_TRAINER_DEVICE")
+    kind = MegatronPolicy if spec.backend == "megatron" else TorchPolicy
+    return kind(settings, Layout.of(spec), device=config.device, folder=folder, launcher=machines)

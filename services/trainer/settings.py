@@ -9,7 +9,7 @@ from typing import ClassVar
 from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
-from rlboost.services.trainer.domain.origins import origin_of
+from rlboost.shared.http.server_url import origin_of
 from rlboost.shared.settings import ServiceSettings
 
 
@@ -46,8 +46,18 @@ class Settings(ServiceSettings):
         description="dollars per hour of the trainer's machines, beyond what the prices of its reserved workers cover",
     )
     cpus: str = Field("", description="CPUs to use, such as 0-15,32-47; if empty, all")
+    folders: str = Field(
+        "",
+        description="folders, separated by `:`, in which job files may name models, data and checkpoints, in addition "
+        "to the folder in which the trainer runs and `RLBOOST_TRAINER_DIR`; `/` allows all that the trainer can read",
+    )
     user_modules: str = Field(
         "", description="installed packages, separated by commas, whose functions job files may name as user code"
+    )
+    unisolated_programs: bool = Field(
+        False,
+        description="whether job files may have generated programs run without isolation "
+        "(`reward.arguments: {isolated: false}`), for machines that have nothing to protect",
     )
     reward_token_origins: str = Field(
         "",
@@ -69,6 +79,12 @@ class Settings(ServiceSettings):
     @classmethod
     def _are_origins(cls, value: str) -> str:
         return ",".join(origin_of(each) for each in value.replace(" ", "").split(",") if each)
+
+    @property
+    def job_folders(self) -> list[str]:
+        """Return the operator's folders that job files may name."""
+        checkpoints = [] if "://" in self.checkpoints else [self.checkpoints]
+        return [one for one in (*self.folders.split(":"), *checkpoints) if one]
 
     @property
     def trainer_name(self) -> str:

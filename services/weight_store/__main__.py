@@ -11,19 +11,16 @@ import structlog
 from prometheus_client import REGISTRY
 
 from rlboost.services.weight_store.adapters.origin import open_origin
-from rlboost.services.weight_store.api import create
+from rlboost.services.weight_store.api import chunk_receiver, create, find_chunk
 from rlboost.services.weight_store.app import WeightStore
-from rlboost.services.weight_store.chunk_response import find_chunk
-from rlboost.services.weight_store.chunk_upload import chunk_receiver
-from rlboost.services.weight_store.chunks.quota import LimitedChunks
-from rlboost.services.weight_store.deltas.composer import DeltaComposer
+from rlboost.services.weight_store.chunks import LimitedChunks
 from rlboost.services.weight_store.deltas.derived_chunks import DerivedChunks
-from rlboost.services.weight_store.deltas.edges import Deltas
+from rlboost.services.weight_store.deltas.edges import DeltaComposer, Deltas
 from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.settings import Settings
+from rlboost.shared.http.access import may_download, may_upload, store_authenticator
 from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.server import bind, server_loop
-from rlboost.shared.http.store_credential import may_download, may_upload, store_authenticator
 from rlboost.shared.http.transfer_server import TransferServer
 from rlboost.shared.process.lifecycle import run_service, supervise
 from rlboost.shared.process.waiting import Waits

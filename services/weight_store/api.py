@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated
+from collections.abc import AsyncIterator, Callable
+from typing import Annotated, BinaryIO
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi import Path as PathParameter
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
+from prometheus_client import Counter
 from starlette.requests import ClientDisconnect
 
 from rlboost.services.weight_store.app import WeightStore
-from rlboost.services.weight_store.chunk_response import chunk_response
-from rlboost.services.weight_store.domain.versions import JobVersions, Version
+from rlboost.services.weight_store.domain.versions import JobVersions, Version, parse_range
 from rlboost.services.weight_store.metrics import Metrics
-from rlboost.services.weight_store.ports import StoreFull
+from rlboost.services.weight_store.ports import ChunkLocation, LocalFile, Proxied, Redirect, StoreFull
 from rlboost.shared.errors import NotFound
-from rlboost.shared.http.authentication import needs
-from rlboost.shared.http.documented import GUARDED_ERRORS, problems, success
+from rlboost.shared.http.access import needs
 from rlboost.shared.http.guard import Guard
-from rlboost.shared.http.problem import PROBLEM, Problem
+from rlboost.shared.http.problem import GUARDED_ERRORS, PROBLEM, Problem, problems, success
 from rlboost.shared.http.server import create_app
+from rlboost.shared.http.transfer_server import BodyReceiver, Find, FoundFile, TransferRequest
 from rlboost.shared.process.waiting import Waits
+from rlboost.shared.weights.blob_response import BlobResponse, digest_in
 from rlboost.shared.weights.manifest import CHUNK_BYTES, Digest, JobId
 from rlboost.shared.weights.rest_models import (
     ChunkDirectory,
@@ -34,6 +35,88 @@ from rlboost.shared.weights.rest_models import (
     ModelList,
     VersionInfo,
 )
+
+# --- Respond to a request for a chunk: with its file, a redirect to the object store, or its proxied bytes ------------
+
+
+_MEDIA_TYPE = "application/octet-stream"
+
+
+def find_chunk(open_chunk: Callable[[str], BinaryIO | None] | None, authorized: Callable[[str], bool]) -> Find:
+    """Return what `TransferServer` needs for whole chunks.
+
+    Args:
+        open_chunk: see `Origin.open_chunk`.
+        authorized: returns True if a request with this `Authorization` header may read chunks.
+
+    """
+
+    def find(request: TransferRequest) -> FoundFile | None:
+        digest = digest_in(request.path)
+        file = open_chunk(digest) if open_chunk and digest and authorized(request.authorization) else None
+        return FoundFile(file, digest) if file else None
+
+    return find
+
+
+async def chunk_response(source: ChunkLocation, digest: str, request: Request, metrics: Metrics) -> Response:
+    """Return the response to a GET or HEAD of a chunk, limited to the requested range.
+
+    Raises:
+        Problem: the range starts after the end of the chunk.
+        StoreUnavailable: the object store does not answer.
+
+    """
+    if isinstance(source, LocalFile):
+        return BlobResponse(source.path, source.status, digest, metrics.bytes_out)
+    headers = {"ETag": f'"{digest}"', "Accept-Ranges": "bytes"}
+    requested = parse_range(request.headers.get("Range"), source.n_bytes)
+    if request.method == "HEAD":
+        return Response(media_type=_MEDIA_TYPE, headers={**headers, "Content-Length": str(source.n_bytes)})
+    if requested is None:
+        unsatisfied = {"Content-Range": f"bytes */{source.n_bytes}"}
+        raise Problem(416, "Range not satisfiable", f"the chunk has {source.n_bytes} bytes", headers=unsatisfied)
+    if isinstance(source, Redirect):
+        metrics.bytes_redirected.inc(len(requested))
+        return Response(status_code=307, headers={"Location": source.url, "Cache-Control": "no-store"})
+    return await _proxied(source, requested, headers, metrics.bytes_out)
+
+
+async def _proxied(source: Proxied, requested: range, headers: dict[str, str], sent: Counter) -> Response:
+    headers["Content-Length"] = str(len(requested))
+    if len(requested) < source.n_bytes:
+        headers["Content-Range"] = f"bytes {requested.start}-{requested.stop - 1}/{source.n_bytes}"
+    # Opened before the response starts, so that a failure has its own status code.
+    blocks = await source.blocks(requested.start, requested.stop) if requested else None
+
+    async def counted() -> AsyncIterator[bytes]:
+        if blocks is not None:
+            async for block in blocks:
+                yield block
+                sent.inc(len(block))
+
+    status = 206 if len(requested) < source.n_bytes else 200
+    return StreamingResponse(counted(), status, headers=headers, media_type=_MEDIA_TYPE)
+
+
+# --- Receives uploads of chunks in threads, without passing through the ASGI app ------------
+
+
+def chunk_receiver(store: WeightStore, metrics: Metrics, authorized: Callable[[str], bool]) -> BodyReceiver:
+    """Return the receiver of plain uploads of chunks; `authorized` takes their `Authorization` header."""
+
+    def accepts(path: str, authorization: str) -> bool:
+        return bool(digest_in(path)) and authorized(authorization)
+
+    async def put(path: str, body: memoryview) -> None:
+        await store.put_chunk(digest_in(path), [body])
+        metrics.bytes_in.inc(len(body))
+
+    return BodyReceiver(accepts, put, max_bytes=CHUNK_BYTES)
+
+
+# --- Routes -----------------------------------------------------------------------------------------------------------
+
 
 Number = Annotated[int, PathParameter(ge=0)]
 _BYTES = "application/octet-stream"

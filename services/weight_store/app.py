@@ -12,18 +12,15 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
-from rlboost.services.weight_store.chunks.damage import DamagedChunks
+from rlboost.services.weight_store.chunks import DamagedChunks
 from rlboost.services.weight_store.deltas.derived_chunks import DerivedChunks
 from rlboost.services.weight_store.deltas.edges import Deltas
 from rlboost.services.weight_store.domain import versions
 from rlboost.services.weight_store.domain.versions import JobVersions, Shortfall, Version
-from rlboost.services.weight_store.garbage.collector import Collector
-from rlboost.services.weight_store.garbage.ended_jobs import EndedJobs
+from rlboost.services.weight_store.garbage import Collector, EndedJobs
 from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.ports import ChunkLocation, Documents, StagedPart
-from rlboost.services.weight_store.versions.announcements import Announcements
-from rlboost.services.weight_store.versions.parts import assemble
-from rlboost.services.weight_store.versions.table import VersionTable
+from rlboost.services.weight_store.versions import Announcements, VersionTable, assemble
 from rlboost.shared.errors import Conflict, NotFound, Undecodable
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams.bus import Bus

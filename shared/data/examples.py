@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from rlboost.shared.data.messages import (
+    ASSISTANT,
+    TEMPLATE_KWARGS,
+    TOOLS,
+    Messages,
+    Tools,
+    clean_messages,
+    is_to_train,
+    parsed_messages,
+    require_no_media,
+    template_kwargs_of,
+    tools_of,
+    without_train_keys,
+)
 from rlboost.shared.data.rows import is_messages
 from rlboost.shared.errors import ConfigError
 
 MESSAGES = "messages"
 """The column of whole conversations in most chat data; `data.prompt_key` may name another."""
-ASSISTANT = "assistant"
-
-TOOLS = "tools"
-"""The column of JSON schemas of tools, as in TRL: a list, or its JSON text."""
-
-_NULLABLE = ("default", "const")
-"""Keys of a JSON schema that may be null."""
-
-Messages = list[dict[str, Any]]
-Tools = Sequence[dict[str, Any]]
 
 
 class TextExample(NamedTuple):
@@ -31,98 +34,187 @@ class TextExample(NamedTuple):
 
 
 class ChatExample(NamedTuple):
-    """Messages and what the assistant answers."""
+    """Messages and the message with which the assistant answers."""
 
     prompt: Messages
     completion: Messages
     tools: Tools = ()
     """JSON schemas of the tools, for the chat template."""
+    kwargs: Mapping[str, Any] = {}
+    """Arguments of the chat template."""
 
 
 Example = TextExample | ChatExample
 
 
-def example_of(values: dict[str, Any], prompt_key: str, completion_key: str) -> Example:
-    """Return the example in a row.
+def examples_of(
+    values: dict[str, Any], prompt_key: str, completion_key: str, *, every_turn: bool = False
+) -> Sequence[Example]:
+    """Return the examples in a row: one for each message of the assistant that is trained.
 
-    A row has a prompt and a completion; or only a conversation whose last messages are the assistant's, which are then
-    the completion. A column `tools` has the schemas of the tools that the chat template shows to the model.
+    Those are the completion's; without a completion the last ones of a conversation, or with `every_turn` all. Each
+    follows the conversation before it, as the model sees it when it generates that message: many templates leave out
+    the thoughts of earlier turns, and what a template writes between two messages is never generated. A key of a
+    message such as `weight: 0` leaves it out.
+
+    A column `tools` has the schemas of the tools that the chat template shows to the model, a column
+    `chat_template_kwargs` its other arguments. With `every_turn` a completion that is null or an empty list is none.
 
     Raises:
-        ConfigError: it has neither; the text says what is wrong, not where.
+        ConfigError: there is none; the text says what is wrong, not where.
 
     """
-    example = _example(values, prompt_key, completion_key)
-    tools = _tools(values.get(TOOLS))
-    if isinstance(example, ChatExample):
-        return example._replace(tools=tools)
-    if tools:
-        raise ConfigError(f"{TOOLS!r} needs a chat template: give prompt and completion as chat messages")
-    return example
+    require_no_media(values, prompt_key)
+    tools, kwargs = tools_of(values.get(TOOLS)), template_kwargs_of(values.get(TEMPLATE_KWARGS))
+    find = _turns if every_turn else _last_turns
+    found = find(values, prompt_key, completion_key)
+    if isinstance(found, TextExample):
+        _require_no_options(tools, kwargs)
+        _require_text(found.prompt, prompt_key)
+        _require_text(found.completion, completion_key)
+        return [found]
+    given, first = found
+    flags = [is_to_train(message, f"message {number} ({message['role']})") for number, message in enumerate(given, 1)]
+    messages = clean_messages([without_train_keys(message) for message in given], of_row=True)
+    turns = [i for i in range(first, len(messages)) if messages[i]["role"] == ASSISTANT]
+    trained = [i for i in turns if flags[i] is not False]
+    for i in range(len(messages)):
+        if flags[i] and i not in turns and not all(flags):  # a key of all messages says nothing about one
+            why = "only the assistant's messages are" if messages[i]["role"] != ASSISTANT else _NOT_LAST
+            raise ConfigError(f"message {i + 1} ({messages[i]['role']}) is to be trained, but {why}: remove the key")
+        if i in turns and not every_turn and flags[i] is False:
+            raise ConfigError(
+                f"message {i + 1} (assistant) is not to be trained, but without data.assistant_only_loss the last "
+                "messages are: set it to true, or leave out the message"
+            )
+    if not trained:
+        raise ConfigError("no message is the assistant's: there is nothing to train" if not turns else _NONE_TRAINED)
+    if trained[0] == 0:
+        raise ConfigError("the first message is the assistant's: begin with the message that it answers")
+    return [ChatExample(messages[:i], messages[i : i + 1], tools, kwargs) for i in trained]
 
 
-def _example(values: dict[str, Any], prompt_key: str, completion_key: str) -> Example:
+_NOT_LAST = "a completion or the last messages are, and all of a conversation with data.assistant_only_loss"
+_NONE_TRAINED = "no message of the assistant is to be trained: leave out the row"
+
+_Turns = tuple[list[dict[str, Any]], int]
+"""Messages as they are given, and the number of those at the beginning that are not trained."""
+
+
+def _turns(values: dict[str, Any], prompt_key: str, completion_key: str) -> _Turns:
+    """Return a conversation, all of whose turns are trained: those of its completion if it has one."""
+    completion = values.get(completion_key)
+    prompt = parsed_messages(values.get(prompt_key, [] if completion else values.get(MESSAGES)))
+    if isinstance(completion, str):
+        completion = _answers(completion)
+    elif completion is None:
+        completion = []
+    if not is_messages(prompt) or not (completion == [] or is_messages(completion)):
+        raise ConfigError(
+            f"data.assistant_only_loss needs chat messages ({_keys(values)}): give {prompt_key!r} (and "
+            f"{completion_key!r}) as messages, or leave the option out"
+        )
+    return _joined(prompt, completion) if completion else (prompt, 0)
+
+
+def _last_turns(values: dict[str, Any], prompt_key: str, completion_key: str) -> _Turns | TextExample:
+    """Return a prompt with its completion, or a conversation whose last messages are the assistant's."""
     if completion_key in values:
         if prompt_key not in values:
             raise ConfigError(f"no key {prompt_key!r} ({_keys(values)}): correct it, or set data.prompt_key")
-        return _pair(values[prompt_key], values[completion_key], prompt_key, completion_key)
-    conversation = values.get(prompt_key, values.get(MESSAGES))
+        return _pair(parsed_messages(values[prompt_key]), values[completion_key], prompt_key, completion_key)
+    conversation = parsed_messages(values.get(prompt_key, values.get(MESSAGES)))
     if is_messages(conversation) and conversation[-1]["role"] == ASSISTANT:
-        return _split(without_nulls(conversation))
+        start = len(conversation)
+        while start and conversation[start - 1]["role"] == ASSISTANT:
+            start -= 1
+        if not start:
+            raise ConfigError("all messages are the assistant's: there is nothing to answer")
+        return conversation, start
+    other = parsed_messages(values.get(MESSAGES))
+    if prompt_key in values and is_messages(other) and other[-1]["role"] == ASSISTANT:
+        raise ConfigError(
+            f"no key {completion_key!r}, and {prompt_key!r} is no conversation that ends with the assistant "
+            f"({_keys(values)}): set data.prompt_key to {MESSAGES}"
+        )
     raise ConfigError(
         f"no key {completion_key!r}, nor chat messages that end with the assistant's ({_keys(values)}): correct it, "
         "or set data.completion_key"
     )
 
 
-def without_nulls(messages: Messages) -> Messages:
-    """Return messages without keys that are null: a table has every key in every message."""
-    return [{name: value for name, value in message.items() if value is not None} for message in messages]
-
-
-def _tools(given: object) -> Tools:
-    """Return the schemas of a column."""
-    if isinstance(given, str):
-        try:
-            given = json.loads(given or "[]")
-        except ValueError as error:
-            raise ConfigError(f"{TOOLS!r} is not JSON: {error}") from error
-    if given is None:
-        return ()
-    if not isinstance(given, list) or not all(isinstance(tool, dict) for tool in given):
-        raise ConfigError(f"{TOOLS!r} is not a list of JSON schemas: give ToolEnvironment.tools, or their JSON text")
-    if _has_nulls(given):
-        raise ConfigError(f"{TOOLS!r} has keys that are null, as tables add them: give the schemas as JSON text")
-    return given
-
-
-def _has_nulls(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(_has_nulls(inner) or (inner is None and name not in _NULLABLE) for name, inner in value.items())
-    return isinstance(value, list) and any(map(_has_nulls, value))
-
-
-def _pair(prompt: object, completion: object, prompt_key: str, completion_key: str) -> Example:
+def _pair(prompt: object, completion: object, prompt_key: str, completion_key: str) -> _Turns | TextExample:
     if isinstance(prompt, str):
-        if not isinstance(completion, str):
+        answers = parsed_messages(completion)
+        if not isinstance(completion, str) or (is_messages(answers) and answers[0]["role"] == ASSISTANT):
             raise ConfigError(f"{completion_key!r} is not text, but {prompt_key!r} is: give both as text or messages")
         return TextExample(prompt, completion)
     if not is_messages(prompt):
         raise ConfigError(f"{prompt_key!r} is neither text nor a list of chat messages with a role")
-    if isinstance(completion, str):
-        return ChatExample(without_nulls(prompt), [{"role": ASSISTANT, "content": completion}])
-    if is_messages(completion) and all(message["role"] == ASSISTANT for message in completion):
-        return ChatExample(without_nulls(prompt), without_nulls(completion))
+    answers = _answers(completion) if isinstance(completion, str) else completion
+    if is_messages(answers) and all(message["role"] == ASSISTANT for message in answers):
+        return _joined(prompt, answers)
     raise ConfigError(f"{completion_key!r} is neither text nor a list of chat messages of the assistant")
 
 
-def _split(messages: Messages) -> Example:
-    start = len(messages)
-    while start and messages[start - 1]["role"] == ASSISTANT:
-        start -= 1
-    if not start:
-        raise ConfigError("all messages are the assistant's: there is nothing to answer")
-    return ChatExample(messages[:start], messages[start:])
+def _answers(completion: str) -> object:
+    """Return a completion of chat messages that is text, which may be the JSON text of messages."""
+    found = parsed_messages(completion)
+    is_chat = is_messages(found) and all(message["role"] == ASSISTANT for message in found)
+    return found if is_chat else [{"role": ASSISTANT, "content": completion}]
+
+
+def _joined(prompt: list[dict[str, Any]], completion: list[dict[str, Any]]) -> _Turns:
+    if prompt[-1]["role"] == ASSISTANT:
+        raise ConfigError(
+            "the prompt ends with a message of the assistant, which is not trained: move it to the completion"
+        )
+    return [*prompt, *completion], len(prompt)
+
+
+class RlPrompt(NamedTuple):
+    """A prompt for reinforcement learning or evaluation."""
+
+    given: str | Messages
+    tools: Tools = ()
+    """JSON schemas of the tools, for the chat template."""
+    kwargs: Mapping[str, Any] = {}
+    """Arguments of the chat template."""
+
+
+def prompt_of(values: dict[str, Any], prompt_key: str) -> RlPrompt:
+    """Return the prompt in a row, with the columns `tools` and `chat_template_kwargs` if there are any.
+
+    Raises:
+        ConfigError: it has none, or the model would not see it as it is; the text says what is wrong, not where.
+
+    """
+    if prompt_key not in values:
+        raise ConfigError(f"no key {prompt_key!r} ({_keys(values)}): correct the line or set data.prompt_key")
+    require_no_media(values, prompt_key)
+    given = parsed_messages(values[prompt_key])
+    tools, kwargs = tools_of(values.get(TOOLS)), template_kwargs_of(values.get(TEMPLATE_KWARGS))
+    if isinstance(given, str):
+        _require_no_options(tools, kwargs)
+        _require_text(given, prompt_key)
+        return RlPrompt(given)
+    if not is_messages(given):
+        raise ConfigError(f"{prompt_key!r} is neither text nor a list of chat messages with a role")
+    if all(message["role"] == ASSISTANT for message in given):
+        raise ConfigError("all messages are the assistant's: begin with the message that it answers")
+    return RlPrompt(clean_messages(given, of_row=True), tools, kwargs)
+
+
+def _require_no_options(tools: Tools, kwargs: Mapping[str, Any]) -> None:
+    """Refuse arguments of a chat template next to a prompt that is text."""
+    if tools or kwargs:
+        name = TOOLS if tools else TEMPLATE_KWARGS
+        raise ConfigError(f"{name!r} needs a chat template: give the prompt (and completion) as chat messages")
+
+
+def _require_text(text: str, key: str) -> None:
+    if not text.strip():
+        raise ConfigError(f"{key!r} is empty: give it text, or leave out the row")
 
 
 def _keys(values: dict[str, Any]) -> str:

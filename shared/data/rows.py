@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 from rlboost.shared.data.shards import FILE_KINDS, Source, names_of, shards
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.process.extras import pip_install
+from rlboost.shared.process.modules import pip_install
 
 _OTHER_FILES = {".arrow", ".csv", ".gz", ".json", ".tsv", ".txt", ".yaml", ".yml", ".zst"}
 _ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -98,8 +98,8 @@ def _jsonl(source: str, path: Path) -> Iterator[Row]:
                 if not line.strip():
                     continue
                 try:
-                    values = json.loads(line, object_pairs_hook=_object)
-                except json.JSONDecodeError as error:
+                    values = parse_json(line)
+                except (ValueError, RecursionError) as error:
                     raise BadRow(source, f"line {number}", f"not JSON: {error}") from error
                 if not isinstance(values, dict):
                     raise BadRow(source, f"line {number}", "a JSON object is expected")
@@ -112,9 +112,24 @@ def _jsonl(source: str, path: Path) -> Iterator[Row]:
         raise ConfigError(f"{source} is not UTF-8: {error}") from error
 
 
+def parse_json(text: str) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+        ValueError: it is not JSON, or has an object with two keys of one name.
+        RecursionError: it is nested too deep.
+
+    """
+    return json.loads(text, object_pairs_hook=_object)
+
+
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     # Else each row has names of its own for its columns: 1,300 bytes in place of 920 for a prompt of 60 words.
-    return {sys.intern(name): value for name, value in pairs}
+    found = {sys.intern(name): value for name, value in pairs}
+    if len(found) < len(pairs):
+        twice = next(name for i, (name, _) in enumerate(pairs) if any(name == other for other, _ in pairs[:i]))
+        raise ValueError(f"the key {twice!r} is there twice: remove one")
+    return found
 
 
 def _parquet(source: str, path: Path) -> Iterator[Row]:
@@ -135,6 +150,14 @@ def _parquet(source: str, path: Path) -> Iterator[Row]:
         raise ConfigError(f"{source} is not a parquet file that can be read: {error}") from error
 
 
+def _require_remote_files(files: Any) -> None:
+    """Refuse a dataset whose card names files of this machine, which `datasets` would read."""
+    for name in [str(one) for several in (files or {}).values() for one in several]:
+        place = name.rpartition("::")[2]  # such as zip://a.jsonl::hf://datasets/owner/name/a.zip
+        if "://" not in place or place.startswith(("file:", "local:")):
+            raise ValueError(f"it names {name}, a file of this machine")
+
+
 def _dataset(source: str, path: Path, split: str, subset: str | None) -> Iterator[Row]:
     try:
         import datasets  # noqa: PLC0415 - an extra, and slow to import
@@ -143,8 +166,11 @@ def _dataset(source: str, path: Path, split: str, subset: str | None) -> Iterato
     try:
         if any((path / name).is_file() for name in _SAVED):
             found = datasets.load_from_disk(str(path))
+        elif path.is_dir():
+            found = datasets.load_dataset(str(path), name=subset)
         else:
-            found = datasets.load_dataset(str(path) if path.is_dir() else source, name=subset)
+            _require_remote_files(datasets.load_dataset_builder(source, name=subset).config.data_files)
+            found = datasets.load_dataset(source, name=subset)
     except Exception as error:  # its loaders raise whatever the file formats and the network do
         reason = str(error).partition("\n")[0]
         raise ConfigError(

@@ -8,27 +8,55 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
+import structlog
 from fastapi import APIRouter, Depends, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive
 
-from rlboost.shared.http.authentication import Authenticator, bearer_token, needed_scope, system_token
-from rlboost.shared.http.failure_limit import FailureLimit
+from rlboost.shared.errors import RLBoostError
+from rlboost.shared.http.access import Authenticator, FailureLimit, bearer_token, needed_scope, system_token
 from rlboost.shared.http.problem import Problem
-from rlboost.shared.http.scopes import Scope
+from rlboost.shared.http.scopes import Principal, Scope
 
 MAX_BODY_BYTES = 64 << 20
 """Limit on one request's body: above any job file or chunk, and above the chunk list of a model of 235 B parameters."""
 SCOPE_KEY = "x-scope"
 """The scope of a route in the OpenAPI document."""
+_EXPECTED = (Problem, HTTPException, RequestValidationError, RLBoostError)
+"""The errors of which `server.create_app` makes responses."""
+_FAILED = "the request failed for a reason that is not known: see 'request_failed' in the log of this service"
 _DOCUMENTED = Depends(HTTPBearer(auto_error=False))
 """Shows in the OpenAPI document that a route needs a token; the route itself checks it."""
 
+_PRINCIPAL_KEY = "rlboost.principal"
+
+log = structlog.get_logger(__name__)
+
 _Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+_Endpoint = TypeVar("_Endpoint", bound=Callable[..., object])
+BodyLimit = Callable[[], int]
+"""Returns the maximum size of one request's body at present."""
+
+
+def principal_of(request: Request) -> Principal:
+    """Return who sent a request that a guard has checked."""
+    principal: Principal = request.scope[_PRINCIPAL_KEY]
+    return principal
+
+
+def limits_body(limit: BodyLimit) -> Callable[[_Endpoint], _Endpoint]:
+    """Declare a limit of a route's bodies in place of that of its router."""
+
+    def declare(endpoint: _Endpoint) -> _Endpoint:
+        endpoint.__dict__["body_limit"] = limit
+        return endpoint
+
+    return declare
 
 
 class Guard:
@@ -67,10 +95,19 @@ class Guard:
 
             def get_route_handler(self) -> _Handler:
                 handle, scope = super().get_route_handler(), needed_scope(self.endpoint)
+                body_limit: BodyLimit | None = self.endpoint.__dict__.get("body_limit")
 
                 async def guarded(request: Request) -> Response:
-                    await guard.check(request, scope)
-                    return await handle(Request(request.scope, _limited(request, max_body_bytes)))
+                    try:
+                        await guard.check(request, scope)
+                        limit = body_limit() if body_limit else max_body_bytes
+                        return await handle(Request(request.scope, _limited(request, limit)))
+                    except _EXPECTED:
+                        raise
+                    except Exception as error:
+                        # Starlette would answer as text and close the connection.
+                        log.exception("request_failed", method=request.method, path=request.url.path)
+                        raise Problem(500, "Internal error", _FAILED) from error
 
                 return guarded
 
@@ -78,7 +115,7 @@ class Guard:
         return APIRouter(route_class=GuardedRoute, dependencies=dependencies, **options)
 
     async def check(self, request: Request, scope: Scope) -> None:
-        """Check the token of a request.
+        """Check the token of a request; `principal_of` then returns its holder.
 
         Raises:
             Problem: 401, it has none that is valid; 403, its scope is another one; 429, its address failed too often.
@@ -94,6 +131,7 @@ class Guard:
                 f"creates one with 'rlboost token create'"
             )
             raise Problem(403, "Forbidden", detail)
+        request.scope[_PRINCIPAL_KEY] = principal
 
     def _unauthorized(self, request: Request, given: str) -> Problem:
         address = request.client.host if request.client else ""

@@ -29,3 +29,7 @@ class Principal(NamedTuple):
     def may(self, needed: Scope) -> bool:
         """Return True if the scope includes the needed one."""
         return needed in _GRANTED[self.scope]
+
+
+SYSTEM = Principal("system", "admin")
+"""The holder of the system token."""

@@ -4,30 +4,64 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import socket
-from collections.abc import Callable, Generator, Mapping
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
 from functools import partial
+from http import HTTPStatus
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
-from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, Metric, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 
 from rlboost.shared.errors import ConfigError, NotFound, Rejected, Retryable, RLBoostError, Unprocessable
-from rlboost.shared.http.authentication import needs
-from rlboost.shared.http.documented import GUARDED_ERRORS, problems
+from rlboost.shared.http.access import needs
+from rlboost.shared.http.connections import Connections, LimitedTransfer, limited, max_connections
 from rlboost.shared.http.guard import Guard
-from rlboost.shared.http.problem import PROBLEM, Problem
-from rlboost.shared.http.transfer_server import TransferConnection, TransferServer
-from rlboost.shared.http.wait_metrics import WaitMetrics
+from rlboost.shared.http.problem import GUARDED_ERRORS, PROBLEM, Problem, problems
+from rlboost.shared.http.server_url import server_url
+from rlboost.shared.http.transfer_server import TransferServer
 from rlboost.shared.process.lifecycle import Loop
+from rlboost.shared.process.system import raise_open_files_limit
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.tls import ServerCertificate
 
+# --- A process's current waits for Prometheus. Their subjects are no labels: they name steps and versions -------------
+
+
+class WaitMetrics(Collector):
+    """Reads the waits at the time of the scrape."""
+
+    def __init__(self, waits: Waits) -> None:
+        """Read these waits."""
+        self._waits = waits
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics; 0 without a wait."""
+        now, waits = time.time(), self._waits.current()
+        oldest_s = max((now - wait.since for wait in waits), default=0.0)
+        ratio = max(((now - wait.since) / wait.limit_s for wait in waits), default=0.0)
+        yield GaugeMetricFamily("rlboost_wait_oldest_seconds", "How long the oldest current wait has lasted", oldest_s)
+        yield GaugeMetricFamily(
+            "rlboost_wait_limit_ratio",
+            "Highest elapsed fraction of the limit of a current wait; at 1 the wait fails",
+            ratio,
+        )
+
+
+# --- The server -------------------------------------------------------------------------------------------------------
+
+
+_MAX_NAMED_FIELDS = 8
+"""How many invalid fields the text of an error names; its `errors` has all."""
 ErrorFormat = Callable[[str, str, Mapping[str, Any]], tuple[int, dict[str, Any]] | None]
 """(method, path, problem document) -> status and JSON body of the error; None to send the document."""
 
@@ -117,7 +151,8 @@ def _add_problem_handlers(app: FastAPI, error_format: ErrorFormat | None) -> Non
 
     @app.exception_handler(HTTPException)
     async def _(request: Request, error: HTTPException) -> Response:
-        answer = problem(request, error.status_code, str(error.detail), str(error.detail))
+        title = HTTPStatus(error.status_code).phrase
+        answer = problem(request, error.status_code, title, str(error.detail))
         answer.headers.update(error.headers or {})
         if error.status_code == 405:
             answer.headers["Allow"] = _allowed_methods(app, request)
@@ -125,8 +160,13 @@ def _add_problem_handlers(app: FastAPI, error_format: ErrorFormat | None) -> Non
 
     @app.exception_handler(RequestValidationError)
     async def _(request: Request, error: RequestValidationError) -> Response:
-        fields = [{"field": ".".join(map(str, item["loc"])), "error": item["msg"]} for item in error.errors()]
-        return problem(request, 422, "Invalid request", "correct the fields listed in 'errors'", errors=fields)
+        kind = request.headers.get("Content-Type", "").partition(";")[0].strip()
+        fields = [
+            {"field": ".".join(map(str, item["loc"])), "error": _not_json(kind) if _is_text(item) else item["msg"]}
+            for item in error.errors()
+        ]
+        detail = "; ".join(f"{each['field']}: {each['error']}" for each in fields[:_MAX_NAMED_FIELDS])
+        return problem(request, 422, "Invalid request", detail, errors=fields)
 
     @app.exception_handler(RLBoostError)
     async def _(request: Request, error: RLBoostError) -> Response:
@@ -141,6 +181,16 @@ def _add_problem_handlers(app: FastAPI, error_format: ErrorFormat | None) -> Non
         return problem(request, 500, "Internal error", str(error))
 
 
+def _is_text(error: Mapping[str, Any]) -> bool:
+    """Return True if a body was not parsed as JSON, which FastAPI does by its `Content-Type`."""
+    return error["loc"] == ("body",) and isinstance(error.get("input"), str | bytes)
+
+
+def _not_json(content_type: str) -> str:
+    given = f"is {content_type!r}" if content_type else "is missing"
+    return f"the header Content-Type {given}: send 'Content-Type: application/json' and a JSON object"
+
+
 def _allowed_methods(app: FastAPI, request: Request) -> str:
     """Return the methods of all routes with the request's path; Starlette names those of one route only."""
     routes = [
@@ -149,8 +199,22 @@ def _allowed_methods(app: FastAPI, request: Request) -> str:
     return ", ".join(sorted({method for route in routes for method in route.methods or ()}))
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Return a bound socket; port 0 takes a free one.
+def _bind_advice(error: OSError, given_by: str) -> str:
+    another = "choose another port" + (f" with {given_by}" if given_by else "")
+    if isinstance(error, socket.gaierror):
+        return "give an address of this machine, or a name that has one"
+    if error.errno in {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT}:
+        return (
+            "it is no address of this machine: give one that it has, and where a NAT gives it another one outside, a "
+            "private one that workers can reach, such as a VPN's"
+        )
+    if error.errno == errno.EACCES:
+        return f"only root may use this port: {another}, above 1023"
+    return f"stop the process that uses it, or {another}"
+
+
+def bind(host: str, port: int, given_by: str = "") -> socket.socket:
+    """Return a bound socket; port 0 takes a free one. `given_by` is what chooses another port, for the error.
 
     Raises:
         ConfigError: the port is in use, or the address does not belong to this machine.
@@ -163,8 +227,9 @@ def bind(host: str, port: int) -> socket.socket:
         sock.bind((host, port))
     except OSError as error:
         sock.close()
+        where = server_url(host, port, tls=False).partition("//")[2]
         raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}; stop the process that uses it, or choose another port"
+            f"cannot listen on {where}: {error.strerror or error}; {_bind_advice(error, given_by)}"
         ) from error
     return sock
 
@@ -193,27 +258,34 @@ def server_loop(
             access_log=False,
             timeout_graceful_shutdown=5,
             lifespan="off",
+            ws="none",
             ssl_certfile=certificate.certificate if certificate else None,
             ssl_keyfile=certificate.key if certificate else None,
         )
         config.load()
+        connections = Connections(max_connections(raise_open_files_limit()))
+        app_protocol: Any = limited(config.http_protocol_class, connections)
+        config.http_protocol_class = app_protocol
         if transfers is not None and certificate is None:
-            app_protocol = config.http_protocol_class
             # The server only calls it, so any callable that returns a protocol will do.
-            config.http_protocol_class = lambda **options: TransferConnection(
-                transfers, partial(app_protocol, **options)
+            config.http_protocol_class = lambda **options: LimitedTransfer(
+                transfers, partial(app_protocol, **options), connections
             )  # type: ignore[assignment]
         server = _Server(config)
         serving = asyncio.create_task(server.serve(sockets=[sock]), name="uvicorn")
         stopping = asyncio.create_task(stop.wait(), name="uvicorn-stop")
+        sweeping = asyncio.create_task(connections.keep_swept(), name="sweep-connections")
         try:
-            await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({serving, stopping, sweeping}, return_when=asyncio.FIRST_COMPLETED)
             server.should_exit = True
             if transfers is not None:
                 await transfers.close()
             await serving
+            if sweeping.done():  # it never returns: its error is the server's
+                sweeping.result()
         finally:
             stopping.cancel()
+            sweeping.cancel()
 
     return loop
 

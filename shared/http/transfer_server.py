@@ -14,16 +14,108 @@ import asyncio
 import os
 import re
 import socket
-from collections.abc import Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from typing import BinaryIO, NamedTuple
 
 import structlog
 from prometheus_client import Counter
 
 from rlboost.shared.errors import RLBoostError
-from rlboost.shared.http.body_receiver import BodyReceiver
+
+# --- Receives the bodies of uploads in threads, into buffers that later uploads use again; for `transfer_server` ------
+
+
+_STALL_S = 30.0
+"""How long a client may send no byte."""
+_SLOWEST_BYTES_PER_S = 64 << 10
+"""A slower transfer is broken off: the other side may hold a thread or a slot with a byte now and then."""
+_MAX_UPLOADS = 32
+"""Maximum number of uploads at a time, until they are stored. Each occupies a thread and a buffer; the app receives
+those beyond it."""
+
+
+def transfer_limit_s(n_bytes: int) -> float:
+    """Return how long a transfer of this many bytes may take in all."""
+    return _STALL_S + n_bytes / _SLOWEST_BYTES_PER_S
+
+
+class BodyReceiver:
+    """The buffers and threads for the uploads to one server."""
+
+    def __init__(
+        self,
+        accepts: Callable[[str, str], bool],
+        store: Callable[[str, memoryview], Awaitable[None]],
+        *,
+        max_bytes: int,
+    ) -> None:
+        """Receive bodies of at most `max_bytes`.
+
+        Args:
+            accepts: takes path and `Authorization` header; returns False if the app must respond.
+            store: takes path and body, which is valid during the call.
+            max_bytes: maximum size of a body.
+
+        """
+        self.store = store
+        self._accepts = accepts
+        self._max_bytes = max_bytes
+        self._n_active = 0
+        self._free: list[bytearray] = []
+        self._threads = ThreadPoolExecutor(_MAX_UPLOADS, thread_name_prefix="receive-body")
+
+    def close(self) -> None:
+        """End the threads; no upload may be in progress."""
+        self._threads.shutdown()
+
+    def try_reserve(self, path: str, authorization: str, n_bytes: int) -> bool:
+        """Reserve a place for an upload, which `receive` must follow; return False if the app must respond."""
+        if n_bytes > self._max_bytes or self._n_active >= _MAX_UPLOADS or not self._accepts(path, authorization):
+            return False
+        self._n_active += 1
+        return True
+
+    @asynccontextmanager
+    async def receive(self, sock: socket.socket, received: bytes, n_bytes: int) -> AsyncIterator[memoryview]:
+        """Receive the body of a reserved upload, which starts with `received`; it is valid in the context.
+
+        Raises:
+            OSError: the connection broke, or the client sent nothing for too long, or too slowly.
+            EOFError: the client closed the connection.
+
+        """
+        try:
+            buffer = self._free.pop() if self._free else bytearray(self._max_bytes)
+            try:
+                body = memoryview(buffer)[:n_bytes]
+                body[: len(received)] = received
+                work = asyncio.get_running_loop().run_in_executor
+                await work(self._threads, _receive_all, sock, body[len(received) :])
+                yield body
+            finally:
+                self._free.append(buffer)
+        finally:
+            self._n_active -= 1
+
+
+def _receive_all(sock: socket.socket, rest: memoryview) -> None:
+    ends_at = time.monotonic() + transfer_limit_s(len(rest))
+    while rest:
+        left_s = ends_at - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError(f"the client sends too slowly: {len(rest)} bytes are missing")
+        sock.settimeout(min(_STALL_S, left_s))
+        n_bytes = sock.recv_into(rest)
+        if not n_bytes:
+            raise EOFError("the client closed the connection before the end of the body")
+        rest = rest[n_bytes:]
+
+
+# --- The server -------------------------------------------------------------------------------------------------------
+
 
 log = structlog.get_logger(__name__)
 
@@ -34,7 +126,6 @@ _LENGTH = re.compile(r"[0-9]{1,18}")
 _MAX_HEAD_BYTES = 16 << 10
 _IDLE_S = 60.0
 """How long a connection may wait for its next request."""
-_STALL_S = 30.0
 """How long a client may accept no byte."""
 _STOP_S = 5.0
 """How long responses may take after the stop."""
@@ -229,13 +320,13 @@ class TransferConnection(asyncio.Protocol):
         with found.file as file, self._own_socket() as self._sock:
             n_bytes = os.fstat(file.fileno()).st_size
             await loop.sock_sendall(self._sock, _head(n_bytes, found.etag))
-            at = 0
+            at, ends_at = 0, loop.time() + transfer_limit_s(n_bytes)
             while at < n_bytes:
                 end = await loop.run_in_executor(self._server.threads, _send_some, self._sock, file, at, n_bytes)
                 self._server.sent.inc(end - at)
                 at = end
                 if at < n_bytes:
-                    async with asyncio.timeout(_STALL_S):
+                    async with asyncio.timeout_at(min(loop.time() + _STALL_S, ends_at)):
                         await _writable(self._sock)
         return True
 

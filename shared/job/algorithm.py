@@ -284,7 +284,7 @@ class AlgorithmSpec(Section):
     clip_low: Annotated[float, Field(gt=0, le=1)] | None = 0.2
     """The ratio is clipped below at 1 minus this; 1 removes the bound."""
     clip_high: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 0.28
-    """The ratio is clipped above at 1 plus this."""
+    """The ratio is clipped above at 1 plus this, also with `cispo`, where TRL's `epsilon_high` is the bound itself."""
     aggregation: Aggregation | None = "token_mean"
     """Loss of an update: mean over tokens; or mean over completions of their token mean, of their token sum, or of
     that sum divided by `sampling.max_tokens`."""
@@ -305,7 +305,7 @@ class AlgorithmSpec(Section):
     """Weight of the KL penalty to the starting weights; above 0 the trainer stores a copy of them."""
     kl_estimator: KlEstimator | None = None
     """Estimator of that KL."""
-    overlong_penalty: float = Field(0.0, ge=0, allow_inf_nan=False)
+    overlong_penalty: float = Field(0.0, ge=0, le=1e15)
     """Amount subtracted from the reward of a completion that is `sampling.max_tokens` long; shorter ones lose less
     (`overlong_fraction`)."""
     overlong_fraction: Annotated[float, Field(gt=0, le=1)] | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 
-from rlboost.shared.http.token_signature import is_valid_signature, sign
+from rlboost.shared.http.access import is_valid_signature, sign
 from rlboost.shared.messages import JobCommand
 
 

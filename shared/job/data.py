@@ -8,7 +8,7 @@ from pydantic import Field
 
 from rlboost.shared.data.shards import Source
 from rlboost.shared.ids import MAX_GROUPS_PER_STEP
-from rlboost.shared.job.curriculum import CurriculumSpec
+from rlboost.shared.job.training import CurriculumSpec
 from rlboost.shared.validation import Section
 
 
@@ -77,6 +77,8 @@ class SftDataSpec(TrainDataSpec):
     curriculum: ClassVar[None] = None
     completion_key: str = "completion"
     """The column of the completion: text, or chat messages of the assistant."""
+    assistant_only_loss: bool = False
+    """Train every turn of the assistant in chat messages, tool calls included, each as an example of its own."""
     max_completion_tokens: int | None = Field(None, ge=1)
     """Rows with longer completions are left out and counted."""
 

@@ -11,10 +11,10 @@ import sys
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, get_type_hints
 
 from rlboost.shared.user_code.errors import place_of
-from rlboost.shared.user_code.reward_call import InvalidUserFunction, load
+from rlboost.shared.user_code.functions import InvalidUserFunction, load
 
 Message = str | list[dict[str, Any]]
 """Text after a text prompt; after a prompt of chat messages, a list of them, or text for one user message."""
@@ -62,15 +62,25 @@ class Environment(Protocol):
         """
 
 
-def environment_factory(path: str, arguments: Mapping[str, Any]) -> Callable[[], Any]:
+def environment_factory(path: str, arguments: Mapping[str, Any], style: Any = None) -> Callable[[], Any]:
     """Return the factory of a job file's environments, after calling it once; this runs the user's code.
 
+    Args:
+        path: `package.module:function`.
+        arguments: keyword arguments of the function.
+        style: how the model writes tool calls (a `CallStyle`), for environments that have an attribute `call_style`;
+            None: they keep their own.
+
     Raises:
-        InvalidUserFunction: it does not return an environment.
+        ForbiddenFunction: a job file may not name it; nothing was imported.
+        InvalidUserFunction: it is no class of environments, or no function that returns one, or it cannot read the
+            model's tool calls.
         Exception: whatever the user's code raises.
 
     """
-    make = partial(load(path), **arguments)
+    function = load(path, "environment")
+    _check_before_call(function, arguments)
+    make = partial(_styled, partial(function, **arguments), style)
     try:
         environment = make()
     except Exception as error:
@@ -81,9 +91,46 @@ def environment_factory(path: str, arguments: Mapping[str, Any]) -> Callable[[],
     try:
         if missing := [name for name in ("reset", "step") if not callable(getattr(environment, name, None))]:
             raise InvalidUserFunction(f"it returns a {type(environment).__name__}, which has no method {missing[0]}")
+        if style is not None and style.problem and hasattr(environment, "call_style"):
+            raise InvalidUserFunction(f"{type(environment).__name__} cannot read tool calls: {style.problem}")
     finally:
         close(environment, asyncio.run)
     return make
+
+
+def _check_before_call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    """Check what a call would show too late: a function that is none for environments may do anything.
+
+    Raises:
+        InvalidUserFunction: the arguments do not fit, or it makes something else.
+
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError) as error:
+        raise InvalidUserFunction(f"it has no signature: write a function or a class in Python ({error})") from error
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise InvalidUserFunction(f"it takes {signature}, which environment.arguments do not fit: {error}") from error
+    made: Any = function
+    if not isinstance(function, type):
+        try:
+            made = get_type_hints(function).get("return", Any)
+        except Exception:  # noqa: BLE001 - evaluates the user's annotations
+            return
+    if made is type(None) or (isinstance(made, type) and made is not Any and not hasattr(made, "__getattr__")):
+        missing = [name for name in ("reset", "step") if not callable(getattr(made, name, None))]
+        if missing:
+            verb = "is" if made is function else "returns"
+            raise InvalidUserFunction(f"it {verb} a {made.__name__}, which has no method {missing[0]}")
+
+
+def _styled(make: Callable[[], Any], style: Any) -> Any:
+    environment = make()
+    if style is not None and hasattr(environment, "call_style"):
+        environment.call_style = style
+    return environment
 
 
 def close(environment: Any, run: Callable[[Coroutine[Any, Any, None]], None]) -> None:

@@ -9,21 +9,48 @@ from pydantic import Field, field_validator
 from rlboost.shared.messages import InFlightPolicy
 from rlboost.shared.validation import Section, off_is_no_boolean
 
+# --- Units of measurement ---------------------------------------------------------------------------------------------
+
+
+HOUR_S = 3600.0
+"""Seconds in one hour."""
+
+
+# --- The section ------------------------------------------------------------------------------------------------------
+
+
 REMOVED_ELASTIC = frozenset({"link"})
 """Keys of `elastic` that a stored job may have and that no longer have an effect."""
 MAX_STALENESS = 16
 """Beyond it a sample's tokens say little about the policy that is trained."""
+MIN_TEMPERATURE = 0.01
+"""vLLM samples at this one in place of lower ones, and the trainer would score another."""
+
+NUCLEUS_ADVICE = (
+    "sampling.top_p below 1 draws training samples from the nucleus, and their log-probabilities, ratios and KL are of "
+    "the whole distribution: the gradient is not corrected for tokens that cannot be drawn, and vllm workers need an "
+    "option and temperature 1 (docs/algorithms.md#top-p)"
+)
+"""What to know about reinforcement learning with top-p."""
 
 
 class SamplingSpec(Section):
     """How completions are sampled."""
 
-    temperature: float = Field(1.0, ge=0)
-    """Sampling temperature; 0 (greedy) only for jobs of kind `eval`."""
+    temperature: float = Field(1.0, ge=0, le=10)
+    """Sampling temperature, from 0.01, the least of vLLM; 0 (greedy) only for jobs of kind `eval`."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus sampling; 1 keeps every token."""
+    """Nucleus sampling; 1 keeps every token. Log-probabilities stay those of the whole distribution, which biases the
+    gradient and restricts vllm workers."""
     max_tokens: int = Field(256, ge=1)
     """Maximum tokens of a completion."""
+
+    @field_validator("temperature")
+    @classmethod
+    def _is_not_raised_by_engines(cls, value: float) -> float:
+        if 0 < value < MIN_TEMPERATURE:
+            raise ValueError(f"should be 0 (greedy), or {MIN_TEMPERATURE} or more, not {value}")
+        return value
 
     @property
     def scored_temperature(self) -> float:
@@ -83,11 +110,20 @@ class EvalElasticSpec(_FleetSpec):
     in_flight: ClassVar[InFlightPolicy] = "recompute"
 
 
-class EvalSpec(Section):
-    """Evaluation on held-out prompts, generated alongside the training samples of the same step."""
+class SftEvalSpec(Section):
+    """Evaluation on held-out rows."""
 
     every: int = Field(10, ge=1)
     """Steps between evaluations; the model is also evaluated before the first step and after the last one."""
+
+    def is_due(self, step: int, n_steps: int) -> bool:
+        """Return True if the model is evaluated before this step, or after the last one of `n_steps`."""
+        return step % self.every == 0 or step == n_steps
+
+
+class EvalSpec(SftEvalSpec):
+    """Evaluation on held-out prompts, generated alongside the training samples of the same step."""
+
     samples: int = Field(256, ge=1)
     """Number of completions, spread evenly over the evaluation prompts."""
     pass_reward: float = Field(1.0, allow_inf_nan=False)

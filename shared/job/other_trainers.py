@@ -7,6 +7,7 @@ Names are those of TRL 1.16 (`GRPOConfig`, and arguments of `GRPOTrainer`), verl
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -48,7 +49,9 @@ NAMES: Mapping[str, Names] = {
         "`environment_factory`", "`rollout.agent.agent_loop_config_path`", "`train.agent_func_path`", "`env.id`"
     ),
     "environment.arguments": Names("", "", "", "`env.args`"),
-    "environment.max_turns": Names("`max_tool_calling_iterations`", "`rollout.multi_turn.max_assistant_turns`"),
+    "environment.max_turns": Names(
+        "`max_tool_calling_iterations` (turns after the first)", "`rollout.multi_turn.max_assistant_turns`"
+    ),
     "algorithm.name": Names("", "`algorithm.adv_estimator`", "`algo.advantage.estimator`", "`loss.type`"),
     "algorithm.group_size": Names(
         "`num_generations`", "`rollout.n`", "`rollout.n_samples_per_prompt`", "`rollouts_per_example`"
@@ -76,7 +79,10 @@ NAMES: Mapping[str, Names] = {
         "`epsilon`", "`actor.clip_ratio_low`", "`actor.eps_clip_low_high`", "`loss.ipo_mask_low`"
     ),
     "algorithm.clip_high": Names(
-        "`epsilon_high`", "`actor.clip_ratio_high`", "`actor.eps_clip_low_high`", "`loss.ipo_mask_high`"
+        "`epsilon_high` (1 larger for CISPO: the bound itself)",
+        "`actor.clip_ratio_high`",
+        "`actor.eps_clip_low_high`",
+        "`loss.ipo_mask_high`",
     ),
     "algorithm.aggregation": Names("`loss_type`", "`actor.loss_agg_mode`", "`actor.loss_agg_mode`"),
     "algorithm.old_logprobs": Names("", "`algorithm.rollout_correction.bypass_mode`"),
@@ -101,7 +107,9 @@ NAMES: Mapping[str, Names] = {
         "", "`reward.reward_kwargs.overlong_buffer_cfg.penalty_factor`", "`reward.overlong_penalty_factor`"
     ),
     "algorithm.overlong_fraction": Names(
-        "", "`reward.reward_kwargs.overlong_buffer_cfg.len`", "`reward.overlong_buffer_len`"
+        "",
+        "`reward.reward_kwargs.overlong_buffer_cfg.len` / `data.max_response_length`",
+        "`reward.overlong_buffer_len` / `rollout.max_new_tokens`",
     ),
     "algorithm.critic.lr": Names("", "`critic.optim.lr`", "`critic.adam.lr`"),
     "algorithm.critic.betas": Names("", "`critic.optim.betas`", "`critic.adam.betas`"),
@@ -191,8 +199,8 @@ NAMES: Mapping[str, Names] = {
     "eval.samples": Names(
         "`num_generations_eval` (per prompt)",
         "`rollout.val_kwargs.n` (per prompt)",
-        "`eval.n_samples_per_prompt`",
-        "`eval.rollouts_per_example`",
+        "`eval.n_samples_per_prompt` (per prompt)",
+        "`eval.rollouts_per_example` (per prompt)",
     ),
     "log.wandb": Names("`report_to`", "`trainer.logger`", "`logger.wandb.key`", "`wandb`"),
     "log.wandb.project": Names("`project`", "`trainer.project_name`", "`logger.wandb.project`", "`wandb.project`"),
@@ -203,11 +211,27 @@ NAMES: Mapping[str, Names] = {
 """Dotted job key -> what others call it. Entries of `reward.functions` have no index."""
 
 ABSENT: Mapping[str, str] = {
-    "top_k": "",
-    "min_p": "",
-    "repetition_penalty": "",
-    "presence_penalty": "",
-    "frequency_penalty": "",
+    **dict.fromkeys(("top_k", "min_p", "typical_p"), "sampling has temperature and top_p"),
+    **dict.fromkeys(
+        (
+            *(
+                "repetition_penalty",
+                "presence_penalty",
+                "frequency_penalty",
+                "length_penalty",
+                "logit_bias",
+                "bad_words",
+            ),
+            *("allowed_token_ids", "logits_processors", "min_tokens", "min_new_tokens"),
+        ),
+        "the trainer's log-probabilities are of the model's own distribution, so engines sample from it",
+    ),
+    **dict.fromkeys(
+        ("stop", "stop_strings", "stop_token_ids", "ignore_eos"),
+        "a completion ends at an end token of the model or at sampling.max_tokens",
+    ),
+    "generation_kwargs": "sampling has temperature, top_p and max_tokens",
+    "do_sample": "sampling.temperature 0 is greedy, in jobs of kind eval",
     "epochs": "set steps to epochs x rows / data.prompts_per_step",
     "num_train_epochs": "set steps to epochs x rows / data.prompts_per_step",
     "total_epochs": "set steps to epochs x rows / data.prompts_per_step",
@@ -218,9 +242,12 @@ ABSENT: Mapping[str, str] = {
     "ppo_mini_batch_size": "set algorithm.updates_per_step to train_batch_size / ppo_mini_batch_size",
     "gradient_accumulation_steps": "trainer.micro_batch_tokens divides a batch, and results do not depend on it",
     "mask_truncated_completions": "algorithm.overlong_penalty lowers their reward",
-    "chat_template_kwargs": "",
+    "chat_template_kwargs": "give it as a column of the data",
     "push_to_hub": "rlboost export writes a folder that you can upload",
     "use_vllm": "the engine is a setting of workers, RLBOOST_WORKER_ENGINE",
+    "vllm_mode": "workers are processes of their own, and reserved ones may share the trainer's GPU (trainer.offload)",
+    "packing": "rows are always packed, up to trainer.micro_batch_tokens",
+    "n": "set algorithm.group_size, the completions of a prompt, or eval.samples, those of an evaluation",
 }
 """Keys of other trainers that have no counterpart -> what to do instead, if there is something."""
 
@@ -228,19 +255,27 @@ _NAMES_PAGE = "docs/coming-from.md#names"
 _DIFFERENCES_PAGE = "docs/coming-from.md#what-differs"
 _VERL_SECTION = "actor_rollout_ref."
 _IS = " = "
+_SIMILAR = 0.85
+"""Least similarity, from 0 to 1, of a key with one of another trainer."""
 """Separates our key from the calculation that yields it."""
 _MAX_SHOWN = 3
 """Keys of another trainer's section that an error translates."""
 
 
-def advice(place: str, value: object) -> str:
+def advice(place: str, value: object, is_misspelt: bool = False) -> str:
     """Return what to write instead of an unknown key, empty if no other trainer has it.
 
     Args:
         place: the dotted key, such as `algorithm.num_generations`.
         value: the key's value; the keys of a section are translated.
+        is_misspelt: take the most similar key of another trainer, if there is one.
 
     """
+    if is_misspelt:
+        known = [*_index()[1], *ABSENT]
+        similar = difflib.get_close_matches(place.rpartition(".")[2], known, 1, _SIMILAR)
+        meant = advice(similar[0], None) if similar else ""
+        return f"did you mean {similar[0]}? {meant}" if meant else ""
     if isinstance(value, dict):
         known = [f"{leaf} is {found}" for leaf in _leaves(place, value) if (found := _translation(leaf))]
         if known or place in _foreign_sections():

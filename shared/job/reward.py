@@ -9,6 +9,8 @@ from pydantic import AfterValidator, Field, model_validator
 
 from rlboost.shared.validation import FunctionPath, Section
 
+MAX_USER_PROCESSES = 4096
+"""Of one kind; a trainer allows fewer on a small machine."""
 RewardStyle = Literal["auto", "trl", "verl"]
 """The calling convention of a reward function; `auto` detects it by the names of the parameters."""
 
@@ -22,6 +24,10 @@ def _address(value: str | None) -> str | None:
 Address = Annotated[str | None, AfterValidator(_address)]
 
 
+MAX_WEIGHT = 1e15
+"""So that no weighted reward is infinite."""
+
+
 class RewardPart(Section):
     """One of several reward functions."""
 
@@ -29,7 +35,7 @@ class RewardPart(Section):
     """`package.module:function`."""
     url: Address = None
     """HTTP service that scores a group, instead of a function."""
-    weight: float = Field(1.0, allow_inf_nan=False)
+    weight: float = Field(1.0, ge=-MAX_WEIGHT, le=MAX_WEIGHT)
     """Factor of its rewards in the sum; 0 only logs them."""
     name: str = Field("", pattern=r"^[A-Za-z0-9._-]*$")
     """Logged as `reward/<name>/mean`; by default the function's name, or `remote`."""
@@ -72,8 +78,8 @@ class RewardSpec(Section):
     `url`, `style` and `arguments`."""
     timeout_s: float = Field(5.0, gt=0)
     """Seconds for one group, all functions together; then the group is dropped."""
-    workers: int = Field(1, ge=1)
-    """Processes that run reward functions; with `url`, concurrent requests."""
+    workers: int = Field(1, ge=1, le=MAX_USER_PROCESSES)
+    """Processes that run reward functions; with `url`, concurrent requests. At most 64, or 16 for each CPU."""
 
     @model_validator(mode="after")
     def _one_form(self) -> Self:
@@ -107,5 +113,5 @@ class EnvironmentSpec(Section):
     """Maximum number of model turns in one conversation."""
     timeout_s: float = Field(30.0, gt=0)
     """Seconds for one step of the environment."""
-    workers: int = Field(1, ge=1)
-    """Processes that run environments; each answers one conversation at a time."""
+    workers: int = Field(1, ge=1, le=MAX_USER_PROCESSES)
+    """Processes that run environments; each answers one conversation at a time. At most 64, or 16 for each CPU."""

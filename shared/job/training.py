@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlboost.shared.validation import Section
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.validation import FunctionPath, Section
 
 Offload = Literal["none", "optimizer", "all"]
 """What is offloaded to host memory while reserved workers use the trainer's devices: nothing; the optimizer state and
@@ -25,9 +27,9 @@ class OptimizerSpec(Section):
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay."""
     warmup_steps: int = Field(0, ge=0)
-    """Steps over which the learning rate rises linearly to `lr`."""
+    """Steps over which the learning rate rises linearly from 0, in the first step, to `lr`, in the step after them."""
     decay: float = Field(0.0, ge=0, le=1)
-    """Fraction by which the learning rate falls linearly from the first to the last step: 0 is constant, 1 ends at
+    """Fraction by which the learning rate falls linearly after the warm-up, until the end: 0 is constant, 1 falls to
     0."""
     grad_clip: float = Field(1.0, gt=0)
     """Maximum norm of the gradient."""
@@ -65,7 +67,7 @@ class TrainerSpec(Section):
     router_replay: Literal["none", "R3"] = "none"
     """`R3`: train a mixture of experts with the experts that the engines selected (arXiv 2510.11370)."""
     seed: int = 0
-    """Seed of the data's order and of every sample."""
+    """Seed of the data's order and of every sample: the same job, data and seed draw the same samples in every run."""
     offload: Offload = "none"
     """State that is moved to host memory while reserved workers use the trainer's device."""
     tensor_parallel: int = Field(1, ge=1)
@@ -117,7 +119,7 @@ class TrainerSpec(Section):
 
     @property
     def in_one_process(self) -> bool:
-        """Return True if the trainer's process trains by itself, without ranks."""
+        """Return True if the only rank is in the trainer's process."""
         return self.backend == "torch" and self.n_ranks == 1
 
     @model_validator(mode="after")
@@ -190,3 +192,73 @@ class LoraSpec(Section):
     slightly."""
     targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
     """Names of the adapted layers, as in PEFT's `target_modules`; `all-linear`: all but the output head."""
+    base_model_name_or_path: str = ""
+    """Name of the base model in the exported adapter's configuration; by default the job file's `model`, as given."""
+
+
+# --- The section of a job file about skipping prompts because of the rewards of their earlier groups ------------------
+
+
+class CurriculumSpec(Section):
+    """Which prompts are skipped, by the mean rewards of their last groups."""
+
+    skip_solved_above: float | None = Field(None, allow_inf_nan=False)
+    """Skip a prompt whose mean reward is at least this; with rewards of 0 and 1, 1.0 skips prompts that are always
+    solved."""
+    skip_failed_below: float | None = Field(None, allow_inf_nan=False)
+    """Skip a prompt whose mean reward is at most this; with rewards of 0 and 1, 0.0 skips prompts that are never
+    solved."""
+    window: int = Field(1, ge=1)
+    """Number of last groups that count; the two limits never skip a prompt with fewer groups."""
+    retry_steps: int | None = Field(None, ge=1)
+    """A skipped prompt returns after this many steps without a group; by default never."""
+    function: FunctionPath | None = None
+    """`package.module:function`: gets the means of all earlier groups, oldest first, and returns True to skip."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        low, high = self.skip_failed_below, self.skip_solved_above
+        if low is None and high is None and self.function is None:
+            raise ValueError("give skip_solved_above, skip_failed_below or function, or remove curriculum")
+        if low is not None and high is not None and low >= high:
+            raise ValueError("skip_failed_below is not below skip_solved_above, so every prompt would be skipped")
+        return self
+
+
+# --- Limits on the logits of an update: with a large vocabulary they need more memory than everything else ------------
+
+
+MAX_LOGITS = 1 << 27
+"""Logits that exist at a time: 512 MiB in float32. Their gradient has the same size."""
+CHUNK_LOGITS = 1 << 26
+"""Logits that are converted to float32 at a time: 256 MiB."""
+
+
+# --- Checks `lora.targets` against the names and shapes of a model's tensors ------------------------------------------
+
+
+_WEIGHT = ".weight"
+
+
+def check_targets(spec: LoraSpec, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Check that each target matches a layer as PEFT matches names: the whole name, or its last components.
+
+    Args:
+        spec: the adapter's section of the job file.
+        shapes: the shapes of the model's tensors, by Hugging Face name.
+
+    Raises:
+        ConfigError: a target matches none; the text lists the layers.
+
+    """
+    if isinstance(spec.targets, str):
+        return
+    layers = [
+        name.removesuffix(_WEIGHT) for name, shape in shapes.items() if name.endswith(_WEIGHT) and len(shape) == 2
+    ]
+    for target in spec.targets:
+        if not any(layer == target or layer.endswith(f".{target}") for layer in layers):
+            known = ", ".join(sorted({layer.rpartition(".")[2] for layer in layers}))
+            raise ConfigError(
+                f"lora.targets: the model has no layer {target!r}, but {known}: name some of these, or all-linear"
+            )

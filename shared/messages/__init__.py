@@ -6,7 +6,7 @@ Rules, each held by `tests/unit/shared/test_messages.py` and the golden bytes in
 - a field may be added with a default, and removed if no release of the same protocol reads it; no field is renamed or
   retyped;
 - a reader ignores unknown fields, so an older service can read a newer message;
-- columns with one entry per token or sample are bytes (`shared.wire.columns`), never lists;
+- columns with one entry per token or sample are bytes (`shared.wire`), never lists;
 - a value that no service sends, such as a negative count or an infinite rate, does not decode.
 
 Times are Unix seconds, durations seconds, sizes bytes.
@@ -14,8 +14,7 @@ Times are Unix seconds, durations seconds, sizes bytes.
 
 from __future__ import annotations
 
-from rlboost.shared.messages.engine_profile import EngineProfile
-from rlboost.shared.messages.fields import Role
+from rlboost.shared.messages.fields import Message, Role, class_of, message, registered
 from rlboost.shared.messages.jobs import (
     ENDED,
     ENDED_JOB_RETENTION_S,
@@ -28,8 +27,8 @@ from rlboost.shared.messages.jobs import (
     TrainerStatus,
     WeightsCommitted,
 )
-from rlboost.shared.messages.registry import Message, class_of, message, registered
 from rlboost.shared.messages.requests import (
+    EngineProfile,
     FinishReason,
     GroupOpened,
     GroupRequested,

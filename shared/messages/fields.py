@@ -1,13 +1,15 @@
-"""Types of the fields of messages, with the limits of what any service sends."""
+"""The base class of messages with the table of their tags, and the types of their fields, with limits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, Field, Strict, StringConstraints
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, StringConstraints
 
 from rlboost.shared.ids import JOB_ID_PATTERN
+
+# --- Types of the fields of messages, with the limits of what any service sends ---------------------------------------
 
 
 def _whole(item_bytes: int) -> Callable[[bytes], bytes]:
@@ -37,3 +39,42 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Span = Annotated[tuple[str, Version, Count], Strict(False)]
 """(worker, weight version, number of tokens) of consecutive tokens. msgpack decodes tuples as lists."""
+
+
+# --- The base class of messages, and the table of their tags ----------------------------------------------------------
+
+
+class Message(BaseModel):
+    """Base of all messages."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+    tag: ClassVar[str] = ""
+
+
+_REGISTRY: dict[str, type[Message]] = {}
+
+M = TypeVar("M", bound=type[Message])
+
+
+def message(cls: M) -> M:
+    """Register a message class under its tag (its own name, unless it sets one)."""
+    cls.tag = cls.tag or cls.__name__
+    if cls.tag in _REGISTRY:
+        raise ValueError(f"two messages with the tag {cls.tag!r}")
+    _REGISTRY[cls.tag] = cls
+    return cls
+
+
+def registered() -> dict[str, type[Message]]:
+    """Return a copy of the tag -> class table, for tests and documentation."""
+    return dict(_REGISTRY)
+
+
+def class_of(tag: str) -> type[Message]:
+    """Return the class of a tag.
+
+    Raises:
+        KeyError: the tag is unknown.
+
+    """
+    return _REGISTRY[tag]

@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rlboost.shared.messages.fields import Count, Finite, JobId, Seconds, Version
-from rlboost.shared.messages.registry import Message, message
+from rlboost.shared.messages.fields import Count, Finite, JobId, Message, Seconds, Version, message
 from rlboost.shared.messages.workers import Wait
 
 JobState = Literal["pending", "running", "paused", "completed", "failed", "cancelled"]

@@ -8,7 +8,7 @@ holds services to the leader's number.
 
 from __future__ import annotations
 
-PROTOCOL = 3
+PROTOCOL = 4
 OLDEST_STATE = 3
 """The lowest number whose streams and keys this release continues; a release that cannot read them raises it."""
 UNNUMBERED_WORKER = 3

@@ -6,22 +6,70 @@ from typing import Annotated, Literal
 
 from pydantic import Field, Strict
 
-from rlboost.shared.messages.engine_profile import EngineProfile
-from rlboost.shared.messages.fields import Attempt, Column32, Count, PackedId, Seconds, Span, Version
-from rlboost.shared.messages.registry import Message, message
+from rlboost.shared.messages.fields import (
+    Attempt,
+    Column32,
+    Count,
+    Finite,
+    Message,
+    PackedId,
+    Role,
+    Seconds,
+    Span,
+    Version,
+    message,
+)
+
+# --- The throughput of a kind of worker, as the manager has learned it ------------------------------------------------
+
+
+class EngineProfile(Message):
+    """Throughput of a kind of worker: a decode step takes `step_s + per_sample_s * samples + per_kv_token_s * tokens`.
+
+    `samples` are in the batch, `tokens` in its KV cache.
+    """
+
+    kind: str
+    role: Role
+    workers: Count
+    """Number of workers of this kind and role now."""
+    slots: Count
+    """The most samples that an engine runs at once."""
+    kv_tokens: Count
+    """The KV cache's capacity in tokens; 0 if unknown."""
+    price_per_hour: Finite
+    """Dollars for one worker; the median."""
+    step_s: Seconds
+    per_sample_s: Seconds
+    per_kv_token_s: Seconds
+    update_s: Seconds
+    """Median time of their last weight updates."""
+    update_pause_s: Seconds = 0.0
+    """Part of it in which the engine could not generate: after the download."""
+
+
+# --- Requests of the trainer ------------------------------------------------------------------------------------------
+
 
 FinishReason = Literal["stop", "length"]
 
 
 class Sampling(Message):
-    """Sampling parameters. The returned `logprobs` are of exactly this distribution."""
+    """Sampling parameters.
+
+    The returned `logprobs` are of the whole distribution at this temperature, or at 1 if it is 0: `top_p` narrows only
+    what is drawn.
+    """
 
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     top_p: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] = 256
     stop_token_ids: Annotated[tuple[int, ...], Strict(False)] = ()
     routed_experts: Annotated[tuple[Count, ...], Strict(False)] = ()
-    """A `shared.wire.routed_experts.RoutedShape` if the experts of each token are to be returned; empty if not."""
+    """A `shared.wire.RoutedShape` if the experts of each token are to be returned; empty if not."""
+    whole_logprobs: bool = False
+    """True if the tokens are trained on: an engine that cannot report the log-probabilities described above fails the
+    sample. Without it, such an engine reports those within the nucleus."""
 
 
 @message
@@ -64,7 +112,7 @@ class SampleFinished(Message):
     group_done: bool
     """True on the last sample of its group to be delivered."""
     routed_experts: bytes = b""
-    """The column of `shared.wire.routed_experts`; empty if not requested, or not known."""
+    """The column of `shared.wire`; empty if not requested, or not known."""
 
 
 @message

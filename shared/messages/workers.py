@@ -14,13 +14,14 @@ from rlboost.shared.messages.fields import (
     EntryId,
     Finite,
     JobId,
+    Message,
     PackedId,
     Role,
     Seconds,
     Version,
+    message,
 )
 from rlboost.shared.messages.protocol import UNNUMBERED_WORKER
-from rlboost.shared.messages.registry import Message, message
 from rlboost.shared.messages.requests import Sampling
 
 WorkerState = Literal["joining", "pulling", "ready", "suspended", "draining"]

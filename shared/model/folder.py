@@ -4,12 +4,33 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from rlboost.shared.errors import ConfigError
+
+# --- The tokens that end a completion of a model, from the files of its folder ----------------------------------------
+
+
+def merge_eos_ids(*sources: int | Iterable[int] | None) -> tuple[int, ...]:
+    """Return the stop token ids that any source names, ascending.
+
+    Args:
+        sources: the `eos_token_id` of the tokenizer, the model's config and its generation config: one id, several, or
+            None.
+
+    """
+    found: set[int] = set()
+    for ids in sources:
+        found |= {ids} if isinstance(ids, int) else set(ids or ())
+    return tuple(sorted(found))
+
+
+# --- Model directories ------------------------------------------------------------------------------------------------
+
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _LONGEST_HEADER_BYTES = 100_000_000
@@ -73,22 +94,86 @@ def read_tensor_shapes(model: Path) -> dict[str, Shape]:
     """Return the shape of every tensor in the directory's .safetensors files, by name.
 
     Raises:
-        ConfigError: one of the files is invalid.
+        ConfigError: one of the files is damaged.
 
     """
-    shapes: dict[str, Shape] = {}
-    for path in sorted(model.glob("*.safetensors")):
-        try:
-            with path.open("rb") as file:
-                n_bytes = int.from_bytes(file.read(8), "little")
-                if n_bytes > _LONGEST_HEADER_BYTES:
-                    raise ValueError("its header is too long")  # noqa: TRY301 - one text for all
-                header = json.loads(file.read(n_bytes))
-            header.pop("__metadata__", None)
-            shapes |= {name: tuple(entry["shape"]) for name, entry in header.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"model {model}: {path.name} is not a valid .safetensors file: {error}") from error
-    return shapes
+    return {
+        name: shape for path in sorted(model.glob("*.safetensors")) for name, shape in _shapes_in(model, path).items()
+    }
+
+
+def require_whole_weights(model: Path) -> None:
+    """Check that the weight files are whole, by their headers and sizes, and that none is missing.
+
+    Raises:
+        ConfigError: names the file that is truncated, damaged or missing.
+
+    """
+    files = sorted(model.glob("*.safetensors"))
+    shapes = {path.name: _shapes_in(model, path) for path in files}
+    for path in files:
+        _require_valid(model, path)
+    index = model / "model.safetensors.index.json"
+    if not files or "model.safetensors" in shapes:  # transformers ignores an index then
+        return
+    if not index.is_file():
+        raise ConfigError(
+            f"model {model} has neither model.safetensors nor {index.name}, only {', '.join(shapes)}: "
+            "copy the model again"
+        )
+    try:
+        places = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"model {model}: {index.name} has no readable weight_map ({error}): copy it again") from error
+    for name, file in places.items():
+        if file not in shapes:
+            raise ConfigError(f"model {model}: {file} is missing, which {index.name} names: copy it again")
+        if name not in shapes[file]:
+            raise ConfigError(f"model {model}: {file} has no tensor {name}, unlike {index.name}: copy both again")
+
+
+def _require_valid(model: Path, path: Path) -> None:
+    """Check the rest of a file's header: types, shapes and places of tensors."""
+    try:
+        from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - a library of those who load models
+    except ImportError:
+        return
+    try:
+        with safe_open(path, framework="numpy"):
+            pass
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"model {model}: {path.name} is not a whole .safetensors file: {error}: copy it again"
+        ) from error
+
+
+def _shapes_in(model: Path, path: Path) -> dict[str, Shape]:
+    """Return the shapes in a .safetensors file, whose size must be what its header says.
+
+    Raises:
+        ConfigError: it is damaged.
+
+    """
+    try:
+        with path.open("rb") as file:
+            n_file_bytes = os.fstat(file.fileno()).st_size
+            n_bytes = int.from_bytes(file.read(8), "little")
+            n_data_bytes = n_file_bytes - 8 - n_bytes
+            if n_bytes > _LONGEST_HEADER_BYTES or n_data_bytes < 0:
+                raise ValueError(f"its header has {n_bytes} bytes, the file {n_file_bytes}")  # noqa: TRY301 - one text
+            header = json.loads(file.read(n_bytes))
+        if not isinstance(header, dict):
+            raise TypeError("its header is not a JSON object")  # noqa: TRY301 - as above
+        header.pop("__metadata__", None)
+        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        if end != n_data_bytes:
+            raise ValueError(f"its tensors have {end} bytes, the file {n_data_bytes} for them")  # noqa: TRY301 - as above
+        return {name: tuple(entry["shape"]) for name, entry in header.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"model {model}: {path.name} is not a whole .safetensors file: {reason}: copy it again"
+        ) from error
 
 
 def count_parameters(model: Path) -> int:
@@ -125,6 +210,8 @@ def copy_without_weights(model: Path, to: Path) -> None:
 def declare_dtype(folder: Path, dtype: str) -> None:
     """Set the dtype of the weights in `config.json`, so that `from_pretrained` loads them in it.
 
+    The file then names no folder of the machine on which the model was made (`_name_or_path`).
+
     Raises:
         OSError: it cannot be read or written.
 
@@ -132,4 +219,6 @@ def declare_dtype(folder: Path, dtype: str) -> None:
     file = folder / "config.json"
     config = json.loads(file.read_text(encoding="utf-8"))
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+    if Path(str(config.get("_name_or_path", ""))).is_absolute():
+        del config["_name_or_path"]
     file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -40,6 +40,8 @@ class ParityReference(BaseModel):
 
     temperature: float = Field(gt=0)
     """The temperature of the log-probabilities: the job's sampling temperature, which training uses too."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """The top-p that training samples with. The log-probabilities are of the whole distribution."""
     dtype: Dtype
     """The dtype of the trainer's matrix multiplications."""
     rows: tuple[ScoredSequence, ...] = Field(min_length=1)

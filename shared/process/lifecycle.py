@@ -17,7 +17,10 @@ import structlog
 
 from rlboost.shared.errors import ConfigError, Fatal, RLBoostError, leaves
 from rlboost.shared.process import logs
-from rlboost.shared.process.dump_protection import protect_process_memory
+from rlboost.shared.process.logs import BUFFER
+from rlboost.shared.process.system import protect_process_memory, raise_open_files_limit
+from rlboost.shared.proxies import PROXY_VARIABLE, exclude_metadata
+from rlboost.shared.secrets import clean_environment, secrets_of_environment
 from rlboost.shared.settings import ServiceSettings, read
 from rlboost.shared.tls import CA_VARIABLE
 from rlboost.shared.variables import ignored
@@ -78,7 +81,8 @@ async def supervise(loops: Mapping[str, Loop], stop: asyncio.Event, *, grace_s: 
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            log.exception("loop_failed", loop=name, error=str(error) or repr(error))
+            is_expected = all(isinstance(leaf, RLBoostError) for leaf in leaves(error))  # the text says what to do
+            log.exception("loop_failed", loop=name, error=str(error) or repr(error), exc_info=not is_expected)
             raise
         if not stop.is_set():
             raise LoopEnded(f"the loop {name!r} ended before the stop")
@@ -108,15 +112,20 @@ def run_service(name: str, settings: type[S], main: Callable[[S, asyncio.Event],
     Expected errors (`RLBoostError`) become one line; unexpected ones keep their traceback.
     """
     protect_process_memory()  # the environment has the token
+    raise_open_files_limit()
     try:
+        clean_environment()
         config = read(settings)
     except ConfigError as error:
         print(f"{name}: {error}", file=sys.stderr, flush=True)
         return EXIT_CONFIG
-    logs.configure(name, level=config.log_level, form=config.log_format, secrets=config.secrets)
+    secrets = [*config.secrets, *secrets_of_environment()]
+    logs.configure(name, level=config.log_level, form=config.log_format, secrets=secrets)
     _warn_of_ignored_variables()
-    if config.tls_ca:
-        os.environ[CA_VARIABLE] = config.tls_ca  # for child processes, too
+    # For child processes, too.
+    os.environ.update({CA_VARIABLE: config.tls_ca} if config.tls_ca else {})
+    os.environ.update({PROXY_VARIABLE: config.proxy} if config.proxy else {})
+    exclude_metadata()
 
     async def body() -> None:
         stop = _Stop()
@@ -164,7 +173,7 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 def _report(name: str, group: BaseExceptionGroup[RLBoostError], code: int) -> int:
     for error in leaves(group):
-        print(f"{name}: {error}", file=sys.stderr, flush=True)
+        print(f"{name}: {BUFFER.without_secrets(str(error))}", file=sys.stderr, flush=True)
     return code
 
 

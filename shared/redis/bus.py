@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import os
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -15,10 +17,15 @@ from typing import Any, TypeVar, assert_never, cast
 from urllib.parse import urlsplit
 
 import redis.asyncio as aioredis
+import structlog
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import (
     AuthenticationError,
+    ClusterDownError,
+    MasterDownError,
+    OutOfMemoryError,
+    ReadOnlyError,
     RedisError,
     ResponseError,
 )
@@ -28,11 +35,10 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from rlboost.shared.errors import BusUnavailable, ConfigError, CredentialRejected, Fatal, Undecodable
 from rlboost.shared.messages import Message
 from rlboost.shared.messages.codec import decode, encode
-from rlboost.shared.process.retries import retry_while
-from rlboost.shared.redis.fenced_connection import FencedConnection
-from rlboost.shared.redis.lease_scripts import ACQUIRE_FENCED, CAP_AND_READ_LEASES
-from rlboost.shared.redis.remedies import remedy, reply_code
+from rlboost.shared.process.waiting import count_timeout, retry_while
+from rlboost.shared.redis.fenced_connection import ACQUIRE_FENCED, CAP_AND_READ_LEASES, FencedConnection
 from rlboost.shared.streams.bus import (
+    MAX_DEAD_LETTERS,
     Ack,
     Append,
     AppendRaw,
@@ -45,14 +51,59 @@ from rlboost.shared.streams.bus import (
     Remove,
     Renew,
     Trim,
+    WrongType,
+    dead_letter_op,
+    report_dead_letter,
 )
-from rlboost.shared.streams.dead_letters import MAX_DEAD_LETTERS, dead_letter_op, report_dead_letter
 from rlboost.shared.streams.entries import START, Entry, RawEntry
-from rlboost.shared.streams.names import DEAD_LETTERS
+from rlboost.shared.streams.names import DEAD_LETTERS, worker_key_type
 from rlboost.shared.tls import CA_VARIABLE
+
+# --- What makes Redis accept a rejected command later -----------------------------------------------------------------
+
+
+_CODES: dict[type[ResponseError], str] = {
+    OutOfMemoryError: "OOM",
+    ReadOnlyError: "READONLY",
+    MasterDownError: "MASTERDOWN",
+    ClusterDownError: "CLUSTERDOWN",
+}
+"""The codes that redis-py replaces by a class; of other replies it keeps the code in the text."""
+_REMEDIES = {
+    "OOM": "raise its maxmemory; what consumers have read is trimmed in the meantime",
+    "READONLY": "it is a replica: waiting for the primary",
+    "MASTERDOWN": "waiting for its primary",
+    "CLUSTERDOWN": "waiting for the cluster",
+    "LOADING": "it loads its data",
+    "BUSY": "it runs a script",
+    "MISCONF": "free space on its disk",
+    "NOREPLICAS": "start its replicas",
+}
+_BEFORE_REPLY = re.compile(r""".*(caused error: \(['"]|@user_script: ?\d+: -)""", re.DOTALL)
+"""What precedes the reply to a command in a transaction (redis-py) or in a script (before Redis 7)."""
+
+
+def reply_code(error: ResponseError) -> str:
+    """Return the first word of Redis's reply to the command that failed: its code, if the reply has one."""
+    return _CODES.get(type(error)) or _BEFORE_REPLY.sub("", str(error), count=1).partition(" ")[0]
+
+
+def remedy(error: ResponseError) -> str | None:
+    """Return what makes Redis accept the command later, None if it never will."""
+    return _REMEDIES.get(reply_code(error))
+
+
+# --- The bus ----------------------------------------------------------------------------------------------------------
+
+
+log = structlog.get_logger(__name__)
 
 _FIELD = b"m"
 _SOCKET_TIMEOUT_S = 5.0
+MAX_CONNECTIONS = 64
+"""Maximum number of connections of one client. redis-py rejects an operation beyond it; here it waits for one."""
+CONNECTION_WAIT_S = 10.0
+"""How long an operation waits for a connection."""
 MAX_BLOCK_S = 2.0
 """The longest blocking read: well below the socket timeout, or a quiet stream would look like a dead server."""
 
@@ -67,7 +118,7 @@ class GroupExists(Fatal):
     """The stream has this consumer group already."""
 
 
-_BY_CODE = {"NOGROUP": NoConsumerGroup, "BUSYGROUP": GroupExists}
+_BY_CODE = {"WRONGTYPE": WrongType, "NOGROUP": NoConsumerGroup, "BUSYGROUP": GroupExists}
 """Errors by the code that begins the reply; redis-py has no classes for these."""
 _CLOSED_TRANSPORT = "the handler is closed"
 """The end of uvloop's RuntimeError for a write to a connection that the peer has closed."""
@@ -96,7 +147,7 @@ class RedisBus:
                 socket_timeout=_SOCKET_TIMEOUT_S,
                 socket_connect_timeout=2.0,
                 retry=Retry(NoBackoff(), 0),
-                max_connections=64,
+                max_connections=MAX_CONNECTIONS,
                 **_trusted(url),
             )
         except ValueError:
@@ -106,10 +157,31 @@ class RedisBus:
                 "%2F, @ as %40, # as %23 and ? as %3F in the password"
             ) from None
         self._fenced = FencedConnection(self._redis.connection_pool)
+        self._places = asyncio.Semaphore(MAX_CONNECTIONS - 1)
+        """One for each connection but the fenced one."""
         self._undecodable: OrderedDict[tuple[str, str], None] = OrderedDict()
         """The newest entries that did not decode, by stream and id: each gets one dead letter, however often read."""
 
     async def _call(self, what: Awaitable[T]) -> T:
+        """Await an operation that takes a connection of the pool."""
+        is_placed = False
+        try:
+            async with asyncio.timeout(CONNECTION_WAIT_S):
+                is_placed = await self._places.acquire()
+        except TimeoutError as error:
+            count_timeout("a connection to Redis", "other operations use all", CONNECTION_WAIT_S)
+            text = f"waited {CONNECTION_WAIT_S:g} s for one of {MAX_CONNECTIONS} connections, which others use"
+            raise BusUnavailable(f"Redis at {self.address}: {text}") from error
+        finally:
+            if not is_placed and inspect.iscoroutine(what):
+                what.close()  # it will not be awaited
+        try:
+            return await self._answer(what)
+        finally:
+            self._places.release()
+
+    async def _answer(self, what: Awaitable[T]) -> T:
+        """Await an operation and translate its errors."""
         task = asyncio.current_task()
         cancels = task.cancelling() if task else 0
         try:
@@ -145,13 +217,23 @@ class RedisBus:
         """See `Bus.transact`."""
         if not ops:
             return
+        try:
+            await self._transact(ops, fence)
+        except WrongType:
+            # The other commands took effect.
+            removed = await self._remove_wrong_types({_key_of(op) for op in ops})
+            if not removed:
+                raise
+            await self._transact([op for op in ops if _key_of(op) in removed], fence)
+
+    async def _transact(self, ops: Sequence[Op], fence: Fence | None) -> None:
         pipe = self._redis.pipeline(transaction=True)
         for op in ops:
             _queue(pipe, op)
         if fence is None:
             await self._call(pipe.execute())
         else:
-            await self._call(self._fenced.transact([command for command, _ in pipe.command_stack], fence))
+            await self._answer(self._fenced.transact([command for command, _ in pipe.command_stack], fence))
 
     async def append(self, stream: str, message: Message, max_len: int | None = None) -> str:
         """See `Bus.append`."""
@@ -169,7 +251,12 @@ class RedisBus:
         block_ms = _block_ms(block_s)
         while True:
             positions: Any = {**dict.fromkeys(raw_streams, START), **cursors}
-            reply = list(_streams(await self._call(self._redis.xread(positions, count=count, block=block_ms))))
+            try:
+                reply = list(_streams(await self._call(self._redis.xread(positions, count=count, block=block_ms))))
+            except WrongType:
+                if not await self._remove_wrong_types(positions):
+                    raise
+                continue
             raw = [
                 RawEntry(stream, as_text(raw_id), fields.get(_FIELD, b""))
                 for stream, rows in reply
@@ -221,11 +308,20 @@ class RedisBus:
 
     async def length(self, stream: str) -> int:
         """See `Bus.length`."""
-        return int(await self._call(self._redis.xlen(stream)))
+        try:
+            return int(await self._call(self._redis.xlen(stream)))
+        except WrongType:
+            if not await self._remove_wrong_types([stream]):
+                raise
+            return 0
 
     async def increment(self, key: str) -> int:
         """See `Bus.increment`."""
         return int(await self._call(self._redis.incr(key)))
+
+    async def counter(self, key: str) -> int:
+        """See `Bus.counter`."""
+        return int(await self._call(self._redis.get(key)) or 0)
 
     async def hash_get(self, key: str, field: str) -> str | None:
         """See `Bus.hash_get`."""
@@ -271,6 +367,24 @@ class RedisBus:
     async def close(self) -> None:
         """See `Bus.close`."""
         await self._redis.aclose()
+
+    async def _remove_wrong_types(self, keys: Collection[str]) -> set[str]:
+        """Remove those keys that a worker has replaced by one of another type: that is to cost this worker only."""
+        expected = {key: kind for key in keys if (kind := worker_key_type(key))}
+        pipe = self._redis.pipeline(transaction=False)
+        for key in expected:
+            pipe.type(key)
+        found = await self._call(pipe.execute()) if expected else []
+        wrong = {
+            key: as_text(kind)
+            for key, kind in zip(expected, found, strict=True)
+            if as_text(kind) not in {expected[key], "none"}
+        }
+        for key, kind in wrong.items():
+            log.warning("worker_key_removed", key=key, type=kind, expected=expected[key])
+        if wrong:
+            await self._call(self._redis.delete(*wrong))
+        return set(wrong)
 
     def _letter(self, stream: str, entry_id: str, body: bytes, reason: str) -> Append:
         return dead_letter_op(stream, entry_id, self._name, reason, body, time.time(), to=self._dead_letters)
@@ -324,6 +438,17 @@ async def connect(url: str, name: str, limit_s: float = 60.0, *, dead_letters: s
 
 def _may_answer_later(error: Exception) -> bool:
     return isinstance(error, BusUnavailable) and not isinstance(error, CredentialRejected)
+
+
+def _key_of(op: Op) -> str:
+    match op:
+        case HashSet(key) | HashDelete(key) | Expire(key) | Delete(key):
+            return key
+        case Renew(lease):
+            return lease
+        case Append(stream) | AppendRaw(stream) | Remove(stream) | Ack(stream) | Trim(stream):
+            return stream
+    assert_never(op)
 
 
 def _queue(pipe: Any, op: Op) -> None:  # noqa: C901 - one flat table

@@ -7,7 +7,41 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlboost.shared.errors import Fenced
-from rlboost.shared.streams.bus import Fence
+from rlboost.shared.streams.bus import LONGEST_LEASE_S, Fence
+
+# --- Lua scripts for leases: lease and epoch change atomically, in the append-only file too ---------------------------
+# A lease without an expiry, or with a far one, ends within `LONGEST_LEASE_S`: its holder may be gone. A key that is no
+# string has no holder: MGET reads it as missing, and SET replaces it. The epoch is raised first, so that a script that
+# fails there has changed nothing.
+
+
+_SHORTEN = f"""
+local function shorten(lease)
+  local ttl = redis.call('PTTL', lease)
+  if ttl == -1 or ttl > {LONGEST_LEASE_S * 1000:.0f} then
+    redis.call('PEXPIRE', lease, {LONGEST_LEASE_S * 1000:.0f})
+  end
+end
+"""
+CAP_AND_READ_LEASES = f"""{_SHORTEN}
+local values = redis.call('MGET', unpack(KEYS))
+for i, lease in ipairs(KEYS) do
+  if values[i] then shorten(lease) end
+end
+return values
+"""
+ACQUIRE_FENCED = f"""{_SHORTEN}
+local held = redis.call('MGET', KEYS[1])[1]
+if held then shorten(KEYS[1]) end
+if held and held ~= ARGV[3] then return false end
+local epoch = redis.call('INCR', KEYS[2])
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return epoch
+"""
+
+
+# --- Fenced connections -----------------------------------------------------------------------------------------------
+
 
 Command = tuple[Any, ...]
 
@@ -59,16 +93,14 @@ class FencedConnection:
             await self._reply()
             self._watched = await self._read_watched(fence)
         if self._watched != fence:
-            raise Fenced(
-                f"{fence.key} is at {self._watched.epoch}, not at {fence.epoch}: another holder has taken over"
-            )
+            raise Fenced(_why_invalid(fence, self._watched))
         await self._send([("MULTI",), *commands, ("EXEC",), *_watch(fence)])
         for _ in range(1 + len(commands)):
             await self._reply()
         results = await self._reply()
         self._watched = await self._read_watched(fence)
         if results is None:
-            raise Fenced(f"{fence.key} is no longer at {fence.epoch}: another holder has taken over")
+            raise Fenced(_why_invalid(fence, self._watched))
         for result in results:
             if isinstance(result, Exception):
                 raise result
@@ -88,6 +120,13 @@ class FencedConnection:
         if connection is not None:
             await connection.disconnect(nowait=True)
             await self._pool.release(connection)
+
+
+def _why_invalid(fence: Fence, stored: Fence) -> str:
+    because = "another holder has taken over"
+    if stored.epoch < fence.epoch:  # no holder lowers it
+        because = "the work has ended elsewhere, or Redis has lost its data"
+    return f"{fence.key} is at {stored.epoch}, not at {fence.epoch}: {because}"
 
 
 def _watch(fence: Fence) -> list[Command]:

@@ -7,12 +7,51 @@ retries silently, so every caller is idempotent on its own ids.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rlboost.shared.messages import Message
+import structlog
+from prometheus_client import Counter
+
+from rlboost.shared.errors import Fatal
+from rlboost.shared.messages import DeadLetter, Message
+from rlboost.shared.streams import names
 from rlboost.shared.streams.entries import Entry, RawEntry
+
+# --- Bounds the memory of one read from streams whose entries take from 100 bytes to 64 MiB ---------------------------
+
+
+MAX_BYTES = 64 << 20
+"""Target size of one read."""
+_FIRST_BYTES = 1 << 20
+"""Assumed size of the entries of the first read."""
+_DECAY = 0.75
+"""Factor by which each read of smaller entries lowers the assumed size."""
+
+
+class ReadSize:
+    """How many entries to read at once, so that a read of entries like the recent ones takes about `MAX_BYTES`."""
+
+    def __init__(self, max_entries: int) -> None:
+        """Read at most `max_entries` at once, however small they are."""
+        self._max_entries = max_entries
+        self._entry_bytes = float(_FIRST_BYTES)
+
+    @property
+    def count(self) -> int:
+        """Return the number of entries for the next read, at least 1."""
+        return max(1, min(self._max_entries, int(MAX_BYTES / self._entry_bytes)))
+
+    def update(self, *reads: Iterable[Entry | RawEntry]) -> None:
+        """Take the sizes of the entries that have been read."""
+        largest = max((entry.n_bytes for entries in reads for entry in entries), default=0)
+        if largest:
+            self._entry_bytes = max(_DECAY * self._entry_bytes, largest)
+
+
+# --- The bus ----------------------------------------------------------------------------------------------------------
+
 
 LONGEST_LEASE_S = 120.0
 """The longest time for which a process takes a lease.
@@ -22,6 +61,10 @@ shorten it. Otherwise a dead holder would count as alive for as long as the cloc
 """
 
 # Operations of a transaction: either all of one call take effect, or none does.
+
+
+class WrongType(Fatal):
+    """A key has another type than the command needs; the other commands of a transaction took effect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +209,9 @@ class Bus(Protocol):
     async def increment(self, key: str) -> int:
         """Add 1 to a counter and return the new value."""
 
+    async def counter(self, key: str) -> int:
+        """Return the value of a counter, 0 if there is none."""
+
     async def hash_get(self, key: str, field: str) -> str | None:
         """Return one field of a hash."""
 
@@ -200,3 +246,38 @@ class Bus(Protocol):
 
     async def close(self) -> None:
         """Release connections."""
+
+
+# --- Dead letters: entries that a service cannot use, with the reason. Each is logged at error level and counted ------
+
+
+log = structlog.get_logger(__name__)
+
+MAX_DEAD_LETTERS = 10_000
+"""The newest that are retained."""
+_COUNT = Counter("rlboost_dead_letters", "Entries of streams that this process could not use")
+
+
+def report_dead_letter(stream: str, entry_id: str, reason: str) -> None:
+    """Log and count one entry."""
+    log.error("dead_lettered", stream=stream, entry=entry_id, reason=reason)
+    _COUNT.inc()
+
+
+def dead_letter_op(
+    stream: str, entry_id: str, consumer: str, reason: str, body: bytes, at: float, to: str = names.DEAD_LETTERS
+) -> Append:
+    """Return the operation that stores an entry among the dead letters.
+
+    Args:
+        stream: where the entry was read.
+        entry_id: the entry's id there.
+        consumer: the service that cannot use it.
+        reason: why it cannot.
+        body: the entry's bytes.
+        at: the time, in Unix seconds.
+        to: the stream of dead letters, or one from which they are relayed to it.
+
+    """
+    letter = DeadLetter(stream=stream, entry_id=entry_id, consumer=consumer, reason=reason, body=body, at=at)
+    return Append(to, letter, MAX_DEAD_LETTERS if to == names.DEAD_LETTERS else None)

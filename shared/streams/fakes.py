@@ -76,6 +76,11 @@ class MemoryBus:
         self.before_next_transaction: Callable[[], None] | None = None
         """Called once, after a transaction was sent and before it takes effect."""
 
+    def lose_data(self) -> None:
+        """Be as empty as a broker that was restarted without its files."""
+        for kept in (self._streams, self._hashes, self._counters, self._leases, self._expires_at):
+            kept.clear()
+
     def _check(self) -> None:
         if self.down:
             raise BusUnavailable("the fake broker is down")
@@ -259,6 +264,11 @@ class MemoryBus:
         self._check()
         self._counters[key] += 1
         return self._counters[key]
+
+    async def counter(self, key: str) -> int:
+        """See `Bus.counter`."""
+        self._check()
+        return self._counters.get(key, 0)
 
     async def hash_get(self, key: str, field: str) -> str | None:
         """See `Bus.hash_get`."""

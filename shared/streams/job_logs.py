@@ -1,6 +1,6 @@
 """Sends this process's log lines to the logs of jobs. Workers send theirs through the manager (`WorkerLog`).
 
-Consumes: the lines in `log_buffer.BUFFER`; those that concern no job are dropped.
+Consumes: the lines in `logs.BUFFER`; those that concern no job are dropped.
 Produces: entries of `names.job_logs`.
 Waits for: a second between two transactions.
 Ends when: the service stops. Best effort: lines of a transaction that Redis did not answer are lost.
@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable
 from rlboost.shared.errors import BusUnavailable
 from rlboost.shared.messages import ENDED_JOB_RETENTION_S, Event
 from rlboost.shared.process.lifecycle import Loop, until_stop
-from rlboost.shared.process.log_buffer import BUFFER, LogBuffer
+from rlboost.shared.process.logs import BUFFER, LogBuffer
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Append, Bus, Expire, Op
 

@@ -6,14 +6,20 @@ PREFIX = "rlboost:"
 
 # Streams.
 JOB_COMMANDS = PREFIX + "jobs.commands"
+"""The commands that create jobs: the work queue of the trainers."""
+JOB_CONTROLS = PREFIX + "jobs.controls"
+"""All other commands on jobs."""
 JOB_REPORTS = PREFIX + "jobs.reports"
 TOKEN_LOG = PREFIX + "rollouts.tokens"
 WORKER_HEARTBEATS = PREFIX + "workers.heartbeats"
 WEIGHTS_COMMITTED = PREFIX + "weights.committed"
 DEAD_LETTERS = PREFIX + "dead.letters"
+FLEET_EVENTS = PREFIX + "fleet.events"
 
 MAX_EVENTS = 20_000
 """The newest events of a job that are retained."""
+MAX_FLEET_EVENTS = 100_000
+"""The newest events of the fleet that are retained."""
 
 # Consumer groups.
 TRAINER_GROUP = "trainer"
@@ -23,6 +29,8 @@ JOBS = PREFIX + "jobs"
 """Hash: job id -> the job's record (JSON)."""
 JOB_TRAINERS = PREFIX + "jobs.trainers"
 """Hash: job id -> name of the trainer that runs the job."""
+JOB_ATTEMPTS = PREFIX + "jobs.attempts"
+"""Hash: job id -> deaths of the job's trainers since its last new step (JSON)."""
 JOB_COUNTER = PREFIX + "jobs.counter"
 MANAGER_CURSORS = PREFIX + "manager.cursors"
 """Hash: stream -> the manager's read position, written in one transaction with the effects of the entries."""
@@ -58,11 +66,6 @@ def rollouts_finished(job_id: str) -> str:
 def job_created(key: str) -> str:
     """Lease: the job that a `POST /v1/jobs` with this Idempotency-Key created, until the key expires."""
     return f"{PREFIX}jobs.created:{key}"
-
-
-def job_quarantine(job_id: str) -> str:
-    """Stream, manager -> a manager that can parse the job: messages about it while it was quarantined."""
-    return f"{PREFIX}job:{job_id}:quarantine"
 
 
 def job_events(job_id: str) -> str:
@@ -138,6 +141,17 @@ def worker_commands(worker: str) -> str:
 def worker_reports(worker: str) -> str:
     """Stream, one worker incarnation -> manager: all that it reports, in order; the manager relays and removes it."""
     return f"{PREFIX}worker:{worker}:reports"
+
+
+def worker_key_type(key: str) -> str:
+    """Return the type that a key has which Redis may let a worker write; empty for all others.
+
+    Before Redis 7 a worker may replace such a key by one of another type.
+    """
+    if key == WEIGHT_PEERS:
+        return "hash"
+    is_stream = key.startswith(f"{PREFIX}worker:") and key.endswith((":commands", ":reports"))
+    return "stream" if is_stream else ""
 
 
 def worker_redis_user(worker: str) -> str:

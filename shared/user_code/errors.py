@@ -40,11 +40,24 @@ def describe_error(error: BaseException, row: Mapping[str, Any] | None = None) -
     called = _user_part(error.__traceback__)
     lines = [_headline(error, called)]
     if row:
-        lines.append("row: " + ", ".join(f"{name}={_short.repr(value)}" for name, value in row.items())[:_ROW_CHARS])
+        lines.append(describe_row(row))
     if called is not None:
         shown = traceback.TracebackException(type(error), error, called, limit=-_MAX_FRAMES)
         lines += [line[:_LINE_CHARS] for line in "".join(shown.format()).rstrip().splitlines()]
     return "\n".join(lines)[:MAX_CHARS].encode(errors="backslashreplace").decode()
+
+
+def describe_row(row: Mapping[str, Any]) -> str:
+    """Return a data row as one line; long values are shortened."""
+    return "row: " + ", ".join(f"{name}={describe_value(value)}" for name, value in row.items())[:_ROW_CHARS]
+
+
+def describe_value(value: object) -> str:
+    """Return a value for its author, shortened; also if it cannot be formatted."""
+    try:
+        return _short.repr(value).encode(errors="backslashreplace").decode()
+    except Exception as broken:  # noqa: BLE001 - the user's class may raise anything
+        return f"a {type(value).__name__} (it cannot be formatted: {type(broken).__name__})"
 
 
 def place_of(error: BaseException) -> str:

@@ -1,13 +1,23 @@
-"""Access to the weight store: the system's token, or what a worker has in its place."""
+"""Access to the weight store, and the key pair that signs manifests.
+
+A worker has a credential in place of the system's token: it can check a manifest, and cannot make one.
+"""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from rlboost.shared.errors import ConfigError
-from rlboost.shared.weights.manifest_key import ManifestKey
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from rlboost.shared.errors import BadSignature, ConfigError
+
+if TYPE_CHECKING:
+    from rlboost.shared.weights.manifest import Manifest
 
 
 class Access(Protocol):
@@ -22,7 +32,7 @@ class Access(Protocol):
 
     @property
     def manifest_key(self) -> str:
-        """The public key under which manifests are signed: see `manifest_key`."""
+        """The public key under which manifests are signed: see `ManifestKey`."""
 
     def sign(self, statement: bytes, what: str) -> str:
         """Return the signature of a version's statement; raises `ConfigError`, which says `what`, without a key."""
@@ -63,12 +73,57 @@ class WorkerAccess:
     """A worker's access, for downloads only; the manager replaces the credential before it expires."""
 
     credential: str = field(repr=False)
-    """The bearer token: see `shared.http.store_credential`."""
+    """The bearer token: see `shared.http.access`."""
     manifest_key: str
-    """The public key under which manifests are signed: see `manifest_key`."""
+    """The public key under which manifests are signed: see `ManifestKey`."""
     is_renewed: ClassVar[bool] = True
 
     def sign(self, statement: bytes, what: str) -> str:
         """See `Access`."""
         del statement
         raise ConfigError(f"{what} cannot be signed without the system's token")
+
+
+_PURPOSE = b"rlboost manifest signing key"
+
+
+class ManifestKey:
+    """Signs what a manifest says, with the key of one system.
+
+    The private key is derived from the system's token, so every holder of the token has it and none needs to store it.
+    """
+
+    def __init__(self, token: str) -> None:
+        """Derive the key from the system's token."""
+        seed = HKDF(algorithm=SHA256(), length=32, salt=None, info=_PURPOSE).derive(token.encode())
+        self._key = Ed25519PrivateKey.from_private_bytes(seed)
+
+    def sign(self, statement: bytes) -> str:
+        """Return the Ed25519 signature, in hexadecimal."""
+        return self._key.sign(statement).hex()
+
+    @property
+    def public(self) -> str:
+        """Return the public key, in hexadecimal."""
+        return self._key.public_key().public_bytes_raw().hex()
+
+
+def check_manifest(manifest: Manifest, public_key: str) -> None:
+    """Check that a holder of the system's token has signed a manifest.
+
+    Raises:
+        BadSignature: it is unsigned, or signed with another key.
+        ConfigError: the key is malformed.
+
+    """
+    try:
+        key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(public_key))
+    except ValueError as error:
+        raise ConfigError(f"manifest key {public_key!r} is not an Ed25519 key: join the manager again") from error
+    try:
+        key.verify(bytes.fromhex(manifest.signature), manifest.statement())
+    except (InvalidSignature, ValueError) as error:
+        raise BadSignature(
+            f"the manifest of version {manifest.version} of job {manifest.job_id} is not signed by this system's "
+            "trainer: its weights are not loaded"
+        ) from error

@@ -12,16 +12,54 @@ import json
 import os
 import secrets
 import threading
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Container, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
+from io import FileIO
+from itertools import accumulate
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, NamedTuple, Self
 
-from rlboost.shared.atomic_file import replace_file
-from rlboost.shared.errors import Fatal
-from rlboost.shared.weights.directory_lock import DirectoryInUse, lock_directory
-from rlboost.shared.weights.manifest import CHUNK_BYTES, ChunkRef, digest_of
+import numpy as np
+import numpy.typing as npt
+
+from rlboost.shared.errors import ConfigError, Corrupt, Fatal, NotFound
+from rlboost.shared.files import replace_file
+from rlboost.shared.weights.manifest import CHUNK_BYTES, ITEM_BYTES, ChunkRef, Manifest, Part, TensorEntry, digest_of
+
+# --- An exclusive lock on a directory ---------------------------------------------------------------------------------
+
+
+class DirectoryInUse(ConfigError):
+    """Another process holds the lock."""
+
+
+def lock_directory(directory: Path) -> FileIO:
+    """Create a directory if needed and lock it until the returned file is closed or the process ends.
+
+    Raises:
+        ConfigError: it is not writable.
+        DirectoryInUse: another process holds the lock.
+
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = FileIO(directory / "lock", "w")
+    except OSError as error:
+        raise ConfigError(f"directory {directory}: {error.strerror}; set a directory that is writable") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        lock.close()
+        raise DirectoryInUse(
+            f"directory {directory} is in use by another process: give each process its own directory"
+        ) from error
+    return lock
+
+
+# --- The cache --------------------------------------------------------------------------------------------------------
+
 
 _DIGEST_LETTERS = 64
 _MAX_PROCESSES = 64
@@ -267,3 +305,128 @@ def _read_intact(file: BinaryIO, blob: ChunkRef) -> memoryview | None:
         n_bytes += n
     has_more = bool(os.pread(file.fileno(), 1, n_bytes))
     return data if n_bytes == len(data) and not has_more and digest_of(data) == blob.digest else None
+
+
+# --- Reads a pulled version from the cache, tensor by tensor ----------------------------------------------------------
+
+
+_UINT = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+class WholeTensor(NamedTuple):
+    """A tensor of a version, assembled from the shards of all ranks."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class PulledVersion:
+    """One verified version in a cache."""
+
+    def __init__(
+        self, manifest: Manifest, chunks: Path, base: PulledVersion | None = None, *, verify: bool = False
+    ) -> None:
+        """Read the chunks of `manifest` from the directory `chunks`; `base` is the base version of an adapter.
+
+        With `verify`, `tensors` compares the bytes of each tensor with their digest.
+        """
+        self.manifest = manifest
+        self.base = base
+        self._chunks = chunks
+        self._verify = verify
+
+    @property
+    def location(self) -> dict[str, Any]:
+        """Where the version is on this machine, as plain data for another process; see `at`."""
+        base = self.base.location if self.base is not None else None
+        return {"chunks": str(self._chunks), "manifest": self.manifest.model_dump_json(), "base": base}
+
+    @classmethod
+    def at(cls, location: Mapping[str, Any]) -> Self:
+        """Invert `location`; the bytes are verified as they are read."""
+        base = cls.at(location["base"]) if location["base"] is not None else None
+        return cls(Manifest.decode(location["manifest"].encode()), Path(location["chunks"]), base, verify=True)
+
+    def tensors(self, names: Container[str] | None = None) -> Iterator[tuple[WholeTensor, memoryview]]:
+        """Yield every tensor with its bytes, or those with these names.
+
+        One tensor is in memory at a time. Blocks on files: call it outside the event loop.
+
+        Raises:
+            NotFound: two later versions have been pulled, and the chunks of this one are removed.
+            Corrupt: with `verify`, bytes do not match their digest.
+
+        """
+        shards: dict[str, list[tuple[Part, TensorEntry]]] = {}
+        for part in self.manifest.parts:
+            for entry in part.tensors:
+                if names is None or entry.name in names:
+                    shards.setdefault(entry.name, []).append((part, entry))
+        with _Reader(self._chunks, self.manifest, verify=self._verify) as reader:
+            for held in shards.values():
+                yield _whole(held, reader)
+
+
+def _whole(shards: list[tuple[Part, TensorEntry]], reader: _Reader) -> tuple[WholeTensor, memoryview]:
+    entry = shards[0][1]
+    tensor = np.empty(entry.global_shape, dtype=_UINT[ITEM_BYTES[entry.dtype]])
+    for part, shard in shards:
+        slices = [slice(low, low + n) for low, n in zip(shard.offset, shard.local_shape, strict=True)]
+        index: tuple[Any, ...] = (..., *slices)  # with the ellipsis, the target is an array even without dimensions
+        target = tensor[index]
+        if target.flags.c_contiguous:
+            reader.read_into(part, shard, target)
+        else:
+            shard_data = np.empty(shard.local_shape, dtype=tensor.dtype)
+            reader.read_into(part, shard, shard_data)
+            target[...] = shard_data
+    return WholeTensor(entry.name, entry.dtype, entry.global_shape), _bytes(tensor)
+
+
+def _bytes(array: npt.NDArray[np.unsignedinteger]) -> memoryview:
+    """Return a view of a C-contiguous array's bytes."""
+    return array.reshape(-1).view(np.uint8).data
+
+
+class _Reader:
+    """Reads shards from chunk files and keeps the last file open: adjacent shards are mostly in the same chunk."""
+
+    def __init__(self, chunks: Path, manifest: Manifest, *, verify: bool) -> None:
+        self._chunks = chunks
+        self._verify = verify
+        self._starts = [[0, *accumulate(chunk.n_bytes for chunk in part.chunks)] for part in manifest.parts]
+        self._digest = ""
+        self._file: FileIO | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def read_into(self, part: Part, entry: TensorEntry, array: npt.NDArray[np.unsignedinteger]) -> None:
+        """Fill a C-contiguous array with a shard's bytes."""
+        remaining, at = _bytes(array), entry.start
+        starts = self._starts[part.rank]
+        while remaining:
+            index = bisect_right(starts, at) - 1
+            digest = part.chunks[index].digest
+            n_bytes = os.preadv(self._open(digest), [remaining[: starts[index + 1] - at]], at - starts[index])
+            if not n_bytes:
+                raise Corrupt(f"{self._chunks / digest} is truncated: remove the cache directory")
+            remaining, at = remaining[n_bytes:], at + n_bytes
+        if self._verify and digest_of(_bytes(array)) != entry.digest:
+            raise Corrupt(f"{entry.name}: the bytes in {self._chunks} are not the published ones: remove it")
+
+    def _open(self, digest: str) -> int:
+        if self._file is None or digest != self._digest:
+            if self._file is not None:
+                self._file.close()
+            try:
+                self._file = FileIO(self._chunks / digest)
+            except FileNotFoundError as error:
+                raise NotFound(f"{self._chunks / digest} is no longer in the cache: pull the version again") from error
+            self._digest = digest
+        return self._file.fileno()

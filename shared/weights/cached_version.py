@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from rlboost.shared.errors import Corrupt, NotFound
 from rlboost.shared.model.parity_reference import ParityReference
+from rlboost.shared.weights.cache import PulledVersion
 from rlboost.shared.weights.lora import adapter_of
 from rlboost.shared.weights.manifest import Manifest, TensorEntry
-from rlboost.shared.weights.pulled import PulledVersion
 
 if TYPE_CHECKING:
     import torch

@@ -20,13 +20,15 @@ from rlboost.shared.errors import (
     StoreUnavailable,
     Undecodable,
 )
+from rlboost.shared.http.clients import aiohttp_session
 from rlboost.shared.http.server_url import is_http_url
-from rlboost.shared.process.retries import retry_while
+from rlboost.shared.process.waiting import retry_while
+from rlboost.shared.proxies import internal
+from rlboost.shared.secrets import bearer
 from rlboost.shared.tls import client_verification
-from rlboost.shared.weights.access import Access, SystemToken
+from rlboost.shared.weights.access import Access, SystemToken, check_manifest
 from rlboost.shared.weights.delta_graph import Edge, Route, VersionEdges
 from rlboost.shared.weights.manifest import ChunkRef, Manifest, Part, digest_of
-from rlboost.shared.weights.manifest_key import check_manifest
 from rlboost.shared.weights.rest_models import (
     ChunkDirectory,
     ChunkList,
@@ -38,15 +40,15 @@ from rlboost.shared.weights.rest_models import (
     ModelList,
     VersionInfo,
 )
-from rlboost.shared.weights.transfer.download import Download
-from rlboost.shared.weights.transfer.http_download import BadStatus, DownloadFailed
-from rlboost.shared.weights.transfer.http_upload import BlobTransfer
+from rlboost.shared.weights.transfer import BadStatus, BlobTransfer, Download, DownloadFailed
 
 T = TypeVar("T")
 
 _CONNECT_S = 5.0
 _STALL_S = 30.0
-_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_STALL_S)
+_TOTAL_S = 300.0
+"""How long a request may take in all, but for blobs: see `transfer_limit_s`."""
+_TIMEOUT = aiohttp.ClientTimeout(total=_TOTAL_S, sock_connect=_CONNECT_S, sock_read=_STALL_S)
 _JSON = {"Content-Type": "application/json"}
 
 
@@ -74,11 +76,11 @@ class StoreClient:
             ConfigError: the URL or the token is malformed.
 
         """
-        self.url = url.rstrip("/")
+        self.url = url.strip().rstrip("/")
         self._access: Access = SystemToken(access) if isinstance(access, str) else access
         _check_url(self.url)
         self._session: aiohttp.ClientSession | None = None
-        self._blobs = BlobTransfer(connect_s=_CONNECT_S, stall_s=_STALL_S, follow_redirects=True, use_proxies=True)
+        self._blobs = BlobTransfer(connect_s=_CONNECT_S, stall_s=_STALL_S, follow_redirects=True, route=internal)
 
     async def __aenter__(self) -> Self:
         return self
@@ -224,10 +226,11 @@ class StoreClient:
     @property
     def _http(self) -> aiohttp.ClientSession:
         if self._session is None:
-            self._session = aiohttp.ClientSession(
+            self._session = aiohttp_session(
+                internal,
+                self.url,
                 timeout=_TIMEOUT,
                 connector=aiohttp.TCPConnector(limit=0, ssl=client_verification()),
-                trust_env=True,
             )
         return self._session
 
@@ -260,7 +263,7 @@ class StoreClient:
             self._raise_for_status(error.status, what, redirected=error.redirected)
 
     def _authorization(self) -> str:
-        return f"Bearer {self._access.credential}"
+        return bearer("the weight store's token", self._access.credential)
 
     def _raise_for_status(self, status: int, what: str, *, redirected: bool = False) -> NoReturn:
         if status == 401 and not redirected and self._access.is_renewed:

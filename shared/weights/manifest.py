@@ -163,7 +163,7 @@ class Manifest(Document):
     parity_json: str = ""
     """A `ParityReference`: the trainer's log-probabilities of canary prompts under these weights."""
     signature: str = ""
-    """The trainer's signature of `statement`: see `manifest_key`."""
+    """The trainer's signature of `statement`: see `access`."""
 
     def statement(self) -> bytes:
         """Return what the trainer signs: everything, each part by its digest."""

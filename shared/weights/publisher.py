@@ -8,25 +8,118 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractAsyncContextManager, ExitStack
+from typing import NamedTuple
 
 import structlog
 
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.progress import TransferProgress
 from rlboost.shared.weights.client import StoreClient, retry_unavailable
+from rlboost.shared.weights.delta import encode_delta
 from rlboost.shared.weights.delta_graph import Edge, lists_of
-from rlboost.shared.weights.deltas import Delta, DeltaEncoder
-from rlboost.shared.weights.manifest import CHUNK_BYTES, ChunkRef, Part, TensorEntry, digest_of
+from rlboost.shared.weights.manifest import CHUNK_BYTES, ITEM_BYTES, ChunkRef, Part, TensorEntry, digest_of
 from rlboost.shared.weights.parallel import for_each
 from rlboost.shared.weights.rest_models import CommitRequest, VersionInfo
-from rlboost.shared.weights.shards import Chunk, Shard, split
+
+# --- The slices of tensors that a rank publishes, and how they are split into chunks ----------------------------------
+
+
+ChunkCopy = tuple[ChunkRef, bytes]
+"""A chunk and its bytes, which no later change of the shards affects."""
+
+
+class Shard(NamedTuple):
+    """One rank's slice of a tensor, C-contiguous in any buffer; the bytes must not change until `publish` returns.
+
+    With torch: `tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data`.
+    """
+
+    name: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    data: memoryview | bytes | bytearray
+
+
+class Chunk(NamedTuple):
+    """One chunk of a part's byte stream."""
+
+    ref: ChunkRef
+    data: memoryview
+    dtype: str
+    """Dtype of most of its bytes."""
+
+
+def chunks_among(shards: Iterable[Shard], digests: AbstractSet[str]) -> list[ChunkCopy]:
+    """Return copies of the chunks with these digests, as one rank's `Publisher.publish` splits its shards."""
+    chunks = split(shards, CHUNK_BYTES, [])
+    return [(chunk.ref, bytes(chunk.data)) for chunk in chunks if chunk.ref.digest in digests]
+
+
+def split(shards: Iterable[Shard], chunk_bytes: int, entries: list[TensorEntry]) -> Iterator[Chunk]:
+    """Concatenate the shards and split them into chunks; add each shard to `entries`. Copies only at shard borders."""
+    blocks: list[tuple[memoryview, str]] = []
+    start, free = 0, chunk_bytes
+    for shard in shards:
+        data = _flat(shard.data)
+        entries.append(
+            TensorEntry(
+                name=shard.name,
+                dtype=shard.dtype,
+                global_shape=shard.global_shape,
+                offset=shard.offset,
+                local_shape=shard.local_shape,
+                start=start,
+                n_bytes=len(data),
+                digest=digest_of(data),
+            )
+        )
+        start += len(data)
+        while data:
+            block, data = data[:free], data[free:]
+            blocks.append((block, shard.dtype))
+            free -= len(block)
+            if not free:
+                yield _join(blocks)
+                blocks, free = [], chunk_bytes
+    if blocks:
+        yield _join(blocks)
+
+
+def _join(blocks: list[tuple[memoryview, str]]) -> Chunk:
+    data = blocks[0][0] if len(blocks) == 1 else memoryview(b"".join(block for block, _ in blocks))
+    share: Counter[str] = Counter()
+    for block, dtype in blocks:
+        share[dtype] += len(block)
+    return Chunk(ChunkRef(digest_of(data), len(data)), data, share.most_common(1)[0][0])
+
+
+def _flat(data: memoryview | bytes | bytearray) -> memoryview:
+    view = memoryview(data)
+    # A view with a zero in its shape cannot be cast.
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+# --- The publisher ----------------------------------------------------------------------------------------------------
+
 
 log = structlog.get_logger(__name__)
 
 _WINDOW = 32
 """Chunks hashed while the previous window is uploaded: bounds the memory for tensors produced on the fly."""
+
+
+class Delta(NamedTuple):
+    """An edge to a new chunk, and the encoded delta."""
+
+    edge: Edge
+    data: bytes
+
 
 _Blob = tuple[ChunkRef, memoryview]
 _ChunkUpdate = tuple[Chunk, Delta | None]
@@ -223,3 +316,55 @@ def _blobs(update: _ChunkUpdate) -> Iterator[_Blob]:
 def _with_deltas(chunks: Iterator[Chunk], encoder: DeltaEncoder | None) -> Iterator[_ChunkUpdate]:
     for index, chunk in enumerate(chunks):
         yield chunk, encoder.encode(index, chunk) if encoder else None
+
+
+class DeltaEncoder:
+    """Holds the bytes that one rank published last in host memory: at most one copy of its part."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._owner = ("", -1)
+        self._version = -1
+        self._digests: list[str] = []
+        self._chunks: list[bytearray] = []
+
+    def reset(self) -> None:
+        """Drop the retained version: the next one is published without deltas."""
+        self._owner, self._version = ("", -1), -1
+        self._digests, self._chunks = [], []
+
+    def begin(self, job_id: str, rank: int, version: int) -> int:
+        """Start a version of this rank's part; return the older version that is retained, -1 for none."""
+        if self._owner != (job_id, rank) or self._version >= version:
+            self.reset()
+            self._owner = job_id, rank
+        return self._version
+
+    def encode(self, index: int, chunk: Chunk) -> Delta | None:
+        """Retain chunk `index` of the part; return the delta to it, None if it is too large. Call it in a thread."""
+        if index >= len(self._chunks):
+            self._digests.append(chunk.ref.digest)
+            self._chunks.append(bytearray(chunk.data))
+            return None
+        base, old = self._digests[index], self._chunks[index]
+        if base == chunk.ref.digest:
+            return None
+        delta = _delta(base, old, chunk) if len(old) == chunk.ref.n_bytes else None
+        # In place if the size is equal: new pages would cost more than the copy.
+        old[:] = chunk.data
+        self._digests[index] = chunk.ref.digest
+        return delta
+
+    def end(self, version: int, n_chunks: int) -> None:
+        """Finish the part: it is version `version` and has `n_chunks` chunks."""
+        del self._digests[n_chunks:], self._chunks[n_chunks:]
+        self._version = version
+
+
+def _delta(base: str, old: bytearray, chunk: Chunk) -> Delta | None:
+    if chunk.ref.n_bytes % ITEM_BYTES[chunk.dtype]:
+        return None
+    data = encode_delta(old, chunk.data, chunk.dtype)
+    if 2 * len(data) > chunk.ref.n_bytes:
+        return None
+    return Delta(Edge(chunk.ref.digest, base, digest_of(data), len(data)), data)

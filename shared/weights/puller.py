@@ -8,27 +8,182 @@ cache, and fetched whole if the result has another digest. An interrupted pull r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Protocol
 
 import structlog
 
+from rlboost.shared.errors import Corrupt, NotFound, StoreUnavailable, Unprocessable
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.progress import TransferProgress
-from rlboost.shared.weights.assembly import Assembly, PullStats
-from rlboost.shared.weights.cache import Cache
+from rlboost.shared.weights.cache import Cache, PulledVersion
 from rlboost.shared.weights.client import StoreClient, retry_unavailable
-from rlboost.shared.weights.delta_graph import VersionEdges
-from rlboost.shared.weights.manifest import Manifest
-from rlboost.shared.weights.peers.blob_index import BlobIndex
-from rlboost.shared.weights.plan import ChunkPlan, plan
-from rlboost.shared.weights.pulled import PulledVersion
-from rlboost.shared.weights.source import Source, StoreSource
+from rlboost.shared.weights.delta import apply_delta
+from rlboost.shared.weights.delta_graph import ChunkPlan, VersionEdges, plan
+from rlboost.shared.weights.manifest import ChunkRef, Manifest
+from rlboost.shared.weights.parallel import for_each
+from rlboost.shared.weights.peers.selection import BlobIndex
+from rlboost.shared.weights.rest_models import ChunkDirectory
+from rlboost.shared.weights.transfer import Buffers, Download
+
+# --- Sources of blobs for a puller: the weight store alone, or peers and the store (see `peers.source`) ---------------
+
 
 log = structlog.get_logger(__name__)
 
+OnSettled = Callable[[ChunkRef, Exception | None], Awaitable[None]]
+"""Called when a blob is in the cache, or with an error when it cannot be obtained."""
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes received, including those of failed transfers."""
+
+    from_store: int = 0
+    from_peers: int = 0
+    from_directory: int = 0
+    """Taken from the weight store's own files."""
+
+
+class Source(Protocol):
+    """Fetches blobs into the cache."""
+
+    async def fetch(self, blobs: Sequence[ChunkRef], traffic: Traffic, on_settled: OnSettled) -> None:
+        """Fetch every blob into the cache, in any order, and call `on_settled` for each."""
+
+    async def has_chunks_at_hand(self) -> bool:
+        """Return True if whole chunks cost less than the deltas that lead to them."""
+
+    def offer(self, indexes: Sequence[BlobIndex]) -> None:
+        """Announce to peers which blobs of these indexes the cache holds; does nothing without peers."""
+
+
+class StoreSource:
+    """`Source` that fetches everything from the weight store."""
+
+    def __init__(self, client: StoreClient, cache: Cache, *, concurrency: int) -> None:
+        """Use an open client; run `concurrency` transfers at a time."""
+        self._client = client
+        self._cache = cache
+        self._concurrency = concurrency
+        self._buffers = Buffers()
+
+    async def fetch(self, blobs: Sequence[ChunkRef], traffic: Traffic, on_settled: OnSettled) -> None:
+        """See `Source.fetch`."""
+
+        async def settle(blob: ChunkRef) -> None:
+            await on_settled(blob, await self.fetch_one(blob, traffic))
+
+        await for_each(blobs, settle, concurrency=self._concurrency, name="weights-fetch")
+
+    async def fetch_one(self, blob: ChunkRef, traffic: Traffic) -> Exception | None:
+        """Fetch one blob into the cache; return the error if it cannot be obtained.
+
+        Waits for an unavailable store, and for a publisher to upload a chunk again that is damaged in the store.
+        """
+        for _ in range(2):
+            download = Download(blob, self._buffers)
+            keep = partial(self._cache.store, blob, download.data)
+            try:
+                is_stored = await retry_unavailable(partial(self._client.fetch, download, keep))
+            except Corrupt as error:
+                download.release()
+                log.warning("chunk_unusable", chunk=blob.digest, reason=str(error))
+            except (NotFound, Unprocessable) as error:
+                download.release()
+                return error
+            else:
+                download.release()
+                if is_stored:
+                    return None
+            finally:
+                traffic.from_store += download.n_received
+            if not await retry_unavailable(lambda: self._client.verify(blob.digest)):
+                log.warning("chunk_damaged_in_store", chunk=blob.digest)
+        return Corrupt(f"weight store at {self._client.url}: blob {blob.digest} arrived twice with another digest")
+
+    async def has_chunks_at_hand(self) -> bool:
+        """See `Source.has_chunks_at_hand`."""
+        return False
+
+    def offer(self, indexes: Sequence[BlobIndex]) -> None:
+        """Do nothing: this source has no peers."""
+
+
+# --- Takes chunks from the weight store's own files when this machine shares its file system --------------------------
+
+
+_MAX_CONCURRENT = 4
+
+
+class DirectorySource:
+    """`Source` that links or copies verified files of the weight store, and fetches the rest from another source.
+
+    The store says where its files are and what its file `nonce` contains. A machine that reads the same nonce at that
+    path shares the directory. Every blob is digest-checked, so a wrong answer costs only time.
+    """
+
+    def __init__(self, client: StoreClient, cache: Cache, other: Source) -> None:
+        """Use an open client; `other` fetches what is not in a shared directory."""
+        self._client = client
+        self._cache = cache
+        self._other = other
+
+    async def fetch(self, blobs: Sequence[ChunkRef], traffic: Traffic, on_settled: OnSettled) -> None:
+        """See `Source.fetch`."""
+        if not blobs:
+            return
+        if (directory := await self._shared()) is None:
+            await self._other.fetch(blobs, traffic, on_settled)
+            return
+        rest: list[ChunkRef] = []
+
+        async def take(blob: ChunkRef) -> None:
+            path = directory.chunk(blob.digest)
+            if not rest and not await asyncio.to_thread(path.exists):
+                with suppress(StoreUnavailable, NotFound):
+                    await self._client.prepare(blob.digest)
+            if await asyncio.to_thread(self._cache.adopt, blob, path):
+                traffic.from_directory += blob.n_bytes
+                await on_settled(blob, None)
+            else:
+                rest.append(blob)
+
+        await for_each(blobs, take, concurrency=_MAX_CONCURRENT, name="weights-directory")
+        if rest:
+            log.warning("chunks_not_in_directory", path=directory.path, chunks=len(rest))
+            await self._other.fetch(rest, traffic, on_settled)
+
+    async def has_chunks_at_hand(self) -> bool:
+        """See `Source.has_chunks_at_hand`."""
+        return await self._shared() is not None
+
+    def offer(self, indexes: Sequence[BlobIndex]) -> None:
+        """See `Source.offer`."""
+        self._other.offer(indexes)
+
+    async def _shared(self) -> ChunkDirectory | None:
+        """Return the store's directory if this machine shares it. A restarted store has another nonce."""
+        try:
+            directory = await self._client.directory()
+        except StoreUnavailable:
+            return None  # the other source waits for the store
+        if directory is None:
+            return None
+        is_shared = await asyncio.to_thread(directory.is_shared)
+        return directory if is_shared else None
+
+
+# --- The puller -------------------------------------------------------------------------------------------------------
+
+
 _RETAINED_VERSIONS = 2
 """The loaded version and the one that replaces it."""
+"""Held chunks verified concurrently."""
 
 CacheSeeder = Callable[[Manifest, Cache], int]
 """Copies chunks of a version that are on this machine already into the cache; returns how many. Blocks."""
@@ -203,3 +358,110 @@ class Puller:
         deltas = {delta for retained in self._retained() for delta in retained.deltas}
         names = [(retained.manifest.job_id, retained.manifest.version) for retained in self._retained()]
         await asyncio.to_thread(self._cache.prune, keep | deltas, names)
+
+
+@dataclass(slots=True)
+class PullStats(Traffic):
+    """Statistics of one pull. `bytes_dense` and `bytes_delta` count every blob once."""
+
+    bytes_dense: int = 0
+    bytes_delta: int = 0
+    chunks_held: int = 0
+    chunks_dense: int = 0
+    chunks_delta: int = 0
+    fallbacks: int = 0
+    """Chunks fetched whole because their deltas failed."""
+
+
+class Assembly:
+    """The assembly of one version's chunks in the cache."""
+
+    def __init__(self, source: Source, cache: Cache, stats: PullStats) -> None:
+        """Fetch from `source` into `cache`, and add to the statistics in `stats`."""
+        self._source = source
+        self._cache = cache
+        self._stats = stats
+        self._users: defaultdict[str, list[ChunkPlan]] = defaultdict(list)
+        """Delta -> the plans that use it."""
+        self._n_missing: dict[str, int] = {}
+        """Chunk -> number of its deltas not yet in the cache."""
+        self._dense: list[ChunkRef] = []
+
+    async def run(self, chunk_plans: Sequence[ChunkPlan]) -> None:
+        """Bring the chunk of every plan into the cache.
+
+        Raises:
+            NotFound: a chunk that is fetched whole does not exist (any more).
+            Corrupt: a chunk that is fetched whole does not have its digest.
+
+        """
+        await for_each(chunk_plans, self._classify, concurrency=_MAX_CONCURRENT, name="weights-classify")
+        for chunk_plan in chunk_plans:
+            if chunk_plan.path and self._n_missing.get(chunk_plan.chunk.digest) == 0:
+                await self._rebuild(chunk_plan)
+        deltas = {
+            edge.delta: edge.blob for users in self._users.values() for chunk_plan in users for edge in chunk_plan.path
+        }
+        dense, self._dense = self._dense, []
+        needed = [*(deltas[digest] for digest in self._users), *dense]
+        await self._source.fetch(needed, self._stats, self._arrived)
+        if self._dense:
+            await self._source.fetch(self._dense, self._stats, self._arrived)
+
+    async def _classify(self, chunk_plan: ChunkPlan) -> None:
+        """Check what is in the cache already, and queue the rest."""
+        if chunk_plan.held:
+            if await asyncio.to_thread(self._cache.holds, chunk_plan.chunk):
+                self._stats.chunks_held += 1
+                return
+            self._dense.append(chunk_plan.chunk)
+        elif not chunk_plan.path:
+            self._dense.append(chunk_plan.chunk)
+        else:
+            lacking = [edge for edge in chunk_plan.path if not await asyncio.to_thread(self._cache.holds, edge.blob)]
+            self._n_missing[chunk_plan.chunk.digest] = len(lacking)
+            for edge in lacking:
+                self._users[edge.delta].append(chunk_plan)
+
+    async def _arrived(self, blob: ChunkRef, error: Exception | None) -> None:
+        users = self._users.pop(blob.digest, None)
+        if users is None:
+            if error is not None:
+                raise error
+            self._stats.bytes_dense += blob.n_bytes
+            self._stats.chunks_dense += 1
+            return
+        if error is None:
+            self._stats.bytes_delta += blob.n_bytes
+        for chunk_plan in users:
+            if error is not None:
+                self._fall_back(chunk_plan, error)
+            elif chunk_plan.chunk.digest in self._n_missing:  # False after a fallback for another delta
+                self._n_missing[chunk_plan.chunk.digest] -= 1
+                if self._n_missing[chunk_plan.chunk.digest] == 0:
+                    await self._rebuild(chunk_plan)
+
+    async def _rebuild(self, chunk_plan: ChunkPlan) -> None:
+        try:
+            is_correct = await asyncio.to_thread(self._rebuilt, chunk_plan)
+        except (Unprocessable, FileNotFoundError) as error:
+            self._fall_back(chunk_plan, error)
+            return
+        if is_correct:
+            self._stats.chunks_delta += 1
+        else:
+            self._fall_back(chunk_plan, ValueError("the result has another digest"))
+
+    def _rebuilt(self, chunk_plan: ChunkPlan) -> bool:
+        data = self._cache.read(chunk_plan.path[0].base)
+        for edge in chunk_plan.path:
+            apply_delta(data, self._cache.path(edge.delta).read_bytes())
+        return self._cache.store(chunk_plan.chunk, data)
+
+    def _fall_back(self, chunk_plan: ChunkPlan, error: Exception) -> None:
+        """Queue a chunk to be fetched whole, at most once."""
+        if self._n_missing.pop(chunk_plan.chunk.digest, None) is None:
+            return
+        self._stats.fallbacks += 1
+        self._dense.append(chunk_plan.chunk)
+        log.warning("delta_failed", chunk=chunk_plan.chunk.digest, error=str(error))

@@ -6,8 +6,8 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
+from rlboost.shared.weights.cache import PulledVersion
 from rlboost.shared.weights.manifest import TensorEntry, digest_of
-from rlboost.shared.weights.pulled import PulledVersion
 
 
 def tensors(pulled: PulledVersion, names: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from rlboost.job_lines import cost_line, dollars
-from rlboost.services.rollout_manager.domain.jobs.audit import Audit
-from rlboost.services.rollout_manager.domain.jobs.cost_report import cost_report
+from rlboost.services.rollout_manager.domain.jobs import Audit
+from rlboost.services.rollout_manager.domain.money import cost_report
 from rlboost.shared.page.files import STATIC
 from tests.support.synthetic_record import (
     JOB,

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Literal
 
 import pytest
 
-from rlboost.report.page import write
+from rlboost.report.page import report_of, write
 from rlboost.report.record import Record
-from rlboost.report.run_report import report_of
 from tests.support.synthetic_record import record, sample, unfinished
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rlboost.services.trainer.domain.groups.turns import StepTurnIds, TurnIds
+from rlboost.services.trainer.domain.conversations import StepTurnIds, TurnIds
 from tests.support.black_box import ROOT, BlackBox, Observer, black_box
 
 pytestmark = pytest.mark.timeout(600)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from rlboost.client import Client
-from rlboost.doctor import system
+from rlboost.local import doctor
 from rlboost.shared.ids import worker_name
 from tests.support import fake_gpus, vllm_engines
 from tests.support.black_box import RLBOOST, ROOT
@@ -79,7 +79,7 @@ async def test_up_with_a_cluster_file_gives_each_process_its_gpus(tmp_path: Path
         assert config["url"] == f"http://127.0.0.2:{port}"
         with Client(config["url"], config["token"]) as client:
             await join_and_drain(tmp_path, env, client.workers.list)
-        checks = await asyncio.to_thread(lambda: list(system.findings(config["url"], config["token"])))
+        checks = await asyncio.to_thread(lambda: list(doctor.system_findings(config["url"], config["token"])))
         assert [check.name for check in checks if check.status == "ok"] == ["manager", "clock", "weight store", "redis"]
     finally:
         rlboost("down")

@@ -1,4 +1,4 @@
-"""Two jobs at once, each with a trainer and a reserved worker of its own, on one fleet of spot workers."""
+"""Two jobs: at once, on one fleet of spot workers; and one after another that kills its trainer."""
 
 from __future__ import annotations
 
@@ -54,3 +54,17 @@ def test_two_jobs_share_the_spot_workers_and_lose_nothing(tmp_path: Path) -> Non
         own = [{worker for worker in workers if worker.startswith("reserved-")} for workers in made]
         assert all(own)
         assert own[0].isdisjoint(own[1])
+
+
+def test_job_that_kills_its_trainer_fails_and_the_next_one_runs(tmp_path: Path) -> None:
+    spec = small_job(steps=2)
+    spec["algorithm"] = {"group_size": 8, "loss": "tests.support.losses:segfault"}
+    with black_box(tmp_path / "state", workers=1) as box:
+        killer = box.submit(spec)
+        job = box.submit(small_job(steps=2))
+        box.until(lambda: box.get(f"/v1/jobs/{killer}")["state"] == "failed", "the job fails")
+        assert (
+            "its trainer died 3 times without a finished step in between: killed by SIGSEGV."
+            in (box.get(f"/v1/jobs/{killer}")["error"])
+        )
+        box.until_completed(job)

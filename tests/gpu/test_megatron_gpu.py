@@ -11,10 +11,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy  # noqa: E402 - only where torch is
-from rlboost.services.trainer.ports.engine import PolicyEngine  # noqa: E402 - its like
-from rlboost.services.trainer.ports.policy_settings import PolicySettings  # noqa: E402 - only where torch is
+from rlboost.services.trainer.ports.engine import PolicyEngine, PolicySettings  # noqa: E402 - its like
 from rlboost.shared.job.training import OptimizerSpec  # noqa: E402 - its like
-from rlboost.shared.wire.columns import F32, unpack  # noqa: E402 - its like
+from rlboost.shared.wire import F32, unpack  # noqa: E402 - its like
 from tests.support import rank_policies  # noqa: E402 - its like
 from tests.support.losses import clipped_loss  # noqa: E402 - its like
 from tests.support.training_rows import rows  # noqa: E402 - its like

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 
 from transformers import AutoModelForCausalLM  # noqa: E402 - only where torch is
 
-from rlboost.services.trainer.adapters.ranks.policy import RanksPolicy  # noqa: E402 - its like
+from rlboost.services.trainer.adapters.torch.policy import RanksPolicy  # noqa: E402 - its like
 from rlboost.shared.job.training import OptimizerSpec  # noqa: E402 - its like
 from tests.support import large_model, rank_policies  # noqa: E402 - its like
 from tests.support.losses import clipped_loss  # noqa: E402 - its like
@@ -67,7 +67,7 @@ def settings(layout: str) -> dict[str, Any]:
 
 def used(policy: RanksPolicy) -> list[int]:
     """Return how much of each rank's GPU is taken, by whomever."""
-    infos = [torch.cuda.mem_get_info(rank) for rank in range(len(policy._ranks.pids))]
+    infos = [torch.cuda.mem_get_info(rank) for rank in range(len(rank_policies.pids_of(policy)))]
     return [total - free for free, total in infos]
 
 

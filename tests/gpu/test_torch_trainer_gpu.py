@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy  # noqa: E402 - only where torch is
-from rlboost.services.trainer.ports.policy_settings import PolicySettings  # noqa: E402 - only where torch is
+from rlboost.services.trainer.ports.engine import PolicySettings  # noqa: E402 - only where torch is
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec  # noqa: E402 - its like
 from tests.support import large_model  # noqa: E402 - its like
 from tests.support.losses import clipped_loss  # noqa: E402 - its like
@@ -86,8 +86,10 @@ def test_offload_all_frees_gpu_memory(model: Path) -> None:
     busy = emptied()
     engine.offload()
     assert on_device() - before < SMALL
-    assert busy - before > 16 * sum(parameter.numel() for parameter in engine.loaded.parameters)
-    assert all(parameter.is_pinned() for parameter in engine.loaded.model.parameters())
+    assert busy - before > 16 * sum(parameter.numel() for parameter in engine.rank.module.parameters())
+    hosts = [host for _, host in engine.rank._offloader._offloaded_weights.values()]
+    assert hosts
+    assert all(host is None or host.is_pinned() for host in hosts)
 
 
 def test_offload_optimizer_keeps_weights_on_gpu(model: Path) -> None:
@@ -96,9 +98,9 @@ def test_offload_optimizer_keeps_weights_on_gpu(model: Path) -> None:
     engine.step(RATE)
     busy = emptied()
     engine.offload()
-    n = sum(parameter.numel() for parameter in engine.loaded.parameters)
+    n = sum(parameter.numel() for parameter in engine.rank.module.parameters())
     assert busy - on_device() > 7.5 * n, "two moments of four bytes"
-    assert all(parameter.is_cuda for parameter in engine.loaded.parameters)
+    assert all(parameter.is_cuda for parameter in engine.rank.module.parameters())
 
 
 def test_checkpoint_is_saved_and_loaded_while_offloaded(model: Path, tmp_path: Path) -> None:

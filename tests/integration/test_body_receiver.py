@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import suppress
+from typing import Any
 
 import httpx
 import pytest
@@ -13,11 +15,13 @@ from fastapi import FastAPI, Request, Response
 from prometheus_client import CollectorRegistry, Counter
 
 from rlboost.shared.errors import Unprocessable
-from rlboost.shared.http.body_receiver import BodyReceiver
+from rlboost.shared.http import transfer_server
 from rlboost.shared.http.server import bind, server_loop
-from rlboost.shared.http.transfer_server import TransferServer
-from rlboost.shared.weights.transfer.http_download import BadStatus, DownloadFailed
-from rlboost.shared.weights.transfer.http_upload import BlobTransfer
+from rlboost.shared.http.transfer_server import BodyReceiver, TransferServer
+from rlboost.shared.proxies import direct
+from rlboost.shared.weights import transfer
+from rlboost.shared.weights.manifest import ChunkRef, digest_of
+from rlboost.shared.weights.transfer import BadStatus, BlobTransfer, Buffers, Download, DownloadFailed, TransferTimedOut
 from tests.support.eventually import eventually
 
 DATA = os.urandom(3 << 20)
@@ -71,7 +75,7 @@ async def site() -> AsyncIterator[Site]:
 
 @pytest.fixture
 async def client() -> AsyncIterator[BlobTransfer]:
-    client = BlobTransfer(connect_s=5.0, stall_s=30.0, follow_redirects=True, use_proxies=False)
+    client = BlobTransfer(connect_s=5.0, stall_s=30.0, follow_redirects=True, route=direct)
     yield client
     client.close()
 
@@ -132,7 +136,7 @@ async def test_upload_that_breaks_off_stores_nothing_and_frees_its_place(site: S
 
 async def test_cancelled_upload_ends_its_thread() -> None:
     """The server accepts the connection and never reads."""
-    client = BlobTransfer(connect_s=5.0, stall_s=3600.0, follow_redirects=True, use_proxies=False)
+    client = BlobTransfer(connect_s=5.0, stall_s=3600.0, follow_redirects=True, route=direct)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         upload = asyncio.create_task(client.upload(url, "", memoryview(bytes(64 << 20))), name="upload")
@@ -152,3 +156,56 @@ async def test_upload_to_a_server_that_closes_the_connection_fails(client: BlobT
         connection.close()
         with pytest.raises(DownloadFailed):
             await upload
+
+
+async def _drip(writer: asyncio.StreamWriter, again: bytes) -> None:
+    with suppress(ConnectionError):
+        while True:
+            writer.write(again)
+            await writer.drain()
+            await asyncio.sleep(0.05)
+    writer.close()
+    with suppress(ConnectionError):
+        await writer.wait_closed()
+
+
+async def test_upload_that_drips_frees_its_place_at_its_limit(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer_server, "transfer_limit_s", lambda _: 0.5)
+    _, writer = await asyncio.open_connection(*site.sock.getsockname())
+    writer.write(b"PUT /file HTTP/1.1\r\nAuthorization: Bearer t\r\nContent-Length: 1000000\r\n\r\n")
+    dripping = asyncio.create_task(_drip(writer, b"x"), name="drip")
+    await eventually(lambda: site.uploads._n_active == 1)
+    await eventually(lambda: site.uploads._n_active == 0)
+    await dripping
+    assert site.stored == []
+
+
+@pytest.mark.parametrize("again", [b"HTTP/1.1 100 Continue\r\n\r\n", b"a: b\r\n", b"x"])
+@pytest.mark.parametrize("direction", ["download", "upload"])
+async def test_transfer_with_a_server_that_drips_ends_at_its_limit(
+    client: BlobTransfer, monkeypatch: pytest.MonkeyPatch, direction: str, again: bytes
+) -> None:
+    monkeypatch.setattr(transfer, "transfer_limit_s", lambda _: 0.5)
+    monkeypatch.setattr(transfer, "transfer_limit_s", lambda _: 0.5)
+    first = {b"a: b\r\n": b"HTTP/1.1 200 OK\r\n", b"x": b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n"}
+
+    ended = asyncio.Event()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(first.get(again, b""))
+        await _drip(writer, again)
+        ended.set()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/file"
+    data = bytes(1000)
+    transfers: dict[str, Callable[[], Coroutine[Any, Any, object]]] = {
+        "upload": lambda: client.upload(url, "Bearer t", memoryview(data)),
+        "download": lambda: client.download(url, "Bearer t", Download(ChunkRef(digest_of(data), 1 << 20), Buffers())),
+    }
+    async with asyncio.timeout(10.0):
+        with pytest.raises(TransferTimedOut):
+            await transfers[direction]()
+        await ended.wait()
+    server.close()

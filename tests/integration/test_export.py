@@ -15,16 +15,16 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
-from rlboost import client, export_folder
+from rlboost import client, export
 from rlboost.cli import app
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.adapters.weights import StorePublisher
-from rlboost.services.trainer.domain.batches.training_row import SequenceRow
-from rlboost.services.trainer.ports.policy_settings import PolicySettings
+from rlboost.services.trainer.domain.batches import SequenceRow
+from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.client import StoreClient
-from rlboost.shared.wire.columns import F32, I32, pack, unpack
+from rlboost.shared.wire import F32, I32, pack, unpack
 from tests.support.fake_rest import FakeRest, job, ok, problem
 from tests.support.losses import clipped_loss
 from tests.support.model_folder import write_model, write_tokenizer
@@ -162,7 +162,7 @@ def test_a_large_model_is_cut_into_files_that_transformers_finds(
     system: System, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [engine] = system.trained(1)
-    monkeypatch.setattr(export_folder, "_FILE_BYTES", 20_000)
+    monkeypatch.setattr(export, "_FILE_BYTES", 20_000)
     assert system.export().exit_code == 0
     assert len(list(system.out.glob("model-0000*-of-0000*.safetensors"))) > 2
     model: Any = AutoModelForCausalLM.from_pretrained(system.out)

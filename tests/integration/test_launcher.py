@@ -24,15 +24,13 @@ from redis.retry import Retry
 
 from rlboost.client import Client
 from rlboost.local import cluster as cluster_module
-from rlboost.local import detached
+from rlboost.local import launch
 from rlboost.local import supervisor as supervisor_module
-from rlboost.local.backoff import Backoff
 from rlboost.local.cluster import LocalCluster
 from rlboost.local.processes import LocalOptions, spec_of
-from rlboost.local.spec_file import SystemSpec, load
+from rlboost.local.spec_file import SystemSpec, load, placed
 from rlboost.local.state import ProcessRecord, StateDir
-from rlboost.local.supervisor import ClusterEvent, StartFailed
-from rlboost.local.system_layout import placed
+from rlboost.local.supervisor import Backoff, ClusterEvent, StartFailed
 from rlboost.shared.errors import ConfigError, Conflict, Fatal
 from tests.support import dummy_service
 from tests.support.dummy_cluster import dummies
@@ -478,10 +476,10 @@ async def test_down_stops_a_supervisor_in_order(tmp_path: Path) -> None:
     state = StateDir(tmp_path / "state")
     with supervisor_process(state) as process:
         records = state.processes()
-        assert detached.stop(state)
+        assert launch.stop(state)
         assert process.poll() == 0
         assert not any(exists(record.pid) for record in records)
-    assert not detached.stop(state)
+    assert not launch.stop(state)
 
 
 async def test_a_failed_background_start_reports_the_reason(tmp_path: Path) -> None:
@@ -489,9 +487,9 @@ async def test_a_failed_background_start_reports_the_reason(tmp_path: Path) -> N
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"^cannot listen on 127.0.0.1:{port}"):
-            detached.start(state, [f"--state={state.path}", f"--port={port}"])
+            launch.start(state, [f"--state={state.path}", f"--port={port}"])
     with pytest.raises(Fatal):
-        detached.start(state, [f"--state={state.path}", "--workers=-1"])
+        launch.start(state, [f"--state={state.path}", "--workers=-1"])
 
 
 async def test_launcher_starts_the_workers_that_the_manager_wants(tmp_path: Path) -> None:

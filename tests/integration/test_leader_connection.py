@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlboost.services.rollout_manager.adapters.leader_connection import LeaderConnection
+from rlboost.services.rollout_manager.leadership import LeaderConnection
 
 LIMIT_S = 0.05
 LONG_S = 60.0

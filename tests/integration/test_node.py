@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from rlboost.local import supervisor
-from rlboost.local.backoff import Backoff
 from rlboost.local.node import serve
 from rlboost.local.processes import ProcessSpec
 from rlboost.local.state import StateDir
-from rlboost.local.supervisor import ClusterEvent
+from rlboost.local.supervisor import Backoff, ClusterEvent
 from rlboost.shared.errors import ConfigError, Fatal
 
 DRAINS = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); signal.pause()"

@@ -15,12 +15,12 @@ import pytest
 
 from rlboost.services.rollout_worker.adapters import manager_http
 from rlboost.services.rollout_worker.adapters.manager_http import join
-from rlboost.services.rollout_worker.domain.kv_capacity import round_up
+from rlboost.services.rollout_worker.domain.load import round_up
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.messages import SampleDropped
 from rlboost.shared.messages.protocol import PROTOCOL
 from rlboost.shared.streams.names import worker_reports
-from rlboost.shared.wire.columns import I32, length
+from rlboost.shared.wire import I32, length
 from tests.support import dial_out_only, published_model
 from tests.support.dial_out_only import Outside
 from tests.support.eventually import eventually

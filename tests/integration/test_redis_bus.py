@@ -11,8 +11,13 @@ import pytest
 
 from rlboost.shared.errors import BusUnavailable, Fatal, RLBoostError
 from rlboost.shared.messages import Drain
-from rlboost.shared.redis.bus import RedisBus
-from rlboost.shared.streams.bus import HashSet
+from rlboost.shared.redis import bus as redis_bus
+from rlboost.shared.redis.bus import MAX_BLOCK_S, MAX_CONNECTIONS, RedisBus
+from rlboost.shared.redis.durability import Durability, durability, refusal
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import Append, Fence, HashSet, Op, WrongType
+from rlboost.shared.streams.entries import START
+from rlboost.shared.weights.peers.directory import list_peers
 
 
 @asynccontextmanager
@@ -55,3 +60,82 @@ async def test_refused_write_is_retryable_when_redis_may_accept_it_later(reply: 
             await bus.append("stream", Drain())
         with pytest.raises(error, match=re.escape(reply.partition(" ")[2])):
             await bus.transact([HashSet("key", {"a": "b"}), HashSet("key", {"c": "d"})])
+
+
+async def test_operations_beyond_the_connections_wait_for_one(redis_url: str) -> None:
+    bus = RedisBus(redis_url)
+    try:
+        assert set(await asyncio.gather(*(bus.hash_get(f"key-{i}", "field") for i in range(1000)))) == {None}
+    finally:
+        await bus.close()
+
+
+@pytest.mark.parametrize("fence", [None, Fence("epoch", 0)])
+async def test_wrong_type_of_a_worker_key_costs_that_worker_only(redis_url: str, fence: Fence | None) -> None:
+    """Before Redis 7 a worker may replace its own streams, and the list of peers."""
+    bus = RedisBus(redis_url)
+    good, bad = names.worker_reports("good-1"), names.worker_reports("bad-1")
+    commands = names.worker_commands("bad-1")
+    try:
+        await bus.append(good, Drain(reason="kept"))
+        for key in (bad, commands, names.WEIGHT_PEERS):
+            await bus.command("SET", key, "x")
+        assert await list_peers(bus) == []
+        entries, raw = await bus.read_with_raw({}, [bad, good])
+        assert ([entry.stream for entry in raw], entries) == ([good], [])
+        await bus.command("SET", bad, "x")
+        assert await bus.length(bad) == 0
+        ops: list[Op] = [
+            HashSet("other", {"a": "1"}),
+            Append(commands, Drain(reason="x")),
+            Append("log", Drain(reason="once")),
+        ]
+        await bus.transact([*ops, HashSet(names.WEIGHT_PEERS, {"good-1": ""})], fence)
+        assert await bus.hash_all(names.WEIGHT_PEERS) == {"good-1": ""}
+        assert [await bus.length(stream) for stream in (commands, "log")] == [1, 1]
+        await bus.command("SET", "mine", "x")
+        with pytest.raises(WrongType):
+            await bus.read({"mine": START})
+        with pytest.raises(WrongType):
+            await bus.transact([Append("mine", Drain(reason="x"))])
+    finally:
+        await bus.close()
+
+
+async def test_operation_without_a_connection_names_the_reason(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_bus, "CONNECTION_WAIT_S", 0.1)
+    bus = RedisBus(redis_url)
+    try:
+        async with asyncio.TaskGroup() as group:
+            for i in range(MAX_CONNECTIONS - 1):  # the other one is for fenced transactions
+                group.create_task(bus.read({f"stream-{i}": "0-0"}, block_s=MAX_BLOCK_S), name=f"read-{i}")
+            await asyncio.sleep(0)
+            with pytest.raises(BusUnavailable, match="one of 64 connections, which others use"):
+                await bus.hash_get("key", "field")
+    finally:
+        await bus.close()
+
+
+async def test_durability_of_a_server_that_loses_data(redis_url: str) -> None:
+    bus = RedisBus(redis_url)
+    try:
+        await bus.command("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
+        found = await durability(bus)
+        assert (found.policy, found.has_file, found.evicted) == ("allkeys-lru", False, 0)
+        text = refusal(found.losses, bus.address)
+        for part in ("set maxmemory-policy noeviction", "set appendonly yes", "RLBOOST_MANAGER_REDIS_DURABILITY=off"):
+            assert part in text
+    finally:
+        await bus.command("CONFIG", "SET", "maxmemory-policy", "noeviction")
+        await bus.close()
+
+
+def test_durability_names_what_loses_data() -> None:
+    assert Durability().losses == Durability().warnings == []
+    sound = Durability("noeviction", True, "always")
+    assert sound.losses == sound.warnings == []
+    assert "appendfsync no" in sound._replace(sync="no").losses[0]
+    assert "up to two seconds" in sound._replace(sync="everysec").warnings[0]
+    assert "7 keys were evicted" in sound._replace(evicted=7).warnings[0]
+    for policy in ("volatile-lru", "allkeys-lru", "volatile-ttl", "allkeys-random", "volatile-lfu"):
+        assert policy in sound._replace(policy=policy).losses[0]

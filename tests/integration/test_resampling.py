@@ -12,18 +12,16 @@ from typing import Any
 
 import pytest
 
-from rlboost.services.trainer.fakes.rewards import FakeRewards
-from rlboost.services.trainer.fakes.storage import MemoryWeights
-from rlboost.services.trainer.ports.resources import JobResources
-from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
+from rlboost.services.trainer.fakes import FakeRewards, MemoryWeights
+from rlboost.services.trainer.ports.samples import RewardBatch, Scores
+from rlboost.services.trainer.ports.storage import JobResources
 from rlboost.shared.ids import SampleId
-from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.messages import Message, SampleFinished, SeedingEnded, SeedingReopened, WeightsCommitted
 from rlboost.shared.messages.jobs import ENDED
 from rlboost.shared.redis.bus import RedisBus
 from rlboost.shared.streams import names
-from rlboost.shared.weights.shards import Shard
-from rlboost.shared.wire.columns import ints
+from rlboost.shared.weights.publisher import Shard
+from rlboost.shared.wire import ints
 from tests.support.eventually import eventually
 from tests.support.played_job import PlayedJob
 from tests.support.redis_server import RedisServer
@@ -91,8 +89,8 @@ class Played:
         """Have nothing scored while a reserved worker has the device."""
         build = self.rig.build
 
-        def building(spec: JobSpec, job_id: str) -> JobResources:
-            return replace(build(spec, job_id), rewards=LateRewards(worker))
+        def building(*of: Any, **_: Any) -> JobResources:
+            return replace(build(*of), rewards=LateRewards(worker))
 
         self.rig.build = building  # type: ignore[method-assign]
 

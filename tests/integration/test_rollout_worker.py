@@ -37,7 +37,7 @@ from rlboost.shared.streams.entries import Entry, position
 from rlboost.shared.streams.names import WORKER_HEARTBEATS, job_events
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.rest_models import NONCE_FILE
-from rlboost.shared.wire.columns import U64, ints
+from rlboost.shared.wire import U64, ints
 from tests.support import published_model, tiny_models
 from tests.support.eventually import eventually
 from tests.support.fake_metadata import FakeMetadata
@@ -544,7 +544,7 @@ async def test_hung_engine_ends_the_worker_with_every_token_in_the_log(site: Sit
 
 
 async def test_wrong_token_is_one_error_line_and_exit_code_2(site: Site) -> None:
-    process = site.hire(TOKEN="wrong")
+    process = site.hire(TOKEN="of-another-system")
     assert await asyncio.to_thread(process.wait) == 2
     (line,) = process.log().splitlines()
     assert line.startswith("rollout_worker: wrong token for the manager at")

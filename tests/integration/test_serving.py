@@ -18,7 +18,7 @@ from rlboost.shared.messages import GroupRequested, JobReport, Message, SampleFi
 from rlboost.shared.redis.bus import RedisBus
 from rlboost.shared.streams import names
 from rlboost.shared.weights.client import StoreClient
-from rlboost.shared.wire.columns import I32, pack
+from rlboost.shared.wire import I32, pack
 from tests.support import published_model
 from tests.support.doc_snippets import blocks_in
 from tests.support.generated_docs import ROOT
@@ -326,6 +326,52 @@ def test_without_a_tokenizer_token_ids_still_work(system: System) -> None:
         system.openai.completions.create(model="remote", prompt="t3")
     with pytest.raises(BadRequestError, match="maximum length"):
         system.openai.completions.create(model="remote", prompt=[3] * 9000)
+
+
+def test_many_conversations_at_once_are_all_answered(system: System) -> None:
+    async def answers() -> list[str]:
+        limits = httpx.Limits(max_connections=None)
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        async with httpx.AsyncClient(
+            base_url=system.manager.url, headers=headers, timeout=WAIT_S, limits=limits
+        ) as http:
+
+            async def chat(i: int) -> str:
+                body = {"model": "tiny", "messages": [{"role": "user", "content": "t3"}], "max_tokens": 1, **FOREVER}
+                answer = await http.post("/v1/chat/completions", json=body, headers={"X-Session-ID": f"many-{i}"})
+                return "" if answer.is_success else f"{answer.status_code} {answer.text}"
+
+            return await asyncio.gather(*(chat(i) for i in range(256)))
+
+    assert set(asyncio.run(answers())) == {""}
+
+
+def test_long_prompt_neither_stops_the_manager_nor_costs_its_leadership(system: System) -> None:
+    until(lambda: system.http.get("/readyz").is_success)
+    led = system.manager.log().count("leadership_acquired")
+
+    async def slowest() -> tuple[list[int], float]:
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        async with httpx.AsyncClient(base_url=system.manager.url, headers=headers, timeout=WAIT_S) as http:
+
+            async def ask(n_words: int) -> int:
+                return (
+                    await http.post("/v1/completions", json={"model": "tiny", "prompt": "t3 " * n_words})
+                ).status_code
+
+            asking = asyncio.gather(*(ask(n_words) for n_words in (400_000, 1_300_000, 7_000_000)))
+            slowest_s = 0.0
+            while not asking.done():
+                began = time.monotonic()
+                assert (await http.get("/healthz")).is_success
+                slowest_s = max(slowest_s, time.monotonic() - began)
+                await asyncio.sleep(0.02)
+            return list(await asking), slowest_s
+
+    statuses, slowest_s = asyncio.run(slowest())
+    assert statuses == [400, 400, 413]
+    assert slowest_s < 2.5  # the lease has 3 s
+    assert system.manager.log().count("leadership_acquired") == led
 
 
 @pytest.mark.parametrize(

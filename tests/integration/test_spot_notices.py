@@ -9,8 +9,7 @@ from typing import get_args
 
 import pytest
 
-from rlboost.services.rollout_worker.adapters.preemption.cloud_metadata import Aws, Azure, Google, Metadata
-from rlboost.services.rollout_worker.adapters.preemption.notice_file import NoticeFile
+from rlboost.services.rollout_worker.adapters.preemption import Aws, Azure, Google, Metadata, NoticeFile
 from rlboost.services.rollout_worker.app import WorkerApp, WorkerOptions
 from rlboost.services.rollout_worker.fakes import FakeEngine, FakeEngineFactory, FakeStagedWeights, FakeWeights
 from rlboost.services.rollout_worker.generator import Generator

@@ -18,7 +18,7 @@ from rlboost.client import Client
 from rlboost.services.rollout_worker.adapters.manager_http import join
 from rlboost.shared.redis.bus import RedisBus
 from rlboost.shared.streams import names
-from rlboost.shared.wire.columns import I32, ints
+from rlboost.shared.wire import I32, ints
 from tests.support.eventually import eventually
 from tests.support.played_job import SPEC, PlayedJob
 from tests.support.redis_server import RedisServer

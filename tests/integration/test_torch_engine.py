@@ -15,14 +15,13 @@ torch = pytest.importorskip("torch")
 from transformers import LlamaConfig, MistralConfig, Qwen2Config  # noqa: E402 - only where torch is
 
 from rlboost.services.rollout_worker.adapters.torch import engine as torch_engine  # noqa: E402 - its like
-from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine  # noqa: E402
-from rlboost.services.rollout_worker.adapters.torch.sampling import sample  # noqa: E402
+from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine, sample  # noqa: E402
 from rlboost.services.rollout_worker.adapters.torch.slot_cache import SlotCache  # noqa: E402
 from rlboost.services.rollout_worker.domain.parity_check import judge  # noqa: E402
-from rlboost.services.rollout_worker.domain.uniforms import uniforms  # noqa: E402
+from rlboost.services.rollout_worker.domain.requests import uniforms  # noqa: E402
 from rlboost.services.trainer.domain.canary_prompts import build_canary_prompts, build_reference  # noqa: E402
 from rlboost.shared.errors import ConfigError, StoreUnavailable  # noqa: E402
-from rlboost.shared.wire.columns import F32, pack  # noqa: E402
+from rlboost.shared.wire import F32, pack  # noqa: E402
 from tests.support import tiny_models  # noqa: E402
 from tests.support.engine_updates import assert_the_step_of_a_load_parts_old_from_new  # noqa: E402
 from tests.support.engines import Collector, request, run  # noqa: E402
@@ -207,6 +206,7 @@ def test_sampled_frequencies_are_those_of_the_distribution(temperature: float, t
     probabilities = torch.softmax(logits.double() / temperature, -1)
     order = probabilities.argsort(descending=True)
     before = probabilities[order].cumsum(0) - probabilities[order]
+    whole = probabilities.clone()
     probabilities[order[before >= top_p]] = 0
     probabilities /= probabilities.sum()
 
@@ -215,7 +215,7 @@ def test_sampled_frequencies_are_those_of_the_distribution(temperature: float, t
     counts = torch.bincount(tokens, minlength=vocabulary).double()
     possible = probabilities > 0
     assert counts[~possible].sum() == 0
-    assert torch.allclose(logprobs.double(), probabilities[tokens].log(), atol=1e-6)
+    assert torch.allclose(logprobs.double(), whole[tokens].log(), atol=1e-6)
     chi_square = ((counts - n * probabilities)[possible] ** 2 / (n * probabilities)[possible]).sum()
     assert chi_square < 44, (
         "19 degrees of freedom or fewer: exceeded once in a thousand runs, and there is only this one"
@@ -224,9 +224,10 @@ def test_sampled_frequencies_are_those_of_the_distribution(temperature: float, t
 
 def test_top_p_keeps_the_fewest_tokens_that_reach_it() -> None:
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(4, -1)
-    _, logprobs = sample(logits, np.ones(4, np.float32), np.array([0.5, 0.51, 0.8001, 1e-9]), np.zeros(4))
-    kept = [0.5, 0.8, 0.95, 0.5]
-    assert logprobs.exp().tolist() == pytest.approx([0.5 / mass for mass in kept], abs=1e-6)
+    top_p = np.array([0.5, 0.51, 0.8001, 1e-9])
+    last, logprobs = sample(logits, np.ones(4, np.float32), top_p, np.full(4, 1 - 1e-12))
+    assert last.tolist() == [0, 1, 2, 0], "the least likely token that may be drawn"
+    assert logprobs.exp().tolist() == pytest.approx([0.5, 0.3, 0.15, 0.5], abs=1e-6), "of the whole distribution"
 
 
 def test_requests_of_one_batch_are_sampled_by_their_own_settings() -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import StepReport
+from rlboost.shared.variables import KILLED_ON_REQUEST, LAST_EXIT
 from tests.support.fork_server import popen_module
 from tests.support.model_folder import write_model, write_tokenizer
 from tests.support.mortal_trainer import POINTS
@@ -112,7 +113,7 @@ class Lives:
 
 @pytest.fixture
 async def lives(machine: Machine, s3_server: S3Server) -> AsyncIterator[Lives]:
-    env = machine.trainer.env | s3_server.env | {"RLBOOST_TRAINER_PORT": "0"}
+    env = machine.trainer.env | s3_server.env | {"RLBOOST_TRAINER_PORT": "0", LAST_EXIT: KILLED_ON_REQUEST}
     (its_lines, lines), (answers, its_answers) = os.pipe(), os.pipe()
     with (
         (machine.folder / "trainers.log").open("ab") as log,

@@ -11,17 +11,15 @@ import numpy as np
 import pytest
 
 from rlboost.services.trainer.adapters.machines import link
-from rlboost.services.trainer.adapters.machines.launcher import JobMachines
 from rlboost.services.trainer.adapters.machines.link import MACHINE, Link
-from rlboost.services.trainer.adapters.machines.registry import RankSession, TrainerMachines
+from rlboost.services.trainer.adapters.machines.registry import JobMachines, RankSession, TrainerMachines
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.ports.engine import PolicyEngine
-from rlboost.services.trainer.ports.policy_settings import PolicySettings
+from rlboost.services.trainer.ports.engine import PolicyEngine, PolicySettings
 from rlboost.shared.errors import ConfigError, Retryable
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.tls import ServerCertificate
-from rlboost.shared.wire.columns import F32
+from rlboost.shared.wire import F32
 from tests.support import rank_policies
 from tests.support.certificates import make_certificates
 from tests.support.eventually import eventually

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from rlboost.services.trainer.adapters.weights import StorePublisher
-from rlboost.services.trainer.fakes.storage import MemoryWeights
+from rlboost.services.trainer.fakes import MemoryWeights
 from rlboost.services.trainer.ports.storage import WeightPublisher
 from rlboost.shared.errors import Conflict, NotFound
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.client import StoreClient
-from rlboost.shared.weights.shards import Shard
+from rlboost.shared.weights.publisher import Shard
 from tests.support.service_process import TOKEN, ServiceProcess
 
 

@@ -18,9 +18,9 @@ from rlboost.shared.errors import Corrupt
 from rlboost.shared.http import transfer_server
 from rlboost.shared.http.server import bind, server_loop
 from rlboost.shared.http.transfer_server import FoundFile, TransferRequest, TransferServer
+from rlboost.shared.proxies import direct
 from rlboost.shared.weights.manifest import ChunkRef, digest_of
-from rlboost.shared.weights.transfer.download import Buffers, Download
-from rlboost.shared.weights.transfer.http_download import BadStatus, BlobDownloader, DownloadFailed, Unreachable
+from rlboost.shared.weights.transfer import BadStatus, BlobDownloader, Buffers, Download, DownloadFailed, Unreachable
 from tests.support.eventually import eventually
 
 DATA = os.urandom(3 << 20)
@@ -69,7 +69,7 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
 
 @asynccontextmanager
 async def downloader(stall_s: float = 5.0) -> AsyncIterator[BlobDownloader]:
-    one = BlobDownloader(connect_s=2.0, stall_s=stall_s, follow_redirects=True, use_proxies=False)
+    one = BlobDownloader(connect_s=2.0, stall_s=stall_s, follow_redirects=True, route=direct)
     yield one
     one.close()
 
@@ -126,6 +126,22 @@ async def test_client_that_disappears_frees_its_slot(site: Site) -> None:
         await asyncio.to_thread(sock.recv, 100)
     await eventually(lambda: not site.transfers.connections)
     await eventually(lambda: site.slots._value == 2)
+
+
+async def test_client_that_reads_a_little_now_and_then_frees_its_slot(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer_server, "transfer_limit_s", lambda _: 0.5)
+    os.truncate(site.path, 1 << 30)
+    reader, writer = await asyncio.open_connection(*site.sock.getsockname(), limit=1 << 10)
+    writer.write(b"GET /file HTTP/1.1\r\nAuthorization: Bearer t\r\n\r\n")
+    await reader.read(100)
+    await eventually(lambda: site.slots._value == 1)
+    async with asyncio.timeout(20.0):
+        while site.slots._value < 2:
+            await reader.read(100)
+            await asyncio.sleep(0.05)
+    writer.close()
 
 
 async def test_stop_ends_a_download_that_the_client_does_not_read(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlboost.services.rollout_worker.adapters.vllm.options import VllmOptions
+from rlboost.services.rollout_worker.adapters.vllm.options import REFUSED_ARGUMENTS, SUSPECT_ARGUMENTS, VllmOptions
 from rlboost.shared.errors import ConfigError
 from tests.support import vllm_engines
 
@@ -48,7 +49,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_model_folder_is_stable_for_vllms_compilation_cache(cache: Path) -> None:
-    from rlboost.services.rollout_worker.adapters.vllm.model_folder import model_folder  # noqa: PLC0415 - it imports vllm
+    from rlboost.services.rollout_worker.adapters.vllm.arguments import model_folder  # noqa: PLC0415 - it imports vllm
 
     one = model_folder({"model_type": "qwen3", "hidden_size": 8})
     assert one == model_folder({"hidden_size": 8, "model_type": "qwen3"})
@@ -61,7 +62,7 @@ def test_model_folder_is_stable_for_vllms_compilation_cache(cache: Path) -> None
 
 
 def test_unwritable_vllm_cache_names_its_setting(cache: Path) -> None:
-    from rlboost.services.rollout_worker.adapters.vllm.model_folder import model_folder  # noqa: PLC0415 - it imports vllm
+    from rlboost.services.rollout_worker.adapters.vllm.arguments import model_folder  # noqa: PLC0415 - it imports vllm
 
     cache.write_text("a file")
     with pytest.raises(ConfigError, match="set VLLM_CACHE_ROOT to one that can"):
@@ -73,14 +74,27 @@ def test_engine_arguments_reach_vllm_and_unknown_ones_are_refused(tmp_path: Path
     from rlboost.services.rollout_worker.adapters.vllm import arguments  # noqa: PLC0415 - needs vllm
 
     (tmp_path / "config.json").write_text("{}")
-    more = {"max_num_batched_tokens": 8192}
+    more = {"max_num_batched_tokens": 8192, "logprobs_mode": "raw_logprobs"}
     given = arguments.engine_args(tmp_path, VllmOptions(8, gpu_memory_utilization=0.4, vllm_args=more))
     assert (given.gpu_memory_utilization, given.max_num_batched_tokens, given.max_num_seqs) == (0.4, 8192, 8)
-    assert arguments.engine_args(tmp_path, VllmOptions(8)).gpu_memory_utilization == 0.92
+    assert given.logprobs_mode == "raw_logprobs"
+    default = arguments.engine_args(tmp_path, VllmOptions(8))
+    assert (default.gpu_memory_utilization, default.logprobs_mode) == (0.92, "processed_logprobs")
+    assert default.generation_config == "vllm", "no top-k of a model's generation_config.json"
     arguments.check_arguments(more)
     with pytest.raises(
         ConfigError, match=r"has no engine argument 'max_num_batch_tokens': did you mean max_num_batched_"
     ):
-        arguments.check_arguments(["max_num_batch_tokens"])
+        arguments.check_arguments({"max_num_batch_tokens": 1})
     with pytest.raises(ConfigError, match="load_format is not free"):
-        arguments.check_arguments(["load_format"])
+        arguments.check_arguments({"load_format": "auto"})
+    with pytest.raises(ConfigError, match="logits_processors is refused: it changes the distribution"):
+        arguments.check_arguments({"logits_processors": ["a:B"]})
+
+
+def test_every_argument_in_the_tables_exists_in_vllm() -> None:
+    vllm_engines.require()
+    from vllm import AsyncEngineArgs  # noqa: PLC0415 - needs vllm
+
+    known = {field.name for field in fields(AsyncEngineArgs)}
+    assert {*REFUSED_ARGUMENTS, *SUSPECT_ARGUMENTS} <= known

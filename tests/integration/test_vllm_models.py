@@ -18,7 +18,7 @@ from rlboost.services.rollout_worker.domain.parity_check import judge  # noqa: E
 from rlboost.services.trainer.domain.canary_prompts import build_canary_prompts, build_reference  # noqa: E402
 from rlboost.shared.errors import ConfigError  # noqa: E402
 from rlboost.shared.model.parity_reference import ParityReference  # noqa: E402
-from rlboost.shared.wire.columns import F32, pack  # noqa: E402
+from rlboost.shared.wire import F32, pack  # noqa: E402
 from tests.support import tiny_models, vllm_engines  # noqa: E402
 from tests.support.engines import request, run  # noqa: E402
 from tests.support.staged_weights import Staged  # noqa: E402

@@ -8,8 +8,7 @@ from typing import Any
 import obstore
 import pytest
 
-from rlboost.services.weight_store.adapters.lease import Lease
-from rlboost.services.weight_store.adapters.objects import ObjectChunks, ObjectDocuments
+from rlboost.services.weight_store.adapters.objects import Lease, ObjectChunks, ObjectDocuments
 from rlboost.services.weight_store.app import WeightStore
 from rlboost.shared.bucket import Bucket
 from rlboost.shared.process.waiting import Waits

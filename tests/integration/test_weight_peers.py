@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
@@ -26,21 +26,19 @@ from structlog.testing import capture_logs
 from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.server import bind, create_app, server_loop
 from rlboost.shared.process.waiting import Waits
-from rlboost.shared.streams.bus import Bus, HashSet
+from rlboost.shared.streams.bus import Bus, HashSet, Renew
 from rlboost.shared.streams.fakes import MemoryBus
-from rlboost.shared.streams.names import WEIGHT_PEERS
+from rlboost.shared.streams.names import WEIGHT_PEERS, weight_claim
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.manifest import digest_of
-from rlboost.shared.weights.peers.blob_index import ALL, BlobIndex
+from rlboost.shared.weights.peers import selection
 from rlboost.shared.weights.peers.blob_routes import MAX_CONCURRENT, blob_routes
 from rlboost.shared.weights.peers.directory import CLAIM_S, PeerDirectory
-from rlboost.shared.weights.peers.source import PeerSource
-from rlboost.shared.weights.peers.transport import PeerTransport
-from rlboost.shared.weights.publisher import Publisher
-from rlboost.shared.weights.puller import Puller
-from rlboost.shared.weights.shards import Shard
-from rlboost.shared.weights.source import StoreSource
+from rlboost.shared.weights.peers.selection import ALL, BlobIndex
+from rlboost.shared.weights.peers.source import PeerSource, PeerTransport
+from rlboost.shared.weights.publisher import Publisher, Shard
+from rlboost.shared.weights.puller import Puller, StoreSource
 from tests.support.eventually import LIMIT_S, eventually
 from tests.support.service_process import TOKEN, ServiceProcess
 
@@ -297,6 +295,67 @@ async def test_peer_without_the_blobs_it_announces_costs_only_time(client: Store
     chunks = await publish(client)
     async with served(lambda _: Response(status_code=status, headers={"Location": "http://127.0.0.1:9/"})) as url:
         await listed(rig, url, chunks)
+        await rig.assert_pulls()
+    assert rig.from_store == WEIGHTS.nbytes
+
+
+def _body_of(digest: str, n_bytes: int) -> bytes:
+    return f"HTTP/1.1 200 OK\r\nContent-Length: {CHUNK_BYTES}\r\nETag: {digest}\r\n\r\n".encode() + bytes(n_bytes)
+
+
+DRIPS: dict[str, tuple[bytes, bytes]] = {
+    "a byte of the body": (_body_of("x", 0), b"x"),
+    "100 Continue": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    "a byte of the status": (b"HTTP/1.1 2", b"0"),
+    "a header": (b"HTTP/1.1 200 OK\r\n", b"a: b\r\n"),
+    "most of the body, then a byte": (_body_of("x", CHUNK_BYTES // 16), b"x"),
+}
+"""What a peer sends at once, and then again and again."""
+
+
+@pytest.mark.parametrize("drip", DRIPS)
+async def test_peer_that_drips_costs_seconds(client: StoreClient, rig: Rig, drip: str) -> None:
+    chunks = await publish(client)
+    first, again = DRIPS[drip]
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError, asyncio.IncompleteReadError):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(first)
+            while True:
+                writer.write(again)
+                await writer.drain()
+                await asyncio.sleep(0.2)
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    await listed(rig, f"http://127.0.0.1:{port}", chunks)
+    async with asyncio.timeout(15.0):
+        await rig.assert_pulls()
+    assert rig.from_store == WEIGHTS.nbytes
+    server.close()
+
+
+async def test_peer_that_is_always_busy_delays_a_pull_once(
+    client: StoreClient, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selection, "MAX_IDLE_S", 1.0)
+    chunks = await publish(client)
+    async with served(lambda _: Response(status_code=503)) as url:
+        await listed(rig, url, chunks)
+        async with asyncio.timeout(20.0):
+            await rig.assert_pulls()
+    assert rig.from_store == WEIGHTS.nbytes
+
+
+async def test_claims_that_never_end_delay_a_pull_once(
+    client: StoreClient, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selection, "MAX_IDLE_S", 1.0)
+    chunks = await publish(client)
+    await rig.bus.transact([Renew(weight_claim(digest), "other", 1e9) for digest in chunks])
+    async with asyncio.timeout(20.0):
         await rig.assert_pulls()
     assert rig.from_store == WEIGHTS.nbytes
 

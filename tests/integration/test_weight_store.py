@@ -28,22 +28,20 @@ from rlboost.shared.errors import (
     StoreUnavailable,
     WaitTimedOut,
 )
-from rlboost.shared.http.store_credential import issue_store_credential
+from rlboost.shared.http.access import issue_store_credential
 from rlboost.shared.messages import WeightsCommitted
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.redis.bus import RedisBus
 from rlboost.shared.streams.bus import HashSet
 from rlboost.shared.streams.entries import START
 from rlboost.shared.streams.names import JOBS, WEIGHTS_COMMITTED
-from rlboost.shared.weights.access import WorkerAccess
+from rlboost.shared.weights.access import ManifestKey, WorkerAccess
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.manifest import CHUNK_BYTES, digest_of
-from rlboost.shared.weights.manifest_key import ManifestKey
-from rlboost.shared.weights.publisher import Publisher
+from rlboost.shared.weights.publisher import Publisher, Shard, chunks_among
 from rlboost.shared.weights.puller import Puller
 from rlboost.shared.weights.rest_models import ModelInfo, VersionInfo
-from rlboost.shared.weights.shards import Shard, chunks_among
 from tests.support.eventually import eventually
 from tests.support.redis_server import RedisServer
 from tests.support.service_process import TOKEN, ServiceProcess

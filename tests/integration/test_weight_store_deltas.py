@@ -15,10 +15,11 @@ from rlboost.shared.errors import Conflict, StoreUnavailable
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient, retry_unavailable
-from rlboost.shared.weights.manifest import CHUNK_BYTES, Manifest
-from rlboost.shared.weights.publisher import Publisher
+from rlboost.shared.weights.delta import HEADER, encode_delta
+from rlboost.shared.weights.manifest import CHUNK_BYTES, Manifest, digest_of
+from rlboost.shared.weights.publisher import Publisher, Shard
 from rlboost.shared.weights.puller import Puller
-from rlboost.shared.weights.shards import Shard
+from tests.support.deltas import sealed
 from tests.support.edges import edges_to
 from tests.support.eventually import eventually
 from tests.support.service_process import TOKEN, ServiceProcess
@@ -242,6 +243,36 @@ async def test_corrupt_delta_on_the_stores_disk_costs_one_whole_chunk(
         victim.write_bytes({"flipped bit": data, "truncated": data[:1000], "too long": data + b"!"}[damage])
     await assert_pulls(puller, 1)
     assert (puller.last.fallbacks, puller.last.chunks_dense, puller.last.chunks_delta) == (1, 1, 2)
+
+
+@pytest.mark.parametrize("format_version", [2, 3], ids=["of an older format", "forged"])
+async def test_version_whose_deltas_cannot_be_used_is_pulled_whole(
+    store: ServiceProcess, publisher: Publisher, puller: Puller, tmp_path: Path, format_version: int
+) -> None:
+    """The deltas have their digests, and the forged ones are valid: the result has another digest than the chunk."""
+    await publish(publisher, 0)
+    await assert_pulls(puller, 0)
+    await publish(publisher, 1)
+    await eventually(lambda: chunks_are_written(publisher._client, tmp_path, 1))
+    await asyncio.to_thread(store.kill)
+    path = tmp_path / "store" / "models" / JOB / "edges" / "1.json"
+    document = json.loads(path.read_text())
+    for edge in document["hops"][0]["edges"]:
+        n_bytes = CHUNK_BYTES if edge[0] != document["hops"][0]["edges"][-1][0] else N_BYTES % CHUNK_BYTES
+        forged = encode_delta(bytes(n_bytes), b"\1" + bytes(n_bytes - 1), "bfloat16")
+        checked = forged[:4] + bytes([format_version]) + forged[5:16]
+        data = sealed(checked, forged[HEADER.size :])
+        edge[2:] = [digest_of(data), len(data)]
+        file = tmp_path / "store" / "chunks" / edge[2][:2] / edge[2]
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(data)
+    path.write_text(json.dumps(document))
+    await asyncio.to_thread(store.start)
+    with capture_logs() as logs:
+        await assert_pulls(puller, 1)
+    assert (puller.last.fallbacks, puller.last.chunks_dense, puller.last.chunks_delta) == (3, 3, 0)
+    reason = {2: "the delta has format 2, this process reads 3: pull whole", 3: "the result has another digest"}
+    assert {line["error"] for line in logs if line["event"] == "delta_failed"} == {reason[format_version]}
 
 
 async def test_corrupt_base_in_the_cache_costs_one_whole_chunk(

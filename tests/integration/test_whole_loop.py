@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +13,19 @@ import torch
 from safetensors.torch import load_file
 from structlog.testing import capture_logs
 
-from rlboost.services.trainer.adapters.checkpoints.folder import CheckpointFolder
+from rlboost.services.trainer.adapters.checkpoint_folder import CheckpointFolder
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.adapters.weights import StorePublisher
 from rlboost.services.trainer.domain.canary_prompts import build_canary_prompts
-from rlboost.services.trainer.fakes.rewards import FakeRewards
-from rlboost.services.trainer.ports.data import Data, Prompt
-from rlboost.services.trainer.ports.policy_settings import PolicySettings
-from rlboost.services.trainer.ports.resources import JobResources
-from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
+from rlboost.services.trainer.fakes import FakeRewards
+from rlboost.services.trainer.ports.engine import PolicySettings
+from rlboost.services.trainer.ports.samples import Data, Prompt, RewardBatch, Scores
+from rlboost.services.trainer.ports.storage import JobResources
 from rlboost.shared.job.spec import JobSpec, RlJob
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.client import StoreClient
-from rlboost.shared.weights.shards import Shard
-from rlboost.shared.wire.columns import I32, pack
+from rlboost.shared.weights.publisher import Shard
+from rlboost.shared.wire import I32, pack
 from tests.support.decoding import decode_as_numbers
 from tests.support.engine_manager import EngineManager
 from tests.support.losses import clipped_loss
@@ -54,7 +54,7 @@ class Loop(Rig):
         super().__init__(folder, job)
         self.path, self.url, self.name = folder, url, folder.name
 
-    def build(self, job: JobSpec, _job_id: str) -> JobResources:
+    def build(self, job: JobSpec, _job_id: str, _created: datetime) -> JobResources:
         model = self.path.parent / "model"
         prompts = [Prompt(f"p{i}", pack([1, 3 + i, 40 - i], I32), {}) for i in range(10)]
         policy = TorchPolicy(

@@ -11,7 +11,8 @@ import httpx
 import pytest
 from redis.exceptions import NoPermissionError
 
-from rlboost.services.rollout_manager.adapters.redis_users import SETTING
+from rlboost.services.rollout_manager.access import SETTING
+from rlboost.services.rollout_manager.domain.measurements import PROBE_SAMPLES
 from rlboost.services.rollout_worker.adapters.manager_http import join
 from rlboost.shared.errors import BusUnavailable, CredentialRejected
 from rlboost.shared.messages import DeadLetter
@@ -42,6 +43,12 @@ class System(PlayedJob):
     def new_manager(self, **settings: str) -> ServiceProcess:
         env = {f"RLBOOST_MANAGER_{name}": value for name, value in settings.items()}
         return ServiceProcess("rollout_manager", "RLBOOST_MANAGER_", self.directory, self.server.url, env)
+
+    def restart_manager(self, **settings: str) -> None:
+        """Continue with other settings."""
+        self.manager.kill()
+        self.manager = self.new_manager(**settings)
+        self.manager.start()
 
     async def worker(self) -> SimWorker:
         """Join as a real worker does; the bus has what the manager has answered, and no more."""
@@ -83,6 +90,8 @@ SHARED_STREAMS = (
     names.WORKER_HEARTBEATS,
     names.WEIGHTS_COMMITTED,
     names.DEAD_LETTERS,
+    names.FLEET_EVENTS,
+    names.JOB_CONTROLS,
 )
 
 
@@ -213,6 +222,43 @@ async def test_frame_of_another_worker_is_dead_lettered_and_changes_nothing(syst
     (letter,) = [letter for letter in letters if isinstance(letter, DeadLetter)]
     assert letter.stream == names.worker_reports(attacker.id)
     assert victim.id in letter.reason
+
+
+async def test_joined_worker_that_gives_nothing_holds_no_job_up(system: System) -> None:
+    """A black hole with a join token: it claims many slots, reports `ready`, renews its lease and sends no frame."""
+    system.restart_manager(STALL_LIMIT_S="3")
+    hole = await system.worker()
+    hole.slots, hole.is_silent = 100_000, True
+    hole.leave = hole.flush  # type: ignore[method-assign]  # nor does it drain
+    system.run_worker(hole)
+    await system.request(groups=8)
+    await eventually(lambda: hole.held)
+    good = await system.worker()
+    system.run_worker(good)
+    samples = await system.delivered(64)
+    assert {worker for sample in samples for worker, _, _ in sample.spans} == {good.id}
+    assert len(hole.held) <= PROBE_SAMPLES
+    shown = {one["id"]: one for one in (await system.http.get(f"{system.manager.url}/v1/workers")).json()}
+    assert shown[hole.id]["offenses"] >= 1
+    drained = await system.http.post(f"{system.manager.url}/v1/workers/{hole.id}/drain")
+    assert drained.status_code == 202
+    await eventually(lambda: _is(system, {hole.id: "draining", good.id: "ready"}))
+    await eventually(lambda: _is(system, {hole.id: "lost", good.id: "ready"}))
+
+
+async def test_dead_worker_whose_lease_never_ends_holds_no_job_up(system: System) -> None:
+    system.restart_manager(STALL_LIMIT_S="3")
+    undead = await system.worker()
+    undead.is_silent = True
+    system.run_worker(undead)
+    await system.request(groups=1)
+    await eventually(lambda: undead.held)
+    system.kill_worker(undead.id)
+    assert isinstance(undead.bus, RedisBus)
+    await undead.bus.command("SET", names.worker_lease(undead.id), "1")
+    system.run_worker(await system.worker())
+    await system.delivered(8)
+    assert int(await system.bus.command("PTTL", names.worker_lease(undead.id))) > 0
 
 
 async def test_credential_is_dead_after_the_worker_has_left(system: System) -> None:

@@ -13,11 +13,10 @@ import pytest
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.loss.sums import EXPERT_LOAD, ROUTED_TOKENS, ROUTING_LOSS
-from rlboost.services.trainer.ports.engine import PolicyEngine
-from rlboost.services.trainer.ports.policy_settings import PolicySettings
+from rlboost.services.trainer.ports.engine import PolicyEngine, PolicySettings
 from rlboost.shared.errors import Retryable
 from rlboost.shared.job.training import OptimizerSpec
-from rlboost.shared.wire.columns import F32, unpack
+from rlboost.shared.wire import F32, unpack
 from tests.support import rank_policies
 from tests.support.eventually import eventually
 from tests.support.losses import clipped_loss

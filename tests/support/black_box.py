@@ -184,7 +184,7 @@ def _client(redis_url: str) -> redis.Redis:
 
 
 class BlackBox:
-    """One `rlboost up` in its own state folder. Its processes are forked, see `fork_server`, where that is possible."""
+    """One `rlboost up` in its own state folder. Its processes are forked, see `forking`, where that is possible."""
 
     def __init__(self, state: Path, *, standby: bool = False, **options: int | str) -> None:
         self.state = state
@@ -365,7 +365,7 @@ def _environment() -> dict[str, str]:
 
 
 def start_forked(*args: str, log: Path) -> ForkedProcess | subprocess.Popen[bytes]:
-    """Begin `rlboost ARGS` without its imports where that is possible, see `fork_server`; `log` gets what it prints."""
+    """Begin `rlboost ARGS` without its imports where that is possible, see `forking`; `log` gets what it prints."""
     env = _environment()
     forks = fork_server(env)
     with log.open("wb") as out:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from rlboost.services.rollout_manager.domain.tokens import Sample
 from rlboost.shared.ids import SampleId
 from rlboost.shared.job.spec import JobSpec, RlJob, to_json
 from rlboost.shared.messages import (
@@ -22,7 +23,7 @@ from rlboost.shared.messages import (
     WorkerJoined,
 )
 from rlboost.shared.messages.protocol import PROTOCOL
-from rlboost.shared.wire.columns import F32, I32, U8, U32, U64, pack
+from rlboost.shared.wire import F32, I32, U8, U32, U64, pack
 from tests.support.jobs import parse_rl
 
 Row = tuple[int, int, int, int, int, int]
@@ -43,6 +44,12 @@ def job_created(job_id: str = "j", no: int = 1, spec: JobSpec | None = None) -> 
 def trainer_status(**fields: Any) -> TrainerStatus:
     known = {"trainer": "t-1", "phase": "training", "step": 0, "phase_since": 990.0}
     return TrainerStatus(**{**known, "price_per_hour": 0.0, "waiting": None, "at": 1.0, **fields})
+
+
+def samples_of(n: int) -> dict[int, Sample]:
+    """Return samples for a worker; only their number counts."""
+    sample = Sample(group_id(), group_requested(), "1-0", 0)
+    return dict.fromkeys(range(n), sample)
 
 
 def weights_committed(job_id: str = "j", version: int = 0) -> WeightsCommitted:

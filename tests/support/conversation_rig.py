@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rlboost.services.trainer.domain.batches.training_row import TrainingRow
-from rlboost.services.trainer.fakes.environments import FakeChatFormatter, FakeEnvironments
-from rlboost.services.trainer.ports.resources import JobResources
-from rlboost.services.trainer.ports.rewards import Scores
+from rlboost.services.trainer.domain.batches import TrainingRow
+from rlboost.services.trainer.fakes import FakeChatFormatter, FakeEnvironments
+from rlboost.services.trainer.ports.samples import Scores
+from rlboost.services.trainer.ports.storage import JobResources
 from rlboost.shared.ids import SampleId
 from rlboost.shared.job.environment import Environment, Message, Step
 from rlboost.shared.job.spec import JobSpec
@@ -55,8 +56,8 @@ class ConversationRig(Rig):
         self.environments: list[FakeEnvironments] = []
         self.reward = lambda batch: Scores((0.0,) * len(batch.completions))
 
-    def build(self, _spec: JobSpec, _job_id: str) -> JobResources:
-        resources = super().build(_spec, _job_id)
+    def build(self, spec: JobSpec, job_id: str, created: datetime) -> JobResources:
+        resources = super().build(spec, job_id, created)
         self.environments.append(FakeEnvironments(self.make))
         data = replace(resources.data, chat_formatter=FakeChatFormatter())
         return replace(resources, data=data, environments=self.environments[-1])

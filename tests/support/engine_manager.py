@@ -13,7 +13,7 @@ from typing import Self
 
 import torch
 
-from rlboost.services.rollout_worker.adapters.engine.threaded import ThreadedEngine
+from rlboost.services.rollout_worker.adapters.engine_thread import ThreadedEngine
 from rlboost.services.rollout_worker.adapters.store_weights import StoreWeights
 from rlboost.services.rollout_worker.adapters.torch.factory import TorchFactory
 from rlboost.services.rollout_worker.domain.requests import Request
@@ -25,11 +25,10 @@ from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Append, Bus
 from rlboost.shared.streams.entries import START
 from rlboost.shared.weights.access import WorkerAccess
-from rlboost.shared.weights.assembly import PullStats
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient
-from rlboost.shared.weights.puller import Puller
-from rlboost.shared.wire.columns import F32, I32, ints, pack
+from rlboost.shared.weights.puller import Puller, PullStats
+from rlboost.shared.wire import F32, I32, ints, pack
 from tests.support.engines import Collected, Collector
 
 

@@ -24,6 +24,7 @@ def request(
     seed: int | None = None,
     attempt: int = 1,
     routed_experts: Iterable[int] = (),
+    whole_logprobs: bool = False,
 ) -> Request:
     """Return a request; its seed is its sample number unless given."""
     sampling = Sampling(
@@ -32,6 +33,7 @@ def request(
         max_tokens=max_tokens,
         stop_token_ids=tuple(stop),
         routed_experts=tuple(routed_experts),
+        whole_logprobs=whole_logprobs,
     )
     seed = sample if seed is None else seed
     return Request(sample, attempt, list(prompt), list(tokens), sampling, seed)

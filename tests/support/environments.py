@@ -16,6 +16,10 @@ from rlboost.environments import Message, Step, ToolEnvironment
 BAD: dict[str, Any] = {
     "forget": 7,
     "nan": Step(reward=float("nan")),
+    "huge": Step(reward=1e300),
+    "no-reward": Step(reward=None),  # type: ignore[arg-type]
+    "text-reward": Step(reward="1.0"),  # type: ignore[arg-type]
+    "text-done": Step(done="False"),  # type: ignore[arg-type]
     "object": Step([{"content": "no role"}]),
     "half a character": Step("\ud800"),
     "time": Step([{"role": "tool", "content": datetime.now(UTC)}]),

@@ -1,4 +1,4 @@
-"""Starts services, ranks and the command line without their imports: the product's fork server, which can do more here.
+"""Starts services, ranks and the command line without the seconds that their imports take: forks them.
 
 Tests of starting itself (the command line, a demo that is stopped, a worker that joins by hand) do not use it: they
 start Python as users do.
@@ -10,14 +10,15 @@ import atexit
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rlboost.local.fork_server import ForkServer
 from tests.support import megatron_cpu
-from tests.support.forking import RUN_TIME_VARIABLES, ForkingPopen, is_forkable
+from tests.support.fork_channel import ForkClient
+from tests.support.forking import ForkingPopen, is_forkable
 
 _START_LIMIT_S = 400.0
 _OUTPUT_LIMIT_S = 60.0
@@ -65,32 +66,32 @@ class ForkedProcess:
         return self.returncode
 
 
-class TestForkServer(ForkServer):
-    """The product's, with the imports of ranks and of the command line. It sees no GPU."""
+class TestForkServer(ForkClient):
+    """A server of this test process, which runs until that ends."""
 
     __test__ = False
 
     def __init__(self, env: Mapping[str, str]) -> None:
         """Start it, and wait until it has imported everything."""
-        super().__init__(env, Path(os.devnull), run_time_variables=RUN_TIME_VARIABLES)
-        self.start()
-        atexit.register(self.close)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        super().__init__(ours, env)
+        with theirs:
+            # Not bound to the thread that starts it, which may be one of a test.
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tests.support.forking", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env={
+                    **self._env,
+                    "PYTHONPATH": megatron_cpu.python_path(),
+                    "PYTHONUNBUFFERED": "1",
+                    "CUDA_VISIBLE_DEVICES": "",
+                },
+            )
+        atexit.register(process.wait)
+        atexit.register(process.kill)
         assert self.is_ready(_START_LIMIT_S), "the fork server has ended: its standard error says why"
-
-    def _launch(self, channel: int) -> subprocess.Popen[bytes]:
-        # Not bound to the thread that starts it, which may be one of a test.
-        return subprocess.Popen(
-            [sys.executable, "-m", "tests.support.forking", str(channel)],
-            pass_fds=[channel],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            env={
-                **self._env,
-                "PYTHONPATH": megatron_cpu.python_path(),
-                "PYTHONUNBUFFERED": "1",
-                "CUDA_VISIBLE_DEVICES": "",
-            },
-        )
 
     def start_module(
         self,

@@ -1,9 +1,8 @@
-"""The product's fork server for tests: `python -m tests.support.forking FD`.
+"""A process that has the imports of services, ranks and the command line: `python -m tests.support.forking FD`.
 
-It also has the imports of the command line and of ranks. It sees no GPU, and megatron-core runs in it as
-`tests.support.megatron_cpu` says. A process that starts others itself (the launcher, a trainer with ranks) gets a fork
-server of its own, see `fork_children`: its `subprocess.Popen` then forks what has been imported, and executes
-everything else.
+It sees no GPU, and megatron-core runs in it as `tests.support.megatron_cpu` says. A process that starts others itself
+(the launcher, a trainer with ranks) gets a server of its own, see `fork_children`: its `subprocess.Popen` then forks
+what has been imported, and executes everything else.
 """
 
 from __future__ import annotations
@@ -19,26 +18,30 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlboost.local import die_with_parent, fork_server, fork_server_process
-from rlboost.local.fork_server_process import ForkRequest, import_modules, serve
-from rlboost.shared.process.hidden_modules import modules_hidden
+from rlboost.local import die_with_parent
+from rlboost.shared.process.modules import modules_hidden
 from tests.support import megatron_cpu
+from tests.support.fork_channel import ForkClient, ForkRequest, import_modules, serve
 
-RANK = "rlboost.services.trainer.adapters.ranks.rank"
-_FORKABLE = {RANK, "rlboost", fork_server.MODULE, *fork_server_process.SERVICES}
+RANK = "rlboost.services.trainer.adapters.torch.rank"
+_SERVICES = tuple(
+    f"rlboost.services.{name}" for name in ("rollout_manager", "rollout_worker", "trainer", "weight_store")
+)
+_FORKABLE = {RANK, "rlboost", *_SERVICES}
 _STARTS_OTHERS = ("rlboost", "rlboost.services.trainer")
 _MODULES = (
-    *fork_server_process.MODULES,
+    *(f"{name}.__main__" for name in _SERVICES),
+    # What they import after their start.
+    "rlboost.services.rollout_worker.adapters.torch.engine",
+    "rlboost.services.rollout_worker.api",
+    "rlboost.services.trainer.build",
+    "rlboost.shared.weights.peers.blob_routes",
+    "uvicorn.protocols.http.httptools_impl",
     "rlboost.cli",
-    "rlboost.local.foreground",
-    "rlboost.services.trainer.adapters.fsdp.rank_engine",
+    "rlboost.local.launch",
+    "rlboost.services.trainer.adapters.torch.fsdp",
 )
 _READY_LIMIT_S = 60.0
-RUN_TIME_VARIABLES = (
-    *fork_server.RUN_TIME_VARIABLES,
-    *("AWS_", "HTTP_PROXY", "NO_PROXY", "PYTEST_", "PYTHONPATH", "PYTHONUNBUFFERED", "GLOO_SOCKET_IFNAME"),
-)
-"""Prefixes of variables on which no import depends here."""
 
 
 def is_forkable(command: Sequence[str], env: Mapping[str, str]) -> bool:
@@ -54,17 +57,6 @@ def is_forkable(command: Sequence[str], env: Mapping[str, str]) -> bool:
 # --- a process that starts others -------------------------------------------------------------------------------------
 
 
-class _OwnForkServer(fork_server.ForkServer):
-    """Forked from this process before it did anything."""
-
-    def __init__(self, channel: socket.socket) -> None:
-        super().__init__(os.environ, Path(os.devnull), run_time_variables=RUN_TIME_VARIABLES)
-        self._socket = channel
-
-    def start(self) -> None:
-        """Do nothing: there is only the one that was forked."""
-
-
 def fork_children() -> ForkRequest | None:
     """Let `subprocess.Popen` of this process fork what may be forked; return None.
 
@@ -76,15 +68,15 @@ def fork_children() -> ForkRequest | None:
         ours.close()
         return serve(theirs) or sys.exit()
     theirs.close()
-    ForkingPopen.forks = _OwnForkServer(ours)
+    ForkingPopen.forks = ForkClient(ours, os.environ)
     subprocess.Popen = ForkingPopen  # type: ignore[misc]
     return None
 
 
 class ForkingPopen(subprocess.Popen[Any]):
-    """Forks a service, a rank, a fork server or the command line; executes everything else."""
+    """Forks a service, a rank or the command line; executes everything else."""
 
-    forks: fork_server.ForkServer
+    forks: ForkClient
 
     def _execute_child(self, args: Any, *rest: Any) -> None:
         # rest: executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell, p2cread,
@@ -132,6 +124,13 @@ def _use_python_path(request: ForkRequest) -> None:
             runpy.run_path(str(customization))
 
 
+def _open_streams() -> None:
+    """Open standard output and error for their new descriptors, which may be pipes where the old ones were files."""
+    for name, fd in (("stdout", 1), ("stderr", 2)):
+        getattr(sys, name).flush()
+        setattr(sys, name, os.fdopen(fd, "w", encoding="utf-8", buffering=1, closefd=False))
+
+
 def main() -> None:
     """Serve; in each new process run its module."""
     channel = socket.socket(fileno=int(sys.argv[1]))
@@ -150,8 +149,8 @@ def main() -> None:
     if request is None:
         return
     _use_python_path(request)
-    own = request.module == fork_server.MODULE  # the launcher's, which is to do the same as this one
-    runpy.run_module("tests.support.forking" if own else request.module, run_name="__main__", alter_sys=True)
+    _open_streams()
+    runpy.run_module(request.module, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

@@ -16,15 +16,15 @@ from typing import Any
 import typer.main
 
 from rlboost.cli import app
-from rlboost.services.rollout_manager.api import build
-from rlboost.services.rollout_manager.app import Manager
+from rlboost.services.rollout_manager.api.jobs import build
+from rlboost.services.rollout_manager.loop import Manager
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.shared.http.guard import SCOPE_KEY
 from rlboost.shared.streams.fakes import MemoryBus
 from tests.support.generated_docs import ROOT, write_block
 
 _METRIC_CLASSES = {"Counter", "Gauge", "CounterMetricFamily", "GaugeMetricFamily", "SummaryMetricFamily", "_gauge"}
-_EMITTERS = {"emit_event", "_emit_event"}
+_EMITTERS = {"emit_event", "_emit_event", "event"}
 EVENTS: Mapping[str, str] = {
     "adapter_saved": "the LoRA adapter of a completed job is in its folder",
     "budget_reached": "the job has cost nearly `elastic.max_dollars`: no spot worker serves it any more",
@@ -33,19 +33,19 @@ EVENTS: Mapping[str, str] = {
     "disk_full": "a write of the job waits until its disk has space",
     "fleet_scaled": "autoscaling changed the number of workers of a kind",
     "group_dropped": "a group was not trained on: it could not be generated or scored",
-    "job_quarantined": "a manager or trainer cannot read the job",
+    "job_quarantined": "a trainer cannot read the job",
     "job_resumed": "the trainer continued from a checkpoint, of another job if `begins_with` is present",
     "job_state_changed": "the job's state changed",
     "model_saved": "the model of a completed job is in its folder",
-    "parity_check_failed": "a worker's engine disagrees with the trainer; it generates nothing",
+    "parity_check_failed": "a worker's engine disagrees with the trainer, or with itself; it generates nothing",
     "prompts_filtered": "rows beyond the job's length limits were left out",
     "rebalance_recommended": "the cloud recommends replacing a worker's machine",
     "reclaim_requested": "the manager reclaims running samples of a worker",
     "sample_failed": "a sample failed on an engine",
     "samples_migrated": "samples resumed on this worker, with the tokens that they had",
     "samples_unassigned": (
-        "a worker's samples went back to the queue, since it was lost, left, was suspended or sent invalid tokens "
-        "(cause)"
+        "a worker's samples went back to the queue, since it was lost, left, was suspended, sent invalid tokens or "
+        "generated too little (cause)"
     ),
     "seeding_ended": "reserved workers stopped generating for the step",
     "seeding_reopened": "reserved workers generate again, as no or too few spot workers are left",
@@ -71,14 +71,21 @@ EVENTS: Mapping[str, str] = {
         "a worker's lease expired, or the manager dismissed it: it missed commands, or has another protocol"
     ),
     "worker_notice": "a worker announced that it will be preempted",
-    "worker_rejected": "a worker is drained, as it sent invalid tokens for samples that others completed",
+    "worker_rejected": (
+        "a worker is drained, as it sent invalid tokens for samples that others completed, or repeatedly held samples "
+        "without generating"
+    ),
     "worker_reassigned": "a worker changed jobs",
+    "worker_suspected": (
+        "a worker held samples and generated too little while others generated: they were taken from it, and it gets "
+        "no more for some time"
+    ),
     "worker_state": "a worker's state changed",
 }
 """Event -> meaning."""
 COMPUTED_FIELDS: Mapping[str, tuple[str, ...]] = {
     "job_resumed": ("begins_with",),
-    "parity_check_failed": ("mean", "tolerated_mean", "worst"),
+    "parity_check_failed": ("mean", "reason", "tolerated_mean", "worst"),
     "seeding_window_updated": (
         *("train_wait_s", "remote_wait_s", "min_wait_s", "step_s", "fleet_mean", "latency_s", "work_s"),
         *("window_was_s", "change_s", "window_s", "remembered_for", "target_workers"),

@@ -8,8 +8,7 @@ from functools import lru_cache
 
 import pytest
 
-from rlboost.rewards.isolation import Isolation
-from rlboost.rewards.sandbox import run_with
+from rlboost.rewards.sandbox import Isolation, run_with
 
 NO_BUBBLEWRAP = "bubblewrap is not installed"
 """A reason for a skipped test that `.ci/no_skips.py` accepts."""

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
+from torch import Tensor
+
+from rlboost.services.trainer.domain.loss.inputs import TokenBatch
 from rlboost.services.trainer.domain.loss.policy import PolicyLoss
 
 
@@ -18,3 +24,9 @@ def decoupled_loss(clip_low: float, clip_high: float, tis_cap: float | None) -> 
     the change of weights between sampling and that start; None: no importance weight.
     """
     return PolicyLoss(clip="ppo", clip_low=clip_low, clip_high=clip_high, decoupled=True, tis_cap=tis_cap)
+
+
+def segfault(batch: TokenBatch) -> Tensor:
+    """End the trainer as a fault in a library does."""
+    os.kill(os.getpid(), signal.SIGSEGV)
+    return batch.logprobs.sum()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import httpx
 
-from rlboost.services.rollout_manager.api import build
-from rlboost.services.rollout_manager.app import Manager
+from rlboost.services.rollout_manager.api.jobs import build
+from rlboost.services.rollout_manager.loop import Manager
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.shared.messages import JobReport, JobState
 from rlboost.shared.streams import names

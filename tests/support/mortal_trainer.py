@@ -19,15 +19,14 @@ from typing import Any, NoReturn
 from rlboost.services.trainer import __main__ as service
 from rlboost.services.trainer import build as composition
 from rlboost.services.trainer.ports.engine import Snapshot
-from rlboost.services.trainer.ports.resources import JobResources
-from rlboost.services.trainer.ports.storage import TrainState
+from rlboost.services.trainer.ports.storage import JobResources, TrainState
 from rlboost.services.trainer.settings import Settings
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import GroupRequested, StepReport
 from rlboost.shared.process.lifecycle import run_service
 from rlboost.shared.redis.bus import RedisBus, connect
 from rlboost.shared.streams.bus import Append, Fence, HashSet, Op, Trim
-from rlboost.shared.weights.shards import Shard
+from rlboost.shared.weights.publisher import Shard
 
 POINTS = (
     "requested",

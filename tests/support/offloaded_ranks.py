@@ -8,8 +8,8 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from rlboost.services.trainer.adapters.ranks.policy import RanksPolicy
-from rlboost.services.trainer.adapters.ranks.trainable import MOMENTS, WEIGHT
+from rlboost.services.trainer.adapters.torch.policy import RanksPolicy
+from rlboost.services.trainer.adapters.torch.trainable import MOMENTS, WEIGHT
 from tests.support import rank_policies
 from tests.support.losses import clipped_loss
 from tests.support.policy_comparison import bits
@@ -59,5 +59,5 @@ def held_by(checkpoint: Path) -> dict[str, Any]:
 
 def resident(policy: RanksPolicy) -> list[int]:
     """Return how much memory each rank's process has."""
-    pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in policy._ranks.pids]
+    pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in rank_policies.pids_of(policy)]
     return [n * os.sysconf("SC_PAGESIZE") for n in pages]

@@ -13,8 +13,8 @@ import peft  # noqa: F401 - imported by the optimizer's first step otherwise, wh
 from transformers import AutoModelForCausalLM  # noqa: F401 - likewise
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.batches.training_row import TrainingRow
-from rlboost.services.trainer.ports.policy_settings import PolicySettings
+from rlboost.services.trainer.domain.batches import TrainingRow
+from rlboost.services.trainer.ports.engine import PolicySettings
 from tests.support.losses import clipped_loss
 from tests.support.training_rows import training_row
 

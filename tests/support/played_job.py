@@ -15,7 +15,7 @@ from rlboost.shared.messages import GroupRequested, JobReport, Message, SampleFi
 from rlboost.shared.messages.fields import Role
 from rlboost.shared.redis.bus import RedisBus
 from rlboost.shared.streams import names
-from rlboost.shared.wire.columns import I32, ints, pack
+from rlboost.shared.wire import I32, ints, pack
 from tests.support.eventually import eventually
 from tests.support.sim_worker import SimWorker, check_completion
 from tests.support.stream_entries import read_all

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlboost.services.trainer.adapters.ranks.policy import RanksPolicy
-from rlboost.services.trainer.adapters.ranks.sharded_tensors import SliceReader
-from rlboost.services.trainer.adapters.ranks.tensor_slice import TensorSlice
-from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
+from rlboost.services.trainer.adapters.torch.policy import RanksPolicy, TorchPolicy
+from rlboost.services.trainer.adapters.torch.ranks import TensorSlice
+from rlboost.services.trainer.adapters.torch.tensors import SliceReader
 from rlboost.services.trainer.ports.engine import Exported, PolicyEngine
-from rlboost.shared.wire.columns import F32
+from rlboost.shared.wire import F32
+from tests.support.one_rank import critic_of, trained_by
 
 
 def bits(engine: PolicyEngine, what: Exported = "model") -> list[tuple[str, bytes]]:
@@ -42,8 +42,9 @@ def assert_close(found: dict[str, Any], expected: dict[str, Any], atol: float) -
 
 def gradients(policy: TorchPolicy) -> dict[str, torch.Tensor]:
     """Return copies of the accumulated gradients, of the critic too."""
-    critic = policy.loaded.critic
-    trained = {**policy.loaded.trained, **(critic.trained if critic is not None else {})}
+    trained = trained_by(policy).tensors
+    if policy.rank.critic is not None:
+        trained |= {f"critic.{name}": tensor for name, tensor in critic_of(policy).tensors.items()}
     return {name: tensor.grad.clone() for name, tensor in trained.items() if tensor.grad is not None}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from rlboost.services.trainer.adapters.fsdp.policy import FsdpPolicy
-from rlboost.services.trainer.adapters.megatron.policy import MegatronPolicy
-from rlboost.services.trainer.adapters.ranks.layout import Layout
-from rlboost.services.trainer.adapters.ranks.policy import RanksPolicy
-from rlboost.services.trainer.adapters.ranks.shards import RankShards
-from rlboost.services.trainer.ports.policy_settings import PolicySettings
+from rlboost.services.trainer.adapters.torch.policy import MegatronPolicy, RanksPolicy, TorchPolicy
+from rlboost.services.trainer.adapters.torch.ranks import Layout
+from rlboost.services.trainer.adapters.torch.tensors import RankShards
+from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
 from tests.support.megatron_cpu import python_path
 
@@ -86,6 +84,12 @@ def write(directory: Path, family: str) -> Path:
     return directory
 
 
+def pids_of(policy: RanksPolicy) -> Sequence[int]:
+    """Return the process ids of its ranks, rank 0 first."""
+    assert policy._ranks is not None
+    return policy._ranks.pids
+
+
 def digests(policy: RanksPolicy) -> dict[Any, str]:
     """Return the digests of all shards of the model, which the ranks compute."""
     shards = policy.export_shards("base")
@@ -103,7 +107,7 @@ def policy(
     """
     own = {name: settings.pop(name) for name in PolicySettings.model_fields if name in settings}
     spec = TrainerSpec(**{"backend": "megatron", **settings})
-    kind = MegatronPolicy if spec.backend == "megatron" else FsdpPolicy
+    kind = MegatronPolicy if spec.backend == "megatron" else TorchPolicy
     made = kind(PolicySettings(optimizer=optimizer, **own), Layout.of(spec), device=device, folder=folder)
     with pytest.MonkeyPatch.context() as patch:
         if device == "cpu":

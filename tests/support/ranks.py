@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-MODULE = "rlboost.services.trainer.adapters.ranks.rank"
+MODULE = "rlboost.services.trainer.adapters.torch.rank"
 
 
 def ranks_of(pid: int) -> list[int]:

@@ -9,6 +9,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,10 +18,9 @@ import httpx
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.adapters.weights import StorePublisher
 from rlboost.services.trainer.domain.canary_prompts import build_canary_prompts
+from rlboost.services.trainer.job.job import DeviceThread
 from rlboost.services.trainer.job.publishing import VersionPublisher
-from rlboost.services.trainer.ports.policy_settings import PolicySettings
-from rlboost.services.trainer.runtime.device import DeviceThread
-from rlboost.services.trainer.runtime.job_streams import JobStreams, RetryingBus
+from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.shared.ids import SampleId
 from rlboost.shared.job.spec import parse
 from rlboost.shared.messages import Event, GroupRequested, JobReport, SampleDropped, SampleFinished, Sampling
@@ -29,11 +29,12 @@ from rlboost.shared.redis.bus import RedisBus
 from rlboost.shared.streams import names
 from rlboost.shared.streams.entries import START
 from rlboost.shared.weights.client import StoreClient
-from rlboost.shared.wire.columns import I32, pack
+from rlboost.shared.wire import I32, pack
 from tests.support import published_model, tiny_models
 from tests.support.eventually import eventually
 from tests.support.redis_server import RedisServer
 from tests.support.service_process import TOKEN, ServiceProcess
+from tests.support.trainer_rig import Rig
 
 SPEC = {
     "name": "tiny",
@@ -83,10 +84,12 @@ class RealFleet:
         config_json = (model / "config.json").read_text()
         weights = StorePublisher(client, self.job, config_json, self.directory / "pulled", waits, 30.0)
         asked = build_canary_prompts(tiny_models.VOCABULARY, temperature=1.0, dtype="float32")
-        link = JobStreams(RetryingBus(bus, waits, 30.0), self.job)
+        rig = Rig(self.directory, spec)
+        job = rig.claimed(device)
+        job.resources = replace(job.resources, engine=engine, weights=weights, canary_prompts=asked)
         try:
             engine.load_hf(model)
-            versions = VersionPublisher(engine, weights, device, link, asked)
+            versions = VersionPublisher(job)
             await versions.refresh_head()
             await versions.ensure_published(0)
             await bus.append(names.JOB_REPORTS, JobReport(job_id=self.job, state="running", step=0))
@@ -173,7 +176,7 @@ class RealFleet:
     async def events(self, kind: str) -> list[dict[str, Any]]:
         """Return what has happened in the job."""
         async with self._bus() as bus:
-            entries = await bus.read({names.job_events(self.job): START}, count=10_000)
+            entries = await bus.read({names.job_events(self.job): START, names.FLEET_EVENTS: START}, count=10_000)
         events = [entry.message for entry in entries]
         return [event.fields for event in events if isinstance(event, Event) and event.kind == kind]
 

@@ -10,14 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlboost.services.trainer.domain.plan import plan_step, training_group
-from rlboost.services.trainer.domain.resampling import Replacements
-from rlboost.services.trainer.fakes.rewards import FakeRewards
-from rlboost.services.trainer.ports.resources import JobResources
-from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
+from rlboost.services.trainer.domain.plan import Replacements, plan_step, training_group
+from rlboost.services.trainer.fakes import FakeRewards
+from rlboost.services.trainer.ports.samples import RewardBatch, Scores
+from rlboost.services.trainer.ports.storage import JobResources
 from rlboost.shared.job.spec import JobSpec, RlJob
 from rlboost.shared.messages import GroupRequested
-from rlboost.shared.wire.columns import I32, unpack
+from rlboost.shared.wire import I32, unpack
 from tests.support.scripted_manager import scripted
 from tests.support.trainer_rig import Rig, spec
 
@@ -68,18 +67,15 @@ def dawdling(rig: Rig, seed: int) -> None:
     """Let groups be scored in an order of chance."""
     build = rig.build
 
-    def building(spec: JobSpec, job_id: str) -> JobResources:
-        return replace(build(spec, job_id), rewards=Dawdling(rig.reward, seed))
+    def building(*of: Any, **_: Any) -> JobResources:
+        return replace(build(*of), rewards=Dawdling(rig.reward, seed))
 
     rig.build = building  # type: ignore[method-assign]
 
 
 async def completed(rig: Rig, *, create: bool = True) -> Rig:
-    async with rig.trainer():
-        if create:
-            await rig.command("create")
-        report = await rig.ended()
-        assert (report.state, report.error) == ("completed", "")
+    report = await (rig.run() if create else rig.resume())
+    assert (report.state, report.error) == ("completed", "")
     return rig
 
 

@@ -121,3 +121,31 @@ def never(completions: list[str], **_: Any) -> list[float | None]:
 
 def doubled(batch: float) -> float:
     return 2 * batch
+
+
+def changes_everything(
+    prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], **columns: Any
+) -> list[float]:
+    """Score, then spoil what it got."""
+    found = [float(len(ids)) for ids in completion_ids]
+    for given in (prompts, completions, *completion_ids, *(tags for tags in columns["tags"]), columns["tags"]):
+        given.clear()
+    return found
+
+
+def sees_all(
+    prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], tags: list[list[str]], **_: Any
+) -> list[float]:
+    return [float(len(completions) + len(prompts) + len(ids) + len(tag)) for ids, tag in zip(completion_ids, tags)]  # noqa: B905 - a spoiled list is shorter
+
+
+def with_limit(completions: list[str], limit: Any = None, **_: Any) -> list[float]:
+    return [float(limit == 3) for _ in completions]
+
+
+def verl_without_score(data_source: Any, solution_str: str, ground_truth: Any, extra_info: Any) -> Any:
+    return {"acc": 1.0}
+
+
+def verl_without_return(data_source: Any, solution_str: str, ground_truth: Any, extra_info: Any) -> None:
+    len(solution_str)

@@ -37,7 +37,7 @@ class S3Server:
         """Return the same where the server is reached by another address."""
         return {
             "AWS_ACCESS_KEY_ID": "key-for-tests",
-            "AWS_SECRET_ACCESS_KEY": "its secret",
+            "AWS_SECRET_ACCESS_KEY": "secret-for-tests",
             "AWS_REGION": "us-east-1",
             "AWS_ENDPOINT_URL": endpoint,
         }

@@ -11,10 +11,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rlboost.services.trainer.adapters.ranks.layout import Layout
-from rlboost.services.trainer.adapters.ranks.packed import pack_rows
-from rlboost.services.trainer.adapters.ranks.rank import engine_class
-from rlboost.services.trainer.ports.policy_settings import PolicySettings
+from rlboost.services.trainer.adapters.torch.rank import engine_class
+from rlboost.services.trainer.adapters.torch.ranks import Layout
+from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.shared.job.training import TrainerSpec
 from tests.support.training_rows import training_row
 
@@ -28,8 +27,8 @@ def main(kind: str, *models: str) -> None:
     from transformers import AutoConfig  # noqa: PLC0415 - after megatron-core, as in a rank
 
     from rlboost.services.trainer.adapters.megatron.model_shape import shape_of  # noqa: PLC0415 - after megatron-core, as in a rank
-    from rlboost.services.trainer.adapters.megatron.rope import with_frequencies  # noqa: PLC0415 - after megatron-core, as in a rank
-    from rlboost.services.trainer.adapters.ranks.offload import local_tensor  # noqa: PLC0415 - after megatron-core, as in a rank
+    from rlboost.services.trainer.adapters.torch.policy import with_frequencies  # noqa: PLC0415 - after megatron-core, as in a rank
+    from rlboost.services.trainer.adapters.torch.trainable import local_tensor  # noqa: PLC0415 - after megatron-core, as in a rank
     from tests.support.saved_bytes import saved_bytes  # noqa: PLC0415 - after megatron-core, as in a rank
 
     settings = PolicySettings(activation_checkpointing=True)
@@ -49,14 +48,14 @@ def main(kind: str, *models: str) -> None:
         files = [str(file) for file in Path(model).glob("*.safetensors")]
         engine.load_hf({"source": model, "shape": shape, "attention": "rlboost_packed"}, files, shared=model)
         found: list[int] = []
-        parameters = engine._policy.model.parameters()
+        parameters = engine.policy.model.parameters()
         with saved_bytes(local_tensor(parameter) for _, parameter in parameters) as n_saved_bytes:
 
-            def ask(question: dict[str, Any]) -> dict[str, Any]:
+            def gradient(_loss: str, _replica: int, _index: int, column: Any) -> Any:
                 found.append(n_saved_bytes())
-                return {"gradient": bytes(len(question["column"]))}
+                return column.new_zeros(len(column))
 
-            engine.accumulate([list(pack_rows([ROW]))], ask)
+            engine.accumulate([[ROW]], gradient)
         return found[0]
 
     seen = {}

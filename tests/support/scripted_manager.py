@@ -16,7 +16,7 @@ from rlboost.shared.messages import EngineProfile, GroupRequested, SampleDropped
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Append, Bus, Op
 from rlboost.shared.streams.entries import START
-from rlboost.shared.wire.columns import F32, I32, pack
+from rlboost.shared.wire import F32, I32, pack
 
 Answer = SampleFinished | SampleDropped
 Script = Callable[[GroupRequested, int], Answer]

@@ -17,13 +17,13 @@ from tests.support.eventually import LIMIT_S
 from tests.support.fork_server import ForkedProcess, fork_server
 from tests.support.ports import reserve_port
 
-TOKEN = "a token for tests"
+TOKEN = "a-token-for-tests"
 
 
 class ServiceProcess:
     """`services.NAME` on one port for its whole life; its log is `directory/NAME.log`.
 
-    It is forked from a process that has imported what it needs, see `fork_server`, unless it is to import that itself.
+    It is forked from a process that has imported what it needs, see `forking`, unless it is to import that itself.
     """
 
     def __init__(

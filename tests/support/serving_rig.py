@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlboost.services.rollout_manager.app import Manager
-from rlboost.services.rollout_manager.completion_waiters import Waiter
-from rlboost.services.rollout_manager.domain.world import Now
+from rlboost.services.rollout_manager.domain.effects import Now
+from rlboost.services.rollout_manager.loop import Manager
+from rlboost.services.rollout_manager.waiters import Waiter
 from rlboost.shared.ids import SampleId, request_group
 from rlboost.shared.job.spec import to_json
 from rlboost.shared.messages import GroupRequested, JobCommand, JobReport, Sampling, WeightsCommitted
 from rlboost.shared.streams import names
 from rlboost.shared.streams.fakes import MemoryBus
-from rlboost.shared.wire.columns import I32, pack
+from rlboost.shared.wire import I32, pack
 from tests.support.jobs import job
 from tests.support.sim_worker import SimWorker
 

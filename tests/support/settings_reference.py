@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any, Literal, get_args, get_origin
 
-from rlboost.services.trainer.adapters.machines.settings import MachineSettings
+from rlboost.services.trainer.adapters.machines.agent import MachineSettings
 from rlboost.shared.settings import ServiceSettings
 from tests.support.generated_docs import ROOT, run
 

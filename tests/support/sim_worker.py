@@ -44,7 +44,7 @@ from rlboost.shared.streams.names import (
     worker_lease,
     worker_reports,
 )
-from rlboost.shared.wire.columns import F32, I32, U8, U32, U64, ints, pack
+from rlboost.shared.wire import F32, I32, U8, U32, U64, ints, pack
 
 RESIDENT_BYTES = 123_000_000
 """What each one says of its memory."""
@@ -106,6 +106,8 @@ class SimWorker:
     """The frame that the bus has not accepted: without it, all later tokens of its samples would leave a gap."""
     dismissed: bool = False
     protocol: int = PROTOCOL
+    is_silent: bool = False
+    """It takes samples, sends heartbeats, and generates nothing."""
     own_stream: bool = False
     """It reports in its own stream, as a real worker; else it writes where the manager would relay that to."""
 
@@ -221,6 +223,8 @@ class SimWorker:
 
     def generate(self, n: int = 1) -> None:
         """Make up to `n` tokens for each sample that it runs."""
+        if self.is_silent:
+            return
         for held in [held for held in self.held.values() if not held.released][: self.slots]:
             for _ in range(n):
                 if len(held.tokens) < held.max_tokens:

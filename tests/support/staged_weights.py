@@ -9,7 +9,8 @@ from collections.abc import Container, Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlboost.shared.weights.shards import Shard
+from rlboost.shared.model.parity_reference import ParityReference
+from rlboost.shared.weights.publisher import Shard
 from tests.support.staged_versions import pulled
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ class Staged:
 
     config_json = "{}"
     contents: Mapping[str, Hashable] = {}
-    parity_reference = None
+    parity_reference: ParityReference | None = None
 
     def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._tensors = tensors

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Coroutine
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rlboost.services.rollout_manager.app import Manager
-from rlboost.services.rollout_manager.domain.jobs.audit import Audit
-from rlboost.services.rollout_manager.domain.scheduler import reclaim
-from rlboost.services.rollout_manager.domain.token_log.sample import FAILURES_LIMIT, WORKERS_LIMIT
-from rlboost.services.rollout_manager.domain.world import Now
+from rlboost.services.rollout_manager.domain.effects import Effect, Now
+from rlboost.services.rollout_manager.domain.jobs import Audit
+from rlboost.services.rollout_manager.domain.placement import reclaim
+from rlboost.services.rollout_manager.domain.tokens import FAILURES_LIMIT, WORKERS_LIMIT
+from rlboost.services.rollout_manager.domain.world import World
 from rlboost.services.rollout_manager.leadership import manager_record
+from rlboost.services.rollout_manager.loop import Manager
 from rlboost.shared.errors import BusUnavailable, Fenced
 from rlboost.shared.job.spec import parse, to_json
 from rlboost.shared.messages import (
@@ -31,7 +33,7 @@ from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import HashSet, Trim
 from rlboost.shared.streams.entries import after
 from rlboost.shared.streams.fakes import MemoryBus
-from rlboost.shared.wire.columns import I32, ints
+from rlboost.shared.wire import I32, ints
 from tests.support.builders import group_requested, weights_committed
 from tests.support.sim_worker import SimWorker, check_completion
 from tests.support.stream_entries import read_all
@@ -49,6 +51,13 @@ STALENESS = {1: 0, 2: 2}
 
 
 SPEC = {"model": "m", "data": {"train": "t"}, "reward": {"function": "a:b"}, "steps": 99}
+
+
+def reclaim_two(worker_id: str, world: World, now: Now) -> list[Effect]:
+    worker = world.fleet.workers.get(worker_id)
+    if worker is None or not (running := worker.generating()):
+        return []
+    return reclaim(worker, running[:2], now)
 
 
 class Spot(RuleBasedStateMachine):
@@ -76,7 +85,8 @@ class Spot(RuleBasedStateMachine):
 
     def _new_manager(self, n: int) -> Manager:
         clock = lambda: Now(self.clock, self.clock)  # noqa: E731 - it is one
-        return Manager(self.bus, lease_s=LEASE_S, redis_limit_s=9.0, clock=clock, record=manager_record("h", n, "m"))
+        record = manager_record("h", n, "m")
+        return Manager(self.bus, lease_s=LEASE_S, redis_limit_s=9.0, clock=clock, record=record, stall_limit_s=3.0)
 
     def step(self, manager: Manager) -> None:
         """What the loop of a manager does once."""
@@ -221,6 +231,16 @@ class Spot(RuleBasedStateMachine):
         self.workers.remove(data.draw(st.sampled_from(self.workers)))
 
     @precondition(lambda self: self.workers)
+    @rule(data=st.data(), seconds=st.integers(0, 8), beating=st.booleans())
+    def one_takes_and_gives_nothing(self, data: st.DataObject, seconds: int, beating: bool) -> None:
+        """It is silent from now on, or generates again; its samples may be taken from it meanwhile."""
+        worker = data.draw(st.sampled_from(self.workers))
+        worker.is_silent = not worker.is_silent
+        for _ in range(seconds if beating else 0):
+            self.clock += 0.9
+            self.all_is_well_for_a_moment(n=1, turn_first=True)
+
+    @precondition(lambda self: self.workers)
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
         worker = data.draw(st.sampled_from(self.workers))
@@ -278,13 +298,8 @@ class Spot(RuleBasedStateMachine):
         """As rebalancing does, independent of the loads."""
         leader = self.leader
         assert leader is not None
-        owners = [w for w in leader.world.fleet.workers.values() if len(w.samples) > len(w.releasing)]
-        if owners:
-            worker = data.draw(st.sampled_from(owners))
-            some = sorted(i for i in worker.samples if i not in worker.releasing)
-            samples = [i for i in some if not leader.world.ledger.samples[i].finish]
-            if samples:
-                reclaim(leader.world, worker, samples[:2], Now(self.clock, self.clock))
+        if owners := [w.id for w in leader.world.fleet.workers.values() if len(w.samples) > len(w.releasing)]:
+            leader.at_next_turn(partial(reclaim_two, data.draw(st.sampled_from(owners))))
 
     @rule(n=st.integers(0, 1))
     def manager_is_killed(self, n: int) -> None:
@@ -326,7 +341,8 @@ class Spot(RuleBasedStateMachine):
         world = self.leader.world
         for worker in world.fleet.workers.values():
             fresh = replace(worker.kv)
-            fresh.recount(world.ledger.samples[i] for i in worker.samples)
+            fresh.recount(worker.samples.values())
+            assert all(world.ledger.samples[i] is sample for i, sample in worker.samples.items())
             assert worker.kv == fresh
 
     def _finished(self, no: int) -> list[SampleFinished | SampleDropped]:
@@ -392,5 +408,5 @@ class Spot(RuleBasedStateMachine):
         leader = self.leader
         assert leader is not None
         assert not leader.world.ledger.samples
-        assert not leader.world.in_flight.by_requirement
+        assert not leader.world.queues.in_flight.by_requirement
         assert not leader.world.queues

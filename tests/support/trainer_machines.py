@@ -12,20 +12,17 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from rlboost.services.trainer.adapters.fsdp.policy import FsdpPolicy
-from rlboost.services.trainer.adapters.machines.launcher import JobMachines
-from rlboost.services.trainer.adapters.machines.registry import TrainerMachines
-from rlboost.services.trainer.adapters.megatron.policy import MegatronPolicy
-from rlboost.services.trainer.adapters.ranks.layout import Layout
-from rlboost.services.trainer.adapters.ranks.policy import RanksPolicy
-from rlboost.services.trainer.ports.policy_settings import PolicySettings
+from rlboost.services.trainer.adapters.machines.registry import JobMachines, TrainerMachines
+from rlboost.services.trainer.adapters.torch.policy import MegatronPolicy, RanksPolicy, TorchPolicy
+from rlboost.services.trainer.adapters.torch.ranks import Layout
+from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.shared.http.server import bind
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.tls import ServerCertificate
 from tests.support.megatron_cpu import python_path
 
-TOKEN = "a token for tests"
+TOKEN = "a-token-for-tests"
 TEMPERATURE = 0.8
 _END_LIMIT_S = 60.0
 
@@ -95,7 +92,7 @@ async def policy_on(
     spec = TrainerSpec.model_validate(trainer)
     gathered = JobMachines(machines, spec, Waits(), device="cpu", shrink_after_s=shrink_after_s)
     await gathered.gather()
-    kind = MegatronPolicy if spec.backend == "megatron" else FsdpPolicy
+    kind = MegatronPolicy if spec.backend == "megatron" else TorchPolicy
     settings = PolicySettings(optimizer=optimizer, temperature=TEMPERATURE)
     policy = kind(settings, Layout.of(spec), device="cpu", launcher=gathered)
     try:

@@ -6,20 +6,17 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from rlboost.services.trainer.app import Limits, Timing, Trainer
-from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.services.trainer.domain.batches import TrainingRow
 from rlboost.services.trainer.domain.loss.inputs import LossFn
-from rlboost.services.trainer.fakes.engine import FakeEngine
-from rlboost.services.trainer.fakes.rewards import FakeRewards
-from rlboost.services.trainer.fakes.storage import MemoryCheckpoints, MemoryFolder, MemoryWeights
-from rlboost.services.trainer.ports.data import Data, Prompt
-from rlboost.services.trainer.ports.resources import JobResources
-from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
-from rlboost.services.trainer.ports.storage import CheckpointStore, TrainState
-from rlboost.services.trainer.runtime.device import DeviceThread
+from rlboost.services.trainer.fakes import FakeEngine, FakeRewards, MemoryCheckpoints, MemoryFolder, MemoryWeights
+from rlboost.services.trainer.job.job import LEASE_TTL_S, DeviceThread, Job, RetryingBus
+from rlboost.services.trainer.ports.samples import Data, Prompt, RewardBatch, Scores
+from rlboost.services.trainer.ports.storage import CheckpointStore, JobResources, TrainState
 from rlboost.shared.job.command_signature import signed
 from rlboost.shared.job.spec import JobSpec, RlJob, to_json
 from rlboost.shared.messages import Event, JobCommand, JobReport, StepReport
@@ -28,7 +25,8 @@ from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Fence
 from rlboost.shared.streams.entries import START
 from rlboost.shared.streams.fakes import MemoryBus
-from rlboost.shared.wire.columns import I32, pack
+from rlboost.shared.streams.fenced_lease import FencedLease
+from rlboost.shared.wire import I32, pack
 from tests.support.decoding import decode_as_numbers
 from tests.support.eventually import LIMIT_S, eventually
 from tests.support.jobs import parse_rl
@@ -109,13 +107,16 @@ class Rig:
         self.waits = Waits()
         self._trainers = 0
         self.vocab_size = 100
+        self.created: list[datetime] = []
+        """What each start of the job got."""
 
     @property
     def rl_job(self) -> RlJob:
         assert isinstance(self.job, RlJob)
         return self.job
 
-    def build(self, spec: JobSpec, job_id: str) -> JobResources:
+    def build(self, spec: JobSpec, job_id: str, created: datetime) -> JobResources:
+        self.created.append(created)
         prompts = [Prompt(f"p{i}", pack([1, i], I32), {"row": i}) for i in range(self.first_row, self.first_row + 10)]
         self.engine = self.make_engine()
         return JobResources(
@@ -138,16 +139,35 @@ class Rig:
             predecessor=self.predecessor,
         )
 
+    def claimed(self, device: DeviceThread | None = None, *, no: int = 1, fence: Fence | None = None) -> Job:
+        """Return the job as a trainer has claimed it, with its resources; `fence` is that of its lease."""
+        job = Job(
+            id=JOB,
+            no=no,
+            spec_json=to_json(self.job),
+            command="1-0",
+            lease=FencedLease(self.bus, names.trainer_lease(JOB), names.trainer_epoch(JOB), LEASE_TTL_S),
+            trainer="t",
+            bus=RetryingBus(self.bus, self.waits, self.outage_limit_s),
+            device=device or DeviceThread(),
+            waits=self.waits,
+            limit_s=self.samples_limit_s,
+        )
+        job.lease._fence = fence
+        job.resources = self.build(self.job, JOB, job.created)
+        return job
+
     async def command(self, action: Any, job: JobSpec | None = None, *, job_id: str = JOB) -> None:
         text = to_json(job or self.job) if action == "create" else ""
         await self.append(JobCommand(command_id=action, action=action, job_id=job_id, job_no=1, spec_json=text))
 
     async def append(self, command: JobCommand) -> None:
         """Append a command as a manager does."""
-        await self.bus.append(names.JOB_COMMANDS, signed(command, TOKEN))
+        stream = names.JOB_COMMANDS if command.action == "create" else names.JOB_CONTROLS
+        await self.bus.append(stream, signed(command, TOKEN))
 
     @asynccontextmanager
-    async def trainer(self, *, name: str = "t", killed: bool = False) -> AsyncIterator[Trainer]:
+    async def trainer(self, *, name: str = "t", killed: bool = False, last_exit: str = "") -> AsyncIterator[Trainer]:
         """Run a trainer, and with the first one the manager; at the end stop it in order, or as SIGKILL would."""
         device, stop = DeviceThread(), asyncio.Event()
         self.waits = Waits()
@@ -161,6 +181,7 @@ class Rig:
             limits=Limits(outage_s=self.outage_limit_s, samples_s=self.samples_limit_s),
             timing=self.timing,
             price_per_hour=PRICE_PER_HOUR,
+            last_exit=last_exit,
         )
         loops = [
             asyncio.create_task(loop(stop)) for loop in (trainer.follow_commands, trainer.run_jobs, trainer.renew_lease)
@@ -228,6 +249,17 @@ class Rig:
         report = await eventually(last, within_s=within_s)
         assert report is not None
         return report
+
+    async def run(self) -> JobReport:
+        """Create the job, run it to its end, and return its last report."""
+        async with self.trainer():
+            await self.command("create")
+            return await self.ended()
+
+    async def resume(self) -> JobReport:
+        """Run the job, which has been created, to its end in another trainer, and return its last report."""
+        async with self.trainer():
+            return await self.ended()
 
     async def events(self) -> list[tuple[str, dict[str, Any]]]:
         entries = await self.bus.read({names.job_events(JOB): START}, count=10_000)

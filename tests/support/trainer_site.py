@@ -99,7 +99,7 @@ class Site:
 
     async def command(self, job_id: str, action: Any) -> None:
         command = JobCommand(command_id=f"{action}-{job_id}", action=action, job_id=job_id, job_no=1)
-        await self.bus.append(names.JOB_COMMANDS, signed(command, TOKEN))
+        await self.bus.append(names.JOB_CONTROLS, signed(command, TOKEN))
 
     @asynccontextmanager
     async def manager(self, job_id: str) -> AsyncIterator[ScriptedManager]:

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from rlboost.services.trainer.domain.batches.training_row import SequenceRow, TrainingRow, constant
-from rlboost.shared.wire.columns import F32, I32, U8, floats, ints, pack, unpack
+from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow, constant
+from rlboost.shared.wire import F32, I32, U8, floats, ints, pack, unpack
 
 
 def training_row(

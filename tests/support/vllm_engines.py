@@ -18,7 +18,7 @@ import pytest
 
 from rlboost.services.rollout_worker.adapters.vllm.factory import VllmFactory, engine_core_environment
 from rlboost.services.rollout_worker.adapters.vllm.options import VllmOptions
-from rlboost.shared.process.threads import run_in_thread
+from rlboost.shared.process.system import run_in_thread
 
 if TYPE_CHECKING:
     from rlboost.services.rollout_worker.adapters.vllm.engine import VllmEngine

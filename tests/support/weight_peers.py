@@ -28,10 +28,8 @@ from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.manifest import digest_of
 from rlboost.shared.weights.peers.blob_routes import MAX_CONCURRENT, blob_routes, blob_transfers
 from rlboost.shared.weights.peers.directory import PeerDirectory
-from rlboost.shared.weights.peers.source import PeerSource
-from rlboost.shared.weights.peers.transport import PeerTransport
-from rlboost.shared.weights.puller import Puller
-from rlboost.shared.weights.source import StoreSource
+from rlboost.shared.weights.peers.source import PeerSource, PeerTransport
+from rlboost.shared.weights.puller import Puller, StoreSource
 
 
 async def peer(options: argparse.Namespace, name: str, stop: asyncio.Event) -> None:

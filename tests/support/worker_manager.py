@@ -13,8 +13,7 @@ from typing import TypeVar
 import redis
 
 from rlboost.services.rollout_worker.ports import Membership
-from rlboost.shared.http.store_credential import issue_store_credential
-from rlboost.shared.http.token_signature import peer_key
+from rlboost.shared.http.access import issue_store_credential, peer_key
 from rlboost.shared.ids import new_token
 from rlboost.shared.messages import (
     Assign,
@@ -33,7 +32,7 @@ from rlboost.shared.messages import (
     WorkerJoined,
 )
 from rlboost.shared.messages.protocol import PROTOCOL
-from rlboost.shared.messages.token_rows import token_rows
+from rlboost.shared.messages.token_log import token_rows
 from rlboost.shared.streams.bus import Bus, HashSet
 from rlboost.shared.streams.entries import START, Entry, position
 from rlboost.shared.streams.names import (
@@ -46,8 +45,8 @@ from rlboost.shared.streams.names import (
     worker_commands,
     worker_reports,
 )
-from rlboost.shared.weights.manifest_key import ManifestKey
-from rlboost.shared.wire.columns import I32, U32, U64, floats, ints, pack
+from rlboost.shared.weights.access import ManifestKey
+from rlboost.shared.wire import I32, U32, U64, floats, ints, pack
 from tests.support.eventually import LIMIT_S, eventually
 
 JOB = "job"

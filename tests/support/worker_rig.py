@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Container, Sequence
 
 from rlboost.services.rollout_worker.app import WorkerApp, WorkerOptions
-from rlboost.services.rollout_worker.domain.kv_capacity import KvCapacity
-from rlboost.services.rollout_worker.domain.load import Memory
+from rlboost.services.rollout_worker.domain.load import KvCapacity, Memory
 from rlboost.services.rollout_worker.fakes import FakeEngine, FakeEngineFactory, FakeStagedWeights, FakeWeights
 from rlboost.services.rollout_worker.generator import Generator
 from rlboost.services.rollout_worker.manager_connection import ManagerConnection, WorkerIdentity

@@ -1,4 +1,4 @@
-"""Our policy: the rollout manager's domain code, driven as `services/rollout_manager/app.py` drives it.
+"""Our policy: the rollout manager's domain code, driven as `services/rollout_manager/loop.py` drives it.
 
 Messages go in, effects come out, and the records that the manager appends to the token log come back as entries.
 Storage, trimming and events are left out: they do not influence decisions.
@@ -9,37 +9,31 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 
-from rlboost.services.rollout_manager.domain.apply_messages import apply_frames, apply_message
-from rlboost.services.rollout_manager.domain.apply_order import Order
+from rlboost.services.rollout_manager.domain.apply_messages import apply_frames, apply_message, apply_order
 from rlboost.services.rollout_manager.domain.decide import decide
-from rlboost.services.rollout_manager.domain.effects import DeadLetterEntry, Deliver, Record, Send
-from rlboost.services.rollout_manager.domain.scheduling.length_estimates import LengthEstimates
-from rlboost.services.rollout_manager.domain.scheduling.queue import SampleQueue, SampleQueues
-from rlboost.services.rollout_manager.domain.scheduling.requirements import requirement_of
-from rlboost.services.rollout_manager.domain.token_log.sample import Sample
-from rlboost.services.rollout_manager.domain.workers.worker import Worker
-from rlboost.services.rollout_manager.domain.world import Now, World
+from rlboost.services.rollout_manager.domain.effects import (
+    Deliver,
+    Effect,
+    Now,
+    Record,
+    Send,
+    Store,
+    one_turn,
+)
+from rlboost.services.rollout_manager.domain.queue import Queues, Requirement, SampleQueue
+from rlboost.services.rollout_manager.domain.world import World
 from rlboost.shared.job.spec import parse
 from rlboost.shared.messages import (
-    Admitted,
-    Closed,
-    GroupRequested,
+    DeadLetter,
     JobCommand,
     JobReport,
     Message,
-    Placed,
-    PreemptionNotice,
-    Restated,
-    SampleFailed,
-    StepReport,
     TokenFrame,
-    WeightsCommitted,
-    WorkerHeartbeat,
-    WorkerJoined,
     WorkerLeft,
 )
+from rlboost.shared.streams.bus import Append
 from rlboost.simulation.environment import LEASE_S
 from rlboost.simulation.job import JOB_ID, JOB_NO, SimulatedJob
 from rlboost.simulation.policies import Policy
@@ -48,13 +42,6 @@ from rlboost.simulation.policies.turn import Turn
 UNIX_S = 1_750_000_000.0
 """Wall clock at virtual time 0; any will do."""
 MAX_STEPS = 1 << 20
-_ORDER_OF: dict[type[Message], Order] = {
-    **dict.fromkeys((JobCommand, JobReport, StepReport, WeightsCommitted), Order.JOBS),
-    GroupRequested: Order.REQUESTS,
-    **dict.fromkeys((TokenFrame, SampleFailed, Admitted, Placed, Closed, Restated), Order.TOKEN_LOG),
-    **dict.fromkeys((WorkerJoined, WorkerHeartbeat, PreemptionNotice, WorkerLeft), Order.WORKERS),
-}
-"""Message type -> when the manager applies the entries of the stream that has such messages."""
 
 
 class DomainManager:
@@ -63,9 +50,9 @@ class DomainManager:
     def __init__(self, job: SimulatedJob, policy: Policy) -> None:
         """Know one running job."""
         self._policy = policy
-        self.world = World(LEASE_S) if policy.migration else _RegeneratingWorld(LEASE_S)
+        self.world = World(LEASE_S)
         if not policy.order:
-            self.world.queues = _FifoQueues()
+            self.world.queues = _FifoQueues(self.world.jobs)
         if not policy.balancing:
             self.world.periodic.rebalanced_at = math.inf
         self.decide_s = 0.0
@@ -90,16 +77,17 @@ class DomainManager:
         """Take one turn: read, decide, write."""
         moment = Now(now, UNIX_S + now)
         records, self._records = self._records, []
-        self._apply([*self._first, *records, *messages], moment)
+        effects = self._apply([*self._first, *records, *messages], moment)
         self._first = []
         dead = [worker for worker in self.world.fleet.silent_workers(now) if not has_lease(worker)]
+        self._on_departed(dead)
         if not self._policy.memory:
-            self.world.jobs[JOB_ID].window_tuner.memory.clear()
+            self.world.jobs[JOB_ID].record.window_tuner.memory.clear()
         began = time.process_time()
-        decide(self.world, moment, dead)
+        effects += decide(self.world, moment, dead)
         self.decide_s += time.process_time() - began
         turn = Turn()
-        for effect in self.world.outbox.take():
+        for effect in one_turn(effects):
             match effect:
                 case Record(message):
                     self._records.append(message)
@@ -107,41 +95,39 @@ class DomainManager:
                     turn.commands.append((worker, message))
                 case Deliver(_, message):
                     turn.deliveries.append(message)
-                case DeadLetterEntry(_, _, message, reason):
-                    raise RuntimeError(f"{message.tag} was dead-lettered: {reason}")
+                case Store(ops):
+                    letters = [op.message for op in ops if isinstance(op, Append) and op.message.tag == DeadLetter.tag]
+                    if letters:
+                        raise RuntimeError(f"dead-lettered: {letters}")
         return turn
 
-    def _apply(self, messages: list[Message], moment: Now) -> None:
+    def _apply(self, messages: list[Message], moment: Now) -> list[Effect]:
+        effects: list[Effect] = []
         frames: list[TokenFrame] = []
-        for message in sorted(messages, key=_apply_order):
+        for message in sorted(messages, key=apply_order):
             if isinstance(message, TokenFrame):
                 frames.append(message)
                 continue
             if frames:
-                apply_frames(self.world, frames)
+                effects += apply_frames(self.world, frames)
                 frames = []
+            if isinstance(message, WorkerLeft):
+                self._on_departed([message.worker])
             self._entries += 1
-            apply_message(self.world, message, f"{int(moment.mono * 1000)}-{self._entries}", moment)
+            effects += apply_message(self.world, message, f"{int(moment.mono * 1000)}-{self._entries}", moment)
         if frames:
-            apply_frames(self.world, frames)
+            effects += apply_frames(self.world, frames)
+        return effects
 
-
-def _apply_order(message: Message) -> Order:
-    return _ORDER_OF[type(message)]
+    def _on_departed(self, workers: Iterable[str]) -> None:
+        """Without migration, samples of a preempted worker start again from their prompt."""
+        present = [self.world.fleet.workers[worker] for worker in workers if worker in self.world.fleet.workers]
+        for sample in (sample for worker in present for sample in worker.in_order()):
+            if not (self._policy.migration or sample.finish):
+                self.world.ledger.cut(sample, 0)
 
 
 # --- ablations --------------------------------------------------------------------------------------------------------
-
-
-class _RegeneratingWorld(World):
-    """Samples of a preempted worker start again from their prompt."""
-
-    def unassign_all(self, worker: Worker, now: Now, cause: str) -> None:
-        if cause in {"lost", "left"}:
-            for sample in (self.ledger.samples[i] for i in worker.samples):
-                if not sample.finish:
-                    self.ledger.cut(sample, 0)
-        super().unassign_all(worker, now, cause)
 
 
 class _FifoQueue(SampleQueue):
@@ -151,7 +137,6 @@ class _FifoQueue(SampleQueue):
         return next(iter(self.unstarted))
 
 
-class _FifoQueues(SampleQueues):
-    def add(self, sample: Sample, lengths: LengthEstimates) -> None:
-        self.setdefault(requirement_of(sample), _FifoQueue())
-        super().add(sample, lengths)
+class _FifoQueues(Queues):
+    def _queue_of(self, requirement: Requirement) -> SampleQueue:
+        return self.setdefault(requirement, _FifoQueue())

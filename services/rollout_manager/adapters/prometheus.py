@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import get_args
 
 from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from rlboost.services.rollout_manager.domain.jobs.audit import Audit
-from rlboost.services.rollout_manager.ports import ManagerState
+from rlboost.services.rollout_manager.domain.jobs import Audit
+from rlboost.services.rollout_manager.domain.world import World
 from rlboost.shared.messages import JobState
 
 
 class WorldCollector:
-    """A collector of `prometheus_client`."""
+    """A collector of `prometheus_client`.
 
-    def __init__(self, manager: ManagerState) -> None:
-        """Collect from this manager's world."""
-        self._manager = manager
+    Args:
+        leads: returns True if the manager leads.
+        world: returns the manager's world, which each recovery replaces.
+
+    """
+
+    def __init__(self, leads: Callable[[], bool], world: Callable[[], World]) -> None:
+        self._leads, self._world = leads, world
         self._audits: dict[str, Audit] = {}
         """Job id -> audit, for all jobs seen while this manager led."""
 
@@ -29,9 +34,9 @@ class WorldCollector:
 
     def collect(self) -> Iterator[Metric]:
         """Yield the present metrics."""
-        leading = float(self._manager.leads)
+        leading = float(self._leads())
         yield GaugeMetricFamily("rlboost_manager_leading", "1 where this manager leads, 0 on a standby", value=leading)
-        world = self._manager.world
+        world = self._world()
         workers = GaugeMetricFamily("rlboost_workers", "Workers by role and state", labels=["role", "state"])
         states = Counter((worker.joined.role, worker.state) for worker in world.fleet.workers.values())
         for (role, state), n in states.items():
@@ -57,8 +62,8 @@ class WorldCollector:
         dollars = CounterMetricFamily("rlboost_cost_dollars", "What jobs have cost")
         # A counter must not start at 0 when another manager has counted before, nor fall when the world drops an
         # ended job: Prometheus would count what was there before as new.
-        if self._manager.leads:
-            self._audits.update(self._manager.world.audits)
+        if self._leads():
+            self._audits |= {job.id: job.audit for job in self._world().jobs.values() if job.is_audited}
             audits = self._audits.values()
             tokens.add_metric(["delivered"], sum(audit.tokens_delivered for audit in audits))
             tokens.add_metric(["regenerated"], sum(sum(audit.tokens_regenerated.values()) for audit in audits))
@@ -70,13 +75,13 @@ class WorldCollector:
         yield from (tokens, migrations, preemptions, dollars)
 
     def _jobs(self) -> Iterator[Metric]:
-        world = self._manager.world
+        world = self._world()
         jobs = GaugeMetricFamily("rlboost_jobs", "Jobs by state, ended ones for 7 days", labels=["state"])
-        states = Counter(job.state for job in world.jobs.values())
+        states = Counter(job.record.state for job in world.jobs.values())
         for state in get_args(JobState):
             jobs.add_metric([state], states[state])
         yield jobs
-        stalled = sum(progress.stalled_since_unix_s is not None for progress in world.progress.values())
+        stalled = sum(job.progress.stalled_since_unix_s is not None for job in world.jobs.active())
         yield GaugeMetricFamily(
             "rlboost_jobs_stalled", "Jobs with queued samples that no worker can take", value=stalled
         )

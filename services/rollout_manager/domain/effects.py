@@ -1,16 +1,49 @@
-"""Effects: decisions as values. Only `app` executes them, those of one turn in one transaction."""
+"""Effects: decisions as values, and how each is written.
+
+Only `loop` executes them, those of one turn in one transaction and in their order. A `Store` changes the stored state;
+functions build it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from rlboost.services.rollout_manager.domain.jobs.record import Job
-from rlboost.shared.messages import Closed, Event, Message, Restated, WorkerJoined
-from rlboost.shared.wire.columns import U64, pack
+from rlboost.services.rollout_manager.domain.jobs import Audit, Job, to_json
+from rlboost.shared.messages import ENDED_JOB_RETENTION_S, Closed, Dismissed, Event, Message, WorkerJoined
+from rlboost.shared.messages.codec import encode
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import Append, Expire, HashDelete, HashSet, Op, Trim, dead_letter_op
+from rlboost.shared.streams.job_logs import log_ops
 
 FAILED = "failed"
 """Cause of a dropped sample that failed on several workers."""
+COMMANDS_MAX_LEN = 4096
+"""Commands of one worker: far more than a live worker leaves unread."""
+DISMISSAL_TTL_S = 120.0
+"""How long a worker that was declared lost can find its dismissal, when it reconnects."""
+_MAX_ENTRY_ID = f"{(1 << 64) - 1}-0"
+"""The largest entry id; no stream reaches it."""
+_JOB_KEYS = (
+    names.rollouts_requested,
+    names.rollouts_finished,
+    names.job_events,
+    names.job_samples,
+    names.job_lengths,
+    names.job_curriculum,
+    names.job_resampled,
+    names.job_metrics,
+    names.job_audit,
+)
+
+
+class Now(NamedTuple):
+    """One moment on both clocks, in seconds: `mono` for durations, `wall` (Unix) for people."""
+
+    mono: float
+    wall: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,142 +80,130 @@ class Refuse:
 
 
 @dataclass(frozen=True, slots=True)
-class EmitEvent:
-    """Append to a job's events."""
+class Store:
+    """Change the stored state, or append to events, logs or dead letters."""
 
-    job_id: str
-    event: Event
+    ops: tuple[Op, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class EmitLogLines:
+Effect = Record | Send | Deliver | Refuse | Store
+
+
+def one_turn(effects: Iterable[Effect]) -> list[Effect]:
+    """Return the effects of one turn; the ends of its samples are one record, the last effect."""
+    ended: list[bytes] = []
+    others: list[Effect] = []
+    for effect in effects:
+        if isinstance(effect, Record) and isinstance(effect.message, Closed):
+            ended.append(effect.message.samples)
+        else:
+            others.append(effect)
+    return [*others, Record(Closed(samples=b"".join(ended)))] if ended else others
+
+
+def operations(effects: Iterable[Effect]) -> list[Op]:
+    """Return the operations of one turn's effects, in order."""
+    ops: list[Op] = []
+    for effect in one_turn(effects):
+        match effect:
+            case Record(message):
+                ops.append(Append(names.TOKEN_LOG, message))
+            case Send(worker, message):
+                ops.append(Append(names.worker_commands(worker), message, COMMANDS_MAX_LEN))
+            case Deliver(job_id, message):
+                ops.append(Append(names.rollouts_finished(job_id), message))
+            case Refuse():
+                pass  # `CompletionWaiters.fail` reports it to the client
+            case Store(stored):
+                ops += stored
+    return ops
+
+
+def bookkeeping(
+    cursors: Mapping[str, str], audits: Mapping[str, Audit], closed_streams: Collection[str] = ()
+) -> list[Op]:
+    """Return the operations that store the read positions of streams and the audits.
+
+    In one transaction with the effects of the entries that were read, they make every message count exactly once: a
+    restarted manager continues after the last entry whose effects are stored.
+    """
+    ops: list[Op] = [HashSet(names.MANAGER_CURSORS, cursors)] if cursors else []
+    if closed_streams:
+        ops.append(HashDelete(names.MANAGER_CURSORS, tuple(closed_streams)))
+    ops += [HashSet(names.job_audit(job), {"counters": audit.model_dump_json()}) for job, audit in audits.items()]
+    return ops
+
+
+# --- what is stored ---------------------------------------------------------------------------------------------------
+
+
+def event(kind: str, now: Now, to_job: str | None = None, /, **fields: Any) -> Store:
+    """Append an event to those of one job, or else of the fleet: the readers of a job join the two."""
+    return emit(to_job, Event(kind=kind, at=now.wall, source="manager", fields=fields))
+
+
+def emit(job_id: str | None, happened: Event) -> Store:
+    """Append an event, whatever its source; see `event`."""
+    if job_id is None:
+        return Store((Append(names.FLEET_EVENTS, happened, names.MAX_FLEET_EVENTS),))
+    return Store((Append(names.job_events(job_id), happened, names.MAX_EVENTS),))
+
+
+def log_lines(job_id: str, worker: str, lines: Sequence[tuple[float, str]]) -> Store:
     """Append lines of a worker's log, each a time and a text, to a job's log."""
-
-    job_id: str
-    worker: str
-    lines: Sequence[tuple[float, str]]
+    return Store(tuple(log_ops(job_id, worker, lines)))
 
 
-@dataclass(frozen=True, slots=True)
-class SaveJob:
-    """Store the job's record."""
+def save_job(job: Job) -> Store:
+    """Store the job's record as it is now: after its last change of the turn. What an ended job has stored expires."""
+    save = HashSet(names.JOBS, {job.id: to_json(job)})
+    return Store((save, *(Expire(key(job.id), ENDED_JOB_RETENTION_S) for key in _JOB_KEYS if job.ended)))
 
-    job: Job
 
-
-@dataclass(frozen=True, slots=True)
-class ForgetJob:
+def forget_job(job_id: str) -> Store:
     """Drop the record of a job that ended long ago."""
-
-    job_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class QuarantineMessage:
-    """Store a message about a quarantined job."""
-
-    job_id: str
-    message: Message
+    # The cursor is deleted in the turn after the job's end, unless the manager is killed before its commit.
+    cursor = HashDelete(names.MANAGER_CURSORS, (names.rollouts_requested(job_id),))
+    return Store((HashDelete(names.JOBS, (job_id,)), cursor))
 
 
-@dataclass(frozen=True, slots=True)
-class ClearQuarantine:
-    """Drop the stored messages about a job: they were applied."""
-
-    job_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class SaveMetrics:
+def save_metrics(job_id: str, step: int, metrics: dict[str, float]) -> Store:
     """Store the metrics of one step."""
-
-    job_id: str
-    step: int
-    metrics: dict[str, float]
+    return Store((HashSet(names.job_metrics(job_id), {str(step): json.dumps(metrics)}),))
 
 
-@dataclass(frozen=True, slots=True)
-class SaveLength:
+def save_length(job_id: str, prompt: str, length: float | None) -> Store:
     """Store the mean length of a prompt's samples, in tokens; None deletes it."""
-
-    job_id: str
-    prompt: str
-    length: float | None
+    key = names.job_lengths(job_id)
+    return Store((HashDelete(key, (prompt,)) if length is None else HashSet(key, {prompt: repr(length)}),))
 
 
-@dataclass(frozen=True, slots=True)
-class SaveWorker:
+def save_worker(joined: WorkerJoined) -> Store:
     """Store that this worker exists."""
-
-    joined: WorkerJoined
-
-
-@dataclass(frozen=True, slots=True)
-class ForgetWorker:
-    """Drop the record of a worker that left or was lost, and its commands after a while."""
-
-    worker: str
-    reason: str = "declared lost: no heartbeat and no lease"
-    """The reason for its dismissal, should the worker still run."""
+    record = HashSet(names.FLEET, {joined.worker: joined.model_dump_json()})
+    return Store((record, HashSet(names.WEIGHT_PEERS, {joined.worker: ""})))
 
 
-@dataclass(frozen=True, slots=True)
-class DeadLetterEntry:
-    """Append an entry to the dead letters."""
+def forget_worker(worker: str, reason: str = "declared lost: no heartbeat and no lease") -> Store:
+    """Drop the record of a worker that left or was lost, and its commands after a while.
 
-    stream: str
-    entry_id: str
-    message: Message
-    reason: str
+    Args:
+        worker: its id.
+        reason: the reason for its dismissal, should the worker still run.
 
-
-@dataclass(frozen=True, slots=True)
-class DeadLetterSample:
-    """Append a sample that is not retried any more, with its tokens, to the dead letters."""
-
-    entry_id: str
-    sample: Restated
-    reason: str
-
-
-StateEffect = (
-    SaveJob | ForgetJob | SaveMetrics | SaveLength | SaveWorker | ForgetWorker | DeadLetterEntry | DeadLetterSample
-)
-"""What changes the stored state, or the dead letters."""
-Effect = Record | Send | Deliver | Refuse | EmitEvent | EmitLogLines | QuarantineMessage | ClearQuarantine | StateEffect
+    """
+    commands = names.worker_commands(worker)
+    return Store(
+        (
+            HashDelete(names.FLEET, (worker,)),
+            HashDelete(names.WEIGHT_PEERS, (worker,)),
+            Trim(commands, _MAX_ENTRY_ID),  # not deleted, so that ids keep increasing for a reader that returns
+            Append(commands, Dismissed(reason=f"{reason}; its samples were reassigned")),
+            Expire(commands, DISMISSAL_TTL_S),
+        )
+    )
 
 
-class Outbox:
-    """Collects the effects of one turn, in order."""
-
-    def __init__(self) -> None:
-        self.effects: list[Effect] = []
-        self._closed: list[int] = []
-
-    def add(self, effect: Effect) -> None:
-        """Add an effect."""
-        self.effects.append(effect)
-
-    def record(self, message: Message) -> None:
-        """Append to the token log."""
-        self.effects.append(Record(message))
-
-    def record_closed(self, sample_id: int) -> None:
-        """Record the end of a sample; those of one turn share an entry of the token log."""
-        self._closed.append(sample_id)
-
-    def send(self, worker_id: str, message: Message) -> None:
-        """Command a worker."""
-        self.effects.append(Send(worker_id, message))
-
-    def deliver(self, job_id: str, message: Message) -> None:
-        """Append to a job's finished samples."""
-        self.effects.append(Deliver(job_id, message))
-
-    def take(self) -> list[Effect]:
-        """Return the effects and start the next turn."""
-        if self._closed:
-            self.record(Closed(samples=pack(self._closed, U64)))
-            self._closed = []
-        effects, self.effects = self.effects, []
-        return effects
+def dead_letter(stream: str, entry_id: str, message: Message, reason: str, now: Now) -> Store:
+    """Append an entry, or a sample that is not retried any more with its tokens, to the dead letters."""
+    return Store((dead_letter_op(stream, entry_id, "manager", reason, encode(message), now.wall),))

@@ -1,37 +1,23 @@
-"""The manager's state: jobs, fleet, token ledger, queues, and the changes that keep them consistent.
+"""The manager's state, by owner, and how samples leave it.
 
-`apply_messages` changes it by messages and `decide` by decisions. Both leave their effects in `outbox`.
+`apply_messages` changes it by messages and `decide` by decisions. Both return their effects.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple
 
-from rlboost.services.rollout_manager.domain.effects import EmitEvent, ForgetJob, Outbox
-from rlboost.services.rollout_manager.domain.jobs.audit import Audit
-from rlboost.services.rollout_manager.domain.jobs.progress import JobProgress
-from rlboost.services.rollout_manager.domain.jobs.record import Job, QuarantinedJob
-from rlboost.services.rollout_manager.domain.jobs.table import JobTable
-from rlboost.services.rollout_manager.domain.scheduling.candidates import CandidatePools, set_batch_cap
-from rlboost.services.rollout_manager.domain.scheduling.queue import SampleQueues
-from rlboost.services.rollout_manager.domain.scheduling.requirements import InFlightCounts, requirement_of
-from rlboost.services.rollout_manager.domain.token_log.ledger import FrameOutcome, Ledger
-from rlboost.services.rollout_manager.domain.token_log.sample import Sample
-from rlboost.services.rollout_manager.domain.workers.fleet import Fleet
-from rlboost.services.rollout_manager.domain.workers.worker import Worker
-from rlboost.shared.messages import Drain, Event, GroupRequested, Revoke
-from rlboost.shared.messages.command_digest import command_digest
-from rlboost.shared.wire.columns import U32, U64, pack
-
-
-class Now(NamedTuple):
-    """One moment on both clocks, in seconds: `mono` for durations, `wall` (Unix) for people."""
-
-    mono: float
-    wall: float
+from rlboost.services.rollout_manager.domain.candidates import CandidatePools
+from rlboost.services.rollout_manager.domain.effects import FAILED, Deliver, Effect, Now, Record, Refuse, save_length
+from rlboost.services.rollout_manager.domain.jobs import Jobs
+from rlboost.services.rollout_manager.domain.queue import Queues, requirement_of
+from rlboost.services.rollout_manager.domain.tokens import Ledger, Sample
+from rlboost.services.rollout_manager.domain.workers import STALL_LIMIT_S, Fleet
+from rlboost.shared.ids import is_served, job_of
+from rlboost.shared.messages import FINISH_STOP, Closed, GroupRequested, SampleDropped, SampleFinished
+from rlboost.shared.wire import U64, pack
 
 
 @dataclass(slots=True)
@@ -40,170 +26,183 @@ class PeriodicDecisions:
 
     reallocated_at: float = -1.0e9
     rebalanced_at: float = -1.0e9
+    stalls_checked_at: float = -1.0e9
     charged_at: float | None = None
     """None: this manager has not charged a job yet."""
     allocated_for: Hashable = None
     """The inputs of the last allocation of workers: `allocate` compares and updates them."""
     activated_for: Hashable = None
     """The inputs of the last activation of reserved workers: `activate_reserved` compares and updates them."""
+    unattended_since: dict[int, float] = field(default_factory=dict)
+    """Group of a client's samples whose client is disconnected -> since when (manager's clock)."""
     decided_once: bool = False
     """False until the first decisions: until then this manager may have started in the middle of a step."""
 
 
 class World:
-    """Jobs, fleet, ledger and queues."""
+    """The owners: jobs, the fleet, the ledger with all samples in flight, and the queues of those without a worker."""
 
-    def __init__(self, lease_s: float, prices: Mapping[str, float] = MappingProxyType({})) -> None:
+    def __init__(
+        self,
+        lease_s: float,
+        prices: Mapping[str, float] = MappingProxyType({}),
+        stall_limit_s: float = STALL_LIMIT_S,
+    ) -> None:
         """Start empty; for the arguments see `Fleet`."""
-        self.jobs = JobTable()
-        self.quarantined: dict[str, QuarantinedJob] = {}
-        """Stored jobs that cannot be parsed: see `quarantine`."""
-        self.progress: Mapping[str, JobProgress] = self.jobs.progress
-        self.audits: Mapping[str, Audit] = self.jobs.audits
-        self.fleet = Fleet(lease_s, prices)
-        self.candidates = CandidatePools(self.fleet)
+        self.jobs = Jobs()
+        self.fleet = Fleet(lease_s, prices, stall_limit_s)
         self.ledger = Ledger()
-        self.in_flight = InFlightCounts()
-        self.queues = SampleQueues()
-        self.served: dict[int, Sample] = {}
-        """Clients' samples in flight."""
-        self.unattended_since: dict[int, float] = {}
-        """Group whose client is disconnected -> since when (manager's clock)."""
+        self.queues = Queues(self.jobs)
+        self.candidates = CandidatePools(self.fleet)
         self.periodic = PeriodicDecisions()
-        self.outbox = Outbox()
-
-    def emit_event(self, kind: str, now: Now, to_job: str | None = None, /, **fields: Any) -> None:
-        """Append to the events of one job, or of every active one."""
-        event = Event(kind=kind, at=now.wall, source="manager", fields=fields)
-        for job in [to_job] if to_job else [job.id for job in self.jobs.active()]:
-            self.outbox.add(EmitEvent(job, event))
-
-    # --- jobs ---
-
-    def is_quarantined(self, sample: Sample) -> bool:
-        """Return True if the sample's job is quarantined: nothing is decided about it."""
-        return sample.request.job_id in self.quarantined
-
-    def may_have_samples(self, job_id: str) -> bool:
-        """Return True if the job's samples may be in flight: it has not ended, or it is quarantined.
-
-        A record of the token log about any other job changes nothing: its samples were dropped when it ended, which a
-        later record tells.
-        """
-        return job_id in self.progress or job_id in self.quarantined
-
-    def committed_version(self, job_id: str) -> int:
-        """Return the newest committed weight version of a job, -1 before the first."""
-        progress = self.progress.get(job_id)
-        return progress.committed_version if progress else -1
-
-    def forget_job(self, job: Job) -> None:
-        """Drop all of a job that ended long ago."""
-        del self.jobs[job.id]
-        self.outbox.add(ForgetJob(job.id))
-
-    def audit_of(self, job_no: int) -> Audit | None:
-        """Return a job's audit, None when the job is unknown or its audit was dropped."""
-        entry = self.jobs.numbered(job_no)
-        return entry.audit if entry else None
-
-    def audit_frames(self, outcome: FrameOutcome) -> None:
-        """Count the tokens of frames."""
-        for job_no, tokens in outcome.accepted.items():
-            if audit := self.audit_of(job_no):
-                audit.tokens_generated += tokens
-        for job_no, cause, tokens in outcome.refused:
-            if audit := self.audit_of(job_no):
-                audit.tokens_generated += tokens
-                audit.tokens_regenerated[cause] += tokens
-        for job_no, rows in outcome.duplicates.items():
-            if audit := self.audit_of(job_no):
-                audit.duplicates += rows
-
-    # --- samples ---
 
     def is_known(self, request: GroupRequested) -> bool:
         """Return True if the group was admitted before: it is in flight, delivered or dropped."""
-        if self.ledger.knows(request):
-            return True
-        progress = self.progress.get(request.job_id)
-        return progress is not None and any(progress.is_delivered(request.group + i) for i in range(request.n))
+        return self.ledger.knows(request) or self.jobs.is_any_delivered(request)
 
-    def on_admitted(self, samples: Iterable[Sample]) -> None:
-        """Count samples that the ledger has just admitted, and queue them."""
-        for sample in samples:
-            requirement = requirement_of(sample)
-            self.in_flight.add(requirement)
-            if progress := self.progress.get(requirement.job_id):  # else it is quarantined
-                if requirement.is_serving:
-                    self.served[sample.id] = sample
-                else:
-                    progress.requested_step = max(requirement.newest_version, progress.requested_step)
-            self.enqueue(sample)
 
-    def enqueue(self, sample: Sample) -> None:
-        """Queue a sample without an owner, unless its job is quarantined."""
-        if progress := self.progress.get(sample.request.job_id):
-            self.queues.add(sample, progress.lengths)
+# --- ends of samples --------------------------------------------------------------------------------------------------
+#
+# Each sample ends exactly once, delivered or dropped with a reason (invariant 1). What the manager decides is recorded
+# in the token log; `apply_closed` applies such a record.
 
-    def is_queued(self, sample_id: int) -> bool:
-        """Return True if a sample has no owner and is not complete."""
-        sample = self.ledger.samples.get(sample_id)
-        return sample is not None and not sample.worker and not sample.finish
 
-    def unassign(self, sample: Sample) -> None:
-        """Take a sample from its owner, and queue it unless it is complete."""
-        self.remove_from_owner(sample)
-        sample.worker = ""
-        if not sample.finish:
-            self.enqueue(sample)
+def deliver_to_trainer(world: World, sample: Sample) -> list[Effect]:
+    """Deliver a complete sample to the trainer."""
+    job_id = sample.request.job_id
+    if sample.failed_on:
+        world.fleet.on_delivered(sample)
+    is_longest = world.jobs[job_id].progress.lengths.on_finished(sample)
+    if is_longest and world.queues and (queue := world.queues.get(requirement_of(sample))):
+        queue.set_estimate(sample.request.group, float(sample.n_tokens))
+    group_done, closed = _close(world, sample)
+    audit = world.jobs[job_id].audit
+    audit.delivered += 1
+    audit.tokens_delivered += sample.n_tokens
+    message = SampleFinished(
+        sample=sample.id,
+        tokens=bytes(sample.tokens),
+        logprobs=bytes(sample.logprobs),
+        finish="stop" if sample.finish == FINISH_STOP else "length",
+        spans=sample.spans,
+        attempts=sample.attempt,
+        group_done=group_done,
+        routed_experts=sample.routed_experts,
+    )
+    return [*closed, Deliver(job_id, message)]
 
-    def unassign_all(self, worker: Worker, now: Now, cause: str) -> None:
-        """Take all samples from a worker."""
-        samples = [self.ledger.samples[i] for i in sorted(worker.samples)]
-        for sample in samples:
-            self.unassign(sample)
-        for job_id in sorted({sample.request.job_id for sample in samples}):
-            of_job = [sample for sample in samples if sample.request.job_id == job_id]
-            n, tokens = len(of_job), sum(sample.n_tokens for sample in of_job)
-            self.emit_event("samples_unassigned", now, job_id, worker=worker.id, samples=n, tokens=tokens, cause=cause)
 
-    def revoke(self, sample: Sample) -> None:
-        """Command the owner of a sample, if it has one, to stop generating it."""
-        if sample.worker in self.fleet.workers:
-            samples, attempts = pack([sample.id], U64), pack([sample.attempt], U32)
-            self.outbox.send(sample.worker, Revoke(samples=samples, attempts=attempts))
+def deliver_to_client(world: World, sample: Sample) -> list[Effect]:
+    """End a client's sample after the client has received everything it needs."""
+    revoked = world.fleet.revoke(sample)
+    _, closed = _close(world, sample)
+    audit = world.jobs[sample.request.job_id].audit.serving
+    audit.delivered += 1
+    audit.tokens_delivered += sample.n_tokens
+    return [*revoked, *closed]
 
-    def remove_from_owner(self, sample: Sample) -> None:
-        """Take a sample from its owner's samples, if it has an owner."""
-        owner = self.fleet.workers.get(sample.worker)
-        if owner is not None and sample.id in owner.samples:  # not while the log is replayed
-            owner.remove(sample)
 
-    # --- workers ---
+def drop(world: World, sample: Sample, cause: str, reason: str = "") -> list[Effect]:
+    """Report to the requester that a sample is not delivered, and why.
 
-    def command_digest(self, worker: Worker) -> int:
-        """Return the digest of what a worker has after all commands so far, less samples whose end is in the log.
+    Args:
+        world: changed in place.
+        sample: a sample of the trainer or of a client.
+        cause: counted in the audit; one of few.
+        reason: for the requester; the cause if empty.
 
-        Releases, a suspension and another job's weights take samples from it before they are unassigned here.
-        """
-        suspended, job_id = worker.assigned_active is False, worker.job
-        owned = [] if suspended else [self.ledger.samples[i] for i in worker.samples - worker.releasing.keys()]
-        samples = [sample for sample in owned if not sample.finish and sample.request.job_id == job_id]
-        attempts = [sample.attempt for sample in samples]
-        return command_digest([s.id for s in samples], attempts, worker.assigned_version, suspended=suspended)
+    """
+    revoked = world.fleet.revoke(sample)
+    group_done, closed = _close(world, sample)
+    audit = world.jobs[sample.request.job_id].audit
+    audit.tokens_regenerated["dropped"] += sample.n_tokens
+    if is_served(sample.id):
+        audit.serving.dropped[cause] += 1
+        is_retryable = cause != FAILED and not world.jobs[sample.request.job_id].record.ended
+        return [*revoked, *closed, Refuse(sample.id, reason or cause, is_retryable=is_retryable)]
+    audit.dropped[cause] += 1
+    message = SampleDropped(sample=sample.id, reason=reason or cause, group_done=group_done)
+    return [*revoked, *closed, Deliver(sample.request.job_id, message)]
 
-    def drain(self, worker: Worker, now: Now, reason: str) -> None:
-        """Drain a worker that works as it should."""
-        self.command_drain(worker, reason)
-        self.emit_event("worker_drained", now, worker=worker.id, job_id=worker.job, reason=reason)
 
-    def command_drain(self, worker: Worker, reason: str) -> None:
-        """Command a worker to hand off its samples and exit."""
-        self.fleet.on_drain(worker)
-        self.outbox.send(worker.id, Drain(reason=reason))
+def apply_closed(world: World, sample_ids: Iterable[int]) -> None:
+    """Apply a record of samples that this manager or an earlier one has delivered or dropped."""
+    for sample_id in sample_ids:
+        remove_sample(world, sample_id)
+        if is_served(sample_id) and (job := world.jobs.numbered(job_of(sample_id))):
+            job.progress.forget_delivered(sample_id)  # no later entry of the log is about it
 
-    def update_batch_cap(self, worker: Worker) -> None:
-        """Derive a worker's batch cap from what its kind has shown."""
-        progress = self.progress.get(worker.job_id)
-        set_batch_cap(worker, progress.lengths.mean if progress else 0.0)
+
+def remove_sample(world: World, sample_id: int) -> None:
+    """Remove a sample that is delivered or dropped from the ledger and from every count that follows it."""
+    sample = world.ledger.remove(sample_id)
+    if sample is None:
+        return
+    world.fleet.take(sample)
+    world.queues.remove(sample)
+    if job := world.jobs.get_active(sample.request.job_id):
+        job.progress.on_delivered(sample_id)
+
+
+def _close(world: World, sample: Sample) -> tuple[bool, list[Effect]]:
+    """Remove a sample; return True if it was the last open one of its group, and the effects."""
+    remove_sample(world, sample.id)
+    effects: list[Effect] = [Record(Closed(samples=pack([sample.id], U64)))]
+    if sample.request.group in world.ledger.open_in_group:
+        return False, effects
+    job_id = sample.request.job_id
+    lengths = world.jobs[job_id].progress.lengths
+    if learned := lengths.on_group_closed(sample):
+        effects.append(save_length(job_id, *learned))
+    effects += [save_length(job_id, prompt, None) for prompt in lengths.evict()]
+    return True, effects
+
+
+# --- serving ----------------------------------------------------------------------------------------------------------
+#
+# Ends clients' samples (OpenAI endpoint): they share ledger and placement with the trainer's, but are not delivered.
+#
+# A finished sample stays in the ledger until its client has it. The ledger is the only buffer: a slow client costs no
+# other memory, and a client that lost its connection may reconnect and read what was generated since.
+
+
+GRACE_S = 30.0
+"""How long the samples of a disconnected client that may reconnect continue."""
+
+
+@dataclass(slots=True)
+class Clients:
+    """The state of the clients at this moment."""
+
+    attended: set[int] = field(default_factory=set)
+    """Groups whose client is connected."""
+    satisfied: set[int] = field(default_factory=set)
+    """Samples that the client has received completely: to the end, or to a stop string."""
+    gone: dict[int, GroupRequested] = field(default_factory=dict)
+    """Group whose client disconnected and cannot reconnect -> its request, which may not be admitted yet."""
+
+
+NO_CLIENTS = Clients()
+
+
+def end_served_samples(world: World, clients: Clients, now: Now) -> list[Effect]:
+    """End the samples that clients have received, and drop those that no client will fetch."""
+    effects: list[Effect] = []
+    for sample in list(world.ledger.served.values()):
+        group = sample.request.group
+        if sample.id in clients.satisfied:
+            effects += deliver_to_client(world, sample)
+        elif group in clients.gone:
+            effects += drop(world, sample, "the client disconnected")
+        elif now.wall >= sample.request.expires_at:
+            effects += drop(world, sample, "out of time")
+        elif group not in clients.attended and _grace_is_over(world.periodic, group, now):
+            effects += drop(world, sample, "the client did not reconnect")
+    unattended, open_groups = world.periodic.unattended_since, world.ledger.open_in_group
+    for group in [group for group in unattended if group in clients.attended or group not in open_groups]:
+        del unattended[group]
+    return effects
+
+
+def _grace_is_over(periodic: PeriodicDecisions, group: int, now: Now) -> bool:
+    return now.mono - periodic.unattended_since.setdefault(group, now.mono) > GRACE_S

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import ssl
+from collections.abc import Set
+
 import httpx
 import stamina
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rlboost.services.rollout_worker.ports import Membership
 from rlboost.shared.errors import ConfigError, Conflict, Fatal, Retryable
-from rlboost.shared.http.redirect import MAX_REDIRECTS, redirected_origin
+from rlboost.shared.http.clients import async_http_client
+from rlboost.shared.http.server_url import MAX_REDIRECTS, redirected_origin
 from rlboost.shared.messages import Role
 from rlboost.shared.messages.protocol import PROTOCOL, PROTOCOL_HEADER, UNNUMBERED
+from rlboost.shared.proxies import internal
 from rlboost.shared.redis.bus import connect
+from rlboost.shared.secrets import bearer
 from rlboost.shared.streams import names
-from rlboost.shared.tls import client_verification
 
 JOIN_LIMIT_S = 300.0
 """How long a worker retries while the manager does not answer."""
 _TIMEOUT_S = 5.0
+_PASSING = frozenset({408, 429, 500, 502, 503, 504})
+"""Status codes that are retried."""
 
 
 class _Answer(BaseModel):
@@ -43,15 +50,21 @@ class _ManagerUnavailable(Retryable):
     pass
 
 
-async def join(url: str, token: str, name: str, role: Role, limit_s: float = JOIN_LIMIT_S) -> Membership:
+async def join(
+    url: str, token: str, name: str, role: Role, limit_s: float = JOIN_LIMIT_S, *, again: bool = False
+) -> Membership:
     """Become a worker of the manager at `url`, and connect to Redis; retry while one of them is unavailable.
+
+    With `again`, a manager was there before: status 404 then comes from a proxy whose manager restarts.
 
     Raises:
         ConfigError: the token is wrong, the answer is not a manager's, or its protocol differs.
         Fatal: the manager or Redis did not answer within the limit.
 
     """
-    answer = await _request(url, token, {"name": name, "role": role}, limit_s)
+    answer = await _request(
+        url, token, {"name": name, "role": role}, limit_s, passing=_PASSING | {404} if again else _PASSING
+    )
     reports = names.worker_reports(answer.worker)
     bus = await connect(answer.redis_url, answer.worker, dead_letters=reports)
     return Membership(
@@ -64,16 +77,16 @@ async def join(url: str, token: str, name: str, role: Role, limit_s: float = JOI
     )
 
 
-async def _request(url: str, token: str, body: dict[str, str], limit_s: float) -> _Answer:
+async def _request(url: str, token: str, body: dict[str, str], limit_s: float, passing: Set[int]) -> _Answer:
     address = f"{url.rstrip('/')}/v1/join"
-    headers = {"Authorization": f"Bearer {token}", PROTOCOL_HEADER: str(PROTOCOL)}
+    headers = {"Authorization": bearer("RLBOOST_TOKEN", token), PROTOCOL_HEADER: str(PROTOCOL)}
     try:
-        async with httpx.AsyncClient(timeout=_TIMEOUT_S, headers=headers, verify=client_verification()) as client:
+        async with async_http_client(internal, timeout=_TIMEOUT_S, headers=headers) as client:
             async for attempt in stamina.retry_context(
                 on=_ManagerUnavailable, attempts=None, timeout=limit_s, wait_max=2.0
             ):
                 with attempt:
-                    response = await _post(client, address, body)
+                    response = await _post(client, address, body, passing)
     except _ManagerUnavailable as error:
         raise Fatal(
             f"{error}; no answer for {limit_s:.0f} s: start the manager, or correct RLBOOST_WORKER_URL"
@@ -92,25 +105,47 @@ async def _request(url: str, token: str, body: dict[str, str], limit_s: float) -
         raise ConfigError(f"{address} is not a rollout manager's; set RLBOOST_WORKER_URL to its URL") from error
 
 
-async def _post(client: httpx.AsyncClient, address: str, body: dict[str, str]) -> httpx.Response:
+async def _post(client: httpx.AsyncClient, address: str, body: dict[str, str], passing: Set[int]) -> httpx.Response:
     try:
         response = await _post_to_leader(client, address, body)
     except httpx.UnsupportedProtocol as error:
         raise ConfigError(f"manager URL: {error}; give http://host:port") from error
     except httpx.TransportError as error:
-        raise _ManagerUnavailable(f"manager at {address}: {str(error) or type(error).__name__}") from error
+        text = f"manager at {address}: {str(error) or type(error).__name__}"
+        if advice := _wrong_url_advice(error):
+            raise ConfigError(f"{text}; {advice}") from error
+        raise _ManagerUnavailable(text) from error
     if response.status_code in {401, 403}:
         advice = "set RLBOOST_TOKEN to one that 'rlboost token create --scope worker' has printed"
-        raise ConfigError(f"wrong token for the manager at {address}: {advice}")
+        wrong = "wrong token" if client.headers["Authorization"].strip() != "Bearer" else "no token given"
+        raise ConfigError(f"{wrong} for the manager at {address}: {advice}")
     if response.status_code in {httpx.codes.CONFLICT, httpx.codes.UNPROCESSABLE_ENTITY}:
         raise ConfigError(f"manager at {address}: {_detail(response)}")
-    waiting = {httpx.codes.NOT_FOUND, httpx.codes.TOO_MANY_REQUESTS}
-    if response.status_code >= httpx.codes.INTERNAL_SERVER_ERROR or response.status_code in waiting:
+    if response.status_code in passing:
         raise _ManagerUnavailable(f"manager at {address}: status {response.status_code}")
+    if response.status_code == httpx.codes.NOT_FOUND:
+        raise ConfigError(
+            f"{address} answers with status 404, so no rollout manager is there: give the URL of the REST API, such as "
+            "http://10.0.0.5:8700, with --url or RLBOOST_WORKER_URL"
+        )
     # 405 means another protocol, which `_request` reports.
     if response.is_error and response.status_code != httpx.codes.METHOD_NOT_ALLOWED:
         raise ConfigError(f"manager at {address}: status {response.status_code}; is RLBOOST_WORKER_URL right?")
     return response
+
+
+def _wrong_url_advice(error: httpx.TransportError) -> str:
+    """Return what to correct in the URL if the server at it is none that a worker could ever join, else empty."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            return "set RLBOOST_TLS_CA to the authority of its certificate, and give a URL whose host it names"
+        if isinstance(cause, ssl.SSLError) and "EOF" not in str(cause):
+            return "does this port speak HTTPS? If it does not, give the URL as http://"
+        cause = cause.__cause__ or cause.__context__
+    if isinstance(error, httpx.RemoteProtocolError) and "disconnected" not in str(error):
+        return "this port does not speak HTTP: give the URL of the REST API"
+    return ""
 
 
 def _detail(response: httpx.Response) -> str:

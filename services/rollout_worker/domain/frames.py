@@ -1,18 +1,104 @@
-"""Packs emissions into frames for the token log: numbered, bounded in size, in order.
-
-Messages stay queued until the log has them. After an outage of Redis the log gets every token in order: possibly
-twice (the ledger drops the overlap), never with a gap (invariants 2 and 3).
-"""
+"""From generated tokens to frames, and from streamed frames to requests that a worker resumes."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
+from typing import NamedTuple
 
-from rlboost.services.rollout_worker.domain.requests import Emission
-from rlboost.shared.messages import FINISH_NONE, Message, SampleFailed, TokenFrame
-from rlboost.shared.wire.columns import F32, I32, U8, U32, U64, pack
+import numpy as np
+import numpy.typing as npt
+
+from rlboost.services.rollout_worker.domain.requests import (
+    NOT_A_NUMBER,
+    Emission,
+    Request,
+    RequestKey,
+    finish_at_start,
+    require_new,
+    validation_error,
+)
+from rlboost.shared.messages import FINISH_NONE, FINISH_RELEASED, Message, SampleFailed, Sampling, TokenFrame
+from rlboost.shared.wire import F32, I32, U8, U32, U64, RoutedShape, pack
+
+# --- Plans which slots copy keys and values from other slots instead of prefilling the same tokens again --------------
+# The samples of a group share their prompt; migrated samples have tokens of their own after it. Keys and values of a
+# token depend only on it and on the tokens before it, so slots with a common prefix have its keys and values in common.
+
+
+Tokens = npt.NDArray[np.int32]
+
+_MIN_SHARED = 16
+"""Minimum length of a shared prefix, in tokens, unless the shorter prefix is contained whole: a shorter one is not
+worth waiting for another slot's prefill."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """How one slot gets the keys and values of its prefix."""
+
+    slot: int
+    donor: int
+    """The slot to copy from; -1: none."""
+    shared: int
+    """Number of tokens to copy; the model computes the others."""
+    length: int
+    """Number of tokens of the prefix."""
+
+
+class _Donor(NamedTuple):
+    """A slot that others may copy from."""
+
+    turn: int
+    """The turn that fills it; -1 if it is filled already."""
+    slot: int
+    tokens: Tokens
+
+
+def plan(new: Iterable[tuple[int, Tokens]], held: Iterable[tuple[int, Tokens]]) -> list[list[Prefill]]:
+    """Plan the prefill of new slots in turns: each donor is filled already, or in an earlier turn.
+
+    Args:
+        new: slots to fill, with their prefixes; empty prefixes need nothing.
+        held: slots that are filled, with the tokens of their keys and values.
+
+    """
+    donors_by_start: dict[bytes, list[_Donor]] = {}
+    for slot, tokens in held:
+        donors_by_start.setdefault(_start(tokens), []).append(_Donor(-1, slot, tokens))
+    turns: list[list[Prefill]] = []
+    # Longest first: a prefix of another prefix is then copied whole.
+    for slot, prefix in sorted(new, key=lambda one: -one[1].size):
+        if not prefix.size:
+            continue
+        donors = donors_by_start.setdefault(_start(prefix), [])
+        donor = max(donors, key=lambda one: (_n_common(prefix, one.tokens), -one.turn, one.slot), default=None)
+        turn = donor.turn + 1 if donor else 0
+        if turn == len(turns):
+            turns.append([])
+        shared = _n_common(prefix, donor.tokens) if donor else 0
+        turns[turn].append(Prefill(slot, donor.slot if donor else -1, shared, prefix.size))
+        donors.append(_Donor(turn, slot, prefix))
+    return turns
+
+
+def _start(tokens: Tokens) -> bytes:
+    return tokens[:_MIN_SHARED].tobytes()
+
+
+def _n_common(one: Tokens, other: Tokens) -> int:
+    n = min(one.size, other.size)
+    unequal = np.flatnonzero(one[:n] != other[:n])
+    return int(unequal[0]) if unequal.size else n
+
+
+# --- Packs emissions into frames for the token log: numbered, bounded in size, in order -------------------------------
+# Messages stay queued until the log has them. After an outage of Redis the log gets every token in order: possibly
+# twice (the ledger drops the overlap), never with a gap (invariants 2 and 3).
+
 
 FRAME_BYTES = 1 << 20
 """Maximum size of the columns of one frame, unless one sample's routed experts are larger."""
@@ -140,3 +226,162 @@ class UnsentQueue:
     def _put(self, message: Message, n_bytes: int) -> None:
         self._unsent.append((message, n_bytes))
         self.unsent_bytes += n_bytes
+
+
+# --- The requests of an engine that streams the tokens of each one: which are live, and their emissions ---------------
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """A request that has not ended."""
+
+    request: Request
+    tokens: list[int]
+    """All completion tokens, those of earlier attempts included."""
+    logprobs: list[float] = field(default_factory=list)
+    """Log-probabilities of the last tokens of `tokens`, which were not taken yet."""
+    is_started: bool = False
+    """True once the engine has been given the request."""
+
+
+class StreamedRequests:
+    """The requests of one engine. Not thread-safe.
+
+    Args:
+        slots: maximum number of requests that the engine runs at a time, in order of submission.
+        max_len: maximum length of prompt and completion together.
+        vocabulary: token ids are 0..vocabulary-1.
+        shape: shape of the routed experts that the engine returns; None if it returns none.
+        logprobs_error: returns why the engine cannot report the log-probabilities of the whole distribution.
+
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        max_len: int,
+        vocabulary: int,
+        shape: RoutedShape | None = None,
+        logprobs_error: Callable[[Sampling], str] = lambda _: "",
+    ) -> None:
+        self.vocabulary = vocabulary
+        self.version = -1
+        self.generated_total = 0
+        self._slots = slots
+        self._max_len = max_len
+        self._shape = shape
+        self._logprobs_error = logprobs_error
+        self._live: dict[RequestKey, LiveRequest] = {}
+        self._emissions: list[Emission] = []
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Add requests.
+
+        Raises:
+            Conflict: a request with the same key is live; none was taken.
+
+        """
+        require_new(requests, set(self._live))
+        self._live.update((request.key, LiveRequest(request, list(request.tokens))) for request in requests)
+
+    def start(self) -> list[LiveRequest]:
+        """Return all requests to generate, in order of submission; end those with nothing to generate."""
+        for live in [live for live in self._live.values() if not live.is_started]:
+            live.is_started = True
+            error = validation_error(live.request, self._max_len, self.vocabulary, self._shape)
+            if not error and live.request.sampling.whole_logprobs:
+                error = self._logprobs_error(live.request.sampling)
+            if error or (finish := finish_at_start(live.request)):
+                self._end(live, finish=FINISH_NONE if error else finish, error=error)
+        return list(self._live.values())
+
+    def extend(self, live: LiveRequest, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Append generated tokens; a request with a log-probability that is not a number ends with an error."""
+        if not self.is_live(live):
+            return
+        if not all(map(math.isfinite, logprobs)):
+            self._end(live, error=NOT_A_NUMBER)
+            return
+        live.tokens += tokens
+        live.logprobs += logprobs
+        self.generated_total += len(tokens)
+
+    def end(
+        self, live: LiveRequest, *, finish: int = FINISH_NONE, error: str = "", routed_experts: bytes = b""
+    ) -> None:
+        """End a request with FINISH_* or an error; ignored if it has ended."""
+        if self.is_live(live):
+            self._end(live, finish=finish, error=error, routed_experts=routed_experts)
+
+    def is_live(self, live: LiveRequest) -> bool:
+        """Return True if the request has not ended."""
+        return self._live.get(live.request.key) is live
+
+    def abort(self, keys: Iterable[RequestKey]) -> list[LiveRequest]:
+        """Remove requests and return them; their tokens can still be taken."""
+        removed = [live for key in keys if (live := self._live.pop(key, None)) is not None]
+        for live in removed:
+            self._emit(live)
+        return removed
+
+    def release(self, keys: Iterable[RequestKey]) -> list[LiveRequest]:
+        """Remove requests and return them; the last emission of each has FINISH_RELEASED."""
+        removed = [live for key in keys if (live := self._live.get(key)) is not None]
+        for live in removed:
+            self._end(live, finish=FINISH_RELEASED)
+        return removed
+
+    def begin_version(self, version: int) -> None:
+        """Mark tokens from now on as generated by `version`."""
+        self._emit_all()
+        self.version = version
+
+    def take_emissions(self) -> list[Emission]:
+        """Return everything since the last call."""
+        self._emit_all()
+        emissions, self._emissions = self._emissions, []
+        return emissions
+
+    @property
+    def running(self) -> set[RequestKey]:
+        """The started requests that have a slot."""
+        return set(islice((key for key, live in self._live.items() if live.is_started), self._slots))
+
+    @property
+    def n_running(self) -> int:
+        """Number of started requests that have a slot."""
+        return min(self._slots, sum(live.is_started for live in self._live.values()))
+
+    @property
+    def n_pending(self) -> int:
+        """Number of requests that wait for a slot."""
+        return len(self._live) - self.n_running
+
+    def _end(
+        self, live: LiveRequest, *, finish: int = FINISH_NONE, error: str = "", routed_experts: bytes = b""
+    ) -> None:
+        del self._live[live.request.key]
+        self._emit(live, finish=finish, error=error, routed_experts=routed_experts)
+
+    def _emit_all(self) -> None:
+        for live in self._live.values():
+            self._emit(live)
+
+    def _emit(
+        self, live: LiveRequest, *, finish: int = FINISH_NONE, error: str = "", routed_experts: bytes = b""
+    ) -> None:
+        if live.logprobs or finish != FINISH_NONE or error:
+            offset = len(live.tokens) - len(live.logprobs)
+            emission = Emission(
+                sample=live.request.sample,
+                attempt=live.request.attempt,
+                offset=offset,
+                tokens=live.tokens[offset:],
+                logprobs=live.logprobs,
+                version=max(self.version, 0),
+                finish=finish,
+                error=error,
+                routed_experts=routed_experts,
+            )
+            self._emissions.append(emission)
+            live.logprobs = []

@@ -13,18 +13,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rlboost.services.rollout_worker.domain.kv_capacity import KvCapacity
+from rlboost.services.rollout_worker.domain.load import KvCapacity
 from rlboost.services.rollout_worker.domain.requests import (
+    NOT_A_NUMBER,
     Emission,
     Request,
     RequestKey,
+    as_u64,
     finish_at_start,
     require_new,
     validation_error,
 )
-from rlboost.services.rollout_worker.domain.uniforms import as_u64
 from rlboost.shared.messages import FINISH_LENGTH, FINISH_NONE, FINISH_RELEASED, FINISH_STOP
-from rlboost.shared.wire.routed_experts import RoutedShape
+from rlboost.shared.wire import RoutedShape
 
 Ints = npt.NDArray[np.int64]
 
@@ -282,7 +283,7 @@ class RequestTable:
         ended = state["aborted"] | failed | stopped | (state["length"] >= state["limit"])
         for slot in np.flatnonzero(ended & ~state["aborted"]).tolist():
             if failed[slot]:
-                self._emit(slot, error="the model's output is not a number")
+                self._emit(slot, error=NOT_A_NUMBER)
             else:
                 self._emit(slot, finish=FINISH_STOP if stopped[slot] else FINISH_LENGTH)
         return self._remove(ended)

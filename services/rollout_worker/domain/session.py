@@ -8,22 +8,9 @@ the same as if every command were executed to its end before the next.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
-from rlboost.services.rollout_worker.domain.effects import (
-    AbortRequests,
-    CancelPull,
-    DeadLetterCommand,
-    DrainWorker,
-    Effect,
-    PullWeights,
-    Rejoin,
-    ReleaseRequests,
-    ReleaseUnstarted,
-    RenewAccess,
-    ResumeEngine,
-    SubmitSamples,
-    SuspendEngine,
-)
 from rlboost.services.rollout_worker.domain.requests import Emission, RequestKey
 from rlboost.shared.ids import WeightsRef
 from rlboost.shared.messages import (
@@ -43,7 +30,139 @@ from rlboost.shared.messages import (
     WorkerState,
 )
 from rlboost.shared.messages.command_digest import command_digest
-from rlboost.shared.wire.columns import U32, U64, ints
+from rlboost.shared.wire import U32, U64, ints
+
+# --- What a worker's session decides, as values; `commands` executes them ---------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PullWeights:
+    """Pull, load and verify these weights in the background; cancel an earlier pull."""
+
+    job_id: str
+    version: int
+    in_flight: InFlightPolicy = "recompute"
+    """What happens to the samples that are running by then."""
+
+
+@dataclass(frozen=True, slots=True)
+class CancelPull:
+    """Cancel the pull under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class RenewAccess:
+    """Pull weights with this credential from now on."""
+
+    credential: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitSamples:
+    """Submit samples to the engine."""
+
+    samples: tuple[Assignment, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AbortRequests:
+    """Abort requests in the engine."""
+
+    keys: tuple[RequestKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseRequests:
+    """End requests in the engine; the last emission of each one carries FINISH_RELEASED."""
+
+    keys: tuple[RequestKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseUnstarted:
+    """Report samples that never reached the engine as released, each without tokens and at its assigned offset."""
+
+    samples: tuple[Assignment, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SuspendEngine:
+    """Pause the engine, flush all generated tokens, abort these requests; then call `Session.on_engine_suspended`."""
+
+    keys: tuple[RequestKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeEngine:
+    """Resume the suspended engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrainWorker:
+    """Flush, leave and end the process."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rejoin:
+    """Drop everything but the loaded weights, and join as a new incarnation."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetterCommand:
+    """Dead-letter the command: it violates the protocol."""
+
+    reason: str
+
+
+EngineEffect = SubmitSamples | AbortRequests | ReleaseRequests | ReleaseUnstarted | SuspendEngine | ResumeEngine
+Effect = EngineEffect | PullWeights | CancelPull | RenewAccess | DrainWorker | Rejoin | DeadLetterCommand
+
+
+# --- Tracks whether the engine is paused, for which reasons, and what a pause has left in device memory ---------------
+# The caller pauses and resumes the engine, and reports here what it has done.
+
+
+PauseReason = Literal["suspended", "loading", "unsent", "shutdown"]
+
+
+class EnginePause:
+    """The reasons to pause one engine, and the state of its memory while it is paused."""
+
+    def __init__(self) -> None:
+        self.reasons: set[PauseReason] = set()
+        self.is_paused = False
+        """True once the engine has confirmed that it has stopped decoding."""
+        self.keeps_kv = False
+        """While paused: True if the engine still has its KV cache."""
+        self._took_memory = False
+        """While paused: True if the engine has since allocated device memory, for a load or for the parity check."""
+
+    def must_suspend(self, *, keep_kv: bool) -> bool:
+        """Return True if the engine decodes or, without `keep_kv`, still has a KV cache or memory to free."""
+        return not self.is_paused or (not keep_kv and (self.keeps_kv or self._took_memory))
+
+    def on_suspended(self, *, keep_kv: bool) -> None:
+        """Record that the engine was suspended, which frees its device memory, except for the KV cache if `keep_kv`."""
+        self.is_paused, self.keeps_kv, self._took_memory = True, keep_kv, False
+
+    def on_memory_taken(self) -> None:
+        """Record that the paused engine allocates device memory."""
+        self._took_memory = True
+
+    def is_only(self, reason: PauseReason) -> bool:
+        """Return True if this is the one reason to pause."""
+        return self.reasons == {reason}
+
+    def on_decoding(self) -> None:
+        """Record that the engine is resumed, or that a new engine replaces it."""
+        self.is_paused = False
+
+
+# --- The session ------------------------------------------------------------------------------------------------------
 
 
 class Session:

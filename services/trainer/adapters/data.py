@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,20 +15,19 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from rlboost.services.trainer.adapters.environment_text import TokenizerChatFormatter
-from rlboost.services.trainer.adapters.tokens import RowTokenizer
-from rlboost.services.trainer.domain.groups.messages import Decode
-from rlboost.services.trainer.ports.data import Data, Prompt
-from rlboost.shared.data.examples import TextExample, example_of, without_nulls
-from rlboost.shared.data.rows import Row, is_messages, read_rows
+from rlboost.services.trainer.adapters.environment_pool import TokenizerChatFormatter
+from rlboost.services.trainer.adapters.tokens import PromptTokenizer
+from rlboost.services.trainer.domain.conversations import Decode
+from rlboost.services.trainer.ports.samples import Data, Prompt
+from rlboost.shared.data.examples import Example, TextExample, examples_of, prompt_of
+from rlboost.shared.data.rows import Row, read_rows
 from rlboost.shared.data.shards import Source, format_source
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.data import SftDataSpec
 from rlboost.shared.job.spec import JobSpec
-from rlboost.shared.model.folder import require_tokenizer
-from rlboost.shared.model.stop_tokens import merge_eos_ids
-from rlboost.shared.user_code.reward_call import RAW_ARGUMENTS, TRL_ARGUMENTS
-from rlboost.shared.wire.columns import I32, pack
+from rlboost.shared.model.folder import merge_eos_ids, require_tokenizer
+from rlboost.shared.user_code.functions import RAW_ARGUMENTS, TRL_ARGUMENTS
+from rlboost.shared.wire import I32, pack
 
 _MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 
@@ -52,8 +53,17 @@ def find_model(model: str) -> Path:
         ) from error
 
 
-def load_data(spec: JobSpec, model: Path) -> Data:
+def load_data(spec: JobSpec, model: Path, created: datetime | None = None) -> Data:
     """Read and tokenize all prompts of a job.
+
+    Many chat templates print the date. A job has the one of its creation in all of its prompts, however long it runs:
+    prompts are tokenized again when a trainer resumes it, and must be those of its samples, its checkpoint's digest of
+    the data and its earlier evaluations. A digest of the rows as given would hide such a change, not prevent it.
+
+    Args:
+        spec: the job file.
+        model: the model's directory.
+        created: when the job was created; None: now.
 
     Raises:
         ConfigError: a file, a line or the tokenizer is invalid; the text names it.
@@ -66,13 +76,14 @@ def load_data(spec: JobSpec, model: Path) -> Data:
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model {model}: tokenizer and config.json cannot be loaded: {error}") from error
     end_ids = _stop_token_ids(model, tokenizer, config)
-    reader = _Reader(spec, RowTokenizer(tokenizer, config, end_ids))
+    tokens = PromptTokenizer(tokenizer, config, end_ids, created)
+    reader = _Reader(spec, tokens)
     train: list[Prompt] = []
     evaluation: list[Prompt] = []
     n_long = n_long_eval = 0
     if spec.kind != "eval":
         train, n_long = reader.read(spec.data.train, spec.data.train_split)
-    if spec.kind != "sft" and spec.eval is not None and spec.data.eval is not None:
+    if spec.eval is not None and spec.data.eval is not None:
         evaluation, n_long_eval = reader.read(spec.data.eval, spec.data.eval_split)
     return Data(
         train=train,
@@ -80,9 +91,12 @@ def load_data(spec: JobSpec, model: Path) -> Data:
         n_too_long=n_long,
         n_too_long_eval=n_long_eval,
         stop_token_ids=end_ids,
+        call_style=tokens.call_style,
+        ignored_keys=tokens.ignored_keys,
+        split_tokens=tokens.split_tokens,
         vocab_size=int(config.vocab_size),
         decode=_decoder(tokenizer),
-        chat_formatter=TokenizerChatFormatter(tokenizer, config, end_ids) if spec.environment is not None else None,
+        chat_formatter=TokenizerChatFormatter(tokens) if spec.environment is not None else None,
     )
 
 
@@ -94,10 +108,10 @@ def _decoder(tokenizer: Any) -> Decode:
 
 
 class _Reader:
-    def __init__(self, spec: JobSpec, tokens: RowTokenizer) -> None:
+    def __init__(self, spec: JobSpec, tokens: PromptTokenizer) -> None:
         self._spec = spec.data
-        self._row: Callable[[Row, str], Prompt | None] = (
-            partial(self._example, spec.data) if spec.kind == "sft" else self._prompt
+        self._row: Callable[[Row, str], list[Prompt | None]] = (
+            partial(self._examples, spec.data) if spec.kind == "sft" else lambda row, place: [self._prompt(row, place)]
         )
         self._max_tokens = spec.sampling.max_tokens
         self._tokens = tokens
@@ -106,11 +120,9 @@ class _Reader:
         """Return the prompts of a source, and the number of rows left out for their length."""
         found, n_long = [], 0
         for row in read_rows(source, split, self._spec.subset):
-            prompt = self._row(row, f"{row.source}, {row.place}")
-            if prompt is None:
-                n_long += 1
-            else:
-                found.append(prompt)
+            prompts = self._row(row, f"{row.source}, {row.place}")
+            n_long += prompts.count(None)
+            found += [prompt for prompt in prompts if prompt is not None]
         if found:
             return found, n_long
         if n_long:
@@ -122,16 +134,12 @@ class _Reader:
     def _prompt(self, row: Row, location: str) -> Prompt | None:
         """Return the row as a prompt, None if it is too long."""
         key = self._spec.prompt_key
-        if key not in row.values:
-            known = ", ".join(row.values) or "none"
-            raise ConfigError(f"{location}: no key {key!r} (keys: {known}): correct the line or set data.prompt_key")
         for name in (*TRL_ARGUMENTS, *RAW_ARGUMENTS):
             if name in row.values and name != key:
                 raise ConfigError(f"{location}: a column named {name!r} hides a reward function argument: rename it")
-        given = row.values[key]
-        if is_messages(given):
-            given = without_nulls(given)
-        ids = self._tokens.prompt(given, key, location)
+        with _naming(location):
+            prompt = prompt_of(row.values, key)
+            ids = self._tokens.prompt(*prompt)
         if _is_longer(ids, self._spec.max_prompt_tokens):
             return None
         if not self._tokens.fit(len(ids) + self._max_tokens):
@@ -142,20 +150,23 @@ class _Reader:
             )
         columns = {name: value for name, value in row.values.items() if name != key}
         _check_columns(columns, location)
-        return Prompt(given, pack(ids, I32), columns)
+        return Prompt(prompt.given, pack(ids, I32), columns)
 
-    def _example(self, spec: SftDataSpec, row: Row, location: str) -> Prompt | None:
-        """Return the row as a prompt with its completion, None if it is too long."""
-        try:
-            example = example_of(row.values, spec.prompt_key, spec.completion_key)
-        except ConfigError as error:
-            raise ConfigError(f"{location}: {error}") from error
-        if isinstance(example, TextExample):
-            ids = self._tokens.prompt(example.prompt, spec.prompt_key, location)
-            target = self._tokens.completion(example.completion, location)
-        else:
-            ids = self._tokens.prompt(example.prompt, spec.prompt_key, location, example.tools)
-            target = self._tokens.answer(example.prompt, example.completion, location, example.tools)
+    def _examples(self, spec: SftDataSpec, row: Row, location: str) -> list[Prompt | None]:
+        """Return the prompts of a row with their completions, None for each that is too long."""
+        with _naming(location):
+            keys = spec.prompt_key, spec.completion_key
+            examples = examples_of(row.values, *keys, every_turn=spec.assistant_only_loss)
+        return [self._example(spec, example, location) for example in examples]
+
+    def _example(self, spec: SftDataSpec, example: Example, location: str) -> Prompt | None:
+        with _naming(location):
+            if isinstance(example, TextExample):
+                ids = self._tokens.prompt(example.prompt)
+                target = self._tokens.completion(example.prompt, example.completion)
+            else:
+                ids = self._tokens.prompt(example.prompt, example.tools, example.kwargs, is_open=False)
+                target = self._tokens.answer(*example)
         if _is_longer(ids, spec.max_prompt_tokens) or _is_longer(target, spec.max_completion_tokens):
             return None
         if not self._tokens.fit(len(ids) + len(target)):
@@ -165,6 +176,15 @@ class _Reader:
                 "data.max_completion_tokens to leave such rows out"
             )
         return Prompt(example.prompt, pack(ids, I32), {}, pack(target, I32))
+
+
+@contextmanager
+def _naming(location: str) -> Iterator[None]:
+    """Name the row in the errors of its content."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{location}: {error}") from error
 
 
 def _is_longer(ids: list[int], most: int | None) -> bool:
@@ -178,8 +198,8 @@ def _check_columns(columns: dict[str, Any], location: str) -> None:
             msgpack.packb(value)
         except (OverflowError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"{location}: column {name!r} cannot be sent to the reward function ({error}): make it text, a number, "
-                "or lists and structs of these, or leave it out"
+                f"{location}: column {name!r} cannot be sent to the reward function ({error}): make it text, a number "
+                "of at most 64 bits, or lists and structs of these, or leave it out"
             ) from error
 
 

@@ -6,17 +6,90 @@ A conversation stays in one process, which holds its environment; each process s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
-from rlboost.services.trainer.adapters.user_code.log import UserCodeLog
-from rlboost.services.trainer.adapters.user_code.process import UserCodeFault, UserCodeProcess, UserProgram, start_all
-from rlboost.services.trainer.ports.environments import EnvironmentFault, ResetResult, StepResult
+from rlboost.services.trainer.adapters.tokens import PromptTokenizer
+from rlboost.services.trainer.adapters.user_code import (
+    UserCodeFault,
+    UserCodeLog,
+    UserCodeProcess,
+    UserProgram,
+    start_all,
+)
+from rlboost.services.trainer.ports.samples import EnvironmentFault, ResetResult, StepResult
+from rlboost.shared.data.messages import TEMPLATE_KWARGS, TOOLS, Tools, template_kwargs_of, tools_of
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.environment import Message
 from rlboost.shared.job.reward import EnvironmentSpec
+from rlboost.shared.model.tool_calls import HERMES, CallStyle
 from rlboost.shared.process.waiting import Waits
 
-_Turn = tuple[str, str]
-"""The text of a turn without special tokens, and with them."""
+# --- Formats prompts and observations of environments as token ids. The model's own tokens stay as they are -----------
+
+
+class TokenizerChatFormatter:
+    """`ChatFormatter` with a tokenizer of transformers."""
+
+    def __init__(self, tokens: PromptTokenizer) -> None:
+        """Use the tokenizer of the job's prompts."""
+        self._tokens = tokens
+        self.max_length = tokens.max_length
+
+    def format_prompt(
+        self, prompt: Message, tools: Sequence[dict[str, Any]], columns: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """See `ChatFormatter.format_prompt`."""
+        with _faults():
+            return self._tokens.prompt(prompt, *_options(tools, columns or {}))
+
+    def format_observation(
+        self,
+        prompt: Message,
+        last: int,
+        observation: Message,
+        tools: Sequence[dict[str, Any]],
+        columns: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """See `ChatFormatter.format_observation`."""
+        with _faults():
+            if not isinstance(prompt, str):
+                messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
+                return self._tokens.observation(prompt, last, messages, *_options(tools, columns or {}))
+            if not isinstance(observation, str):
+                raise ConfigError("step returned messages, but the prompt is text: return text")
+            return self._tokens.text_observation(last, observation)
+
+
+@contextmanager
+def _faults() -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        raise EnvironmentFault("unformattable", str(error)) from error
+
+
+def _options(tools: Tools, columns: Mapping[str, Any]) -> tuple[Tools, dict[str, Any]]:
+    """Return the tools and the arguments of the chat template for a row.
+
+    Raises:
+        ConfigError: row and environment have different tools.
+
+    """
+    of_row = tools_of(columns.get(TOOLS))
+    if tools and of_row and list(tools) != list(of_row):
+        raise ConfigError("the row's column 'tools' differs from the environment's tools: remove the column")
+    return tools or of_row, template_kwargs_of(columns.get(TEMPLATE_KWARGS))
+
+
+# --- The pool of processes --------------------------------------------------------------------------------------------
+
+
+_Turn = tuple[str, str, bool]
+"""The text of a turn without special tokens, with them, and whether it begins inside of a thought."""
 
 _CLOSE_LIMIT_S = 5.0
 """How long a process may take to close its environments."""
@@ -25,11 +98,13 @@ _CLOSE_LIMIT_S = 5.0
 class EnvironmentPool:
     """`Environments` over `environment.workers` processes."""
 
-    def __init__(self, spec: EnvironmentSpec, waits: Waits, log: UserCodeLog | None = None) -> None:
-        """Start no process yet: see `start`. Their output goes to `log`."""
+    def __init__(
+        self, spec: EnvironmentSpec, waits: Waits, log: UserCodeLog | None = None, style: CallStyle = HERMES
+    ) -> None:
+        """Start no process yet: see `start`. Their output goes to `log`; the model writes tool calls in `style`."""
         self._waits = waits
         self._log = log
-        self._hosts = [_Host(spec, log) for _ in range(spec.workers)]
+        self._hosts = [_Host(spec, log, style) for _ in range(spec.workers)]
         self._host_of: dict[int, _Host] = {}
         """Conversation -> its process."""
 
@@ -50,13 +125,15 @@ class EnvironmentPool:
         seed: int,
         texts: Sequence[str],
         texts_raw: Sequence[str] | None = None,
+        in_thought: Sequence[bool] | None = None,
     ) -> list[StepResult]:
         """See `Environments.step`. The time limit starts when the conversation's process takes the call."""
         host = self._host_of.get(conversation)
         if host is None:
             host = self._host_of[conversation] = min(self._hosts, key=lambda host: len(host.conversations))
             host.conversations.add(conversation)
-        turns = list(zip(texts, texts if texts_raw is None else texts_raw, strict=True))
+        raw, thoughts = texts_raw or texts, in_thought or [False] * len(texts)
+        turns = list(zip(texts, raw, thoughts, strict=True))
         answer = await host.call(conversation, row, seed, turns)
         return [StepResult(*result) for result in answer["results"]]
 
@@ -77,10 +154,10 @@ class EnvironmentPool:
 class _Host:
     """One process and its conversations."""
 
-    def __init__(self, spec: EnvironmentSpec, log: UserCodeLog | None) -> None:
+    def __init__(self, spec: EnvironmentSpec, log: UserCodeLog | None, style: CallStyle) -> None:
         program = UserProgram(
             "rlboost.services.trainer.children.environment",
-            spec.model_dump_json(),
+            json.dumps({**spec.model_dump(mode="json"), "call_style": asdict(style)}),
             "environment.function",
             spec.function,
         )

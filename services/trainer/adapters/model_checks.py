@@ -1,4 +1,4 @@
-"""What the torch backend and FSDP2 require of a model for a job's settings. They check the same when they load it."""
+"""What a backend requires of a model for a job's settings, and what the model's hardware can do."""
 
 from __future__ import annotations
 
@@ -10,14 +10,25 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlboost.services.trainer.adapters.fsdp.sharding import SETTING as FSDP
-from rlboost.services.trainer.adapters.torch.activation_checkpointing import SETTING as CHECKPOINTING
-from rlboost.services.trainer.adapters.torch.attention_choice import attention_of, require_packed
-from rlboost.services.trainer.adapters.torch.compilation import require_compilable
-from rlboost.services.trainer.adapters.torch.layers import layers_of
-from rlboost.services.trainer.adapters.torch.lora import Adapter
+from rlboost.services.trainer.adapters.torch.fsdp import SETTING as FSDP
+from rlboost.services.trainer.adapters.torch.layers import (
+    CHECKPOINTING,
+    Adapter,
+    attention_of,
+    layers_of,
+    require_compilable,
+    require_packed,
+)
 from rlboost.services.trainer.adapters.torch.routing import require_routers
+from rlboost.services.trainer.domain.metrics import TrainingHardware, flops_per_token, peak_flops
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.job.training import LoraSpec
+from rlboost.shared.model.experts import is_mixture
+from rlboost.shared.model.folder import count_parameters, read_config
+
+# --- What the torch backend and FSDP2 require of a model for a job's settings. They check the same when they load it
+
 
 CHECKS: dict[str, Callable[[Any], object]] = {
     "context_parallel": lambda model: require_packed(model.config, model.config._attn_implementation),  # noqa: SLF001 - it has no public name
@@ -37,7 +48,7 @@ def require_adaptable(model: Any, adapter: LoraSpec) -> None:
         ConfigError: PEFT is not installed, or `lora.targets` names modules that cannot have an adapter.
 
     """
-    Adapter(model, {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}, adapter)
+    Adapter(model, adapter)
 
 
 def model_without_weights(source: Path) -> Any:
@@ -49,3 +60,23 @@ def model_without_weights(source: Path) -> Any:
             return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     except Exception:  # noqa: BLE001 - loading the model reports what is wrong with it
         return None
+
+
+# --- Describes the devices and the model's cost per token, for `perf/mfu` ---------------------------------------------
+
+
+def hardware_of(spec: JobSpec, model: Path, device: str) -> TrainingHardware:
+    """Return the devices, peak FLOP/s and FLOP per token, as far as known; `device` is torch's name."""
+    trainer = spec.trainer
+    n_devices = trainer.n_ranks
+    peak = None
+    if torch.device(device).type == "cuda" and torch.cuda.is_available():  # else the GPUs are on other machines
+        peak = peak_flops(torch.cuda.get_device_name(device), trainer.dtype)
+    if peak is None:
+        return TrainingHardware(n_devices)
+    try:
+        dense = not is_mixture(read_config(model))
+        flops = flops_per_token(count_parameters(model), frozen=spec.adapter is not None) if dense else 0.0
+    except ConfigError:
+        flops = 0.0
+    return TrainingHardware(n_devices, flops, peak)

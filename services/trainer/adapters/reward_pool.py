@@ -11,13 +11,40 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from rlboost.services.trainer.adapters.user_code.log import UserCodeLog
-from rlboost.services.trainer.adapters.user_code.process import UserCodeFault, UserCodeProcess, UserProgram, start_all
-from rlboost.services.trainer.domain.origins import origin_of
-from rlboost.services.trainer.domain.rewards.combination import combine
-from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
+from rlboost.services.trainer.adapters.user_code import (
+    UserCodeFault,
+    UserCodeLog,
+    UserCodeProcess,
+    UserProgram,
+    start_all,
+)
+from rlboost.services.trainer.domain.rewards import combine
+from rlboost.services.trainer.ports.samples import RewardBatch, Scores
+from rlboost.shared.http.server_url import origin_of
 from rlboost.shared.job.reward import RewardPart, RewardSpec
 from rlboost.shared.process.waiting import Waits
+from rlboost.shared.user_code.errors import describe_row
+from rlboost.shared.user_code.functions import MAX_REWARD
+
+# --- The reward function of jobs without one --------------------------------------------------------------------------
+
+
+class NoReward:
+    """`RewardFunction` that returns 0 for each completion."""
+
+    async def start(self) -> None:
+        """See `RewardFunction.start`."""
+
+    async def score(self, batch: RewardBatch) -> Scores:
+        """See `RewardFunction.score`."""
+        return Scores((0.0,) * len(batch.completions))
+
+    async def close(self) -> None:
+        """See `RewardFunction.close`."""
+
+
+# --- The pool of processes --------------------------------------------------------------------------------------------
+
 
 _DETAIL_CHARS = 500
 
@@ -26,7 +53,13 @@ class RewardPool:
     """`RewardFunction` over `reward.workers` processes."""
 
     def __init__(
-        self, spec: RewardSpec, waits: Waits, log: UserCodeLog | None = None, *, token_origins: Collection[str] = ()
+        self,
+        spec: RewardSpec,
+        waits: Waits,
+        log: UserCodeLog | None = None,
+        *,
+        token_origins: Collection[str] = (),
+        columns: Collection[str] = (),
     ) -> None:
         """Describe the processes; `start` starts them.
 
@@ -35,12 +68,13 @@ class RewardPool:
             waits: where the start is listed.
             log: where the output of the processes goes.
             token_origins: services that may get `REWARD_TOKEN`, as `origin_of` names them.
+            columns: those of the data, without the prompt.
 
         """
         self._spec = spec
         self._waits = waits
         self._log = log
-        self._processes = [UserCodeProcess(_program(spec, token_origins), log) for _ in range(spec.workers)]
+        self._processes = [UserCodeProcess(_program(spec, token_origins, columns), log) for _ in range(spec.workers)]
         self._idle: asyncio.LifoQueue[UserCodeProcess] = asyncio.LifoQueue()
 
     async def start(self) -> None:
@@ -67,7 +101,7 @@ class RewardPool:
             return Scores(None, fault.reason, fault.detail)
         finally:
             self._idle.put_nowait(process)
-        return _scores(answer, len(batch.completions), self._spec.parts)
+        return _scores(answer, batch, self._spec.parts)
 
     async def close(self) -> None:
         """See `RewardFunction.close`."""
@@ -76,12 +110,13 @@ class RewardPool:
             self._log.close()
 
 
-def _program(spec: RewardSpec, token_origins: Collection[str]) -> UserProgram:
+def _program(spec: RewardSpec, token_origins: Collection[str], columns: Collection[str]) -> UserProgram:
     parts = json.dumps(
         [
             {
                 **part.model_dump(),
                 "timeout_s": spec.timeout_s,
+                "hidden": [name for name in part.arguments if name in columns],
                 "gets_token": part.url is not None and origin_of(part.url) in token_origins,
             }
             for part in spec.parts
@@ -91,16 +126,38 @@ def _program(spec: RewardSpec, token_origins: Collection[str]) -> UserProgram:
     return UserProgram("rlboost.services.trainer.children.reward", parts, "reward.function", functions)
 
 
-def _scores(answer: dict[str, Any], n: int, parts: Sequence[RewardPart]) -> Scores:
-    """Check the answer of the reward functions for a group of `n`, and combine their rewards."""
+def _scores(answer: dict[str, Any], batch: RewardBatch, parts: Sequence[RewardPart]) -> Scores:
+    """Check the answer of the reward functions for a group, and combine their rewards."""
+    if "unusable" in answer:
+        reason, detail = answer["unusable"]
+        return Scores(None, str(reason), str(detail))
     for part, values in zip(parts, answer["rewards"], strict=True):
-        prefix = f"{part.name}: " if part.name else ""
-        if len(values) != n:
-            return Scores(None, "wrong_length", f"{prefix}{len(values)} rewards for {n} completions")
-        if not all(value is None or math.isfinite(value) for value in values):
-            return Scores(None, "not_a_number", f"{prefix}rewards {values}"[:_DETAIL_CHARS])
-    rewards = combine(answer["rewards"], [part.weight for part in parts])
+        if problem := _problem(values, len(batch.completions)):
+            reason, detail = problem
+            return Scores(None, reason, f"{part.name}: {detail}" if part.name else detail)
     by_part = {part.name: tuple(values) for part, values in zip(parts, answer["rewards"], strict=True) if part.name}
-    if None in rewards:
-        return Scores(None, "missing", f"no reward for completion {rewards.index(None)} of the group", by_part)
-    return Scores(tuple(reward for reward in rewards if reward is not None), parts=by_part)
+    rewards = combine(answer["rewards"], [part.weight for part in parts])
+    found = tuple(reward for reward in rewards if reward is not None)
+    if len(found) < len(rewards):
+        detail = f"no reward for completion {rewards.index(None)} of the group: functions returned None for it"
+        return Scores(None, "missing", f"{detail}\n{describe_row(_row(batch))}", by_part)
+    if problem := _problem(found, len(found)):
+        return Scores(None, *problem, by_part)
+    return Scores(found, parts=by_part)
+
+
+def _problem(values: Sequence[float | None], n: int) -> tuple[str, str] | None:
+    """Return the reason and a description if these are no usable rewards of `n` completions."""
+    if len(values) != n:
+        return "wrong_length", f"{len(values)} rewards for {n} completions"
+    shown = f"rewards {list(values)}"[:_DETAIL_CHARS]
+    if not all(value is None or math.isfinite(value) for value in values):
+        return "not_a_number", shown
+    if any(value is not None and abs(value) > MAX_REWARD for value in values):
+        return "too_large", f"{shown}: one is beyond {MAX_REWARD:g}, scale them down"
+    return None
+
+
+def _row(batch: RewardBatch) -> dict[str, Any]:
+    columns = {name: values[0] for name, values in batch.columns.items()}
+    return {"prompt": batch.prompts[0], **columns, "completions": batch.solutions or batch.completions}

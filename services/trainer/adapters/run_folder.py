@@ -17,16 +17,15 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from rlboost.services.trainer.adapters.log.run_log import Opener, RunLog
-from rlboost.services.trainer.adapters.shard_tensors import tensor_of
-from rlboost.services.trainer.domain.batches.training_row import TrainingRow
-from rlboost.shared.atomic_file import replace_file
-from rlboost.shared.disk_space import write_error
+from rlboost.services.trainer.adapters.run_log import Opener, RunLog
+from rlboost.services.trainer.adapters.torch.tensors import tensor_of
+from rlboost.services.trainer.domain.batches import TrainingRow
 from rlboost.shared.errors import DiskFull, Fatal
+from rlboost.shared.files import replace_file, write_error
 from rlboost.shared.job.run_profile import RunProfile
 from rlboost.shared.model.folder import copy_without_weights, declare_dtype
-from rlboost.shared.weights.shards import Shard
-from rlboost.shared.wire.columns import floats, ints
+from rlboost.shared.weights.publisher import Shard
+from rlboost.shared.wire import floats, ints
 
 _FINISH_LIMIT_S = 5.0
 """How long loggers may take at the end: a stopping trainer has ten seconds in all."""

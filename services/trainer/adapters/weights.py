@@ -14,9 +14,8 @@ from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient, retry_unavailable
 from rlboost.shared.weights.manifest import Manifest, digest_of
-from rlboost.shared.weights.publisher import Publisher
+from rlboost.shared.weights.publisher import ChunkCopy, Publisher, Shard, chunks_among
 from rlboost.shared.weights.puller import Puller
-from rlboost.shared.weights.shards import ChunkCopy, Shard, chunks_among
 
 Digests = dict[tuple[str, tuple[int, ...], tuple[int, ...], str], str]
 """(name, offset, shape, dtype) of each shard -> digest."""
@@ -24,7 +23,7 @@ Digests = dict[tuple[str, tuple[int, ...], tuple[int, ...], str], str]
 
 @dataclass(eq=False, repr=False)
 class StorePublisher:
-    """`WeightPublisher` for one job whose trainer is one process (rank 0)."""
+    """`WeightPublisher` for one job of which this process uploads all tensors."""
 
     client: StoreClient
     """An open client; closed by `close`."""

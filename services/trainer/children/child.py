@@ -1,6 +1,6 @@
-"""The transport of a process that runs user code; `adapters.user_code.process` is the other side.
+"""The transport of a process that runs user code; `adapters.user_code` is the other side.
 
-It reads requests from standard input and writes answers to standard output (`shared.wire.framing`). The user's prints
+It reads requests from standard input and writes answers to standard output (`shared.framing`). The user's prints
 go to standard error. The process ends with its input, or when its parent is gone. At SIGUSR1 it writes the stack of
 each thread to standard error.
 """
@@ -18,8 +18,8 @@ from typing import Any, BinaryIO
 
 import msgpack
 
-from rlboost.shared.process.dump_protection import protect_process_memory
-from rlboost.shared.wire.framing import LENGTH_BYTES, length_of, pack
+from rlboost.shared.framing import LENGTH_BYTES, length_of, pack
+from rlboost.shared.process.system import protect_process_memory
 
 _PARENT_CHECK_S = 1.0
 
@@ -43,16 +43,24 @@ class Pipe:
 
     def read(self) -> dict[str, Any] | None:
         """Return the next request, None at the input's end."""
+        packed = self.read_packed()
+        return None if packed is None else unpack(packed)
+
+    def read_packed(self) -> bytes | None:
+        """Return the next request as `unpack` takes it, None at the input's end."""
         head = self._requests.read(LENGTH_BYTES)
-        if len(head) < LENGTH_BYTES:
-            return None
-        body: dict[str, Any] = msgpack.unpackb(self._requests.read(length_of(head)))
-        return body
+        return None if len(head) < LENGTH_BYTES else self._requests.read(length_of(head))
 
     def write(self, body: dict[str, Any]) -> None:
         """Send an answer."""
         self._answers.write(pack(body))
         self._answers.flush()
+
+
+def unpack(packed: bytes) -> dict[str, Any]:
+    """Return a request; user code that changes it changes no other copy."""
+    body: dict[str, Any] = msgpack.unpackb(packed)
+    return body
 
 
 def _exit_with_parent(parent: int) -> None:

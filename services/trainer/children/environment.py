@@ -1,10 +1,12 @@
 """A process that runs environments: `python -m rlboost.services.trainer.children.environment SPEC`.
 
-SPEC is JSON: the fields of `EnvironmentSpec`. `child` describes the transport. A request is a map:
+SPEC is JSON: the fields of `EnvironmentSpec`, and `call_style` with those of `CallStyle`. `child` describes the
+transport. A request is a map:
 
 - `release`: ids of conversations whose environments to discard first.
 - `conversation`: None asks for the start of a conversation, with `row` and `seed`. Otherwise the id of one, with
-  `turns`: pairs of the text without and with special tokens, of the turns that its environment has not processed.
+  `turns`, those that its environment has not processed: each its text without special tokens, with them, and whether
+  it begins inside of a thought.
   Without an environment for it here, `turns` has all of them, and `row` and `seed` are given, too.
 """
 
@@ -13,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -21,9 +22,11 @@ from typing import Any
 import msgpack
 
 from rlboost.services.trainer.children.child import Pipe
+from rlboost.services.trainer.children.reward import reward_number
 from rlboost.shared.job.environment import Step, close, environment_factory
+from rlboost.shared.model.tool_calls import CallStyle
 from rlboost.shared.user_code.errors import MAX_CHARS, describe_error
-from rlboost.shared.user_code.reward_call import describe_import_error, has_parameter
+from rlboost.shared.user_code.functions import MAX_REWARD, describe_import_error, has_parameter
 
 
 def main() -> int:
@@ -32,13 +35,13 @@ def main() -> int:
     spec = json.loads(sys.argv[1])
     function = spec["function"]
     try:
-        make = environment_factory(function, spec["arguments"])
+        make = environment_factory(function, spec["arguments"], CallStyle(**spec["call_style"]))
     except BaseException as error:  # noqa: BLE001 - importing runs the user's code, which may raise or exit
         pipe.write({"failed": describe_import_error(function, "environment", error)})
         return 1
     pipe.write({"ready": True})
     with asyncio.Runner() as runner:
-        host = _Host(runner, make)
+        host = Host(runner, make)
         try:
             while (request := pipe.read()) is not None:
                 pipe.write(host.answer(request))
@@ -47,7 +50,7 @@ def main() -> int:
     return 0
 
 
-class _Host:
+class Host:
     """The environments of this process's conversations."""
 
     def __init__(self, runner: asyncio.Runner, make: Callable[[], Any]) -> None:
@@ -89,12 +92,12 @@ class _Host:
             self._call(environment.reset, request["row"], request["seed"])
         environment = self._environments[request["conversation"]]
         pass_raw = has_parameter(environment.step, "text_raw")
-        return {
-            "results": [
-                _step_result(self._call(environment.step, text, **({"text_raw": raw} if pass_raw else {})))
-                for text, raw in request["turns"]
-            ]
-        }
+        results = []
+        for text, raw, in_thought in request["turns"]:
+            if hasattr(environment, "in_thought"):
+                environment.in_thought = in_thought
+            results.append(_step_result(self._call(environment.step, text, **({"text_raw": raw} if pass_raw else {}))))
+        return {"results": results}
 
     def release(self, conversation: int | None) -> None:
         """Close the environment of a conversation, if it is here."""
@@ -122,8 +125,14 @@ class _Host:
 def _step_result(step: object) -> list[Any]:
     if not isinstance(step, Step):
         raise TypeError(f"step returned {type(step).__name__}, not rlboost.environments.Step")
-    if not math.isfinite(reward := float(step.reward)):
-        raise ValueError(f"step returned the reward {step.reward}: return a finite number")
+    reward = reward_number(step.reward)
+    if reward is None or not abs(reward) <= MAX_REWARD:
+        raise ValueError(
+            f"step returned the reward {step.reward}: return a finite number, at most {MAX_REWARD:g}; 0 for none"
+        )
+    done: object = step.done
+    if isinstance(done, str):
+        raise TypeError(f"step returned done={done!r}, which is text: return True or False")
     return [_checked_message(step.observation, "step"), reward, bool(step.done), str(step.warning)[:MAX_CHARS]]
 
 

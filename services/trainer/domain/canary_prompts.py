@@ -10,7 +10,7 @@ import numpy as np
 
 from rlboost.shared.errors import Fatal
 from rlboost.shared.model.parity_reference import Dtype, ParityReference, ScoredSequence
-from rlboost.shared.wire.columns import F32, unpack
+from rlboost.shared.wire import F32, unpack
 
 ROWS, PROMPT_TOKENS, COMPLETION_TOKENS = 4, 8, 12
 """Small enough for a cheap forward pass; any wrong tensor changes the log-probabilities."""
@@ -29,20 +29,24 @@ class CanaryPrompts:
     """See `ParityReference`."""
     rows: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
     """(prompt, completion) of each sequence."""
+    top_p: float = 1.0
+    """See `ParityReference`."""
 
 
-def build_canary_prompts(vocabulary: int, *, temperature: float, dtype: Dtype) -> CanaryPrompts:
+def build_canary_prompts(vocabulary: int, *, temperature: float, dtype: Dtype, top_p: float = 1.0) -> CanaryPrompts:
     """Return the canary prompts of a job; they contain no user data.
 
     Args:
         vocabulary: number of tokens of the model.
         temperature: temperature of the job's log-probabilities, above 0.
         dtype: the dtype that the trainer computes in.
+        top_p: of the samples that are trained on.
 
     """
     length, many = PROMPT_TOKENS + COMPLETION_TOKENS, min(vocabulary, COMMON_TOKENS)
     sequences = [tuple(_token(row, at, many) for at in range(length)) for row in range(ROWS)]
-    return CanaryPrompts(temperature, dtype, tuple((ids[:PROMPT_TOKENS], ids[PROMPT_TOKENS:]) for ids in sequences))
+    rows = tuple((ids[:PROMPT_TOKENS], ids[PROMPT_TOKENS:]) for ids in sequences)
+    return CanaryPrompts(temperature, dtype, rows, top_p)
 
 
 def _token(row: int, at: int, many: int) -> int:
@@ -70,4 +74,4 @@ def build_reference(canaries: CanaryPrompts, columns: Sequence[bytes]) -> Parity
         ScoredSequence(prompt=prompt, completion=completion, logprobs=tuple(round(float(value), 6) for value in answer))
         for (prompt, completion), answer in zip(canaries.rows, answers, strict=True)
     )
-    return ParityReference(temperature=canaries.temperature, dtype=canaries.dtype, rows=rows)
+    return ParityReference(temperature=canaries.temperature, top_p=canaries.top_p, dtype=canaries.dtype, rows=rows)

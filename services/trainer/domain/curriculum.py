@@ -11,12 +11,14 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from rlboost.services.trainer.domain.plan import epoch_order
+from rlboost.services.trainer.domain.rewards import reaches
 from rlboost.shared.errors import Fatal
-from rlboost.shared.job.curriculum import CurriculumSpec
 from rlboost.shared.job.spec import GeneratingJob
+from rlboost.shared.job.training import CurriculumSpec
 
 Means = Sequence[tuple[int, float]]
 """(row, mean reward) of each scored training group of a step."""
@@ -151,9 +153,9 @@ class Curriculum:
         means = [mean for _, mean in history]
         too_old = spec.retry_steps is not None and history and step - history[-1][0] >= spec.retry_steps
         if len(means) >= spec.window and not too_old:
-            mean = sum(means[-spec.window :]) / spec.window
-            if spec.skip_solved_above is not None and mean >= spec.skip_solved_above:
+            mean = fmean(means[-spec.window :])
+            if spec.skip_solved_above is not None and reaches(mean, spec.skip_solved_above):
                 return "solved"
-            if spec.skip_failed_below is not None and mean <= spec.skip_failed_below:
+            if spec.skip_failed_below is not None and reaches(spec.skip_failed_below, mean):
                 return "failed"
         return "function" if self._skip_function is not None and self._skip_function(tuple(means), step, row) else ""

@@ -1,4 +1,4 @@
-"""The state that users requested of each job, and which started jobs a trainer may take over.
+"""The state that users requested of each job, which started jobs a trainer may take over, and which kill trainers.
 
 Every trainer reads all commands, so a pause or a cancellation reaches the trainer that runs the job. A job runs on one
 trainer: the first idle one; if that dies, its restarted process of the same name, or else any idle trainer.
@@ -6,13 +6,18 @@ trainer: the first idle one; if that dies, its restarted process of the same nam
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+from dataclasses import asdict, dataclass, field, replace
+from typing import Self
 
 from rlboost.shared.messages import JobCommand
 
 TAKEOVER_CHECKS = 6
 """Any trainer may take over a job after this many consecutive checks found no lease; a restarted trainer is back
 earlier."""
+
+MAX_DEATHS = 3
+"""Deaths of its trainers without a new step after which a job fails, so that it does not stop all other jobs."""
 
 
 @dataclass(slots=True)
@@ -65,3 +70,61 @@ class JobStates:
             return True
         self._checks_without_lease[job_id] = 0 if held else self._checks_without_lease.get(job_id, 0) + 1
         return self._checks_without_lease[job_id] >= TAKEOVER_CHECKS
+
+
+@dataclass(frozen=True, slots=True)
+class Attempts:
+    """How the trainers of a job have died since the job last finished a step for the first time."""
+
+    step: int = 0
+    """Number of finished steps."""
+    deaths: tuple[str, ...] = ()
+    """How each trainer ended, empty where that is unknown."""
+    trainer: str = ""
+    """The trainer that runs the job; empty after an orderly stop, and while the job is paused."""
+
+    @classmethod
+    def parse(cls, text: str | None) -> Self:
+        """Return what `to_json` has stored; nothing of a text that is something else."""
+        try:
+            stored = json.loads(text or "{}")
+            return cls(int(stored["step"]), tuple(map(str, stored["deaths"])), str(stored["trainer"]))
+        except (ValueError, TypeError, KeyError):
+            return cls()
+
+    def to_json(self) -> str:
+        """Return the text to store."""
+        return json.dumps(asdict(self))
+
+    def started(self, trainer: str, last_exit: str | None) -> Self:
+        """Return the state when a trainer claims the job.
+
+        Args:
+            trainer: its name.
+            last_exit: how the earlier process of this trainer ended, empty if unknown, None if it was asked to.
+
+        """
+        cause = last_exit if self.trainer == trainer else ""
+        return replace(self.died(cause) if self.trainer and cause is not None else self, trainer=trainer)
+
+    def reached(self, step: int, trainer: str) -> Self:
+        """Return the state while `trainer` runs the job, empty while it is paused, which has finished `step` steps."""
+        if step > self.step:
+            return replace(self, step=step, deaths=(), trainer=trainer)
+        return replace(self, trainer=trainer)
+
+    def died(self, cause: str) -> Self:
+        """Return the state after the trainer's process, or one that it needs, has died."""
+        return replace(self, deaths=(*self.deaths, cause), trainer="")
+
+    @property
+    def refusal(self) -> str:
+        """Return why the job is not run again, an empty text if it is."""
+        if len(self.deaths) < MAX_DEATHS:
+            return ""
+        causes = ", ".join(dict.fromkeys(cause or "of an unknown cause" for cause in self.deaths))
+        memory = " (out of memory?)" if "SIGKILL" in causes else ""
+        return (
+            f"its trainer died {len(self.deaths)} times without a finished step in between: {causes}{memory}. The "
+            "trainer's log has its last lines; correct the job, its data or the machine, and create the job again"
+        )

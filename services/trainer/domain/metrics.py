@@ -2,17 +2,125 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import comb
 
-from rlboost.services.trainer.domain.advantages.group_estimators import standard_deviation
-from rlboost.services.trainer.domain.groups.scored_group import ScoredGroup
+from rlboost.services.trainer.domain.advantages import standard_deviation
+from rlboost.services.trainer.domain.groups import ScoredGroup
 from rlboost.services.trainer.domain.loss.sums import routing_metrics
-from rlboost.services.trainer.domain.pass_at_k import pass_rates
-from rlboost.services.trainer.domain.utilization import UNKNOWN_HARDWARE, TrainingHardware
+from rlboost.services.trainer.domain.rewards import all_equal, reaches
 from rlboost.shared.messages import EngineProfile
-from rlboost.shared.wire.columns import I32, floats, length
+from rlboost.shared.wire import I32, floats, length
+
+# --- pass@k: the probability that at least one of k completions of a problem passes -----------------------------------
+
+
+def pass_at_k(n: int, n_passed: int, k: int) -> float:
+    """Return the unbiased estimate of Chen et al. 2021 (arXiv 2107.03374, equation 1): 1 - C(n - c, k) / C(n, k).
+
+    Args:
+        n: number of completions, at least `k`.
+        n_passed: number of completions that passed (c).
+        k: number of attempts, at least 1.
+
+    Raises:
+        ValueError: `k` is below 1 or above `n`.
+
+    """
+    if not 1 <= k <= n:
+        raise ValueError(f"pass@{k} cannot be estimated from {n} completions")
+    return 1.0 - comb(n - n_passed, k) / comb(n, k)
+
+
+def pass_rates(problems: Sequence[Sequence[bool]]) -> dict[int, float]:
+    """Return k -> the mean of pass@k over problems, for k = 1, 2, 4, 8, ... up to the fewest completions of a problem.
+
+    Args:
+        problems: for each problem, whether each of its completions passed; at least one completion per problem.
+
+    """
+    if not problems:
+        return {}
+    fewest = min(map(len, problems))
+    return {
+        k: sum(pass_at_k(len(passed), sum(passed), k) for passed in problems) / len(problems)
+        for k in (1 << i for i in range(fewest.bit_length()))
+    }
+
+
+# --- Model FLOPs utilization of a step (PaLM, arXiv 2204.02311, appendix B) -------------------------------------------
+
+
+_PEAK_TFLOPS = {
+    "A100": 312.0,
+    "A800": 312.0,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.0,
+    "H800": 989.0,
+    "H200": 989.0,
+    "B200": 2250.0,
+    "L40S": 362.0,
+    "L4": 121.0,
+}
+"""Dense bfloat16 on tensor cores, from NVIDIA's data sheets; the first entry that a device's name contains applies."""
+
+
+def peak_flops(device_name: str, dtype: str) -> float | None:
+    """Return the peak floating point operations per second of a device, None if unknown.
+
+    Args:
+        device_name: as reported by the driver, such as `NVIDIA H100 80GB HBM3`.
+        dtype: dtype of matrix multiplications; only `bfloat16` is known.
+
+    """
+    if dtype != "bfloat16":
+        return None
+    words = device_name.replace("-", " ").split()
+    for name, tflops in _PEAK_TFLOPS.items():
+        if all(word in words for word in name.split()):
+            return tflops * 1e12
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingHardware:
+    """The devices that a model is trained on."""
+
+    n_devices: int = 1
+    flops_per_token: float = 0.0
+    """Floating-point operations of a forward and backward pass per token; 0 if unknown."""
+    peak_flops: float | None = None
+    """Peak floating-point operations of one device per second; None if unknown."""
+
+    def metrics(self, n_tokens: float, step_s: float, train_s: float) -> dict[str, float]:
+        """Return the metrics of a step that trained on `n_tokens` tokens, prompts included."""
+        row: dict[str, float] = {}
+        if step_s:
+            row["perf/throughput"] = n_tokens / step_s / self.n_devices
+        if self.peak_flops and self.flops_per_token and train_s:
+            row["perf/mfu"] = n_tokens * self.flops_per_token / (train_s * self.peak_flops * self.n_devices)
+        return row
+
+
+UNKNOWN_HARDWARE = TrainingHardware()
+"""One device of unknown kind."""
+
+
+def flops_per_token(n_parameters: int, *, frozen: bool) -> float:
+    """Return 6 operations per parameter: 2 forward, 2 for activation gradients, 2 for weight gradients.
+
+    The last 2 are not needed if the weights are `frozen` below an adapter. Attention is not counted, so the
+    result is too low for long sequences.
+    """
+    return (4.0 if frozen else 6.0) * n_parameters
+
+
+# --- The metrics of one step ------------------------------------------------------------------------------------------
+
 
 _TOKEN_MEANS = {
     "ratio/mean": "ratio",
@@ -53,7 +161,7 @@ class Durations:
 
 @dataclass(slots=True)
 class RolloutTally:
-    """What `GroupIntake` counts while a step's groups are generated and scored."""
+    """What `StepIntake` counts while a step's groups are generated and scored."""
 
     scored: list[ScoredGroup] = field(default_factory=list)
     evaluated: list[ScoredGroup] = field(default_factory=list)
@@ -159,7 +267,7 @@ def _rollout(groups: Sequence[ScoredGroup], step: int) -> dict[str, float]:
         "reward/max": max(rewards),
         # As in TRL: the mean of the groups' standard deviations.
         "reward/std": _mean([standard_deviation(group.rewards) for group in groups]),
-        "frac_reward_zero_std": _mean([min(group.rewards) == max(group.rewards) for group in groups]),
+        "frac_reward_zero_std": _mean([all_equal(group.rewards) for group in groups]),
         "completions/mean_length": _mean(lengths),
         "completions/max_length": max(lengths),
         "completions/clipped_ratio": _mean([sample.finish == "length" for sample in samples]),
@@ -208,7 +316,7 @@ def _training(tally: StepTally) -> dict[str, float]:
 def _evaluation(groups: Sequence[ScoredGroup], pass_reward: float) -> dict[str, float]:
     if not groups:
         return {}
-    rates = pass_rates([[reward >= pass_reward for reward in group.rewards] for group in groups])
+    rates = pass_rates([[reaches(reward, pass_reward) for reward in group.rewards] for group in groups])
     return {
         **{f"eval/pass@{k}": rate for k, rate in rates.items()},
         "eval/reward_mean": _mean([reward for group in groups for reward in group.rewards]),
@@ -227,4 +335,4 @@ def _parts(prefix: str, groups: Sequence[ScoredGroup]) -> dict[str, float]:
 
 
 def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    return math.fsum(values) / len(values)

@@ -1,20 +1,38 @@
-"""Which groups a step requests: a pure function of the job, the step and the sizes of the data.
+"""Which groups a step requests, and its learning rate: pure functions of the job, the step and the sizes of the data.
 
 A restarted trainer derives the same groups, ids and seeds, so none of this is stored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 
-from rlboost.services.trainer.domain.groups.turns import StepTurnIds, TurnIds
+from rlboost.services.trainer.domain.conversations import StepTurnIds, TurnIds
+from rlboost.services.trainer.domain.rewards import all_equal
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.ids import MAX_GROUP_SIZE, MAX_GROUPS_PER_STEP, SampleId
+from rlboost.shared.ids import MAX_GROUP_SIZE, MAX_GROUPS_PER_STEP, SampleId, within_job
 from rlboost.shared.job.fleet import EvalSpec
 from rlboost.shared.job.spec import GeneratingJob, RlJob
+from rlboost.shared.job.training import OptimizerSpec
+
+# --- The learning rate at each step -----------------------------------------------------------------------------------
+
+
+def learning_rate(optimizer: OptimizerSpec, step: int, steps: int) -> float:
+    """Return the learning rate of `step`: a linear warm-up from 0 to `lr`, then a linear decay by `decay`.
+
+    As in transformers: `decay: 1` is its `linear` schedule, `decay: 0` its `constant_with_warmup`.
+    """
+    warmup = optimizer.warmup_steps
+    if step < warmup:
+        return optimizer.lr * step / warmup
+    return optimizer.lr * (1.0 - optimizer.decay * (step - warmup) / max(1, steps - warmup))
+
+
+# --- The plan of one step ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +47,7 @@ class PlannedGroup:
     n: int
     """Number of completions."""
     seed: int
+    """The environment's, and of the samples; the same in any job with the same `trainer.seed`."""
     number: int
     """Its number in the step, from 0, counted separately for training and evaluation groups."""
 
@@ -92,7 +111,7 @@ def plan_step(
         if rows is None:
             rows = prompt_indices(spec.trainer.seed, step, spec.data.prompts_per_step, n_train)
         groups = [training_group(spec, job_no, step, g, row) for g, row in enumerate(rows)]
-    if spec.eval is not None and (step % spec.eval.every == 0 or step == spec.steps):
+    if spec.eval is not None and spec.eval.is_due(step, spec.steps):
         counts = enumerate(eval_group_sizes(spec.eval, n_eval))
         groups += [_planned(spec, job_no, step, row, row, n, is_eval=True) for row, n in counts if n]
     return groups
@@ -147,10 +166,81 @@ def _planned(
     spec: GeneratingJob, job_no: int, step: int, group: int, row: int, n: int, *, is_eval: bool = False
 ) -> PlannedGroup:
     packed = SampleId(job_no, is_eval, step, group, 0).pack()
-    # 48 bits: sample seeds are derived by addition, and must not overflow 64 bits.
-    seed = int.from_bytes(_hash(f"{spec.trainer.seed}/{packed}")[:6], "big")
+    # Without the job's number: the same job draws the same samples again, and jobs that differ in one setting differ in
+    # nothing else.
+    seed = int.from_bytes(_hash(f"{spec.trainer.seed}/{within_job(packed)}")[:6], "big")
     return PlannedGroup(packed, is_eval, row, n, seed, group)
 
 
 def _hash(text: str) -> bytes:
     return blake2b(text.encode(), digest_size=8).digest()
+
+
+# --- Replaces groups without a learning signal by groups of other prompts ---------------------------------------------
+# This is the dynamic sampling of DAPO, arXiv 2503.14476, section 3.2.
+#
+# A step has `data.prompts_per_step` slots. A group whose rewards are all equal is replaced by a group of another
+# prompt, up to `algorithm.resample` times per slot. The replacement depends on the replaced group alone, and on the
+# state of the curriculum before the step was requested, but not on the order of scoring or on other slots. So each
+# group is replaced as soon as it is scored, and a restarted trainer requests the same replacements.
+
+
+def has_signal(rewards: Sequence[float]) -> bool:
+    """Return True if the rewards of a group, after shaping, are not all equal."""
+    return not all_equal(rewards)
+
+
+@dataclass(frozen=True, slots=True)
+class Replacements:
+    """The rules of one step: which group replaces which, and with which prompt."""
+
+    n: int
+    """Number of slots of the step."""
+    tries: int
+    """Maximal number of replacements per slot."""
+    seed: int
+    step: int
+    n_rows: int
+    """Number of training prompts."""
+
+    @classmethod
+    def of(cls, spec: GeneratingJob, step: int, n_rows: int) -> Replacements:
+        """Return the rules of a step of a job with `n_rows` training prompts."""
+        tries = spec.algorithm.resample or 0
+        return cls(spec.data.prompts_per_step, tries, spec.trainer.seed, step, n_rows)
+
+    def replacement_number(self, number: int) -> int | None:
+        """Return the number of the group that replaces group `number`, None if its slot has no tries left."""
+        return number + self.n if number // self.n < self.tries else None
+
+    def replacement_rows(
+        self, initial: Sequence[int], is_skipped: Callable[[int], bool] = lambda _: False
+    ) -> list[int]:
+        """Return the prompts of replacement groups, each once, those that the curriculum skips last.
+
+        They come from a separate shuffled order, so that resampling does not change the initial prompts of later steps.
+
+        Args:
+            initial: the initial prompts of the step. They are returned, rotated by one, if the data has no others.
+            is_skipped: whether to prefer other prompts to this one.
+
+        """
+        most, seen = self.n * self.tries, set(initial)
+        found: list[int] = []
+        skipped: list[int] = []
+        # Two epochs contain a whole one from any starting position.
+        for position in range(self.step * most, self.step * most + 2 * self.n_rows):
+            if len(found) == most:
+                break
+            epoch, offset = divmod(position, self.n_rows)
+            row = epoch_order(self.seed, -1 - epoch, self.n_rows)[offset]
+            if row not in seen:
+                seen.add(row)
+                (skipped if is_skipped(row) else found).append(row)
+        return [*found, *skipped][:most] or list(dict.fromkeys([*initial[1:], *initial[:1]]))
+
+    def row(self, number: int, rows: Sequence[int]) -> int:
+        """Return the prompt of replacement group `number`: a different one for each, if `rows` has enough."""
+        attempt, slot = divmod(number - self.n, self.n)
+        # With too few rows, a slot still gets a different prompt in each attempt, as long as there is one.
+        return rows[(slot + attempt * min(self.n, max(1, len(rows) // self.tries))) % len(rows)]

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from rlboost.services.trainer.domain.metrics import StepTally
 from rlboost.shared.job.run_profile import RunProfile
 from rlboost.shared.messages import EngineProfile
-from rlboost.shared.wire.columns import I32, length
+from rlboost.shared.wire import I32, length
 
 RECENT_STEPS = 20
 """Completions get longer in training, so only the recent steps count."""

@@ -28,6 +28,11 @@ def sft_loss(batch: TokenBatch) -> tuple[Tensor, dict[str, float]]:
     return total, {"loss": float(total.detach()), "tokens": n_tokens, "divisor": n_tokens}
 
 
+def perplexity(loss: float) -> float:
+    """Return the perplexity of a mean loss in nats per token."""
+    return math.exp(min(loss, _MAX_NATS))
+
+
 @dataclass(frozen=True, slots=True)
 class SftStep:
     """The results of one step."""
@@ -46,7 +51,7 @@ class SftStep:
         loss, n_tokens = self.sums["loss"] / self.sums["divisor"], self.sums["tokens"]
         return {
             "loss": loss,
-            "perplexity": math.exp(min(loss, _MAX_NATS)),
+            "perplexity": perplexity(loss),
             "grad_norm": self.grad_norm,
             "lr": self.learning_rate,
             "tokens/trained": n_tokens,

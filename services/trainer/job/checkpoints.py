@@ -12,18 +12,17 @@ wait for: a checkpoint is stored whole or not at all.
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import Iterable, Mapping
+from hashlib import blake2b
+from typing import Any
 
-from rlboost.services.trainer.domain.fingerprint import fingerprint
+from rlboost.services.trainer.job.job import Job
 from rlboost.services.trainer.ports.engine import Snapshot
-from rlboost.services.trainer.ports.resources import JobResources
 from rlboost.services.trainer.ports.storage import TrainState
-from rlboost.services.trainer.runtime.device import DeviceThread
-from rlboost.services.trainer.runtime.disk_waits import DiskWaits
-from rlboost.services.trainer.runtime.job_streams import JobStreams
 from rlboost.shared.errors import ConfigError, Fatal
-from rlboost.shared.job.spec import JobSpec
-from rlboost.shared.process.threads import run_in_thread
-from rlboost.shared.process.waiting import Waits
+from rlboost.shared.process.system import run_in_thread
+from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Trim
 from rlboost.shared.streams.entries import START
 
@@ -36,35 +35,10 @@ READ_LIMIT_S = 3600.0
 class Checkpoints:
     """The checkpoints of one job, one at a time."""
 
-    def __init__(
-        self,
-        spec: JobSpec,
-        resources: JobResources,
-        device: DeviceThread,
-        waits: Waits,
-        streams: JobStreams,
-        disk: DiskWaits,
-        finished: str,
-    ) -> None:
-        """Bind to the folder or bucket; `restore` reads it, `start_save` writes to it.
-
-        Args:
-            spec: the job file.
-            resources: the job's resources, with its checkpoint store and engine.
-            device: the thread of the engine.
-            waits: registry of waits.
-            streams: for events.
-            disk: for writes that meet a full disk.
-            finished: the stream that is trimmed after a checkpoint.
-
-        """
-        self._spec = spec
-        self._resources = resources
-        self._device = device
-        self._waits = waits
-        self._streams = streams
-        self._disk = disk
-        self._finished = finished
+    def __init__(self, job: Job) -> None:
+        """Bind to the folder or bucket; `restore` reads it, `start_save` writes to it."""
+        self._job = job
+        self._store = job.resources.checkpoints
         self._writing: asyncio.Task[None] | None = None
         self._data_digest = ""
         self._starts_from_another_job = False
@@ -83,15 +57,14 @@ class Checkpoints:
             WaitTimedOut: it takes too long to read.
 
         """
-        data, resume = self._resources.data, self._spec.trainer.resume
-        self._data_digest = await self._device(
-            lambda: fingerprint((row.tokens, row.completion, row.columns) for row in data.train)
+        job, resume = self._job, self._job.spec.trainer.resume
+        self._data_digest = await job.device.run(
+            lambda: fingerprint((row.tokens, row.completion, row.columns) for row in job.resources.data.train)
         )
-        store = self._resources.checkpoints
-        async with self._waits.on(
-            "the newest checkpoint", because="it is read", limit_s=READ_LIMIT_S, progress=store.progress
+        async with job.waits.on(
+            "the newest checkpoint", because="it is read", limit_s=READ_LIMIT_S, progress=self._store.progress
         ):
-            found = await self._device(store.newest)
+            found = await job.device.run(self._store.newest)
         if resume == "never" and (found is not None or head > 0):
             raise ConfigError(
                 "the trainer was restarted during this job, and trainer.resume is 'never': create a new job"
@@ -99,31 +72,31 @@ class Checkpoints:
         if found is not None:
             state, directory = found
             self._check_data(state)
-        elif self._resources.predecessor is not None:
-            state, directory = await self._device(self._resources.predecessor)
+        elif job.resources.predecessor is not None:
+            state, directory = await job.device.run(job.resources.predecessor)
             state = self._as_initial(state)
         else:
             return self.state(0)
-        await self._device(lambda: self._resources.engine.load(directory))
-        if (fallback := await self._device(self._resources.checkpoints.fallback)) is not None:
+        await job.device.run(lambda: job.resources.engine.load(directory))
+        if (fallback := await job.device.run(self._store.fallback)) is not None:
             self.covered_step = fallback.step
         begins = {"begins_with": resume} if self._starts_from_another_job else {}
-        await self._streams.emit_event("job_resumed", step=state.step, head=head, **begins)
+        await job.emit_event("job_resumed", step=state.step, head=head, **begins)
         return state
 
     def state(self, step: int, finished_cursor: str = START, read_cursor: str = START) -> TrainState:
         """Return the job's position before a step; see `TrainState`."""
-        n_rows = len(self._resources.data.train)
+        n_rows = len(self._job.resources.data.train)
         return TrainState(step, finished_cursor, n_rows, read_cursor, self._data_digest)
 
     def is_due(self, first: int, step: int) -> bool:
         """Return True if a checkpoint is due before a step, or after the last one; `first` was the first step here."""
-        every, end = self._spec.trainer.checkpoint_every, self._spec.steps
+        every, end = self._job.spec.trainer.checkpoint_every, self._job.spec.steps
         return step > first and (step % every == 0 or step == end)
 
     def _check_data(self, state: TrainState) -> None:
         remedy = "restore data.train, or create a job with the new data whose trainer.resume names this checkpoint"
-        if state.train_rows != (n_rows := len(self._resources.data.train)):
+        if state.train_rows != (n_rows := len(self._job.resources.data.train)):
             raise ConfigError(
                 f"data.train has {n_rows} prompts, but had {state.train_rows} when the job was interrupted: {remedy}"
             )
@@ -135,9 +108,9 @@ class Checkpoints:
 
     def _as_initial(self, state: TrainState) -> TrainState:
         """Return this job's position when it starts from a checkpoint of another job, without that job's samples."""
-        if state.step >= self._spec.steps:
+        if state.step >= self._job.spec.steps:
             raise ConfigError(
-                f"trainer.resume names a checkpoint of step {state.step}, and steps is {self._spec.steps}, so "
+                f"trainer.resume names a checkpoint of step {state.step}, and steps is {self._job.spec.steps}, so "
                 "nothing is left to train: raise steps"
             )
         self._starts_from_another_job = True
@@ -166,8 +139,8 @@ class Checkpoints:
 
         """
         await self.wait_until_saved()
-        name, engine = f"checkpoint of step {state.step}", self._resources.engine
-        write = await self._disk(f"the {name}", lambda: self._device(engine.snapshot))
+        name, job = f"checkpoint of step {state.step}", self._job
+        write = await job.until_space(f"the {name}", lambda: job.device.run(job.resources.engine.snapshot))
         self._writing = asyncio.create_task(self._write(name, state, write), name=name)
         self._writing.add_done_callback(_retrieve_exception)
 
@@ -182,9 +155,8 @@ class Checkpoints:
         if self._writing is None:
             return
         name = f"the {self._writing.get_name()}"
-        progress = self._resources.checkpoints.progress
         because = "it is still being written"
-        async with self._waits.on(name, because=because, limit_s=WRITE_LIMIT_S, progress=progress):
+        async with self._job.waits.on(name, because=because, limit_s=WRITE_LIMIT_S, progress=self._store.progress):
             await asyncio.shield(self._writing)
         self._writing = None
 
@@ -194,26 +166,44 @@ class Checkpoints:
             self._writing.cancel()
 
     async def _write(self, name: str, state: TrainState, write: Snapshot) -> None:
-        store, engine = self._resources.checkpoints, self._resources.engine
+        engine = self._job.resources.engine  # the thread below may outlive the job
 
         def save() -> None:
-            store.save(state, write)
+            self._store.save(state, write)
             engine.drop_snapshot()
 
         try:
-            await self._disk(f"the {name}", lambda: run_in_thread("checkpoint-write", save))
+            await self._job.until_space(f"the {name}", lambda: run_in_thread("checkpoint-write", save))
         except Fatal as error:
             # People see it now; the job fails at its next `wait_until_saved`.
-            await self._streams.emit_event("checkpoint_failed", step=state.step, reason=str(error))
+            await self._job.emit_event("checkpoint_failed", step=state.step, reason=str(error))
             raise
-        await self._streams.emit_event("checkpoint_saved", step=state.step)
-        if (fallback := await run_in_thread("checkpoint-fallback", store.fallback)) is not None:
+        await self._job.emit_event("checkpoint_saved", step=state.step)
+        if (fallback := await run_in_thread("checkpoint-fallback", self._store.fallback)) is not None:
             # If the newest checkpoint turns out corrupt, the entries after the previous one are still in the stream.
             self.covered_step = fallback.step
-            await self._streams.bus.transact([Trim(self._finished, fallback.finished_cursor)])
+            finished = names.rollouts_finished(self._job.id)
+            await self._job.bus.transact([Trim(finished, fallback.finished_cursor)])
 
 
 def _retrieve_exception(task: asyncio.Task[None]) -> None:
     """Retrieve the exception, so that asyncio does not warn if the job ends before `wait_until_saved`."""
     if not task.cancelled():
         task.exception()
+
+
+def fingerprint(rows: Iterable[tuple[bytes, bytes, Mapping[str, Any]]]) -> str:
+    """Return a digest of rows in their order, as hexadecimal digits.
+
+    Args:
+        rows: the prompt's token ids, the target completion, and the columns for the reward function, of each row.
+
+    """
+    whole = blake2b(digest_size=16)
+    for tokens, completion, columns in rows:
+        text = json.dumps(columns, sort_keys=True, default=repr).encode()
+        for part in (tokens, completion, text):
+            # Length-prefixed, so that different rows never give the same bytes.
+            whole.update(len(part).to_bytes(8, "big"))
+            whole.update(part)
+    return whole.hexdigest()

@@ -15,14 +15,12 @@ from functools import partial
 
 import structlog
 
-from rlboost.services.trainer.domain.batches.training_row import SequenceRow
-from rlboost.services.trainer.domain.canary_prompts import CanaryPrompts, build_reference
-from rlboost.services.trainer.ports.engine import Exported, Loaded, PolicyEngine
-from rlboost.services.trainer.ports.storage import WeightPublisher
-from rlboost.services.trainer.runtime.device import DeviceThread
-from rlboost.services.trainer.runtime.job_streams import JobStreams
+from rlboost.services.trainer.domain.batches import SequenceRow
+from rlboost.services.trainer.domain.canary_prompts import build_reference
+from rlboost.services.trainer.job.job import Job
+from rlboost.services.trainer.ports.engine import Exported, Loaded
 from rlboost.shared.errors import Fatal
-from rlboost.shared.wire.columns import I32, pack
+from rlboost.shared.wire import I32, pack
 
 log = structlog.get_logger(__name__)
 
@@ -35,20 +33,11 @@ BASE = 0
 class VersionPublisher:
     """The weight versions of one job."""
 
-    def __init__(
-        self,
-        engine: PolicyEngine,
-        weights: WeightPublisher,
-        device: DeviceThread,
-        streams: JobStreams,
-        canary_prompts: CanaryPrompts | None = None,
-    ) -> None:
+    def __init__(self, job: Job) -> None:
         """Bind to the job's store. Call `refresh_head` before any other method."""
-        self._engine = engine
-        self._weights = weights
-        self._device = device
-        self._streams = streams
-        self._canary_prompts = canary_prompts
+        self._job = job
+        self._engine = job.resources.engine
+        self._weights = job.resources.weights
         self.head = -1
         """The newest committed version."""
         self._exporting = asyncio.Lock()
@@ -100,7 +89,7 @@ class VersionPublisher:
         async with self._exporting:
             for what in self._published():
                 export = partial(self._engine.export_shards, what)
-                chunks = await self._device(lambda: self._weights.chunks_among(export(), damaged))  # noqa: B023 - awaited at once
+                chunks = await self._job.device.run(lambda: self._weights.chunks_among(export(), damaged))  # noqa: B023 - awaited at once
                 if chunks:
                     await self._weights.restore(chunks)
                     restored.update(ref.digest for ref, _ in chunks)
@@ -114,7 +103,7 @@ class VersionPublisher:
         new = version > self.head
         parity_json = await self._parity_json() if new and with_parity else ""
         # From the commit on, reserved engines may generate with it on this device.
-        await self._device(self._engine.offload)
+        await self._job.device.run(self._engine.offload)
         if new:
             await self._commit(version, what, parity_json)
             return
@@ -125,15 +114,15 @@ class VersionPublisher:
             )
         if same is False:
             shards = await self._weights.fetch(version)
-            await self._device(lambda: self._engine.load_shards(shards, what))
-            await self._streams.emit_event("weights_restored", version=version)
+            await self._job.device.run(lambda: self._engine.load_shards(shards, what))
+            await self._job.emit_event("weights_restored", version=version)
 
     async def _parity_json(self) -> str:
         """Return the parity reference of the engine's weights as JSON, an empty text without canary prompts."""
-        if (canaries := self._canary_prompts) is None:
+        if (canaries := self._job.resources.canary_prompts) is None:
             return ""
         rows = [SequenceRow(pack(prompt, I32), pack(completion, I32)) for prompt, completion in canaries.rows]
-        return build_reference(canaries, await self._device(lambda: self._engine.logprobs([rows]))).encode()
+        return build_reference(canaries, await self._job.device.run(lambda: self._engine.logprobs([rows]))).encode()
 
     async def _commit(self, version: int, what: Exported, parity_json: str) -> None:
         shards = self._engine.export_shards(what)

@@ -9,10 +9,77 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
-from rlboost.services.trainer.domain.batches.training_row import SequenceRow, TrainingRow
+from pydantic import BaseModel, ConfigDict
+
+from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow
 from rlboost.services.trainer.domain.loss.inputs import LossFn
 from rlboost.shared.errors import Fatal
-from rlboost.shared.weights.shards import Shard
+from rlboost.shared.job.algorithm import Aggregation, CriticSpec
+from rlboost.shared.job.spec import JobSpec
+from rlboost.shared.job.training import MAX_LOGITS, LoraSpec, Offload, OptimizerSpec
+from rlboost.shared.weights.publisher import Shard
+from rlboost.shared.wire import RoutedShape
+
+# --- The settings of a policy engine. Importing this module imports neither torch nor transformers --------------------
+
+
+class PolicySettings(BaseModel):
+    """What a job decides about its policy, for any backend; sent to ranks as a mapping."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    optimizer: OptimizerSpec = OptimizerSpec()
+    temperature: float = 1.0
+    """The sampling temperature, which divides the logits."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    seed: int = 0
+    """Seeds the adapter's initial values and its dropout."""
+    lora: LoraSpec | None = None
+    """The adapter to train; None to train the model itself. Not with megatron."""
+    critic: CriticSpec | None = None
+    """The value model to train along with the policy, if any. Not with megatron."""
+    reference: bool = False
+    """Whether losses get the log-probabilities of the weights that `load_hf` loaded. It costs another copy of them on
+    the device, unless an adapter is trained, and another forward pass, unless rows have the log-probabilities
+    already."""
+    offload: Offload = "none"
+    """What `PolicyEngine.offload` moves to host memory."""
+    activation_checkpointing: bool = False
+    """Whether the layers of policy and critic are recomputed in the backward pass."""
+    compile: bool = False
+    """Whether the layers of policy and critic are compiled. Not with megatron."""
+    router_aux_loss_coef: float = 0.0
+    """Weight of the load-balancing loss of a mixture of experts."""
+    aggregation: Aggregation = "token_mean"
+    """The loss's, by which the load-balancing loss is weighted on ranks."""
+    replayed: RoutedShape | None = None
+    """The shape of rows' routed experts, which replace those of the routers of policy and reference."""
+    max_logits: int = MAX_LOGITS
+    """Logits that a process has at a time. Not with megatron."""
+
+    @classmethod
+    def of(cls, spec: JobSpec, aggregation: Aggregation, replayed: RoutedShape | None) -> PolicySettings:
+        """Return the settings of a job whose loss has this aggregation."""
+        trainer = spec.trainer
+        return cls(
+            optimizer=spec.optimizer,
+            temperature=spec.sampling.scored_temperature,
+            dtype=trainer.dtype,
+            seed=trainer.seed,
+            lora=spec.adapter,
+            critic=None if spec.kind == "sft" else spec.algorithm.critic,
+            reference=spec.kind == "rl" and spec.algorithm.needs_reference,
+            offload=trainer.offload,
+            activation_checkpointing=trainer.activation_checkpointing,
+            compile=trainer.compile,
+            router_aux_loss_coef=trainer.router_aux_loss_coef,
+            aggregation=aggregation,
+            replayed=replayed,
+        )
+
+
+# --- The interface of training backends -------------------------------------------------------------------------------
+
 
 Exported = Literal["model", "base", "adapter"]
 """`model`: the model with its adapter merged in; `base`: the model below the adapter; `adapter`: the adapter alone.
@@ -96,7 +163,7 @@ class PolicyEngine(Protocol):
         """
 
     def snapshot(self) -> Snapshot:
-        """Copy the trained weights, the optimizer state and the random state; return a function that writes the copy.
+        """Copy the trained weights and the optimizer state; return a function that writes the copy.
 
         Only one copy exists at a time: `snapshot` replaces the previous one.
 

@@ -1,18 +1,26 @@
-"""What outlives the trainer process: checkpoints, published weights, and the folder of a run."""
+"""What a job works with, and what outlives the process: checkpoints, published weights, the run's folder."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from rlboost.services.trainer.domain.batches.training_row import TrainingRow
-from rlboost.services.trainer.ports.engine import Snapshot
+from rlboost.services.trainer.domain.batches import TrainingRow
+from rlboost.services.trainer.domain.canary_prompts import CanaryPrompts
+from rlboost.services.trainer.domain.curriculum import SkipFunction
+from rlboost.services.trainer.domain.loss.inputs import LossFn
+from rlboost.services.trainer.domain.metrics import UNKNOWN_HARDWARE, TrainingHardware
+from rlboost.services.trainer.ports.engine import Critic, PolicyEngine, Snapshot
+from rlboost.services.trainer.ports.samples import Data, Environments, RewardFunction
 from rlboost.shared.job.run_profile import RunProfile
 from rlboost.shared.streams.entries import START
-from rlboost.shared.weights.shards import ChunkCopy, Shard
+from rlboost.shared.weights.publisher import ChunkCopy, Shard
+from rlboost.shared.wire import RoutedShape
+
+# --- What outlives the trainer process: checkpoints, published weights, and the folder of a run -----------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +36,7 @@ class TrainState:
     read_cursor: str = START
     """Position up to which `rollouts.finished` was read. Entries between the two positions may be of earlier steps."""
     data_digest: str = ""
-    """Digest of the training prompts, see `domain.fingerprint`; empty: not checked."""
+    """Digest of the training prompts, see `job.checkpoints.fingerprint`; empty: not checked."""
 
 
 class CheckpointStore(Protocol):
@@ -159,3 +167,49 @@ class RunFolder(Protocol):
 
     def close(self) -> list[str]:
         """Flush the loggers, for some seconds at most; return their problems as `log_step` does."""
+
+
+# --- The resources of one job -----------------------------------------------------------------------------------------
+
+
+class Machines(Protocol):
+    """The machines that a job's engine runs on, if they are not the trainer's own."""
+
+    async def gather(self) -> None:
+        """Wait until enough of them have joined. Call it before the engine loads.
+
+        Raises:
+            WaitTimedOut: too few have joined.
+
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class JobResources:
+    """The engine, data, user code and storage of one job."""
+
+    engine: PolicyEngine
+    model: Path
+    """The Hugging Face directory of the base model."""
+    loss: LossFn
+    data: Data
+    rewards: RewardFunction
+    checkpoints: CheckpointStore
+    weights: WeightPublisher
+    folder: RunFolder
+    critic: Critic | None = None
+    """The engine, if it has a critic."""
+    environments: Environments | None = None
+    """Set if samples are conversations."""
+    predecessor: Callable[[], tuple[TrainState, Path]] | None = None
+    """Finds the checkpoint of another job that this one starts from (`trainer.resume` names it). Raises `ConfigError`
+    if there is none."""
+    hardware: TrainingHardware = UNKNOWN_HARDWARE
+    machines: Machines | None = None
+    """Set if `trainer.nodes` is more than 1."""
+    skip_function: SkipFunction | None = None
+    """`data.curriculum.function`, if there is one."""
+    canary_prompts: CanaryPrompts | None = None
+    """The input of the parity check that each version is published with; None: workers skip the check."""
+    replayed: RoutedShape | None = None
+    """Shape of the routed experts that training replays; None: routers decide again (`trainer.router_replay`)."""

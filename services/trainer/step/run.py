@@ -1,12 +1,11 @@
 """One training step: trains on scored groups as they are completed, as soon as the trainer has the device.
 
-*Collect*. Consumes: `rollouts.finished`, through `RequestedSteps`. Produces: scoring tasks (`GroupIntake.take`).
-Waits for: the next entry (`EntrySource.read`); if groups may be replaced, the scores that decide it
-(`GroupIntake.wait_until_decided`), while it reads entries of later steps. Ends when: every group of the step is
-complete or dropped, and seeding is over; then `EntrySource.read_ahead` reads entries of later steps until training
-ends.
+*Collect*. Consumes: `rollouts.finished`, through `Intake`. Produces: scoring tasks (`StepIntake.take`). Waits for: the
+next entry (`Intake.read`); if groups may be replaced, the scores that decide it (`StepIntake.wait_until_decided`),
+while it reads entries of later steps. Ends when: every group of the step is complete or dropped, and seeding is over;
+then `Intake.read_ahead` reads entries of later steps until training ends.
 
-*Train*. Consumes: scored groups in order of completion (`GroupIntake.next_group`). Produces: optimizer steps.
+*Train*. Consumes: scored groups in order of completion (`StepIntake.next_group`). Produces: optimizer steps.
 Waits for: the next group, until its scoring task ends; the device (`DeviceTurn.run`), until *collect* reads
 `SeedingEnded` and calls `DeviceTurn.set_owned`. Ends when: the last group of the step is trained.
 """
@@ -14,58 +13,130 @@ Waits for: the next group, until its scoring task ends; the device (`DeviceTurn.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-from rlboost.services.trainer.domain.batches.batching import Accumulate, OptimizerStep, UpdatePlanner
-from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.services.trainer.domain.batches import Accumulate, OptimizerStep, TrainingRow, UpdatePlanner
 from rlboost.services.trainer.domain.loss import sums
 from rlboost.services.trainer.domain.metrics import Durations, RolloutTally, StepTally
-from rlboost.services.trainer.domain.schedule import learning_rate
+from rlboost.services.trainer.domain.plan import learning_rate
+from rlboost.services.trainer.job.job import Job
 from rlboost.services.trainer.ports.engine import NotFinite
-from rlboost.services.trainer.runtime.device import DeviceTurn
-from rlboost.services.trainer.step.context import JobContext
-from rlboost.services.trainer.step.group_intake import GroupIntake
-from rlboost.services.trainer.step.training_rows import TrainingRowBuilder
-from rlboost.shared.errors import Fatal
+from rlboost.services.trainer.step.intake import Intake, StepIntake
+from rlboost.services.trainer.step.training_rows import TrainingRows
+from rlboost.shared.errors import Fatal, WaitTimedOut
 from rlboost.shared.progress import CountProgress
 
 T = TypeVar("T")
 
 
-class EntrySource(Protocol):
-    """Reads entries for a step and the steps after it, and passes each decided group to `GroupIntake.take`."""
+# --- The trainer's turns on a device that it shares with reserved engines ---------------------------------------------
 
-    async def read(self, what: str, because: str, progress: Callable[[], str]) -> None:
-        """Read the next entry, of any step, waiting for `what`; the arguments are those of `Waits.on`.
+
+class DeviceTurn:
+    """The trainer's turn on a device that it shares with the reserved engines, during one step."""
+
+    def __init__(self, job: Job, step: int) -> None:
+        """Start without the device. The engine is offloaded when a turn ends before the step does."""
+        self._job = job
+        self._step = step
+        self._offloading: Future[object] | None = None
+        self._owned = asyncio.Event()
+        self._step_ended = False
+        self._began = self._since = time.monotonic()
+        self.waited_s: float | None = None
+        """Time from the start of the step to the first turn; None before it."""
+        self.held_s = 0.0
+        """Total duration of the turns that have ended."""
+        self.busy_s = 0.0
+        """How long the device computed."""
+        self._computes_since: float | None = None
+
+    @property
+    def idle_s(self) -> float:
+        """Return how long the trainer has had the device until now without computing."""
+        now = time.monotonic()
+        held_s = self.held_s + (now - self._since if self._owned.is_set() else 0.0)
+        busy_s = self.busy_s + (0.0 if self._computes_since is None else now - self._computes_since)
+        return max(0.0, held_s - busy_s)
+
+    def set_owned(self, *, owned: bool) -> None:
+        """Set whether the trainer has the device; without effect once the step's last turn has ended."""
+        if self._step_ended:
+            return
+        now = time.monotonic()
+        if owned and not self._owned.is_set():
+            self._since = now
+            if self.waited_s is None:
+                self.waited_s = now - self._began
+            self._owned.set()
+        elif not owned and self._owned.is_set():
+            self._end_turn()
+            self._offloading = self._job.device.post(self._job.resources.engine.offload)
+
+    def end_step(self) -> None:
+        """End the step's last turn. Nothing is offloaded, because the weights are published from the device."""
+        self._step_ended = True
+        if self._owned.is_set():
+            self._end_turn()
+
+    def _end_turn(self) -> None:
+        self.held_s += time.monotonic() - self._since
+        self._owned.clear()
+
+    async def run(self, call: Callable[[], T]) -> T:
+        """Run a call on the device during a turn; the end of the turn does not interrupt a started call.
 
         Raises:
-            Fatal: no entry came within the limit, or the stream is inconsistent.
+            Fatal: the reserved engines did not release the device within the limit.
 
         """
+        # The turn may end again during either wait.
+        while not self._owned.is_set() or self._offloading is not None:
+            if self._offloading is not None:
+                offloading, self._offloading = self._offloading, None
+                await asyncio.wrap_future(offloading)
+            else:
+                await self._turn()
+        began = self._computes_since = time.monotonic()
+        try:
+            return await self._job.device.run(call)
+        finally:
+            self._computes_since = None
+            self.busy_s += time.monotonic() - began
 
-    async def read_ahead(self) -> None:
-        """Read entries of later steps, as far as these are requested. The caller cancels it."""
+    async def _turn(self) -> None:
+        because = f"the reserved engines generate for step {self._step + 1} on it"
+        try:
+            async with self._job.waits.on("the device", because=because, limit_s=self._job.limit_s):
+                await self._owned.wait()
+        except WaitTimedOut as error:
+            raise Fatal(f"{error}: check that the rollout manager runs, and that no worker hangs") from error
+
+
+# --- The step ---------------------------------------------------------------------------------------------------------
 
 
 class StepRun:
     """One step, from its first sample to its last optimizer step."""
 
-    def __init__(self, job: JobContext, intake: GroupIntake, source: EntrySource) -> None:
-        """Bind to one step; `run` runs it. `source` reads the entries of the step of `intake`."""
-        self._job = job
-        self._step = intake.step
+    def __init__(self, all_steps: Intake, intake: StepIntake) -> None:
+        """Bind to the step of `intake`; `run` runs it."""
+        job = self._job = all_steps.job
+        self._all_steps = all_steps
         self._intake = intake
-        self._source = source
-        rate = learning_rate(job.spec.optimizer, intake.step, job.spec.steps)
+        self._step = intake.step
+        rate = learning_rate(job.generating_spec.optimizer, intake.step, job.spec.steps)
         self._tally = StepTally(step=intake.step, learning_rate=rate, hardware=job.resources.hardware)
-        self._turn = DeviceTurn(job.device, job.waits, intake.step, job.limit_s, job.resources.engine.offload)
+        self._turn = DeviceTurn(job, intake.step)
         self._idle_before_s: float | None = None
         """Idle time of the device until all initial groups were complete."""
         self._weights_changed = False
         """True once the weights differ from those at the start of the step."""
-        self._rows = TrainingRowBuilder(job, self._tally, self._turn)
+        self._rows = TrainingRows.of(job, self._tally, self._turn.run)
         self._rows_since_update: list[TrainingRow] = []
         """Rows accumulated since the last optimizer step."""
 
@@ -81,7 +152,7 @@ class StepRun:
         async with asyncio.TaskGroup() as tasks:
             training = tasks.create_task(self._train(), name=f"train-{self._step}")
             await self._collect()
-            reading_ahead = tasks.create_task(self._source.read_ahead(), name=f"read-ahead-{self._step}")
+            reading_ahead = tasks.create_task(self._all_steps.read_ahead(), name=f"read-ahead-{self._step}")
             await training
             reading_ahead.cancel()
         rollouts = self._tally.rollouts = await self._intake.finish()
@@ -112,7 +183,7 @@ class StepRun:
                 self._idle_before_s = self._turn.idle_s
             if not groups.complete or (self._intake.n_train and not groups.trainer_has_device):
                 progress.update(groups.n_arrived, groups.n_samples)
-                await self._source.read(subject, groups.arrived_text(), progress.rate_text)
+                await self._all_steps.read(subject, groups.arrived_text(), progress.rate_text)
             elif self._intake.n_undecided:
                 await self._read_until_decided()
             else:
@@ -121,14 +192,14 @@ class StepRun:
     async def _read_until_decided(self) -> None:
         """Read entries of later steps until no group can be replaced any more, or a replacement is pending."""
         async with asyncio.TaskGroup() as tasks:
-            reading_ahead = tasks.create_task(self._source.read_ahead(), name=f"read-ahead-{self._step}")
+            reading_ahead = tasks.create_task(self._all_steps.read_ahead(), name=f"read-ahead-{self._step}")
             await self._intake.wait_until_decided()
             reading_ahead.cancel()
 
     # --- train ---
 
     async def _train(self) -> None:
-        n_groups, spec = self._intake.n_train, self._job.spec
+        n_groups, spec = self._intake.n_train, self._job.generating_spec
         planner: UpdatePlanner[TrainingRow] = UpdatePlanner(
             n_groups, spec.algorithm.updates_per_step, spec.trainer.micro_batch_tokens
         )
@@ -153,7 +224,7 @@ class StepRun:
             if norm:
                 self._tally.grad_norms.append(norm)
             return
-        for batch in await self._rows.with_pair_weights(work):
+        for batch in await self._rows.micro_batches(work):
             # One call per micro-batch: the turn may end between two.
             numbers = await self._finite(partial(engine.accumulate, [batch], loss), batch)
             self._rows_since_update += batch
@@ -172,7 +243,7 @@ class StepRun:
             return await self._turn.run(call)
         except NotFinite as error:
             folder, name = self._job.resources.folder, f"not-finite-step-{self._step}.jsonl"
-            path = await self._job.device(lambda: folder.dump_batch(name, rows))
+            path = await self._job.device.run(lambda: folder.dump_batch(name, rows))
             raise Fatal(
                 f"step {self._step + 1}: {error}; version {self._step} stays the newest. Look for bad data among the "
                 f"{len(rows)} samples in {path}, or lower optimizer.lr"

@@ -1,96 +1,25 @@
-"""Scores complete groups with the user's reward functions, and publishes their samples for people.
-
-Consumes: the outcome of a group, complete or dropped.
-Produces: a `ScoredGroup`; samples in the job's `samples` stream; a `group_dropped` event for a group without a score.
-Waits for: `RewardFunction.score`, which returns within `reward.timeout_s` of when a reward process takes the group.
-Ends when: the group has its score, or was dropped.
-"""
+"""What the user's reward functions get of a complete group, and what people see of it."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
-from rlboost.services.trainer.domain.groups.collector import DroppedGroup, GroupOutcome, WholeGroup
-from rlboost.services.trainer.domain.groups.conversation import Conversation
-from rlboost.services.trainer.domain.groups.messages import messages_of
-from rlboost.services.trainer.domain.groups.scored_group import ScoredGroup
-from rlboost.services.trainer.domain.metrics import RolloutTally
-from rlboost.services.trainer.domain.plan import PlannedGroup
-from rlboost.services.trainer.domain.rewards.shaping import length_penalties
-from rlboost.services.trainer.ports.data import Data, Prompt
-from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
-from rlboost.services.trainer.step.context import JobContext
+from rlboost.services.trainer.domain.conversations import Conversation, messages_of
+from rlboost.services.trainer.domain.groups import WholeGroup
+from rlboost.services.trainer.domain.rewards import total
+from rlboost.services.trainer.ports.samples import Data, Prompt, RewardBatch, Scores
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages.fields import Span
-from rlboost.shared.wire.columns import ints
+from rlboost.shared.model.tool_call_formats import Tools
+from rlboost.shared.wire import ints
 
 _TEXT_CHARS = 4_000
 """Published prompts and completions are cut to this length, in their middle: questions and answers are at the ends."""
 _MESSAGE_CHARS = 600
 """Maximum characters that are published of each message of a long conversation."""
-
-
-class GroupScorer:
-    """Scores the groups of one step."""
-
-    def __init__(
-        self, job: JobContext, step: int, prompts: Mapping[int, bytes], tally: RolloutTally, *, publish: bool
-    ) -> None:
-        """Bind to a step.
-
-        Args:
-            job: the step's job.
-            step: number of the step.
-            prompts: started group -> its prompt, an int32 column.
-            tally: counts the step's scoring times and dropped groups.
-            publish: whether to publish samples for people.
-
-        """
-        self._job = job
-        self._step = step
-        self._prompts = prompts
-        self._tally = tally
-        self._publish = publish
-
-    async def score(self, outcome: GroupOutcome, planned: PlannedGroup) -> ScoredGroup | None:
-        """Return a group with its rewards, None for one that was dropped or could not be scored."""
-        if isinstance(outcome, DroppedGroup):
-            await self._drop(outcome.group, outcome.reason, outcome.detail)
-            return None
-        job, prompt, began = self._job, self._job.prompt(planned), time.monotonic()
-        start = self._prompts[planned.id]
-        scores = await job.resources.rewards.score(reward_batch(outcome, prompt, job.resources.data))
-        scores = add_environment_rewards(scores, outcome, named=job.spec.reward is not None)
-        took_s = time.monotonic() - began
-        if self._publish:
-            await job.streams.publish_samples(sample_summaries(outcome, start, scores, job.resources.data))
-        if scores.rewards is None:
-            await self._drop(outcome.group, scores.reason, scores.detail)
-            return None
-        if not planned.is_eval:
-            self._tally.scoring_s.append(took_s)
-        return ScoredGroup(
-            outcome.group,
-            outcome.samples,
-            scores.rewards,
-            scores.parts,
-            outcome.conversations,
-            start,
-            length_penalties(outcome.completions, job.spec.algorithm, job.spec.sampling.max_tokens),
-        )
-
-    async def _drop(self, group: int, reason: str, detail: str) -> None:
-        self._tally.dropped[reason] += 1
-        self._tally.first_detail = self._tally.first_detail or detail
-        name = str(SampleId.unpack(group))
-        # The traceback once for each step: the stream of events is bounded in entries, not in bytes.
-        shown = detail if self._tally.dropped[reason] == 1 else "\n".join(detail.splitlines()[:2])
-        await self._job.streams.emit_event("group_dropped", group=name, reason=reason, detail=shown)
-        await self._job.warn(self._job.faults.on_group_dropped(self._step, reason, detail))
 
 
 def reward_batch(group: WholeGroup, prompt: Prompt, data: Data) -> RewardBatch:
@@ -123,11 +52,13 @@ def add_environment_rewards(scores: Scores, group: WholeGroup, *, named: bool) -
     if scores.rewards is None or not group.conversations:
         return scores
     given = tuple(conversation.reward for conversation in group.conversations)
-    rewards = tuple(reward + more for reward, more in zip(scores.rewards, given, strict=True))
+    rewards = tuple(total((reward, more)) for reward, more in zip(scores.rewards, given, strict=True))
     return replace(scores, rewards=rewards, parts={**scores.parts, "environment": given} if named else scores.parts)
 
 
-def sample_summaries(group: WholeGroup, prompt: bytes, scores: Scores, data: Data) -> list[dict[str, Any]]:
+def sample_summaries(
+    group: WholeGroup, prompt: bytes, scores: Scores, data: Data, tools: Tools = ()
+) -> list[dict[str, Any]]:
     """Return the published fields of each sample, texts without special tokens; `prompt` is an int32 column."""
     prompt_text = _without_middle(data.decode(ints(prompt), skip_special_tokens=True), _TEXT_CHARS)
     rewards = scores.rewards or (None,) * len(group.samples)
@@ -148,7 +79,7 @@ def sample_summaries(group: WholeGroup, prompt: bytes, scores: Scores, data: Dat
                 "n_tokens": len(ints(sample.tokens)),
                 "spans": [list(span) for span in sample.spans],
                 **(
-                    conversation_fields(group.conversations[i], data)
+                    conversation_fields(group.conversations[i], data, prompt, tools)
                     if group.conversations
                     else span_characters(tokens, sample.spans, data)
                 ),
@@ -158,9 +89,11 @@ def sample_summaries(group: WholeGroup, prompt: bytes, scores: Scores, data: Dat
     return rows
 
 
-def conversation_fields(conversation: Conversation, data: Data) -> dict[str, Any]:
+def conversation_fields(
+    conversation: Conversation, data: Data, start: bytes = b"", tools: Tools = ()
+) -> dict[str, Any]:
     """Return the number of turns, and the `messages_of` a conversation, each text cut in its middle."""
-    messages = messages_of(conversation, data.decode)
+    messages = messages_of(conversation, data.decode, data.call_style, start, tools)
     limit = max(_MESSAGE_CHARS, _TEXT_CHARS // len(messages))
     for message in messages:
         message["content"] = _without_middle(message["content"], limit)

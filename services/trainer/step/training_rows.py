@@ -7,45 +7,54 @@ this module calls the engine for their inputs when the trainer has the device.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
 import numpy as np
 
-from rlboost.services.trainer.domain.advantages import gae
-from rlboost.services.trainer.domain.advantages.group_estimators import NEED_THE_STEP, group_advantages
-from rlboost.services.trainer.domain.batches.batching import Accumulate, pack, select
-from rlboost.services.trainer.domain.batches.training_row import SequenceRow, TrainingRow, constant
-from rlboost.services.trainer.domain.groups.scored_group import ScoredGroup
+from rlboost.services.trainer.domain import advantages
+from rlboost.services.trainer.domain.advantages import NEED_THE_STEP, group_advantages
+from rlboost.services.trainer.domain.batches import Accumulate, SequenceRow, TrainingRow, constant, pack, select
+from rlboost.services.trainer.domain.groups import ScoredGroup
 from rlboost.services.trainer.domain.loss import preference, sums
 from rlboost.services.trainer.domain.metrics import StepTally
-from rlboost.services.trainer.ports.engine import Critic
-from rlboost.services.trainer.runtime.device import DeviceTurn
-from rlboost.services.trainer.step.context import JobContext
-from rlboost.shared.job.algorithm import CriticSpec, PreferenceSpec
-from rlboost.shared.wire.columns import F32, unpack
+from rlboost.services.trainer.domain.rewards import all_equal
+from rlboost.services.trainer.job.job import Job
+from rlboost.shared.wire import F32, unpack
 
 T = TypeVar("T")
 EngineCall = Callable[[Sequence[Sequence[SequenceRow]]], list[bytes]]
 """Returns a float32 column per row."""
+Run = Callable[[Callable[[], list[bytes]]], Awaitable[list[bytes]]]
+"""Runs a call on the device once the trainer has it: `DeviceTurn.run`."""
 
 
-class TrainingRowBuilder:
-    """Builds the training rows of one step."""
+class TrainingRows(ABC):
+    """Builds the training rows of one step; a subclass turns the rewards of groups into the advantages of rows."""
 
-    def __init__(self, job: JobContext, tally: StepTally, turn: DeviceTurn) -> None:
-        """Count into `tally`; call the engine through `turn`."""
-        self._job = job
-        self._algorithm = job.spec.algorithm
-        self._columns = _EngineColumns(turn, job.spec.trainer.micro_batch_tokens)
-        self._estimator = _estimator(job, tally, self._columns)
+    def __init__(self, job: Job, tally: StepTally, run: Run) -> None:
+        """Count into `tally`; call the engine through `run`. Create it with `of`."""
+        self._algorithm = job.generating_spec.algorithm
+        self._engine = job.resources.engine
+        self._critic = job.resources.critic
+        self._tally = tally
+        self._run = run
+        self._micro_batch_tokens = job.spec.trainer.micro_batch_tokens
+        # The weights at the start of the step are gone after its first update.
+        decoupled = self._algorithm.is_decoupled(job.generating_spec.elastic.max_staleness)
+        self._needs_proximal = decoupled and self._algorithm.updates_per_step > 1
+        self.needs_all_groups = self._needs_proximal or self._algorithm.advantage in NEED_THE_STEP
+        """True if rows can be built only from all groups of the step."""
 
-    @property
-    def needs_all_groups(self) -> bool:
-        """Return True if rows can be built only from all groups of the step."""
-        return self._needs_proximal or self._algorithm.advantage in NEED_THE_STEP
+    @staticmethod
+    def of(job: Job, tally: StepTally, run: Run) -> TrainingRows:
+        """Return the builder of a step of the job's algorithm."""
+        algorithm = job.generating_spec.algorithm
+        if algorithm.preference is not None:
+            return _PreferencePairs(job, tally, run)
+        return (_FromRewards if algorithm.critic is None else _WithCritic)(job, tally, run)
 
     async def build(self, groups: Sequence[ScoredGroup | None]) -> list[list[TrainingRow]]:
         """Return the rows of each group, an empty list for a group that was dropped or is excluded.
@@ -55,53 +64,19 @@ class TrainingRowBuilder:
 
         """
         scored = [group for group in groups if group is not None]
-        rows = await self._estimator.build(scored, [group.shaped_rewards for group in scored])
+        rows = await self._estimate(scored, [group.shaped_rewards for group in scored])
         if self._needs_proximal:
-            columns = iter(await self._columns.of(_flat(rows), self._job.resources.engine.logprobs))
+            columns = iter(await self._columns(_flat(rows), self._engine.logprobs))
             rows = [[replace(row, proximal=next(columns)) for row in group] for group in rows]
         following = iter(rows)
         return [[] if group is None else next(following) for group in groups]
 
-    async def with_pair_weights(self, work: Accumulate[TrainingRow]) -> list[list[TrainingRow]]:
+    async def micro_batches(self, work: Accumulate[TrainingRow]) -> list[list[TrainingRow]]:
         """Return micro-batches ready to accumulate: the weights of preference pairs depend on the current weights."""
-        return select(await self._estimator.weigh(work.rows), work.indices)
-
-    @property
-    def _needs_proximal(self) -> bool:
-        # The weights at the start of the step are gone after its first update.
-        decoupled = self._algorithm.is_decoupled(self._job.spec.elastic.max_staleness)
-        return decoupled and self._algorithm.updates_per_step > 1
-
-
-class _EngineColumns:
-    """The engine's columns of rows, computed in micro-batches."""
-
-    def __init__(self, turn: DeviceTurn, micro_batch_tokens: int) -> None:
-        self._turn = turn
-        self._micro_batch_tokens = micro_batch_tokens
-
-    async def of(self, rows: Sequence[SequenceRow], call: EngineCall) -> list[bytes]:
-        """Return the column of each row."""
-        columns = [b""] * len(rows)
-        for batch in pack(rows, self._micro_batch_tokens):
-            # One call per micro-batch: the turn may end between two.
-            found = await self._turn.run(partial(call, select(rows, [batch])))
-            for index, column in zip(batch, found, strict=True):
-                columns[index] = column
-        return columns
-
-
-class _Estimator(ABC):
-    """Turns the rewards of groups into the advantages of rows."""
-
-    def __init__(self, job: JobContext, tally: StepTally, columns: _EngineColumns) -> None:
-        self._algorithm = job.spec.algorithm
-        self._engine = job.resources.engine
-        self._tally = tally
-        self._columns = columns
+        return select(await self._weigh(work.rows), work.indices)
 
     @abstractmethod
-    async def build(self, groups: Sequence[ScoredGroup], rewards: Sequence[list[float]]) -> list[list[TrainingRow]]:
+    async def _estimate(self, groups: Sequence[ScoredGroup], rewards: Sequence[list[float]]) -> list[list[TrainingRow]]:
         """Return the rows of each group, an empty list for a group that is excluded.
 
         Args:
@@ -110,14 +85,19 @@ class _Estimator(ABC):
 
         """
 
-    async def weigh(self, rows: Sequence[TrainingRow]) -> Sequence[TrainingRow]:
-        """Return rows with the advantages that depend on the current weights.
-
-        Args:
-            rows: whole groups.
-
-        """
+    async def _weigh(self, rows: Sequence[TrainingRow]) -> Sequence[TrainingRow]:
+        """Return rows of whole groups with the advantages that depend on the current weights."""
         return rows
+
+    async def _columns(self, rows: Sequence[SequenceRow], call: EngineCall) -> list[bytes]:
+        """Return the engine's column of each row, computed in micro-batches."""
+        columns = [b""] * len(rows)
+        for batch in pack(rows, self._micro_batch_tokens):
+            # One call per micro-batch: the turn may end between two.
+            found = await self._run(partial(call, select(rows, [batch])))
+            for index, column in zip(batch, found, strict=True):
+                columns[index] = column
+        return columns
 
     @property
     def _drops_equal_groups(self) -> bool:
@@ -128,20 +108,10 @@ class _Estimator(ABC):
             self._tally.excluded["equal_rewards"] += n_groups
 
 
-def _estimator(job: JobContext, tally: StepTally, columns: _EngineColumns) -> _Estimator:
-    algorithm = job.spec.algorithm
-    if algorithm.preference is not None:
-        return _PreferencePairs(job, tally, columns, algorithm.preference)
-    if algorithm.critic is not None:
-        assert job.resources.critic is not None, "the engine was built without the job's critic"
-        return _WithCritic(job, tally, columns, algorithm.critic, job.resources.critic)
-    return _FromRewards(job, tally, columns)
-
-
-class _FromRewards(_Estimator):
+class _FromRewards(TrainingRows):
     """Compares the rewards of samples; all tokens of a sample have one advantage."""
 
-    async def build(self, groups: Sequence[ScoredGroup], rewards: Sequence[list[float]]) -> list[list[TrainingRow]]:
+    async def _estimate(self, groups: Sequence[ScoredGroup], rewards: Sequence[list[float]]) -> list[list[TrainingRow]]:
         advantages = group_advantages(self._algorithm.advantage, rewards, drop_equal=self._drops_equal_groups)
         self._exclude(advantages.count(None))
         return [
@@ -150,18 +120,11 @@ class _FromRewards(_Estimator):
         ]
 
 
-class _WithCritic(_Estimator):
+class _WithCritic(TrainingRows):
     """Compares rewards with a critic's values; each token has an advantage, and the critic a target there."""
 
-    def __init__(
-        self, job: JobContext, tally: StepTally, columns: _EngineColumns, spec: CriticSpec, critic: Critic
-    ) -> None:
-        super().__init__(job, tally, columns)
-        self._spec = spec
-        self._critic = critic
-
-    async def build(self, groups: Sequence[ScoredGroup], rewards: Sequence[list[float]]) -> list[list[TrainingRow]]:
-        excluded = [self._drops_equal_groups and min(one) == max(one) for one in rewards]
+    async def _estimate(self, groups: Sequence[ScoredGroup], rewards: Sequence[list[float]]) -> list[list[TrainingRow]]:
+        excluded = [self._drops_equal_groups and all_equal(one) for one in rewards]
         self._exclude(sum(excluded))
         samples = [
             [] if is_excluded else _trainable(group, one)
@@ -174,17 +137,20 @@ class _WithCritic(_Estimator):
         """Return the rows of samples with their rewards, and add the estimate's metrics to the tally."""
         if not samples:
             return []  # no rows, so no critic metrics
-        rows, kl_coef = [row for row, _ in samples], self._algorithm.kl_coef
-        values = await self._columns.of(rows, self._critic.values)
-        reference = await self._columns.of(rows, self._engine.reference_logprobs) if kl_coef else [b""] * len(rows)
+        critic, spec, kl_coef = self._critic, self._algorithm.critic, self._algorithm.kl_coef
+        assert critic is not None, "the engine was built without the job's critic"
+        assert spec is not None
+        rows = [row for row, _ in samples]
+        values = await self._columns(rows, critic.values)
+        reference = await self._columns(rows, self._engine.reference_logprobs) if kl_coef else [b""] * len(rows)
         completions = [
-            gae.Experience(
+            advantages.Experience(
                 reward, _array(value), kl_coef * (_array(row.sampled) - _array(reference_column)) if kl_coef else None
             )
             for (row, reward), value, reference_column in zip(samples, values, reference, strict=True)
         ]
-        estimate = gae.gae_advantages(completions, self._spec.gamma, self._spec.gae_lambda)
-        self._tally.measured |= gae.metrics(estimate)
+        estimate = advantages.gae_advantages(completions, spec.gamma, spec.gae_lambda)
+        self._tally.measured |= advantages.metrics(estimate)
         columns = zip(rows, estimate.advantages, reference, values, estimate.returns, strict=True)
         return [
             TrainingRow.of(row, _column(advantages), reference=reference_column, values=value, returns=_column(returns))
@@ -192,14 +158,10 @@ class _WithCritic(_Estimator):
         ]
 
 
-class _PreferencePairs(_Estimator):
+class _PreferencePairs(TrainingRows):
     """Prefers the best sample of a group to the worst; a pair's weight depends on the current weights."""
 
-    def __init__(self, job: JobContext, tally: StepTally, columns: _EngineColumns, spec: PreferenceSpec) -> None:
-        super().__init__(job, tally, columns)
-        self._spec = spec
-
-    async def build(self, groups: Sequence[ScoredGroup], rewards: Sequence[list[float]]) -> list[list[TrainingRow]]:
+    async def _estimate(self, groups: Sequence[ScoredGroup], rewards: Sequence[list[float]]) -> list[list[TrainingRow]]:
         pairs = [self._pair(_trainable(group, one)) for group, one in zip(groups, rewards, strict=True)]
         self._exclude(pairs.count([]))
         return pairs
@@ -210,15 +172,17 @@ class _PreferencePairs(_Estimator):
         places = preference.best_and_worst([reward for _, reward in samples]) if samples else None
         return [TrainingRow.of(samples[place][0], b"") for place in places or ()]
 
-    async def weigh(self, rows: Sequence[TrainingRow]) -> Sequence[TrainingRow]:
+    async def _weigh(self, rows: Sequence[TrainingRow]) -> Sequence[TrainingRow]:
         """Return the rows of pairs with their weights, and add the pairs' losses to the tally.
 
         Args:
             rows: best and worst of a pair, then of the next.
 
         """
-        trained = await self._columns.of(rows, self._engine.logprobs)
-        reference = await self._columns.of(rows, self._engine.reference_logprobs)
+        spec = self._algorithm.preference
+        assert spec is not None
+        trained = await self._columns(rows, self._engine.logprobs)
+        reference = await self._columns(rows, self._engine.reference_logprobs)
         moved = np.array(
             [
                 preference.sequence_log_ratio(_array(now), _array(then))
@@ -226,8 +190,8 @@ class _PreferencePairs(_Estimator):
             ]
         )
         margins = moved[::2] - moved[1::2]
-        losses = preference.pair_losses(margins, self._spec)
-        sums.add(self._tally.loss_sums, preference.pair_sums(margins, losses, self._spec))
+        losses = preference.pair_losses(margins, spec)
+        sums.add(self._tally.loss_sums, preference.pair_sums(margins, losses, spec))
         weights = [weight for of_best in losses.weights.tolist() for weight in (of_best, -of_best)]
         return [
             replace(row, advantages=constant(weight, row), reference=column)
@@ -260,9 +224,9 @@ def _flat(groups: Sequence[Sequence[T]]) -> list[T]:
     return [one for group in groups for one in group]
 
 
-def _array(column: bytes) -> gae.Array:
+def _array(column: bytes) -> advantages.Array:
     return unpack(column, F32).astype(np.float64)
 
 
-def _column(values: gae.Array) -> bytes:
+def _column(values: advantages.Array) -> bytes:
     return values.astype(F32).tobytes()

@@ -12,8 +12,7 @@ from urllib.parse import unquote, urlsplit
 import structlog
 
 from rlboost.services.weight_store.adapters.disk import DiskChunks, DiskDocuments, StoreDirectory
-from rlboost.services.weight_store.adapters.lease import Lease
-from rlboost.services.weight_store.adapters.objects import ObjectChunks, ObjectDocuments
+from rlboost.services.weight_store.adapters.objects import Lease, ObjectChunks, ObjectDocuments
 from rlboost.services.weight_store.ports import Chunks, Documents
 from rlboost.shared.bucket import SCHEMES, Bucket, configuration
 from rlboost.shared.errors import ConfigError, Fatal, StoreUnavailable

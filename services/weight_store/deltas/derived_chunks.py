@@ -20,10 +20,10 @@ import structlog
 
 from rlboost.services.weight_store.ports import BadChunk, ChunkLocation, Chunks, Proxied, StoreFull
 from rlboost.shared.errors import NotFound, Unprocessable
-from rlboost.shared.weights import codec
+from rlboost.shared.weights.delta import apply_delta
 from rlboost.shared.weights.delta_graph import Edge
 from rlboost.shared.weights.manifest import CHUNK_BYTES, ChunkRef, digest_of
-from rlboost.shared.weights.transfer.download import Buffers
+from rlboost.shared.weights.transfer import Buffers
 
 log = structlog.get_logger(__name__)
 
@@ -186,7 +186,7 @@ class DerivedChunks:
         """
         buffer = self._buffers.take(CHUNK_BYTES)
         data = await self._chunks.read_into(edge.base, buffer)
-        await asyncio.to_thread(codec.apply_into, data, await self._chunks.read(edge.delta))
+        await asyncio.to_thread(apply_delta, data, await self._chunks.read(edge.delta))
         yield data
         self._buffers.give_back(buffer)  # not after an error: a thread may still write to it
 

@@ -2,11 +2,164 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from rlboost.shared.errors import Conflict, NotFound
-from rlboost.shared.weights.delta_graph import Edge
+from pydantic import TypeAdapter, ValidationError
+
+from rlboost.shared.errors import Conflict, NotFound, Undecodable
+from rlboost.shared.weights.delta_graph import Edge, EdgeList
+
+# --- Rules of the delta graph: which of the publisher's edges are accepted, and how two hops compose to a longer one
+
+
+HOPS_BY_SPAN = 4
+"""Number of hops to a version: over 1, 2, 4 and 8 versions. A longer delta contains most of the values."""
+LONGEST_SPAN = 2 ** (HOPS_BY_SPAN - 1)
+"""Versions spanned by the longest of them, and the interval of versions with a hop from the job's first version."""
+
+
+class EdgePair(NamedTuple):
+    """Two consecutive edges, through one intermediate chunk."""
+
+    first: Edge
+    second: Edge
+
+
+class JoinedHop(NamedTuple):
+    """The content of a hop over two consecutive ones."""
+
+    base: int
+    pairs: tuple[EdgePair, ...]
+    """Edges to compose."""
+    copies: tuple[Edge, ...]
+    """Edges to copy: their chunk did not change in the later hop."""
+
+
+def merge_uploaded(version: int, lists: Sequence[EdgeList], sizes: Mapping[str, int]) -> EdgeList | None:
+    """Return the hop that a version's publisher uploaded, merged over all ranks; None if there is none.
+
+    Edges to chunks of other versions and deltas that are not smaller than the chunk are dropped.
+
+    Args:
+        version: the version to commit.
+        lists: edge lists of all ranks.
+        sizes: digest -> bytes, of the version's chunks.
+
+    Raises:
+        Undecodable: the base of a list is not an older version.
+
+    """
+    for edges in lists:
+        if edges.base >= version:
+            raise Undecodable(
+                f"edges to version {version} start at version {edges.base}, which is not an older version"
+            )
+    if not lists:
+        return None
+    base = max(edges.base for edges in lists)
+    found = {
+        edge.new: edge
+        for edges in lists
+        if edges.base == base
+        for edge in edges.edges
+        if edge.n_bytes < sizes.get(edge.new, 0)
+    }
+    return EdgeList(base=base, edges=tuple(found.values()))
+
+
+def join_hops(earlier: EdgeList, later: EdgeList, digests: AbstractSet[str]) -> JoinedHop:
+    """Return how to compose two consecutive hops; `digests` are the chunks of the target version."""
+    first_by_new = {edge.new: edge for edge in earlier.edges}
+    pairs = tuple(
+        EdgePair(first_by_new[edge.base], edge)
+        for edge in later.edges
+        if edge.base in first_by_new and first_by_new[edge.base].base != edge.new
+    )
+    changed = {edge.new for edge in later.edges}
+    copies = tuple(edge for edge in earlier.edges if edge.new in digests and edge.new not in changed)
+    return JoinedHop(earlier.base, pairs, copies)
+
+
+def nearest_from_base(version: int, base: int) -> int | None:
+    """Return the newest version up to this one that has a hop from the base; None before the first."""
+    newest = version - (version - base) % LONGEST_SPAN
+    return newest if newest > base else None
+
+
+def is_worthwhile(delta_bytes: int, pair: EdgePair, chunk_bytes: int) -> bool:
+    """Return True if a composed delta is smaller than its two halves together and at most half of the chunk."""
+    return 2 * delta_bytes <= chunk_bytes and delta_bytes < pair.first.n_bytes + pair.second.n_bytes
+
+
+def outdated(versions: Iterable[int], head: int, *, keep: int) -> list[int]:
+    """Return the committed versions whose edges may be removed: all but the newest `keep`.
+
+    Edges of versions above the head belong to a commit in progress, or to a lost one that will be overwritten.
+    """
+    return sorted(version for version in versions if version <= head)[:-keep]
+
+
+# --- Parse the `Range` header of a request for a chunk ----------------------------------------------------------------
+
+
+_FROM = re.compile(r"bytes=(\d{1,19})-(\d{1,19})?")
+
+
+def parse_range(header: str | None, n_bytes: int) -> range | None:
+    """Return the requested positions (RFC 9110, section 14.2), None if they start after the end of the chunk.
+
+    A single range with a first byte is supported; for anything else the whole chunk is sent, as the RFC allows.
+
+    Args:
+        header: value of the header; None if absent.
+        n_bytes: the chunk's size.
+
+    """
+    found = _FROM.fullmatch(header or "")
+    if found is None:
+        return range(n_bytes)
+    first, last = int(found[1]), int(found[2] or n_bytes - 1)
+    if last < first and found[2]:
+        return range(n_bytes)
+    return range(first, min(last + 1, n_bytes)) if first < n_bytes else None
+
+
+# --- Select the chunks that garbage collection may remove -------------------------------------------------------------
+# A chunk is *used* when it is uploaded, when a publisher asks whether the store has it, and when a commit checks for
+# it. An upload in progress has used its chunks within the grace period. A chunk of a retired version that was not used
+# since that version's commit is not part of an upload, so it is removed without waiting.
+
+
+def garbage(
+    last_used: Mapping[str, float],
+    referenced: AbstractSet[str],
+    retired: Mapping[str, float],
+    *,
+    now: float,
+    grace_s: float,
+) -> dict[str, float]:
+    """Return digest -> time of last use of the chunks that may be removed.
+
+    Args:
+        last_used: digest -> time of last use, of every chunk in the store.
+        referenced: digests in visible manifests and staged parts.
+        retired: digest -> time of commit, of the chunks of retired versions.
+        now: the current time.
+        grace_s: how long an unreferenced chunk is retained.
+
+    """
+    return {
+        digest: used_at
+        for digest, used_at in last_used.items()
+        if digest not in referenced and (used_at <= retired.get(digest, float("-inf")) or used_at < now - grace_s)
+    }
+
+
+# --- Versions: commit, pins, retention --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,3 +270,27 @@ def retire(job: JobVersions, *, keep: int) -> JobVersions:
     visible = tuple(version for version in job.versions if version.version in retained)
     retired = tuple(version for version in job.versions if version not in visible)
     return replace(job, versions=visible, retired=(*job.retired, *retired))
+
+
+# --- A model as the JSON document `model.json` ------------------------------------------------------------------------
+
+
+_MODEL = TypeAdapter(JobVersions)
+
+
+def encode_model(model: JobVersions) -> bytes:
+    """Return the document."""
+    return _MODEL.dump_json(model)
+
+
+def decode_model(data: bytes) -> JobVersions:
+    """Return the model of a document.
+
+    Raises:
+        Undecodable: the document is empty or damaged, or another version wrote it.
+
+    """
+    try:
+        return _MODEL.validate_json(data)
+    except ValidationError as error:
+        raise Undecodable(f"model.json cannot be parsed: {error.errors()[0]['msg']}") from error

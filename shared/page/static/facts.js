@@ -232,7 +232,9 @@ export function fleetText(fleet) {
   if (!fleet) return "";
   const wanted = fleet.target_workers;
   const worth = wanted === null ? "" :
-    wanted > fleet.present ? `; up to ${wanted} spot workers would shorten the steps` : `; more than ${wanted} spot workers would not shorten the steps`;
+    wanted > fleet.present ? `; up to ${wanted} spot workers would shorten the steps` :
+    wanted ? `; more than ${wanted} spot worker${wanted > 1 ? "s" : ""} would not shorten the steps` :
+    "; spot workers would not shorten the steps";
   return `${fleet.present} spot and ${fleet.reserved} reserved workers generate ${number(fleet.tokens_per_s)} tokens/s${worth}.` +
     scalingText(fleet.autoscaling);
 }

@@ -113,10 +113,9 @@ async function refresh(mine) {
   drawWorkers(workers, fleet);
   if (!mine.jobId) return drawJobs(jobs);
   const base = `jobs/${mine.jobId}`, next = mine.rows.length ? mine.rows.at(-1).step + 1 : 0;
-  const known = (path) => get(path, signal).catch((error) => (error.status === 409 ? null : Promise.reject(error))); // quarantined
   const [job, rows, audit, cost, spec] = await Promise.all([
-    get(base, signal), get(`${base}/metrics?from_step=${next}`, signal), known(`${base}/audit`), known(`${base}/cost`),
-    mine.answers?.spec ?? known(`${base}/spec`)]);
+    get(base, signal), get(`${base}/metrics?from_step=${next}`, signal), get(`${base}/audit`, signal), get(`${base}/cost`, signal),
+    mine.answers?.spec ?? get(`${base}/spec`, signal)]);
   if (view !== mine) return;
   mine.rows.push(...rows);
   mine.answers = { job, fleet, audit, cost, spec };
@@ -199,7 +198,7 @@ function drawJob({ rows, events: past, answers: { job, fleet, audit, cost, spec 
   $("cheaper").replaceChildren(...cheaperTexts(job, rows, fleet, cost).map((text) => el("li", {}, text)));
   table($("audit"), null, audit ? auditRows(audit) : [], "None.");
   table($("metrics"), null, Object.entries(job.latest ?? {}).map(([name, value]) => [name, number(value)]), "None yet.");
-  $("spec").textContent = spec ? JSON.stringify(spec, null, 2) : "It cannot be read.";
+  $("spec").textContent = spec ? JSON.stringify(spec, null, 2) : "It is not in this report.";
   drawGantt();
   drawEvents();
 }

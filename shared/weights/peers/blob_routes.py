@@ -11,13 +11,13 @@ from prometheus_client import Counter
 from starlette.types import Receive, Scope, Send
 
 from rlboost.shared.errors import NotFound
+from rlboost.shared.http.access import is_valid_signature
 from rlboost.shared.http.problem import Problem
-from rlboost.shared.http.token_signature import is_valid_signature
-from rlboost.shared.http.transfer_server import FoundFile, TransferRequest, TransferServer
+from rlboost.shared.http.transfer_server import FoundFile, TransferRequest, TransferServer, transfer_limit_s
+from rlboost.shared.weights.blob_response import BlobResponse, digest_in
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.manifest import Digest
-from rlboost.shared.weights.peers.transport import BUSY_STATUS
-from rlboost.shared.weights.transfer.blob_response import BlobResponse, digest_in
+from rlboost.shared.weights.peers.source import BUSY_STATUS
 
 MAX_CONCURRENT = 16
 """Concurrent uploads of one peer, which also runs an engine."""
@@ -66,7 +66,7 @@ def blob_routes(cache: Cache, peer_key: str, sent: Counter, slots: asyncio.Semap
             status = await asyncio.to_thread(os.stat, path)
         except FileNotFoundError as error:
             raise NotFound(f"this peer no longer holds blob {digest}") from error
-        return _InSlot(slots, BlobResponse(path, status, digest, sent))
+        return _InSlot(slots, BlobResponse(path, status, digest, sent), transfer_limit_s(status.st_size))
 
     return router
 
@@ -76,13 +76,14 @@ def _is_proof(authorization: str, peer_key: str, digest: str) -> bool:
 
 
 class _InSlot(Response):
-    """A response that occupies a slot while it is sent."""
+    """A response that occupies a slot while it is sent, for a limited time."""
 
-    def __init__(self, slots: asyncio.Semaphore, response: BlobResponse) -> None:
+    def __init__(self, slots: asyncio.Semaphore, response: BlobResponse, limit_s: float) -> None:
         super().__init__()
+        self._limit_s = limit_s
         self._slots = slots
         self._response = response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._slots:
+        async with self._slots, asyncio.timeout(self._limit_s):
             await self._response(scope, receive, send)

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import structlog
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
-from rlboost.shared.streams.bus import Bus, Delete, Renew
+from rlboost.shared.streams.bus import Bus, Delete, Renew, WrongType
 from rlboost.shared.streams.names import WEIGHT_PEERS, weight_claim, weight_peer
 
 log = structlog.get_logger(__name__)
@@ -93,8 +93,12 @@ class PeerDirectory:
 
 
 async def list_peers(bus: Bus) -> list[Peer]:
-    """Return the workers with a valid lease. Raises `BusUnavailable`."""
-    names = list(await bus.hash_all(WEIGHT_PEERS))
+    """Return the workers with a valid lease; none while a worker has replaced their list. Raises `BusUnavailable`."""
+    try:
+        names = list(await bus.hash_all(WEIGHT_PEERS))
+    except WrongType as error:
+        log.warning("peer_list_unreadable", error=str(error))
+        return []
     records = await bus.lease_values([weight_peer(name) for name in names])
     return [peer for name, record in zip(names, records, strict=True) if record and (peer := _decoded(name, record))]
 

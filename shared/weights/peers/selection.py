@@ -7,13 +7,69 @@ once, whatever the number of pullers.
 
 from __future__ import annotations
 
+import base64
+import binascii
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
+import numpy as np
+from blake3 import blake3
+
 from rlboost.shared.weights.peers.directory import CLAIM_S
+
+# --- A peer's holdings, encoded in one bit per blob -------------------------------------------------------------------
+# A blob index is an ordered list of digests that every machine derives from the same document: the chunks of a manifest
+# or the deltas of one hop. Its id is the digest of the list, so a bitmap describes which of its blobs a peer holds.
+
+
+ALL = "*"
+"""Stands for a bitmap of ones."""
+
+
+class BlobIndex:
+    """An ordered list of blobs."""
+
+    def __init__(self, digests: Sequence[str]) -> None:
+        """Index the digests in this order."""
+        self.digests = tuple(digests)
+        self.id = blake3("".join(self.digests).encode()).hexdigest()[:32]
+
+    def encode_bitmap(self, held: AbstractSet[str]) -> str:
+        """Return the held ones as text: a base64 bitmap, `ALL`, or an empty string for none."""
+        bits = np.fromiter((digest in held for digest in self.digests), dtype=bool, count=len(self.digests))
+        if not bits.any():
+            return ""
+        return ALL if bits.all() else base64.b64encode(np.packbits(bits).tobytes()).decode()
+
+    def decode_bitmap(self, bitmap: str) -> Iterable[str]:
+        """Invert `encode_bitmap`; an invalid bitmap counts as none."""
+        if bitmap == ALL:
+            return self.digests
+        try:
+            packed = np.frombuffer(base64.b64decode(bitmap, validate=True), dtype=np.uint8)
+        except (binascii.Error, ValueError):
+            return ()
+        if len(packed) != -(-len(self.digests) // 8):
+            return ()
+        return (self.digests[index] for index in np.flatnonzero(np.unpackbits(packed, count=len(self.digests))))
+
+
+def bitmaps_of(indexes: Iterable[BlobIndex], held: AbstractSet[str]) -> dict[str, str]:
+    """Return index id -> bitmap. An index without held blobs is included: this peer pulls its blobs."""
+    return {index.id: index.encode_bitmap(held) for index in indexes if index.digests}
+
+
+def blobs_in(indexes: Iterable[BlobIndex], holds: Mapping[str, str]) -> set[str]:
+    """Invert `bitmaps_of`, for the given indexes."""
+    return {digest for index in indexes if index.id in holds for digest in index.decode_bitmap(holds[index.id])}
+
+
+# --- Selection --------------------------------------------------------------------------------------------------------
+
 
 MAX_PER_PEER = 4
 """Concurrent transfers from one peer."""
@@ -25,6 +81,12 @@ UNREACHABLE_S = 30.0
 BACKOFF_BUSY_S = 0.5
 BACKOFF_FAILED_S = 2.0
 BACKOFF_SLOW_S = 5.0
+LONGEST_BACKOFF_S = 600.0
+
+
+def ignored_s(n_failures: int) -> float:
+    """Return for how long a peer's holdings are ignored after it was slow, or failed, this many times."""
+    return min(LONGEST_BACKOFF_S, BACKOFF_SLOW_S * 4.0 ** (n_failures - 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +142,8 @@ class PeerSelection:
         self._has_peers = False
         self._idle_since = math.inf
         """When the puller first had nothing to fetch since the last blob arrived."""
+        self._waits_for_peers = True
+        """False once they have kept it idle for too long, until one of them sends a blob."""
         self.update({}, 0.0)
 
     @property
@@ -126,7 +190,9 @@ class PeerSelection:
         if fetch := self._from_peer(now):
             return fetch
         idle_s = 0.0 if self._in_flight else now - self._idle_since
-        if idle_s >= 2 * MAX_IDLE_S:
+        if idle_s >= 2 * MAX_IDLE_S or not self._waits_for_peers:
+            # They say that they are busy, or have claims that do not end: the other blobs need not wait as long.
+            self._waits_for_peers = False
             return FromStore(next(iter(self._todo)), claim=False)
         if idle_s >= MAX_IDLE_S and (digest := next((d for d in self._todo if self._claimed.get(d, 0.0) <= now), None)):
             return FromStore(digest)
@@ -164,6 +230,7 @@ class PeerSelection:
         """Record that the blob needs no further fetch: it is in the cache, or cannot be obtained."""
         self._end(fetch)
         self._idle_since = math.inf
+        self._waits_for_peers |= isinstance(fetch, FromPeer)
 
     def on_claim_refused(self, fetch: FromStore, now: float) -> None:
         """Record that another peer has claimed the blob."""
@@ -188,9 +255,13 @@ class PeerSelection:
 
     def exclude(self, fetch: FromPeer, until: float) -> None:
         """Record that the transfer failed, and ignore the peer's holdings until the given time."""
-        self._excluded[fetch.peer] = until
-        self._holds.pop(fetch.peer, None)
         self.on_failed(fetch)
+        self.ignore(fetch.peer, until)
+
+    def ignore(self, peer: str, until: float) -> None:
+        """Ignore a peer's holdings until the given time."""
+        self._excluded[peer] = until
+        self._holds.pop(peer, None)
         self._order()
 
     def _end(self, fetch: FromPeer | FromStore) -> None:

@@ -18,35 +18,169 @@ import asyncio
 import contextlib
 import math
 import random
+import statistics
 import time
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Any
 
 import structlog
 
-from rlboost.shared.errors import BusUnavailable
+from rlboost.shared.errors import BusUnavailable, Corrupt
+from rlboost.shared.http.access import sign
 from rlboost.shared.process.lifecycle import until_stop
+from rlboost.shared.proxies import direct
+from rlboost.shared.secrets import bearer
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.manifest import ChunkRef
 from rlboost.shared.weights.peers import selection as rules
-from rlboost.shared.weights.peers.blob_index import BlobIndex, bitmaps_of, blobs_in
 from rlboost.shared.weights.peers.directory import CLAIM_S, LEASE_S, Peer, PeerDirectory
-from rlboost.shared.weights.peers.selection import FromPeer, FromStore, PeerSelection, Wait
-from rlboost.shared.weights.peers.transport import (
-    BlobNotHeld,
-    DigestMismatch,
-    PeerBusy,
-    PeerFailed,
-    PeerSlow,
-    PeerTransport,
-    PeerUnreachable,
+from rlboost.shared.weights.peers.selection import (
+    BlobIndex,
+    FromPeer,
+    FromStore,
+    PeerSelection,
+    Wait,
+    bitmaps_of,
+    blobs_in,
 )
-from rlboost.shared.weights.source import OnSettled, StoreSource, Traffic
-from rlboost.shared.weights.transfer.download import Buffers, Download
+from rlboost.shared.weights.puller import OnSettled, StoreSource, Traffic
+from rlboost.shared.weights.transfer import (
+    BadStatus,
+    BlobDownloader,
+    Buffers,
+    Download,
+    DownloadFailed,
+    TransferTimedOut,
+    Unreachable,
+)
+
+# --- Fetch a blob from a peer over HTTP, with one error type for each way in which a peer can fail --------------------
+# The URLs of peers come from Redis, so no peer is sent a credential: each request carries a proof that is valid for one
+# blob.
+
+
+BUSY_STATUS = 503
+_CONNECT_S = 2.0
+_STALL_S = 5.0
+"""Maximum time without a byte."""
+_SLOWEST_BYTES_PER_S = 256 << 10
+"""A slower peer is not worth waiting for."""
+_LIMIT_S = 15.0
+"""Maximum time of a transfer, without that of its bytes at `_SLOWEST_BYTES_PER_S`."""
+_FAIR_S = 3.0
+"""How long a transfer may take before its speed is checked."""
+_SLOW = 1 / 8
+"""A transfer below this fraction of the median speed is slow."""
+_MAX_SPEEDS = 32
+
+
+class PeerFailed(Exception):
+    """The peer did not answer, or the transfer broke off."""
+
+
+class PeerUnreachable(PeerFailed):
+    """Nothing answers at the URL, or it is not a peer."""
+
+
+class BlobNotHeld(PeerFailed):
+    """The peer does not have the blob."""
+
+
+class PeerBusy(PeerFailed):
+    """The peer serves its maximum of concurrent transfers."""
+
+
+class PeerSlow(PeerFailed):
+    """The peer is much slower than the others."""
+
+
+class DigestMismatch(PeerFailed):
+    """The received bytes do not have the blob's digest or length."""
+
+
+def is_behind(n_bytes: int, n_received: int, took_s: float) -> bool:
+    """Return True if a transfer from a peer is so slow that the blob is fetched from the weight store meanwhile."""
+    return took_s >= _FAIR_S and n_received < n_bytes * took_s / (_LIMIT_S + n_bytes / _SLOWEST_BYTES_PER_S)
+
+
+class PeerTransport:
+    """Connections to peers."""
+
+    def __init__(self, peer_key: str) -> None:
+        """Connect lazily; see `shared.http.access.peer_key`."""
+        self._peer_key = peer_key
+        self._downloader = BlobDownloader(connect_s=_CONNECT_S, stall_s=_STALL_S, follow_redirects=False, route=direct)
+        self._speeds: deque[float] = deque(maxlen=_MAX_SPEEDS)
+        """Bytes/s of the last completed transfers."""
+
+    async def close(self) -> None:
+        """Release connections."""
+        self._downloader.close()
+
+    async def fetch(self, url: str, download: Download, keep: Callable[[], bool]) -> bool:
+        """Fetch a whole blob, call `keep`, which checks its digest, in the thread that received it; return its result.
+
+        Raises:
+            PeerFailed: or a subclass; `download` has the bytes received so far.
+
+        """
+        began, digest = time.monotonic(), download.blob.digest
+
+        def check_speed() -> None:
+            took = time.monotonic() - began
+            if took > _FAIR_S and download.n_bytes < took * self._fair_speed():
+                raise PeerSlow(f"{download.n_bytes / took:.0f} bytes/s")
+
+        def received() -> bool:
+            self._speeds.append(download.n_bytes / max(time.monotonic() - began, 1e-6))
+            return keep()
+
+        limit_s = _LIMIT_S + download.blob.n_bytes / _SLOWEST_BYTES_PER_S
+        proof = bearer("the proof of a chunk", sign(self._peer_key, "chunk", digest))
+        try:
+            return await self._downloader.download(
+                f"{url}/v1/chunks/{digest}", proof, download, check_speed, keep=received, limit_s=limit_s
+            )
+        except Corrupt as error:
+            raise DigestMismatch(str(error)) from error
+        except Unreachable as error:
+            raise PeerUnreachable(str(error)) from error
+        except TransferTimedOut as error:
+            raise PeerSlow(str(error)) from error
+        except DownloadFailed as error:
+            raise PeerFailed(str(error)) from error
+        except BadStatus as error:
+            raise _error(error.status, digest) from error
+
+    def _fair_speed(self) -> float:
+        speeds = tuple(self._speeds)
+        return _SLOW * statistics.median(speeds) if speeds else 0.0
+
+
+def _error(status: int, digest: str) -> PeerFailed:
+    match status:
+        case 404:
+            return BlobNotHeld(digest)
+        case _ if status == BUSY_STATUS:
+            return PeerBusy(digest)
+        case 401:
+            return PeerUnreachable(
+                "it refuses the proof of the peer key: it is of another system, or has another version of rlboost"
+            )
+        case _:
+            return PeerUnreachable(f"status {status}")
+
+
+# --- The source -------------------------------------------------------------------------------------------------------
+
 
 log = structlog.get_logger(__name__)
 
+_CHECK_EVERY_S = 0.5
+"""How often the speed of a transfer from a peer is checked."""
 STORE_ONLY_BYTES = 32 << 20
 """A smaller pull uses the store alone: it ends before peers could learn what the others hold."""
 
@@ -74,6 +208,8 @@ class PeerSource:
         self._buffers = Buffers()
         self._indexes: tuple[BlobIndex, ...] = ()
         self._excluded: dict[str, float] = {}
+        self._failures: Counter[str] = Counter()
+        """Peer -> how often it was slow or failed since it last sent a blob."""
         self.url = ""
         """URL under which other peers reach this one; empty if it serves none."""
 
@@ -152,21 +288,72 @@ class PeerSource:
             pull.selection.on_not_held(fetch)
             return
         download = Download(pull.blobs[fetch.digest], self._buffers)
+        transfer = asyncio.create_task(self._receive(peer, download), name="peers-transfer")
         try:
-            keep = partial(self._cache.store, download.blob, download.data)
-            if not await self._transport.fetch(peer.url, download, keep):
-                raise DigestMismatch(f"blob {fetch.digest} came with another digest")
+            if await _is_behind(transfer, download) and await self._settled_by_store(pull, fetch, peer, transfer):
+                return
+            await transfer
         except PeerFailed as error:
-            download.release()
-            _record_failure(pull.selection, fetch, error)
+            if not isinstance(error, PeerSlow):  # a thread may still use its buffer
+                download.release()
+            self._record_failure(pull.selection, fetch, error)
             if not isinstance(error, PeerBusy):
                 log.warning("peer_failed", peer=peer.name, url=peer.url, kind=type(error).__name__, error=str(error))
         else:
             download.release()
+            del self._failures[peer.name]
             pull.selection.on_settled(fetch)
             await pull.on_settled(download.blob, None)
         finally:
+            await _cancelled(transfer)
             pull.traffic.from_peers += download.n_received
+
+    async def _receive(self, peer: Peer, download: Download) -> None:
+        keep = partial(self._cache.store, download.blob, download.data)
+        if not await self._transport.fetch(peer.url, download, keep):
+            raise DigestMismatch(f"blob {download.blob.digest} came with another digest")
+
+    async def _settled_by_store(self, pull: _Pull, fetch: FromPeer, peer: Peer, transfer: asyncio.Task[None]) -> bool:
+        """Fetch a blob from the weight store too; return False if the peer sends it first, or fails first."""
+        log.warning("peer_slow", peer=peer.name, url=peer.url, blob=fetch.digest)
+        self._ignore(pull.selection, fetch.peer)
+        blob = pull.blobs[fetch.digest]
+        other = asyncio.create_task(self._store.fetch_one(blob, pull.traffic), name="peers-store")
+        try:
+            await asyncio.wait({transfer, other}, return_when=asyncio.FIRST_COMPLETED)
+            if transfer.done() and (transfer.exception() is None or not other.done()):
+                return False
+            error = await other
+        finally:
+            await _cancelled(other)
+        pull.selection.on_settled(fetch)
+        await pull.on_settled(blob, error)
+        return True
+
+    def _record_failure(self, selection: PeerSelection, fetch: FromPeer, error: PeerFailed) -> None:
+        now = time.monotonic()
+        match error:
+            case BlobNotHeld():
+                selection.on_not_held(fetch)
+            case DigestMismatch():
+                selection.exclude(fetch, math.inf)
+            case PeerUnreachable():
+                selection.exclude(fetch, now + rules.UNREACHABLE_S)
+            case PeerBusy():
+                selection.back_off(fetch, now + rules.BACKOFF_BUSY_S)
+            case _ if isinstance(error, PeerSlow) or self._failures[fetch.peer]:
+                selection.on_failed(fetch)
+                self._ignore(selection, fetch.peer)
+            case _:  # the first time, as it may have been restarted
+                self._failures[fetch.peer] += 1
+                selection.back_off(fetch, now + rules.BACKOFF_FAILED_S)
+
+    def _ignore(self, selection: PeerSelection, peer: str) -> None:
+        """Ignore a peer for longer each time; once for all its transfers in progress."""
+        now = time.monotonic()
+        if self._excluded.get(peer, 0.0) <= now:
+            self._failures[peer] += 1
+            selection.ignore(peer, now + rules.ignored_s(self._failures[peer]))
 
     async def _from_store(self, pull: _Pull, fetch: FromStore) -> None:
         blob = pull.blobs[fetch.digest]
@@ -236,18 +423,18 @@ def _seed() -> int:
     return random.getrandbits(32)
 
 
-def _record_failure(selection: PeerSelection, fetch: FromPeer, error: PeerFailed) -> None:
-    now = time.monotonic()
-    match error:
-        case BlobNotHeld():
-            selection.on_not_held(fetch)
-        case DigestMismatch():
-            selection.exclude(fetch, math.inf)
-        case PeerUnreachable():
-            selection.exclude(fetch, now + rules.UNREACHABLE_S)
-        case PeerSlow():
-            selection.back_off(fetch, now + rules.BACKOFF_SLOW_S)
-        case PeerBusy():
-            selection.back_off(fetch, now + rules.BACKOFF_BUSY_S)
-        case _:
-            selection.back_off(fetch, now + rules.BACKOFF_FAILED_S)
+async def _is_behind(transfer: asyncio.Task[None], download: Download) -> bool:
+    """Wait until a transfer ends or is too slow; return True in the second case."""
+    began = time.monotonic()
+    while not (await asyncio.wait({transfer}, timeout=_CHECK_EVERY_S))[0]:
+        if is_behind(download.blob.n_bytes, download.n_bytes, time.monotonic() - began):
+            return True
+    return False
+
+
+async def _cancelled(task: asyncio.Task[Any]) -> None:
+    """Cancel a task and wait for its end; its outcome is known or not needed."""
+    task.cancel()
+    await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlboost.export_folder import NewFolder, copy_files, new_folder, write_adapter, write_model
+from rlboost.export import NewFolder, copy_files, new_folder, write_adapter, write_model
 from rlboost.shared.errors import ConfigError
 
 TENSORS = {"weight": torch.zeros(64, 64)}

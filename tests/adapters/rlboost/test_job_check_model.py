@@ -10,17 +10,19 @@ from typing import Any
 
 import pytest
 import yaml
+from safetensors.torch import load_file, save_file
 
 from rlboost.jobs import check as jobcheck
+from rlboost.jobs.model_check import DataFindings
 from rlboost.services.trainer.adapters.data import load_data
+from rlboost.services.trainer.adapters.tokens import PromptTokenizer
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.adapters.user_code.curriculum import load_skip_function
-from rlboost.services.trainer.adapters.user_code.loss import load_loss
-from rlboost.services.trainer.ports.policy_settings import PolicySettings
+from rlboost.services.trainer.adapters.user_code import load_loss, load_skip_function
+from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import parse
 from rlboost.shared.job.training import LoraSpec
-from rlboost.shared.process.extras import pip_install
+from rlboost.shared.process.modules import pip_install
 from tests.support import rank_policies
 from tests.support.model_folder import write_model, write_tokenizer, write_unmarked_model
 from tests.support.packed_models import CONVOLUTION, write
@@ -82,6 +84,20 @@ def test_a_prompt_that_does_not_fit_the_models_positions_is_named(folder: Path) 
     assert problem == trainers_words(lambda: load_data(parse(job()), Path("base")))
 
 
+def test_held_out_rows_that_the_job_does_not_read_are_noted() -> None:
+    data = {"train": "train.jsonl", "eval": "train.jsonl", "prompts_per_step": 1}
+    found = jobcheck.check_job(job(data=data))
+    assert list(found.notices) == ["data.eval: only rlboost eval reads it, since there is no section eval"]
+    assert not jobcheck.check_job(job(data=data, eval={"every": 1, "samples": 1})).notices
+
+
+def test_special_token_that_the_tokenizer_lacks_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which these are: tests/adapters/trainer/test_prompt_tokens.py."""
+    monkeypatch.setattr(PromptTokenizer, "split_tokens", ["<|user|>"])
+    [notice] = jobcheck.check_job(job(data={"train": "train.jsonl", "prompts_per_step": 1})).notices
+    assert notice == "model: the chat template writes <|user|>, which the tokenizer splits into several tokens"
+
+
 def test_an_evaluation_that_cannot_be_planned_is_named() -> None:
     [problem] = check(data={"train": "train.jsonl", "eval": "train.jsonl"}, eval={"every": 1, "samples": 5000})
     assert problem.startswith("eval.samples: 5000 over 1 evaluation prompts is 5000 a prompt")
@@ -90,7 +106,7 @@ def test_an_evaluation_that_cannot_be_planned_is_named() -> None:
 def test_a_tokenizer_that_is_missing_is_named_without_loading_anything(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlboost.jobs.check.data_problem", None)
+    monkeypatch.setattr("rlboost.jobs.check.check_data", None)
     (folder / "base/tokenizer.json").unlink()
     [problem] = check()
     assert problem.startswith("model base has no tokenizer (tokenizer.json, ")
@@ -104,7 +120,7 @@ def test_a_model_without_an_end_token_is_named(folder: Path) -> None:
 
 
 def test_missing_lora_targets_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlboost.jobs.check.data_problem", lambda _: "")
+    monkeypatch.setattr("rlboost.jobs.check.check_data", lambda _: DataFindings())
     lora = {"elastic": {"weights": "lora"}, "lora": {"targets": ["q_proj", "query"]}}
     [problem] = check(**lora)
     assert problem == (
@@ -134,12 +150,12 @@ def test_missing_lora_targets_are_named(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_model_that_cannot_be_cut_up_is_named(
     trainer: dict[str, Any], problem: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlboost.jobs.check.data_problem", lambda _: "")
+    monkeypatch.setattr("rlboost.jobs.check.check_data", lambda _: DataFindings())
     assert check(trainer={"backend": "megatron", **trainer}) == ([problem] if problem else [])
 
 
 def test_experts_that_cannot_be_divided_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlboost.jobs.check.data_problem", lambda _: "")
+    monkeypatch.setattr("rlboost.jobs.check.check_data", lambda _: DataFindings())
     trainer = {"backend": "megatron", "data_parallel": 3, "expert_parallel": 3}
     [problem] = check(trainer=trainer)
     assert problem.startswith("trainer.expert_parallel is for mixtures of experts, but base (model type llama)")
@@ -150,7 +166,7 @@ def test_experts_that_cannot_be_divided_are_named(folder: Path, monkeypatch: pyt
 
 
 def test_model_type_unsupported_by_megatron_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlboost.jobs.check.data_problem", lambda _: "")
+    monkeypatch.setattr("rlboost.jobs.check.check_data", lambda _: DataFindings())
     write_model(folder / "base", "gpt2")
     [problem] = check(trainer={"backend": "megatron"})
     assert problem.startswith("trainer.backend: megatron does not support model type gpt2")
@@ -160,7 +176,7 @@ def test_model_type_unsupported_by_megatron_is_named(folder: Path, monkeypatch: 
 def test_rotary_positions_unsupported_by_megatron_are_named(
     key: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlboost.jobs.check.data_problem", lambda _: "")
+    monkeypatch.setattr("rlboost.jobs.check.check_data", lambda _: DataFindings())
     config = json.loads((folder / "base/config.json").read_text())
     del config["rope_parameters"]
 
@@ -212,7 +228,7 @@ def test_setting_that_the_model_does_not_support_is_named(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rlboost.jobs.check.data_problem", lambda _: "")
+    monkeypatch.setattr("rlboost.jobs.check.check_data", lambda _: DataFindings())
     if "lora" not in changes:
         assert check(**changes) == []
     model = write_tokenizer(write_base(folder / "other"))
@@ -224,7 +240,7 @@ def test_setting_that_the_model_does_not_support_is_named(
 
 
 def test_layers_that_fsdp_cannot_shard_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlboost.jobs.check.data_problem", lambda _: "")
+    monkeypatch.setattr("rlboost.jobs.check.check_data", lambda _: DataFindings())
     asked = {"trainer": {"data_parallel": 2}}
     assert check(model=str(write_tokenizer(write_model(folder / "gpt2", "gpt2"))), **asked) == []
     [problem] = check(model=str(write_tokenizer(write_unmarked_model(folder / "unmarked"))), **asked)
@@ -232,7 +248,7 @@ def test_layers_that_fsdp_cannot_shard_are_named(folder: Path, monkeypatch: pyte
 
 
 def test_check_loads_trainer_functions_like_the_trainer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlboost.jobs.check.data_problem", lambda _: "")
+    monkeypatch.setattr("rlboost.jobs.check.check_data", lambda _: DataFindings())
     monkeypatch.syspath_prepend(str(folder))
     fit = {"algorithm": {"loss": "mine:loss"}}
     assert check(data={"train": "train.jsonl", "curriculum": {"function": "mine:skip"}}, **fit) == []
@@ -247,9 +263,9 @@ def test_check_loads_trainer_functions_like_the_trainer(folder: Path, monkeypatc
 
 
 def test_missing_libraries_are_warnings_if_a_trainer_can_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlboost.jobs.check.data_problem", lambda _: "")
+    monkeypatch.setattr("rlboost.jobs.check.check_data", lambda _: DataFindings())
     there = {"torch", "transformers"}
-    for module in ("rlboost.shared.process.extras", "rlboost.shared.job.run_log"):
+    for module in ("rlboost.shared.process.modules", "rlboost.shared.job.spec"):
         monkeypatch.setattr(f"{module}.find_spec", lambda name: name if name in there else None)
     asked: dict[str, Any] = {
         "data": {"train": "openai/gsm8k"},
@@ -269,9 +285,124 @@ def test_missing_libraries_are_warnings_if_a_trainer_can_run_here(monkeypatch: p
 
 
 def test_own_code_that_is_too_slow_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlboost.jobs.check.data_problem", lambda _: "")
+    monkeypatch.setattr("rlboost.jobs.check.check_data", lambda _: DataFindings())
     monkeypatch.setattr("rlboost.jobs.user_code_check._LIMIT_S", 0.0)
     assert check(algorithm={"loss": "mine:loss"}) == [
-        "reward.function: importing mine:score took more than 0 s",
-        "algorithm.loss: importing mine:loss took more than 0 s",
+        "reward.function: trying mine:score took more than 0 s",
+        "algorithm.loss: trying mine:loss took more than 0 s",
     ]
+
+
+def cut(weights: Path) -> str:
+    weights.write_bytes(weights.read_bytes()[:1000])
+    return "model.safetensors"
+
+
+def cut_at_the_end(weights: Path) -> str:
+    weights.write_bytes(weights.read_bytes()[:-1])
+    return "model.safetensors"
+
+
+def empty(weights: Path) -> str:
+    weights.write_bytes(b"")
+    return "model.safetensors"
+
+
+def a_page(weights: Path) -> str:
+    weights.write_text("<!DOCTYPE html><html>the model has moved</html>")
+    return "model.safetensors"
+
+
+def a_pointer(weights: Path) -> str:
+    weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    return "model.safetensors"
+
+
+def with_zeros(weights: Path) -> str:
+    raw = weights.read_bytes()
+    weights.write_bytes(raw[:8] + bytes(len(raw) - 8))
+    return "model.safetensors"
+
+
+def wrong_types(weights: Path) -> str:
+    weights.write_bytes(weights.read_bytes().replace(b'"dtype":"F32"', b'"dtype":"F64"', 1))
+    return "model.safetensors"
+
+
+def longer(weights: Path) -> str:
+    weights.write_bytes(weights.read_bytes() + b"more")
+    return "model.safetensors"
+
+
+def in_shards(weights: Path) -> tuple[Path, Path]:
+    names = [weights.with_name(f"model-0000{i}-of-00002.safetensors") for i in (1, 2)]
+    tensors = load_file(weights)
+    half = len(tensors) // 2
+    places: dict[str, str] = {}
+    for file, part in zip(names, (list(tensors)[:half], list(tensors)[half:]), strict=True):
+        save_file({name: tensors[name] for name in part}, file, metadata={"format": "pt"})
+        places |= dict.fromkeys(part, file.name)
+    weights.with_name("model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    weights.unlink()
+    return names[0], names[1]
+
+
+def shard_missing(weights: Path) -> str:
+    in_shards(weights)[1].unlink()
+    return "model-00002-of-00002.safetensors is missing"
+
+
+def shard_cut(weights: Path) -> str:
+    return cut_at_the_end(in_shards(weights)[1]).replace("model", "model-00002-of-00002")
+
+
+def shards_swapped(weights: Path) -> str:
+    one, other = in_shards(weights)
+    one.write_bytes(other.read_bytes())
+    return "model-00001-of-00002.safetensors has no tensor"
+
+
+def index_cut(weights: Path) -> str:
+    in_shards(weights)
+    cut_at_the_end(weights.with_name("model.safetensors.index.json"))
+    return "model.safetensors.index.json"
+
+
+def index_missing(weights: Path) -> str:
+    in_shards(weights)
+    weights.with_name("model.safetensors.index.json").unlink()
+    return "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *(cut, cut_at_the_end, empty, a_page, a_pointer, with_zeros, wrong_types, longer),
+        *(shard_missing, shard_cut, shards_swapped, index_cut, index_missing),
+    ],
+)
+def test_damaged_weights_are_named_by_check_and_trainer(damage: Callable[[Path], str]) -> None:
+    file = damage(Path("base/model.safetensors"))
+    found = jobcheck.check_job(job(optimizer={"lr": 1e-3}))
+    (problem,) = found.problems
+    assert file in problem
+    assert "copy" in problem
+    assert not found.advice
+    assert trainers_words(lambda: TorchPolicy(PolicySettings(), device="cpu").load_hf(Path("base"))) == problem
+
+
+def test_model_in_shards_has_no_problem() -> None:
+    in_shards(Path("base/model.safetensors"))
+    assert check() == []
+    TorchPolicy(PolicySettings(), device="cpu").load_hf(Path("base"))
+
+
+@pytest.mark.parametrize("kind", ["missing", "other shape"])
+def test_weight_that_transformers_would_draw_is_refused(kind: str) -> None:
+    tensors = load_file(Path("base/model.safetensors"))
+    name = next(name for name in tensors if "down_proj" in name)
+    tensor = tensors.pop(name)
+    if kind == "other shape":
+        tensors[name] = tensor[:3].contiguous()
+    save_file(tensors, Path("base/model.safetensors"), metadata={"format": "pt"})
+    assert name in trainers_words(lambda: TorchPolicy(PolicySettings(), device="cpu").load_hf(Path("base")))

@@ -13,8 +13,8 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 from typer.testing import CliRunner, Result
 
+from rlboost import planning
 from rlboost.cli import app
-from rlboost.planning import list_prices
 from rlboost.shared.prices import read_prices
 
 AWS = """\
@@ -102,8 +102,8 @@ class PriceServer:
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[PriceServer]:
     server = PriceServer()
-    monkeypatch.setattr(list_prices, "CATALOG_URL", server.url)
-    monkeypatch.setattr(list_prices, "AZURE_URL", f"{server.url}/azure")
+    monkeypatch.setattr(planning, "CATALOG_URL", server.url)
+    monkeypatch.setattr(planning, "AZURE_URL", f"{server.url}/azure")
     yield server
     server.stop()
 
@@ -182,8 +182,8 @@ def test_prices_of_a_source_that_fails_names_it(
 
 
 def test_prices_of_an_endless_answer_stops(server: PriceServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(list_prices, "_LARGEST_ANSWER_BYTES", 100)
+    monkeypatch.setattr(planning, "_LARGEST_ANSWER_BYTES", 100)
     assert "larger than 100 bytes" in prices("--reserved", "aws/us-east-1/p5.48xlarge").stderr
-    monkeypatch.setattr(list_prices, "_MOST_PAGES", 1)
-    monkeypatch.setattr(list_prices, "_LARGEST_ANSWER_BYTES", 1 << 20)
+    monkeypatch.setattr(planning, "_MOST_PAGES", 1)
+    monkeypatch.setattr(planning, "_LARGEST_ANSWER_BYTES", 1 << 20)
     assert "more than 1 pages" in prices("--reserved", "azure/eastus/Standard_ND96isr_H100_v5").stderr

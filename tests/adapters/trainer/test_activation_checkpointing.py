@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from rlboost.services.trainer import build
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.loss.inputs import TokenBatch
-from rlboost.services.trainer.ports.policy_settings import PolicySettings
+from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.services.trainer.settings import Settings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import CriticSpec
@@ -29,6 +29,7 @@ from tests.support.losses import clipped_loss
 from tests.support.megatron_cpu import python_path
 from tests.support.model_folder import write_model, write_unmarked_model
 from tests.support.offloaded_ranks import three_steps as three_steps_of_ranks
+from tests.support.one_rank import critic_of
 from tests.support.policy_comparison import bits, gradients
 from tests.support.saved_bytes import saved_bytes
 from tests.support.saved_bytes_of_rank import N_TOKENS, ROW
@@ -149,7 +150,7 @@ def test_layer_saves_only_its_input(models: list[Path], lora: LoraSpec | None) -
             found.append(n_saved_bytes())
             return LOSS(batch)
 
-        with saved_bytes(policy.loaded.model.parameters()) as n_saved_bytes:
+        with saved_bytes(policy.rank.module.parameters()) as n_saved_bytes:
             policy.accumulate([[ROW]], loss)
         return found[0]
 
@@ -162,9 +163,8 @@ def test_layer_saves_only_its_input(models: list[Path], lora: LoraSpec | None) -
 
 def test_critic_layer_saves_only_its_input(models: list[Path]) -> None:
     def kept_of(policy: TorchPolicy) -> int:
-        critic = policy.loaded.critic
-        assert critic is not None
-        with saved_bytes(critic.trained.values()) as n_saved_bytes:
+        critic = critic_of(policy)
+        with saved_bytes(critic.tensors.values()) as n_saved_bytes:
             critic.forward([ROW])
             return n_saved_bytes()
 
@@ -197,10 +197,10 @@ class Rounded(TorchDispatchMode):
 
 def test_rounded_weights_of_a_layer_are_freed(models: list[Path]) -> None:
     made = engine(models[0], recomputes=True, dtype="bfloat16")
-    layers = made.loaded.model.get_decoder().layers
+    layers = made.rank.module.get_decoder().layers
     seen: list[tuple[int, int]] = []
     with Rounded(tuple(layers[0].mlp.up_proj.weight.shape)) as rounded:
-        made.loaded.model.get_output_embeddings().register_forward_pre_hook(lambda *_: seen.append(rounded.count()))
+        made.rank.module.get_output_embeddings().register_forward_pre_hook(lambda *_: seen.append(rounded.count()))
         made.accumulate([[ROW]], LOSS)
     assert seen == [(2 * LAYERS[0], 0)]  # two matrices of that shape, up and gate
 
@@ -216,7 +216,7 @@ def test_rank_with_checkpointing_saves_only_layer_inputs(kind: str, models: list
 
 def test_reference_model_is_not_checkpointed(tmp_path: Path) -> None:
     made = engine(write_model(tmp_path), recomputes=True, reference=True)
-    policy, reference = ([*model.get_decoder().layers] for model in (made.loaded.model, made.loaded.reference))
+    policy, reference = ([*model.get_decoder().layers] for model in (made.rank.module, made.rank.reference))
     assert all("forward" in vars(layer) for layer in policy)
     assert not any("forward" in vars(layer) for layer in reference)
 
@@ -233,7 +233,7 @@ def test_job_setting_reaches_the_engine(kind: str, trainer: dict[str, Any], reco
         Settings(device="cpu"), spec.trainer, tmp_path, None, PolicySettings.of(spec, "token_mean", None)
     )
     assert made.settings.activation_checkpointing is recomputes
-    if not isinstance(made, TorchPolicy):
+    if made._ranks is not None:
         assert made._ranks._arguments["settings"]["activation_checkpointing"] is recomputes
 
 

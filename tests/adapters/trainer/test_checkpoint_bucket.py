@@ -14,10 +14,9 @@ import pytest
 import stamina
 import structlog
 
-from rlboost.services.trainer.adapters.checkpoints import bucket as checkpoint_bucket
-from rlboost.services.trainer.adapters.checkpoints.bucket import CheckpointBucket
-from rlboost.services.trainer.adapters.checkpoints.folder import CheckpointFolder
-from rlboost.services.trainer.adapters.checkpoints.locations import CheckpointLocations
+from rlboost.services.trainer.adapters import checkpoint_bucket
+from rlboost.services.trainer.adapters.checkpoint_bucket import CheckpointBucket, CheckpointLocations
+from rlboost.services.trainer.adapters.checkpoint_folder import CheckpointFolder
 from rlboost.services.trainer.ports.storage import TrainState
 from rlboost.shared import bucket
 from rlboost.shared.bucket import Bucket
@@ -87,7 +86,7 @@ def test_checkpoint_is_downloaded_exactly_on_another_machine(s3_url: str, tmp_pa
 
 SAVER = """
 import asyncio, os, sys, pathlib
-from rlboost.services.trainer.adapters.checkpoints import bucket as checkpoint_bucket
+from rlboost.services.trainer.adapters import checkpoint_bucket
 from rlboost.shared.bucket import Bucket
 from tests.adapters.trainer.test_checkpoint_bucket import PART, state, writing
 url, scratch = sys.argv[1], pathlib.Path(sys.argv[2])

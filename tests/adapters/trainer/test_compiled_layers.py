@@ -12,12 +12,11 @@ from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.ports.engine import PolicyEngine
-from rlboost.services.trainer.ports.policy_settings import PolicySettings
+from rlboost.services.trainer.ports.engine import PolicyEngine, PolicySettings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.job.training import OptimizerSpec
-from rlboost.shared.wire.columns import F32, unpack
+from rlboost.shared.wire import F32, unpack
 from tests.support import rank_policies
 from tests.support.jobs import job
 from tests.support.losses import clipped_loss

@@ -16,8 +16,8 @@ from pyarrow import parquet
 from rlboost.jobs import check as jobcheck
 from rlboost.jobs.file import complete
 from rlboost.services.trainer.adapters.data import load_data
-from rlboost.services.trainer.domain.fingerprint import fingerprint
-from rlboost.services.trainer.ports.data import Data
+from rlboost.services.trainer.job.checkpoints import fingerprint
+from rlboost.services.trainer.ports.samples import Data
 from rlboost.shared.data.rows import is_remote, read_rows
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import parse, to_json

@@ -14,11 +14,11 @@ import pytest
 from pyarrow import parquet
 
 from rlboost.services.trainer.adapters.data import load_data
-from rlboost.services.trainer.ports.data import Data
+from rlboost.services.trainer.ports.samples import Data
 from rlboost.shared.data.rows import is_remote, read_rows
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import parse
-from rlboost.shared.wire.columns import ints
+from rlboost.shared.wire import ints
 from tests.support.model_folder import write_model, write_tokenizer
 
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}t90{% endif %}"
@@ -152,6 +152,6 @@ def test_an_id_that_cannot_be_loaded_is_refused_by_name(monkeypatch: pytest.Monk
     def refuse(source: str, name: str | None) -> None:
         raise datasets.exceptions.DatasetNotFoundError(f"{source} {name} is not on the Hub")
 
-    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    monkeypatch.setattr(datasets, "load_dataset_builder", refuse)
     with pytest.raises(ConfigError, match=r"nobody/nothing: .*DatasetNotFoundError.*data\.subset"):
         next(iter(read_rows("nobody/nothing", subset="main")))

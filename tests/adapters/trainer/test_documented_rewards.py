@@ -10,14 +10,14 @@ import pytest
 
 from rlboost.services.trainer.adapters.data import load_data
 from rlboost.services.trainer.adapters.reward_pool import RewardPool
-from rlboost.services.trainer.domain.groups.collector import WholeGroup
+from rlboost.services.trainer.domain.groups import WholeGroup
 from rlboost.services.trainer.step.scoring import reward_batch, sample_summaries
 from rlboost.shared.ids import SampleId
 from rlboost.shared.job.reward import RewardSpec
 from rlboost.shared.job.spec import parse
 from rlboost.shared.messages import SampleFinished
 from rlboost.shared.process.waiting import Waits
-from rlboost.shared.wire.columns import I32, pack
+from rlboost.shared.wire import I32, pack
 from tests.support.black_box import ROOT
 from tests.support.model_folder import write_model, write_tokenizer
 

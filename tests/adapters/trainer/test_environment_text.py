@@ -14,8 +14,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rlboost.environments import ToolEnvironment
-from rlboost.services.trainer.adapters.environment_text import TokenizerChatFormatter
-from rlboost.services.trainer.ports.environments import EnvironmentFault
+from rlboost.services.trainer.adapters.environment_pool import TokenizerChatFormatter
+from rlboost.services.trainer.adapters.tokens import PromptTokenizer
+from rlboost.services.trainer.ports.samples import EnvironmentFault
 
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 CHATML = """
@@ -47,7 +48,7 @@ def tokenizer() -> Any:
 @pytest.fixture
 def chat_formatter(tokenizer: Any) -> TokenizerChatFormatter:
     config = SimpleNamespace(vocab_size=len(tokenizer), max_position_embeddings=512)
-    return TokenizerChatFormatter(tokenizer, config, [tokenizer.eos_token_id])
+    return TokenizerChatFormatter(PromptTokenizer(tokenizer, config, [tokenizer.eos_token_id]))
 
 
 def add(a: int, b: int) -> int:
@@ -110,11 +111,11 @@ def test_unformattable_observation_is_a_reason(chat_formatter: TokenizerChatForm
         chat_formatter.format_observation("12+5=", end, [{"role": "tool", "content": "17"}], [])
     with pytest.raises(EnvironmentFault, match="give the prompt as chat messages"):
         chat_formatter.format_prompt("12+5=", ToolEnvironment([add]).tools)
-    with pytest.raises(EnvironmentFault, match="cannot render the messages"):
+    with pytest.raises(EnvironmentFault, match=r"message 3 \(tool\) has the content 17, which is no text"):
         chat_formatter.format_observation(ASKED, end, [{"role": "tool", "content": 17}], [])
     tokenizer.chat_template = "{{ messages[-1].content }}"
     try:
-        with pytest.raises(EnvironmentFault, match="chat template does not render"):
+        with pytest.raises(EnvironmentFault, match=r"message 1 \(user\): the chat template does not show"):
             chat_formatter.format_observation(ASKED, end, "Higher.", [])
         tokenizer.chat_template = None
         with pytest.raises(EnvironmentFault, match="has none"):
@@ -128,7 +129,7 @@ def test_unformattable_observation_is_a_reason(chat_formatter: TokenizerChatForm
     [
         ('{"name": "add", "arguments": {"a": "x", "b": 1}}', "error: a: Input should be a valid integer"),
         ('{"name": "sub", "arguments": {}}', "error: there is no tool 'sub', only add"),
-        ("{nonsense", "error: a call is JSON with name and arguments"),
+        ("{nonsense", "error: the call cannot be read: it is no JSON"),
         ('{"name": "add", "arguments": {"a": 1}}', "error: b: Missing required"),
     ],
 )

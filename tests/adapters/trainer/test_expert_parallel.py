@@ -10,18 +10,17 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from rlboost.jobs.memory import TrainedModel, state_bytes
-from rlboost.jobs.model_size import ModelSize, size_of
+from rlboost.jobs.memory import ModelSize, TrainedModel, size_of, state_bytes
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.loss.sums import EXPERT_LOAD, ROUTED_TOKENS, ROUTING_LOSS
-from rlboost.services.trainer.ports.engine import PolicyEngine
-from rlboost.services.trainer.ports.policy_settings import PolicySettings
+from rlboost.services.trainer.ports.engine import PolicyEngine, PolicySettings
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
 from rlboost.shared.model.experts import split_experts
-from rlboost.shared.wire.columns import F32, unpack
+from rlboost.shared.wire import F32, unpack
 from tests.support import rank_policies
 from tests.support.losses import clipped_loss
 from tests.support.offloaded_ranks import resident
+from tests.support.one_rank import trained_by
 from tests.support.policy_comparison import assert_close, assert_trained_equally, bits, gradient_of, moment, values
 from tests.support.training_rows import rows, with_loss_mask
 
@@ -95,7 +94,9 @@ def test_two_steps_with_divided_experts_match_one_process(model: Path, layout: s
         np.testing.assert_allclose(logprobs(many), logprobs(one), rtol=0, atol=1e-5)
         for step in range(2):
             sums = one.accumulate(BATCHES, LOSS)
-            gradients = {name: gradient_of(tensor) / sums["divisor"] for name, tensor in one.loaded.trained.items()}
+            gradients = {
+                name: gradient_of(tensor) / sums["divisor"] for name, tensor in trained_by(one).tensors.items()
+            }
             found = many.accumulate(BATCHES, LOSS)
             if "tp2" not in layout:
                 # Once per layer; no token of a dummy. With tp2 also per rank, and padding.

@@ -13,14 +13,13 @@ import numpy as np
 import pytest
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.services.trainer.domain.batches import TrainingRow
 from rlboost.services.trainer.domain.loss.policy import PolicyLoss
-from rlboost.services.trainer.ports.engine import NotFinite
-from rlboost.services.trainer.ports.policy_settings import PolicySettings
+from rlboost.services.trainer.ports.engine import NotFinite, PolicySettings
 from rlboost.shared.errors import Corrupt, Retryable
 from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
-from rlboost.shared.wire.columns import F32, length, pack, unpack
+from rlboost.shared.wire import F32, length, pack, unpack
 from tests.support import rank_policies
 from tests.support.policy_comparison import bits
 from tests.support.training_rows import taught
@@ -95,7 +94,7 @@ def test_step_of_a_lost_rank_is_repeated_with_the_same_result(tmp_path: Path) ->
         step(lost)
         lost.snapshot()(checkpoint)
         lost.accumulate(BATCHES[:1], LOSS)
-        os.kill(lost._ranks.pids[1], signal.SIGKILL)
+        os.kill(rank_policies.pids_of(lost)[1], signal.SIGKILL)
         with pytest.raises(Retryable, match="rank 1 of the trainer ended with code -9"):
             lost.accumulate(BATCHES[1:], LOSS)
     with rank_policies.policy(OPTIMIZER, **FSDP, **SETTINGS, offload="all") as successor:

@@ -10,11 +10,10 @@ import pytest
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.loss.policy import PolicyLoss
-from rlboost.services.trainer.ports.engine import Exported, PolicyEngine
-from rlboost.services.trainer.ports.policy_settings import PolicySettings
+from rlboost.services.trainer.ports.engine import Exported, PolicyEngine, PolicySettings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
-from rlboost.shared.wire.columns import F32, unpack
+from rlboost.shared.wire import F32, unpack
 from tests.support import rank_policies
 from tests.support.policy_comparison import bits
 from tests.support.training_rows import rows, with_loss_mask

@@ -10,11 +10,10 @@ import pytest
 
 from rlboost.jobs.memory import TrainedModel, state_bytes
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.ports.engine import PolicyEngine
-from rlboost.services.trainer.ports.policy_settings import PolicySettings
+from rlboost.services.trainer.ports.engine import PolicyEngine, PolicySettings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
-from rlboost.shared.wire.columns import F32, unpack
+from rlboost.shared.wire import F32, unpack
 from tests.support import rank_policies
 from tests.support.jobs import job
 from tests.support.losses import clipped_loss
@@ -42,11 +41,13 @@ def step(policy: PolicyEngine) -> list[float]:
 
 @pytest.mark.parametrize("layout", [pytest.param("data4", marks=pytest.mark.long), "context2"])
 def test_copies_of_the_model_train_as_one_process(layout: str, tmp_path: Path) -> None:
-    """Its checkpoint has each shard once, and is resumed by one copy."""
+    """Its checkpoint has each shard once, and is resumed by one process, whose own is resumed by one copy."""
     model, checkpoint = rank_policies.write(tmp_path / "model", "qwen3"), tmp_path / "checkpoint"
+    of_one = tmp_path / "of-one"
     one = TorchPolicy(PolicySettings(optimizer=OPTIMIZER), device="cpu")
     one.load_hf(model)
     checkpoint.mkdir()
+    of_one.mkdir()
     with rank_policies.policy(OPTIMIZER, backend="torch", **LAYOUTS[layout]) as many:
         many.load_hf(model)
         for _ in range(2):
@@ -54,9 +55,11 @@ def test_copies_of_the_model_train_as_one_process(layout: str, tmp_path: Path) -
         assert_close(values(many), values(one), 1e-4)
         many.snapshot()(checkpoint)
     assert len([*checkpoint.glob("weight-*")]) == LAYOUTS[layout]["fsdp_size"]
+    one.load(checkpoint)
+    one.snapshot()(of_one)
     with rank_policies.policy(OPTIMIZER, backend="torch", data_parallel=2) as resumed:
         resumed.load_hf(model)
-        resumed.load(checkpoint)
+        resumed.load(of_one)
         assert step(resumed) == pytest.approx(step(one), rel=1e-4, abs=1e-4)
 
 

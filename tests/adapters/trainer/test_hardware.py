@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlboost.services.trainer.adapters.hardware import hardware_of
-from rlboost.services.trainer.domain.utilization import TrainingHardware
+from rlboost.services.trainer.adapters.model_checks import hardware_of
+from rlboost.services.trainer.domain.metrics import TrainingHardware
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.model.folder import count_parameters, read_tensor_shapes
 from tests.support.model_folder import write_model
@@ -46,8 +46,15 @@ def test_machine_is_unknown_for_other_devices_dtypes_and_experts(model: Path) ->
     assert hardware_of(spec(trainer=BF16), model, "cuda").flops_per_token == 0.0
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff" * 16, b"\x02" + b"\0" * 7 + b"[]"])
-def test_an_invalid_safetensors_file_is_named(tmp_path: Path, content: bytes) -> None:
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "its header has 0 bytes, the file 0"),
+        (b"\xff" * 16, "its header has 18446744073709551615 bytes, the file 16"),
+        (b"\x02" + b"\0" * 7 + b"[]", "its header is not a JSON object"),
+    ],
+)
+def test_an_invalid_safetensors_file_is_named(tmp_path: Path, content: bytes, reason: str) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"model\.safetensors is not a valid \.safetensors file"):
+    with pytest.raises(ConfigError, match=rf"model\.safetensors is not a whole \.safetensors file: {reason}"):
         read_tensor_shapes(tmp_path)

@@ -14,14 +14,15 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter,
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.adapters.torch.routing import Routers
-from rlboost.services.trainer.domain.batches.batching import select
+from rlboost.services.trainer.domain.batches import select
 from rlboost.services.trainer.domain.loss.policy import PolicyLoss
 from rlboost.services.trainer.domain.loss.sums import routing_metrics
-from rlboost.services.trainer.ports.policy_settings import PolicySettings
+from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import OptimizerSpec
 from tests.support import rank_policies
 from tests.support.model_folder import write_model
+from tests.support.one_rank import trained_by
 from tests.support.policy_comparison import gradients
 from tests.support.training_rows import rows, with_loss_mask
 
@@ -57,7 +58,8 @@ AFMOE = AfmoeConfig(
 
 def torch_policy(model: Path, coefficient: float = COEFFICIENT, **settings: Any) -> TorchPolicy:
     policy = TorchPolicy(
-        PolicySettings(optimizer=OPTIMIZER, router_aux_loss_coef=coefficient, **settings), device="cpu"
+        PolicySettings(optimizer=OPTIMIZER, router_aux_loss_coef=coefficient, aggregation="sequence_mean", **settings),
+        device="cpu",
     )
     policy.load_hf(model)
     return policy
@@ -177,7 +179,7 @@ def test_coefficient_of_zero_builds_no_graph(tmp_path: Path) -> None:
     write_model(tmp_path, "qwen3-moe")
     for coefficient in (0.0, COEFFICIENT):
         policy = torch_policy(tmp_path, coefficient)
-        forward = policy.loaded.forward
+        forward = trained_by(policy).forward
         forward(rows(2))
         assert forward.balance is not None
         assert forward.balance.loss.requires_grad == bool(coefficient)

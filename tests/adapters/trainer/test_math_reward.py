@@ -14,7 +14,7 @@ from math_verify import parse as library_parse
 from rlboost.rewards import math
 from rlboost.rewards.math import score
 from rlboost.services.trainer.adapters.reward_pool import RewardPool
-from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
+from rlboost.services.trainer.ports.samples import RewardBatch, Scores
 from rlboost.shared.job.reward import RewardSpec
 from rlboost.shared.process.waiting import Waits
 
@@ -38,6 +38,39 @@ SLOW = "$9^{9^{9^{9}}}$"
 )
 def test_an_answer_that_equals_the_ground_truth_is_rewarded(completion: str, truth: str, reward: float | None) -> None:
     assert score([completion], answer=[truth]) == [reward]
+
+
+@pytest.mark.parametrize(
+    "truth", [None, float("nan"), float("inf"), ["72"], {"value": "72"}, True, False, "", " \n", "$$"]
+)
+def test_ground_truth_that_is_no_answer_is_missing_and_named(truth: object, capsys: pytest.CaptureFixture[str]) -> None:
+    assert score([r"\boxed{72}", "1", f"\\boxed{{{truth}}}"], answer=[truth] * 3) == [None, None, None]
+    assert score([r"\boxed{72}"], reward_model=[{"ground_truth": truth}], answer=["72"]) == [None]
+    assert score([r"\boxed{72}"] * 2, answer=["72", truth]) == [1.0, None]
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3  # once for each call
+    assert f"no reward: the ground truth {truth!r}" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("truth", "completion"),
+    [
+        (72, r"\boxed{72}"),
+        (72.0, r"\boxed{72}"),
+        ("72.0", r"\boxed{72}"),
+        (" 72 ", r"\boxed{72}"),
+        ("x #### 72", r"\boxed{72}"),
+        ("1,000", r"\boxed{1000}"),
+        ("\N{MINUS SIGN}5", r"\boxed{-5}"),
+        (-5, r"\boxed{-5}"),
+        (1e-7, r"\boxed{0.0000001}"),
+        (1e20, r"\boxed{100000000000000000000}"),
+        (-0.0, r"\boxed{0}"),
+        (2**63, r"\boxed{9223372036854775808}"),
+    ],
+)
+def test_ground_truth_of_each_form_is_recognized(truth: object, completion: str) -> None:
+    assert score([completion, r"\boxed{7}"], answer=[truth] * 2) == [1.0, 0.0]
 
 
 def test_math_reward_reads_chat_messages_and_verl_columns() -> None:

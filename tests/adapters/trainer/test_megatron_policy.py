@@ -20,23 +20,21 @@ import numpy as np
 import pytest
 import torch
 
-from rlboost.services.trainer.adapters.megatron.policy import MegatronPolicy
-from rlboost.services.trainer.adapters.ranks.layout import Layout
-from rlboost.services.trainer.adapters.ranks.policy import RanksPolicy
-from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
+from rlboost.services.trainer.adapters.torch.policy import MegatronPolicy, RanksPolicy, TorchPolicy
+from rlboost.services.trainer.adapters.torch.ranks import Layout
 from rlboost.services.trainer.domain.loss.inputs import TokenBatch
 from rlboost.services.trainer.domain.loss.sums import EXPERT_LOAD, ROUTED_TOKENS, ROUTING_LOSS
-from rlboost.services.trainer.ports.engine import NotFinite, PolicyEngine
-from rlboost.services.trainer.ports.policy_settings import PolicySettings
+from rlboost.services.trainer.ports.engine import NotFinite, PolicyEngine, PolicySettings
 from rlboost.shared.errors import ConfigError, Retryable
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
 from rlboost.shared.model.experts import split_experts
-from rlboost.shared.wire.columns import F32, pack, unpack
+from rlboost.shared.wire import F32, pack, unpack
 from tests.support import rank_policies
 from tests.support.eventually import eventually
 from tests.support.losses import clipped_loss, decoupled_loss
 from tests.support.megatron_cpu import python_path
 from tests.support.model_folder import write_model, write_unmarked_model
+from tests.support.one_rank import trained_by
 from tests.support.policy_comparison import assert_close, assert_trained_equally, gradient_of, moment, values
 from tests.support.ranks import MODULE
 from tests.support.training_rows import rows, training_row, with_loss_mask
@@ -110,7 +108,7 @@ def test_ranks_three_steps_match_torch_backend(
         sums = one.accumulate(BATCHES, LOSS)
         for name in (ROUTED_TOKENS, ROUTING_LOSS, EXPERT_LOAD):
             sums.pop(name, None)  # for each rank's part: see test_load_balancing
-        gradients = {name: gradient_of(tensor) / sums["divisor"] for name, tensor in one.loaded.trained.items()}
+        gradients = {name: gradient_of(tensor) / sums["divisor"] for name, tensor in trained_by(one).tensors.items()}
         found = many.accumulate(BATCHES, LOSS)
         assert {name: found[name] for name in sums} == pytest.approx(sums, rel=1e-4, abs=1e-3)
         norm = one.step(RATE)
@@ -310,7 +308,7 @@ def test_rank_exits_when_the_trainer_has_ended() -> None:
 async def test_killed_rank_ends_all_ranks_and_is_named(policies: Policies, models: Callable[[str], Path]) -> None:
     policy = policies("tp2 x pp2")
     policy.load_hf(models("qwen3"))
-    pids = policy._ranks.pids
+    pids = rank_policies.pids_of(policy)
     os.kill(pids[3], signal.SIGKILL)
     with pytest.raises(Retryable, match=r"rank 3 of the trainer ended with code -9 during"):
         policy.accumulate(BATCHES, LOSS)

@@ -17,11 +17,11 @@ from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.adapters.torch.routing import weights_of
 from rlboost.services.trainer.domain.loss.sums import routing_metrics
-from rlboost.services.trainer.ports.policy_settings import PolicySettings
+from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import OptimizerSpec
 from rlboost.shared.model.experts import FAMILIES, require_known_experts
-from rlboost.shared.wire.columns import F32, floats, ints
+from rlboost.shared.wire import F32, floats, ints
 from tests.support import rank_policies, tiny_models
 from tests.support.engines import request, run
 from tests.support.losses import clipped_loss

@@ -21,15 +21,16 @@ from transformers import (
     Qwen3Config,
 )
 
-from rlboost.services.trainer.adapters.torch import attention_choice
-from rlboost.services.trainer.adapters.torch.attention_choice import attention_of
+from rlboost.services.trainer.adapters.torch import layers
+from rlboost.services.trainer.adapters.torch.layers import attention_of
 from rlboost.services.trainer.adapters.torch.packing import PACKED, RowLengths
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.ports.policy_settings import PolicySettings
+from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
-from rlboost.shared.wire.columns import floats, ints
+from rlboost.shared.wire import floats, ints
 from tests.support.losses import clipped_loss
+from tests.support.one_rank import critic_of, trained_by
 from tests.support.packed_models import _SIZES, CONVOLUTION, check_packed_attention, write
 from tests.support.policy_comparison import gradients
 from tests.support.tiny_models import CONFIGS, MIXTURES, VOCABULARY, logprobs
@@ -98,7 +99,7 @@ def test_warning_has_the_error_of_a_family_that_cannot_be_compared(monkeypatch: 
     def fail(config: Any) -> Any:
         raise ValueError("no such size")
 
-    monkeypatch.setattr(attention_choice, "_random_model", fail)
+    monkeypatch.setattr(layers, "_random_model", fail)
     with capture_logs() as logs:
         assert attention_of(next(iter(CONFIGS.values()))) == "sdpa"
     assert "no such size" in logs[0]["reason"]
@@ -132,9 +133,9 @@ def test_logits_in_chunks_change_no_gradient(tmp_path: Path, family: str, recomp
     for max_logits in (1, 7 * VOCABULARY, 1 << 20):
         recomputing = recomputes and family != "gpt2"
         ours = policy(model, temperature=0.7, max_logits=max_logits, activation_checkpointing=recomputing)
-        logprobs = ours.loaded.forward(batch)
+        logprobs = trained_by(ours).forward(batch)
         logprobs.square().sum().backward()
-        found.append([logprobs.detach(), *(p.grad for p in ours.loaded.model.parameters() if p.grad is not None)])
+        found.append([logprobs.detach(), *(p.grad for p in ours.rank.module.parameters() if p.grad is not None)])
     for chunked in found[:2]:
         for ours_, whole in zip(chunked, found[2], strict=True):
             torch.testing.assert_close(ours_, whole, atol=1e-3, rtol=1e-4)
@@ -150,7 +151,7 @@ def test_logits_in_chunks_change_no_gradient_of_an_adapter(tmp_path: Path, recom
         ours = policy(model, lora=lora, max_logits=max_logits, activation_checkpointing=recomputes)
         ours.accumulate([rows(5)], LOSS)
         found.append(list(gradients(ours).values()))
-        assert len(found[-1]) == len(ours.loaded.parameters)
+        assert len(found[-1]) == len(trained_by(ours).parameters)
     for chunked, whole in zip(*found, strict=True):
         torch.testing.assert_close(chunked, whole, atol=1e-4, rtol=1e-4)
 
@@ -183,13 +184,12 @@ def test_critic_of_packed_rows_trains_as_row_by_row(tmp_path: Path, recomputes: 
     batch = rows(5)
     found = []
     for batches in ([batch], [[row] for row in batch]):
-        critic = policy(model, critic=CriticSpec(), activation_checkpointing=recomputes).loaded.critic
-        assert critic is not None
+        critic = critic_of(policy(model, critic=CriticSpec(), activation_checkpointing=recomputes))
         with torch.no_grad():
-            weight = critic.trained["head.weight"]
+            weight = critic.tensors["head.weight"]
             weight.copy_(torch.linspace(-1, 1, weight.numel()).expand_as(weight))
         for part in batches:
             critic.forward(part).square().sum().backward()
-        found.append([tensor.grad for tensor in critic.trained.values() if tensor.grad is not None])
+        found.append([tensor.grad for tensor in critic.tensors.values() if tensor.grad is not None])
     for packed, single in zip(*found, strict=True):
         torch.testing.assert_close(packed, single, atol=1e-3, rtol=1e-4)

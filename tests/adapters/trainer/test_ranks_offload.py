@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from rlboost.services.trainer.adapters.ranks.policy import RanksPolicy
+from rlboost.services.trainer.adapters.torch.policy import RanksPolicy
 from rlboost.shared.job.training import OptimizerSpec
 from tests.support import rank_policies
 from tests.support.offloaded_ranks import BATCHES, LOSS, RATE, resident, three_steps

@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 
 from rlboost.services.trainer.adapters.reward_pool import RewardPool
-from rlboost.services.trainer.children import remote_reward
-from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
+from rlboost.services.trainer.children import reward
+from rlboost.services.trainer.ports.samples import RewardBatch, Scores
+from rlboost.shared import proxies
 from rlboost.shared.job.reward import RewardSpec
 from rlboost.shared.process.waiting import Waits
+from rlboost.shared.proxies import is_metadata
 
 Start = Callable[..., Awaitable[RewardPool]]
 
@@ -130,22 +132,22 @@ async def test_token_is_not_sent_to_an_unlisted_service(
     ],
 )
 def test_metadata_addresses_are_recognized(host: str, expected: bool) -> None:
-    assert remote_reward.is_metadata(host) is expected
+    assert is_metadata(host) is expected
 
 
 @pytest.mark.parametrize("listed", [False, True])
 def test_metadata_service_gets_a_request_only_if_the_operator_lists_it(
     service: Service, monkeypatch: pytest.MonkeyPatch, listed: bool
 ) -> None:
-    monkeypatch.setattr(remote_reward, "_METADATA", (ip_network("127.0.0.0/8"),))
+    monkeypatch.setattr(proxies, "_METADATA", (ip_network("127.0.0.0/8"),))
     service.answers = [(200, b'{"rewards": [1]}')]
     url = service.url.replace("127.0.0.1", "localhost")  # the name says nothing
-    caller = remote_reward.remote({"url": url, "name": "r", "timeout_s": 5.0, "gets_token": listed})
+    caller = reward.remote({"url": url, "name": "r", "timeout_s": 5.0, "gets_token": listed})
     request = {name: ["2+2="] for name in ("prompts", "completions", "completion_ids", "completions_raw", "solutions")}
     if listed:
         assert caller.call({**request, "columns": {}}) == [1]
     else:
-        with pytest.raises(remote_reward.RemoteFailed, match=r"is at 127\.0\.0\.1, where clouds serve credentials"):
+        with pytest.raises(reward.RemoteFailed, match=r"is at 127\.0\.0\.1, where clouds serve credentials"):
             caller.call({**request, "columns": {}})
     assert len(service.asked) == listed
 

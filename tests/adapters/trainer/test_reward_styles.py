@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlboost.services.trainer.adapters.reward_pool import RewardPool
-from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
+from rlboost.services.trainer.ports.samples import RewardBatch, Scores
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.reward import RewardSpec
 from rlboost.shared.process.waiting import Waits

@@ -16,15 +16,13 @@ from transformers import AutoModelForCausalLM
 
 from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.batches.batching import select
-from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.services.trainer.domain.batches import TrainingRow, select
 from rlboost.services.trainer.domain.loss.sums import routing_metrics
-from rlboost.services.trainer.ports.policy_settings import PolicySettings
+from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
 from rlboost.shared.model.experts import require_replayable
-from rlboost.shared.wire.columns import floats, ints, pack
-from rlboost.shared.wire.routed_experts import RoutedShape
+from rlboost.shared.wire import RoutedShape, floats, ints, pack
 from tests.support import rank_policies, tiny_models
 from tests.support.engines import Collected, request, run
 from tests.support.losses import clipped_loss
@@ -246,7 +244,7 @@ async def learned(folder: Path, *, replays: bool, steps: int = 10) -> tuple[list
     engine = TorchEngine(tiny_models.save_config(model.config, folder), slots=32, dtype="bfloat16")
     rewards, sums = [], []
     for step in range(steps):
-        weights = tiny_models.weights(policy.loaded.model)
+        weights = tiny_models.weights(policy.rank.module)
         await engine.load_weights(step, Staged((name, tensor.bfloat16()) for name, tensor in weights))
         ids = range(32 * step, 32 * step + 32)
         requests = [request(i, prompt=[3 + i // 8 % 4], max_tokens=24, routed_experts=SHAPE) for i in ids]

@@ -10,13 +10,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlboost.services.trainer.adapters.run_folder import LocalRunFolder
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.batches.training_row import SequenceRow, TrainingRow
-from rlboost.services.trainer.ports.policy_settings import PolicySettings
+from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow
+from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.shared.errors import DiskFull, Fatal
 from rlboost.shared.job.run_profile import RunProfile
 from rlboost.shared.job.training import OptimizerSpec
-from rlboost.shared.weights.shards import Shard
-from rlboost.shared.wire.columns import F32, I32, pack
+from rlboost.shared.weights.publisher import Shard
+from rlboost.shared.wire import F32, I32, pack
 from tests.support.losses import clipped_loss
 from tests.support.model_folder import write_model, write_tokenizer
 from tests.support.small_disk import small_disk

@@ -13,9 +13,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rlboost.services.trainer.adapters import run_folder as folder
-from rlboost.services.trainer.adapters.log.run_log import RunLog
-from rlboost.services.trainer.adapters.log.sinks import openers
 from rlboost.services.trainer.adapters.run_folder import LocalRunFolder
+from rlboost.services.trainer.adapters.run_log import RunLog, openers
 from rlboost.shared.errors import ConfigError
 from tests.support import wandb_file
 from tests.support.eventually import LIMIT_S, eventually
@@ -92,7 +91,7 @@ async def test_wandb_start_failure_is_reported(tmp_path: Path, monkeypatch: pyte
 def test_missing_logger_library_is_rejected_by_name(
     tmp_path: Path, section: dict[str, Any], library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlboost.shared.job.run_log.find_spec", lambda _: None)
+    monkeypatch.setattr("rlboost.shared.job.spec.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=rf"log\.{library} needs {library}: .*'\.\[logs\]'"):
         openers(spec(log=section), "job-1", tmp_path)
 
@@ -213,8 +212,6 @@ def test_slow_logger_continues_after_close(hanging: Hanging) -> None:
 async def test_logger_problem_is_a_warning_event(tmp_path: Path) -> None:
     rig = Rig(tmp_path, spec(steps=2))
     rig.folder.troubles = {0: ["log.wandb: no network; the job continues, and metrics.jsonl has every row"]}
-    async with rig.trainer():
-        await rig.command("create")
-        assert (await rig.ended()).state == "completed"
+    assert (await rig.run()).state == "completed"
     texts = [fields["text"] for kind, fields in await rig.events() if kind == "warning"]
     assert texts == ["log.wandb: no network; the job continues, and metrics.jsonl has every row"]

@@ -15,9 +15,17 @@ from pathlib import Path
 
 import pytest
 
-from rlboost.rewards import sandbox, sandbox_child
-from rlboost.rewards.isolation import DEVICES, Isolation, readable_paths
-from rlboost.rewards.sandbox import Limits, SandboxUnavailable, available_isolation, run, run_with
+from rlboost.rewards import sandbox
+from rlboost.rewards.sandbox import (
+    DEVICES,
+    Isolation,
+    Limits,
+    SandboxUnavailable,
+    available_isolation,
+    readable_paths,
+    run,
+    run_with,
+)
 from tests.support.eventually import eventually
 from tests.support.isolations import require
 
@@ -189,8 +197,14 @@ def test_program_reads_input_and_computes_in_threads(isolation: Isolation) -> No
         "with concurrent.futures.ThreadPoolExecutor(4) as pool: print(sum(pool.map(int, input().split())))\n"
         "asyncio.run(asyncio.sleep(0))\nzoneinfo.ZoneInfo('UTC')"
     )
-    ran = run_with(isolation, program, "1 2 3", epilogue="print('epilogue')")
-    assert (ran.code, ran.output, ran.errors, ran.completed) == (0, "6\nepilogue\n", "", True)
+    ran = run_with(isolation, program, "1 2 3")
+    assert (ran.code, ran.output, ran.errors, ran.completed) == (0, "6\n", "", True)
+
+
+def test_tests_and_their_program_share_the_time_limit(isolation: Isolation) -> None:
+    for program, tests in (("def f(): 1 / 0", "while True: pass"), ("def f():\n while True: pass", "f()")):
+        ran = run_with(isolation, program, limits=Limits(wall_s=3, cpu_s=600), tests=tests)
+        assert (ran.timed_out, ran.completed) == (True, False)
 
 
 def test_program_writes_files_of_its_own_in_bubblewrap() -> None:
@@ -232,7 +246,7 @@ async def test_program_ends_with_the_process_that_runs_it(isolation: Isolation) 
     require(isolation)
     mark = f"survivor-{isolation}-{os.getpid()}"
     code = (
-        "from rlboost.rewards.isolation import Isolation\nfrom rlboost.rewards.sandbox import Limits, run_with\n"
+        "from rlboost.rewards.sandbox import Isolation\nfrom rlboost.rewards.sandbox import Limits, run_with\n"
         f"run_with(Isolation({isolation.value!r}), {SURVIVOR.format(mark=mark)!r}, limits=Limits(wall_s=3600))"
     )
     reward = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
@@ -304,8 +318,7 @@ def test_machine_without_isolation_refuses_unless_it_is_off(monkeypatch: pytest.
     bubblewrap.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     bubblewrap.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    script = Path(sandbox_child.__file__).read_text(encoding="utf-8")
-    monkeypatch.setattr(sandbox, "_script", lambda: script.replace("= 444,", "= 10_000,"))
+    monkeypatch.setattr(sandbox, "_text_of", lambda file: Path(file).read_text().replace("= 444,", "= 10_000,"))
     script_error = r"bubblewrap: bwrap: No permissions.*landlock: Function not implemented: landlock.*isolated: false"
     with pytest.raises(SandboxUnavailable, match=script_error):
         run("print(1)")

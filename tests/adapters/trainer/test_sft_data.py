@@ -11,11 +11,12 @@ from transformers import AutoConfig, AutoTokenizer
 
 from rlboost.environments import ToolEnvironment
 from rlboost.services.trainer.adapters.data import load_data
-from rlboost.services.trainer.adapters.environment_text import TokenizerChatFormatter
-from rlboost.services.trainer.ports.data import Data
+from rlboost.services.trainer.adapters.environment_pool import TokenizerChatFormatter
+from rlboost.services.trainer.adapters.tokens import PromptTokenizer
+from rlboost.services.trainer.ports.samples import Data
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import parse
-from rlboost.shared.wire.columns import ints
+from rlboost.shared.wire import ints
 from tests.support.model_folder import write_model, write_tokenizer
 
 TURNS = (
@@ -57,6 +58,16 @@ def test_completion_ends_with_one_end_token(model: Path) -> None:
     assert pairs(load(model, *rows)) == [([1, 5], [7, 8, 2]), ([1, 5], [7, 2])]
 
 
+def test_every_turn_of_the_assistant_is_an_example_on_request(chat_model: Path) -> None:
+    messages = [USER, ANSWER, USER, {"role": "assistant", "content": "t8"}]
+    assert pairs(load(chat_model, {"messages": messages}, assistant_only_loss=True)) == [
+        ([90, 5, 6, 2, 92, 91], [7, 2]),
+        ([90, 5, 6, 2, 92, 91, 7, 2, 92, 90, 5, 6, 2, 92, 91], [8, 2]),
+    ]
+    limited = load(chat_model, {"messages": messages}, assistant_only_loss=True, max_prompt_tokens=6)
+    assert (len(limited.train), limited.n_too_long) == (1, 1)
+
+
 def test_sft_keys_are_configurable(model: Path) -> None:
     row = {"q": "t5", "a": "t7"}
     assert pairs(load(model, row, prompt_key="q", completion_key="a")) == [([1, 5], [7, 2])]
@@ -79,7 +90,7 @@ def test_chat_target_ends_at_the_end_token(chat_model: Path, row: dict[str, Any]
 
 
 TOOLS_TEMPLATE = (
-    "{% if tools %}t80 {% for tool in tools %}t{{ 70 + (tool | tojson | length) % 9 }} "
+    "{% if tools %}t80 {% for tool in tools %}{{ tool | tojson }} t{{ 70 + (tool | tojson | length) % 9 }} "
     "{% endfor %}{% endif %}" + CHAT_TEMPLATE
 )
 
@@ -89,6 +100,11 @@ def add(a: int, b: int | None = None) -> int:
     return a + (b or 0)
 
 
+def test_prompt_that_is_text_may_be_a_conversation_rendered_by_hand(model: Path) -> None:
+    row = {"prompt": "<bos> t5 t7 <eos> <bos> t6", "completion": "t8 <eos>"}
+    assert pairs(load(model, row)) == [([1, 5, 7, 2, 1, 6], [8, 2])]
+
+
 @pytest.mark.parametrize("as_text", [False, True])
 def test_tools_column_gives_the_prompts_of_a_tool_environment(model: Path, as_text: bool) -> None:
     with_template(model, TOOLS_TEMPLATE)
@@ -96,9 +112,9 @@ def test_tools_column_gives_the_prompts_of_a_tool_environment(model: Path, as_te
     row = {"prompt": [USER], "completion": [ANSWER], "tools": json.dumps(tools) if as_text else tools}
     [(prompt, completion)] = pairs(load(model, row))
     tokenizer = AutoTokenizer.from_pretrained(model)
-    formatter = TokenizerChatFormatter(tokenizer, AutoConfig.from_pretrained(model), [2])
+    formatter = TokenizerChatFormatter(PromptTokenizer(tokenizer, AutoConfig.from_pretrained(model), [2]))
     assert prompt == formatter.format_prompt([USER], ToolEnvironment([add]).tools)
-    assert prompt[-8] == 80
+    assert 80 in prompt
     assert completion == [7, 2]
 
 
@@ -111,9 +127,27 @@ def test_tools_null_or_empty_are_no_tools(model: Path) -> None:
 
 
 def test_conversation_is_the_prompt_of_its_last_turns(chat_model: Path) -> None:
-    [(prompt, completion)] = pairs(load(chat_model, {"messages": [USER, ANSWER, USER, ANSWER, ANSWER]}))
-    assert prompt[-11:] == [90, 5, 6, 2, 92, 91, 7, 2, 92, 90, 5, 6, 2, 92, 91][-11:]
-    assert completion == [7, 2, 92, 91, 7, 2]
+    before = [90, 5, 6, 2, 92, 91, 7, 2, 92, 90, 5, 6, 2, 92, 91]
+    messages = [USER, ANSWER, USER, ANSWER, {"role": "assistant", "content": "t8"}]
+    assert pairs(load(chat_model, {"messages": messages})) == [(before, [7, 2]), ([*before, 7, 2, 92, 91], [8, 2])]
+
+
+@pytest.mark.parametrize("key", ["messages", "prompt"])
+def test_two_turns_in_a_row_are_two_examples(chat_model: Path, key: str) -> None:
+    """What the template writes between them is never generated, so it is not trained."""
+    messages = [USER, ANSWER, {"role": "assistant", "content": "t8"}]
+    row = {"messages": messages} if key == "messages" else {"prompt": messages[:1], "completion": messages[1:]}
+    first = [90, 5, 6, 2, 92, 91]
+    expected = [(first, [7, 2]), ([*first, 7, 2, 92, 91], [8, 2])]
+    assert pairs(load(chat_model, row)) == pairs(load(chat_model, row, assistant_only_loss=True)) == expected
+
+
+@pytest.mark.parametrize("key", ["weight", "train", "loss"])
+def test_turn_that_is_not_to_be_trained_is_none_with_assistant_only_loss(chat_model: Path, key: str) -> None:
+    messages = [{**USER, key: 0}, {**ANSWER, key: False}, USER, {"role": "assistant", "content": "t8", key: True}]
+    before = [90, 5, 6, 2, 92, 91, 7, 2, 92, 90, 5, 6, 2, 92, 91]
+    for only in (True, False):
+        assert pairs(load(chat_model, {"messages": messages}, assistant_only_loss=only)) == [(before, [8, 2])]
 
 
 def test_too_long_rows_are_dropped_and_counted(model: Path) -> None:
@@ -132,6 +166,7 @@ def test_too_long_rows_are_dropped_and_counted(model: Path) -> None:
         ({"messages": [USER]}, r"line 1: no key 'completion', nor chat messages that end with the assistant's"),
         ({"messages": [ANSWER]}, "line 1: all messages are the assistant's"),
         ({"prompt": "t5", "completion": 7}, "line 1: 'completion' is not text, but 'prompt' is"),
+        ({"prompt": "t5", "completion": json.dumps([ANSWER])}, "line 1: 'completion' is not text, but 'prompt' is"),
         ({"prompt": 5, "completion": "t7"}, "line 1: 'prompt' is neither text nor"),
         ({"prompt": [USER], "completion": [USER]}, "line 1: 'completion' is neither text nor a list of chat messages"),
         ({"prompt": [USER], "completion": "t7"}, "line 1: chat messages need a chat template"),
@@ -139,6 +174,25 @@ def test_too_long_rows_are_dropped_and_counted(model: Path) -> None:
         ({"messages": [USER, ANSWER], "tools": "add"}, "line 1: 'tools' is not JSON"),
         ({"messages": [USER, ANSWER], "tools": ["add"]}, "line 1: 'tools' is not a list of JSON schemas"),
         ({"messages": [USER, ANSWER], "tools": [{"function": {"a": None}}]}, "line 1: 'tools' has keys that are null"),
+        ({"messages": [USER, {**ANSWER, "weight": 0}]}, r"line 1: message 2 \(assistant\) is not to be trained, but w"),
+        ({"messages": [{**USER, "train": True}, ANSWER]}, r"line 1: message 1 \(user\) is to be trained, but only"),
+        (
+            {"messages": [USER, {**ANSWER, "weight": 1}, USER, ANSWER]},
+            r"line 1: message 2 .* to be trained, but a",
+        ),
+        (
+            {"messages": [USER, {**ANSWER, "weight": 0.5}]},
+            r"line 1: message 2 \(assistant\) has weight 0.5: give 0 or 1",
+        ),
+        ({"messages": [USER, {**ANSWER, "content": " "}]}, r"line 1: message 2 \(assistant\) is empty"),
+        ({"messages": [{**USER, "content": ""}, ANSWER]}, r"line 1: message 1 \(user\) is empty"),
+        ({"prompt": [USER], "completion": ""}, r"line 1: message 2 \(assistant\) is empty"),
+        ({"prompt": [USER, ANSWER], "completion": "t7"}, "line 1: the prompt ends with a message of the assistant"),
+        ({"prompt": "t5", "completion": " "}, "line 1: 'completion' is empty"),
+        ({"prompt": "", "completion": "t7"}, "line 1: 'prompt' is empty"),
+        ({"prompt": "t5", "completion": "t7 <eos> t8"}, "line 1: the completion has the special token '<eos>' before"),
+        ({"prompt": "t5", "completion": "<bos> t8"}, "line 1: the completion has the special token '<bos>' before"),
+        ({"prompt": "t5", "completion": "t7 \ud83d"}, "line 1: the text .* half of a character: correct the row"),
         ({"prompt": "t5", "completion": "t7 " * 160}, r"line 1: 2 prompt and 161 completion tokens do not fit .* 160"),
     ],
 )

@@ -11,17 +11,17 @@ import pytest
 import torch
 from transformers import AutoModel
 
-from rlboost.services.trainer.adapters.torch.critic import TorchCritic
+from rlboost.services.trainer.adapters.torch.passes import whole_critic
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.loss.sums import add
-from rlboost.services.trainer.ports.engine import NotFinite
-from rlboost.services.trainer.ports.policy_settings import PolicySettings
+from rlboost.services.trainer.ports.engine import NotFinite, PolicySettings
 from rlboost.shared.errors import ConfigError, Corrupt, Fatal
 from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
-from rlboost.shared.wire.columns import F32, I32, floats, ints, length, pack
+from rlboost.shared.wire import F32, I32, floats, ints, length, pack
 from tests.support.losses import clipped_loss
 from tests.support.model_folder import write_model
+from tests.support.one_rank import critic_of
 from tests.support.policy_comparison import bits
 from tests.support.tiny_models import CONFIGS
 from tests.support.training_rows import rows, taught
@@ -78,14 +78,14 @@ def test_new_critic_predicts_zero(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", sorted(CONFIGS))
 def test_critic_values_and_gradients_match_the_formula(tmp_path: Path, family: str) -> None:
     """The same network in plain transformers, sample by sample: no padding, no micro-batches, no columns."""
-    critic = TorchCritic(write_model(tmp_path, family), SPEC, dtype=torch.float32, device=torch.device("cpu"))
+    made = engine(write_model(tmp_path, family))
     for _ in range(2):  # away from the zeros that the head begins with
-        critic.accumulate(taught())
-        critic.clip()
-        critic.step(1.0)
-    state = {name: tensor.detach().clone() for name, tensor in critic.trained.items()}
+        train(made, 0)
+    critic = critic_of(made)
+    state = {name: tensor.detach().clone() for name, tensor in critic.tensors.items()}
     body: Any = AutoModel.from_pretrained(tmp_path).eval()
-    body.load_state_dict({name.removeprefix("body."): v for name, v in state.items() if name.startswith("body.")})
+    prefix = f"{body.base_model_prefix}."
+    body.load_state_dict({name.removeprefix(prefix): v for name, v in state.items() if name.startswith(prefix)})
     head = [state[f"head.{name}"].requires_grad_() for name in ("weight", "bias")]
     batch, columns = taught(seed=3), []
     total = torch.zeros(())
@@ -98,14 +98,14 @@ def test_critic_values_and_gradients_match_the_formula(tmp_path: Path, family: s
         held = torch.maximum(torch.minimum(values, before + 0.2), before - 0.2)
         total = total + (torch.maximum((values - returns) ** 2, (held - returns) ** 2) / 2).sum()
     total.backward()
-    for ours, expected in zip(critic.values(batch), columns, strict=True):
+    for ours, expected in zip(made.values([batch]), columns, strict=True):
         assert floats(ours) == pytest.approx(expected, abs=2e-5)
-    numbers = critic.accumulate(batch)
+    numbers = made.accumulate([batch], LOSS)
     assert numbers["value_loss"] == pytest.approx(total.item(), rel=1e-4)
     assert 0 < numbers["value_clipped"] < sum(len(ints(row.completion)) for row in batch)
     gradients = dict(body.named_parameters())
-    for name, tensor in critic.trained.items():
-        part = name.removeprefix("body.")
+    for name, tensor in critic.tensors.items():
+        part = name.removeprefix(prefix)
         target = head[name == "head.bias"].grad if name.startswith("head.") else gradients[part].grad
         assert tensor.grad is not None
         assert target is not None
@@ -204,7 +204,7 @@ def test_engine_without_critic_or_reference_raises(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be loaded as a critic"):
-        TorchCritic(tmp_path, SPEC, dtype=torch.float32, device=torch.device("cpu"))
+        whole_critic(tmp_path, "eager")
 
 
 def test_bfloat16_critic_has_float32_weights_and_head(tmp_path: Path) -> None:

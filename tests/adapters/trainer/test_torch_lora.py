@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rlboost.jobs.file import complete
 from rlboost.services.trainer.adapters.run_folder import LocalRunFolder
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.ports.policy_settings import PolicySettings
+from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.spec import parse
 from rlboost.shared.job.training import LoraSpec
 from rlboost.shared.weights.cached_version import AdaptedVersion
-from rlboost.shared.weights.shards import Shard
-from rlboost.shared.wire.columns import floats, ints
+from rlboost.shared.weights.publisher import Shard
+from rlboost.shared.wire import floats, ints
 from tests.support.engine_steps import train
 from tests.support.losses import clipped_loss
 from tests.support.model_folder import write_model
@@ -140,6 +143,26 @@ def test_adapter_names_match_peft(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("model", ["Org/Tiny", "../models/tiny", "~/tiny"])
+def test_adapter_names_the_job_files_model_as_its_base(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    """Not the folder where it was found, also if the submitted job has that one."""
+    (tmp_path / "here").mkdir()
+    folder = write_model(tmp_path / "models" / "tiny")
+    monkeypatch.setenv("HOME", str(tmp_path / "models"))
+    monkeypatch.chdir(tmp_path / "here")
+    raw = {"model": model, "data": {"train": "t"}, "reward": {"function": "a:b"}, "steps": 1}
+    job = parse(complete({**raw, "elastic": {"weights": "lora"}}))
+    assert job.model == (model if model == "Org/Tiny" else str(Path(model).expanduser().absolute()))
+    made = TorchPolicy(PolicySettings.of(job, "token_mean", None), device="cpu")
+    made.load_hf(folder)
+    assert json.loads(made.adapter_json)["base_model_name_or_path"] == model
+    named = parse(complete({**raw, "elastic": {"weights": "lora"}, "lora": {"base_model_name_or_path": "Org/Base"}}))
+    assert named.adapter is not None
+    assert named.adapter.base_model_name_or_path == "Org/Base"
+
+
 def test_lora_defaults_match_peft() -> None:
     ours, theirs = LoraSpec(), peft.LoraConfig()
     assert (ours.rank, ours.alpha, ours.dropout) == (theirs.r, theirs.lora_alpha, theirs.lora_dropout)
@@ -156,7 +179,7 @@ def test_new_adapter_is_the_identity_and_depends_on_the_seed(tmp_path: Path) -> 
 def test_checkpoint_has_the_adapter_but_not_the_model(tmp_path: Path) -> None:
     policy = trained(write_model(tmp_path / "model"), lora=LoraSpec(rank=1, targets=("q_proj",)))
     policy.snapshot()(tmp_path)
-    n_bytes = (tmp_path / "model.safetensors").stat().st_size
+    n_bytes = (tmp_path / "weight-0000.safetensors").stat().st_size
     assert n_bytes < (tmp_path / "model" / "model.safetensors").stat().st_size / 10
 
 

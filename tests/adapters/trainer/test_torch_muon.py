@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,18 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
-from rlboost.services.trainer.adapters.torch.optimizers import hidden_matrices, optimizers
+from rlboost.services.trainer.adapters.torch.fsdp import hidden_matrices, optimizers
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.batches.training_row import constant
+from rlboost.services.trainer.domain.batches import constant
 from rlboost.services.trainer.domain.sft import sft_loss
-from rlboost.services.trainer.ports.data import Prompt
-from rlboost.services.trainer.ports.policy_settings import PolicySettings
-from rlboost.services.trainer.ports.resources import JobResources
+from rlboost.services.trainer.ports.engine import PolicySettings
+from rlboost.services.trainer.ports.samples import Prompt
+from rlboost.services.trainer.ports.storage import JobResources
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.job.spec import JobSpec, parse
 from rlboost.shared.job.training import Offload, OptimizerSpec
-from rlboost.shared.wire.columns import I32, pack
+from rlboost.shared.wire import I32, pack
 from tests.support.eventually import eventually
 from tests.support.losses import clipped_loss
 from tests.support.model_folder import write_model
@@ -204,11 +205,11 @@ class ImitatingRig(Rig):
         self.engines: list[Hanging] = []
         self.hangs_in: int | None = None
 
-    def build(self, job: JobSpec, job_id: str) -> JobResources:
+    def build(self, job: JobSpec, job_id: str, created: datetime) -> JobResources:
         examples = [
             Prompt(f"p{i}", pack([1, 3 + i], I32), {}, pack([40 + i, 50 + i % 3, 60 + i], I32)) for i in range(8)
         ]
-        built = super().build(job, job_id)
+        built = super().build(job, job_id, created)
         policy = Hanging(self.hangs_in, PolicySettings(optimizer=job.optimizer))
         self.engines.append(policy)
         data = replace(built.data, train=examples, evaluation=())

@@ -14,18 +14,17 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from rlboost.services.trainer import build
-from rlboost.services.trainer.adapters.torch.experts import EXPERTS
+from rlboost.services.trainer.adapters.torch.layers import EXPERTS
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.services.trainer.domain.batches import TrainingRow
 from rlboost.services.trainer.domain.loss.inputs import TokenBatch
-from rlboost.services.trainer.ports.engine import NotFinite
-from rlboost.services.trainer.ports.policy_settings import PolicySettings
+from rlboost.services.trainer.ports.engine import NotFinite, PolicySettings
 from rlboost.services.trainer.settings import Settings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import parse
 from rlboost.shared.job.training import OptimizerSpec
-from rlboost.shared.weights.shards import Shard
-from rlboost.shared.wire.columns import F32, U8, floats, ints
+from rlboost.shared.weights.publisher import Shard
+from rlboost.shared.wire import F32, U8, floats, ints
 from tests.support.losses import clipped_loss, decoupled_loss
 from tests.support.model_folder import write_model
 from tests.support.small_job import small_job
@@ -130,7 +129,7 @@ def test_accumulate_makes_one_forward_pass_per_micro_batch(tmp_path: Path) -> No
     write_model(tmp_path)
     ours = engine(tmp_path)
     shapes: list[tuple[int, ...]] = []
-    ours.loaded.model.register_forward_pre_hook(
+    ours.rank.module.register_forward_pre_hook(
         lambda _model, _args, given: shapes.append(tuple(given["input_ids"].shape)), with_kwargs=True
     )
     batch = sorted(rows(6), key=lambda row: row.n_tokens)
@@ -225,6 +224,13 @@ def test_loss_not_finite_is_raised_before_backward(tmp_path: Path, logprob: floa
     with pytest.raises(NotFinite, match=f"the loss is {loss}"):
         ours.accumulate([[bad]], clipped_loss(LOW, HIGH))
     assert ours.step(1e-3) == 0.0, "nothing was accumulated"
+
+
+def test_checkpoint_in_the_earlier_format_is_rejected(tmp_path: Path) -> None:
+    ours = engine(write_model(tmp_path / "model"))
+    (tmp_path / "optimizer.safetensors").touch()
+    with pytest.raises(ConfigError, match="format that earlier versions wrote in one process"):
+        ours.load(tmp_path)
 
 
 def test_offload_on_a_cpu_trainer_is_rejected(tmp_path: Path) -> None:

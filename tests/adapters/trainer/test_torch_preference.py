@@ -14,14 +14,14 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.batches.training_row import TrainingRow, constant
+from rlboost.services.trainer.domain.batches import TrainingRow, constant
 from rlboost.services.trainer.domain.loss.policy import job_loss
 from rlboost.services.trainer.domain.loss.preference import pair_losses, sequence_log_ratio
-from rlboost.services.trainer.ports.policy_settings import PolicySettings
+from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.shared.job.algorithm import PreferenceSpec
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
 from rlboost.shared.model.experts import split_experts
-from rlboost.shared.wire.columns import F32, ints, unpack
+from rlboost.shared.wire import F32, ints, unpack
 from tests.support.jobs import parse_rl
 from tests.support.model_folder import write_model
 from tests.support.tiny_models import CONFIGS

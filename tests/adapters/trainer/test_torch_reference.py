@@ -11,9 +11,9 @@ import torch
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.loss.inputs import TokenBatch
 from rlboost.services.trainer.domain.loss.policy import PolicyLoss
-from rlboost.services.trainer.ports.policy_settings import PolicySettings
+from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
-from rlboost.shared.wire.columns import floats
+from rlboost.shared.wire import floats
 from tests.support.model_folder import write_model
 from tests.support.training_rows import rows
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from rlboost.shared.weights import torch_tensors
+from rlboost.shared.weights.cache import PulledVersion
 from rlboost.shared.weights.cached_version import CachedVersion
 from rlboost.shared.weights.manifest import ChunkRef, Manifest, Part, TensorEntry, digest_of
-from rlboost.shared.weights.pulled import PulledVersion
 
 
 def entry(name: str, whole: torch.Tensor, low: tuple[int, ...], shard: torch.Tensor, start: int) -> TensorEntry:

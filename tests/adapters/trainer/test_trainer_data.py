@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlboost.services.trainer.adapters.data import find_model, load_data
-from rlboost.services.trainer.ports.data import Data
+from rlboost.services.trainer.ports.samples import Data
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import parse
-from rlboost.shared.wire.columns import ints
+from rlboost.shared.wire import ints
 from tests.support.model_folder import write_model, write_tokenizer
 
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}t90{% endif %}"
@@ -147,3 +148,18 @@ def test_a_model_that_is_neither_here_nor_there_is_refused(tmp_path: Path, monke
     for name in ("no/such/model", "nobody/nothing"):
         with pytest.raises(ConfigError, match=f"'{name}' is not a directory"):
             find_model(name)
+
+
+def test_prompts_have_the_date_on_which_the_job_was_created(model: Path) -> None:
+    """Else a job that is resumed on another day has other prompts than its samples and its checkpoint."""
+    dated = "{{ 't8' ~ (strftime_now('%d') | int % 9) }} " + CHAT_TEMPLATE
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": dated}))
+    file = model.parent / "train.jsonl"
+    file.write_text(json.dumps({"prompt": [{"role": "user", "content": "t5"}]}))
+    job = {"model": str(model), "data": {"train": str(file)}, "environment": {"function": "m:f"}, "steps": 1}
+    spec = parse({**job, "sampling": {"max_tokens": 8}})
+    first, again, later = (load_data(spec, model, datetime(2025, 1, day, tzinfo=UTC)) for day in (1, 1, 2))
+    assert [ints(data.train[0].tokens) for data in (first, again, later)] == [[81, 5, 90], [81, 5, 90], [82, 5, 90]]
+    assert first.chat_formatter is not None
+    assert first.chat_formatter.format_prompt([{"role": "user", "content": "t5"}], ()) == [81, 5, 90]

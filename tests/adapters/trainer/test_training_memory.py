@@ -15,18 +15,25 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 from typer.testing import CliRunner
 
 from rlboost.cli import app
-from rlboost.jobs.memory import TrainedModel, state_bytes
-from rlboost.jobs.model_size import ModelSize, adapter_parameters, size_of
-from rlboost.jobs.training_memory import estimate, update_memory
+from rlboost.jobs.memory import (
+    ModelSize,
+    TrainedModel,
+    adapter_parameters,
+    estimate,
+    size_of,
+    state_bytes,
+    update_memory,
+)
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.loss.policy import PolicyLoss
-from rlboost.services.trainer.ports.policy_settings import PolicySettings
+from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.job.spec import parse
 from rlboost.shared.job.training import LoraSpec, TrainerSpec
 from rlboost.shared.model.experts import count_in_experts
-from rlboost.shared.wire.columns import F32, pack
+from rlboost.shared.wire import F32, pack
+from tests.support.one_rank import critic_of, trained_by
 from tests.support.saved_bytes import saved_bytes
 from tests.support.training_rows import training_row
 
@@ -77,8 +84,8 @@ def test_computed_bytes_match_what_torch_saves(tmp_path: Path, family: str, dtyp
     policy.load_hf(tmp_path)
     tokens = [1] * (N_TOKENS - 1)
     row = training_row([1], tokens, [-1.0] * len(tokens))
-    with saved_bytes(policy.loaded.model.parameters()) as n_saved:
-        policy.loaded.forward([row])
+    with saved_bytes(policy.rank.module.parameters()) as n_saved:
+        trained_by(policy).forward([row])
         saved = n_saved()
     spec = TrainerSpec(dtype=dtype, activation_checkpointing=checkpointing)
     update = update_memory(size, TrainedModel(size.total), spec, N_TOKENS)
@@ -172,21 +179,20 @@ def test_state_of_an_adapter_and_a_critic_is_what_torch_holds(tmp_path: Path, fa
     row = training_row([1], [1] * 7, [0.1] * 7, values=pack([0.1] * 7, F32), returns=pack([1.0] * 7, F32))
     for _ in range(2):
         policy.accumulate([[row]], PolicyLoss())
-        if not policy.loaded.optimizers[0].state:
+        if not trained_by(policy).optimizers[0].state:
             policy.step(1e-3)
-    critic = policy.loaded.critic
-    assert critic is not None
-    weights = [*policy.loaded.model.parameters(), *critic.trained.values()]
+    critic = critic_of(policy)
+    weights = [*policy.rank.module.parameters(), *critic.tensors.values()]
     gradients = [weight.grad for weight in weights if weight.grad is not None]
     moments = [
         state[key]
-        for one in (*policy.loaded.optimizers, critic.optimizer)
+        for one in (*trained_by(policy).optimizers, *critic.optimizers)
         for state in one.state.values()
         for key in ("exp_avg", "exp_avg_sq")
     ]
     held = sum(tensor.nbytes for tensor in (*weights, *gradients, *moments))
     n_added = adapter_parameters(size, lora) + size.critic
-    assert adapter_parameters(size, lora) == sum(tensor.numel() for tensor in policy.loaded.trained.values())
+    assert adapter_parameters(size, lora) == sum(tensor.numel() for tensor in trained_by(policy).tensors.values())
     model = TrainedModel(size.total, frozen=True, n_added=n_added)
     assert state_bytes(model, TrainerSpec(dtype="bfloat16")) == pytest.approx(held, rel=2e-2)
 

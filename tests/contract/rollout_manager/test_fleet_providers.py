@@ -15,14 +15,13 @@ from typing import NamedTuple
 import botocore.session
 import pytest
 
-from rlboost.services.rollout_manager.adapters.kubernetes import Kubernetes
-from rlboost.services.rollout_manager.adapters.shell_command import ShellCommand
-from rlboost.services.rollout_manager.fakes import FakeProvider
+from rlboost.services.rollout_manager.adapters.providers import Kubernetes, ShellCommand
 from rlboost.services.rollout_manager.ports import FleetProvider, ProviderFailed
 from rlboost.shared.errors import ConfigError
 from tests.support import aws_cli
 from tests.support.eventually import eventually
 from tests.support.kubernetes_server import KubernetesServer
+from tests.support.manager_fakes import FakeProvider
 from tests.support.s3_server import S3Server
 
 

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import pytest
 
-from rlboost.services.rollout_manager.adapters.leader_connection import LeaderConnection
-from rlboost.services.rollout_manager.fakes import FakeLeaderWatch
+from rlboost.services.rollout_manager.leadership import LeaderConnection
 from rlboost.services.rollout_manager.ports import LeaderWatch
+from tests.support.manager_fakes import FakeLeaderWatch
 
 LIMIT_S = 0.05
 LONG_S = 60.0

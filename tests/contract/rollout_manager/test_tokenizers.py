@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rlboost.services.rollout_manager.adapters.model_files import load_model_files
-from rlboost.services.rollout_manager.fakes import FakeTokenizer
+from rlboost.services.rollout_manager.adapters.text import load_model_files
 from rlboost.services.rollout_manager.ports import Tokenizer
+from tests.support.manager_fakes import FakeTokenizer
 from tests.support.model_folder import write_tokenizer
 
 BOS, EOS = 1, 2

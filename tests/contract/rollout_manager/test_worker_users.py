@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from rlboost.services.rollout_manager.adapters.redis_users import RedisWorkerUsers
-from rlboost.services.rollout_manager.fakes import FakeWorkerUsers
+from rlboost.services.rollout_manager.access import RedisWorkerUsers
 from rlboost.services.rollout_manager.ports import WorkerUsers
 from rlboost.shared.redis.bus import connect
+from tests.support.manager_fakes import FakeWorkerUsers
 
 DIGEST = hashlib.sha256(b"a password").hexdigest()
 

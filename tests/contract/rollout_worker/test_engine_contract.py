@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -499,6 +500,77 @@ async def test_score_equals_the_logprobs_of_generation(engine: Engine, kind: Kin
             )
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+async def test_sample_of_a_suspended_engine_equals_submitted_requests(engine: Engine, temperature: float) -> None:
+    requests = [request(n, prompt=[n, 2] * n, max_tokens=5 + 7 * n, temperature=temperature) for n in range(1, 8)]
+    submitted = await run(engine, requests)
+    before = engine.stats()
+    await engine.suspend()
+    sampled = {one.sample: one for one in await engine.sample(requests)}
+    assert engine.stats() == before
+    assert engine.take_emissions() == []
+    for asked, made in zip(requests, submitted, strict=True):
+        one = sampled[asked.sample]
+        assert (one.offset, one.tokens, one.finish, one.version) == (0, made.tokens, FINISH_LENGTH, 0)
+        assert one.logprobs == pytest.approx(made.logprobs, abs=1e-4)
+
+
+async def test_sample_leaves_running_and_queued_requests_as_they_are(engine: Engine, kind: Kind) -> None:
+    (whole,) = await run(engine, [request(1, max_tokens=60, temperature=kind.temperature)])
+    collector, again = Collector(engine), request(1, attempt=2, max_tokens=60, temperature=kind.temperature)
+    engine.submit([again])
+    await eventually(lambda: collector.made(1, 2) > 3)
+    await engine.suspend()
+    queued = request(2, max_tokens=5)
+    engine.submit([queued])
+    await engine.sample([request(1, max_tokens=9)])
+    await engine.resume()
+    made, other = await collector.all_ended([again, queued])
+    assert made.tokens == whole.tokens
+    assert made.logprobs == pytest.approx(whole.logprobs, abs=1e-4)
+    assert len(other.tokens) == 5
+
+
+async def test_sample_returns_why_a_request_is_invalid(engine: Engine) -> None:
+    await engine.suspend()
+    good, bad = sorted(
+        await engine.sample([request(1, max_tokens=4), request(2, prompt=[1, VOCABULARY])]), key=lambda one: one.sample
+    )
+    assert (len(good.tokens), good.error) == (4, "")
+    assert "token id" in bad.error
+
+
+@pytest.mark.parametrize("kind", ["torch", "vllm"], indirect=True)  # the fake's tokens are equally likely
+async def test_top_p_narrows_what_is_drawn(engine: Engine, kind: Kind) -> None:
+    assert not isinstance(kind, Fake)
+    from tests.support import tiny_models  # noqa: PLC0415 - imports torch
+
+    prompt, requests = [3, 1, 4], [request(n, max_tokens=1, top_p=0.3) for n in range(64)]
+    drawn = {made.tokens[0] for made in await run(engine, requests)}
+    whole = sorted(
+        (tiny_models.logprobs(kind.models[0], prompt, [token])[0] for token in range(VOCABULARY)), reverse=True
+    )
+    nucleus = next(n for n in range(1, VOCABULARY) if sum(map(math.exp, whole[:n])) >= 0.3)
+    likely = sorted(range(VOCABULARY), key=lambda token: -tiny_models.logprobs(kind.models[0], prompt, [token])[0])
+    assert drawn <= set(likely[:nucleus])
+    assert len(drawn) > nucleus / 2
+
+
+@pytest.mark.parametrize("kind", ["torch", "vllm"], indirect=True)  # the fake's tokens are equally likely
+async def test_whole_logprobs_with_top_p_are_the_models_or_an_error(engine: Engine, kind: Kind) -> None:
+    assert not isinstance(kind, Fake)
+    from tests.support import tiny_models  # noqa: PLC0415 - imports torch
+
+    asked = request(1, temperature=0.8, top_p=0.5, whole_logprobs=True)
+    (made,) = await run(engine, [asked])
+    if isinstance(kind, Vllm):
+        assert "sampling.top_p is 0.5" in made.error
+        assert made.tokens == []
+    else:
+        expected = tiny_models.logprobs(kind.models[0], asked.prompt, made.tokens, 0.8)
+        assert made.logprobs == pytest.approx(expected, abs=1e-4)
+
+
 async def test_score_does_not_change_later_generation(engine: Engine, kind: Kind) -> None:
     (whole,) = await run(engine, [request(1, max_tokens=60, temperature=kind.temperature)])
     collector, again = Collector(engine), request(1, attempt=2, max_tokens=60, temperature=kind.temperature)
@@ -522,7 +594,7 @@ async def test_score_uses_the_last_loaded_weights(engine: Engine, kind: Kind) ->
     assert logprobs == pytest.approx(tiny_models.logprobs(kind.models[1], [3, 1, 4], [1, 5, 9]), abs=1e-4)
 
 
-@pytest.mark.parametrize("takes", [("load",), ("score",), ("load", "score"), ("load", "load")])
+@pytest.mark.parametrize("takes", [("load",), ("score",), ("sample",), ("load", "score"), ("load", "load")])
 async def test_second_suspend_frees_memory_taken_since_the_first(
     engine: Engine, kind: Kind, takes: tuple[str, ...]
 ) -> None:
@@ -535,6 +607,8 @@ async def test_second_suspend_frees_memory_taken_since_the_first(
     for version, what in enumerate(takes, 1):
         if what == "load":
             await engine.load_weights(version, kind.weights)
+        elif what == "sample":
+            await engine.sample([request(7)])
         else:
             await engine.score([([1, 2], [3, 4])], 1.0)
     await engine.suspend()

@@ -10,8 +10,7 @@ from typing import get_args
 
 import pytest
 
-from rlboost.services.rollout_worker.adapters.preemption.cloud_metadata import Aws, Azure, Google, Metadata
-from rlboost.services.rollout_worker.adapters.preemption.notice_file import NoticeFile
+from rlboost.services.rollout_worker.adapters.preemption import Aws, Azure, Google, Metadata, NoticeFile
 from rlboost.services.rollout_worker.domain.preemption import Notice, RebalanceRecommendation
 from rlboost.services.rollout_worker.ports import NoticeSource
 from rlboost.shared.errors import ConfigError, Retryable

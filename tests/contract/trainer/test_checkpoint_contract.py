@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import structlog
 
-from rlboost.services.trainer.adapters.checkpoints.bucket import CheckpointBucket
-from rlboost.services.trainer.adapters.checkpoints.folder import CheckpointFolder
-from rlboost.services.trainer.fakes.storage import MemoryCheckpoints
+from rlboost.services.trainer.adapters.checkpoint_bucket import CheckpointBucket
+from rlboost.services.trainer.adapters.checkpoint_folder import CheckpointFolder
+from rlboost.services.trainer.fakes import MemoryCheckpoints
 from rlboost.services.trainer.ports.storage import CheckpointStore, TrainState
 from rlboost.shared.errors import Corrupt, DiskFull
 
@@ -160,7 +160,7 @@ def test_full_disk_is_named_and_keeps_the_checkpoint_before(tmp_path: Path) -> N
 
 WRITER = """
 import sys, pathlib
-from rlboost.services.trainer.adapters.checkpoints.folder import CheckpointFolder
+from rlboost.services.trainer.adapters.checkpoint_folder import CheckpointFolder
 from rlboost.services.trainer.ports.storage import TrainState
 store = CheckpointFolder(pathlib.Path(sys.argv[1]))
 def write(directory):

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from rlboost.services.trainer.adapters.environment_pool import EnvironmentPool
-from rlboost.services.trainer.fakes.environments import FakeEnvironments
-from rlboost.services.trainer.ports.environments import EnvironmentFault, Environments, ResetResult, StepResult
+from rlboost.services.trainer.fakes import FakeEnvironments
+from rlboost.services.trainer.ports.samples import EnvironmentFault, Environments, ResetResult, StepResult
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.reward import EnvironmentSpec
+from rlboost.shared.model.tool_calls import HERMES, CallStyle
 from rlboost.shared.process.waiting import Waits
 from tests.support.environments import Game
 from tests.support.eventually import eventually
@@ -29,9 +30,11 @@ Start = Callable[..., Awaitable[EnvironmentPool]]
 async def start() -> AsyncIterator[Start]:
     async with AsyncExitStack() as stack:
 
-        async def make(function: str = "Game", timeout_s: float = 20.0, **more: Any) -> EnvironmentPool:
+        async def make(
+            function: str = "Game", timeout_s: float = 20.0, style: CallStyle = HERMES, **more: Any
+        ) -> EnvironmentPool:
             spec = EnvironmentSpec(function=f"{FUNCTIONS}:{function}", timeout_s=timeout_s, **more)
-            pool = EnvironmentPool(spec, Waits())
+            pool = EnvironmentPool(spec, Waits(), style=style)
             stack.push_async_callback(pool.close)
             await pool.start()
             return pool
@@ -83,6 +86,10 @@ async def test_step_replays_all_turns_after_release(environments: Environments) 
         ("exit", "crashed", "code 3"),
         ("forget", "raised", "step returned int, not rlboost.environments.Step"),
         ("nan", "raised", "reward nan"),
+        ("huge", "raised", "reward 1e+300: return a finite number, at most 1e+15"),
+        ("no-reward", "raised", "reward None"),
+        ("text-reward", "raised", "a reward is '1.0', of the type str, not a number"),
+        ("text-done", "raised", "done='False', which is text"),
         ("object", "raised", "a list of chat messages with a role"),
         ("half a character", "raised", "a value that cannot be sent"),
         ("raise half a character", "raised", r"ValueError: \ud800"),
@@ -243,7 +250,7 @@ async def test_releases_before_an_unserializable_row_reach_the_process(start: St
     ("function", "arguments", "text"),
     [
         ("Missing", {}, "environment.function: tests.support.environments:Missing is not an environment"),
-        ("Silent", {}, "is not an environment: it returns a Silent, which has no method step"),
+        ("Silent", {}, "is not an environment: it is a Silent, which has no method step"),
         ("Game", {"m": 1}, "unexpected keyword argument 'm'"),
     ],
 )
@@ -252,3 +259,17 @@ async def test_invalid_environment_is_rejected_at_start(
 ) -> None:
     with pytest.raises(ConfigError, match=text.replace("(", r"\(")):
         await start(function, arguments=arguments)
+
+
+async def test_model_whose_tool_calls_cannot_be_read_is_a_config_error(start: Start) -> None:
+    style = CallStyle("", problem="the template writes them in smoke signals")
+    pool = await start("Sums", style=CallStyle("glm", "<tool_call>f</tool_call>"))
+    call = (
+        "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>b</arg_key><arg_value>2</arg_value>"
+        "</tool_call>"
+    )
+    (answered,) = await pool.step(1, {}, 0, [call])
+    assert [message["content"] for message in answered.observation if isinstance(message, dict)] == ["3"]
+    with pytest.raises(ConfigError, match="Sums cannot read tool calls: the template writes them in smoke signals"):
+        await start("Sums", style=style)
+    await start("Game", style=style)

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from rlboost.services.trainer.adapters.reward_pool import RewardPool
-from rlboost.services.trainer.adapters.user_code.log import UserCodeLog
-from rlboost.services.trainer.fakes.rewards import FakeRewards
-from rlboost.services.trainer.ports.rewards import RewardBatch, RewardFunction, Scores
+from rlboost.services.trainer.adapters.user_code import UserCodeLog
+from rlboost.services.trainer.fakes import FakeRewards
+from rlboost.services.trainer.ports.samples import RewardBatch, RewardFunction, Scores
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.reward import RewardSpec
 from rlboost.shared.process.waiting import Waits
@@ -83,8 +83,8 @@ async def test_reward_function_gets_chat_messages(start: Start) -> None:
         ("short", "wrong_length", "1 rewards for 2 completions"),
         ("nan", "not_a_number", "nan"),
         ("none", "missing", "no reward for completion 0"),
-        ("text", "raised", "ValueError"),
-        ("nothing", "raised", "TypeError"),
+        ("text", "not_a_number", "a reward is 'good', of the type str, not a number"),
+        ("nothing", "missing", f"{FUNCTIONS}:mixed returned None: is there a `return`?\nrow: prompt='nothing'"),
     ],
 )
 async def test_failing_reward_gives_a_reason_and_next_group_is_scored(
@@ -95,6 +95,126 @@ async def test_failing_reward_gives_a_reason_and_next_group_is_scored(
     assert (scores.rewards, scores.reason) == (None, reason)
     assert detail in scores.detail
     assert await pool.score(batch()) == Scores((2.0, 4.0))
+
+
+NO_REWARDS = [
+    ("number", "not_a_number", "returned 1.0, of the type float: return a list with a number, or None, per"),
+    ("text", "not_a_number", "returned '11', of the type str: return a list"),
+    ("bytes", "not_a_number", "of the type bytes"),
+    ("mapping", "not_a_number", "returned {0: 1.0, 1: 0.0}, of the type dict"),
+    ("set", "not_a_number", "of the type set"),
+    ("matrix", "not_a_number", "of the type ndarray"),
+    ("scalar", "not_a_number", "of the type float32"),
+    ("number-texts", "not_a_number", "a reward is '1.0', of the type str, not a number: convert it with float()"),
+    ("lists", "not_a_number", "a reward is [1.0], of the type list, not a number"),
+    ("mappings", "not_a_number", "a reward is {'score': 1.0}, of the type dict, not a number"),
+    ("complex", "not_a_number", "a reward is 1j, of the type complex"),
+    ("one-element arrays", "not_a_number", "of the type ndarray, not a number"),
+    ("huge integer", "too_large", "beyond any float"),
+    ("huge", "too_large", "rewards [1e+308, -1e+308]: one is beyond 1e+15, scale them down"),
+    ("float32 NaN", "not_a_number", "rewards [nan, 0.0]"),
+    ("infinity", "not_a_number", "rewards [inf, 0.0]"),
+    ("unprintable and huge", "not_a_number", "rewards [inf, 0.0]"),
+]
+"""What a function returns, and the reason and the detail of the dropped group."""
+
+
+async def test_result_of_any_type_is_rewards_or_refused_by_name() -> None:
+    pool = RewardPool(RewardSpec(function="tests.support.reward_results:returned", timeout_s=60), Waits())
+    await pool.start()
+    for result, reason, detail in NO_REWARDS:
+        scores = await pool.score(batch(result))
+        assert (scores.rewards, scores.reason) == (None, reason), result
+        assert detail in scores.detail
+    for result in ("booleans", "integers", "decimals", "array", "tensor", "tensors", "generator", "unprintable"):
+        assert await pool.score(batch(result)) == Scores((1.0, 0.0)), result
+    await pool.close()
+
+
+@pytest.mark.parametrize(
+    ("function", "reason", "detail"),
+    [
+        ("verl_without_score", "not_a_number", "{'acc': 1.0} has no 'score'"),
+        ("verl_without_return", "missing", "no reward for completion 0 of the group: functions returned None for it"),
+    ],
+)
+async def test_result_of_verls_signature_that_is_no_reward_is_refused(
+    start: Start, function: str, reason: str, detail: str
+) -> None:
+    group = RewardBatch(["?"], ["5"], [[1]], {"answer": ["7"]}, solutions=["5"])
+    scores = await (await start(function)).score(group)
+    assert (scores.rewards, scores.reason) == (None, reason)
+    assert detail in scores.detail
+
+
+async def test_functions_get_lists_of_their_own() -> None:
+    spec = RewardSpec.model_validate(
+        {
+            "functions": [
+                {"function": f"{FUNCTIONS}:changes_everything", "weight": 0.0},
+                {"function": f"{FUNCTIONS}:sees_all"},
+                {"function": f"{FUNCTIONS}:mixed", "weight": 0.0},
+            ],
+            "timeout_s": 20,
+        }
+    )
+    pool = RewardPool(spec, Waits())
+    await pool.start()
+    scores = await pool.score(batch(tags=["a", "b"]))
+    failed = await pool.score(batch("raise", tags=["a", "b"]))
+    await pool.close()
+    assert scores.rewards == (8.0, 8.0)
+    assert "row: prompt='raise', tags=['a', 'b'], completions=['ab', 'abcd']" in failed.detail
+
+
+@pytest.mark.parametrize(("weight", "expected"), [(0.0, None), (1.0, (2.0, 4.0))])
+async def test_function_of_weight_zero_does_not_score_a_completion(
+    weight: float, expected: tuple[float, float] | None
+) -> None:
+    parts = [{"function": f"{FUNCTIONS}:never"}, {"function": f"{FUNCTIONS}:mixed", "weight": weight}]
+    pool = RewardPool(RewardSpec.model_validate({"functions": parts, "timeout_s": 20}), Waits())
+    await pool.start()
+    scores = await pool.score(batch("good", answer=None))
+    await pool.close()
+    assert (scores.rewards, scores.reason) == (expected, "" if expected else "missing")
+    assert scores.parts["mixed"] == (2.0, 4.0)
+    if expected is None:
+        assert "row: prompt='good', answer=None" in scores.detail
+
+
+async def test_weighted_sum_that_is_too_large_is_refused() -> None:
+    parts = [{"function": f"{FUNCTIONS}:mixed", "weight": 1e15}]
+    pool = RewardPool(RewardSpec.model_validate({"functions": parts, "timeout_s": 20}), Waits())
+    await pool.start()
+    scores = await pool.score(batch())
+    await pool.close()
+    assert (scores.rewards, scores.reason) == (None, "too_large")
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "columns", "error"),
+    [
+        ("with_limit", {"limit": 3}, ["limit"], "reward.arguments: 'limit' is also a column of the data"),
+        ("with_limit", {"completions": []}, [], "RLBoost itself passes 'completions'"),
+        ("compute_score", {"ground_truth": "7"}, [], "RLBoost itself passes 'ground_truth'"),
+        ("with_limit", {"limit": 3}, ["other"], ""),
+        ("compute_with_options", {"factor": 2.0}, ["factor"], ""),  # verl's functions get no columns by name
+    ],
+)
+async def test_argument_that_something_else_replaces_is_refused(
+    function: str, arguments: dict[str, Any], columns: list[str], error: str
+) -> None:
+    pool = RewardPool(
+        RewardSpec(function=f"{FUNCTIONS}:{function}", arguments=arguments, timeout_s=20), Waits(), columns=columns
+    )
+    try:
+        if error:
+            with pytest.raises(ConfigError, match=re.escape(error)):
+                await pool.start()
+        else:
+            await pool.start()
+    finally:
+        await pool.close()
 
 
 async def test_hanging_reward_is_killed_with_its_children(start: Start, tmp_path: Path) -> None:
@@ -194,7 +314,7 @@ def test_reward_process_and_children_exit_with_a_killed_parent(tmp_path: Path) -
     program = f"""
 import asyncio, pathlib, sys
 from rlboost.services.trainer.adapters.reward_pool import RewardPool
-from rlboost.services.trainer.ports.rewards import RewardBatch
+from rlboost.services.trainer.ports.samples import RewardBatch
 from rlboost.shared.job.reward import RewardSpec
 from rlboost.shared.process.waiting import Waits
 

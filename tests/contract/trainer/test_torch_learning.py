@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,13 @@ from transformers import AutoModelForCausalLM
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.loss.policy import job_loss
-from rlboost.services.trainer.fakes.storage import MemoryWeights
-from rlboost.services.trainer.ports.policy_settings import PolicySettings
-from rlboost.services.trainer.ports.resources import JobResources
-from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
+from rlboost.services.trainer.fakes import MemoryWeights
+from rlboost.services.trainer.ports.engine import PolicySettings
+from rlboost.services.trainer.ports.samples import RewardBatch, Scores
+from rlboost.services.trainer.ports.storage import JobResources
 from rlboost.shared.job.spec import JobSpec, RlJob
 from rlboost.shared.messages import GroupRequested, SampleFinished
-from rlboost.shared.wire.columns import F32, I32, ints, pack
+from rlboost.shared.wire import F32, I32, ints, pack
 from tests.support.eventually import eventually
 from tests.support.model_folder import write_model
 from tests.support.tiny_models import VOCABULARY
@@ -77,7 +78,7 @@ class LearningRig(Rig):
         self.reward = share_of_large
         self.manager.script = Drawer(self._model, self.weights)
 
-    def build(self, spec: JobSpec, job_id: str) -> JobResources:
+    def build(self, spec: JobSpec, job_id: str, created: datetime) -> JobResources:
         job = self.rl_job
         policy = TorchPolicy(
             PolicySettings(
@@ -88,7 +89,7 @@ class LearningRig(Rig):
             ),
             device="cpu",
         )
-        resources = super().build(job, job_id)
+        resources = super().build(job, job_id, created)
         return replace(resources, engine=policy, critic=policy, model=self._model, loss=job_loss(job))
 
 
@@ -101,7 +102,7 @@ def job(algorithm: dict[str, Any], **changes: Any) -> RlJob:
         "algorithm": {"group_size": 8, "updates_per_step": 2, **algorithm},
         "sampling": {"max_tokens": LENGTH},
         "optimizer": {"lr": 2e-2},
-        "trainer": {"checkpoint_every": 100, "micro_batch_tokens": 200},
+        "trainer": {"checkpoint_every": 100, "micro_batch_tokens": 200, "seed": 2},
         "steps": 6,
     }
     return spec(**{**raw, **changes})

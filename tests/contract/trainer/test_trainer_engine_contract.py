@@ -14,13 +14,12 @@ import pytest
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.loss.sums import add
-from rlboost.services.trainer.fakes.engine import FakeEngine
-from rlboost.services.trainer.ports.engine import Loaded, PolicyEngine
-from rlboost.services.trainer.ports.policy_settings import PolicySettings
+from rlboost.services.trainer.fakes import FakeEngine
+from rlboost.services.trainer.ports.engine import Loaded, PolicyEngine, PolicySettings
 from rlboost.shared.errors import Corrupt, Fatal
 from rlboost.shared.job.training import LoraSpec, Offload, OptimizerSpec
-from rlboost.shared.weights.shards import Shard
-from rlboost.shared.wire.columns import F32, U8, unpack
+from rlboost.shared.weights.publisher import Shard
+from rlboost.shared.wire import F32, U8, unpack
 from tests.support import rank_policies
 from tests.support.engine_steps import LOSS, RATE, train
 from tests.support.model_folder import write_model

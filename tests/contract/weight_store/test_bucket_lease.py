@@ -10,8 +10,7 @@ import obstore
 import pytest
 
 from rlboost.services.weight_store.adapters import origin
-from rlboost.services.weight_store.adapters.lease import Lease
-from rlboost.services.weight_store.adapters.objects import ObjectChunks, ObjectDocuments
+from rlboost.services.weight_store.adapters.objects import Lease, ObjectChunks, ObjectDocuments
 from rlboost.services.weight_store.domain.versions import JobVersions, Version
 from rlboost.services.weight_store.ports import LocalFile, Proxied, Redirect
 from rlboost.shared.bucket import Bucket, Changed, ExclusiveObject

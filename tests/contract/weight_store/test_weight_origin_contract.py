@@ -9,8 +9,7 @@ import httpx
 import pytest
 
 from rlboost.services.weight_store.adapters.disk import DiskChunks, DiskDocuments, StoreDirectory
-from rlboost.services.weight_store.adapters.lease import Lease
-from rlboost.services.weight_store.adapters.objects import ObjectChunks, ObjectDocuments
+from rlboost.services.weight_store.adapters.objects import Lease, ObjectChunks, ObjectDocuments
 from rlboost.services.weight_store.domain.versions import JobVersions, Version
 from rlboost.services.weight_store.fakes import MemoryChunks, MemoryDocuments
 from rlboost.services.weight_store.ports import BadChunk, Chunks, Documents, LocalFile, Proxied, Redirect, StagedPart

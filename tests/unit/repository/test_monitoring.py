@@ -21,15 +21,15 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from rlboost.services.rollout_manager.adapters.prometheus import WorldCollector
-from rlboost.services.rollout_manager.api import build
-from rlboost.services.rollout_manager.app import Manager
-from rlboost.services.rollout_manager.domain.jobs.record import Job
-from rlboost.services.rollout_manager.routes.scrape_targets import scrape_targets
-from rlboost.services.trainer.job.metrics import SHOWN, observe_step
+from rlboost.services.rollout_manager.api.fleet import scrape_targets
+from rlboost.services.rollout_manager.api.jobs import build
+from rlboost.services.rollout_manager.domain.jobs import Job
+from rlboost.services.rollout_manager.loop import Manager
+from rlboost.services.trainer.job.log import SHOWN, observe_step
 from rlboost.shared.errors import WaitTimedOut
+from rlboost.shared.http.access import metrics_path, peer_key
 from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.server import create_app
-from rlboost.shared.http.token_signature import metrics_path, peer_key
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import HashSet
@@ -274,7 +274,7 @@ async def test_waits_are_exported_with_their_age_and_their_timeouts() -> None:
 async def test_counters_of_an_ended_job_stay_and_a_standby_has_none() -> None:
     manager = Manager(MemoryBus(), lease_s=1.0, redis_limit_s=1.0)
     registry = CollectorRegistry()
-    registry.register(WorldCollector(manager))
+    registry.register(WorldCollector(lambda: manager.leads, lambda: manager.world))
 
     def delivered() -> float | None:
         return registry.get_sample_value("rlboost_tokens_total", {"outcome": "delivered"})
@@ -282,9 +282,9 @@ async def test_counters_of_an_ended_job_stay_and_a_standby_has_none() -> None:
     assert await manager.try_lead()
     for number, (job_id, tokens) in enumerate({"a": 3, "b": 4}.items(), 1):
         manager.world.jobs.add(Job(job_id, number, job_spec(), created_at=0.0))
-        manager.world.audits[job_id].tokens_delivered = tokens
+        manager.world.jobs[job_id].audit.tokens_delivered = tokens
     assert delivered() == 7.0
-    manager.world.jobs.close_audit("a")
+    manager.world.jobs["a"].close_audit()
     assert delivered() == 7.0
     manager._step_down("a test")
     assert delivered() is None

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from rlboost.local.spec_file import SystemSpec, load
-from rlboost.services.trainer.adapters.machines.settings import MachineSettings
+from rlboost.services.trainer.adapters.machines.agent import MachineSettings
 from rlboost.services.trainer.settings import Settings
 
 FOLDER = Path(__file__).parents[3] / "deploy" / "multi-node"

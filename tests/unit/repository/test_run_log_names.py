@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-SOURCES = ("advantages/gae", "curriculum", "metrics", "sft", "utilization")
+SOURCES = ("advantages", "curriculum", "metrics", "sft")
 ALONE = {"loss", "lr", "kl", "entropy", "grad_norm", "mismatch_kl", "frac_reward_zero_std", "perplexity"}
 """Metrics without a slash."""
 EXPECTED = (

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -19,7 +20,8 @@ from typer.testing import CliRunner, Result
 
 from rlboost import client, follow
 from rlboost.cli import app
-from rlboost.commands import checking, ps, up
+from rlboost.commands import job_files, jobs, system
+from rlboost.jobs.model_check import DataFindings
 from rlboost.local.state import Config, ProcessRecord, StateDir
 from tests.support.fake_rest import FakeRest, job, lines, ok, problem
 
@@ -41,13 +43,19 @@ WORKER = {
 
 
 @pytest.fixture(autouse=True)
+def _no_settings_of_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RLBOOST_MANAGER_REDIS_DURABILITY", raising=False)
+    monkeypatch.delenv("RLBOOST_TRAINER_FOLDERS", raising=False)
+
+
+@pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Every command runs in an empty folder of its own, without a system in the environment."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RLBOOST_URL", raising=False)
     monkeypatch.delenv("RLBOOST_TOKEN", raising=False)
     monkeypatch.delenv("COLUMNS", raising=False)
-    monkeypatch.setattr("rlboost.jobs.check.data_problem", lambda _: "")  # it needs a real model
+    monkeypatch.setattr("rlboost.jobs.check.check_data", lambda _: DataFindings())  # it needs a real model
     monkeypatch.setattr(follow, "_POLL_S", 0.0)
     monkeypatch.setattr(follow, "_LONG_WAIT_S", 0.0)
     return tmp_path
@@ -71,7 +79,7 @@ def rlboost(*arguments: str) -> Result:
 def write_job(**changes: Any) -> None:
     Path("base").mkdir(exist_ok=True)
     Path("base/config.json").write_text("{}")
-    Path("base/model.safetensors").touch()
+    Path("base/model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")
     Path("base/tokenizer.json").touch()
     Path("train.jsonl").write_text('{"prompt": "1+1="}\n')
     Path("my_reward.py").write_text("def score(prompts, completions, completion_ids): return [1.0]\n")
@@ -612,7 +620,7 @@ def test_ps_lists_processes_jobs_and_workers(rest: FakeRest) -> None:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ps, "_RETRY_FOR_S", 0.0)
+    monkeypatch.setattr(jobs, "_RETRY_FOR_S", 0.0)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -768,7 +776,8 @@ def test_a_good_job_file_passes_the_check() -> None:
 
 
 def test_a_library_that_only_the_trainers_machine_needs_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlboost.shared.process.extras.find_spec", lambda name: None if name == "megatron" else name)
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "megatron" else find_spec(name))
     write_job(trainer={"backend": "megatron"}, model="someone/somewhere")
     result = rlboost("config", "check", "job.yaml")
     assert (result.exit_code, result.stdout) == (0, "job.yaml: no problem found\n"), result.stderr
@@ -785,9 +794,9 @@ def test_a_library_that_only_the_trainers_machine_needs_is_a_warning(monkeypatch
 def test_a_slow_part_of_the_check_is_shown_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(checking, "_SLOW_S", 0.0)
+    monkeypatch.setattr(job_files, "_SLOW_S", 0.0)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    with checking.progress() as on_part:
+    with job_files.progress() as on_part:
         on_part("loading the tokenizer")
         for timer in threading.enumerate():
             if isinstance(timer, threading.Timer):
@@ -848,7 +857,7 @@ def test_a_hugging_face_id_is_left_to_the_trainer() -> None:
 
 @pytest.mark.parametrize("state", [Path(".rlboost"), Path("/tmp/x y")])
 def test_up_prints_the_next_commands_and_where_the_token_is(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    up._print_ready(Config("http://127.0.0.1:77", "mysecret", "redis://x", str(state.absolute()), 1), state)
+    system._print_ready(Config("http://127.0.0.1:77", "mysecret", "redis://x", str(state.absolute()), 1), state)
     shown = capsys.readouterr().out
     assert "mysecret" not in shown
     assert str(state.absolute() / "config.json") in shown
@@ -868,7 +877,7 @@ def test_down_without_a_system_reports_that_none_ran() -> None:
 def test_up_warns_of_a_fleet_on_which_jobs_wait(
     workers: int, reserved: int, shown: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(up, "_up_in_foreground", lambda *_, **__: None)
+    monkeypatch.setattr(system, "_up_in_foreground", lambda *_, **__: None)
     warned = rlboost("up", f"--workers={workers}", f"--reserved={reserved}").stderr
     assert warned.startswith(f"rlboost: warning: {shown}") if shown else not warned
 

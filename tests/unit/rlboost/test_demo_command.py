@@ -10,9 +10,9 @@ from typer.testing import CliRunner, Result
 
 from rlboost.cli import app
 from rlboost.commands import demo as command
+from rlboost.demo import run
 from rlboost.demo import run as running
-from rlboost.demo import workspace
-from rlboost.demo.job import GOAL, countdown
+from rlboost.demo.run import GOAL, countdown
 from rlboost.local.state import StateDir
 from rlboost.report import page
 from rlboost.report.record import Record
@@ -52,24 +52,24 @@ def test_autoscaled_demo_learns_the_number_of_workers_and_plans_no_joins(tmp_pat
 
 def test_clear_removes_the_files_of_an_earlier_demo(tmp_path: Path) -> None:
     state = StateDir(tmp_path / "demo")
-    workspace.clear(state)
+    run.clear(state)
     (state.path / "redis").mkdir()
-    workspace.clear(state)
+    run.clear(state)
     assert not (state.path / "redis").exists()
 
 
 def test_demo_refuses_a_folder_of_something_else(tmp_path: Path) -> None:
     (tmp_path / "mine").touch()
     with pytest.raises(ConfigError, match="is not empty and not a demo's state: name another folder with --state"):
-        workspace.clear(StateDir(tmp_path))
+        run.clear(StateDir(tmp_path))
     assert (tmp_path / "mine").exists()
 
 
 def test_a_folder_with_a_running_system_is_left_alone(tmp_path: Path) -> None:
     state = StateDir(tmp_path / "demo")
-    workspace.clear(state)
+    run.clear(state)
     with state.owned(), pytest.raises(ConfigError, match="already runs"):
-        workspace.clear(state)
+        run.clear(state)
 
 
 @pytest.fixture

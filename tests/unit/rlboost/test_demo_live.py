@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rlboost.demo.event_lines import EventLine, EventLines
 from rlboost.demo.live import Lines, Screen, view_of
-from rlboost.demo.picture import Picture
+from rlboost.demo.picture import EventLine, EventLines, Picture
 from rlboost.demo.summary import summary
 from rlboost.report.record import Record
 from tests.support.synthetic_record import AUDIT, BEGAN_AT, END_AT, record, unfinished

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlboost.demo.due_changes import JobProgressEstimate, PreemptionSchedule
-from rlboost.demo.schedule import FIRST_AT, LAST_AT, plan
+from rlboost.demo.run import FIRST_AT, LAST_AT, JobProgressEstimate, PreemptionSchedule, plan
 from rlboost.report.record import PlannedChange
 from tests.support.synthetic_record import seen
 

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from rlboost.commands import checking
+from rlboost.commands import job_files
 from rlboost.jobs import memory
 from rlboost.jobs.device_check import Fit, fit
 from rlboost.jobs.memory import TrainedModel
 from rlboost.local.layout import DeviceSummary
-from rlboost.local.spec_file import SystemSpec
+from rlboost.local.spec_file import SystemSpec, placed
 from rlboost.local.state import Config, StateDir
-from rlboost.local.system_layout import placed
 from rlboost.shared.job.spec import parse
 from rlboost.shared.job.training import TrainerSpec
 from tests.support.fake_gpus import gpus
@@ -188,10 +187,10 @@ def test_devices_of_a_running_system_are_read_back(tmp_path: Path, monkeypatch: 
         state.write_devices(summary)
         state.write_config(Config("http://127.0.0.1:1", "t", "redis://x", str(state.path), 1))
         monkeypatch.delenv("RLBOOST_URL", raising=False)
-        assert checking._devices(state.path) == summary
+        assert job_files._devices(state.path) == summary
         monkeypatch.setenv("RLBOOST_URL", "http://10.0.0.5:8700")
-        assert checking._devices(state.path) is None, "the job is for another system"
+        assert job_files._devices(state.path) is None, "the job is for another system"
         monkeypatch.delenv("RLBOOST_URL")
         state.write_devices(None)
-        assert checking._devices(state.path) is None
-    assert checking._devices(state.path) is None
+        assert job_files._devices(state.path) is None
+    assert job_files._devices(state.path) is None

@@ -13,9 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from rlboost.cli import app
-from rlboost.doctor import machine, rules, system
-from rlboost.doctor.rules import Finding, Library
-from rlboost.local import redis_server
+from rlboost.local import doctor, redis_server
+from rlboost.local.doctor import Finding, Library
 from tests.support import fake_gpus
 
 CPU_TORCH, CUDA_TORCH = Library("2.13.0+cpu"), Library("2.13.0", "13.0", 8)
@@ -35,22 +34,22 @@ GIB = 1 << 30
     ],
 )
 def test_torch_build_is_compared_with_the_machine(library: Library, n_gpus: int, status: str, text: str) -> None:
-    found = rules.torch(library, n_gpus)
+    found = doctor.torch(library, n_gpus)
     assert (found.status, found.text) == (status, text)
     assert bool(found.advice) == (status != "ok")
 
 
 @pytest.mark.parametrize(
-    ("printed", "status", "text"),
+    ("version", "status", "text"),
     [
-        ("Redis server v=7.2.4 sha=00000000:0 malloc=jemalloc-5.3.0 bits=64", "ok", "7.2.4, /bin/redis-server"),
-        ("Redis server v=10.0 sha=0", "ok", "10.0, /bin/redis-server"),
-        ("Redis server v=6.2.14 sha=00000000:0", "warning", "6.2.14, /bin/redis-server"),
-        ("", "warning", "/bin/redis-server, of an unknown version"),
+        ((7, 2), "ok", "7.2, /bin/redis-server"),
+        ((10, 0), "ok", "10.0, /bin/redis-server"),
+        ((6, 2), "warning", "6.2, /bin/redis-server"),
+        ((0, 0), "warning", "/bin/redis-server, of an unknown version"),
     ],
 )
-def test_redis_before_version_7_is_a_warning(printed: str, status: str, text: str) -> None:
-    found = rules.redis_server("/bin/redis-server", printed)
+def test_redis_before_version_7_is_a_warning(version: tuple[int, int], status: str, text: str) -> None:
+    found = doctor.redis_server("/bin/redis-server", version)
     assert (found.status, found.text) == (status, text)
     assert bool(found.advice) == (status != "ok")
 
@@ -69,32 +68,32 @@ def test_redis_before_version_7_is_a_warning(printed: str, status: str, text: st
     ],
 )
 def test_vllm_is_compared_with_the_machine(library: Library, n_gpus: int, status: str) -> None:
-    found = rules.vllm(library, n_gpus)
+    found = doctor.vllm(library, n_gpus)
     assert found.status == status
     assert bool(found.advice) == (status != "ok")
 
 
 def test_gpus_are_counted_by_kind() -> None:
-    found = rules.gpus(fake_gpus.gpus(8), "", has_driver=True)
+    found = doctor.gpus(fake_gpus.gpus(8), "", has_driver=True)
     assert found == Finding("gpus", "ok", "8 x NVIDIA H100 80GB HBM3 (80 GiB), driver 570.86.15")
-    assert rules.gpus([], "no driver", has_driver=False).status == "ok"
-    broken = rules.gpus([], "nvidia-smi failed with exit code 9: no; check NVIDIA's driver", has_driver=True)
+    assert doctor.gpus([], "no driver", has_driver=False).status == "ok"
+    broken = doctor.gpus([], "nvidia-smi failed with exit code 9: no; check NVIDIA's driver", has_driver=True)
     assert (broken.status, broken.advice) == ("problem", "check NVIDIA's driver")
 
 
 @pytest.mark.parametrize(
     ("finding", "status"),
     [
-        (rules.disk("/s", 100 * GIB), "ok"),
-        (rules.disk("/s", 5 * GIB), "warning"),
-        (rules.disk("/s", GIB // 2), "problem"),
-        (rules.shared_memory(64 << 20, 1), "ok"),
-        (rules.shared_memory(64 << 20, 2), "warning"),
-        (rules.shared_memory(None, 0), "warning"),
-        (rules.ports([8700], [8700]), "warning"),
-        (rules.clock(-1.5), "ok"),
-        (rules.clock(30), "warning"),
-        (rules.clock(-900), "problem"),
+        (doctor.disk("/s", 100 * GIB), "ok"),
+        (doctor.disk("/s", 5 * GIB), "warning"),
+        (doctor.disk("/s", GIB // 2), "problem"),
+        (doctor.shared_memory(64 << 20, 1), "ok"),
+        (doctor.shared_memory(64 << 20, 2), "warning"),
+        (doctor.shared_memory(None, 0), "warning"),
+        (doctor.ports([8700], [8700]), "warning"),
+        (doctor.clock(-1.5), "ok"),
+        (doctor.clock(30), "warning"),
+        (doctor.clock(-900), "problem"),
     ],
 )
 def test_limits_separate_ok_from_warnings_and_problems(finding: Finding, status: str) -> None:
@@ -108,7 +107,7 @@ JOINED = {"redis_url": "redis://:secret@10.0.0.1:6379/0", "weight_store_url": "h
 
 
 def asked(answer: Callable[[httpx.Request], httpx.Response]) -> dict[str, Finding]:
-    found = list(system.findings("http://10.0.0.1:8700", "t", httpx.MockTransport(answer)))
+    found = list(doctor.system_findings("http://10.0.0.1:8700", "t", httpx.MockTransport(answer)))
     return {finding.name: finding for finding in found}
 
 
@@ -170,7 +169,7 @@ def test_doctor_on_a_gpu_machine_with_a_cpu_build_exits_with_1(tmp_path: Path, m
     for variable in ("CUDA_VISIBLE_DEVICES", "RLBOOST_URL"):
         monkeypatch.delenv(variable, raising=False)
     libraries = {"torch": CPU_TORCH, "vllm": Library("0.32.0", "cuda")}
-    monkeypatch.setattr(machine, "_library", lambda name, *_: libraries[name])
+    monkeypatch.setattr(doctor, "_library", lambda name, *_: libraries[name])
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 1
     lines = result.stdout.splitlines()
@@ -183,8 +182,6 @@ def test_doctor_on_a_gpu_machine_with_a_cpu_build_exits_with_1(tmp_path: Path, m
 
 
 def test_library_that_fails_to_import_is_reported_in_one_line() -> None:
-    assert machine._library("json", ("pip",), "raise ImportError('undefined symbol')").error.endswith(
-        "undefined symbol"
-    )
-    assert machine._library("no_such_module", (), "") == Library()
-    assert machine._library("json", ("pip",), "import os; os.abort()").error
+    assert doctor._library("json", ("pip",), "raise ImportError('undefined symbol')").error.endswith("undefined symbol")
+    assert doctor._library("no_such_module", (), "") == Library()
+    assert doctor._library("json", ("pip",), "import os; os.abort()").error

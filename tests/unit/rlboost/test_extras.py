@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlboost.commands.up import require_packages
+from rlboost.commands.system import require_packages
 from rlboost.shared.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -27,7 +27,7 @@ def test_every_extra_that_a_text_names_exists() -> None:
         for extras in NAMED.findall(file.read_text(encoding="utf-8"))
         for extra in extras.split(",")
     }
-    assert ("logs", "shared/job/run_log.py") in named, "the texts name extras in another way"
+    assert ("logs", "shared/job/spec.py") in named, "the texts name extras in another way"
     assert {one for one in named if one[0] not in project["optional-dependencies"]} == set()
 
 

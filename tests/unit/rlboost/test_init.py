@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from rlboost.cli import app
 from rlboost.jobs import check as jobcheck
 from rlboost.jobs import new_folder
+from rlboost.jobs.model_check import DataFindings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job import spec as job_spec
 from rlboost.shared.job.file import load
@@ -27,7 +28,7 @@ SUMS = ROOT / "examples/sums"
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     # It tokenizes, with a real model: tests/e2e/test_init.py runs both jobs.
-    monkeypatch.setattr("rlboost.jobs.check.data_problem", lambda _: "")
+    monkeypatch.setattr("rlboost.jobs.check.check_data", lambda _: DataFindings())
     return tmp_path
 
 
@@ -108,7 +109,7 @@ def test_init_reward_test_passes_in_its_folder(here: Path) -> None:
     done = subprocess.run([sys.executable, "test_reward.py"], cwd=here / "sums", capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
     text = (here / "sums/reward.py").read_text()
-    (here / "sums/reward.py").write_text(text.replace("== right", "!= right"))
+    (here / "sums/reward.py").write_text(text.replace("== str(right)", "!= str(right)"))
     done = subprocess.run([sys.executable, "test_reward.py"], cwd=here / "sums", capture_output=True, check=False)
     assert done.returncode != 0
 

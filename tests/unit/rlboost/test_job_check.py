@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from rlboost.cli import app
 from rlboost.jobs import check as jobcheck
+from rlboost.jobs.model_check import DataFindings
 from rlboost.jobs.user_code_check import MissingHere
 from tests.support import fake_gpus
 
@@ -22,10 +23,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "base").mkdir()
     (tmp_path / "base/config.json").write_text("{}")
-    (tmp_path / "base/model.safetensors").touch()
+    (tmp_path / "base/model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")
     (tmp_path / "base/tokenizer.json").touch()
     # It tokenizes, with a real model: tests/adapters/rlboost/test_job_check_model.py.
-    monkeypatch.setattr("rlboost.jobs.check.data_problem", lambda _: "")
+    monkeypatch.setattr("rlboost.jobs.check.check_data", lambda _: DataFindings())
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     (tmp_path / "my_reward.py").write_text(
         "def score(completions, **_): ...\n"
@@ -121,8 +122,11 @@ def test_a_column_that_the_reward_needs_is_named_with_those_of_the_data(folder: 
     assert problem.startswith(
         "reward.function: my_reward:needs needs the column 'ground_truth', but train.jsonl line 2 has answer: rename"
     )
-    assert check(reward={"function": "my_reward:needs", "arguments": {"ground_truth": "1"}}) == []
     assert check(reward={"function": "my_reward:compute_score"}) == []
+    [problem] = check(reward={"function": "my_reward:needs", "arguments": {"ground_truth": "1"}})
+    assert problem.startswith("reward.arguments: 'ground_truth' is also a column of train.jsonl line 1, and")
+    (folder / "train.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
+    assert check(reward={"function": "my_reward:needs", "arguments": {"ground_truth": "1"}}) == []
 
 
 def test_a_reward_of_verls_signature_needs_a_ground_truth(folder: Path) -> None:
@@ -132,6 +136,23 @@ def test_a_reward_of_verls_signature_needs_a_ground_truth(folder: Path) -> None:
     assert "train.jsonl line 1 has target" in problem
     (folder / "train.jsonl").write_text('{"prompt": "1", "reward_model": {"ground_truth": "1"}}\n')
     assert check(reward={"function": "my_reward:compute_score"}) == []
+
+
+@pytest.mark.parametrize("function", ["rlboost.rewards.math:score", "rlboost.rewards.code:score"])
+def test_data_that_a_reward_of_ours_cannot_judge_are_a_problem(folder: Path, function: str) -> None:
+    (folder / "train.jsonl").write_text('{"prompt": "1", "target": "1"}\n' * 2)
+    [problem] = check(reward={"function": function})
+    assert problem.startswith(f"reward.function: {function} gives no reward to 2 of the 2 rows that were tried")
+    assert "train.jsonl line 1" in problem
+
+
+@pytest.mark.parametrize("gold", ["null", "true", "[1]", "NaN", '"nan"', '"None"', '"[]"', '"#### "', '" "'])
+def test_unusable_ground_truths_are_counted(folder: Path, gold: str) -> None:
+    rows = [f'{{"prompt": "1", "answer": {value}}}\n' for value in ("1", gold, '"#### 3"', gold)]
+    (folder / "train.jsonl").write_text("".join(rows))
+    assert check(reward={"function": "rlboost.rewards.math:score"}) == []
+    [advice] = [line for line in jobcheck.check(Path("job.yaml"), []).advice if "gives no reward" in line]
+    assert "to 2 of the 4 rows that were tried, such as train.jsonl line 2: the ground truth" in advice
 
 
 def test_byte_order_mark_is_skipped(folder: Path) -> None:
@@ -152,7 +173,10 @@ def test_a_dataset_on_the_hub_is_left_to_the_trainer() -> None:
             "train.jsonl line 1: no key 'completion', nor chat messages that end with the assistant's",
         ),
         ('{"completion": "1"}\n', "train.jsonl line 1: no key 'prompt' (keys: completion)"),
-        ('{"messages": [{"role": "user"}, {"role": "assistant"}]}\n', "train.jsonl line 1 has chat messages, but base"),
+        (
+            '{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}\n',
+            "train.jsonl line 1 has chat messages, but base",
+        ),
     ],
 )
 def test_a_job_that_imitates_needs_completions_and_no_reward(folder: Path, text: str, problem: str) -> None:
@@ -202,7 +226,7 @@ def test_a_missing_module_is_reported_with_the_folder(folder: Path) -> None:
 
 def test_a_module_that_exits_the_process_is_reported(folder: Path) -> None:
     (folder / "sick.py").write_text("import os\nos._exit(0 or 3)")
-    assert check(reward={"function": "sick:score"}) == ["reward.function: importing sick:score ended its process"]
+    assert check(reward={"function": "sick:score"}) == ["reward.function: trying sick:score ended its process"]
 
 
 def test_only_missing_files_and_modules_are_missing_here(folder: Path) -> None:
@@ -240,4 +264,17 @@ def test_check_warns_if_generated_programs_are_not_isolated(isolated: bool, n_wa
     job = {"model": "base", "data": {"train": "train.jsonl"}, "reward": reward, "steps": 1}
     found = jobcheck.check_job(job)
     assert found.problems == []
-    assert len([text for text in found.advice if "isolated: false" in text]) == n_warnings
+    assert len([text for text in found.advice if "isolated: False lets generated programs" in text]) == n_warnings
+
+
+@pytest.mark.parametrize(("kind", "top_p", "n_warnings"), [("rl", 1.0, 0), ("rl", 0.95, 1), ("eval", 0.95, 0)])
+def test_check_says_what_top_p_means_for_training(folder: Path, kind: str, top_p: float, n_warnings: int) -> None:
+    job: dict[str, Any] = {"kind": kind, "model": "base", "reward": {"function": "my_reward:score"}}
+    if kind == "rl":
+        job |= {"steps": 1, "data": {"train": "train.jsonl"}}
+    else:
+        job |= {"data": {"eval": "train.jsonl"}, "eval": {}}
+    Path("job.yaml").write_text(yaml.safe_dump({**job, "sampling": {"top_p": top_p}}))
+    found = jobcheck.check(Path("job.yaml"), [])
+    assert found.problems == []
+    assert len([text for text in found.advice if text.startswith("sampling.top_p below 1 ")]) == n_warnings

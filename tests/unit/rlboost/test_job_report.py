@@ -12,8 +12,8 @@ from typer.testing import CliRunner, Result
 
 from rlboost import client
 from rlboost.cli import app
-from rlboost.report import answers
-from rlboost.report.answers import samples_by_step
+from rlboost.report import page
+from rlboost.report.page import samples_by_step
 from tests.support.fake_rest import FakeRest, job, lines, ok, problem
 from tests.support.report_data import data_of
 from tests.support.synthetic_record import AUDIT, JOB_AT, row, sample
@@ -61,13 +61,6 @@ def test_report_reads_a_job_by_name_and_does_not_wait_for_its_end(rest: FakeRest
     assert events.url.params["follow"] == "0"
 
 
-def test_quarantined_job_has_a_report_without_its_parts(rest: FakeRest, tmp_path: Path) -> None:
-    for part in ("spec", "audit", "cost"):
-        rest.on(f"GET /v1/jobs/j-1/{part}", problem(409, "Job quarantined", "cannot be read"))
-    assert report("j-1", "--out", "out").exit_code == 0
-    assert written(tmp_path / "out")["answers"]["jobs/j-1/audit"] is None
-
-
 def test_report_of_an_unknown_job_or_to_a_bad_folder_names_the_remedy(rest: FakeRest, tmp_path: Path) -> None:
     rest.on("GET /v1/jobs/nope", problem(404, "No such job", "there is no job 'nope': list them"))
     unknown = report("nope")
@@ -79,5 +72,5 @@ def test_report_of_an_unknown_job_or_to_a_bad_folder_names_the_remedy(rest: Fake
 
 def test_samples_of_the_newest_steps_fit_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [sample(str(step), [("w-1", 0, 1)], step=step, prompt="", completion="x" * 10) for step in range(5)]
-    monkeypatch.setattr(answers, "MAX_SAMPLE_CHARACTERS", 3 * len(json.dumps(rows[0])))
+    monkeypatch.setattr(page, "MAX_SAMPLE_CHARACTERS", 3 * len(json.dumps(rows[0])))
     assert list(samples_by_step(rows)) == [3, 4, 5]

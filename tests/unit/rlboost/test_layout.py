@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from rlboost.local.gpus import Gpu
 from rlboost.local.layout import Layout, Placement, environment, plan_workers
+from rlboost.local.machine import Gpu
 from rlboost.local.processes import LocalOptions
-from rlboost.local.spec_file import NodeSpec, SystemSpec, load
-from rlboost.local.system_layout import placed
+from rlboost.local.spec_file import NodeSpec, SystemSpec, load, placed
 from rlboost.shared.errors import ConfigError, Conflict
 from tests.support.fake_gpus import gpus
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rlboost.jobs.learning_rates import SMALL_MODEL, lr_advice
+from rlboost.jobs.check import SMALL_MODEL, lr_advice
 from rlboost.shared.job import spec as job_spec
 
 LARGE = 600_000_000

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from rlboost.local.backoff import Backoff
 from rlboost.local.state import Config, ProcessRecord, StateDir
+from rlboost.local.supervisor import Backoff
 from rlboost.shared.errors import ConfigError
 
 RECORD = ProcessRecord("redis", "redis", 123, "2026-01-01T00:00:00.000+00:00", 0, alive=True)
@@ -133,3 +134,58 @@ def test_many_short_lives_in_a_row_are_a_crash_loop() -> None:
         backoff.after(alive_s)
         loops.append(backoff.is_loop)
     assert loops == [False, False, False, False, True]
+
+
+def test_older_state_folder_becomes_private(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    folder.mkdir(mode=0o755)
+    with StateDir(folder).owned():
+        assert folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("content", ["", "\0" * 32, "\n", " \n"])
+def test_empty_secret_is_taken_from_the_last_system_or_made_anew(content: str, state: StateDir) -> None:
+    with state.owned():
+        first = state.system_token(None)
+        state.write_config(replace(config(state), token=first))
+    (state.path / "token").write_text(content)
+    (state.path / "join-token").write_text(content)
+    with state.owned():
+        assert state.system_token(None) == first
+        assert len(state.join_token()) > 20
+        assert state.warnings == []
+    (state.path / "token").write_text(content)
+    with state.owned():
+        assert len(state.system_token(None)) > 20
+        assert "the system has a new token" in state.warnings[0]
+
+
+@pytest.mark.parametrize("content", ["", "\0\0", "{", "[1]", '{"redis": "x"}'])
+def test_damaged_ports_are_ignored(content: str, state: StateDir) -> None:
+    with state.owned():
+        (state.path / "ports.json").write_text(content)
+        assert state.ports() == {}
+        for name in ("config.json", "devices.json", "processes.json"):
+            (state.path / name).write_text("\0" * 9)
+        assert (state.config(), state.devices(), state.processes()) == (None, None, [])
+
+
+def test_secret_files_are_on_disk_before_their_name(state: StateDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[bool] = []
+    monkeypatch.setattr("rlboost.local.state.replace_file", lambda *_, sync, **_options: synced.append(sync))
+    with state.owned():
+        state.system_token(None)
+        state.write_config(config(state))
+        state.write_ports({})
+    assert synced == [True, True, True]
+
+
+def test_orderly_stop_is_known_to_the_next_owner(state: StateDir) -> None:
+    with state.owned():
+        state.write_end("")
+    with state.owned():
+        assert state.was_stopped
+    with StateDir(state.path).owned():
+        pass
+    with (after_a_crash := StateDir(state.path)).owned():
+        assert not after_a_crash.was_stopped

@@ -9,9 +9,8 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExportResult
 
-from rlboost.tracing import otlp
-from rlboost.tracing.otlp import OtlpTraces
-from rlboost.tracing.samples import Span
+from rlboost import tracing
+from rlboost.tracing import OtlpTraces, Span
 
 TRACES = [Span("sample", 1.0, 2.0, children=(Span("queue", 1.0, 2.0),))] * 600
 """1,200 spans: three batches."""
@@ -31,7 +30,7 @@ class Exporter:
 
 def sender(monkeypatch: pytest.MonkeyPatch, n_good: int) -> tuple[OtlpTraces, Exporter, asyncio.Event]:
     exporter, stop = Exporter(n_good), asyncio.Event()
-    monkeypatch.setattr(otlp, "OTLPSpanExporter", lambda: exporter)
+    monkeypatch.setattr(tracing, "OTLPSpanExporter", lambda: exporter)
     return OtlpTraces(stop), exporter, stop
 
 

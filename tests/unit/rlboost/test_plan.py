@@ -11,8 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 from rlboost.cli import app
-from rlboost.planning.fleets import Plan, Spread, best, plans
-from rlboost.planning.simulated_run import read_profile, simulated_machine
+from rlboost.planning import Plan, Spread, best, plans, read_profile, simulated_machine
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.run_profile import RunProfile
 from rlboost.shared.job.spec import RlJob, parse

@@ -7,7 +7,7 @@ import pytest
 
 from rlboost.client import Client, ClientError
 from rlboost.shared.errors import Conflict
-from rlboost.shared.http.redirect import MAX_REDIRECTS, redirected_origin
+from rlboost.shared.http.server_url import MAX_REDIRECTS, redirected_origin
 from tests.support.fake_rest import FakeRest, ok, problem
 
 ASKED = "http://one:8700/v1/jobs/a%2Fb?step=3"

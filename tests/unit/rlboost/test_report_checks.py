@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from rlboost.report.checks import checks
-from rlboost.report.record import Record
+from rlboost.report.record import Record, checks
 from tests.support.synthetic_record import AUDIT, STEPS, record, row, unfinished
 
 

@@ -9,10 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from rlboost.cli import app
-from rlboost.demo.recorder import Recorder
-from rlboost.report.page import render, write
+from rlboost.demo.summary import Recorder
+from rlboost.report.page import render, report_of, write
 from rlboost.report.record import Record
-from rlboost.report.run_report import report_of
 from rlboost.shared.page.files import STATIC
 from tests.support.report_data import data_of
 from tests.support.synthetic_record import record, sample, unfinished

@@ -11,7 +11,8 @@ from typer.testing import CliRunner, Result
 
 from rlboost import client
 from rlboost.cli import app
-from rlboost.samples import lines, printable
+from rlboost.samples import lines
+from rlboost.terminal import printable
 from tests.support.fake_rest import FakeRest, job, ok, problem
 
 WIDTH = 80

@@ -15,7 +15,7 @@ from rlboost.cli import app
 from rlboost.simulation import Machine, Policy, SimulatedJob, SimulationResult, StepResult
 from rlboost.simulation.pictures import throughput
 from rlboost.simulation.policies import ABLATIONS, POLICIES
-from rlboost.simulation.summary import ratio_text
+from rlboost.simulation.result import ratio_text
 from rlboost.simulation.traces import FleetTrace
 from tests.support.simulated import simulated
 

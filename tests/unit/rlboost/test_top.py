@@ -11,11 +11,18 @@ from rich.console import Console
 
 from rlboost.client import Client
 from rlboost.shared.page.files import STATIC
-from rlboost.top.fleet_facts import fleet_text
-from rlboost.top.snapshot import JOBS_SHOWN, JobSnapshot, Snapshot, SnapshotReader
-from rlboost.top.step_time import PARTS, Difference, last_step_time
-from rlboost.top.view import View
-from tests.support.fake_rest import FakeRest, job, ok, problem
+from rlboost.top import (
+    JOBS_SHOWN,
+    PARTS,
+    Difference,
+    JobSnapshot,
+    Snapshot,
+    SnapshotReader,
+    View,
+    fleet_text,
+    last_step_time,
+)
+from tests.support.fake_rest import FakeRest, job, ok
 
 SCALING: dict[str, Any] = {
     "workers": "auto",
@@ -117,14 +124,6 @@ def test_reader_asks_only_for_new_steps(rest: FakeRest) -> None:
     assert (seen.dollars, seen.preemptions) == (1.5, 3)
 
 
-def test_snapshot_of_a_quarantined_job_has_no_cost(rest: FakeRest) -> None:
-    rest.on("GET /v1/jobs", ok([job("failed", error="it is quarantined")]))
-    rest.on("GET /v1/jobs/j-1/metrics", ok([]))
-    rest.on("GET /v1/jobs/j-1/cost", problem(409, "Job quarantined", "it cannot be read"))
-    (seen,) = SnapshotReader().read(client(rest)).jobs
-    assert seen.dollars == 0.0
-
-
 def test_view_shows_what_a_job_does_and_waits_for_and_what_it_costs() -> None:
     wait = {"for": "samples", "because": "3 of 8 are there", "since": "2026-01-01T00:00:00+00:00", "limit_s": 600.0}
     phase = {"name": "training", "step": 2, "since": "2026-01-01T00:00:18+00:00", "last_s": 50.0}
@@ -222,10 +221,24 @@ def test_fleet_text_has_target_worth_price_and_autoscaling() -> None:
     )
     stuck = SCALING | {"limited_by": "max_workers", "pools": [pool | {"target": None, "error": "no quota"}]}
     assert fleet_text(FLEET | {"target_workers": 1, "autoscaling": stuck}) == (
-        "more than 1 spot workers would not shorten the steps; autoscaling (auto): - of at most 8 h100, limited by "
+        "more than 1 spot worker would not shorten the steps; autoscaling (auto): - of at most 8 h100, limited by "
         "max_workers, provider: no quota"
     )
+    none = {"target_workers": 0, "worth_of_one_more": WORTH | {"tokens_per_hour": 0.2}}
+    assert fleet_text(FLEET | none) == (
+        "spot workers would not shorten the steps; one more would generate no more tokens per hour"
+    )
     assert fleet_text(FLEET) == ""
+
+
+def test_finished_jobs_leave_room_for_all_workers(rest: FakeRest) -> None:
+    ended = [JobSnapshot(job("completed", id=f"old-{i}")) for i in range(5)]
+    workers = [worker(f"w-{i}") for i in range(5)]
+    lines = drawn(snapshot([running(), *ended], workers), height=16)
+    assert len(lines) < 16
+    assert all(any(line.startswith(f"w-{i}") for line in lines) for i in range(5))
+    assert any("more job" in line for line in lines)
+    assert any(line.startswith("old-0") for line in drawn(snapshot(ended, workers * 9), height=24)), "never no job"
 
 
 def test_view_has_details_whole_or_not_at_all_and_leaves_workers_a_third() -> None:

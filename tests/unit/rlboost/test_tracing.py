@@ -25,9 +25,8 @@ from rlboost.shared.messages import (
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Remove
 from rlboost.shared.streams.fakes import MemoryBus
-from rlboost.shared.wire.columns import F32, I32, U8, U32, U64, pack
-from rlboost.tracing.follow import follow
-from rlboost.tracing.samples import SampleTraces, Span
+from rlboost.shared.wire import F32, I32, U8, U32, U64, pack
+from rlboost.tracing import SampleTraces, Span, follow
 
 GROUP = SampleId(1, False, 4, 0, 0).pack()
 

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from rlboost.cli import app
 from rlboost.client import Client
 from rlboost.commands import token as commands
-from rlboost.services.rollout_manager.api import build
-from rlboost.services.rollout_manager.app import Manager
+from rlboost.services.rollout_manager.api.jobs import build
+from rlboost.services.rollout_manager.loop import Manager
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.shared.streams import names
 from rlboost.shared.streams.fakes import MemoryBus

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlboost.services.rollout_manager.domain.allocation.autoscale import (
+from rlboost.services.rollout_manager.domain.allocation import (
     COOL_DOWN_S,
     Autoscaler,
     FleetView,
@@ -18,11 +18,12 @@ from rlboost.services.rollout_manager.domain.allocation.autoscale import (
     surplus,
     workers_to_request,
 )
-from rlboost.services.rollout_manager.domain.jobs.record import Job
-from rlboost.services.rollout_manager.domain.seeding.tuner import WindowTuner
-from rlboost.services.rollout_manager.domain.workers.worker import Worker
+from rlboost.services.rollout_manager.domain.effects import Now
+from rlboost.services.rollout_manager.domain.jobs import Job
+from rlboost.services.rollout_manager.domain.windows import WindowTuner
+from rlboost.services.rollout_manager.domain.workers import Worker
 from rlboost.services.rollout_manager.domain.world import World
-from tests.support.builders import job_spec, worker_joined
+from tests.support.builders import job_spec, samples_of, worker_joined
 
 DELAY_S = 300.0
 ONE = [Pool(kind="k", max_workers=10)]
@@ -126,8 +127,8 @@ def test_view_counts_pooled_workers_that_do_not_drain() -> None:
     for name, kind, price in (("a", "k", 1.0), ("b", "k", 2.0), ("c", "other", 4.0)):
         world.fleet.join(worker_joined(name, kind=kind, price_per_hour=price), 0.0)
     world.fleet.join(worker_joined("r", role="reserved", kind="k", price_per_hour=8.0), 0.0)
-    world.fleet.on_drain(world.fleet.workers["b"])
-    seen = fleet_view(world, ONE)
+    world.fleet.drain(world.fleet.workers["b"], Now(0.0, 0.0), "a test")
+    seen = fleet_view(world.jobs, world.fleet, ONE)
     assert (seen.present, seen.price_per_hour["k"], seen.other_dollars_per_hour) == ({"k": 1}, 8.0, 12.0)
 
 
@@ -135,38 +136,38 @@ def test_view_counts_pooled_workers_that_do_not_drain() -> None:
 def test_view_prices_a_kind_as_its_most_expensive_worker(own: float, price: float) -> None:
     world = World(2.0, {"k": 1.0})
     world.fleet.join(worker_joined("a", kind="k", price_per_hour=own), 0.0)
-    assert fleet_view(world, ONE).price_per_hour == {"k": price}
+    assert fleet_view(world.jobs, world.fleet, ONE).price_per_hour == {"k": price}
 
 
 @pytest.mark.parametrize(("state", "target", "desired"), [("running", None, None), ("running", 3, 3), ("paused", 3, 0)])
 def test_running_jobs_alone_want_workers(state: str, target: int | None, desired: int | None) -> None:
     world = World(lease_s=2.0)
-    job = world.jobs["j"] = Job("j", 1, job_spec(), created_at=0.0, state=state)  # type: ignore[arg-type]
+    job = world.jobs.add(Job("j", 1, job_spec(), created_at=0.0, state=state)).record  # type: ignore[arg-type]
     job.window_tuner.target_workers = target
-    assert fleet_view(world, ONE).desired == desired
+    assert fleet_view(world.jobs, world.fleet, ONE).desired == desired
 
 
 def test_job_whose_budget_is_reached_wants_no_workers() -> None:
     world = World(lease_s=2.0)
-    job = world.jobs["j"] = Job("j", 1, job_spec(), created_at=0.0, state="running")
+    job = world.jobs.add(Job("j", 1, job_spec(), created_at=0.0, state="running")).record
     job.window_tuner.target_workers = 3
-    world.audits["j"].cost.budget_reached = True
-    assert fleet_view(world, ONE).desired == 0
+    world.jobs["j"].audit.cost.budget_reached = True
+    assert fleet_view(world.jobs, world.fleet, ONE).desired == 0
 
 
 @pytest.mark.parametrize(("price", "desired"), [(0.1, 6), (4.0, 3), (7.9, 0)])
 def test_no_worker_is_desired_that_is_worth_less_than_its_price(price: float, desired: int) -> None:
     world = World(2.0, {"k": price})
-    job = world.jobs["j"] = Job("j", 1, job_spec(), created_at=0.0, state="running")
+    job = world.jobs.add(Job("j", 1, job_spec(), created_at=0.0, state="running")).record
     job.window_tuner = WindowTuner(target_workers=6, work_s=550.0, train_s=100.0, step_s=700.0)
     world.fleet.join(worker_joined("r", role="reserved", kind="own", price_per_hour=8.0), 0.0)
     world.fleet.assign(world.fleet.workers["r"], ("j", 0))
-    assert fleet_view(world, ONE).desired == desired
+    assert fleet_view(world.jobs, world.fleet, ONE).desired == desired
 
 
 def priced_job(world: World, name: str, number: int) -> None:
     """A job with a reserved worker of 8 dollars that wants 5.5 preemptible ones."""
-    job = world.jobs[name] = Job(name, number, job_spec(), created_at=0.0, state="running")
+    job = world.jobs.add(Job(name, number, job_spec(), created_at=0.0, state="running")).record
     job.window_tuner = WindowTuner(target_workers=6, work_s=550.0, train_s=100.0, step_s=700.0)
     world.fleet.join(worker_joined(f"r-{name}", role="reserved", kind="own", price_per_hour=8.0), 0.0)
     world.fleet.assign(world.fleet.workers[f"r-{name}"], (name, 0))
@@ -185,7 +186,7 @@ def test_jobs_share_the_workers_that_pay(pools: list[tuple[str, int, float]], pa
     priced_job(world, "i", 1)
     priced_job(world, "j", 2)
     kinds = [Pool(kind=kind, max_workers=n) for kind, n, _ in pools]
-    seen = fleet_view(world, kinds)
+    seen = fleet_view(world.jobs, world.fleet, kinds)
     assert seen.paying == paying
     scaler = Autoscaler(kinds, None, scale_in_delay_s=0.0)
     scaler.decide(seen, None, 1.0)
@@ -199,7 +200,7 @@ def test_jobs_share_the_workers_that_pay(pools: list[tuple[str, int, float]], pa
 
 def worker(name: str, *, samples: int = 0, **fields: object) -> Worker:
     found = Worker(worker_joined(name, **fields), 0.0)
-    found.samples = set(range(samples))
+    found.samples = samples_of(samples)
     return found
 
 

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from rlboost.services.rollout_manager.domain.apply_messages import apply_message
 from rlboost.services.rollout_manager.domain.decide import decide
-from rlboost.services.rollout_manager.domain.effects import EmitEvent, Send
-from rlboost.services.rollout_manager.domain.jobs.wait_status import job_wait_status
-from rlboost.services.rollout_manager.domain.world import Now, World
+from rlboost.services.rollout_manager.domain.effects import Now, Send
+from rlboost.services.rollout_manager.domain.wait_status import job_wait_status
+from rlboost.services.rollout_manager.domain.world import World
 from rlboost.shared.messages import Drain, UseVersion, WorkerLeft
 from tests.support.builders import group_requested, heartbeat, job_running, job_spec, trainer_status, worker_joined
+from tests.support.scheduler_turns import events_in
 
 DRAIN_S = 10
 """A drained worker hands off and exits within this time (invariant 7)."""
@@ -38,7 +39,7 @@ class Budgeted:
 
     @property
     def dollars(self) -> float:
-        return self.world.audits["j"].cost.dollars
+        return self.world.jobs["j"].audit.cost.dollars
 
     def take(self, *messages: Any) -> None:
         for message in messages:
@@ -53,10 +54,9 @@ class Budgeted:
         for name in [name for name, at in self.drained_at.items() if self.at_s - at >= DRAIN_S]:
             del self.drained_at[name]
             self.take(WorkerLeft(worker=name, reason="drained", at=0.0))
-        decide(self.world, self.now)
-        effects = self.world.outbox.take()
+        effects = decide(self.world, self.now)
         self.commands += [effect for effect in effects if isinstance(effect, Send)]
-        self.events += [effect.event.kind for effect in effects if isinstance(effect, EmitEvent)]
+        self.events += [found.kind for _, found in events_in(effects)]
         for effect in effects:
             if isinstance(effect, Send) and isinstance(effect.message, Drain):
                 self.drained_at[effect.worker] = self.at_s
@@ -85,7 +85,7 @@ def test_spot_worker_is_drained_before_the_budget_is_spent() -> None:
 
 def test_trainer_counts_in_the_budget_and_in_what_it_still_pays_for() -> None:
     job = job_with_budget(max_dollars=2.0)
-    job.world.progress["j"].on_trainer_status(trainer_status(price_per_hour=36.0), job.now.wall)
+    job.world.jobs["j"].progress.on_trainer_status(trainer_status(price_per_hour=36.0), job.now.wall)
     job.join("spot", price_per_hour=36.0)
     while Drain not in job.told("spot"):
         job.second()
@@ -149,8 +149,8 @@ def test_job_without_workers_names_its_budget_as_the_cause() -> None:
     for _ in range(120):
         job.second()
     assert "spot" not in job.world.fleet.workers
-    job.world.progress["j"].on_trainer_status(trainer_status(), job.now.wall)
-    wait = job_wait_status(job.world, job.world.jobs["j"])
+    job.world.jobs["j"].progress.on_trainer_status(trainer_status(), job.now.wall)
+    wait = job_wait_status(job.world.jobs, job.world.fleet, job.world.jobs["j"])
     assert wait
     assert "elastic.max_dollars: 1)" in wait["because"]
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from rlboost.services.rollout_manager.domain.scheduling.candidates import CandidatePools
-from rlboost.services.rollout_manager.domain.scheduling.requirements import Requirement
-from rlboost.services.rollout_manager.domain.token_log.sample import Sample
-from rlboost.services.rollout_manager.domain.workers.fleet import Fleet
-from rlboost.services.rollout_manager.domain.workers.worker import Worker
+from rlboost.services.rollout_manager.domain.candidates import CandidatePools
+from rlboost.services.rollout_manager.domain.effects import Now
+from rlboost.services.rollout_manager.domain.queue import Requirement
+from rlboost.services.rollout_manager.domain.tokens import Sample
+from rlboost.services.rollout_manager.domain.workers import Fleet, Worker
 from rlboost.shared.messages import WorkerHeartbeat
 from tests.support.builders import group_id, group_requested, heartbeat, worker_joined
 
@@ -49,7 +49,7 @@ CHANGES: dict[str, Callable[[Fleet, Worker], object]] = {
     "heartbeat": lambda fleet, worker: fleet.on_heartbeat(worker, beat(version=1), 1.0),
     "assigned": lambda fleet, worker: fleet.assign(worker, ("j", 1)),
     "noticed": lambda fleet, worker: fleet.on_notice(worker),
-    "drained": lambda fleet, worker: fleet.on_drain(worker),
+    "drained": lambda fleet, worker: fleet.drain(worker, Now(1.0, 1.0), "a test"),
     "removed": lambda fleet, worker: fleet.remove(worker, "lost", "a test"),
 }
 

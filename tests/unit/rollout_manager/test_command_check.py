@@ -7,9 +7,9 @@ from typing import Any, cast
 
 import pytest
 
-from rlboost.services.rollout_manager.app import Manager
-from rlboost.services.rollout_manager.domain.workers.command_check import MIN_HEARTBEATS, CommandCheck
-from rlboost.services.rollout_manager.domain.world import Now
+from rlboost.services.rollout_manager.domain.effects import Now
+from rlboost.services.rollout_manager.domain.measurements import MIN_HEARTBEATS, CommandCheck
+from rlboost.services.rollout_manager.loop import Manager
 from rlboost.services.rollout_worker.domain.session import Session
 from rlboost.shared.messages import (
     Assign,
@@ -27,7 +27,7 @@ from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Trim
 from rlboost.shared.streams.entries import START, after
 from rlboost.shared.streams.fakes import MemoryBus
-from rlboost.shared.wire.columns import I32, U32, U64, ints, pack
+from rlboost.shared.wire import I32, U32, U64, ints, pack
 from tests.support.builders import group_requested, job_created, job_running
 from tests.support.sim_worker import SimWorker, check_completion
 from tests.support.stream_entries import read_all

@@ -2,12 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from rlboost.services.rollout_manager.domain.allocation import charging
-from rlboost.services.rollout_manager.domain.allocation.charging import charge_jobs
-from rlboost.services.rollout_manager.domain.jobs.audit import Audit
-from rlboost.services.rollout_manager.domain.jobs.cost_report import cost_report
-from rlboost.services.rollout_manager.domain.jobs.record import Job
-from rlboost.services.rollout_manager.domain.world import Now, World
+from rlboost.services.rollout_manager.domain import money as charging
+from rlboost.services.rollout_manager.domain.effects import Now
+from rlboost.services.rollout_manager.domain.jobs import Audit, Job
+from rlboost.services.rollout_manager.domain.money import charge_jobs, cost_report
+from rlboost.services.rollout_manager.domain.world import World
 from tests.support.builders import job_spec, trainer_status, worker_joined
 
 HOUR_S = 3600.0
@@ -17,7 +16,7 @@ HOUR_S = 3600.0
 def world() -> World:
     world = World(lease_s=2.0)
     for no, job_id in enumerate(("a", "b"), start=1):
-        world.jobs[job_id] = Job(job_id, no, job_spec(), created_at=0.0, state="running")
+        world.jobs.add(Job(job_id, no, job_spec(), created_at=0.0, state="running"))
     for name, role, price, job_id in (("spot", "preemptible", 2.0, "a"), ("own", "reserved", 8.0, "b")):
         worker = world.fleet.join(worker_joined(name, role=role, price_per_hour=price), now=0.0)
         assert worker
@@ -27,13 +26,13 @@ def world() -> World:
 
 def charge(world: World, *times: tuple[float, float]) -> None:
     for mono, wall in times:
-        charge_jobs(world, Now(mono, wall))
+        charge_jobs(world.jobs, world.fleet, world.periodic, Now(mono, wall))
 
 
 def test_each_job_is_charged_with_the_time_of_its_own_workers(world: World) -> None:
     charge(world, (0.0, 100.0), (HOUR_S / 2, 100.0 + HOUR_S / 2), (HOUR_S, 100.0 + HOUR_S))
-    assert world.audits["a"].cost.dollars == pytest.approx(2.0)
-    assert world.audits["b"].cost.dollars == pytest.approx(8.0)
+    assert world.jobs["a"].audit.cost.dollars == pytest.approx(2.0)
+    assert world.jobs["b"].audit.cost.dollars == pytest.approx(8.0)
 
 
 def test_worker_that_serves_no_job_or_is_gone_costs_no_job(world: World) -> None:
@@ -41,62 +40,62 @@ def test_worker_that_serves_no_job_or_is_gone_costs_no_job(world: World) -> None
     charge(world, (0.0, 100.0), (HOUR_S, 100.0 + HOUR_S))
     world.fleet.remove(world.fleet.workers["spot"], "lost", "its lease ran out")
     charge(world, (2 * HOUR_S, 100.0 + 2 * HOUR_S))
-    assert world.audits["a"].cost.dollars == pytest.approx(2.0)
+    assert world.jobs["a"].audit.cost.dollars == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize(("own", "charged"), [(0.0, 3.0), (5.0, 5.0), (-5.0, 3.0)])
 def test_worker_without_a_price_costs_what_its_kind_does(own: float, charged: float) -> None:
     world = World(2.0, {"k": 3.0})
-    world.jobs["a"] = Job("a", 1, job_spec(), created_at=0.0, state="running")
+    world.jobs.add(Job("a", 1, job_spec(), created_at=0.0, state="running"))
     worker = world.fleet.join(worker_joined("spot", price_per_hour=own), now=0.0)
     assert worker
     world.fleet.assign(worker, ("a", 0))
     charge(world, (0.0, 100.0), (HOUR_S, 100.0 + HOUR_S))
-    assert world.audits["a"].cost.dollars == pytest.approx(charged)
+    assert world.jobs["a"].audit.cost.dollars == pytest.approx(charged)
 
 
 def test_trainer_is_charged_while_it_holds_the_lease(world: World) -> None:
     charge(world, (0.0, 100.0))
-    world.progress["a"].on_trainer_status(trainer_status(price_per_hour=6.0), 100.0)
+    world.jobs["a"].progress.on_trainer_status(trainer_status(price_per_hour=6.0), 100.0)
     charge(world, (HOUR_S / 2, 100.0 + HOUR_S / 2))
-    world.progress["a"].on_trainer_status(None, 100.0)
+    world.jobs["a"].progress.on_trainer_status(None, 100.0)
     charge(world, (HOUR_S, 100.0 + HOUR_S))
-    assert cost_report(world.audits["a"], steps=1, max_dollars=None)["workers"] == [
+    assert cost_report(world.jobs["a"].audit, steps=1, max_dollars=None)["workers"] == [
         {"role": "preemptible", "kind": "k", "hours": 1.0, "dollars": 2.0},
         {"role": "trainer", "kind": "", "hours": 0.5, "dollars": 3.0},
     ]
-    assert world.audits["b"].cost.dollars == pytest.approx(8.0)
+    assert world.jobs["b"].audit.cost.dollars == pytest.approx(8.0)
 
 
 def test_trainer_without_a_price_is_not_in_the_report(world: World) -> None:
-    world.progress["a"].on_trainer_status(trainer_status(), 100.0)
+    world.jobs["a"].progress.on_trainer_status(trainer_status(), 100.0)
     charge(world, (0.0, 100.0), (HOUR_S, 100.0 + HOUR_S))
-    assert [time.role for time in world.audits["a"].cost.workers.values()] == ["preemptible"]
+    assert [time.role for time in world.jobs["a"].audit.cost.workers.values()] == ["preemptible"]
 
 
 def test_next_manager_charges_the_time_without_a_leader(world: World) -> None:
     charge(world, (0.0, 100.0), (10.0, 110.0))
     world.periodic.charged_at = None
     charge(world, (5.0, 110.0 + HOUR_S))
-    assert world.audits["a"].cost.dollars == pytest.approx(2.0 * (10.0 + HOUR_S) / HOUR_S)
+    assert world.jobs["a"].audit.cost.dollars == pytest.approx(2.0 * (10.0 + HOUR_S) / HOUR_S)
 
 
 @pytest.mark.parametrize("wall", [100.0 - HOUR_S, 100.0 + 24 * HOUR_S])
 def test_clock_that_is_set_changes_no_charge_of_one_manager(world: World, wall: float) -> None:
     charge(world, (0.0, 100.0), (HOUR_S, wall))
-    assert world.audits["a"].cost.dollars == pytest.approx(2.0)
+    assert world.jobs["a"].audit.cost.dollars == pytest.approx(2.0)
 
 
 def test_clock_behind_the_last_manager_charges_nothing(world: World) -> None:
     charge(world, (0.0, 100.0))
     world.periodic.charged_at = None
     charge(world, (0.0, 50.0))
-    assert world.audits["a"].cost.dollars == 0.0
+    assert world.jobs["a"].audit.cost.dollars == 0.0
 
 
 def test_cost_survives_the_stored_form_of_the_audit(world: World) -> None:
     charge(world, (0.0, 100.0), (HOUR_S, 100.0 + HOUR_S))
-    audit = Audit.model_validate_json(world.audits["a"].model_dump_json())
+    audit = Audit.model_validate_json(world.jobs["a"].audit.model_dump_json())
     audit.tokens_generated, audit.tokens_saved, audit.delivered = 1_000_000, 250_000, 4_000
     audit.tokens_regenerated["late"] = 500_000
     report = cost_report(audit, steps=4, max_dollars=3.0)
@@ -113,12 +112,12 @@ def test_cost_survives_the_stored_form_of_the_audit(world: World) -> None:
 def test_each_step_without_spot_workers_is_estimated_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     estimates: list[tuple[float, float] | None] = [None, (90.0, 1.5), (80.0, 1.0)]
     monkeypatch.setattr(charging, "step_without_spot", lambda _world, _job: estimates.pop(0))
-    world.jobs["a"].step = 1
+    world.jobs["a"].record.step = 1
     charge(world, (0.0, 100.0), (10.0, 110.0), (20.0, 120.0))
-    assert cost_report(world.audits["a"], steps=1, max_dollars=None)["reserved_only"]["seconds"] == 90.0
-    world.jobs["a"].step = 3
+    assert cost_report(world.jobs["a"].audit, steps=1, max_dollars=None)["reserved_only"]["seconds"] == 90.0
+    world.jobs["a"].record.step = 3
     charge(world, (30.0, 130.0))
-    assert cost_report(world.audits["a"], steps=3, max_dollars=None)["reserved_only"] == {
+    assert cost_report(world.jobs["a"].audit, steps=3, max_dollars=None)["reserved_only"] == {
         "seconds": 90.0 + 2 * 80.0,
         "dollars": 1.5 + 2 * 1.0,
         "break_even_price_per_hour": pytest.approx(3.5 / (30.0 / HOUR_S)),

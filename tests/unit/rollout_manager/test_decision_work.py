@@ -16,18 +16,20 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from benchmarks.decisions import Load
-from rlboost.services.rollout_manager.domain.scheduler import REBALANCE_EVERY_S, rebalance
-from rlboost.services.rollout_manager.domain.scheduling.candidates import CandidatePool, has_capacity, set_batch_cap
-from rlboost.services.rollout_manager.domain.scheduling.rebalance import (
+from rlboost.services.rollout_manager.domain.candidates import (
+    CandidatePool,
     RunningSample,
     WorkerLoad,
+    has_capacity,
     is_balanced,
     select_migrations,
+    set_batch_cap,
 )
-from rlboost.services.rollout_manager.domain.workers.throughput_model import MIN_OBSERVATIONS, Profile
-from rlboost.services.rollout_manager.domain.workers.worker import Worker
-from rlboost.services.rollout_manager.domain.world import Now
-from tests.support.builders import worker_joined
+from rlboost.services.rollout_manager.domain.effects import Now
+from rlboost.services.rollout_manager.domain.measurements import MIN_OBSERVATIONS, Profile
+from rlboost.services.rollout_manager.domain.placement import REBALANCE_EVERY_S, rebalance
+from rlboost.services.rollout_manager.domain.workers import Worker
+from tests.support.builders import samples_of, worker_joined
 
 ENDED = 8
 
@@ -92,7 +94,7 @@ def known() -> Profile:
 def fleet(shape: Shape, profile: Profile) -> list[Worker]:
     workers = []
     for number, (slots, load, speed, held) in enumerate(shape):
-        worker = Worker(worker_joined(f"w{number}", slots=slots), 0.0, samples=set(range(load)), profile=profile)
+        worker = Worker(worker_joined(f"w{number}", slots=slots), 0.0, samples=samples_of(load), profile=profile)
         worker.speed, worker.kv.held = speed, held
         set_batch_cap(worker, 0.0)
         workers.append(worker)
@@ -127,10 +129,10 @@ def test_pool_decides_as_if_all_workers_were_compared_anew(
         if change is not None:
             number, load = change
             worker = list(workers.values())[number % len(workers)]
-            worker.samples = set(range(load))
+            worker.samples = samples_of(load)
             pool.update(worker, known)
         elif best is not None:  # it gets a sample
-            workers[best].samples.add(len(workers[best].samples))
+            workers[best].samples = samples_of(len(workers[best].samples) + 1)
             pool.update(workers[best], known)
         expected = min(filter(has_capacity, workers.values()), key=rank, default=None)
         assert pool.best() == (expected and expected.id)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlboost.services.rollout_manager.openai.detokenizer import REPLACEMENT_CHARACTER, Detokenizer
+from rlboost.services.rollout_manager.serving.text import REPLACEMENT_CHARACTER, Detokenizer
 
 
 def decode(tokens: Sequence[int]) -> str:

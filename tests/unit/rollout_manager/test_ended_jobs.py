@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from rlboost.services.rollout_manager.domain.apply_messages import apply_message
-from rlboost.services.rollout_manager.domain.compaction import AUDIT_OPEN_S, forget_ended
-from rlboost.services.rollout_manager.domain.decide import decide
-from rlboost.services.rollout_manager.domain.effects import Record, Send
-from rlboost.services.rollout_manager.domain.jobs.wait_status import job_wait_status
-from rlboost.services.rollout_manager.domain.world import Now, World
+from rlboost.services.rollout_manager.domain.decide import AUDIT_OPEN_S, decide, forget_ended
+from rlboost.services.rollout_manager.domain.effects import Effect, Now, Record, Send, one_turn
+from rlboost.services.rollout_manager.domain.wait_status import job_wait_status
+from rlboost.services.rollout_manager.domain.world import World
 from rlboost.shared.messages import (
     ENDED_JOB_RETENTION_S,
     Admitted,
@@ -39,10 +38,10 @@ class Rig:
     def turn(self, *messages: Message) -> list[Message]:
         """Take one turn; return the records that it appends to the token log."""
         self.now = Now(self.now.mono + 0.02, self.now.wall + 0.02)
+        effects: list[Effect] = []
         for i, message in enumerate(messages):
-            apply_message(self.world, message, f"{int(self.now.mono * 1000)}-{i}", self.now)
-        decide(self.world, self.now)
-        effects = self.world.outbox.take()
+            effects += apply_message(self.world, message, f"{int(self.now.mono * 1000)}-{i}", self.now)
+        effects = one_turn([*effects, *decide(self.world, self.now)])
         self.sent += [effect.message for effect in effects if isinstance(effect, Send)]
         return [effect.message for effect in effects if isinstance(effect, Record)]
 
@@ -59,9 +58,9 @@ class Rig:
         """No sample is in flight or queued, and no count of any says otherwise."""
         assert not self.world.ledger.samples
         assert not self.world.queues
-        assert not self.world.in_flight.by_requirement
-        assert not self.world.in_flight.requested
-        assert "j" not in self.world.progress
+        assert not self.world.queues.in_flight.by_requirement
+        assert not self.world.queues.in_flight.requested
+        assert self.world.jobs.get_active("j") is None
 
 
 @pytest.fixture
@@ -110,7 +109,7 @@ def test_late_records_of_an_ended_job_are_audited_and_change_nothing_else(rig: R
     rig.cancel()
     rig.turn(*records, placed(group_id(), attempt=2), token_frame([(group_id(), 1, 0, 3, 0, 0)]))
     rig.assert_nothing_left()
-    audit = rig.world.audits["j"]
+    audit = rig.world.jobs["j"].audit
     assert (audit.requested, audit.dropped.total(), audit.tokens_generated) == (N, N, 3)
     assert audit.tokens_regenerated == {"sample_over": 3, "dropped": 0}
 
@@ -120,24 +119,18 @@ def test_records_of_a_job_that_was_forgotten_change_nothing(rig: Rig, record: st
     (admitted, *_) = rig.turn(group_requested(n=N))
     restated = rig.world.ledger.restatement_of(rig.world.ledger.samples[group_id()])
     (closed,) = rig.cancel()
-    forget_ended(rig.world, rig.now.wall + ENDED_JOB_RETENTION_S + 1.0)
+    forget_ended(rig.world.jobs, rig.now.wall + ENDED_JOB_RETENTION_S + 1.0)
     rig.turn({"admitted": admitted, "restated": restated, "closed": closed}[record])
     rig.assert_nothing_left()
     assert not rig.world.jobs
-    assert not rig.world.audits
+    assert rig.world.jobs.audit_of(1) is None
 
 
 def test_reading_about_a_job_creates_nothing(rig: Rig) -> None:
     rig.cancel()
-    forget_ended(rig.world, rig.now.wall + AUDIT_OPEN_S + 1.0)
-    assert job_wait_status(rig.world, rig.world.jobs["j"]) is None
-    assert rig.world.committed_version("j") == rig.world.committed_version("unknown") == -1
-    assert rig.world.audit_of(1) is rig.world.audit_of(2) is None
-    for job_id in ("j", "unknown"):
-        with pytest.raises(KeyError):
-            rig.world.progress[job_id]
-        with pytest.raises(KeyError):
-            rig.world.audits[job_id]
-    assert not rig.world.progress
-    assert not rig.world.audits
+    forget_ended(rig.world.jobs, rig.now.wall + AUDIT_OPEN_S + 1.0)
+    assert job_wait_status(rig.world.jobs, rig.world.fleet, rig.world.jobs["j"]) is None
+    assert rig.world.jobs.committed_version("j") == rig.world.jobs.committed_version("unknown") == -1
+    assert rig.world.jobs.audit_of(1) is rig.world.jobs.audit_of(2) is None
+    assert rig.world.jobs.get_active("j") is rig.world.jobs.get_active("unknown") is None
     assert list(rig.world.jobs) == ["j"]

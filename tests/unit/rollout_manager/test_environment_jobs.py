@@ -10,13 +10,14 @@ import yaml
 
 from rlboost.jobs import check as jobcheck
 from rlboost.services.rollout_manager.domain.apply_messages import apply_delivered, apply_message
-from rlboost.services.rollout_manager.domain.scheduling.length_estimates import LengthEstimates
-from rlboost.services.rollout_manager.domain.token_log.sample import Sample
-from rlboost.services.rollout_manager.domain.world import Now, World
+from rlboost.services.rollout_manager.domain.effects import Now
+from rlboost.services.rollout_manager.domain.jobs import LengthEstimates
+from rlboost.services.rollout_manager.domain.tokens import Sample
+from rlboost.services.rollout_manager.domain.world import World
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import RlJob
 from rlboost.shared.messages import GroupOpened, TurnAnswered
-from rlboost.shared.wire.columns import I32, pack
+from rlboost.shared.wire import I32, pack
 from tests.support import jobs
 from tests.support.builders import group_requested, job_created
 
@@ -55,7 +56,7 @@ def test_invalid_environment_section_is_refused(changes: dict[str, Any], problem
     ("function", "problem"),
     [
         ("Game", []),
-        ("Silent", ["is not an environment: it returns a Silent, which has no method step"]),
+        ("Silent", ["is not an environment: it is a Silent, which has no method step"]),
         ("Missing", ["Missing is not an environment: tests.support.environments has no 'Missing'"]),
     ],
 )
@@ -93,5 +94,5 @@ def test_restarted_manager_skips_the_trainers_notes() -> None:
     world = World(lease_s=1.0)
     apply_message(world, job_created(), "1-0", Now(0.0, 0.0))
     for note in (GroupOpened(group=256, prompt_digest=b"1"), TurnAnswered(sample=256)):
-        apply_delivered(world, "j", note)
-    assert not world.progress["j"].delivered
+        apply_delivered(world.jobs["j"].progress, note)
+    assert not world.jobs["j"].progress.delivered

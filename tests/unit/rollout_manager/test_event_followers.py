@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 
-from rlboost.services.rollout_manager.routes import event_followers
-from rlboost.services.rollout_manager.routes.event_followers import MAX_READS, EventFollowers
+from rlboost.services.rollout_manager.api import history
+from rlboost.services.rollout_manager.api.history import MAX_READS, EventFollowers
 from rlboost.shared.http.problem import Problem
+from rlboost.shared.http.scopes import SYSTEM, Principal
 from rlboost.shared.messages import Event
 from rlboost.shared.streams.entries import START, Entry
 from rlboost.shared.streams.fakes import MemoryBus
 from tests.support.eventually import eventually
+
+READER, OTHER = Principal("token 1", "read"), Principal("token 2", "read")
 
 
 class CountingBus(MemoryBus):
@@ -57,7 +60,7 @@ async def test_followers_get_every_event_by_one_waiting_read() -> None:
         return over
 
     async def follow(i: int) -> None:
-        async for entry in followers.follow({f"events-{i % 3}": START}, is_over, connected):
+        async for entry in followers.follow(SYSTEM, {f"events-{i % 3}": START}, is_over, connected):
             if entry is not None and isinstance(entry.message, Event):
                 seen[i].append(entry.message.fields["number"])
 
@@ -78,16 +81,37 @@ async def test_followers_get_every_event_by_one_waiting_read() -> None:
 
 
 async def test_one_follower_too_many_is_rejected_until_another_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_followers, "MAX_FOLLOWERS", 1)
+    monkeypatch.setattr(history, "MAX_FOLLOWERS", 1)
     bus = MemoryBus()
     followers = EventFollowers(bus)
     await bus.append("events", event(0))
-    followers.check_limit()
-    following = followers.follow({"events": START}, always, connected)
+    followers.check_limit(READER)
+    following = followers.follow(READER, {"events": START}, always, connected)
     assert await anext(following)
     with pytest.raises(Problem) as rejected:
-        followers.check_limit()
+        followers.check_limit(READER)
     assert rejected.value.status == 429
     with pytest.raises(StopAsyncIteration):
         await anext(following)
-    followers.check_limit()
+    followers.check_limit(READER)
+
+
+async def test_followers_of_one_token_leave_places_to_others_and_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "MAX_FOLLOWERS", 3)
+    monkeypatch.setattr(history, "MAX_FOLLOWERS_OF_TOKEN", 2)
+    bus = MemoryBus()
+    followers = EventFollowers(bus)
+    await bus.append("events", event(0))
+    following: list[Any] = [
+        followers.follow(who, {"events": START}, always, connected) for who in (READER, READER, OTHER)
+    ]
+    for each in following:
+        assert await anext(each)
+    with pytest.raises(Problem, match="2 clients with this token"):
+        followers.check_limit(READER)
+    with pytest.raises(Problem, match="3 clients follow"):
+        followers.check_limit(OTHER)
+    followers.check_limit(SYSTEM)
+    for each in following:
+        await each.aclose()
+    followers.check_limit(READER)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlboost.services.rollout_manager.domain.seeding.generation import Generation
+from rlboost.services.rollout_manager.domain.windows import Generation
 
 
 def test_window_closes_where_workers_generate_all_during_training() -> None:

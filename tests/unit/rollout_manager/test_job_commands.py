@@ -8,8 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
-from rlboost.services.rollout_manager.api import NewestCommands
-from rlboost.services.rollout_manager.app import Manager
+from rlboost.services.rollout_manager.loop import Manager
 from rlboost.shared.messages import JobCommand, JobReport, StepReport
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Append, Fence, Op
@@ -25,7 +24,7 @@ class System(ManagerRig):
         (await self.http.post(f"/jobs/{self.job}/{action}")).raise_for_status()
 
     async def actions(self) -> list[str]:
-        entries = await self.bus.read({names.JOB_COMMANDS: START})
+        entries = await self.bus.read({names.JOB_CONTROLS: START})
         return [entry.message.action for entry in entries if isinstance(entry.message, JobCommand)]
 
 
@@ -86,26 +85,33 @@ async def test_job_created_between_two_turns_survives_a_new_leader(system: Syste
     assert [job.id for job in successor.world.jobs.active()] == [system.job, created]
 
 
-async def test_command_repeated_after_its_effect_is_written_once(system: System) -> None:
-    for _ in range(50):
-        await system.act("resume")
-    assert await system.actions() == ["create", "resume"]
+async def test_repeated_command_is_written_once(system: System) -> None:
+    for action in ("resume", "pause", "pause", "resume"):
+        for _ in range(20):
+            await system.act(action)
+            await system.manager.turn()
+    assert await system.actions() == ["resume", "pause", "resume"]
 
 
-async def test_command_repeated_before_its_effect_is_written_again(system: System) -> None:
-    for _ in range(2):
-        await system.act("pause")
-    assert await system.actions() == ["create", "pause", "pause"]
-
-
-async def test_command_that_undoes_another_is_always_written(system: System) -> None:
-    await system.act("resume")
+async def test_command_that_another_leader_has_undone_is_written_again(system: System) -> None:
     await system.act("pause")
-    await system.act("resume")  # the trainer has not reported the pause yet
-    await system.report("paused")
+    await system.manager.turn()
+    undone = JobCommand(command_id="by another leader", action="resume", job_id=system.job, job_no=1)
+    await system.bus.append(names.JOB_CONTROLS, undone)
+    await system.manager._leadership.resign()
+    assert await system.manager.try_lead()
+    await system.manager.turn()
     await system.act("pause")
-    await system.act("pause")
-    assert await system.actions() == ["create", "resume", "pause", "resume", "pause"]
+    assert await system.actions() == ["pause", "resume", "pause"]
+
+
+async def test_paused_job_that_no_trainer_has_taken_says_so(system: System) -> None:
+    job_id = (await system.http.post("/jobs", json=job_file())).json()["id"]
+    (await system.http.post(f"/jobs/{job_id}/pause")).raise_for_status()
+    await system.manager.turn()
+    shown = (await system.http.get(f"/jobs/{job_id}")).json()
+    assert (shown["state"], shown["waiting"]["for"]) == ("pending", "a resume")
+    assert "before a trainer took it" in shown["waiting"]["because"]
 
 
 async def test_metrics_that_are_no_numbers_are_left_out_and_the_job_survives_a_restart(system: System) -> None:
@@ -118,17 +124,4 @@ async def test_metrics_that_are_no_numbers_are_left_out_and_the_job_survives_a_r
     successor = Manager(system.bus, lease_s=1.0, redis_limit_s=1.0)
     await system.manager._leadership.resign()
     assert await successor.try_lead()
-    assert successor.world.jobs[system.job].latest == {"reward/mean": 0.5}
-    assert not successor.world.quarantined
-
-
-def test_newest_commands_hold_only_jobs_that_are_known() -> None:
-    jobs = {"a", "b"}
-    newest = NewestCommands(lambda: jobs)
-    newest.add("a", "pause")
-    newest.add("b", "pause")
-    newest.add("b", "resume")
-    assert newest.by_job == {"a": "pause", "b": "resume"}
-    jobs.remove("a")
-    newest.add("b", "cancel")
-    assert newest.by_job == {"b": "cancel"}
+    assert successor.world.jobs[system.job].record.latest == {"reward/mean": 0.5}

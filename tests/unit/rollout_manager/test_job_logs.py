@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator
 import pytest
 import structlog
 
-from rlboost.services.rollout_manager.routes import event_followers
-from rlboost.services.rollout_manager.routes.event_followers import in_order
+from rlboost.services.rollout_manager.api import history
+from rlboost.services.rollout_manager.api.history import in_order
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.shared.ids import WeightsRef
 from rlboost.shared.messages import Event, WorkerLog
 from rlboost.shared.process import logs
-from rlboost.shared.process.log_buffer import BUFFER, MAX_BUFFERED, MAX_CHARACTERS, MAX_TAKEN, LogBuffer
+from rlboost.shared.process.logs import BUFFER, MAX_BUFFERED, MAX_CHARACTERS, MAX_TAKEN, LogBuffer
 from rlboost.shared.streams import names
 from rlboost.shared.streams.entries import START, Entry
 from rlboost.shared.streams.fakes import MemoryBus
@@ -152,7 +152,7 @@ async def test_log_has_lines_of_workers_and_events_in_order(system: System) -> N
 
 
 async def test_long_log_has_every_entry_once(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_followers, "BATCH", 4)
+    monkeypatch.setattr(history, "BATCH", 4)
     for number in range(20):
         await system.bus.append(names.job_events(system.job), Event(kind=f"{number:02d}", at=0.0, source="e"))
         if number % 3 == 0:
@@ -163,7 +163,7 @@ async def test_long_log_has_every_entry_once(system: System, monkeypatch: pytest
 
 
 def test_entries_are_held_back_until_older_ones_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_followers, "BATCH", 3)
+    monkeypatch.setattr(history, "BATCH", 3)
 
     def entry(stream: str, at: int) -> Entry:
         return Entry(stream, f"{at}-0", Event(kind="k", at=0.0, source="s"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlboost.services.rollout_manager.domain.jobs.record import Job
+from rlboost.services.rollout_manager.domain.jobs import Job
 from rlboost.shared.job.spec import parse
 
 SPEC = {"model": "m", "data": {"train": "t.jsonl"}, "reward": {"function": "a:b"}, "steps": 2}

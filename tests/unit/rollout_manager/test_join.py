@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from rlboost.services.rollout_manager.access.identities import WorkerIdentities
-from rlboost.services.rollout_manager.access.join import JoinRequest, join
-from rlboost.services.rollout_manager.fakes import FakeWorkerUsers
+from rlboost.services.rollout_manager.access import JoinRequest, WorkerIdentities, join
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.redis.bus import RedisBus
 from rlboost.shared.settings import read
 from rlboost.shared.streams.fakes import MemoryBus
+from tests.support.manager_fakes import FakeWorkerUsers
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,16 @@ import pytest
 
 from rlboost.services.rollout_manager.domain.apply_messages import apply_message
 from rlboost.services.rollout_manager.domain.decide import decide
-from rlboost.services.rollout_manager.domain.workers.worker import Worker
-from rlboost.services.rollout_manager.domain.world import Now, World
+from rlboost.services.rollout_manager.domain.effects import Now
+from rlboost.services.rollout_manager.domain.workers import Worker
+from rlboost.services.rollout_manager.domain.world import World
 from rlboost.shared.messages import (
     GroupRequested,
     Message,
     WorkerHeartbeat,
 )
 from tests.support.builders import group_requested, heartbeat, job_running, worker_joined
+from tests.support.scheduler_turns import prove
 
 PROMPT = 321
 
@@ -28,6 +30,7 @@ class Stage:
         self._kv: dict[str, Any] = {"kv_tokens": 1000, **kv}
         self._read = 0
         self.apply(*job_running(), worker_joined(slots=64), self.heartbeat())
+        prove(self.world)
 
     @property
     def worker(self) -> Worker:
@@ -38,7 +41,6 @@ class Stage:
             self._read += 1
             apply_message(self.world, message, f"{self._read}-0", Now(1.0, 1000.0))
         decide(self.world, Now(1.0, 1000.0))
-        self.world.outbox.take()
 
     def heartbeat(self) -> WorkerHeartbeat:
         return heartbeat(**self._kv)

@@ -8,19 +8,19 @@ from typing import Any
 
 import httpx
 import pytest
+import structlog
 from prometheus_client import CollectorRegistry
 
 from rlboost.services.rollout_manager.adapters.prometheus import WorldCollector
-from rlboost.services.rollout_manager.api import build
-from rlboost.services.rollout_manager.app import Manager
-from rlboost.services.rollout_manager.completion_waiters import CompletionUnavailable
-from rlboost.services.rollout_manager.domain.world import Now
-from rlboost.services.rollout_manager.fakes import FakeLeaderWatch
+from rlboost.services.rollout_manager.api.jobs import build
+from rlboost.services.rollout_manager.domain.effects import Now
 from rlboost.services.rollout_manager.leadership import RECOVERY_LEASE_S, ManagerRecord, manager_record
+from rlboost.services.rollout_manager.loop import Manager
 from rlboost.services.rollout_manager.settings import Settings
+from rlboost.services.rollout_manager.waiters import CompletionUnavailable
 from rlboost.shared.errors import BusUnavailable, ConfigError, Fenced
 from rlboost.shared.job.spec import parse, to_json
-from rlboost.shared.messages import Event, GroupRequested, JobCommand, Resume, Sampling
+from rlboost.shared.messages import Event, GroupRequested, JobCommand, JobReport, Resume, Sampling, StepReport
 from rlboost.shared.messages.protocol import PROTOCOL, PROTOCOL_HEADER
 from rlboost.shared.settings import read
 from rlboost.shared.streams import names
@@ -30,6 +30,7 @@ from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.streams.fenced_lease import FencedLease
 from tests.support.eventually import eventually
 from tests.support.jobs import job_file
+from tests.support.manager_fakes import FakeLeaderWatch
 
 LEASE_S = 3.0
 TOKEN = "t"
@@ -63,8 +64,8 @@ class Pair:
         streams = {name: stream.entries for name, stream in self.bus._streams.items() if stream.entries}
         return repr((streams, {key: fields for key, fields in self.bus._hashes.items() if fields}, self.bus._leases))
 
-    async def create(self, job: str) -> None:
-        command = JobCommand(command_id=job, action="create", job_id=job, job_no=1, spec_json=to_json(parse(SPEC)))
+    async def create(self, job: str, no: int = 1) -> None:
+        command = JobCommand(command_id=job, action="create", job_id=job, job_no=no, spec_json=to_json(parse(SPEC)))
         await self.bus.append(names.JOB_COMMANDS, command)
 
 
@@ -439,8 +440,53 @@ async def test_join_without_a_protocol_number_is_rejected(pair: Pair) -> None:
 async def test_metrics_show_which_manager_leads(pair: Pair) -> None:
     def leading(manager: Manager) -> float | None:
         registry = CollectorRegistry()
-        registry.register(WorldCollector(manager))
+        registry.register(WorldCollector(lambda: manager.leads, lambda: manager.world))
         return registry.get_sample_value("rlboost_manager_leading")
 
     assert await pair.first.try_lead()
     assert [leading(pair.first), leading(pair.second)] == [1.0, 0.0]
+
+
+async def test_jobs_that_redis_has_lost_fail_with_how_to_continue_them(pair: Pair) -> None:
+    assert await pair.first.try_lead()
+    for no, job_id in enumerate(("ended", "running"), start=1):
+        await pair.create(job_id, no)
+        await pair.first.turn()
+    step = StepReport(job_id="running", step=6, metrics={})
+    for report in (JobReport(job_id="ended", state="completed", step=1), step):
+        await pair.bus.append(names.JOB_REPORTS, report)
+    await pair.first.turn()
+    pair.bus.lose_data()
+    with pytest.raises(Fenced):
+        await pair.first.turn()
+    with structlog.testing.capture_logs() as logs:
+        assert await pair.first.try_lead()
+    (lost,) = [line for line in logs if line["event"] == "redis_lost_data"]
+    assert (lost["log_level"], lost["jobs"]) == ("error", ["ended", "running"])
+    jobs = pair.first.world.jobs
+    assert {job.id: job.record.state for job in jobs.values()} == {"ended": "completed", "running": "failed"}
+    assert "had completed 7 steps" in jobs["running"].record.error
+    assert "trainer.resume" in jobs["running"].record.error
+    await pair.first.turn()
+    pair.clock += LEASE_S + RECOVERY_LEASE_S
+    assert await pair.second.try_lead(), "the records are stored again"
+    assert set(pair.second.world.jobs) == {"ended", "running"}
+
+
+async def test_standby_that_takes_over_an_emptied_redis_says_so(pair: Pair) -> None:
+    assert await pair.first.try_lead()
+    assert not await pair.second.try_lead()
+    pair.bus.lose_data()
+    with structlog.testing.capture_logs() as logs:
+        assert await pair.second.try_lead()
+    assert "redis_lost_data" in {line["event"] for line in logs}
+
+
+async def test_new_leader_of_an_intact_redis_reports_no_loss(pair: Pair) -> None:
+    with structlog.testing.capture_logs() as logs:
+        for manager in (pair.first, pair.second, pair.first):
+            assert await manager.try_lead()
+            await pair.create("job")
+            await manager.turn()
+            await manager._leadership.resign()
+    assert "redis_lost_data" not in {line["event"] for line in logs}

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from rlboost.services.rollout_manager.domain.token_log.ledger import Ledger
-from rlboost.services.rollout_manager.domain.token_log.sample import PAST_TOKENS
+from rlboost.services.rollout_manager.domain.tokens import PAST_TOKENS, Ledger
 from rlboost.shared.errors import Unprocessable
 from rlboost.shared.messages import FINISH_LENGTH, FINISH_STOP, Placed, SampleFailed, TokenFrame
-from rlboost.shared.wire.columns import U32, ints, pack
+from rlboost.shared.wire import U32, ints, pack
 from tests.support import builders
 from tests.support.builders import group_id, group_requested
 

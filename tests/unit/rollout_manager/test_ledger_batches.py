@@ -6,13 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlboost.services.rollout_manager.domain.token_log.ledger import FrameOutcome, Ledger
-from rlboost.services.rollout_manager.entry_batches import PoisonEntries, apply_in_batches
+from rlboost.services.rollout_manager.domain.effects import Effect, forget_job
+from rlboost.services.rollout_manager.domain.tokens import FrameOutcome, Ledger
+from rlboost.services.rollout_manager.recovery import PoisonEntries, apply_in_batches
 from rlboost.shared.errors import Unprocessable
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import FINISH_RELEASED, FINISH_STOP, GroupRequested, Message, Placed, Sampling, TokenFrame
 from rlboost.shared.streams.entries import Entry
-from rlboost.shared.wire.columns import I32, U32, U64, ints, pack
+from rlboost.shared.wire import I32, U32, U64, ints, pack
 from tests.support.builders import Row, group_id, group_requested, placed, token_frame
 
 GROUPS = [group_id(job_no=job) for job in (1, 2)]
@@ -148,31 +149,31 @@ def test_only_the_invalid_frame_of_a_batch_is_refused() -> None:
     bad = good[1].model_copy(update={"counts": pack([7], U32)})
     entries = [Entry("log", f"{i}-0", frame) for i, frame in enumerate([good[0], bad, good[1], good[2]], 1)]
 
-    def run(frames: list[TokenFrame]) -> None:
+    def run(frames: list[TokenFrame]) -> list[Effect]:
         ledger.extend(*frames)
+        return []
 
-    def one(entry: Entry) -> None:
+    def one(entry: Entry) -> list[Effect]:
         assert isinstance(entry.message, TokenFrame)
-        ledger.extend(entry.message)
+        return run([entry.message])
 
-    unusable = apply_in_batches(entries, run, one, PoisonEntries())
-    assert [(entry.id, type(error)) for entry, error in unusable] == [("2-0", Unprocessable)]
+    applied = apply_in_batches(entries, run, one, PoisonEntries())
+    assert [(entry.id, type(error)) for entry, error in applied.invalid] == [("2-0", Unprocessable)]
     assert ledger.samples[SAMPLES[0]].tokens == pack([0, 1, 2], I32)
 
 
-def test_entries_keep_their_order_around_batches_of_frames() -> None:
+def test_entries_and_effects_keep_their_order_around_batches_of_frames() -> None:
     frame = frame_of([])
     other = Placed(worker="w", samples=b"", attempts=b"", offsets=b"")
     messages: list[Message] = [frame, frame, other, frame, other, frame, frame]
-    seen: list[str] = []
-    unusable = apply_in_batches(
+    applied = apply_in_batches(
         [Entry("log", f"{i}-0", message) for i, message in enumerate(messages)],
-        lambda run: seen.append(f"{len(run)} frames"),
-        lambda entry: seen.append(entry.message.tag),
+        lambda run: [forget_job(f"{len(run)} frames")],
+        lambda entry: [forget_job(entry.message.tag)],
         PoisonEntries(),
     )
-    assert seen == ["2 frames", "Placed", "TokenFrame", "Placed", "2 frames"]
-    assert not unusable
+    assert applied.effects == [forget_job(text) for text in ("2 frames", "Placed", "TokenFrame", "Placed", "2 frames")]
+    assert not applied.invalid
 
 
 def test_oldest_samples_have_the_oldest_log_entries() -> None:

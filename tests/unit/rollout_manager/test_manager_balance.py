@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from rlboost.services.rollout_manager.app import Manager
-from rlboost.services.rollout_manager.domain.world import Now
+from rlboost.services.rollout_manager.domain.effects import Now
+from rlboost.services.rollout_manager.loop import Manager
 from rlboost.shared.streams import names
 from rlboost.shared.streams.fakes import MemoryBus
 from tests.support.builders import group_requested, job_created, job_running, job_spec
@@ -85,7 +85,7 @@ async def test_manager_migrates_running_samples_to_a_worker_that_joins() -> None
     assert not site.manager.world.queues
     idle = await site.join(1.0, slots=32)
     await site.run(3.0)
-    audit = site.manager.world.audits["j"]
+    audit = site.manager.world.jobs["j"].audit
     assert len(site.workers[idle].held) == audit.migrations == 6, "10 and 6 samples: 40 and 32 ms between two tokens"
     assert audit.tokens_saved > 0
     assert not audit.tokens_regenerated

@@ -13,8 +13,8 @@ import pytest
 import rlboost.simulation.policies.rlboost as driver
 from rlboost.services.rollout_manager.domain.apply_messages import apply_frames, apply_message
 from rlboost.services.rollout_manager.domain.decide import decide
-from rlboost.services.rollout_manager.domain.effects import Effect
-from rlboost.services.rollout_manager.domain.world import Now, World
+from rlboost.services.rollout_manager.domain.effects import Effect, Now
+from rlboost.services.rollout_manager.domain.world import World
 from rlboost.shared.messages import Message, TokenFrame
 from rlboost.shared.messages.codec import decode, encode
 from rlboost.simulation import POLICIES
@@ -32,21 +32,27 @@ class Recorder:
         self.turns: list[Turn] = []
         self.acted: list[list[str]] = []
         self._read: list[tuple[bytes, str]] = []
+        self._applied: list[Effect] = []
 
-    def apply_message(self, world: World, message: Message, entry_id: str, now: Now) -> None:
+    def apply_message(self, world: World, message: Message, entry_id: str, now: Now) -> list[Effect]:
         self._read.append((encode(message), entry_id))
-        apply_message(world, message, entry_id, now)
+        effects = apply_message(world, message, entry_id, now)
+        self._applied += effects
+        return effects
 
-    def apply_frames(self, world: World, frames: Sequence[TokenFrame]) -> None:
+    def apply_frames(self, world: World, frames: Sequence[TokenFrame]) -> list[Effect]:
         self._read += [(encode(frame), "") for frame in frames]
-        apply_frames(world, frames)
+        effects = apply_frames(world, frames)
+        self._applied += effects
+        return effects
 
-    def decide(self, world: World, now: Now, dead: Iterable[str]) -> None:
+    def decide(self, world: World, now: Now, dead: Iterable[str]) -> list[Effect]:
         gone = list(dead)
-        decide(world, now, gone)
+        effects = decide(world, now, gone)
         self.turns.append((self._read, now, gone))
-        self.acted.append(shown(world.outbox.effects))
-        self._read = []
+        self.acted.append(shown([*self._applied, *effects]))
+        self._read, self._applied = [], []
+        return effects
 
 
 def shown(effects: Iterable[Effect]) -> list[str]:
@@ -68,11 +74,10 @@ def test_recorded_stream_gives_the_same_decisions(monkeypatch: pytest.MonkeyPatc
     assert sum("Assign" in text for turn in recorder.acted for text in turn) > 30
     world = World(LEASE_S)
     for (read, now, dead), acted in zip(recorder.turns, recorder.acted, strict=True):
+        effects: list[Effect] = []
         for body, entry_id in read:
-            apply_message(world, decode(body), entry_id, now)
-        decide(world, now, dead)
-        assert shown(world.outbox.effects) == acted
-        world.outbox.take()
+            effects += apply_message(world, decode(body), entry_id, now)
+        assert shown([*effects, *decide(world, now, dead)]) == acted
 
 
 @pytest.mark.parametrize("seed", ["1", "2"])

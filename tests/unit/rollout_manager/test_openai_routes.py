@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import httpx
 import pytest
+import structlog
 from openai import APIStatusError, AsyncOpenAI, AuthenticationError, BadRequestError, NotFoundError
 
-from rlboost.services.rollout_manager.api import build
-from rlboost.services.rollout_manager.fakes import FakeTokenizer
-from rlboost.services.rollout_manager.openai.errors import error_object, openai_error_format
-from rlboost.services.rollout_manager.openai.routes import add_openai_routes
-from rlboost.services.rollout_manager.openai.schemas import parse_chat
-from rlboost.services.rollout_manager.openai.unsupported import IGNORED, UNSUPPORTED
-from rlboost.services.rollout_manager.ports import ModelFiles
+from rlboost.services.rollout_manager.api.jobs import build
+from rlboost.services.rollout_manager.ports import ModelFiles, TokenizationError
+from rlboost.services.rollout_manager.serving import routes
+from rlboost.services.rollout_manager.serving.routes import BODY_BYTES, add_openai_routes
+from rlboost.services.rollout_manager.serving.schemas import (
+    IGNORED,
+    UNSUPPORTED,
+    error_object,
+    openai_error_format,
+    parse_chat,
+)
+from rlboost.services.rollout_manager.serving.text import MAX_READS
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.shared.http.problem import Problem
 from tests.support.eventually import eventually
+from tests.support.manager_fakes import FakeTokenizer, InlineTextProcessor
 from tests.support.serving_rig import Rig
 
 TOKEN = "secret"
@@ -33,13 +41,17 @@ class Site(Rig):
     def __init__(self) -> None:
         super().__init__()
         self.files = ModelFiles("m", tokenizer=FakeTokenizer(), stop_token_ids=(2,))
+
+        def load(_: str) -> ModelFiles:
+            return self.files
+
         self.http = httpx.AsyncClient(
             transport=httpx.ASGITransport(
                 build(
                     self.manager,
                     self.bus,
                     Settings(token=TOKEN),
-                    [partial(add_openai_routes, load_model_files=lambda _: self.files)],
+                    [partial(add_openai_routes, load_model_files=load, text=InlineTextProcessor(load))],
                     openai_error_format,
                 )
             ),
@@ -56,7 +68,7 @@ class Site(Rig):
             await asyncio.sleep(0)
 
     def requested(self) -> int:
-        return self.manager.world.audits["j"].serving.requested
+        return self.manager.world.jobs["j"].audit.serving.requested
 
 
 @pytest.fixture
@@ -113,7 +125,7 @@ async def test_several_prompts_with_a_key_are_not_generated_again(site: Site) ->
     again = await create()
     assert [len(choice.token_ids) for choice in again.choices] == [400, 400]  # type: ignore[attr-defined]  # ours
     assert site.requested() == 2
-    await eventually(lambda: not site.manager.world.served)
+    await eventually(lambda: not site.manager.world.ledger.served)
 
 
 async def test_samples_of_a_request_with_a_key_are_released_together(site: Site) -> None:
@@ -138,8 +150,10 @@ async def test_more_completions_than_fit_are_rejected(site: Site) -> None:
         ("", "prompt: is empty"),
         ([], "not empty"),
         (["a", ""], "prompt: entry 1 is empty"),
-        ([3, "a"], "prompt: entry 0 is 3"),
-        ([[3], [-1]], "prompt: entry 1 is [-1]"),
+        ([3, "a"], "prompt: entry 1 is 'a'"),
+        ([5, -1], "prompt: entry 1 is -1"),
+        (["a", 5], "prompt: entry 1 is 5"),
+        ([[3], [7, -1]], "prompt: entry 1 has -1 as token 1"),
         ([True], "prompt: entry 0 is True"),
         (5, "prompt: should be text, a list of token ids, or a list of these"),
     ],
@@ -226,3 +240,168 @@ async def test_openai_client_raises_its_own_errors(site: Site) -> None:
         await site.client().models.retrieve("Qwen/Qwen3")
     assert (model.value.code, model.value.param) == ("model_not_found", "model")
     assert isinstance(model.value, APIStatusError)
+
+
+class Broken(FakeTokenizer):
+    """A tokenizer without tokens for some texts."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        if "\x00" in text:
+            raise TokenizationError("no tokens")
+        if "!" in text:
+            raise RuntimeError("unforeseen")
+        return super().encode(text, add_special_tokens=add_special_tokens)
+
+
+class Template:
+    """`ports.ChatTemplate` that renders contents."""
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        return "".join(message["content"] for message in messages)
+
+
+def broken(**more: Any) -> ModelFiles:
+    return ModelFiles("m", tokenizer=Broken(), chat_template=Template(), **more)
+
+
+JSON = {"Content-Type": "application/json"}
+BEARER = {"Authorization": f"Bearer {TOKEN}"}
+
+
+@pytest.mark.parametrize("text", ["a\x00", "a\ud800"])
+@pytest.mark.parametrize("route", ["completions", "chat", "session"])
+async def test_text_that_has_no_tokens_is_the_clients_error(site: Site, text: str, route: str) -> None:
+    site.files = broken()
+    messages = [{"role": "user", "content": text}]
+    path, field = ("/v1/completions", "prompt") if route == "completions" else ("/v1/chat/completions", "messages")
+    body = {"model": "j", field: text if route == "completions" else messages}
+    headers = BEARER | ({"X-Session-ID": "s"} if route == "session" else {})
+    answer = await site.http.post(path, headers=headers | JSON, content=json.dumps(body))
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_unforeseen_error_has_openais_format_and_is_logged(site: Site, path: str) -> None:
+    site.files = broken()
+    body: dict[str, Any] = {"model": "j", "prompt": "!"}
+    if "chat" in path:
+        body = {"model": "j", "messages": [{"role": "user", "content": "!"}]}
+    with structlog.testing.capture_logs() as logs:
+        answer = await site.http.post(path, headers=BEARER, json=body)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
+    assert [line["event"] for line in logs if line["log_level"] == "error"] == ["request_failed"]
+    assert (await site.http.get("/v1/models", headers=BEARER)).status_code == 200
+
+
+async def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(site: Site) -> None:
+    site.files = broken(max_len=100, characters_per_token=3)
+    for body in ({"prompt": ["a", "!" * 301]}, {"messages": [{"role": "user", "content": "!" * 301}]}):
+        path = "completions" if "prompt" in body else "chat/completions"
+        answer = await site.http.post(f"/v1/{path}", headers=BEARER, json={"model": "j", **body})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded"), answer.text
+
+
+async def test_body_limit_follows_the_longest_context(site: Site) -> None:
+    site.files = broken(max_len=100)
+    assert (await site.http.post("/v1/completions", headers=BEARER, json={"model": "j", "prompt": "a"})).is_success
+    answer = await site.http.post("/v1/completions", headers=BEARER, content=b" " * (BODY_BYTES + 6401))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_entity_too_large")
+    answer = await site.http.post("/v1/completions", headers=BEARER, content=b" " * (BODY_BYTES + 6399))
+    assert answer.status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "param"),
+    [
+        ({"X-Session-ID": "s" * 256}, {}, None),
+        ({"Idempotency-Key": "k" * 256}, {}, None),
+        ({}, {"stop": "s" * 1025}, "stop"),
+        ({}, {"max_tokens": 98}, "max_tokens"),
+        ({}, {"max_completion_tokens": 98}, "max_completion_tokens"),
+    ],
+)
+async def test_value_beyond_its_limit_is_refused_by_name(
+    site: Site, headers: dict[str, str], body: dict[str, Any], param: str | None
+) -> None:
+    site.files = broken(max_len=100)
+    asked = {"model": "j", "messages": [{"role": "user", "content": "abc"}], **body}
+    answer = await site.http.post("/v1/chat/completions", headers=BEARER | headers, json=asked)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+async def test_tokens_that_are_not_requested_are_cut_at_the_context(site: Site) -> None:
+    site.files = ModelFiles("m", tokenizer=FakeTokenizer(), max_len=8)
+    made = await site.client().completions.create(model="j", prompt=[5] * 5)
+    assert made.usage is not None
+    assert made.usage.completion_tokens == 3
+    made = await site.client().completions.create(model="j", prompt=[5] * 5, max_tokens=3)
+    with pytest.raises(BadRequestError, match="request 3 at most") as caught:
+        await site.client().completions.create(model="j", prompt=[[5], [5] * 5], max_tokens=4)
+    assert (caught.value.param, caught.value.code) == ("max_tokens", "context_length_exceeded")
+
+
+@pytest.mark.parametrize("logprobs", [0, 1])
+async def test_logprobs_are_parallel_lists_streamed_or_not(site: Site, logprobs: int) -> None:
+    """As vLLM 0.32 gives them for 0: the sampled token is in each list, and offsets count from the completion."""
+    asked: dict[str, Any] = {"model": "j", "prompt": "ab", "max_tokens": 6, "seed": 1, "logprobs": logprobs}
+    whole = (await site.client().completions.create(**asked)).choices[0]
+    assert whole.logprobs is not None
+    tokens, values = whole.logprobs.tokens or [], whole.logprobs.token_logprobs or []
+    assert "".join(tokens) == whole.text
+    assert len(tokens) == len(values) == 6
+    assert whole.logprobs.top_logprobs == [{token: value} for token, value in zip(tokens, values, strict=True)]
+    offsets = whole.logprobs.text_offset or []
+    assert [whole.text[offset : offset + len(token)] for offset, token in zip(offsets, tokens, strict=True)] == tokens
+    streamed: dict[str, list[Any]] = {}
+    async for chunk in await site.client().completions.create(**asked, stream=True):
+        assert chunk.choices[0].logprobs is not None
+        for name, values_of_chunk in chunk.choices[0].logprobs.model_dump().items():
+            streamed.setdefault(name, []).extend(values_of_chunk)
+    assert streamed == whole.logprobs.model_dump()
+    plain = (await site.client().completions.create(**{**asked, "logprobs": None})).choices[0]
+    assert plain.logprobs is None
+
+
+async def test_requests_for_one_more_than_all_places_leave_some_to_the_system(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routes, "MAX_SAMPLES_IN_FLIGHT", 1)
+    site.manager.completion_waiters.register([await site.ask()], site.manager.world, resumable=True)
+    assert (await site.client().completions.create(model="j", prompt="a", max_tokens=1)).choices
+
+
+@pytest.mark.parametrize("path", ["/completions", "/chat/completions", "/models"])
+async def test_base_url_without_version_gets_a_hint(site: Site, path: str) -> None:
+    answer = await site.http.post(path, headers=BEARER, json={})
+    assert answer.status_code == 404
+    assert "end the client's base_url with /v1" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("content_type", [None, "text/plain", "application/x-www-form-urlencoded"])
+async def test_body_without_its_type_names_the_header(site: Site, content_type: str | None) -> None:
+    headers = BEARER | ({"Content-Type": content_type} if content_type else {})
+    answer = await site.http.post("/v1/completions", headers=headers, content=b'{"model": "j", "prompt": "a"}')
+    assert answer.status_code == 400
+    assert "Content-Type" in answer.json()["error"]["message"]
+    problem = (await site.http.post("/v1/jobs", headers=headers, content=b"{}")).json()
+    assert "Content-Type: application/json" in problem["detail"]
+    named = (await site.http.post("/v1/tokens", headers=BEARER, json={"scope": "read", "name": "x" * 300})).json()
+    assert "body.name" in named["detail"]
+
+
+async def test_waiting_conversations_share_a_few_reads_of_redis(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    site.files = broken()
+    reading, most = 0, 0
+
+    async def hash_get(key: str, field: str) -> None:
+        nonlocal reading, most
+        reading += 1
+        most = max(most, reading)
+        await asyncio.sleep(0.01)
+        reading -= 1
+
+    monkeypatch.setattr(site.bus, "hash_get", hash_get)
+    chat = site.client().chat.completions.create
+    asked = [chat(model="j", messages=CHAT, max_tokens=1, extra_headers={"X-Session-ID": str(i)}) for i in range(40)]
+    assert len(await asyncio.gather(*asked)) == 40
+    assert most == MAX_READS

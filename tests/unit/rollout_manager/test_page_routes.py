@@ -8,7 +8,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from rlboost.services.rollout_manager.page.routes import add_page
+from rlboost.services.rollout_manager.api.jobs import add_page
 from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.server import create_app
 from rlboost.shared.page.files import STATIC

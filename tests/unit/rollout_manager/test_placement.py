@@ -9,30 +9,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlboost.services.rollout_manager.domain.scheduling.candidates import (
-    CandidatePool,
-    admits,
-    best_of,
-    has_capacity,
-    set_batch_cap,
-)
-from rlboost.services.rollout_manager.domain.scheduling.fair_share import (
+from rlboost.services.rollout_manager.domain.allocation import (
     AllocatedWorker,
     Demand,
     fair_shares,
     reallocate,
     shares_of,
 )
-from rlboost.services.rollout_manager.domain.scheduling.length_estimates import LengthEstimates
-from rlboost.services.rollout_manager.domain.scheduling.queue import OLDEST_GROUP_EVERY, SampleQueue
-from rlboost.services.rollout_manager.domain.scheduling.rebalance import RunningSample, WorkerLoad, select_migrations
-from rlboost.services.rollout_manager.domain.token_log.sample import Sample
-from rlboost.services.rollout_manager.domain.workers.throughput_model import MIN_OBSERVATIONS, Profile
-from rlboost.services.rollout_manager.domain.workers.worker import Worker
+from rlboost.services.rollout_manager.domain.candidates import (
+    CandidatePool,
+    RunningSample,
+    WorkerLoad,
+    admits,
+    best_of,
+    has_capacity,
+    select_migrations,
+    set_batch_cap,
+)
+from rlboost.services.rollout_manager.domain.jobs import LengthEstimates
+from rlboost.services.rollout_manager.domain.measurements import MIN_OBSERVATIONS, Profile
+from rlboost.services.rollout_manager.domain.queue import OLDEST_GROUP_EVERY, SampleQueue
+from rlboost.services.rollout_manager.domain.tokens import Sample
+from rlboost.services.rollout_manager.domain.workers import Worker
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import Sampling
-from rlboost.shared.wire.columns import I32, pack
-from tests.support.builders import group_requested, worker_joined
+from rlboost.shared.wire import I32, pack
+from tests.support.builders import group_requested, samples_of, worker_joined
 
 
 def profile(fixed_s: float, each_s: float) -> Profile:
@@ -44,7 +46,7 @@ def profile(fixed_s: float, each_s: float) -> Profile:
 
 def worker(name: str, slots: int, held: int = 0, known: Profile | None = None, kv_tokens: int = 0) -> Worker:
     joined = worker_joined(name, slots=slots, kv_tokens=kv_tokens)
-    made = Worker(joined, 0.0, samples=set(range(1000, 1000 + held)), profile=known or Profile())
+    made = Worker(joined, 0.0, samples=samples_of(held), profile=known or Profile())
     set_batch_cap(made, 0.0)
     return made
 
@@ -60,13 +62,13 @@ def place(n: int, workers: list[Worker]) -> Counter[str]:
     pool, chosen = CandidatePool(), Counter[str]()
     for one in workers:
         pool.update(one, Profile())
-    for sample in range(n):
+    for _ in range(n):
         best = pool.best()
         if best is None:
             break
         chosen[best] += 1
         receiver = next(one for one in workers if one.id == best)
-        receiver.samples.add(sample)
+        receiver.samples = samples_of(len(receiver.samples) + 1)
         pool.update(receiver, Profile())
     return chosen
 

@@ -12,10 +12,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from rlboost.services.rollout_manager import app, recovery
-from rlboost.services.rollout_manager.app import Manager
+from rlboost.services.rollout_manager import loop, recovery
 from rlboost.services.rollout_manager.domain.apply_messages import apply_frames
-from rlboost.services.rollout_manager.domain.world import Now
+from rlboost.services.rollout_manager.domain.effects import Now
+from rlboost.services.rollout_manager.loop import Manager
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import (
     Admitted,
@@ -42,7 +42,7 @@ from rlboost.shared.messages import (
 from rlboost.shared.messages.codec import encode
 from rlboost.shared.streams import names
 from rlboost.shared.streams.entries import START
-from rlboost.shared.wire.columns import F32, I32, U8, U32, U64, pack
+from rlboost.shared.wire import F32, I32, U8, U32, U64, pack
 from tests.support.builders import group_id, group_requested, job_created
 from tests.support.serving_rig import Rig
 
@@ -209,16 +209,17 @@ async def test_entry_that_fails_unexpectedly_is_dead_lettered_once(monkeypatch: 
     await rig.start("a")
     frames = apply_frames
 
-    def failing(world: Any, batch: Any, **more: Any) -> None:
-        frames(world, batch, **more)
+    def failing(world: Any, batch: Any, **more: Any) -> Any:
+        effects = frames(world, batch, **more)
         if any(frame.worker == "bug" for frame in batch):
             world.ledger.samples.clear()
             raise Bug("half done")
+        return effects
 
-    for module in (app, recovery):
+    for module in (loop, recovery):
         monkeypatch.setattr(module, "apply_frames", failing)
         monkeypatch.setattr(
-            f"{module.__name__}.apply_{'message' if module is app else 'record'}", single(failing, module)
+            f"{module.__name__}.apply_{'message' if module is loop else 'record'}", single(failing, module)
         )
     await rig.bus.append(names.rollouts_requested("j"), group_requested(1, n=2, max_tokens=8))
     await rig.work()
@@ -237,7 +238,7 @@ async def test_entry_that_fails_unexpectedly_is_dead_lettered_once(monkeypatch: 
     finished = await rig.bus.read({names.rollouts_finished("j"): START})
     delivered = [entry.message for entry in finished if isinstance(entry.message, SampleFinished)]
     assert sorted(message.sample for message in delivered) == [SAMPLE, SAMPLE + 1]
-    audit = rig.manager.world.audits["j"]
+    audit = rig.manager.world.jobs["j"].audit
     assert (audit.requested, audit.delivered) == (2, 2)
     assert await rig.manager.try_lead()
     assert len(await dead_letters(rig)) == 1
@@ -245,13 +246,12 @@ async def test_entry_that_fails_unexpectedly_is_dead_lettered_once(monkeypatch: 
 
 def single(failing: Any, module: Any) -> Any:
     """Return the handler of single entries that applies frames by `failing`."""
-    original = getattr(module, "apply_message" if module is app else "apply_record")
+    original = getattr(module, "apply_message" if module is loop else "apply_record")
 
-    def apply(world: Any, message: Message, *arguments: Any, **more: Any) -> None:
+    def apply(world: Any, message: Message, *arguments: Any, **more: Any) -> Any:
         if isinstance(message, TokenFrame):
-            failing(world, [message], **more)
-        else:
-            original(world, message, *arguments, **more)
+            return failing(world, [message], **more)
+        return original(world, message, *arguments, **more)
 
     return apply
 
@@ -287,7 +287,7 @@ async def test_sample_with_invalid_tokens_resumes_on_another_worker(field: str, 
     assert not rig.held()[holder]
     for _ in range(12):
         await rig.work()
-    audit = rig.manager.world.audits["j"]
+    audit = rig.manager.world.jobs["j"].audit
     assert audit.delivered == 1
     assert audit.tokens_regenerated["invalid"] == 2
     assert audit.tokens_generated == audit.tokens_delivered + 2
@@ -326,7 +326,7 @@ async def test_worker_with_invalid_tokens_is_drained_if_others_send_valid_ones(
     fleet = rig.manager.world.fleet
     assert [worker.id for worker in fleet.gone.values() if worker.drain_commanded] == rejected
     assert not any(worker.drain_commanded for worker in fleet.workers.values())
-    audit = rig.manager.world.audits["j"]
+    audit = rig.manager.world.jobs["j"].audit
     assert (audit.delivered, audit.dropped["failed"]) == ((8, 0) if rejected else (0, 8))
 
 
@@ -351,5 +351,4 @@ async def test_job_whose_metrics_are_not_finite_can_be_read_again() -> None:
     await rig.bus.append(names.JOB_REPORTS, report)
     await rig.turn()
     assert await rig.manager.try_lead()
-    assert not rig.manager.world.quarantined
-    assert rig.manager.world.jobs["j"].latest == {"reward": 1.0}
+    assert rig.manager.world.jobs["j"].record.latest == {"reward": 1.0}

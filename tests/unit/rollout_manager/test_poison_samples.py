@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from rlboost.services.rollout_manager.app import Manager
-from rlboost.services.rollout_manager.domain.jobs.audit import Audit
-from rlboost.services.rollout_manager.domain.token_log.sample import FAILURES_LIMIT
-from rlboost.services.rollout_manager.domain.world import Now
+from rlboost.services.rollout_manager.domain.effects import Now
+from rlboost.services.rollout_manager.domain.jobs import Audit
+from rlboost.services.rollout_manager.domain.tokens import FAILURES_LIMIT
 from rlboost.services.rollout_manager.leadership import manager_record
+from rlboost.services.rollout_manager.loop import Manager
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import (
     DeadLetter,
@@ -25,7 +25,7 @@ from rlboost.shared.messages import (
 from rlboost.shared.messages.codec import decode
 from rlboost.shared.streams import names
 from rlboost.shared.streams.fakes import MemoryBus
-from rlboost.shared.wire.columns import I32, ints
+from rlboost.shared.wire import I32, ints
 from tests.support.builders import group_requested, job_running
 from tests.support.sim_worker import SimWorker, check_completion
 from tests.support.stream_entries import read_all

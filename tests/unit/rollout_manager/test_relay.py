@@ -8,13 +8,11 @@ from typing import Any
 import msgpack
 import pytest
 
-from rlboost.services.rollout_manager.access.identities import IdentityRecord, WorkerIdentities
-from rlboost.services.rollout_manager.app import BATCH, MIN_BATCH, Manager
-from rlboost.services.rollout_manager.domain.relay_rules import destination
-from rlboost.services.rollout_manager.domain.workers.departures import ABSENT_RETENTION_S, LEFT_RETENTION_S
-from rlboost.services.rollout_manager.domain.world import Now
-from rlboost.services.rollout_manager.fakes import FakeWorkerUsers
+from rlboost.services.rollout_manager.access import IdentityRecord, WorkerIdentities
+from rlboost.services.rollout_manager.domain.effects import Now
+from rlboost.services.rollout_manager.domain.workers import ABSENT_RETENTION_S, LEFT_RETENTION_S
 from rlboost.services.rollout_manager.leadership import manager_record
+from rlboost.services.rollout_manager.loop import BATCH, MIN_BATCH, Manager, destination
 from rlboost.shared.errors import BusUnavailable, Fenced, Unprocessable
 from rlboost.shared.messages import (
     Admitted,
@@ -34,6 +32,7 @@ from rlboost.shared.streams.bus import Fence, HashSet, Op
 from rlboost.shared.streams.entries import Entry, RawEntry
 from rlboost.shared.streams.fakes import MemoryBus
 from tests.support.builders import group_id, group_requested, job_created, job_running, placed, token_frame
+from tests.support.manager_fakes import FakeWorkerUsers
 from tests.support.sim_worker import SimWorker
 from tests.support.stream_entries import read_all
 
@@ -45,14 +44,14 @@ JOINED = WorkerJoined(worker="w-1", role="preemptible", kind="k", slots=1, host=
 
 
 def to(message: Message) -> str:
-    return destination("w-1", "preemptible", fields_of(encode(message)))
+    return destination("w-1", "preemptible", fields_of(encode(message)))[0]
 
 
 def test_message_of_the_streams_owner_is_relayed() -> None:
     failed = SampleFailed(worker="w-1", sample=SAMPLE, attempt=1, reason="r")
-    assert [to(message) for message in (FRAME, failed)] == ["token_log"] * 2
-    assert [to(message) for message in (JOINED, EVENT)] == ["heartbeats"] * 2
-    assert to(LETTER) == "dead_letters"
+    assert [to(message) for message in (FRAME, failed)] == [names.TOKEN_LOG] * 2
+    assert [to(message) for message in (JOINED, EVENT)] == [names.WORKER_HEARTBEATS] * 2
+    assert to(LETTER) == names.DEAD_LETTERS
 
 
 @pytest.mark.parametrize(
@@ -178,7 +177,7 @@ async def test_manager_killed_at_any_call_relays_everything_once(system: System,
     assert system.bus.calls_left < 0, "it was not killed"
     finished = [m for m in await system.messages(names.rollouts_finished("j")) if isinstance(m, SampleFinished)]
     assert [len(m.tokens) // 4 for m in finished] == [8, 8]
-    audit = system.manager.world.audits["j"]
+    audit = system.manager.world.jobs["j"].audit
     assert (audit.tokens_generated, audit.duplicates, audit.tokens_regenerated) == (16, 0, {})
     assert await system.bus.length(names.worker_reports(worker.id)) == 0
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rlboost.services.rollout_manager.domain.apply_messages import apply_message
-from rlboost.services.rollout_manager.domain.world import Now, World
+from rlboost.services.rollout_manager.domain.effects import Now
+from rlboost.services.rollout_manager.domain.world import World
 from rlboost.shared.errors import Unprocessable
 from rlboost.shared.messages import GroupRequested
 from tests.support.builders import group_requested, job_created
@@ -30,9 +31,9 @@ def test_group_whose_number_is_of_another_job_is_refused_and_changes_neither(wor
     with pytest.raises(Unprocessable, match="is of job number 2, but j1 is 1"):
         apply_message(world, request("j1", 2), "3-0", NOW)
     assert not world.ledger.samples
-    assert [world.audits[job].requested for job in ("j1", "j2")] == [0, 0]
+    assert [world.jobs[job].audit.requested for job in ("j1", "j2")] == [0, 0]
     apply_message(world, request("j2", 2), "4-0", NOW)
-    assert [world.audits[job].requested for job in ("j1", "j2")] == [0, 2]
+    assert [world.jobs[job].audit.requested for job in ("j1", "j2")] == [0, 2]
 
 
 def test_group_of_an_unknown_job_is_refused(world: World) -> None:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import pytest
 
 from rlboost.services.rollout_manager.domain.apply_messages import apply_delivered
-from rlboost.services.rollout_manager.domain.effects import Send
-from rlboost.services.rollout_manager.domain.scheduler import (
+from rlboost.services.rollout_manager.domain.effects import Effect, Send
+from rlboost.services.rollout_manager.domain.measurements import MIN_OBSERVATIONS
+from rlboost.services.rollout_manager.domain.placement import (
     REBALANCE_EVERY_S,
     RELEASE_LIMIT_S,
     place_queued,
     rebalance,
     reclaim,
 )
-from rlboost.services.rollout_manager.domain.workers.throughput_model import MIN_OBSERVATIONS
+from rlboost.services.rollout_manager.domain.queue import unassign
 from rlboost.services.rollout_manager.domain.world import World
 from rlboost.shared.messages import Admitted, Release, Restated, Revoke, SampleDropped
-from rlboost.shared.wire.columns import I32, U64, ints, pack
+from rlboost.shared.wire import I32, U64, ints, pack
 from tests.support.builders import (
     group_id,
     group_requested,
@@ -26,7 +27,7 @@ from tests.support.builders import (
     weights_committed,
     worker_joined,
 )
-from tests.support.scheduler_turns import NOW, apply
+from tests.support.scheduler_turns import NOW, apply, prove
 
 STEP = 3
 SAMPLE = group_id(step=STEP)
@@ -46,13 +47,13 @@ def owner(world: World, sample: int = SAMPLE) -> str:
     return world.ledger.samples[sample].worker
 
 
-def revoked(world: World) -> list[int]:
-    sent = [effect.message for effect in world.outbox.take() if isinstance(effect, Send)]
+def revoked(effects: list[Effect]) -> list[int]:
+    sent = [effect.message for effect in effects if isinstance(effect, Send)]
     return [sample for message in sent if isinstance(message, Revoke) for sample in ints(message.samples, U64)]
 
 
-def released(world: World) -> list[int]:
-    sent = [effect.message for effect in world.outbox.take() if isinstance(effect, Send)]
+def released(effects: list[Effect]) -> list[int]:
+    sent = [effect.message for effect in effects if isinstance(effect, Send)]
     return [sample for message in sent if isinstance(message, Release) for sample in ints(message.samples, U64)]
 
 
@@ -79,7 +80,7 @@ def test_sample_that_has_run_ignores_its_preferred_worker() -> None:
     apply(world, group_requested(step=STEP, preferred_worker="z"))
     assert owner(world) == "z"
     apply(world, worker_joined("a", slots=64), heartbeat("a", version=STEP))
-    world.unassign(world.ledger.samples[SAMPLE])
+    unassign(world.fleet, world.queues, world.ledger.samples[SAMPLE])
     assert owner(world) == "a"
 
 
@@ -89,12 +90,11 @@ def test_rebalance_waits_for_the_releases_under_way() -> None:
     for running in (1, 4, 16, 64) * MIN_OBSERVATIONS:
         world.fleet.workers["w"].profile.observe(running, 100 * running, running / (0.02 + 0.002 * running))
     apply(world, group_requested(step=STEP, n=32, max_tokens=1000))
+    prove(world)
     assert owner(world) == "w"
     apply(world, worker_joined("z", slots=64), heartbeat("z", version=STEP))
-    rebalance(world, NOW)
-    assert released(world)
-    rebalance(world, NOW._replace(mono=NOW.mono + 2 * REBALANCE_EVERY_S))
-    assert released(world) == []
+    assert released(rebalance(world, NOW))
+    assert released(rebalance(world, NOW._replace(mono=NOW.mono + 2 * REBALANCE_EVERY_S))) == []
 
 
 def test_release_that_is_overdue_is_revoked_and_queued() -> None:
@@ -102,12 +102,10 @@ def test_release_that_is_overdue_is_revoked_and_queued() -> None:
     apply(world, group_requested(step=STEP))
     assert owner(world) == "w"
     worker = world.fleet.workers["w"]
-    reclaim(world, worker, [SAMPLE], NOW)
-    rebalance(world, NOW._replace(mono=NOW.mono + RELEASE_LIMIT_S))
-    assert revoked(world) == []
-    rebalance(world, NOW._replace(mono=NOW.mono + RELEASE_LIMIT_S + 1))
-    assert revoked(world) == [SAMPLE]
-    assert world.is_queued(SAMPLE)
+    reclaim(worker, [worker.samples[SAMPLE]], NOW)
+    assert revoked(rebalance(world, NOW._replace(mono=NOW.mono + RELEASE_LIMIT_S))) == []
+    assert revoked(rebalance(world, NOW._replace(mono=NOW.mono + RELEASE_LIMIT_S + 1))) == [SAMPLE]
+    assert world.ledger.is_queued(SAMPLE)
     assert not worker.releasing
 
 
@@ -115,9 +113,8 @@ def test_gap_revokes_the_sample_and_queues_it() -> None:
     world = world_with(w=STEP)
     apply(world, group_requested(step=STEP))
     assert owner(world) == "w"
-    apply(world, token_frame([(SAMPLE, 1, 5, 2, STEP, 0)]))
-    assert revoked(world) == [SAMPLE]
-    assert world.is_queued(SAMPLE)
+    assert revoked(apply(world, token_frame([(SAMPLE, 1, 5, 2, STEP, 0)]))) == [SAMPLE]
+    assert world.ledger.is_queued(SAMPLE)
 
 
 def test_replayed_record_of_a_delivered_sample_admits_nothing() -> None:
@@ -128,9 +125,10 @@ def test_replayed_record_of_a_delivered_sample_admits_nothing() -> None:
     )
     for record in (Admitted(request=request), restated):
         world = world_with()
-        apply_delivered(world, "j", SampleDropped(sample=SAMPLE, reason="", group_done=True))
+        dropped = SampleDropped(sample=SAMPLE, reason="", group_done=True)
+        apply_delivered(world.jobs["j"].progress, dropped)
         apply(world, record)
         assert not world.ledger.samples, record.tag
-        assert not world.in_flight.by_requirement
+        assert not world.queues.in_flight.by_requirement
         apply(world, group_requested(1, step=STEP))
         assert list(world.ledger.samples) == [group_id(1, step=STEP)], "other groups of the step are"

@@ -6,17 +6,18 @@ from typing import Any
 
 import pytest
 
-from rlboost.services.rollout_manager.domain.seeding.generation import Generation
-from rlboost.services.rollout_manager.domain.seeding.tuner import (
+from rlboost.services.rollout_manager.domain.windows import (
     FLEET_CHANGE_DIVISOR,
     NEWEST_STEP_WEIGHT,
     WAIT_DIFFERENCE_DIVISOR,
+    Generation,
     StepMeter,
+    StepSnapshot,
     StepTimes,
+    Window,
     WindowTuner,
     target_workers,
 )
-from rlboost.services.rollout_manager.domain.seeding.window import StepSnapshot, Window
 
 
 def snapshot(now: float, **changes: int) -> StepSnapshot:

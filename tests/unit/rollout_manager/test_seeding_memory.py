@@ -5,14 +5,12 @@ from __future__ import annotations
 import pytest
 
 from rlboost.services.rollout_manager.domain.apply_messages import apply_message
-from rlboost.services.rollout_manager.domain.effects import SaveJob
-from rlboost.services.rollout_manager.domain.jobs.record import Job, from_json, to_json
-from rlboost.services.rollout_manager.domain.scheduling.requirements import Requirement
-from rlboost.services.rollout_manager.domain.seeding.tuner import StepMeter, WindowTuner
-from rlboost.services.rollout_manager.domain.seeding.window import Window
+from rlboost.services.rollout_manager.domain.effects import Now, save_job
+from rlboost.services.rollout_manager.domain.jobs import FleetCounts, Job, from_json, to_json
+from rlboost.services.rollout_manager.domain.queue import Requirement
 from rlboost.services.rollout_manager.domain.step_windows import advance_window
-from rlboost.services.rollout_manager.domain.workers.fleet_counts import FleetCounts
-from rlboost.services.rollout_manager.domain.world import Now, World
+from rlboost.services.rollout_manager.domain.windows import StepMeter, Window, WindowTuner
+from rlboost.services.rollout_manager.domain.world import World
 from rlboost.shared.job.spec import parse
 from rlboost.shared.messages import JobReport, StepReport
 
@@ -32,8 +30,8 @@ def job() -> Job:
 def world(job: Job) -> World:
     """In step 3, which began with a window of 10 s, four spot workers and one reserved."""
     world = World(2.0)
-    world.jobs[job.id] = job
-    window = world.progress[job.id].window = Window(3, 10.0, phase="ended", began_at=0.0, lasted_s=10.0)
+    world.jobs.add(job)
+    window = world.jobs[job.id].progress.window = Window(3, 10.0, phase="ended", began_at=0.0, lasted_s=10.0)
     window.meter = StepMeter(0.0, 0.0)
     window.meter.update(60.0, fleet=4, reserved=1, working=True)
     window.meter.update(90.0, fleet=4, reserved=1, working=False)
@@ -45,8 +43,8 @@ def step_done() -> StepReport:
 
 
 def test_window_tuner_is_saved_with_the_job_record(world: World, job: Job) -> None:
-    apply_message(world, step_done(), "1-0", now(100.0))
-    assert SaveJob(job) in world.outbox.effects
+    effects = apply_message(world, step_done(), "1-0", now(100.0))
+    assert save_job(job) in effects
     again = from_json(to_json(job))
     assert again.window_tuner == job.window_tuner
     assert again.window_tuner.memory == {4: job.window_tuner.window_s}
@@ -62,16 +60,16 @@ def test_step_in_which_the_trainer_restarted_is_not_learned_from(world: World, j
 
 def test_open_window_follows_the_number_of_preemptible_workers(world: World, job: Job) -> None:
     job.window_tuner = WindowTuner(window_s=40.0, memory={2: 12.0}, work_s=90.0, train_s=20.0, fleet_mean=1, reserved=1)
-    progress = world.progress["j"]
+    progress = world.jobs["j"].progress
     progress.window = window = Window(3, 40.0, began_at=0.0, fleet=1)
-    world.in_flight.add(Requirement("j", 3, 3))
+    world.queues.in_flight.add(Requirement("j", 3, 3))
     lengths = []
     for fleet in (1, 2, 3):
         progress.fleet = FleetCounts(reserved=1, preemptible=fleet)
-        advance_window(world, job, now(1.0))
+        advance_window(world.fleet, world.ledger, world.queues, world.jobs["j"], now(1.0))
         lengths.append(window.length_s)
     # One: 45 s for both engines, less the part of 90 s that the worker generates during 20 s. Three: 22.5 and 30 s.
     assert lengths == [40.0, 12.0, pytest.approx(40.0 + 22.5 * 10 / 30 - 45 * 70 / 90)]
     window.phase, progress.fleet = "ended", FleetCounts(reserved=1, preemptible=2)
-    advance_window(world, job, now(2.0))
+    advance_window(world.fleet, world.ledger, world.queues, world.jobs["j"], now(2.0))
     assert window.length_s == lengths[-1], "it has ended"

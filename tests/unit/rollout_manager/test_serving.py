@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rlboost.services.rollout_manager.completion_waiters import CompletionFailed, CompletionUnavailable
-from rlboost.services.rollout_manager.domain.serving import GRACE_S
+from rlboost.services.rollout_manager.domain.world import GRACE_S
+from rlboost.services.rollout_manager.waiters import CompletionFailed, CompletionUnavailable
 from rlboost.shared.ids import MAX_REQUESTS, SampleId, is_served, job_of, request_group
 from rlboost.shared.messages import JobReport, SampleFailed, Sampling
 from rlboost.shared.streams import names
@@ -78,15 +78,15 @@ async def test_unattended_requests_are_dropped(rig: Rig) -> None:
     for _ in range(4):
         await rig.work()
     assert not rig.held()["a"]
-    assert len(rig.manager.world.served) == 2
+    assert len(rig.manager.world.ledger.served) == 2
     rig.clock += GRACE_S + 1.0
     await rig.turn()
-    assert [sample.request.group for sample in rig.manager.world.served.values()] == [waiter.request.group]
+    assert [sample.request.group for sample in rig.manager.world.ledger.served.values()] == [waiter.request.group]
     rig.clock += 90.0
     await rig.turn()
-    assert not rig.manager.world.served
+    assert not rig.manager.world.ledger.served
     assert isinstance(waiter.error, CompletionUnavailable)
-    assert rig.manager.world.audits["j"].serving.dropped == {"the client did not reconnect": 1, "out of time": 1}
+    assert rig.manager.world.jobs["j"].audit.serving.dropped == {"the client did not reconnect": 1, "out of time": 1}
     assert alone.group not in rig.manager.world.ledger.open_in_group
 
 
@@ -99,8 +99,8 @@ async def test_request_abandoned_before_its_admission_is_dropped_once_admitted(r
     await rig.turn()
     await rig.send(late)
     await rig.turn()
-    assert not rig.manager.world.served
-    assert rig.manager.world.audits["j"].serving.dropped == {"the client disconnected": 1}
+    assert not rig.manager.world.ledger.served
+    assert rig.manager.world.jobs["j"].audit.serving.dropped == {"the client disconnected": 1}
     await rig.turn()
     assert set(waiters.clients.gone) == {unsent.group}
     rig.clock = unsent.expires_at
@@ -134,8 +134,8 @@ async def test_client_requests_affect_neither_seeding_nor_length_estimates(rig: 
     rig.manager.completion_waiters.complete(waiter, 0)
     await rig.turn()
     world = rig.manager.world
-    assert not world.served
-    assert not world.progress["j"].window
-    assert not world.in_flight.requested
-    assert world.progress["j"].lengths.mean == 0
-    assert (world.audits["j"].requested, world.audits["j"].serving.delivered) == (0, 1)
+    assert not world.ledger.served
+    assert not world.jobs["j"].progress.window
+    assert not world.queues.in_flight.requested
+    assert world.jobs["j"].progress.lengths.mean == 0
+    assert (world.jobs["j"].audit.requested, world.jobs["j"].audit.serving.delivered) == (0, 1)

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from rlboost.services.rollout_manager.adapters.model_files import load_model_files
-from rlboost.services.rollout_manager.openai.served_model import ServedModel
+from rlboost.services.rollout_manager.adapters.text import load_model_files
 from rlboost.services.rollout_manager.ports import TokenizationError
+from rlboost.services.rollout_manager.serving.text import ServedModel
+from tests.support.manager_fakes import InlineTextProcessor
 from tests.support.model_folder import write_tokenizer
 
 TEMPLATE = (
@@ -22,7 +23,7 @@ TEMPLATE = (
 
 
 def load(folder: Path | str) -> ServedModel:
-    return ServedModel(load_model_files(str(folder)))
+    return ServedModel(load_model_files(str(folder)), InlineTextProcessor(load_model_files))
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +33,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_served_model_encodes_and_decodes_text(folder: Path) -> None:
+async def test_served_model_encodes_and_decodes_text(folder: Path) -> None:
     model = load(folder)
-    assert model.encode("t3 t4", add_special_tokens=True) == [1, 3, 4]
+    assert await model.encode(["t3 t4"], add_special_tokens=True) == [[1, 3, 4]]
     assert model.decode([1, 3, 4, 2]) == "t3 t4"
     assert [model.token_text(token) for token in (3, 2)] == ["t3", "<eos>"]
     assert (model.files.stop_token_ids, model.files.vocab_size, model.files.max_len) == ((2, 5), 96, 8)
 
 
-def test_encode_chat_matches_transformers(folder: Path, tmp_path: Path) -> None:
+async def test_encode_chat_matches_transformers(folder: Path, tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     messages = [{"role": "user", "content": "t3"}, {"role": "assistant", "content": "t4 t5"}]
     for template in (TEMPLATE, [{"name": "default", "template": TEMPLATE}, {"name": "rag", "template": ""}]):
@@ -49,12 +50,12 @@ def test_encode_chat_matches_transformers(folder: Path, tmp_path: Path) -> None:
         theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
             messages, add_generation_prompt=True, chat_template=TEMPLATE, return_dict=True
         )["input_ids"]
-        assert load(tmp_path).encode_chat(messages) == theirs == [1, 3, 2, 1, 4, 5, 2, 7]
-    (tmp_path / "chat_template.jinja").write_text("t9")
-    assert load(tmp_path).encode_chat(messages) == [9]
+        assert await load(tmp_path).encode_chat(messages) == theirs == [1, 3, 2, 1, 4, 5, 2, 7]
+    (tmp_path / "chat_template.jinja").write_text("t9 {% for m in messages %}{{ m.content }} {% endfor %}")
+    assert await load(tmp_path).encode_chat(messages) == [9, 3, 4, 5]
 
 
-def test_extend_chat_keeps_the_tokens_of_the_answer(folder: Path, tmp_path: Path) -> None:
+async def test_extend_chat_keeps_the_tokens_of_the_answer(folder: Path, tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     model = load(tmp_path)
@@ -62,28 +63,28 @@ def test_extend_chat_keeps_the_tokens_of_the_answer(folder: Path, tmp_path: Path
     messages.append({"role": "user", "content": "t5"})
     # The answer's tokens stay although no tokenizer yields them; the end token occurs once, generated or not.
     for completion in ([40, 41], [40, 41, 2]):
-        assert model.extend_chat([1, 3, 2, *completion], messages, 1) == [1, 3, 2, 40, 41, 2, 1, 5, 2, 7]
+        assert await model.extend_chat([1, 3, 2, *completion], messages, 1) == [1, 3, 2, 40, 41, 2, 1, 5, 2, 7]
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    with pytest.raises(TokenizationError, match="X-Session-ID"):
-        load(tmp_path).extend_chat([1], messages, 1)
+    with pytest.raises(TokenizationError, match=r"message 2 \(assistant\): the chat template does not show"):
+        await load(tmp_path).extend_chat([1], messages, 1)
 
 
-def test_served_model_errors_name_the_problem(folder: Path, tmp_path: Path) -> None:
+async def test_served_model_errors_name_the_problem(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(TokenizationError, match="has no chat template"):
-        load(folder).encode_chat([{"role": "user", "content": "t3"}])
+        await load(folder).encode_chat([{"role": "user", "content": "t3"}])
     with pytest.raises(TokenizationError, match="send the prompt as token ids"):
-        load("some/where").encode("t3", add_special_tokens=True)
+        await load("some/where").encode(["t3"], add_special_tokens=True)
     write_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     with pytest.raises(TokenizationError, match="no tools here"):
-        load(tmp_path).encode_chat([{"role": "tool", "content": "t3"}])
+        await load(tmp_path).encode_chat([{"role": "tool", "content": "t3"}])
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(TokenizationError, match="cannot be read"):
         load(tmp_path)
 
 
-def test_chat_template_runs_in_a_sandbox(tmp_path: Path) -> None:
+async def test_chat_template_runs_in_a_sandbox(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{{ ''.__class__.__mro__ }}")
     with pytest.raises(TokenizationError, match="unsafe"):
-        load(tmp_path).encode_chat([{"role": "user", "content": "t3"}])
+        await load(tmp_path).encode_chat([{"role": "user", "content": "t3"}])

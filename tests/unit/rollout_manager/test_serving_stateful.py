@@ -10,14 +10,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from rlboost.services.rollout_manager.app import Manager
-from rlboost.services.rollout_manager.completion_waiters import CompletionUnavailable, Waiter, next_chunk
+from rlboost.services.rollout_manager.loop import Manager
+from rlboost.services.rollout_manager.waiters import CompletionUnavailable, Waiter, next_chunk
 from rlboost.shared.errors import BusUnavailable, Fenced
 from rlboost.shared.ids import MAX_STEPS, is_served, request_group
 from rlboost.shared.messages import GroupRequested, Sampling
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Append
-from rlboost.shared.wire.columns import I32, pack
+from rlboost.shared.wire import I32, pack
 from tests.support.sim_worker import check_completion
 from tests.support.stateful_manager import JOBS, Spot
 
@@ -109,9 +109,9 @@ class SpotWithClients(Spot):
         self.turn()
         leader = self.leader
         assert leader is not None
-        assert not leader.world.served
-        assert not leader.world.unattended_since
-        assert not any(step >= MAX_STEPS for progress in leader.world.progress.values() for step in progress.delivered)
+        assert not leader.world.ledger.served
+        assert not leader.world.periodic.unattended_since
+        assert not any(step >= MAX_STEPS for job in leader.world.jobs.values() for step in job.progress.delivered)
         assert not any(is_served(message.sample) for message in self._finished(no))
         super()._check_everything_delivered(no)
 

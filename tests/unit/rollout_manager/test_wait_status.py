@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
+from rlboost.services.rollout_manager.domain import wait_status
 from rlboost.services.rollout_manager.domain.apply_messages import apply_message
-from rlboost.services.rollout_manager.domain.effects import EmitEvent
-from rlboost.services.rollout_manager.domain.jobs import wait_status
-from rlboost.services.rollout_manager.domain.jobs.wait_status import (
+from rlboost.services.rollout_manager.domain.effects import Now
+from rlboost.services.rollout_manager.domain.wait_status import (
     OVERDUE_S,
     TRAINER_SILENCE_S,
     job_phase,
     job_wait_status,
-    report_overdue,
+    overdue_waits,
 )
-from rlboost.services.rollout_manager.domain.world import Now, World
+from rlboost.services.rollout_manager.domain.world import World
 from rlboost.shared import progress
 from rlboost.shared.errors import BusUnavailable
 from rlboost.shared.messages import (
@@ -38,7 +38,7 @@ from rlboost.shared.messages.workers import WorkerState
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Delete, Renew
 from rlboost.shared.streams.entries import START
-from tests.support.builders import job_created, trainer_status
+from tests.support.builders import job_created, samples_of, trainer_status
 from tests.support.eventually import eventually
 from tests.support.manager_rig import ManagerRig
 from tests.support.worker_manager import JOB
@@ -54,7 +54,7 @@ def wait_of_queued(*states: JobState) -> dict[str, Any]:
         apply_message(world, job_created(f"j-{number}", number), f"{2 * number + 1}-0", NOW)
         apply_message(world, JobReport(job_id=f"j-{number}", state=state, step=0), f"{2 * number + 2}-0", NOW)
     apply_message(world, job_created("queued", len(states)), "99-0", NOW)
-    wait = job_wait_status(world, world.jobs["queued"])
+    wait = job_wait_status(world.jobs, world.fleet, world.jobs["queued"])
     assert wait is not None
     return wait
 
@@ -88,7 +88,7 @@ class Running:
         self.world = World(lease_s=2.0)
         apply_message(self.world, job_created("j", 0), "1-0", NOW)
         apply_message(self.world, JobReport(job_id="j", state="running", step=0), "2-0", NOW)
-        self.progress = self.world.progress["j"]
+        self.progress = self.world.jobs["j"].progress
         self.renew(NOW.wall)
 
     def renew(self, at: float) -> None:
@@ -117,7 +117,7 @@ class Running:
     def wait(self, after_s: float = 0.0) -> dict[str, Any]:
         """Return what the job waits for once the lease was read again, unchanged."""
         self.progress.on_trainer_status(self.progress.trainer, NOW.wall + after_s)
-        wait = job_wait_status(self.world, self.world.jobs["j"])
+        wait = job_wait_status(self.world.jobs, self.world.fleet, self.world.jobs["j"])
         assert wait is not None
         return wait
 
@@ -137,7 +137,7 @@ def test_trainer_is_not_blamed_before_its_lease_was_read() -> None:
     world = World(lease_s=2.0)
     apply_message(world, job_created("j", 0), "1-0", NOW)
     apply_message(world, JobReport(job_id="j", state="running", step=0), "2-0", NOW)
-    assert job_wait_status(world, world.jobs["j"]) is None
+    assert job_wait_status(world.jobs, world.fleet, world.jobs["j"]) is None
 
 
 def test_stall_without_a_worker_says_why_the_last_one_is_gone() -> None:
@@ -179,11 +179,11 @@ def test_wait_for_samples_shows_who_generates_and_how_fast() -> None:
     running.join("w-1", "ready")
     worker = running.world.fleet.workers["w-1"]
     worker.assigned_version = ("j", 3)
-    worker.samples = {7}
+    worker.samples = samples_of(1)
     wait = running.wait()
     assert wait["because"] == "7 of 8 samples have arrived; in flight: 1 on w-1 (35 tokens/s)"
     assert (wait["since"], wait["limit_s"]) == (990.0, 60.0)
-    worker.samples = set(range(1200))
+    worker.samples = samples_of(1200)
     assert running.wait()["because"] == "7 of 8 samples have arrived; in flight: 1,200 on 1 worker (35 tokens/s)"
 
 
@@ -191,16 +191,12 @@ def test_wait_for_samples_shows_who_generates_and_how_fast() -> None:
 
 
 def overdue(world: World, wall: float) -> list[tuple[str, str]]:
-    """Return the jobs and subjects of the events that are emitted at this moment."""
-    reported = report_overdue(world, Now(mono=1.0, wall=wall))
-    emitted = [effect for effect in world.outbox.take() if isinstance(effect, EmitEvent)]
-    assert [(one.job_id, one.event.kind) for one in emitted] == [(job, "wait_limit_exceeded") for job, _ in reported]
-    return [(one.job_id, one.event.fields["subject"]) for one in emitted]
+    """Return the jobs and subjects of the waits that are overdue at this moment."""
+    return [(job, wait["for"]) for job, wait in overdue_waits(world.jobs, world.fleet, Now(mono=1.0, wall=wall))]
 
 
 def test_stall_that_lasts_too_long_is_reported_once_and_the_next_one_again() -> None:
     running = Running()
-    running.world.outbox.take()
     worker = [("j", "a worker that is ready with this job's weights")]
     for since in (1000.0, 2000.0):
         running.progress.stalled_since_unix_s = since
@@ -213,7 +209,6 @@ def test_stall_that_lasts_too_long_is_reported_once_and_the_next_one_again() -> 
 
 def test_missing_trainer_is_reported_and_a_wait_with_a_limit_is_not() -> None:
     running = Running()
-    running.world.outbox.take()
     late = NOW.wall + OVERDUE_S + 1.0
     running.renew(late)
     assert overdue(running.world, late) == [], "the trainer itself ends its wait for samples"
@@ -225,13 +220,10 @@ def test_pending_job_is_reported_unless_it_is_queued_for_the_trainer_of_another(
     world = World(lease_s=2.0)
     apply_message(world, job_created("first", 0), "1-0", NOW)
     apply_message(world, job_created("second", 1), "2-0", NOW)
-    world.outbox.take()
-    late = world.jobs["first"].created_at + OVERDUE_S + 1.0
+    late = world.jobs["first"].record.created_at + OVERDUE_S + 1.0
     apply_message(world, JobReport(job_id="first", state="running", step=0), "3-0", NOW)
-    world.outbox.take()
     assert overdue(world, late) == []
     apply_message(world, JobReport(job_id="first", state="completed", step=1), "4-0", NOW)
-    world.outbox.take()
     assert overdue(world, late) == [("second", "a trainer to take the job")]
     assert overdue(world, late + 1.0) == []
 
@@ -255,12 +247,12 @@ def test_phase_shows_how_long_it_took_in_the_last_step(
 ) -> None:
     running = Running()
     job = running.world.jobs["j"]
-    job.latest = latest
+    job.record.latest = latest
     status = trainer_status(phase=name, step=3, phase_since=990.0)
     running.progress.on_trainer_status(status, NOW.wall)
-    assert job_phase(running.world, job) == {"name": name, "step": 3, "since": 990.0, "last_s": last_s}
-    job.step = 4
-    ended = job_phase(running.world, job)
+    assert job_phase(job) == {"name": name, "step": 3, "since": 990.0, "last_s": last_s}
+    job.record.step = 4
+    ended = job_phase(job)
     assert ended is not None
     assert ended["last_s"] is None, "the metrics are those of this step"
 
@@ -270,14 +262,14 @@ def test_phase_is_unknown_without_a_trainer() -> None:
     job = running.world.jobs["j"]
     status = trainer_status(step=3)
     running.progress.on_trainer_status(status, NOW.wall)
-    assert job_phase(running.world, job) is not None
+    assert job_phase(job) is not None
     running.progress.on_trainer_status(status, NOW.wall + TRAINER_SILENCE_S + 0.1)
-    assert job_phase(running.world, job) is None
+    assert job_phase(job) is None
     running.progress.on_trainer_status(None, NOW.wall + 4.0)
-    assert job_phase(running.world, job) is None
+    assert job_phase(job) is None
     running.progress.on_trainer_status(status, NOW.wall + 5.0)
     apply_message(running.world, JobReport(job_id="j", state="completed", step=4), "5-0", NOW)
-    assert job_phase(running.world, job) is None
+    assert job_phase(job) is None
 
 
 # --- what workers report ----------------------------------------------------------------------------------------------
@@ -369,12 +361,12 @@ async def test_trainer_whose_status_cannot_be_read_counts_as_silent(system: Syst
         await system.bus.transact([Renew(lease, value, 60.0)])
         system.manager._trainers_checked_at = -math.inf
         await system.manager.turn()
-        assert system.manager.world.progress[system.job].trainer == trainer_status()
+        assert system.manager.world.jobs[system.job].progress.trainer == trainer_status()
 
 
 async def test_wait_that_lasts_too_long_is_counted_and_an_event(system: System) -> None:
     timeouts = REGISTRY.get_sample_value("rlboost_wait_timeouts_total") or 0.0
-    system.manager.world.progress[system.job].stalled_since_unix_s = 1000.0
+    system.manager.world.jobs[system.job].progress.stalled_since_unix_s = 1000.0
     await system.bus.transact([Renew(names.trainer_lease(system.job), trainer_status().model_dump_json(), 60.0)])
     for _ in range(2):
         system.manager._trainers_checked_at = -math.inf

@@ -6,8 +6,8 @@ import pytest
 
 from rlboost.services.rollout_manager.domain.apply_messages import apply_message
 from rlboost.services.rollout_manager.domain.decide import decide
-from rlboost.services.rollout_manager.domain.effects import Send
-from rlboost.services.rollout_manager.domain.world import Now, World
+from rlboost.services.rollout_manager.domain.effects import Now, Send
+from rlboost.services.rollout_manager.domain.world import World
 from rlboost.shared.messages import InFlightPolicy, JobReport, Message, Resume, Suspend, UseVersion
 from tests.support.builders import group_requested, heartbeat, job_created, job_spec, weights_committed, worker_joined
 
@@ -24,8 +24,7 @@ def test_use_version_carries_the_in_flight_policy_of_the_job(in_flight: InFlight
         apply_message(world, message, f"{number + 1}-0", NOW)
     for version in range(2):
         apply_message(world, weights_committed(version=version), f"9-{version}", NOW)
-        decide(world, NOW, [])
-        sent = [effect.message for effect in world.outbox.take() if isinstance(effect, Send)]
+        sent = [effect.message for effect in decide(world, NOW, []) if isinstance(effect, Send)]
         assert sent == [UseVersion(job_id="j", version=version, in_flight=in_flight)]
 
 
@@ -45,13 +44,12 @@ def test_reserved_worker_is_suspended_once_its_window_has_no_length() -> None:
         apply_message(world, message, f"{number + 1}-0", NOW)
 
     def activations() -> list[Message]:
-        decide(world, NOW, [])
-        sent = [effect.message for effect in world.outbox.take() if isinstance(effect, Send)]
+        sent = [effect.message for effect in decide(world, NOW, []) if isinstance(effect, Send)]
         return [message for message in sent if isinstance(message, Resume | Suspend)]
 
     assert activations() == [Resume(step=0)]
     assert activations() == []
-    window = world.progress["j"].window
+    window = world.jobs["j"].progress.window
     assert window is not None
     window.length_s = 0.0
     assert activations() == [Suspend(step=0)]

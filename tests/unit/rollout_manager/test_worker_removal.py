@@ -6,20 +6,14 @@ from typing import Any
 
 import pytest
 
-from rlboost.services.rollout_manager.domain.apply_messages import apply_message
 from rlboost.services.rollout_manager.domain.decide import decide
-from rlboost.services.rollout_manager.domain.effects import EmitEvent
-from rlboost.services.rollout_manager.domain.worker_removal import dismiss_mismatched, lose_worker
-from rlboost.services.rollout_manager.domain.world import Now, World
-from rlboost.shared.messages import Message, PreemptionNotice, WorkerLeft
+from rlboost.services.rollout_manager.domain.effects import Effect
+from rlboost.services.rollout_manager.domain.stalls import dismiss_mismatched, lose_worker
+from rlboost.services.rollout_manager.domain.world import World
+from rlboost.shared.messages import PreemptionNotice, WorkerLeft
+from rlboost.shared.streams import names
 from tests.support.builders import group_requested, heartbeat, job_running, worker_joined
-
-NOW = Now(mono=1.0, wall=1000.0)
-
-
-def apply(world: World, *messages: Message) -> None:
-    for number, message in enumerate(messages):
-        apply_message(world, message, f"{number + 1}-0", NOW)
+from tests.support.scheduler_turns import NOW, apply, events_in
 
 
 @pytest.fixture
@@ -31,65 +25,71 @@ def world() -> World:
         apply(world, worker_joined(name))
         if job:
             world.fleet.assign(world.fleet.workers[name], (job, 0))
-    world.outbox.take()
     return world
 
 
-def events(world: World, *kinds: str) -> dict[str, list[dict[str, Any]]]:
-    """Return the fields of the new events of each job."""
-    found: dict[str, list[dict[str, Any]]] = {"first": [], "second": []}
-    for effect in world.outbox.take():
-        if isinstance(effect, EmitEvent) and effect.event.kind in kinds:
-            found[effect.job_id].append(effect.event.fields)
-    return found
+def events(world: World, effects: list[Effect], *kinds: str) -> dict[str, list[dict[str, Any]]]:
+    """Return the fields of the events that each job's readers see."""
+    emitted = [(stream, event) for stream, event in events_in(effects) if event.kind in kinds]
+    assert all("job_id" in event.fields for stream, event in emitted if stream == names.FLEET_EVENTS)
+    return {
+        job.id: [
+            event.fields
+            for stream, event in emitted
+            if stream == names.job_events(job.id) or (stream == names.FLEET_EVENTS and job.is_concerned_by(event))
+        ]
+        for job in (entry.record for entry in world.jobs.values())
+    }
 
 
 def preemptions(world: World) -> tuple[int, int]:
-    first, second = (sum(world.audits[job].preemptions.values()) for job in ("first", "second"))
+    first, second = (sum(world.jobs[job].audit.preemptions.values()) for job in ("first", "second"))
     return first, second
 
 
 def test_lost_worker_is_a_preemption_of_the_job_that_it_served(world: World) -> None:
     worker = world.fleet.workers["b"]
     worker.last_seen_at = NOW.mono - 2.5
-    lose_worker(world, worker, NOW)
+    effects = lose_worker(world.jobs, world.fleet, world.queues, worker, NOW)
     lost: dict[str, Any] = {"worker": "b", "job_id": "second", "preempted": "without_notice", "silent_s": 2.5}
     lost["reason"] = "its lease ran out"
-    assert events(world, "worker_lost") == {"first": [lost], "second": [lost]}
+    assert events(world, effects, "worker_lost") == {"first": [], "second": [lost]}
     assert preemptions(world) == (0, 1)
 
 
 def test_dismissed_worker_is_no_preemption(world: World) -> None:
-    dismiss_mismatched(world, world.fleet.workers["a"], NOW)
-    seen = events(world, "worker_lost")["first"]
+    seen = events(
+        world, dismiss_mismatched(world.jobs, world.fleet, world.queues, world.fleet.workers["a"], NOW), "worker_lost"
+    )["first"]
     assert [(one["job_id"], one["preempted"]) for one in seen] == [("first", None)]
     assert preemptions(world) == (0, 0)
 
 
 def test_worker_that_leaves_after_a_notice_is_a_preemption_with_notice(world: World) -> None:
     notice = PreemptionNotice(worker="a", at=0.0, lead_s=30.0, reason="sigterm")
-    apply(world, notice, WorkerLeft(worker="a", at=0.0, reason="sigterm"))
+    effects = apply(world, notice, WorkerLeft(worker="a", at=0.0, reason="sigterm"))
     for name in ("b", "idle"):
-        apply(world, WorkerLeft(worker=name, at=0.0, reason="drained"))
-    seen = events(world, "worker_notice", "worker_left")["second"]
-    assert [(one["worker"], one["job_id"], one.get("preempted")) for one in seen] == [
-        ("a", "first", None),
-        ("a", "first", "with_notice"),
-        ("b", "second", None),
-        ("idle", "", None),
-    ]
+        effects += apply(world, WorkerLeft(worker=name, at=0.0, reason="drained"))
+    seen = events(world, effects, "worker_notice", "worker_left")
+    idle = ("idle", "", None)
+    assert {
+        job: [(one["worker"], one["job_id"], one.get("preempted")) for one in fields] for job, fields in seen.items()
+    } == {
+        "first": [("a", "first", None), ("a", "first", "with_notice"), idle],
+        "second": [("b", "second", None), idle],
+    }
     assert preemptions(world) == (1, 0)
 
 
 def test_worker_without_a_job_that_is_lost_is_a_preemption_of_all_jobs(world: World) -> None:
-    lose_worker(world, world.fleet.workers["idle"], NOW)
-    assert [one["job_id"] for one in events(world, "worker_lost")["first"]] == [""]
+    effects = lose_worker(world.jobs, world.fleet, world.queues, world.fleet.workers["idle"], NOW)
+    assert [one["job_id"] for one in events(world, effects, "worker_lost")["first"]] == [""]
     assert preemptions(world) == (1, 1)
 
 
 def test_unassigned_samples_are_an_event_of_their_job_alone(world: World) -> None:
     apply(world, heartbeat("b", job_id="second"), group_requested(job_id="second", job_no=2))
     decide(world, NOW)
-    lose_worker(world, world.fleet.workers["b"], NOW)
-    seen = events(world, "samples_unassigned")
+    effects = lose_worker(world.jobs, world.fleet, world.queues, world.fleet.workers["b"], NOW)
+    seen = events(world, effects, "samples_unassigned")
     assert seen == {"first": [], "second": [{"worker": "b", "samples": 1, "tokens": 0, "cause": "lost"}]}

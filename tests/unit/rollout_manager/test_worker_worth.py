@@ -6,7 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlboost.services.rollout_manager.domain.allocation.worth import (
+from rlboost.services.rollout_manager.domain.apply_messages import apply_message
+from rlboost.services.rollout_manager.domain.effects import Now
+from rlboost.services.rollout_manager.domain.measurements import MIN_OBSERVATIONS
+from rlboost.services.rollout_manager.domain.money import (
     Offer,
     expected_step_s,
     paying_workers,
@@ -14,14 +17,11 @@ from rlboost.services.rollout_manager.domain.allocation.worth import (
     step_without_spot,
     worth_of_one_more,
 )
-from rlboost.services.rollout_manager.domain.apply_messages import apply_message
-from rlboost.services.rollout_manager.domain.seeding.tuner import StepMeter, WindowTuner
-from rlboost.services.rollout_manager.domain.seeding.window import Window
+from rlboost.services.rollout_manager.domain.stalls import lose_worker
 from rlboost.services.rollout_manager.domain.step_windows import MAX_CREDIT_S
-from rlboost.services.rollout_manager.domain.worker_removal import lose_worker
-from rlboost.services.rollout_manager.domain.workers.lifetimes import Lifetimes, availability
-from rlboost.services.rollout_manager.domain.workers.throughput_model import MIN_OBSERVATIONS
-from rlboost.services.rollout_manager.domain.world import Now, World
+from rlboost.services.rollout_manager.domain.windows import StepMeter, Window, WindowTuner
+from rlboost.services.rollout_manager.domain.workers import Lifetimes, availability
+from rlboost.services.rollout_manager.domain.world import World
 from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.messages import Message, StepReport
 from tests.support.builders import heartbeat, job_running, job_spec, trainer_status, worker_joined
@@ -46,13 +46,13 @@ def world_of(spec: JobSpec) -> World:
     for name, role, price in (("own", "reserved", 8.0), ("spot", "preemptible", 1.0)):
         apply(world, 0.0, worker_joined(name, role=role, price_per_hour=price, kind=name, slots=8))
         world.fleet.assign(world.fleet.workers[name], ("j", 0))
-    window = world.progress["j"].window = Window(0, 10.0, began_at=0.0)
+    window = world.jobs["j"].progress.window = Window(0, 10.0, began_at=0.0)
     window.meter = StepMeter(0.0, 0.0)
     return world
 
 
 def meter(world: World) -> StepMeter:
-    window = world.progress["j"].window
+    window = world.jobs["j"].progress.window
     assert window
     assert window.meter
     return window.meter
@@ -107,7 +107,7 @@ def test_hazard_is_preemptions_per_time_of_all_workers_of_the_kind(world: World)
     apply(world, 1.0, worker_joined("other", kind="spot"))
     apply(world, 1.0, heartbeat("spot", at=HOUR_S), heartbeat("other", at=3 * HOUR_S))
     assert world.fleet.preemptions_per_s("spot") == 0.0
-    lose_worker(world, world.fleet.workers["spot"], Now(2.0, 2.0))
+    lose_worker(world.jobs, world.fleet, world.queues, world.fleet.workers["spot"], Now(2.0, 2.0))
     assert world.fleet.preemptions_per_s("spot") == pytest.approx(1 / (4 * HOUR_S))
     assert world.fleet.preemptions_per_s("own") == 0.0
 
@@ -153,19 +153,19 @@ def finish_step(world: World, work_s: float) -> None:
     measured = meter(world)
     measured.update(220.0, fleet=1, reserved=1, working=True)
     measured.work_s = work_s
-    world.audits["j"].tokens_delivered += 11_000
+    world.jobs["j"].audit.tokens_delivered += 11_000
     apply(world, 220.0, StepReport(job_id="j", step=0, metrics={}, checkpointed_step=0, wait_s=0.0, train_s=100.0))
 
 
 def test_worth_of_one_more_is_unknown_before_the_first_step_ends(world: World) -> None:
-    assert worth_of_one_more(world) is None
+    assert worth_of_one_more(world.jobs, world.fleet) is None
 
 
 def test_worth_of_one_more_is_its_tokens_at_the_present_price(world: World) -> None:
     finish_step(world, work_s=300.0)
     # The window of one worker is 100 s, that of two 33 s; another 20 s of the step remain.
     speedup = 220.0 / (220.0 - 100.0 + 100.0 / 3) - 1.0
-    assert worth_of_one_more(world) == {
+    assert worth_of_one_more(world.jobs, world.fleet) == {
         "job_id": "j",
         "tokens_per_hour": pytest.approx(speedup * 50 * HOUR_S),
         "dollars_per_hour": pytest.approx(speedup * 9.0),
@@ -174,17 +174,17 @@ def test_worth_of_one_more_is_its_tokens_at_the_present_price(world: World) -> N
 
 
 def test_trainer_counts_in_what_one_more_is_worth_and_in_a_step_without_spot(world: World) -> None:
-    window = world.progress["j"].window
+    window = world.jobs["j"].progress.window
     assert window
     window.lasted_s = 100.0
     finish_step(world, work_s=300.0)
-    before = worth_of_one_more(world)
-    world.progress["j"].on_trainer_status(trainer_status(price_per_hour=9.0), 220.0)
-    priced = worth_of_one_more(world)
+    before = worth_of_one_more(world.jobs, world.fleet)
+    world.jobs["j"].progress.on_trainer_status(trainer_status(price_per_hour=9.0), 220.0)
+    priced = worth_of_one_more(world.jobs, world.fleet)
     assert before
     assert priced
     assert priced["dollars_per_hour"] == pytest.approx(2 * before["dollars_per_hour"])
-    assert step_without_spot(world, world.jobs["j"]) == pytest.approx((420.0, 420.0 / HOUR_S * 17.0))
+    assert step_without_spot(world.fleet, world.jobs["j"]) == pytest.approx((420.0, 420.0 / HOUR_S * 17.0))
 
 
 @pytest.mark.parametrize("halves", [(2, 0), (0, 2), (1, 1)])
@@ -193,16 +193,16 @@ def test_two_workers_for_half_a_step_are_one_worker_of_the_step(halves: tuple[in
     for half, fleet in enumerate(halves):
         meter(world).update(110.0 * (half + 1), fleet=fleet, reserved=1, working=True)
     finish_step(world, work_s=300.0)
-    tuner = world.jobs["j"].window_tuner
+    tuner = world.jobs["j"].record.window_tuner
     assert expected_step_s(tuner, workers=1, reserved=1) == pytest.approx(220.0)
     assert expected_step_s(tuner, workers=0, reserved=1) == pytest.approx(420.0)
 
 
 def test_one_more_is_worth_less_where_workers_are_often_preempted(world: World) -> None:
     finish_step(world, work_s=300.0)
-    calm = worth_of_one_more(world)
+    calm = worth_of_one_more(world.jobs, world.fleet)
     world.fleet.lifetimes["spot"] = Lifetimes(departed_s=HOUR_S, preemptions=4, startup_s=HOUR_S / 4)
-    preempted = worth_of_one_more(world)
+    preempted = worth_of_one_more(world.jobs, world.fleet)
     assert calm
     assert preempted
     assert preempted["dollars_per_hour"] == pytest.approx(calm["dollars_per_hour"] / 2)
@@ -210,19 +210,19 @@ def test_one_more_is_worth_less_where_workers_are_often_preempted(world: World) 
 
 def test_one_more_is_worth_nothing_from_the_target_on(world: World) -> None:
     finish_step(world, work_s=100.0)
-    worth = worth_of_one_more(world)
+    worth = worth_of_one_more(world.jobs, world.fleet)
     assert worth
     assert worth["tokens_per_hour"] == worth["dollars_per_hour"] == 0.0
 
 
 def test_step_without_spot_workers_leaves_their_work_to_the_reserved_ones(world: World) -> None:
-    assert step_without_spot(world, world.jobs["j"]) is None
-    window = world.progress["j"].window
+    assert step_without_spot(world.fleet, world.jobs["j"]) is None
+    window = world.jobs["j"].progress.window
     assert window
     window.lasted_s = 100.0
     finish_step(world, work_s=300.0)
     # In place of the 100 s of the window 300 s, 100 s of training, and 20 s besides both, at 8 dollars per hour.
-    assert step_without_spot(world, world.jobs["j"]) == pytest.approx((420.0, 420.0 / HOUR_S * 8.0))
+    assert step_without_spot(world.fleet, world.jobs["j"]) == pytest.approx((420.0, 420.0 / HOUR_S * 8.0))
 
 
 @pytest.mark.parametrize("seeding", ["auto", "off"])
@@ -239,7 +239,7 @@ def test_step_without_spot_is_the_same_if_workers_join_in_its_middle(seeding: st
             apply(world, float(at), heartbeat("b", running=8), heartbeat("c", running=8))
         meter(world).update(float(at), fleet=2 if at >= 110 else 0, reserved=1, working=True)
     finish_step(world, work_s=meter(world).work_s)
-    assert step_without_spot(world, world.jobs["j"]) == pytest.approx((440.0, 440.0 / HOUR_S * 8.0))
+    assert step_without_spot(world.fleet, world.jobs["j"]) == pytest.approx((440.0, 440.0 / HOUR_S * 8.0))
 
 
 # --- workers that pay for themselves ---
@@ -252,11 +252,11 @@ def test_each_paying_worker_makes_tokens_cheaper_and_one_more_does_not(
     """The trainer's machine may have the price of the reserved worker on it, in part or in whole."""
     world = World(lease_s=2.0)
     apply(world, 0.0, *job_running(), worker_joined("own", role="reserved", price_per_hour=8.0 - trainer))
-    world.progress["j"].on_trainer_status(trainer_status(price_per_hour=trainer), 0.0)
+    world.jobs["j"].progress.on_trainer_status(trainer_status(price_per_hour=trainer), 0.0)
     world.fleet.assign(world.fleet.workers["own"], ("j", 0))
     job = world.jobs["j"]
-    tuner = job.window_tuner = WindowTuner(target_workers=6, work_s=550.0, train_s=100.0, step_s=700.0)
-    accepted = paying_workers(world, job, [Offer("k", 9, price, share)])
+    tuner = job.record.window_tuner = WindowTuner(target_workers=6, work_s=550.0, train_s=100.0, step_s=700.0)
+    accepted = paying_workers(world.fleet, job, [Offer("k", 9, price, share)])
     assert accepted is not None
     found = accepted["k"]
     worths = [share * speedup_of_one_more(tuner, n, 1) * (8.0 + n * price) for n in range(6)]
@@ -269,5 +269,5 @@ def test_workers_are_not_weighed_against_prices_that_are_unknown(own: float, spo
     world = World(lease_s=2.0)
     apply(world, 0.0, *job_running(), worker_joined("own", role="reserved", price_per_hour=own))
     world.fleet.assign(world.fleet.workers["own"], ("j", 0))
-    world.jobs["j"].window_tuner = WindowTuner(target_workers=6, work_s=550.0, train_s=100.0, step_s=700.0)
-    assert paying_workers(world, world.jobs["j"], [Offer("k", 9, spot, 1.0)]) == {"k": 6}
+    world.jobs["j"].record.window_tuner = WindowTuner(target_workers=6, work_s=550.0, train_s=100.0, step_s=700.0)
+    assert paying_workers(world.fleet, world.jobs["j"], [Offer("k", 9, spot, 1.0)]) == {"k": 6}

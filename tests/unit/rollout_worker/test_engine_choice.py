@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from rlboost.cli import app
 from rlboost.local.processes import LaunchContext, LocalOptions, spec_of
 from rlboost.services.rollout_worker.__main__ import _engines
 from rlboost.services.rollout_worker.adapters.torch.factory import TorchFactory
+from rlboost.services.rollout_worker.adapters.vllm import factory, plugin
 from rlboost.services.rollout_worker.adapters.vllm.factory import VllmFactory
+from rlboost.services.rollout_worker.adapters.vllm.options import VllmOptions, argument_error
 from rlboost.services.rollout_worker.settings import Settings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.settings import read
@@ -47,6 +50,44 @@ def test_engine_arguments_are_read_as_json_and_refused_for_the_torch_engine(monk
     assert settings.vllm_args == {"block_size": 32}
     with pytest.raises(ConfigError, match="vllm_args needs the vllm engine"):
         _engines(settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("logits_processors", ["a:B"], "logits_processors is refused: it changes the distribution"),
+        ("logits_processors", None, ""),
+        ("override_generation_config", {"top_k": 20}, "only the job file and clients may set"),
+        ("watermark_config", {"a": 1}, "a watermark changes"),
+        ("enable_lora", True, "published merged"),
+        ("logprobs_mode", "raw_logprobs", ""),
+        ("logprobs_mode", "processed_logits", "use processed_logprobs or raw_logprobs"),
+        ("max_num_batched_tokens", 8192, ""),
+        ("speculative_config", {"method": "ngram"}, ""),
+    ],
+)
+def test_vllm_argument_that_spoils_training_is_refused(name: str, value: object, why: str) -> None:
+    error = argument_error(name, value)
+    assert (why in error) if why else (error == "")
+
+
+def test_error_of_a_failed_check_names_the_vllm_arguments_that_may_be_the_cause() -> None:
+    given = VllmOptions(1, vllm_args={"speculative_config": {"method": "ngram"}, "block_size": 32}).suspects
+    assert "RLBOOST_WORKER_VLLM_ARGS, which sets speculative_config (with which vllm 0.32 reports wrong" in given
+    assert given.endswith(", block_size.")
+    assert VllmOptions(1).suspects == ""
+
+
+@pytest.mark.parametrize("vllm_is_there", [True], indirect=True)
+@pytest.mark.usefixtures("vllm_is_there")
+def test_installed_logits_processors_of_a_package_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def installed(*, group: str) -> EntryPoints:
+        value = "evil:Processor" if group == "vllm.logits_processors" else "ours"
+        return EntryPoints([EntryPoint(plugin.NAME, value, group)])
+
+    monkeypatch.setattr(factory, "entry_points", installed)
+    with pytest.raises(ConfigError, match="apply the logits processors of evil:Processor"):
+        VllmFactory(VllmOptions(1)).prepare()
 
 
 def test_several_gpus_are_refused_for_the_torch_engine() -> None:

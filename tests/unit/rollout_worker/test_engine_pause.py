@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlboost.services.rollout_worker.domain.engine_pause import EnginePause
+from rlboost.services.rollout_worker.domain.session import EnginePause
 
 
 def test_decoding_engine_must_be_suspended_once() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlboost.services.rollout_worker.domain.hang_detector import FIRST_TOKEN_FACTOR, PREFILL_TOKENS_PER_S, HangDetector
+from rlboost.services.rollout_worker.domain.load import FIRST_TOKEN_FACTOR, PREFILL_TOKENS_PER_S, HangDetector
 
 LIMIT_S = 10.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from rlboost.services.rollout_worker.domain.kv_capacity import QUANTUM, KvCapacity
+from rlboost.services.rollout_worker.domain.load import QUANTUM, KvCapacity
 from rlboost.services.rollout_worker.domain.request_table import RequestTable
 from rlboost.shared.messages import FINISH_NONE
 from tests.support.engines import request

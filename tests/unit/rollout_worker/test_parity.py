@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import numpy as np
 import pytest
 
 from rlboost.services.rollout_worker.domain.parity_check import (
+    DRAWS,
     FLOAT32_TOLERANCE,
     MAX_PER_MEAN,
     RELATIVE_TOLERANCE,
+    continuations,
+    draws,
     judge,
+    judge_draws,
 )
+from rlboost.services.rollout_worker.domain.requests import Emission
 from rlboost.services.trainer.domain.canary_prompts import COMMON_TOKENS, build_canary_prompts, build_reference
 from rlboost.shared.errors import Fatal, Undecodable
 from rlboost.shared.model.parity_reference import ParityReference, ScoredSequence
-from rlboost.shared.wire.columns import F32, pack
+from rlboost.shared.wire import F32, pack
 
 
 def canary(
@@ -126,3 +133,60 @@ def test_nan_never_agrees(broken: float) -> None:
     verdict = judge(canary(), [[-1.0, broken]], precision="bfloat16", tolerance=1e9)
     assert not verdict.agrees
     assert "inf" in str(verdict)
+
+
+# --- sampling ---------------------------------------------------------------------------------------------------------
+
+SHAPES = {
+    "flat": [1.0] * 96,
+    "a large vocabulary": [1.0] * 150_000,
+    "zipf": [1 / n for n in range(1, 5001)],
+    "peaked": [0.98] + [0.02 / 1000] * 1000,
+    "certain": [1 - 1e-9, 1e-9],
+    "geometric": [0.9**n for n in range(200)],
+}
+
+
+def drawn(weights: list[float], keep: float = 1.0, k: int = 0, seed: int = 0) -> list[Emission]:
+    """Draw as an engine does that leaves out all but the k most likely tokens, or those beyond a nucleus of `keep`."""
+    whole = np.array(weights) / sum(weights)
+    rest = whole.copy()
+    if k:
+        rest[np.argsort(-whole)[k:]] = 0
+    rest[np.argsort(-whole)[np.cumsum(-np.sort(-whole)) - -np.sort(-whole) >= keep]] = 0
+    tokens = np.random.default_rng(seed).choice(len(rest), DRAWS, p=rest / rest.sum())
+    return [Emission(n, 1, 0, [int(token)], [math.log(whole[token])], 0) for n, token in enumerate(tokens)]
+
+
+@pytest.mark.parametrize("weights", SHAPES.values(), ids=SHAPES)
+def test_true_draws_never_contradict_their_logprobs(weights: list[float]) -> None:
+    assert [judge_draws(drawn(weights, seed=seed)) for seed in range(30)] == [""] * 30
+
+
+@pytest.mark.parametrize(
+    ("shape", "cut"),
+    [
+        *((shape, {"k": k}) for shape in ("flat", "a large vocabulary", "zipf", "geometric") for k in (1, 5, 20)),
+        *((shape, {"keep": 0.4}) for shape in ("flat", "zipf", "geometric")),
+    ],
+)
+def test_draws_that_leave_out_tokens_contradict_their_logprobs(shape: str, cut: dict[str, Any]) -> None:
+    assert "draws of one token" in judge_draws(drawn(SHAPES[shape], **cut))
+
+
+def test_draws_of_reported_certainties_contradict_them() -> None:
+    emissions = drawn(SHAPES["flat"])
+    for emission in emissions:
+        emission.logprobs = [0.0]
+    assert judge_draws(emissions)
+
+
+def test_continuations_sample_as_training_does_and_draws_without_top_p() -> None:
+    reference = canary(temperature=0.7).model_copy(update={"top_p": 0.9})
+    (one,) = continuations(reference)
+    assert (one.sampling.temperature, one.sampling.top_p, one.sampling.max_tokens) == (0.7, 0.9, 16)
+    assert one.sampling.whole_logprobs
+    assert one.prompt == [1, 1], "repeated, so that there is something to look up"
+    first, *rest = draws(reference)
+    assert (first.sampling.temperature, first.sampling.top_p, first.sampling.max_tokens) == (0.7, 1.0, 1)
+    assert len({request.seed for request in (first, *rest)}) == DRAWS

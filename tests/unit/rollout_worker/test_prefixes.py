@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlboost.services.rollout_worker.domain.prefixes import Prefill, plan
+from rlboost.services.rollout_worker.domain.frames import Prefill, plan
 
 PROMPT = list(range(100, 130))
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from rlboost.services.rollout_manager.domain.token_log.ledger import Ledger
+from rlboost.services.rollout_manager.domain.tokens import Ledger
 from rlboost.services.rollout_worker.domain.frames import FRAME_BYTES, frames
 from rlboost.services.rollout_worker.domain.requests import Emission
-from rlboost.services.trainer.domain.groups.conversation import Conversation
+from rlboost.services.trainer.domain.conversations import Conversation
 from rlboost.shared.errors import ConfigError, Unprocessable
 from rlboost.shared.job.spec import parse
 from rlboost.shared.messages import FINISH_RELEASED, FINISH_STOP, SampleFinished, TokenFrame, TurnAnswered
-from rlboost.shared.wire.routed_experts import RoutedShape
+from rlboost.shared.wire import RoutedShape
 from tests.support import builders
 from tests.support.builders import group_id, group_requested
 from tests.support.jobs import job_file

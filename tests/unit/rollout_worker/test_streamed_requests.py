@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import partial
+from typing import Any
 
 import pytest
 
-from rlboost.services.rollout_worker.domain.streamed_requests import StreamedRequests
-from rlboost.services.rollout_worker.domain.uniforms import stream_seed
+from rlboost.services.rollout_worker.adapters.vllm.options import logprobs_error
+from rlboost.services.rollout_worker.domain.frames import StreamedRequests
+from rlboost.services.rollout_worker.domain.requests import stream_seed
 from rlboost.shared.errors import Conflict
 from rlboost.shared.messages import FINISH_LENGTH, FINISH_NONE, FINISH_RELEASED, FINISH_STOP
 from tests.support.engines import request
@@ -90,3 +93,28 @@ def test_stream_seed_differs_by_seed_and_offset_and_fits_63_bits() -> None:
     seeds = {stream_seed(seed, offset) for seed in (-(2**63), -1, 0, 1, 2**63) for offset in range(50)}
     assert len(seeds) == 4 * 50  # modulo 2^64, -2^63 and 2^63 are one seed
     assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+@pytest.mark.parametrize(
+    ("mode", "temperature", "top_p", "why"),
+    [
+        ("processed_logprobs", 0.7, 1.0, ""),
+        ("processed_logprobs", 1.0, 0.99, "sampling.top_p is 0.99"),
+        ("processed_logprobs", 0.0, 0.5, ""),
+        ("raw_logprobs", 1.0, 0.5, ""),
+        ("raw_logprobs", 0.0, 0.5, ""),
+        ("raw_logprobs", 0.7, 1.0, "sampling.temperature is 0.7"),
+        ("raw_logprobs", 1.1, 0.9, "sampling.temperature is 1.1"),
+        ("processed_logprobs", 0.009, 1.0, "vllm samples at 0.01 or more"),
+        ("processed_logprobs", 0.01, 1.0, ""),
+    ],
+)
+def test_vllm_refuses_training_samples_whose_logprobs_it_cannot_report(
+    mode: str, temperature: float, top_p: float, why: str
+) -> None:
+    table = StreamedRequests(8, 20, 96, logprobs_error=partial(logprobs_error, mode))
+    sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p}
+    table.submit([request(1, whole_logprobs=True, **sampling), request(2, **sampling)])
+    started = [live.request.sample for live in table.start()]
+    assert started == ([2] if why else [1, 2]), "an evaluation's is generated"
+    assert [why in emission.error for emission in table.take_emissions()] == ([True] if why else [])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from rlboost.services.rollout_worker.domain.uniforms import as_u64, uniforms
+from rlboost.services.rollout_worker.domain.requests import as_u64, uniforms
 
 
 def of(seeds: npt.ArrayLike, offsets: npt.ArrayLike) -> npt.NDArray[np.float64]:

@@ -12,10 +12,9 @@ from rlboost.services.rollout_worker import app as worker_app
 from rlboost.services.rollout_worker import manager_connection
 from rlboost.services.rollout_worker.api import missing_weights
 from rlboost.services.rollout_worker.domain import frames
-from rlboost.services.rollout_worker.domain.effects import Effect
-from rlboost.services.rollout_worker.domain.kv_capacity import KvCapacity
+from rlboost.services.rollout_worker.domain.load import KvCapacity
 from rlboost.services.rollout_worker.domain.preemption import Notice, RebalanceRecommendation
-from rlboost.services.rollout_worker.domain.session import Session
+from rlboost.services.rollout_worker.domain.session import Effect, Session
 from rlboost.services.rollout_worker.fakes import FakeStagedWeights, FakeWeights
 from rlboost.services.rollout_worker.watchdog import Watchdog
 from rlboost.shared.errors import Corrupt, Fatal
@@ -41,7 +40,7 @@ from rlboost.shared.messages import (
 )
 from rlboost.shared.streams.bus import Delete
 from rlboost.shared.streams.names import DEAD_LETTERS, WORKER_HEARTBEATS, job_events, worker_lease, worker_reports
-from rlboost.shared.wire.columns import U64, ints
+from rlboost.shared.wire import U64, ints
 from tests.support.eventually import eventually
 from tests.support.stopwatch import Stopwatch
 from tests.support.worker_manager import JOB, assign, release, revoke

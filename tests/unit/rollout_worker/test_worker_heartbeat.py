@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlboost.services.rollout_worker.domain.heartbeat import build_heartbeat
-from rlboost.services.rollout_worker.domain.load import EngineStats, Load, LoadMeters, Memory
+from rlboost.services.rollout_worker.domain.load import EngineStats, Load, LoadMeters, Memory, build_heartbeat
 from rlboost.services.rollout_worker.domain.requests import Emission
 from rlboost.services.rollout_worker.domain.session import Session
 from rlboost.shared.ids import WeightsRef

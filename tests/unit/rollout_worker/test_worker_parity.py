@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
 from rlboost.services.rollout_worker.adapters.vllm.factory import is_quantized
-from rlboost.services.rollout_worker.fakes import FakeStagedWeights
+from rlboost.services.rollout_worker.domain.requests import NOT_A_NUMBER, Emission, Request
+from rlboost.services.rollout_worker.fakes import FakeEngineFactory, FakeStagedWeights
 from rlboost.services.rollout_worker.generator import ParityCheckFailed
 from rlboost.services.rollout_worker.ports import Sequences
-from rlboost.shared.messages import Event, Resume, Suspend, UseVersion, WorkerHeartbeat, WorkerLeft
+from rlboost.shared.messages import FINISH_NONE, Event, Resume, Suspend, UseVersion, WorkerHeartbeat, WorkerLeft
 from rlboost.shared.model.parity_reference import ParityReference, ScoredSequence
 from rlboost.shared.streams.names import job_events
 from tests.support.eventually import eventually
@@ -53,7 +54,7 @@ async def test_each_version_is_scored_once_before_it_is_served(rig: Rig) -> None
         worker = await rig.manager.ready_worker()
         await rig.manager.send(worker, UseVersion(job_id=JOB, version=1), assign(1, version=1, max_tokens=5))
         await rig.manager.until_finished((1, 1))
-    assert rig.engine.scored == 2
+    assert (rig.engine.scored, rig.engine.sampled) == (3, 2), "the first also scored what it sampled, to compare"
     passed = [line for line in logs if line["event"] == "parity_check_passed"]
     assert [(line["version"], line["mean"], line["worst"]) for line in passed] == [
         (0, pytest.approx(0.0, abs=1e-6), pytest.approx(0.0, abs=1e-6)),
@@ -104,11 +105,11 @@ async def test_suspended_engine_is_checked_on_resume(rig: Rig) -> None:
     worker = await rig.manager.ready_worker()
     await rig.manager.send(worker, Suspend(step=1), UseVersion(job_id=JOB, version=1))
     await rig.manager.until(worker, "suspended", 1)
-    assert rig.engine.scored == 1, "the trainer has the device"
+    assert rig.engine.scored == 2, "the trainer has the device"
     assert not rig.engine.awake, "all of it"
     await rig.manager.send(worker, Resume(step=2), assign(1, version=1, max_tokens=5))
     await rig.manager.until_finished((1, 1))
-    assert rig.engine.scored == 2
+    assert rig.engine.scored == 3
 
 
 async def test_suspension_during_the_parity_check_frees_memory_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,9 +161,9 @@ async def test_suspension_between_load_and_parity_check_frees_the_device(
     await rig.manager.until(worker, "suspended", 2 if given_up else 1)
     assert not rig.engine.awake
     assert all(awake), "weights are read where they lie"
-    assert rig.engine.scored == 1
+    assert rig.engine.scored == 2
     await rig.manager.send(worker, Resume(step=2))
-    await eventually(lambda: rig.engine.scored == 2)
+    await eventually(lambda: rig.engine.scored == 3)
 
 
 async def test_parity_failure_on_resume_generates_nothing() -> None:
@@ -185,7 +186,71 @@ async def test_parity_check_is_skipped_while_samples_keep_their_cache(rig: Rig) 
     await rig.manager.until_generated((1, 1), tokens=3)
     await rig.manager.send(worker, UseVersion(job_id=JOB, version=1, in_flight="keep"))
     await rig.manager.until(worker, "ready", 1)
-    assert rig.engine.scored == 1
+    assert rig.engine.scored == 2
+
+
+async def test_engine_that_reports_other_logprobs_than_it_computes_serves_nothing() -> None:
+    rig = Rig()
+    rig.weights.versions[JOB, 0] = staged()
+    rig.factory = FakeEngineFactory(lambda: _misreporting(0.25))
+    rig.generator._engines = rig.factory
+    running = asyncio.create_task(rig.worker.run({}), name="worker")
+    worker = await rig.manager.joined()
+    await rig.manager.send(worker, UseVersion(job_id=JOB, version=0), assign(1))
+    with pytest.raises(ExceptionGroup) as failure:
+        await running
+    assert failure.group_contains(ParityCheckFailed, match="that it reports for sampled tokens", depth=2)
+    assert await rig.manager.generated() == {}
+    (event,) = [entry.message for entry in await rig.manager.entries(job_events(JOB))]
+    assert isinstance(event, Event)
+    assert event.fields["mean"] == pytest.approx(0.25)
+    assert "that it reports for sampled tokens" in event.fields["reason"]
+
+
+def _misreporting(off: float) -> SlowToLoad:
+    engine = SlowToLoad()
+    engine.sample_error = off
+    return engine
+
+
+async def test_sampling_is_checked_once_for_each_temperature_and_top_p(rig: Rig) -> None:
+    for version, top_p in enumerate((1.0, 0.9, 1.0)):
+        reference = staged().parity_reference
+        assert reference is not None
+        rig.weights.versions[JOB, version].parity_reference = reference.model_copy(update={"top_p": top_p})
+    worker = await rig.manager.ready_worker()
+    assert rig.engine.sampled == 2, "continuations and draws"
+    for version, n in ((1, 4), (2, 4)):
+        await rig.manager.send(worker, UseVersion(job_id=JOB, version=version))
+        await rig.manager.until(worker, "ready", version)
+        assert rig.engine.sampled == n
+
+
+@pytest.mark.parametrize("error", ["top_p is not supported", NOT_A_NUMBER])
+async def test_sampling_check_fails_if_sampled_logprobs_are_no_numbers(
+    monkeypatch: pytest.MonkeyPatch, error: str
+) -> None:
+    """Requests that the engine refuses are no fault of it: other jobs can use it."""
+
+    async def refuse(_: object, requests: Sequence[Request]) -> list[Emission]:
+        return [request.emission_without_tokens(0, FINISH_NONE, error) for request in requests]
+
+    monkeypatch.setattr(SlowToLoad, "sample", refuse)
+    rig = Rig()
+    rig.weights.versions[JOB, 0] = staged()
+    running = asyncio.create_task(rig.worker.run({}), name="worker")
+    if error == NOT_A_NUMBER:
+        worker = await rig.manager.joined()
+        await rig.manager.send(worker, UseVersion(job_id=JOB, version=0))
+        with pytest.raises(ExceptionGroup) as failure:
+            await running
+        assert failure.group_contains(ParityCheckFailed, match="that are not numbers", depth=2)
+        return
+    with capture_logs() as logs:
+        await rig.manager.ready_worker()
+    assert [line["reason"] for line in logs if line["event"] == "sampling_check_skipped"] == [error]
+    rig.stop.set()
+    await asyncio.wait({running})
 
 
 async def test_parity_check_without_an_answer_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlboost.services.rollout_worker.domain.effects import (
+from rlboost.services.rollout_worker.domain.requests import Emission, RequestKey
+from rlboost.services.rollout_worker.domain.session import (
     AbortRequests,
     CancelPull,
     DeadLetterCommand,
@@ -19,11 +20,10 @@ from rlboost.services.rollout_worker.domain.effects import (
     ReleaseRequests,
     ReleaseUnstarted,
     ResumeEngine,
+    Session,
     SubmitSamples,
     SuspendEngine,
 )
-from rlboost.services.rollout_worker.domain.requests import Emission, RequestKey
-from rlboost.services.rollout_worker.domain.session import Session
 from rlboost.shared.ids import WeightsRef
 from rlboost.shared.messages import (
     FINISH_RELEASED,
@@ -41,7 +41,7 @@ from rlboost.shared.messages import (
     UseVersion,
     WorkerLeft,
 )
-from rlboost.shared.wire.columns import U32, U64, pack
+from rlboost.shared.wire import U32, U64, pack
 
 
 def assignment(sample: int, attempt: int = 1) -> Assignment:

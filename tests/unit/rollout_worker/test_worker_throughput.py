@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from rlboost.services.rollout_worker.domain.load import DecodeMeter, Throughput
 from rlboost.services.rollout_worker.domain.requests import Emission
-from rlboost.services.rollout_worker.domain.throughput import DecodeMeter, Throughput
 
 
 def test_speed_is_that_of_the_last_seconds() -> None:

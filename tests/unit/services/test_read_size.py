@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 
 import pytest
 
-from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.leadership import manager_record
-from rlboost.services.trainer.runtime.job_streams import FinishedLog, RetryingBus
+from rlboost.services.rollout_manager.loop import Manager
+from rlboost.services.trainer.step.intake import FinishedLog
 from rlboost.shared.messages import SampleFinished
-from rlboost.shared.process.waiting import Waits
-from rlboost.shared.streams import names, read_size
+from rlboost.shared.streams import bus as bus_module
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import ReadSize
 from rlboost.shared.streams.entries import Entry, RawEntry
 from rlboost.shared.streams.fakes import MemoryBus
-from rlboost.shared.streams.read_size import ReadSize
-from rlboost.shared.wire.columns import F32, I32, pack
-from rlboost.tracing.follow import follow
-from rlboost.tracing.samples import Span
+from rlboost.shared.wire import F32, I32, pack
+from rlboost.tracing import Span, follow
 from tests.support.builders import heartbeat, worker_joined
 from tests.support.eventually import eventually
 from tests.support.stream_entries import read_all
+from tests.support.trainer_rig import JOB, Rig
 
-STREAM = names.rollouts_finished("j")
+STREAM = names.rollouts_finished(JOB)
 MAX_BYTES = 64 << 10
 N, LARGE = 60, 8 << 10
 
@@ -52,8 +53,8 @@ class Metered(MemoryBus):
 
 @pytest.fixture
 def bus(monkeypatch: pytest.MonkeyPatch) -> Metered:
-    monkeypatch.setattr(read_size, "MAX_BYTES", MAX_BYTES)
-    monkeypatch.setattr(read_size, "_FIRST_BYTES", LARGE)
+    monkeypatch.setattr(bus_module, "MAX_BYTES", MAX_BYTES)
+    monkeypatch.setattr(bus_module, "_FIRST_BYTES", LARGE)
     return Metered()
 
 
@@ -84,8 +85,9 @@ def test_count_follows_the_largest_recent_entry(bus: Metered) -> None:
 async def test_trainer_reads_large_samples_a_few_at_a_time(bus: Metered) -> None:
     for sample in range(N):
         await bus.append(STREAM, finished(sample))
-    waits = Waits()
-    log = FinishedLog(RetryingBus(bus, waits, 9.0), waits, "j", "0-0", 9.0)
+    rig = Rig(Path())
+    rig.bus = bus
+    log = FinishedLog(rig.claimed(), "0-0")
     for sample in range(N):
         entry = await log.peek()
         assert isinstance(entry.message, SampleFinished)

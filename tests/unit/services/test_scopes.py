@@ -13,11 +13,10 @@ import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
-from rlboost.services.rollout_manager import api as manager_api
-from rlboost.services.rollout_manager.access.token_table import REFRESH_S, TokenTable
-from rlboost.services.rollout_manager.app import Manager
-from rlboost.services.rollout_manager.domain.access_tokens import AccessToken, digest_of_secret
-from rlboost.services.rollout_manager.openai.routes import add_openai_routes
+from rlboost.services.rollout_manager.access import REFRESH_S, AccessToken, TokenTable, digest_of_secret
+from rlboost.services.rollout_manager.api import jobs as manager_api
+from rlboost.services.rollout_manager.loop import Manager
+from rlboost.services.rollout_manager.serving.routes import add_openai_routes
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.services.rollout_worker.api import notice_routes
 from rlboost.services.trainer import api as trainer_api
@@ -91,7 +90,7 @@ async def save(bus: MemoryBus, token: AccessToken) -> None:
 
 def manager_app(bus: MemoryBus) -> FastAPI:
     def openai(router: Any, manager: Any, bus: Any, settings: Any) -> None:
-        add_openai_routes(router, manager, bus, settings, load_model_files=Mock())
+        add_openai_routes(router, manager, bus, settings, load_model_files=Mock(), text=Mock())
 
     manager = Manager(MemoryBus(), lease_s=1.0, redis_limit_s=1.0)  # it does not lead: admitted requests get a 503
     return manager_api.build(manager, bus, Settings(token=SYSTEM), [openai])

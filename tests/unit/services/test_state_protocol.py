@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from rlboost.services.rollout_manager.app import Manager
 from rlboost.services.rollout_manager.leadership import manager_record
+from rlboost.services.rollout_manager.loop import Manager
 from rlboost.shared.errors import BusUnavailable, ConfigError
 from rlboost.shared.messages import Dismissed
 from rlboost.shared.messages.protocol import OLDEST_STATE, PROTOCOL
@@ -81,7 +81,7 @@ async def test_newer_manager_continues_older_state_and_dismisses_its_workers(mon
         joined = worker_joined(worker, protocol=protocol)
         await bus.transact([HashSet(names.FLEET, {worker: joined.model_dump_json()})])
     monkeypatch.setattr(state_protocol, "PROTOCOL", PROTOCOL + 1)
-    for module in ("workers.fleet", "worker_removal"):
+    for module in ("workers", "stalls"):
         monkeypatch.setattr(f"rlboost.services.rollout_manager.domain.{module}.PROTOCOL", PROTOCOL + 1)
     leader = manager(bus)
     assert await leader.try_lead()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlboost.shared.atomic_file import replace_file, temporary_file
+from rlboost.shared.files import replace_file, temporary_file
 
 
 @pytest.mark.parametrize("sync", [False, True])

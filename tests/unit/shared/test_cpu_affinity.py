@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.process.cpu_affinity import bind, parse
+from rlboost.shared.process.system import bind, parse
 
 
 def test_parse_list_of_cpus_returns_them() -> None:
@@ -20,7 +20,7 @@ def test_parse_list_of_cpus_returns_them() -> None:
 def test_bind_leaves_only_the_named_cpus() -> None:
     last = max(os.sched_getaffinity(0))
     code = (
-        "import os, sys; from rlboost.shared.process.cpu_affinity import bind; "
+        "import os, sys; from rlboost.shared.process.system import bind; "
         f"bind(''); before = os.sched_getaffinity(0); bind('{last},100000'); print(before, os.sched_getaffinity(0))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -12,14 +12,13 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.routing import APIRoute
 
-from rlboost.services.rollout_manager import api as manager_api
-from rlboost.services.rollout_manager.app import Manager
-from rlboost.services.rollout_manager.openai.routes import add_openai_routes
+from rlboost.services.rollout_manager.api import jobs as manager_api
+from rlboost.services.rollout_manager.loop import Manager
+from rlboost.services.rollout_manager.serving.routes import add_openai_routes
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.services.rollout_worker.api import notice_routes
 from rlboost.services.weight_store import api as store_api
-from rlboost.shared.http.authentication import system_token
-from rlboost.shared.http.failure_limit import ADDRESSES_MAX, BURST, FailureLimit
+from rlboost.shared.http.access import ADDRESSES_MAX, BURST, FailureLimit, system_token
 from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.server import create_app
 from rlboost.shared.process.waiting import Waits
@@ -33,7 +32,7 @@ _CLIENTS = itertools.count()
 
 def manager_app() -> FastAPI:
     def openai(router: Any, manager: Any, bus: Any, settings: Any) -> None:
-        add_openai_routes(router, manager, bus, settings, load_model_files=Mock())
+        add_openai_routes(router, manager, bus, settings, load_model_files=Mock(), text=Mock())
 
     manager = Manager(MemoryBus(), lease_s=1.0, redis_limit_s=1.0)
     return manager_api.build(manager, MemoryBus(), Settings(token=TOKEN), [openai])

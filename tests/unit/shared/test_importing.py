@@ -7,8 +7,8 @@ import importlib.util
 
 import pytest
 
-from rlboost.shared.process.garbage_collection import gc_paused
-from rlboost.shared.process.hidden_modules import modules_hidden
+from rlboost.shared.process.modules import modules_hidden
+from rlboost.shared.process.system import gc_paused
 
 
 def test_gc_paused_resumes_after_a_failed_import() -> None:

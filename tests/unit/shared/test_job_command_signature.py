@@ -67,6 +67,7 @@ async def test_forged_cancel_leaves_the_job_running(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     forged = JobCommand(command_id="f", action="cancel", job_id=JOB, job_no=1)
     async with rig.trainer():
-        await rig.bus.append(names.JOB_COMMANDS, forged)
+        for stream in (names.JOB_COMMANDS, names.JOB_CONTROLS):
+            await rig.bus.append(stream, forged)
         await rig.command("create")
         assert (await rig.ended()).state == "completed"

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from rlboost.jobs.evaluation import evaluation_of
-from rlboost.services.rollout_manager.domain.jobs.record import from_json as job_from_json
-from rlboost.services.rollout_manager.domain.jobs.record import to_json as job_to_json
+from rlboost.services.rollout_manager.domain.jobs import from_json as job_from_json
+from rlboost.services.rollout_manager.domain.jobs import to_json as job_to_json
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import EvalJob, InvalidJob, RlJob, parse, parse_stored, to_json
 from rlboost.shared.job.training import TrainerSpec
@@ -41,7 +41,29 @@ def test_minimal_job_of_each_kind_parses_and_round_trips(kind: str) -> None:
         ("sft", {"steps": 0}, "steps: should be 1 or more, not 0"),
         ("sft", {"data": {}}, "data.train: missing: give it"),
         ("eval", {"data": {}}, "data.eval: missing: give it"),
+        ("sft", {"eval": {}}, "data.eval: missing, and eval is set: name the file of held-out rows, or remove eval"),
+        (
+            "sft",
+            {"data": {"train": "t", "eval": "e"}},
+            "data.eval: not used without a section eval: add eval: {every: 10}, or remove it",
+        ),
+        (
+            "sft",
+            {"steps": None},
+            "steps: should be a whole number, not null: give one, or leave the key out if it has a default",
+        ),
+        (
+            "rl",
+            {"sampling": {"temperature": 1e-9}},
+            "sampling.temperature: should be 0 (greedy), or 0.01 or more, not 1e-09",
+        ),
+        ("rl", {"sampling": {"temperature": 1e9}}, "sampling.temperature: should be 10 or less, not 1000000000.0"),
         ("eval", {"reward": None}, "reward: a job of kind eval needs it, or an environment"),
+        (
+            "rl",
+            {"reward": {"functions": [{"function": "a:b", "weight": 0}]}},
+            "reward: every function has weight 0 and is only logged: give one of them another weight",
+        ),
         ("eval", {"eval": None}, "eval: should be a section with the keys every, samples, pass_reward"),
         ("eval", {"kind": "test"}, "kind: 'test' is unknown: use 'rl', 'sft' or 'eval'"),
         ("eval", {"kind": ["sft"]}, "kind: should be 'rl', 'sft' or 'eval'"),
@@ -67,13 +89,17 @@ RL, SFT, EVAL = "learns from what it generates, up to sampling.max_tokens", "gen
         ("rl", {"data": {"train": "t", "completion_key": "completion"}}, RL, "data.completion_key"),
         ("rl", {"data": {"train": "t", "max_completion_tokens": 9}}, RL, "data.max_completion_tokens"),
         ("sft", {"reward": REWARD}, SFT, "reward"),
-        ("sft", {"sampling": {"temperature": 0.7}, "eval": {}}, SFT, "sampling, eval"),
+        ("sft", {"sampling": {"temperature": 0.7}, "eval": None}, SFT, "sampling"),
         ("sft", {"algorithm": {}, "environment": {"function": 3}}, SFT, "algorithm, environment"),
         (
             "sft",
-            {"eval": {}, "elastic": {"seeding": 1, "weights": "delta"}, "data": {"train": "t", "curriculum": {}}},
+            {
+                "eval": {"samples": 8},
+                "elastic": {"seeding": 1, "weights": "delta"},
+                "data": {"train": "t", "eval": "e", "curriculum": {}},
+            },
             SFT,
-            "eval, data.curriculum, elastic.seeding",
+            "data.curriculum, elastic.seeding, eval.samples",
         ),
         ("eval", {"steps": 0, "optimizer": {"lr": 0.1}, "lora": {}}, EVAL, "steps, optimizer, lora"),
         (
@@ -108,7 +134,8 @@ def test_inapplicable_and_invalid_settings_are_reported_together() -> None:
 
 @pytest.mark.parametrize("kind", ["sft", "eval"])
 def test_inapplicable_settings_may_be_null_and_are_not_resolved(kind: str) -> None:
-    others = {name: None for job in JOBS.values() for name in job if name not in {"kind", *JOBS[kind]}}
+    common = {"kind", "eval", *JOBS[kind]}
+    others = {name: None for job in JOBS.values() for name in job if name not in common}
     job = parse({**others, **JOBS[kind]})
     assert not others.keys() & json.loads(to_json(job)).keys()
 

@@ -41,12 +41,12 @@ def test_invalid_elastic_values_are_refused_by_name(wrong: str) -> None:
 
 def test_an_adapter_needs_no_section() -> None:
     assert parse(spec("{}")).adapter is None
-    assert parse(spec("{weights: lora}")).adapter == LoraSpec()
+    assert parse(spec("{weights: lora}")).adapter == LoraSpec(base_model_name_or_path="m")
 
 
 def test_a_section_of_an_adapter_survives_the_resolved_job_file() -> None:
     job = parse(spec("{weights: lora}", ", lora: {rank: 4, alpha: 16, targets: [q_proj, v_proj]}"))
-    assert job.adapter == LoraSpec(rank=4, alpha=16.0, targets=("q_proj", "v_proj"))
+    assert job.adapter == LoraSpec(rank=4, alpha=16.0, targets=("q_proj", "v_proj"), base_model_name_or_path="m")
     assert parse(json.loads(to_json(job))) == job
 
 

@@ -18,7 +18,7 @@ from rlboost.shared.errors import Undecodable
 from rlboost.shared.ids import SampleId, group_of, job_of
 from rlboost.shared.messages import Message, TokenFrame, registered
 from rlboost.shared.messages.codec import decode, encode
-from rlboost.shared.wire.columns import F32, I32, floats, ints, pack
+from rlboost.shared.wire import F32, I32, floats, ints, pack
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 M = TypeVar("M", bound=BaseModel)

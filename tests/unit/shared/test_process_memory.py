@@ -11,7 +11,7 @@ VICTIM = """
 import asyncio, ctypes, os, sys
 from rlboost.services.trainer.children.child import Pipe
 from rlboost.shared.process.lifecycle import run_service
-from rlboost.shared.process.dump_protection import protect_process_memory
+from rlboost.shared.process.system import protect_process_memory
 from rlboost.shared.settings import ServiceSettings
 
 def readable(name):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from redis.exceptions import OutOfMemoryError, ReadOnlyError, ResponseError
 
-from rlboost.shared.redis.remedies import remedy, reply_code
+from rlboost.shared.redis.bus import remedy, reply_code
 
 IN_SCRIPT = "Error running script (call to f_a720): @user_script:11: @user_script: 11: "
 IN_TRANSACTION = "Command # 2 (XADD s ...) of pipeline caused error: "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlboost.shared.errors import BusUnavailable, NotFound, StoreUnavailable
-from rlboost.shared.process.retries import retry_while
+from rlboost.shared.process.waiting import retry_while
 
 
 class Call:

@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 
 from rlboost.shared.user_code.errors import MAX_CHARS, describe_error
-from rlboost.shared.user_code.reward_call import describe_import_error, load
+from rlboost.shared.user_code.functions import describe_import_error, load
 
 MODULE = """
 def right(text, answer):
@@ -71,6 +71,6 @@ def test_describe_import_error_names_the_line(tmp_path: Path, monkeypatch: pytes
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "raising_module.py").write_text("\n\nundefined_name\n")
     with pytest.raises(NameError) as caught:
-        load("raising_module:score")
+        load("raising_module:score", "reward function")
     text = describe_import_error("raising_module:score", "reward function", caught.value)
     assert f"({tmp_path / 'raising_module.py'}:3); fix raising_module" in text

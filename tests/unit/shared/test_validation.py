@@ -11,12 +11,10 @@ from pydantic import BaseModel
 
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import CriticSpec, PreferenceSpec
-from rlboost.shared.job.curriculum import CurriculumSpec
 from rlboost.shared.job.other_trainers import NAMES, advice
 from rlboost.shared.job.reward import EnvironmentSpec, RewardPart
-from rlboost.shared.job.run_log import WandbSpec
-from rlboost.shared.job.spec import RlJob, parse
-from rlboost.shared.job.training import LoraSpec
+from rlboost.shared.job.spec import RlJob, WandbSpec, parse
+from rlboost.shared.job.training import CurriculumSpec, LoraSpec
 from tests.support.jobs import job_file
 
 JOB = job_file(steps=2)
@@ -36,7 +34,10 @@ def complaint(**changes: Any) -> str:
         ({"model": ""}, "model: should be text with 1 or more characters"),
         ({"name": ""}, "name: should be text with 1 or more characters"),
         ({"name": 65 * "x"}, "name: should be text with 64 characters at most"),
-        ({"name": "a b"}, "name: should be text that matches ^[A-Za-z0-9][A-Za-z0-9._-]*$"),
+        (
+            {"name": "a b"},
+            "name: should be ASCII letters, digits, '.', '_' and '-' only, with a letter or digit first, not 'a b'",
+        ),
         ({"steps": "many"}, "steps: should be a whole number, not 'many'"),
         ({"steps": 1.5}, "steps: should be a whole number, not 1.5"),
         ({"steps": 1 << 22}, "steps: should be below 4194304, not 4194304"),
@@ -92,6 +93,14 @@ def complaint(**changes: Any) -> str:
             f"trainer.backend: '{39 * 'x'}...' is unknown: use 'torch' or 'megatron'",
         ),
         ({"trainer": {"batch": 1}}, "trainer.batch: unknown key: remove it or fix its spelling"),
+        (
+            {"eval": {"eval_step": 8}},
+            "eval.eval_step: unknown key: did you mean eval_steps? RLBoost calls it eval.every",
+        ),
+        (
+            {"optimizer": {"decay": None}},
+            "optimizer.decay: should be a number, not null: give one, or leave the key out if it has a default",
+        ),
     ],
 )
 def test_invalid_value_error_names_the_expected_type(changes: dict[str, Any], text: str) -> None:
@@ -174,6 +183,24 @@ def test_no_wrong_value_is_answered_in_the_words_of_python(path: tuple[str, ...]
         ),
         ({"per_device_train_batch_size": 8}, "RLBoost calls it trainer.micro_batch_tokens (there in completions)"),
         ({"sampling": {"top_k": 8}}, "unknown key: RLBoost has no top_k (docs/coming-from.md#what-differs)"),
+        ({"sampling": {"min_p": 0.1}}, "sampling.min_p: unknown key: RLBoost has no min_p"),
+        (
+            {"sampling": {"repetition_penalty": 1.1}},
+            "the trainer's log-probabilities are of the model's own distribution",
+        ),
+        ({"sampling": {"logit_bias": {"5": 1}}}, "sampling.logit_bias: unknown key: RLBoost has no logit_bias"),
+        ({"sampling": {"min_tokens": 4}}, "sampling.min_tokens: unknown key: RLBoost has no min_tokens"),
+        ({"sampling": {"stop": ["#"]}}, "a completion ends at an end token of the model or at sampling.max_tokens"),
+        (
+            {"sampling": {"n": 8}},
+            "sampling.n: unknown key: RLBoost has no n (docs/coming-from.md#what-differs): set ",
+        ),
+        (
+            {"packing": True},
+            "packing: unknown key: RLBoost has no packing (docs/coming-from.md#what-differs): rows",
+        ),
+        ({"vllm_mode": "colocate"}, "vllm_mode: unknown key: RLBoost has no vllm_mode"),
+        ({"generation_kwargs": {"top_k": 5}}, "generation_kwargs: unknown key: "),
         ({"num_train_epochs": 2}, "(docs/coming-from.md#what-differs): set steps to epochs x rows / data.prompts_"),
         (
             {"actor_rollout_ref": {"rollout": {"n": 8}, "actor": {"optim": {"lr": 1.0}}}},

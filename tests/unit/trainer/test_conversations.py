@@ -9,19 +9,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlboost.services.trainer.domain import plan
-from rlboost.services.trainer.domain.groups.collector import DroppedGroup, GroupOutcome, StepCollector, WholeGroup
-from rlboost.services.trainer.domain.groups.conversation import Conversation
-from rlboost.services.trainer.domain.groups.conversation_collector import ConversationCollector
-from rlboost.services.trainer.domain.groups.messages import messages_of
-from rlboost.services.trainer.domain.groups.turns import StepTurnIds, TurnIds
+from rlboost.services.trainer.domain.conversations import Conversation, StepTurnIds, TurnIds, messages_of
+from rlboost.services.trainer.domain.groups import (
+    DroppedGroup,
+    GroupOutcome,
+    StepCollector,
+    WholeGroup,
+)
 from rlboost.shared.errors import ConfigError, Fatal, Unprocessable
 from rlboost.shared.ids import SampleId, group_of
 from rlboost.shared.messages import GroupOpened, Message, SampleDropped, SampleFinished, SeedingEnded, TurnAnswered
-from rlboost.shared.wire.columns import F32, I32, U8, ints, pack
+from rlboost.shared.model.tool_calls import CallStyle
+from rlboost.shared.wire import F32, I32, U8, ints, pack
 from tests.support.trainer_rig import spec
 
 IDS = TurnIds(n_groups=2, group_size=2, max_turns=3)
-CALL = '{"name": "add"}'
+CALL = '{"name": "add", "arguments": {"a": "é"}}'
 GROUP, OTHER = SampleId(1, False, 4, 0, 0).pack(), SampleId(1, False, 4, 1, 0).pack()
 
 
@@ -42,11 +45,11 @@ def told(sample: int, number: int, *tokens: int, reward: float = 0.0, over: str 
     return TurnAnswered(sample=turn, tokens=pack(tokens, I32), reward=reward, over=over)  # type: ignore[arg-type]
 
 
-def collector(max_staleness: int = 0) -> ConversationCollector:
-    return ConversationCollector(StepCollector(1, 4, {GROUP: 2, OTHER: 2}, max_staleness), StepTurnIds(IDS, None))
+def collector(max_staleness: int = 0) -> StepCollector:
+    return StepCollector(1, 4, {GROUP: 2, OTHER: 2}, max_staleness, StepTurnIds(IDS, None))
 
 
-def folded(collecting: ConversationCollector, *messages: Message) -> list[GroupOutcome]:
+def folded(collecting: StepCollector, *messages: Message) -> list[GroupOutcome]:
     return [outcome for message in messages if (outcome := collecting.apply(message)) is not None]
 
 
@@ -85,6 +88,19 @@ def test_messages_of_a_conversation_have_tool_calls_and_answers(tags_are_special
         {"role": "assistant", "content": "3", "tool_calls": [], "spans": [["w1", 4, 2]]},
         {"role": "environment", "content": "", "reward": 1.0, "over": "done"},
     ]
+
+
+def test_messages_show_the_arguments_that_the_tool_got() -> None:
+    said_it = "<tool_call><function=f><parameter=n>2</parameter></function></tool_call>"
+    tool = {"function": {"name": "f", "parameters": {"properties": {"n": {"type": "integer"}}}}}
+    conversation = Conversation(GROUP, [said(GROUP, 0, 5)], [told(GROUP, 0, over="done")])
+
+    def decode(tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+        del skip_special_tokens
+        return said_it if list(tokens) == [5] else ""
+
+    turn, _ = messages_of(conversation, decode, CallStyle("qwen3_coder"), tools=[tool])
+    assert turn["tool_calls"] == ['{"name": "f", "arguments": {"n": 2}}']
 
 
 # --- ids --------------------------------------------------------------------------------------------------------------
@@ -178,7 +194,7 @@ def test_a_group_is_whole_with_the_answer_that_ends_its_last_conversation() -> N
     collecting = collector()
     turns = [said(GROUP + 1, 0, 5, 2), said(GROUP, 0, 6, 2), told(GROUP, 0, reward=1.0, over="done")]
     assert folded(collecting, *turns, told(GROUP + 1, 0, 9), said(GROUP + 1, 1, 7)) == []
-    assert (collecting.groups.n_arrived, collecting.groups.n_samples, collecting.groups.complete) == (1, 4, False)
+    assert (collecting.n_arrived, collecting.n_samples, collecting.complete) == (1, 4, False)
     (outcome,) = folded(collecting, told(GROUP + 1, 1, reward=2.0, over="cut"))
     assert isinstance(outcome, WholeGroup)
     assert [sample.sample for sample in outcome.samples] == [GROUP, GROUP + 1]
@@ -186,8 +202,8 @@ def test_a_group_is_whole_with_the_answer_that_ends_its_last_conversation() -> N
     assert [ints(talk.completion) for talk in outcome.conversations] == [[6, 2], [5, 2, 9, 7]]
     assert [talk.reward for talk in outcome.conversations] == [1.0, 2.0]
     assert len(folded(collecting, *alone(OTHER), *alone(OTHER + 1))) == 1
-    assert collecting.groups.complete
-    assert collecting.groups.duplicates == 0
+    assert collecting.complete
+    assert collecting.duplicates == 0
 
 
 def test_a_turn_is_to_be_answered_once_and_not_where_an_answer_follows() -> None:
@@ -213,7 +229,7 @@ def test_duplicate_turn_is_counted_without_effect() -> None:
     folded(collecting, said(GROUP, 0, 5, 2), said(GROUP, 0, 5, 2))
     earlier = said(SampleId(1, False, 3, 0, 0).pack(), 1, 5)
     folded(collecting, earlier)
-    assert collecting.groups.duplicates == 2
+    assert collecting.duplicates == 2
     (talk,) = collecting.take_unanswered()
     assert len(talk.turns) == 1
 
@@ -237,8 +253,8 @@ def test_failed_environment_drops_its_group_without_further_requests() -> None:
     assert folded(collecting, told(GROUP + 1, 0, 9), said(GROUP + 1, 1, 5, 2)) == []
     assert collecting.take_unanswered() == []
     folded(collecting, *alone(OTHER), *alone(OTHER + 1))
-    assert collecting.groups.complete
-    assert collecting.groups.duplicates == 0
+    assert collecting.complete
+    assert collecting.duplicates == 0
 
 
 def test_a_later_turn_that_cannot_be_generated_drops_its_group() -> None:
@@ -276,4 +292,4 @@ def test_group_with_another_prompt_digest_is_dropped() -> None:
 def test_the_end_of_the_seeding_is_still_heard() -> None:
     collecting = collector()
     collecting.apply(SeedingEnded(step=4, window_s=1.0, reason="window"))
-    assert collecting.groups.trainer_has_device
+    assert collecting.trainer_has_device

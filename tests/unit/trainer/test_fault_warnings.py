@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from rlboost.services.trainer.domain.warnings.faults import FaultWarnings
+from rlboost.services.trainer.domain.warnings import FaultWarnings
 
 
 def test_on_group_dropped_warns_of_the_first_fault_of_each_reason() -> None:

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlboost.services.trainer.domain.warnings.rules import WINDOW_STEPS, JobFacts
-from rlboost.services.trainer.domain.warnings.tracker import CLEAR_STEPS, Change, WarningTracker
+from rlboost.services.trainer.domain.warnings import CLEAR_STEPS, WINDOW_STEPS, Change, JobFacts, WarningTracker
 from rlboost.shared.job.spec import parse
 
 FACTS = JobFacts("j-1", prompts_per_step=32, group_size=8, limits="sampling.max_tokens is 256", eval_samples=200)
@@ -42,6 +41,11 @@ def sft(loss: float, grad_norm: float = 1.0) -> dict[str, float]:
     return {"loss": loss, "perplexity": 2.0, "lr": 1e-4, "grad_norm": grad_norm, "tokens/trained": 100.0}
 
 
+def evaluated(pass_at_8: float) -> dict[str, float]:
+    """Return the metrics of an evaluation with partial rewards, of whose 200 completions few or none pass."""
+    return {"eval/reward_mean": 0.3, "eval/pass@1": pass_at_8 / 8, "eval/pass@8": pass_at_8}
+
+
 def dropped(ratio: float, **reasons: float) -> dict[str, float]:
     return rl(groups__dropped_ratio=ratio) | {f"groups/dropped/{name}": n for name, n in reasons.items()}
 
@@ -72,8 +76,21 @@ LOW_ENTROPY = {"entropy": 0.005}
         [rl(0.02, eval__reward_mean=0.0)] * 3,
         [sft(2.0 - 0.1 * step) for step in range(15)],
         [{"eval/reward_mean": 0.0}],
+        [rl(0.3, **evaluated(pass_at_8=0.01))] * 3,
     ],
-    ids=["rising", "solved", "noise", "short answers", "chance", "one slow step", "kl", "hard", "sft", "eval job"],
+    ids=[
+        "rising",
+        "solved",
+        "noise",
+        "short answers",
+        "chance",
+        "one slow step",
+        "kl",
+        "hard",
+        "sft",
+        "eval job",
+        "some pass",
+    ],
 )
 def test_a_healthy_job_has_no_warning(rows: list[dict[str, float]]) -> None:
     assert raised(rows) == []
@@ -93,6 +110,7 @@ def test_a_healthy_job_has_no_warning(rows: list[dict[str, float]]) -> None:
         ([rl(kl=0.1)] + [rl(kl=2.0)] * 3, (3, "kl_exploded")),
         ([rl(grad_norm=0.0)] * 3, (2, "gradient_zero")),
         ([rl(eval__reward_mean=0.0), rl(), rl(eval__reward_mean=0.0)], (2, "eval_reward_zero")),
+        ([rl(0.3, **evaluated(pass_at_8=0.0))], (0, "nothing_passes")),
         ([sft(2.0)] * 3 + [sft(4.0)] * 3, (5, "loss_rose")),
         ([sft(0.0, grad_norm=0.0)] * 3, (2, "gradient_zero")),
     ],
@@ -109,6 +127,23 @@ def test_rewards_that_do_not_differ_across_a_batch_are_a_signal_for_batch_statis
 
 def test_a_length_penalty_is_a_signal_though_rewards_are_equal() -> None:
     assert raised([equal(0.0) | {"reward/overlong_penalty": 0.1}] * 4) == []
+
+
+def test_small_evaluation_without_a_pass_needs_a_second_one() -> None:
+    """The undertrained warm-up: rewards differ from the first step, and no completion is ever right."""
+    facts = JobFacts("j-1", prompts_per_step=32, group_size=8, eval_samples=60, pass_reward=0.9)
+    rows = [rl(0.3, **evaluated(0.0)), *[rl(0.3)] * 9, rl(0.31, **evaluated(0.0))]
+    [(at, change)] = changes(rows, facts)
+    assert at == 10
+    text = change.finding.text
+    assert [
+        word for word in ("120 completions", "reward of 0.9", "kind: sft", "samples j-1 --eval") if word not in text
+    ] == []
+    rows += [rl(0.4, **evaluated(0.1)), *[rl(0.4)] * CLEAR_STEPS]
+    assert [(change.finding.name, change.holds) for _, change in changes(rows, facts)] == [
+        ("nothing_passes", True),
+        ("nothing_passes", False),
+    ]
 
 
 def test_falling_reward_under_a_curriculum_raises_no_warning() -> None:

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from rlboost.services.rollout_manager.domain.apply_messages import apply_message
-from rlboost.services.rollout_manager.domain.jobs.record import Job, from_json, to_json
-from rlboost.services.rollout_manager.domain.world import Now, World
-from rlboost.services.trainer.domain.warnings import tracker as health
-from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
+from rlboost.services.rollout_manager.domain.effects import Now
+from rlboost.services.rollout_manager.domain.jobs import Job, from_json, to_json
+from rlboost.services.rollout_manager.domain.world import World
+from rlboost.services.trainer.domain import warnings as health
+from rlboost.services.trainer.ports.samples import RewardBatch, Scores
 from rlboost.services.trainer.step import scoring
 from rlboost.shared.messages import Event, StepReport
 from rlboost.shared.streams import names
@@ -32,9 +33,7 @@ async def warnings(rig: Rig) -> list[dict[str, Any]]:
 async def test_a_reward_that_is_always_zero_is_warned_of_once(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     rig.reward = zero
-    async with rig.trainer():
-        await rig.command("create")
-        assert (await rig.ended()).state == "completed"
+    assert (await rig.run()).state == "completed"
     [warning] = await warnings(rig)
     assert (warning["name"], warning["step"]) == ("no_learning_signal", 2)
     assert "reward 0" in warning["text"]
@@ -50,8 +49,7 @@ async def test_a_successor_does_not_repeat_a_warning(tmp_path: Path) -> None:
     for report in await rig.steps():  # as the manager does
         saved = HashSet(names.job_metrics(JOB), {str(report.step): json.dumps(report.metrics)})
         await rig.bus.transact([saved])
-    async with rig.trainer():
-        assert (await rig.ended()).state == "completed"
+    assert (await rig.resume()).state == "completed"
     assert len(await warnings(rig)) == 1
     assert (await rig.steps())[-1].warnings
 
@@ -61,9 +59,7 @@ async def test_dropped_groups_are_warned_of_with_the_first_reason(tmp_path: Path
     rig.reward = lambda batch: (
         Scores(None, reason="raised", detail="ValueError:\n boom") if batch.columns["row"][0] % 2 else zero(batch)
     )
-    async with rig.trainer():
-        await rig.command("create")
-        assert (await rig.ended()).state == "completed"
+    assert (await rig.run()).state == "completed"
     [warning] = await warnings(rig)
     assert warning["name"] == "many_groups_dropped"
     assert "50%" in warning["text"]
@@ -74,9 +70,7 @@ async def test_a_long_completion_is_shown_by_its_ends(tmp_path: Path, monkeypatc
     monkeypatch.setattr(scoring, "_TEXT_CHARS", 100)
     rig = Rig(tmp_path, spec(steps=3, sampling={"max_tokens": 4_000}))
     rig.reward = zero
-    async with rig.trainer():
-        await rig.command("create")
-        await rig.ended()
+    await rig.run()
     [warning] = await warnings(rig)
     assert 600 < len(warning["text"]) < 1_300
     samples = await rig.bus.read({names.job_samples(JOB): START}, count=1_000)
@@ -93,15 +87,13 @@ async def test_a_fault_of_the_watch_does_not_end_the_job(tmp_path: Path, monkeyp
     monkeypatch.setattr(health, "RULES", (fails,))
     rig = Rig(tmp_path)
     await rig.bus.transact([HashSet(names.job_metrics(JOB), {"0": "not JSON"})])
-    async with rig.trainer():
-        await rig.command("create")
-        assert (await rig.ended()).state == "completed"
+    assert (await rig.run()).state == "completed"
     assert all(report.warnings == [] for report in await rig.steps())
 
 
 def test_the_manager_shows_the_warnings_of_the_last_step() -> None:
     world, job = World(2.0), Job("j", 1, spec(), created_at=0.0)
-    world.jobs[job.id] = job
+    world.jobs.add(job)
     for step, warnings in enumerate((["all rewards are 0"], [])):
         report = StepReport(job_id="j", step=step, metrics={}, warnings=warnings)
         apply_message(world, report, f"{step + 1}-0", Now(mono=100.0, wall=1e9))

@@ -4,11 +4,10 @@ from itertools import combinations
 
 import pytest
 
-from rlboost.services.trainer.domain.groups.scored_group import ScoredGroup
-from rlboost.services.trainer.domain.metrics import RolloutTally, StepTally
-from rlboost.services.trainer.domain.pass_at_k import pass_at_k, pass_rates
+from rlboost.services.trainer.domain.groups import ScoredGroup
+from rlboost.services.trainer.domain.metrics import RolloutTally, StepTally, pass_at_k, pass_rates
 from rlboost.shared.messages import SampleFinished
-from rlboost.shared.wire.columns import F32, I32, pack
+from rlboost.shared.wire import F32, I32, pack
 
 
 @pytest.mark.parametrize(("n", "n_passed"), [(1, 0), (1, 1), (5, 0), (5, 2), (6, 6)])

@@ -8,11 +8,11 @@ import msgpack
 import pytest
 from pydantic import ValidationError
 
-from rlboost.services.trainer.ports.policy_settings import PolicySettings
+from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.job.spec import parse
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
-from rlboost.shared.wire.routed_experts import RoutedShape
+from rlboost.shared.wire import RoutedShape
 
 SHAPE = RoutedShape(4, 2, 8)
 

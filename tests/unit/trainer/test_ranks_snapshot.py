@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from rlboost.services.trainer.adapters.ranks import policy
-from rlboost.services.trainer.adapters.ranks.layout import Layout
-from rlboost.services.trainer.ports.policy_settings import PolicySettings
+from rlboost.services.trainer.adapters.torch import policy
+from rlboost.services.trainer.adapters.torch.ranks import Layout
+from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.shared.errors import DiskFull
 from rlboost.shared.job.training import TrainerSpec
 

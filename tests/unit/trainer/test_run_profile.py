@@ -6,15 +6,15 @@ import math
 
 import pytest
 
-from rlboost.services.rollout_manager.domain.engine_profiles import engine_profiles
-from rlboost.services.rollout_manager.domain.workers.throughput_model import MIN_OBSERVATIONS
+from rlboost.services.rollout_manager.domain.measurements import MIN_OBSERVATIONS
+from rlboost.services.rollout_manager.domain.step_windows import engine_profiles
 from rlboost.services.rollout_manager.domain.world import World
-from rlboost.services.trainer.domain.groups.scored_group import ScoredGroup
+from rlboost.services.trainer.domain.groups import ScoredGroup
 from rlboost.services.trainer.domain.metrics import Durations, RolloutTally, StepTally
 from rlboost.services.trainer.domain.profile_recorder import RECENT_STEPS, ProfileRecorder
 from rlboost.shared.job.run_profile import RunProfile
 from rlboost.shared.messages import EngineProfile, SampleFinished
-from rlboost.shared.wire.columns import I32, pack
+from rlboost.shared.wire import I32, pack
 from tests.support.builders import engine_profile, heartbeat, worker_joined
 
 ENGINE = engine_profile("sim")
@@ -99,11 +99,11 @@ def test_engine_profile_has_the_medians_of_the_workers_of_a_kind() -> None:
         for _ in range(MIN_OBSERVATIONS + 1):
             beat = heartbeat(name, state="ready", batch=4.0, step_s=0.04, update_s=update_s, update_pause_s=0.1)
             world.fleet.on_heartbeat(worker, beat, 0.0)
-    (found,) = engine_profiles(world, "j")
+    (found,) = engine_profiles(world.fleet, "j")
     assert (found.kind, found.role, found.workers, found.slots) == ("sim", "preemptible", 3, 8)
     assert (found.price_per_hour, found.update_s, found.update_pause_s) == (3.0, 1.5, 0.1)
     assert found.step_s + 4 * found.per_sample_s == pytest.approx(4 / 100.0)
-    assert engine_profiles(world, "another job") == []
+    assert engine_profiles(world.fleet, "another job") == []
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
@@ -114,4 +114,4 @@ def test_engine_profile_that_is_not_finite_is_left_out(value: float) -> None:
     world.fleet.assign(worker, ("j", 0))
     worker.update_s = 1.0
     worker.profile.observed, worker.profile.each_s = MIN_OBSERVATIONS, value
-    assert engine_profiles(world, "j") == []
+    assert engine_profiles(world.fleet, "j") == []

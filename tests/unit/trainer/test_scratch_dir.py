@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from rlboost.services.trainer.adapters.ranks.scratch_dir import ScratchDir, flock_directory, remove_stale
+from rlboost.services.trainer.adapters.torch.tensors import ScratchDir, flock_directory, remove_stale
 
 OTHER_PROCESS = """
 import sys
 from pathlib import Path
-from rlboost.services.trainer.adapters.ranks.scratch_dir import ScratchDir
+from rlboost.services.trainer.adapters.torch.tensors import ScratchDir
 scratch = ScratchDir(Path(sys.argv[1]))
 print(scratch.name, flush=True)
 sys.stdin.read()

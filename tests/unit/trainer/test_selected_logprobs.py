@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rlboost.services.trainer.adapters.torch.selected_logprobs import selected_logprobs
+from rlboost.services.trainer.adapters.torch.passes import selected_logprobs
 from tests.support.saved_bytes import saved_bytes
 
 VOCABULARY = 50

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlboost.services.trainer.fakes.engine import FakeEngine
-from rlboost.shared.weights.shards import Shard
+from rlboost.services.trainer.fakes import FakeEngine
+from rlboost.shared.weights.publisher import Shard
 from tests.support.trainer_rig import Rig
 
 ADAPTER = '{"r": 8}'
@@ -23,9 +23,7 @@ def names(shards: list[Shard]) -> list[str]:
 
 async def undisturbed(folder: Path) -> Rig:
     rig = rig_in(folder)
-    async with rig.trainer():
-        await rig.command("create")
-        assert (await rig.ended()).state == "completed"
+    assert (await rig.run()).state == "completed"
     return rig
 
 
@@ -50,8 +48,7 @@ async def test_a_killed_trainers_successor_ends_with_the_same_bits(tmp_path: Pat
     for killed_in in (0, 3):
         rig = rig_in(tmp_path / f"b{killed_in}")
         await rig.killed_in(killed_in)
-        async with rig.trainer():
-            assert (await rig.ended()).state == "completed"
+        assert (await rig.resume()).state == "completed"
         assert rig.weights.versions == expected.weights.versions
         assert rig.folder.model == expected.folder.model
         assert "weights_restored" not in dict(await rig.events())
@@ -62,8 +59,7 @@ async def test_successor_with_another_base_restores_the_committed_base(tmp_path:
     await rig.killed_in(3)
     committed = [shard._replace(data=b"\x00\x00\x80?" * 2) for shard in rig.weights.versions[0]]
     rig.weights.versions[0] = committed
-    async with rig.trainer():
-        assert (await rig.ended()).state == "completed"
+    assert (await rig.resume()).state == "completed"
     assert list(rig.engine.export_shards("base")) == committed
     assert ("weights_restored", {"version": 0}) in await rig.events()
 
@@ -72,8 +68,7 @@ async def test_adapter_job_without_its_committed_base_fails(tmp_path: Path) -> N
     rig = rig_in(tmp_path)
     await rig.killed_in(3)
     del rig.weights.versions[0]
-    async with rig.trainer():
-        report = await rig.ended()
+    report = await rig.resume()
     assert report.state == "failed"
     assert "version 0, the base model of the adapters, is no longer in the store" in report.error
 
@@ -83,7 +78,6 @@ async def test_a_store_that_lost_everything_gets_the_base_before_the_adapter(tmp
     rig = rig_in(tmp_path / "b")
     await rig.killed_in(3)
     rig.weights.versions.clear()
-    async with rig.trainer():
-        assert (await rig.ended()).state == "completed"
+    assert (await rig.resume()).state == "completed"
     assert sorted(rig.weights.versions) == [0, 2, 3, 4, 5]
     assert rig.folder.model == expected.folder.model

@@ -14,19 +14,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlboost.services.trainer.adapters.user_code.loss import load_loss
-from rlboost.services.trainer.domain.advantages.gae import Experience, gae_advantages
-from rlboost.services.trainer.domain.batches.training_row import TrainingRow
+from rlboost.services.trainer.adapters.user_code import load_loss
+from rlboost.services.trainer.domain.advantages import Experience, gae_advantages
+from rlboost.services.trainer.domain.batches import TrainingRow
 from rlboost.services.trainer.domain.loss.inputs import LossFn
 from rlboost.services.trainer.domain.plan import plan_step
-from rlboost.services.trainer.fakes.engine import FakeEngine
+from rlboost.services.trainer.fakes import FakeEngine
 from rlboost.services.trainer.ports.engine import NotFinite
-from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
+from rlboost.services.trainer.ports.samples import RewardBatch, Scores
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.ids import SampleId
 from rlboost.shared.job.algorithm import PRESETS
 from rlboost.shared.messages import GroupRequested
-from rlboost.shared.wire.columns import F32, I32, length, unpack
+from rlboost.shared.wire import F32, I32, length, unpack
 from tests.support.scripted_manager import Answer, scripted
 from tests.support.trainer_rig import Rig, spec
 from tests.support.training_rows import advantage_of
@@ -313,9 +313,7 @@ class Breaking(Recording):
 @pytest.mark.parametrize(("where", "said"), [("loss", "the loss is nan"), ("gradient", "the gradient's norm is inf")])
 async def test_non_finite_loss_fails_the_job_and_dumps_the_batch(tmp_path: Path, where: str, said: str) -> None:
     rig = rig_of(tmp_path, Breaking(where), steps=5)
-    async with rig.trainer():
-        await rig.command("create")
-        report = await rig.ended()
+    report = await rig.run()
     assert report.state == "failed"
     assert f"step 3: {said}; version 2 stays the newest" in report.error
     assert "not-finite-step-2.jsonl" in report.error
@@ -363,7 +361,7 @@ def test_edited_loss_is_reloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ("path", "text"),
     [
         ("no_such_module:f", "cannot be imported: ModuleNotFoundError"),
-        ("rlboost.rewards.code:scores", "is not a function: rlboost.rewards.code has no 'scores'; did you mean"),
+        ("rlboost.rewards.code:scores", "is not allowed: it is internal to rlboost; did you mean"),
         ("tests.support.eventually:LIMIT_S", "is not a function: it is of the type float"),
     ],
 )

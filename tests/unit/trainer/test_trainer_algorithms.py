@@ -11,17 +11,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlboost.services.trainer.domain.advantages.group_estimators import (
+from rlboost.services.trainer.domain.advantages import (
     NEED_THE_STEP,
     centered,
     group_advantages,
     leave_one_out,
 )
-from rlboost.services.trainer.domain.loss.aggregation import divisor, factor
-from rlboost.services.trainer.domain.loss.importance import masked, truncated
-from rlboost.services.trainer.domain.loss.kl import k1, k2, k3
 from rlboost.services.trainer.domain.loss.sums import add
-from rlboost.services.trainer.domain.rewards.shaping import overlong_penalty
+from rlboost.services.trainer.domain.loss.terms import divisor, factor, k1, k2, k3, masked, truncated
+from rlboost.services.trainer.domain.rewards import overlong_penalty
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import GROUPLESS, PRESETS, Aggregation, AlgorithmSpec, CriticSpec
 from rlboost.shared.job.file import load

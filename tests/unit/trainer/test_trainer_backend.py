@@ -11,21 +11,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlboost.services.trainer.adapters.fsdp.model import FsdpWeightMap
 from rlboost.services.trainer.adapters.megatron.model_shape import ModelShape, require_divisible, shape_of
 from rlboost.services.trainer.adapters.megatron.weight_map import HEAD, MegatronWeightMap
-from rlboost.services.trainer.adapters.ranks import transport
-from rlboost.services.trainer.adapters.ranks.layout import Coordinates, Layout
-from rlboost.services.trainer.adapters.ranks.packed import pack_rows, unpack_rows
-from rlboost.services.trainer.adapters.ranks.processes import rank_environment
-from rlboost.services.trainer.adapters.ranks.sharded_tensors import SliceReader, write_slices
-from rlboost.services.trainer.adapters.ranks.tensor_slice import TensorSlice
-from rlboost.services.trainer.domain.batches.partition import partition
-from rlboost.services.trainer.domain.batches.training_row import SequenceRow
+from rlboost.services.trainer.adapters.torch import ranks
+from rlboost.services.trainer.adapters.torch.fsdp import FsdpWeightMap
+from rlboost.services.trainer.adapters.torch.ranks import Coordinates, Layout, TensorSlice, rank_environment
+from rlboost.services.trainer.adapters.torch.tensors import SliceReader, write_slices
+from rlboost.services.trainer.domain.batches import partition
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import parse
 from rlboost.shared.job.training import TrainerSpec
-from rlboost.shared.wire.columns import I32, pack
 from tests.support.small_job import small_job
 
 SHAPE = ModelShape(
@@ -128,14 +123,6 @@ def test_fsdp_weight_map_divides_rows_as_torch_chunk() -> None:
         assert sum(s.local_shape[0] for s in slices) == n_rows
         not_empty = [s for s in slices if s.local_shape[0]]
         assert [s.offset[0] for s in not_empty] == [sum(expected[:i]) for i in range(len(not_empty))]
-
-
-def test_unpack_rows_is_the_inverse_of_pack_rows() -> None:
-    given = [
-        SequenceRow(pack([3, 4], I32), pack([5, 6, 7], I32), loss_mask=b"\1\0\1"),
-        SequenceRow(pack([8], I32), pack([9], I32), loss_mask=b"\1"),
-    ]
-    assert unpack_rows(pack_rows(given)) == given
 
 
 def test_layout_combines_all_kinds_of_parallelism() -> None:
@@ -286,8 +273,8 @@ def test_megatron_weight_map_groups_qkv_by_key_head() -> None:
 
 def test_slice_reader_joins_slices_of_another_layout(tmp_path: Path) -> None:
     whole = torch.arange(24.0).reshape(6, 4)
-    write_slices(tmp_path / "0", {TensorSlice("a", (6, 4), (0, 0), (6, 1)): whole[:, :1]})
-    write_slices(tmp_path / "1", {TensorSlice("a", (6, 4), (0, 1), (6, 3)): whole[:, 1:]})
+    write_slices(tmp_path / "0", {TensorSlice("a", (6, 4), (0, 0), (6, 1)): whole[:, :1].contiguous()})
+    write_slices(tmp_path / "1", {TensorSlice("a", (6, 4), (0, 1), (6, 3)): whole[:, 1:].contiguous()})
     with SliceReader([tmp_path / "0", tmp_path / "1"]) as reader:
         assert reader.shapes == {"a": (6, 4)}
         for s in (TensorSlice("a", (6, 4), (0, 0), (6, 4)), TensorSlice("a", (6, 4), (2, 0), (3, 4))):
@@ -309,11 +296,11 @@ def test_slice_reader_names_a_missing_or_incomplete_tensor(tmp_path: Path) -> No
 
 
 def test_rank_error_keeps_its_known_class_or_its_traceback() -> None:
-    known = transport.decode_error(1, transport.encode_error(ConfigError("tensor a is wrong"), "Traceback"))
+    known = ranks.decode_error(1, ranks.encode_error(ConfigError("tensor a is wrong"), "Traceback"))
     assert type(known) is ConfigError
     assert str(known) == "tensor a is wrong"
     for error in (KeyError("a"), KeyboardInterrupt()):
-        other = transport.decode_error(1, transport.encode_error(error, "Traceback: in this line"))
+        other = ranks.decode_error(1, ranks.encode_error(error, "Traceback: in this line"))
         assert type(other) is RuntimeError
         assert "rank 1 of the trainer failed:\nTraceback: in this line" in str(other)
 

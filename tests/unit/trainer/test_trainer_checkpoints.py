@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlboost.services.trainer.domain.fingerprint import fingerprint
-from rlboost.services.trainer.fakes.storage import MemoryCheckpoints
+from rlboost.services.trainer.fakes import MemoryCheckpoints
+from rlboost.services.trainer.job import job as claimed_job
+from rlboost.services.trainer.job.checkpoints import fingerprint
 from rlboost.services.trainer.ports.engine import Snapshot
 from rlboost.services.trainer.ports.storage import TrainState
-from rlboost.services.trainer.runtime import disk_waits
 from rlboost.shared.errors import ConfigError, DiskFull, Fatal
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import SampleFinished
 from rlboost.shared.streams import names
-from rlboost.shared.streams.entries import START
+from rlboost.shared.streams.entries import START, position
 from tests.support.eventually import eventually
 from tests.support.trainer_rig import JOB, Rig, spec
 
@@ -77,8 +78,8 @@ class SmallDisk(MemoryCheckpoints):
 async def test_checkpoint_waits_for_a_full_disk_while_steps_continue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_waits, "LONGEST_PAUSE_S", 0.01)
-    monkeypatch.setattr(disk_waits, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(claimed_job, "LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr(claimed_job, "FIRST_PAUSE_S", 0.01)
     rig = Rig(tmp_path, spec(steps=7))
     store = rig.checkpoints = SmallDisk(tmp_path, step=2, times=3)
     async with rig.trainer():
@@ -94,15 +95,13 @@ async def test_checkpoint_waits_for_a_full_disk_while_steps_continue(
 
 
 async def test_job_fails_when_the_disk_stays_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_waits, "LONGEST_PAUSE_S", 0.01)
-    monkeypatch.setattr(disk_waits, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(disk_waits, "LIMIT_S", 0.1)
+    monkeypatch.setattr(claimed_job, "LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr(claimed_job, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(claimed_job, "SPACE_LIMIT_S", 0.1)
     rig = Rig(tmp_path, spec(steps=7))
     store = rig.checkpoints = SmallDisk(tmp_path, step=2, times=1_000)
     store.freed.set()
-    async with rig.trainer():
-        await rig.command("create")
-        report = await rig.ended()
+    report = await rig.run()
     assert report.state == "failed"
     assert "no space for the checkpoint; the disk was still full after" in report.error
 
@@ -143,9 +142,7 @@ async def test_failed_checkpoint_fails_the_job_at_the_next_one_or_at_the_end(
 ) -> None:
     rig = Rig(tmp_path, spec(steps=steps))
     rig.checkpoints = FullCheckpoints(tmp_path, 2)
-    async with rig.trainer():
-        await rig.command("create")
-        report = await rig.ended()
+    report = await rig.run()
     assert report.state == "failed"
     assert "step-000002 cannot be written: No space left on device" in report.error
     assert max(rig.weights.versions) == trained
@@ -154,9 +151,7 @@ async def test_failed_checkpoint_fails_the_job_at_the_next_one_or_at_the_end(
 
 async def test_trainer_killed_during_a_checkpoint_resumes_from_the_one_before(tmp_path: Path) -> None:
     undisturbed = Rig(tmp_path / "a")
-    async with undisturbed.trainer():
-        await undisturbed.command("create")
-        await undisturbed.ended()
+    await undisturbed.run()
     rig = Rig(tmp_path / "b")
     store = rig.checkpoints = SlowCheckpoints(tmp_path / "b")
     rig.manager.held = {3}
@@ -169,8 +164,7 @@ async def test_trainer_killed_during_a_checkpoint_resumes_from_the_one_before(tm
     store.go_on.set()
     rig.manager.held = set()
     rig.lease_runs_out()
-    async with rig.trainer():
-        assert (await rig.ended()).state == "completed"
+    assert (await rig.resume()).state == "completed"
     assert rig.folder.model == undisturbed.folder.model
     assert set(rig.manager.answered.values()) == {1}
 
@@ -178,9 +172,7 @@ async def test_trainer_killed_during_a_checkpoint_resumes_from_the_one_before(tm
 async def test_job_resumes_from_the_older_checkpoint_without_generating_twice(tmp_path: Path) -> None:
     """The newest checkpoint is corrupt; the samples after the older one are still in the stream."""
     undisturbed = Rig(tmp_path / "a", spec(steps=7))
-    async with undisturbed.trainer():
-        await undisturbed.command("create")
-        await undisturbed.ended()
+    await undisturbed.run()
     rig = Rig(tmp_path / "b", spec(steps=7))
     store = rig.checkpoints = MemoryCheckpoints(tmp_path / "b")
     rig.manager.held = {5}
@@ -201,8 +193,7 @@ async def test_job_resumes_from_the_older_checkpoint_without_generating_twice(tm
     assert newest[0].step == 4
     rig.manager.held = set()
     rig.lease_runs_out()
-    async with rig.trainer():
-        assert (await rig.ended()).state == "completed"
+    assert (await rig.resume()).state == "completed"
     assert [fields["step"] for kind, fields in await rig.events() if kind == "job_resumed"] == [2]
     assert rig.folder.model == undisturbed.folder.model
     assert set(rig.manager.answered.values()) == {1}
@@ -217,11 +208,18 @@ async def test_resume_with_as_many_other_prompts_fails_the_job(tmp_path: Path) -
     rig = Rig(tmp_path)
     await killed_in_step_3(rig)
     rig.first_row = 1
-    async with rig.trainer():
-        report = await rig.ended()
+    report = await rig.resume()
     assert report.state == "failed"
     assert "data.train has 10 prompts as when the job was interrupted, but" in report.error
     assert "trainer.resume" in report.error
+
+
+async def test_resumed_job_is_built_with_the_date_of_its_creation(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    await killed_in_step_3(rig)
+    [command] = [entry.id for entry in await rig.bus.read({names.JOB_COMMANDS: START})]
+    await rig.resume()
+    assert rig.created == [datetime.fromtimestamp(position(command)[0] / 1000, UTC)] * 2
 
 
 async def test_checkpoint_without_a_data_digest_is_resumed(tmp_path: Path) -> None:
@@ -237,8 +235,7 @@ async def test_checkpoint_without_a_data_digest_is_resumed(tmp_path: Path) -> No
         (directory / "fake.json").write_bytes(held)
 
     rig.checkpoints.save(state, write)
-    async with rig.trainer():
-        assert (await rig.ended()).state == "completed"
+    assert (await rig.resume()).state == "completed"
 
 
 def engine_file(directory: Path) -> bytes:
@@ -249,18 +246,14 @@ async def test_job_resumes_step_weights_and_optimizer_of_another_job(
     tmp_path: Path,
 ) -> None:
     whole = Rig(tmp_path / "whole")
-    async with whole.trainer():
-        await whole.command("create")
-        await whole.ended()
+    await whole.run()
     other = Rig(tmp_path / "other")
     await killed_in_step_3(other)
     found = other.checkpoints.newest()
     assert found is not None
     rig = Rig(tmp_path / "next")
     rig.predecessor = lambda: found
-    async with rig.trainer():
-        await rig.command("create")
-        assert (await rig.ended()).state == "completed"
+    assert (await rig.run()).state == "completed"
     # The scripted samples are the same, so it must come out where a whole job does.
     assert rig.folder.model == whole.folder.model
     assert sorted(rig.weights.versions) == [2, 3, 4, 5]
@@ -286,8 +279,7 @@ async def test_resumed_job_saves_its_own_checkpoint_before_any_request(
     store.go_on.set()
     rig.predecessor = predecessor(tmp_path, TrainState(3, START, 10))
     rig.lease_runs_out()
-    async with rig.trainer():
-        assert (await rig.ended()).state == "completed"
+    assert (await rig.resume()).state == "completed"
     assert [report.step for report in await rig.steps()] == [3, 4]
 
 
@@ -300,16 +292,12 @@ async def test_job_resumes_from_the_final_checkpoint_of_another(tmp_path: Path, 
     first = Rig(tmp_path / "first", spec(steps=5, **changes))
     rig = Rig(tmp_path / "next", spec(steps=7, **changes))
     for each in (whole, first):
-        async with each.trainer():
-            await each.command("create")
-            assert (await each.ended()).state == "completed"
+        assert (await each.run()).state == "completed"
     found = first.checkpoints.newest()
     assert found is not None
     assert found[0].step == 5
     rig.predecessor = lambda: found
-    async with rig.trainer():
-        await rig.command("create")
-        assert (await rig.ended()).state == "completed"
+    assert (await rig.run()).state == "completed"
     assert [report.step for report in await rig.steps() if "grad_norm" in report.metrics] == [5, 6]
     assert rig.folder.model == whole.folder.model
 
@@ -334,8 +322,7 @@ async def test_successor_after_the_last_checkpoint_only_exports(tmp_path: Path, 
     rig.folder.export = export  # type: ignore[method-assign]
     rig.folder.model = []
     rig.lease_runs_out()
-    async with rig.trainer():
-        assert (await rig.ended()).state == "completed"
+    assert (await rig.resume()).state == "completed"
     assert [fields["step"] for kind, fields in await rig.events() if kind == "job_resumed"] == [3]
     assert rig.folder.model == published[3]
     assert rig.weights.versions == published
@@ -359,8 +346,7 @@ async def test_job_begun_from_another_jobs_checkpoint_resumes_from_its_own(tmp_p
     rig.predecessor = once
     await killed_in_step_3(rig)
     rig.predecessor = gone
-    async with rig.trainer():
-        assert (await rig.ended()).state == "completed"
+    assert (await rig.resume()).state == "completed"
     assert sorted(rig.weights.versions) == [2, 3, 4, 5]
     assert set(rig.manager.answered.values()) == {1}
 
@@ -368,9 +354,7 @@ async def test_job_begun_from_another_jobs_checkpoint_resumes_from_its_own(tmp_p
 async def test_checkpoint_of_another_job_may_be_resumed_with_other_data(tmp_path: Path) -> None:
     rig = Rig(tmp_path / "next")
     rig.predecessor = predecessor(tmp_path, TrainState(1, "7-0", 10_000, "8-0", "of other data"))
-    async with rig.trainer():
-        await rig.command("create")
-        assert (await rig.ended()).state == "completed"
+    assert (await rig.run()).state == "completed"
     assert [report.step for report in await rig.steps()] == [1, 2, 3, 4]
     assert all(report.metrics["samples/duplicates"] == 0 for report in await rig.steps())
 
@@ -379,9 +363,7 @@ async def test_checkpoint_of_another_job_may_be_resumed_with_other_data(tmp_path
 async def test_a_checkpoint_with_nothing_left_to_train_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
     rig = Rig(tmp_path / "next", spec(**changes))
     rig.predecessor = predecessor(tmp_path, TrainState(5, START, 10))
-    async with rig.trainer():
-        await rig.command("create")
-        assert "raise steps" in (await rig.ended()).error
+    assert "raise steps" in (await rig.run()).error
 
 
 def predecessor(folder: Path, state: TrainState) -> Callable[[], tuple[TrainState, Path]]:

@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlboost.services.trainer.domain.groups.collector import DroppedGroup, StepCollector, WholeGroup
+from rlboost.services.trainer.domain.groups import DroppedGroup, StepCollector, WholeGroup
 from rlboost.shared.errors import Fatal, Unprocessable
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import Message, SampleDropped, SampleFinished, SeedingEnded, SeedingReopened
-from rlboost.shared.wire.columns import F32, I32, pack
+from rlboost.shared.wire import F32, I32, pack
 
 STEP = 3
 

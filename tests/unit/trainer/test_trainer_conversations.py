@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
-from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
+from rlboost.services.trainer.domain.conversations import messages_of
+from rlboost.services.trainer.ports.samples import RewardBatch, Scores
+from rlboost.services.trainer.step import scoring
 from rlboost.shared.ids import SampleId
 from rlboost.shared.job.environment import Message, Step
 from rlboost.shared.job.spec import parse
 from rlboost.shared.messages import GroupRequested, SampleDropped, SampleFinished, TurnAnswered
 from rlboost.shared.streams import names
-from rlboost.shared.wire.columns import F32, I32, U8, ints, length
+from rlboost.shared.wire import F32, I32, U8, ints, length
 from tests.support.conversation_rig import GAME, TURNS, ConversationRig, Echo, done
 from tests.support.eventually import eventually
 from tests.support.scripted_manager import Answer
@@ -33,14 +36,13 @@ async def first_turns_answered(rig: ConversationRig) -> list[TurnAnswered]:
 
 async def played(rig: ConversationRig) -> ConversationRig:
     rig.manager.script = done
-    async with rig.trainer():
-        await rig.command("create")
-        assert (await rig.ended()).state == "completed"
+    assert (await rig.run()).state == "completed"
     return rig
 
 
 async def test_a_conversation_is_one_row_in_which_only_the_models_tokens_are_trained_on(tmp_path: Path) -> None:
-    rig = await played(ConversationRig(tmp_path, steps=1))
+    keep = {"group_size": 2, "equal_groups": "keep"}  # chance may give both samples of a prompt the same reward
+    rig = await played(ConversationRig(tmp_path, steps=1, algorithm=keep))
     assert len(rig.rows) == 8
     by_prompt = {request.group: request for request in rig.turns}
     for row in rig.rows:
@@ -84,6 +86,28 @@ async def test_turn_rewards_and_function_rewards_are_summed(tmp_path: Path) -> N
     assert {sample["turns"] for sample in shown} == {2, 3}
 
 
+async def test_samples_are_read_with_the_tools_of_the_environment_next_to_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A turn that takes long to read must not cost the trainer its lease."""
+
+    class WithTools(Echo):
+        tools: ClassVar = [{"function": {"name": "f"}}]
+
+        def reset(self, row: dict[str, Any], seed: int) -> Message | None:
+            super().reset(row, seed)
+            return "1 2"
+
+    def messages(*arguments: Any) -> list[dict[str, Any]]:
+        assert list(arguments[4]) == WithTools.tools
+        assert threading.current_thread() is not threading.main_thread()
+        return messages_of(*arguments)
+
+    monkeypatch.setattr(scoring, "messages_of", messages)
+    rig = await played(ConversationRig(tmp_path, WithTools, steps=1))
+    assert len(await rig.samples()) == 8
+
+
 async def test_conversation_ends_at_the_turn_and_length_limits(tmp_path: Path) -> None:
     class Endless(Echo):
         def step(self, text: str) -> Step:
@@ -119,8 +143,7 @@ async def test_successor_continues_conversations_and_trains_on_the_same_rows(
         await rig.waits_for("samples of step 3")
     await rig.manager.release()
     rig.lease_runs_out()
-    async with rig.trainer():
-        assert (await rig.ended()).state == "completed"
+    assert (await rig.resume()).state == "completed"
     assert set(rig.manager.answered.values()) == {1}
     assert {r.group: r.prompt for r in rig.manager.requests} == {
         r.group: r.prompt for r in undisturbed.manager.requests
@@ -150,8 +173,7 @@ async def test_successor_answers_turns_of_a_later_evaluation(tmp_path: Path) -> 
         await eventually(lambda: sum(is_late(sample) for sample in rig.manager.answered) >= 5)
     await rig.manager.release()
     rig.lease_runs_out()
-    async with rig.trainer():
-        report = await rig.ended()
+    report = await rig.resume()
     assert (report.state, report.error) == ("completed", "")
     assert set(rig.manager.answered.values()) == {1}
     rows = {one.step: one.metrics for one in await rig.steps()}
@@ -169,8 +191,7 @@ async def test_successor_does_not_repeat_answered_turns(
         before = await first_turns_answered(rig)
     await rig.manager.release()
     rig.lease_runs_out()
-    async with rig.trainer():
-        assert (await rig.ended()).state == "completed"
+    assert (await rig.resume()).state == "completed"
     after = await rig.answers()
     assert after[: len(before)] == before
     assert len({answer.sample for answer in after}) == len(after) == 8 + len(rig.turns)
@@ -197,8 +218,7 @@ async def test_nondeterministic_environment_drops_its_group(tmp_path: Path) -> N
         await first_turns_answered(rig)
     await rig.manager.release()
     rig.lease_runs_out()
-    async with rig.trainer():
-        assert (await rig.ended()).state == "completed"
+    assert (await rig.resume()).state == "completed"
     (report,) = await rig.steps()
     odd = {request.group for request in rig.manager.requests if ints(request.prompt)[1] % 2 and request.n == 2}
     assert 0 < len(odd) < 4
@@ -272,9 +292,7 @@ async def test_a_group_that_cannot_begin_is_dropped_and_a_step_without_any_is_an
             raise ValueError("we are closed")
 
     rig = ConversationRig(tmp_path / "none", Closed, steps=1)
-    async with rig.trainer():
-        await rig.command("create")
-        ended = await rig.ended()
+    ended = await rig.run()
     assert ended.state == "failed"
     assert "no conversation of step 1 could start" in ended.error
     assert "we are closed" in ended.error
@@ -309,9 +327,7 @@ async def test_a_curriculum_is_recorded_before_its_groups_begin(tmp_path: Path) 
 
     data = {"train": "t", "prompts_per_step": 4, "curriculum": {"skip_solved_above": 1.0}}
     rig = ConversationRig(tmp_path, Closed, steps=1, data=data)
-    async with rig.trainer():
-        await rig.command("create")
-        assert (await rig.ended()).state == "failed"
+    assert (await rig.run()).state == "failed"
     assert set(await rig.bus.hash_all(names.job_curriculum(JOB))) == {"0"}
 
 
@@ -325,9 +341,7 @@ async def test_a_turn_without_a_token_ends_its_conversation(tmp_path: Path) -> N
         return answer.model_copy(update={"tokens": b"", "logprobs": b"", "spans": []})
 
     rig.manager.script = script
-    async with rig.trainer():
-        await rig.command("create")
-        report = await rig.ended()
+    report = await rig.run()
     assert (report.state, report.error) == ("completed", "")
     assert [answer.over for answer in await rig.answers()] == ["cut"] * 8
     assert not rig.rows
@@ -342,9 +356,7 @@ async def test_a_turn_that_cannot_be_generated_drops_its_group(tmp_path: Path) -
         return done(request, sample)
 
     rig.manager.script = script
-    async with rig.trainer():
-        await rig.command("create")
-        assert (await rig.ended()).state == "completed"
+    assert (await rig.run()).state == "completed"
     (report,) = await rig.steps()
     assert report.metrics["groups/dropped/generation"] >= 1
 
@@ -356,6 +368,10 @@ async def test_evaluation_has_conversations_too(tmp_path: Path) -> None:
     assert all("eval/reward_mean" in rows[step] for step in (0, 1))
     turns = [SampleId.unpack(request.group) for request in rig.manager.requests]
     assert {found.group for found in turns if found.is_eval and found.step == 0} > {0, 1, 2}
+    trained = {
+        SampleId.unpack(request.group).is_eval: request.sampling.whole_logprobs for request in rig.manager.requests
+    }
+    assert trained == {False: True, True: False}, "only what is trained on needs them"
 
 
 async def test_a_job_that_only_evaluates_has_conversations(tmp_path: Path) -> None:

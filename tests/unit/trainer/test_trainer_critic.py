@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlboost.services.trainer.domain.advantages.gae import Experience, gae, gae_advantages, token_rewards
-from rlboost.services.trainer.domain.loss.value import value_loss
+from rlboost.services.trainer.domain.advantages import Experience, gae, gae_advantages, token_rewards
+from rlboost.services.trainer.domain.loss.policy import value_loss
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 seeds = st.integers(0, 2**32 - 1)

@@ -15,22 +15,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlboost.services.trainer.adapters.user_code.curriculum import load_skip_function
+from rlboost.services.trainer.adapters.user_code import load_skip_function
 from rlboost.services.trainer.domain.curriculum import Curriculum, SkipFunction
 from rlboost.services.trainer.domain.plan import prompt_indices
-from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
-from rlboost.services.trainer.runtime.job_streams import RetryingBus
-from rlboost.services.trainer.step.durable_curriculum import DurableCurriculum
+from rlboost.services.trainer.ports.samples import Prompt, RewardBatch, Scores
+from rlboost.services.trainer.step.durable import DurableCurriculum
 from rlboost.shared.errors import ConfigError, Fatal, Fenced
 from rlboost.shared.ids import SampleId
-from rlboost.shared.job.spec import JobSpec, RlJob
+from rlboost.shared.job.spec import RlJob
 from rlboost.shared.messages import GroupRequested
-from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Fence
 from rlboost.shared.streams.entries import START
-from rlboost.shared.streams.fakes import MemoryBus
-from rlboost.shared.wire.columns import I32, unpack
+from rlboost.shared.wire import I32, unpack
 from tests.support.eventually import eventually
 from tests.support.trainer_rig import JOB, Rig, spec, succession
 
@@ -192,9 +189,7 @@ async def test_killed_curriculum_job_requests_the_same_prompts(tmp_path: Path, m
     what = job(max_staleness=max_staleness).model_copy(update={"steps": 7})
     undisturbed = Rig(tmp_path / "a", what)
     undisturbed.reward = by_row
-    async with undisturbed.trainer():
-        await undisturbed.command("create")
-        assert (await undisturbed.ended()).state == "completed"
+    assert (await undisturbed.run()).state == "completed"
     skipped = [report.metrics["data/skipped_solved"] for report in await undisturbed.steps()]
     assert skipped[:2] == [0.0, 0.0]
     assert sum(skipped) > 0
@@ -203,8 +198,7 @@ async def test_killed_curriculum_job_requests_the_same_prompts(tmp_path: Path, m
         rig.reward = by_row
         await rig.killed_in(killed_in)
         # What is judged anew may be judged otherwise; what was asked for stays what was asked for.
-        async with rig.trainer():
-            assert (await rig.ended()).state == "completed"
+        assert (await rig.resume()).state == "completed"
         assert _asked(rig) == _asked(undisturbed)
         assert rig.weights.versions == undisturbed.weights.versions
         assert [report.metrics["data/skipped_solved"] for report in await rig.steps()][-3:] == skipped[-3:]
@@ -234,26 +228,23 @@ async def test_a_function_that_raises_ends_the_job_and_is_named(tmp_path: Path) 
     rig = Rig(tmp_path, job(function="tests.unit.trainer.test_trainer_curriculum:broken"))
     build = rig.build
 
-    def with_judge(spec: JobSpec, job_id: str) -> Any:
-        shop = build(spec, job_id)
+    def with_judge(*of: Any, **_: Any) -> Any:
+        shop = build(*of)
         skip_function: SkipFunction = load_skip_function(
             "tests.unit.trainer.test_trainer_curriculum:broken", shop.data.train
         )
         return replace(shop, skip_function=skip_function)
 
     rig.build = with_judge  # type: ignore[method-assign]
-    async with rig.trainer():
-        await rig.command("create")
-        report = await rig.ended()
+    report = await rig.run()
     assert report.state == "failed"
     assert re.search(r"for prompt \d+ at step 1, .*broken raised KeyError: 'difficulty' \(.*\.py:\d+\)", report.error)
 
 
-def kept(bus: MemoryBus, skip_function: SkipFunction | None, fence: Fence | None = None) -> DurableCurriculum:
-    waits = Waits()
+def kept(rig: Rig, skip_function: SkipFunction | None, fence: Fence | None = None) -> DurableCurriculum:
     rule = {"function": "m:f"} if skip_function is not None else SOLVED_OR_FAILED
     curriculum = Curriculum(job(**rule), 8, skip_function, {})
-    return DurableCurriculum(RetryingBus(bus, waits, 1.0), waits, JOB, curriculum, fence)
+    return DurableCurriculum(rig.claimed(fence=fence), curriculum)
 
 
 async def test_a_function_that_takes_its_time_holds_up_nothing_else() -> None:
@@ -264,7 +255,7 @@ async def test_a_function_that_takes_its_time_holds_up_nothing_else() -> None:
         assert may_answer.wait(60), "nothing else happened meanwhile"
         return False
 
-    curriculum = kept(MemoryBus(), skip_function)
+    curriculum = kept(Rig(Path()), skip_function)
     preparing = asyncio.create_task(curriculum.prepare(0))
     await eventually(asked.is_set)
     may_answer.set()
@@ -275,32 +266,65 @@ async def test_a_function_that_takes_its_time_holds_up_nothing_else() -> None:
 async def test_a_function_that_never_answers_ends_the_job_and_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlboost.services.trainer.step.durable_curriculum.PLAN_LIMIT_S", 0.1)
+    monkeypatch.setattr("rlboost.services.trainer.step.durable.PLAN_LIMIT_S", 0.1)
     rig = Rig(tmp_path, job(function="m:f"))
     build, stop = rig.build, threading.Event()
-    rig.build = lambda spec, job_id: replace(  # type: ignore[method-assign]
-        build(spec, job_id), skip_function=lambda *_: stop.wait(20)
+    rig.build = lambda *of: replace(  # type: ignore[method-assign]
+        build(*of), skip_function=lambda *_: stop.wait(20)
     )
-    async with rig.trainer():
-        await rig.command("create")
-        report = await rig.ended()
+    report = await rig.run()
     stop.set()
     assert report.state == "failed"
     assert "for the curriculum (it chooses the prompts of step 1): make data.curriculum.function faster" in report.error
 
 
 async def test_superseded_trainer_cannot_overwrite_recorded_scores() -> None:
-    bus = MemoryBus()
-    fences = await succession(bus)
-    old, new = (kept(bus, None, fence) for fence in fences)
+    rig = Rig(Path())
+    old, new = (kept(rig, None, fence) for fence in await succession(rig.bus))
     for curriculum in (old, new):
         await curriculum.prepare(0)
     await new.record_scores(0, [(row, 0.5) for row in new.plan(0).rows])
     with pytest.raises(Fenced):
         await old.persist(0)
-    records = await bus.hash_all(names.job_curriculum(JOB))
+    records = await rig.bus.hash_all(names.job_curriculum(JOB))
     assert [mean for _, mean in json.loads(records["0"])["means"]] == [0.5] * 4
 
 
 def broken(means: list[float], step: int, columns: dict[str, Any]) -> bool:
     return bool(columns["difficulty"] > step)
+
+
+@pytest.mark.parametrize(
+    ("result", "problem"),
+    [
+        ("None", "returned None: is there a `return`?"),
+        ("'False'", "returned 'False': return True or False"),
+        ("0.0", "returned 0.0: return True or False"),
+        ("list(means)", "returned []: return True or False"),
+    ],
+)
+def test_skip_function_that_returns_no_boolean_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, result: str, problem: str
+) -> None:
+    module = f"skips_{ord(result[0])}"
+    (tmp_path / f"{module}.py").write_text(f"def skip(means, step, columns):\n    return {result}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    skips = load_skip_function(f"{module}:skip", [Prompt("p", b"", {})])
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        skips([], 0, 0)
+
+
+def test_skip_function_gets_copies_of_the_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "spoils.py").write_text(
+        "import numpy\n"
+        "def skip(means, step, columns):\n"
+        "    columns['tags'].clear()\n"
+        "    return numpy.bool_(len(means) > 1)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    prompt = Prompt("p", b"", {"tags": ["a"]})
+    skips = load_skip_function("spoils:skip", [prompt])
+    assert [skips(means, 0, 0) for means in ([], [1.0, 1.0])] == [False, True]
+    assert prompt.columns == {"tags": ["a"]}

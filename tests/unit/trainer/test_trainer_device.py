@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from rlboost.services.trainer.domain.batches.training_row import SequenceRow, TrainingRow
-from rlboost.services.trainer.fakes.engine import FakeEngine
-from rlboost.services.trainer.fakes.storage import MemoryWeights
-from rlboost.services.trainer.runtime.device import DeviceThread, DeviceTurn
-from rlboost.shared.process.waiting import Waits
+from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow
+from rlboost.services.trainer.fakes import FakeEngine, MemoryWeights
+from rlboost.services.trainer.job.job import DeviceThread
+from rlboost.services.trainer.step.run import DeviceTurn
 from tests.support.eventually import eventually
 from tests.support.trainer_rig import Rig, spec
 
@@ -26,8 +25,10 @@ def thread() -> Iterator[DeviceThread]:
     made.close()
 
 
-def turn(thread: DeviceThread, offload: Callable[[], object]) -> DeviceTurn:
-    return DeviceTurn(thread, Waits(), 0, 10.0, offload)
+def turn(thread: DeviceThread, offload: Callable[[], object], rig: Rig | None = None) -> DeviceTurn:
+    job = (rig or Rig(Path())).claimed(thread)
+    job.resources.engine.offload = offload  # type: ignore[method-assign, assignment]
+    return DeviceTurn(job, 0)
 
 
 async def test_lost_turn_offloads_after_the_running_call(thread: DeviceThread) -> None:
@@ -49,7 +50,7 @@ async def test_idle_time_counts_the_owned_device_without_calls(
     thread: DeviceThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = itertools.count()
-    monkeypatch.setattr("rlboost.services.trainer.runtime.device.time.monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr("rlboost.services.trainer.step.run.time.monotonic", lambda: float(next(clock)))
     ours = turn(thread, lambda: None)  # 0
     assert ours.idle_s == 0.0  # 1
     ours.set_owned(owned=True)  # 2
@@ -71,15 +72,15 @@ async def test_no_turn_begins_after_the_last_of_the_step(thread: DeviceThread) -
     held_s = ours.held_s
     ours.set_owned(owned=True)
     ours.set_owned(owned=False)
-    await thread(lambda: None)
+    await thread.run(lambda: None)
     assert (ours.held_s, offloads) == (held_s, [])
 
 
 @pytest.mark.parametrize("was_ours", [False, True], ids=["the turn", "the offload"])
 async def test_call_waits_again_after_the_turn_is_lost(thread: DeviceThread, *, was_ours: bool) -> None:
     calls: list[str] = []
-    waits = Waits()
-    ours = DeviceTurn(thread, waits, 0, 10.0, lambda: calls.append("offload"))
+    rig = Rig(Path())
+    ours = turn(thread, lambda: calls.append("offload"), rig)
     if was_ours:
         ours.set_owned(owned=True)
         ours.set_owned(owned=False)
@@ -89,9 +90,9 @@ async def test_call_waits_again_after_the_turn_is_lost(thread: DeviceThread, *, 
     ours.set_owned(owned=True)
     ours.set_owned(owned=False)
     for _ in range(3):
-        await thread(lambda: None)  # behind the offload, and behind what would have been called after it
+        await thread.run(lambda: None)  # behind the offload, and behind what would have been called after it
     assert set(calls) == {"offload"}
-    await eventually(lambda: bool(waits.current()))
+    await eventually(lambda: bool(rig.waits.current()))
     ours.set_owned(owned=True)
     await waiting
     assert calls[-2:] == ["offload", "ours"]
@@ -115,7 +116,7 @@ async def test_end_of_a_turn_moves_nothing(thread: DeviceThread) -> None:
     ours = turn(thread, lambda: calls.append("offload"))
     ours.set_owned(owned=True)
     ours.end_step()
-    await thread(lambda: None)
+    await thread.run(lambda: None)
     assert calls == []
     assert ours.held_s > 0
 
@@ -136,9 +137,7 @@ class Watching(MemoryWeights):
 async def test_the_engine_rests_before_a_version_is_committed(tmp_path: Path) -> None:
     rig = Rig(tmp_path, spec(steps=3))
     rig.weights = weights = Watching(lambda: rig.engine.is_offloaded)
-    async with rig.trainer():
-        await rig.command("create")
-        await rig.ended()
+    await rig.run()
     assert weights.seen == [True] * 4
 
 
@@ -166,9 +165,7 @@ async def test_old_logprobs_cost_a_pass_only_where_they_are_not_known_otherwise(
     algorithm = {"group_size": 2, "updates_per_step": updates, "old_logprobs": old_logprobs}
     rig = Rig(tmp_path, spec(steps=2, algorithm=algorithm))
     rig.make_engine = Counting
-    async with rig.trainer():
-        await rig.command("create")
-        await rig.ended()
+    await rig.run()
     engine = rig.engine
     assert isinstance(engine, Counting)
     assert engine.trained

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +15,10 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from rlboost.services.trainer.domain.batches.training_row import SequenceRow
+from rlboost.services.trainer.domain.batches import SequenceRow
 from rlboost.services.trainer.domain.loss.inputs import LossFn
-from rlboost.services.trainer.fakes.engine import FakeEngine
-from rlboost.services.trainer.fakes.rewards import FakeRewards
-from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
+from rlboost.services.trainer.fakes import FakeEngine, FakeRewards
+from rlboost.services.trainer.ports.samples import RewardBatch, Scores
 from rlboost.shared.errors import ConfigError, Fatal
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import (
@@ -32,7 +33,7 @@ from rlboost.shared.messages import (
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Renew
 from rlboost.shared.streams.entries import START
-from rlboost.shared.wire.columns import I32, pack
+from rlboost.shared.wire import I32, pack
 from tests.support.builders import engine_profile
 from tests.support.eventually import eventually
 from tests.support.scripted_manager import Answer, scripted
@@ -42,9 +43,7 @@ from tests.support.trainer_rig import JOB, Rig, by_length, spec
 
 async def test_a_job_runs_to_its_end(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
-    async with rig.trainer():
-        await rig.command("create")
-        assert await rig.ended() == JobReport(job_id=JOB, state="completed", step=5, trainer="t")
+    assert await rig.run() == JobReport(job_id=JOB, state="completed", step=5, trainer="t")
     assert {report.trainer for report in await rig.reports() if isinstance(report, JobReport)} == {"t"}
     assert [report.step for report in await rig.steps()] == [0, 1, 2, 3, 4]
     assert sorted(rig.weights.versions) == [0, 1, 2, 3, 4, 5]
@@ -63,8 +62,7 @@ async def test_tokens_that_were_made_for_an_earlier_trainer_are_in_no_rate(
 ) -> None:
     rig = Rig(tmp_path, spec(elastic={"max_staleness": max_staleness}))
     await rig.killed_in(2)
-    async with rig.trainer():
-        assert (await rig.ended()).state == "completed"
+    assert (await rig.resume()).state == "completed"
     for report in await rig.steps():
         assert ("perf/tokens_per_s" in report.metrics) is (report.step not in without)
         assert report.metrics["perf/throughput"] > 0, "it was trained on in that time, whenever it was made"
@@ -79,9 +77,7 @@ async def test_groups_are_requested_only_after_their_version_is_committed(tmp_pa
         return scripted(request, sample)
 
     rig.manager.script = script
-    async with rig.trainer():
-        await rig.command("create")
-        await rig.ended()
+    await rig.run()
     assert seen
     assert all(version == head for version, head in seen)
     assert {request.vocab_size for request in rig.manager.requests} == {100}
@@ -90,9 +86,7 @@ async def test_groups_are_requested_only_after_their_version_is_committed(tmp_pa
 async def test_evaluation_runs_at_its_interval_and_at_the_end(tmp_path: Path) -> None:
     rig = Rig(tmp_path, spec(data={"train": "t", "eval": "e", "prompts_per_step": 4}, eval={"every": 2, "samples": 4}))
     trained = REGISTRY.get_sample_value("rlboost_trainer_steps_total") or 0.0
-    async with rig.trainer():
-        await rig.command("create")
-        await rig.ended()
+    await rig.run()
     rows = {report.step: report.metrics for report in await rig.steps()}
     assert [step for step in rows if "eval/reward_mean" in rows[step]] == [0, 2, 4, 5]
     assert REGISTRY.get_sample_value("rlboost_trainer_steps_total") == trained + 5
@@ -137,9 +131,7 @@ async def test_evaluation_shows_how_many_samples_have_arrived_and_are_scored(tmp
 async def test_run_writes_its_profile_with_the_throughput_of_workers(tmp_path: Path) -> None:
     rig = Rig(tmp_path, spec(steps=3))
     rig.manager.engines = [engine_profile()]
-    async with rig.trainer():
-        await rig.command("create")
-        await rig.ended()
+    await rig.run()
     profile = rig.folder.profile
     assert profile is not None
     assert profile.steps == 3
@@ -188,14 +180,11 @@ async def test_device_is_used_only_between_seeding_end_and_reopening(tmp_path: P
 async def test_successor_uses_the_same_samples_and_reaches_the_same_bits(tmp_path: Path, max_staleness: int) -> None:
     job = spec(elastic={"max_staleness": max_staleness})
     undisturbed = Rig(tmp_path / "a", job)
-    async with undisturbed.trainer():
-        await undisturbed.command("create")
-        await undisturbed.ended()
+    await undisturbed.run()
     for killed_in in range(5):
         rig = Rig(tmp_path / f"b{killed_in}", job)
         await rig.killed_in(killed_in)
-        async with rig.trainer():
-            assert (await rig.ended()).state == "completed"
+        assert (await rig.resume()).state == "completed"
         assert rig.weights.versions == undisturbed.weights.versions
         assert set(rig.manager.answered.values()) == {1}
         assert {r.group for r in rig.manager.requests} == {r.group for r in undisturbed.manager.requests}
@@ -213,8 +202,7 @@ async def test_committed_weights_replace_retrained_ones(tmp_path: Path) -> None:
     rig.weights.versions[1] = committed
     rig.manager.held = set()
     rig.lease_runs_out()
-    async with rig.trainer():
-        await rig.ended()
+    await rig.resume()
     assert rig.weights.versions[1] == committed
     assert ("weights_restored", {"version": 1}) in await rig.events()
 
@@ -301,8 +289,7 @@ async def test_a_cancel_before_the_job_has_begun_ends_it(tmp_path: Path) -> None
     rig = Rig(tmp_path)
     await rig.command("create")
     await rig.command("cancel")
-    async with rig.trainer():
-        assert (await rig.ended()).state == "cancelled"
+    assert (await rig.resume()).state == "cancelled"
 
 
 async def test_a_pause_holds_at_the_next_step_and_outlives_the_trainer(tmp_path: Path) -> None:
@@ -402,9 +389,7 @@ async def test_group_without_rewards_is_dropped_counted_and_reported(tmp_path: P
     rig.reward = lambda batch: (
         Scores(None, "raised", "ValueError: no") if batch.columns["row"][0] == 4 else by_length(batch)
     )
-    async with rig.trainer():
-        await rig.command("create")
-        assert (await rig.ended()).state == "completed"
+    assert (await rig.run()).state == "completed"
     [report] = await rig.steps()
     assert report.metrics["groups/dropped/raised"] == 1.0
     [(_, fields)] = [event for event in await rig.events() if event[0] == "group_dropped"]
@@ -417,9 +402,7 @@ async def test_group_without_rewards_is_dropped_counted_and_reported(tmp_path: P
 async def test_omitted_prompts_are_reported(tmp_path: Path) -> None:
     rig = Rig(tmp_path, spec(steps=1, data={"train": "t", "prompts_per_step": 2, "max_prompt_tokens": 9}))
     rig.n_too_long = 4
-    async with rig.trainer():
-        await rig.command("create")
-        assert (await rig.ended()).state == "completed"
+    assert (await rig.run()).state == "completed"
     [(_, fields)] = [event for event in await rig.events() if event[0] == "prompts_filtered"]
     assert (fields["train_filtered"], fields["train_remaining"], fields["eval_filtered"]) == (4, 10, 0)
     assert "more than 9 tokens (data.max_prompt_tokens)" in fields["reason"]
@@ -432,9 +415,7 @@ async def test_reward_of_each_function_is_reported(tmp_path: Path) -> None:
         return Scores(by_length(batch).rewards, parts={"right": (1.0,) * len(batch.completions)})
 
     rig.reward = two
-    async with rig.trainer():
-        await rig.command("create")
-        assert (await rig.ended()).state == "completed"
+    assert (await rig.run()).state == "completed"
     [report] = await rig.steps()
     assert report.metrics["reward/right/mean"] == 1.0
 
@@ -449,9 +430,7 @@ async def test_a_group_whose_sample_cannot_be_generated_is_dropped_whole(tmp_pat
         return scripted(request, sample)
 
     rig.manager.script = script
-    async with rig.trainer():
-        await rig.command("create")
-        assert (await rig.ended()).state == "completed"
+    assert (await rig.run()).state == "completed"
     [report] = await rig.steps()
     assert report.metrics["groups/dropped/generation"] == 1.0
 
@@ -490,18 +469,14 @@ async def test_an_error_of_no_known_kind_fails_the_job_and_not_the_trainer(tmp_p
 
     rig = Rig(tmp_path)
     rig.make_engine = Broken
-    async with rig.trainer():
-        await rig.command("create")
-        assert "unexpected ZeroDivisionError" in (await rig.ended()).error
+    assert "unexpected ZeroDivisionError" in (await rig.run()).error
 
 
 async def test_a_silence_that_lasts_too_long_fails_the_job_by_name(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     rig.samples_limit_s = 0.3
     rig.manager.held = {0}
-    async with rig.trainer():
-        await rig.command("create")
-        report = await rig.ended()
+    report = await rig.run()
     assert "samples of step 1" in report.error
     assert "0 of 8" in report.error
     (exceeded,) = [fields for kind, fields in await rig.events() if kind == "wait_limit_exceeded"]
@@ -510,9 +485,7 @@ async def test_a_silence_that_lasts_too_long_fails_the_job_by_name(tmp_path: Pat
 
 async def test_finished_samples_are_trimmed_up_to_the_older_checkpoint(tmp_path: Path) -> None:
     rig = Rig(tmp_path, spec(steps=7))
-    async with rig.trainer():
-        await rig.command("create")
-        await rig.ended()
+    await rig.run()
     # A step may end while its checkpoint is still being written: then the next one tells.
     told = [report.checkpointed_step for report in await rig.steps()]
     assert all(step in allowed for step, allowed in zip(told, [{0}] * 4 + [{0, 2}, {0, 2}, {2, 4}], strict=True)), told
@@ -528,15 +501,12 @@ async def test_resume_never_refuses_a_job_that_was_interrupted(tmp_path: Path) -
         await rig.command("create")
         await eventually(lambda: 1 in rig.weights.versions)
     rig.lease_runs_out()
-    async with rig.trainer():
-        assert "trainer.resume" in (await rig.ended()).error
+    assert "trainer.resume" in (await rig.resume()).error
 
 
 async def test_scored_samples_are_shown_with_their_lineage(tmp_path: Path) -> None:
     rig = Rig(tmp_path, spec(steps=1))
-    async with rig.trainer():
-        await rig.command("create")
-        await rig.ended()
+    await rig.run()
     entries = await rig.bus.read({names.job_samples(JOB): START}, count=1000)
     assert len(entries) == 8
     event = entries[0].message
@@ -544,6 +514,16 @@ async def test_scored_samples_are_shown_with_their_lineage(tmp_path: Path) -> No
     assert event.kind == "sample_scored"
     assert event.fields["spans"] == [["w-1", 0, event.fields["n_tokens"]]]
     assert isinstance(event.fields["reward"], float)
+
+
+async def test_trainer_without_a_job_holds_no_engine(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, spec(steps=1))
+    async with rig.trainer():
+        await rig.command("create")
+        await rig.ended()
+        engine = weakref.ref(rig.engine)
+        rig.engine = FakeEngine()
+        await eventually(lambda: gc.collect() >= 0 and engine() is None)
 
 
 def test_rows_know_their_length() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlboost.services.trainer.app import Timing
-from rlboost.services.trainer.fakes.engine import FakeEngine
+from rlboost.services.trainer.fakes import FakeEngine
 from rlboost.shared.errors import ConfigError, Conflict
 from rlboost.shared.messages import JobReport
 from rlboost.shared.streams import names
@@ -156,8 +156,7 @@ async def test_lost_reply_of_a_lease_acquisition_is_retried(tmp_path: Path) -> N
         return await take(*args, **kwargs)  # type: ignore[arg-type]
 
     rig.bus.acquire_fenced = losing  # type: ignore[assignment, method-assign]
-    async with rig.trainer():
-        assert (await rig.ended()).state == "completed"
+    assert (await rig.resume()).state == "completed"
     assert len(lost) == 2
 
 

@@ -4,11 +4,17 @@ import math
 
 import pytest
 
-from rlboost.services.trainer.domain.groups.scored_group import ScoredGroup
-from rlboost.services.trainer.domain.metrics import Durations, RolloutTally, StepTally
-from rlboost.services.trainer.domain.utilization import TrainingHardware, flops_per_token, peak_flops
+from rlboost.services.trainer.domain.groups import ScoredGroup
+from rlboost.services.trainer.domain.metrics import (
+    Durations,
+    RolloutTally,
+    StepTally,
+    TrainingHardware,
+    flops_per_token,
+    peak_flops,
+)
 from rlboost.shared.messages import SampleFinished
-from rlboost.shared.wire.columns import F32, I32, pack
+from rlboost.shared.wire import F32, I32, pack
 
 
 def sample(n: int, *, finish: str = "stop", logprob: float = -0.5, old: int = 0) -> SampleFinished:

@@ -1,25 +1,33 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlboost.services.trainer.domain.advantages.group_estimators import group_standardized, standard_deviation
+from rlboost.services.rollout_manager.domain.placement import _assignment
+from rlboost.services.rollout_manager.domain.tokens import Sample
+from rlboost.services.trainer.domain.advantages import group_standardized, standard_deviation
 from rlboost.services.trainer.domain.plan import (
     check,
     epoch_order,
     eval_group_sizes,
     last_step,
+    learning_rate,
     plan_step,
     prompt_indices,
+    training_group,
+    turn_ids,
 )
-from rlboost.services.trainer.domain.schedule import learning_rate
+from rlboost.services.trainer.step.turns import request_of
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.ids import SampleId
+from rlboost.shared.ids import MAX_JOBS, SampleId, within_job
 from rlboost.shared.job.fleet import EvalSpec
 from rlboost.shared.job.spec import RlJob
 from rlboost.shared.job.training import OptimizerSpec
 from tests.support.jobs import parse_rl
+from tests.support.trainer_rig import Rig
 
 
 def job(**changes: object) -> RlJob:
@@ -63,6 +71,29 @@ def test_groups_have_the_ids_that_the_job_and_step_give_them() -> None:
     assert len({group.seed for group in groups}) == len(groups)
 
 
+def sample_seeds(job_no: int, step: int) -> dict[int, tuple[int, int]]:
+    """Return for each turn of a step, by its id within the job, its seed for the engine and for the environment."""
+    spec = job(environment={"function": "m:e", "max_turns": 3}, algorithm={"group_size": 3, "resample": 2})
+    claimed = Rig(Path(), spec).claimed(no=job_no)
+    groups = [*plan_step(spec, job_no, step, 100, 5), training_group(spec, job_no, step, 4, 17)]
+    ids, found = turn_ids(spec, 5), {}
+    for group in groups:
+        request = request_of(claimed, step, group, b"")
+        for member in range(group.id, group.id + group.n):
+            for turn in range(3):
+                sample = ids.of(member).id_of(member, turn)
+                found[within_job(sample)] = (_assignment(Sample(sample, request, "0-0", 0)).seed, group.seed)
+    return found
+
+
+@pytest.mark.parametrize("step", [0, 1, 2])
+def test_samples_have_the_same_seeds_whatever_the_jobs_number(step: int) -> None:
+    one, other = sample_seeds(1, step), sample_seeds(MAX_JOBS - 1, step)
+    assert one == other
+    assert len({seed for seed, _ in one.values()}) == len(one)
+    assert one != sample_seeds(1, step + 1)
+
+
 def test_evaluation_is_due_every_so_often_and_after_the_last_step() -> None:
     spec = job()
     evaluated = [any(group.is_eval for group in plan_step(spec, 1, step, 9, 5)) for step in range(6)]
@@ -88,9 +119,8 @@ def test_a_job_that_cannot_be_planned_is_refused_by_name() -> None:
 
 def test_the_learning_rate_warms_up_and_falls() -> None:
     spec = OptimizerSpec(lr=1.0, warmup_steps=5, decay=0.8)
-    assert learning_rate(spec, 0, 60) == pytest.approx(0.2)
-    assert learning_rate(spec, 4, 60) == pytest.approx(1 - 0.8 * 4 / 60)
-    assert learning_rate(spec, 59, 60) == pytest.approx(1 - 0.8 * 59 / 60)
+    assert [learning_rate(spec, step, 60) for step in (0, 1, 4, 5)] == pytest.approx([0.0, 0.2, 0.8, 1.0])
+    assert learning_rate(spec, 59, 60) == pytest.approx(1 - 0.8 * 54 / 55)
     assert learning_rate(OptimizerSpec(lr=0.5), 0, 10) == 0.5
 
 

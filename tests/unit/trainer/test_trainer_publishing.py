@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rlboost.services.trainer.domain.canary_prompts import CanaryPrompts, build_canary_prompts
-from rlboost.services.trainer.fakes.engine import FakeEngine
-from rlboost.services.trainer.fakes.storage import MemoryWeights
+from rlboost.services.trainer.fakes import FakeEngine, MemoryWeights
+from rlboost.services.trainer.job.job import DeviceThread
 from rlboost.services.trainer.job.publishing import VersionPublisher
-from rlboost.services.trainer.runtime.device import DeviceThread
 from rlboost.shared.model.parity_reference import ParityReference
 from rlboost.shared.weights.manifest import digest_of
+from tests.support.trainer_rig import Rig
 
 CANARIES = build_canary_prompts(96, temperature=0.8, dtype="bfloat16")
-
-
-class Link:
-    """Nobody listens."""
-
-    async def emit_event(self, kind: str, **_: Any) -> None:
-        """Forget it."""
 
 
 @pytest.fixture
@@ -38,7 +31,9 @@ async def publishing(
 ) -> VersionPublisher:
     engine = FakeEngine(adapter_json)
     engine.load_hf(Path("m"))
-    versions = VersionPublisher(engine, weights, device, Link(), asked)  # type: ignore[arg-type]  # all that it needs
+    job = Rig(Path()).claimed(device)
+    job.resources = replace(job.resources, engine=engine, weights=weights, canary_prompts=asked)
+    versions = VersionPublisher(job)
     await versions.refresh_head()
     return versions
 

@@ -60,7 +60,7 @@ async def test_a_job_that_a_trainer_cannot_read_is_done_by_one_that_can(
     def newer(raw: Any) -> JobSpec:
         return job_spec.parse({name: value for name, value in raw.items() if name != "invented_later"})
 
-    monkeypatch.setattr(job_spec, "parse_stored", newer)
+    monkeypatch.setattr("rlboost.services.trainer.job.job.parse_stored", newer)
     async with rig.trainer(name="newer"):
         await eventually(lambda: states_of(rig, LATER))
     assert (await states_of(rig, LATER))[0] == "running"

@@ -13,11 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlboost.services.trainer.domain.batches.training_row import TrainingRow
-from rlboost.services.trainer.domain.plan import check
-from rlboost.services.trainer.domain.resampling import Replacements, has_signal
-from rlboost.services.trainer.fakes.rewards import FakeRewards
-from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
+from rlboost.services.trainer.domain.batches import TrainingRow
+from rlboost.services.trainer.domain.plan import Replacements, check, has_signal
+from rlboost.services.trainer.fakes import FakeRewards
+from rlboost.services.trainer.ports.samples import RewardBatch, Scores
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.ids import SampleId
 from rlboost.shared.job.algorithm import PRESETS
@@ -266,8 +265,6 @@ async def test_missing_scores_fail_the_job_with_the_named_wait(tmp_path: Path) -
     rig.samples_limit_s = 0.2
     build = rig.build
     rig.build = lambda *args: replace(build(*args), rewards=Silent(rig.reward))  # type: ignore[method-assign]
-    async with rig.trainer():
-        await rig.command("create")
-        report = await rig.ended()
+    report = await rig.run()
     assert report.state == "failed"
     assert "for the rewards (3 groups of step 1 may have to be replaced)" in report.error

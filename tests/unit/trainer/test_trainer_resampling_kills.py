@@ -11,17 +11,15 @@ from typing import Any
 import pytest
 
 from rlboost.services.trainer.domain.plan import plan_step
-from rlboost.services.trainer.ports.rewards import RewardBatch, Scores
-from rlboost.services.trainer.runtime.job_streams import RetryingBus
-from rlboost.services.trainer.step.durable_resampling import DurableResampling
+from rlboost.services.trainer.ports.samples import RewardBatch, Scores
+from rlboost.services.trainer.step.durable import DurableResampling
 from rlboost.shared.errors import Fenced
 from rlboost.shared.ids import SampleId
 from rlboost.shared.job.environment import Step
-from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Fence, HashSet, Op
 from rlboost.shared.streams.fakes import MemoryBus
-from rlboost.shared.wire.columns import I32, unpack
+from rlboost.shared.wire import I32, unpack
 from tests.support.conversation_rig import ConversationRig, done
 from tests.support.eventually import eventually
 from tests.support.resampled_job import (
@@ -252,11 +250,9 @@ async def test_steps_that_are_never_trained_again_are_forgotten(tmp_path: Path) 
 
 
 async def test_a_superseded_trainer_records_nothing_any_more() -> None:
-    bus = MemoryBus()
-    fences = await succession(bus)
-    patient = RetryingBus(bus, Waits(), 1.0)
-    old, new = (DurableResampling(patient, JOB, 1, job(), ROWS, fence=fence) for fence in fences)
+    rig = Rig(Path(), job())
+    old, new = (DurableResampling(rig.claimed(fence=fence)) for fence in await succession(rig.bus))
     await new.record(256, 1)
     with pytest.raises(Fenced):
         await old.record(256, 2)
-    assert await bus.hash_all(names.job_resampled(JOB)) == {"256": "1"}
+    assert await rig.bus.hash_all(names.job_resampled(JOB)) == {"256": "1"}

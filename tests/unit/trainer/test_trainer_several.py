@@ -8,6 +8,7 @@ import pytest
 
 from rlboost.services.trainer.app import Timing
 from rlboost.shared.messages import JobReport
+from rlboost.shared.streams import names
 from tests.support.eventually import eventually
 from tests.support.trainer_rig import Rig
 
@@ -103,3 +104,31 @@ async def test_a_command_that_was_written_twice_makes_one_job(tmp_path: Path) ->
 
 async def _has_begun(rig: Rig, job_id: str) -> bool:
     return job_id in {report.job_id for report in await rig.reports()}
+
+
+async def test_job_cancelled_in_the_queue_ends_without_a_trainer_and_delays_no_other(tmp_path: Path) -> None:
+    """What a sweep that is given up leaves behind: no lease, no report of a run, no wait per job."""
+    rig = Rig(tmp_path, timing=Timing(block_s=1.0))
+    abandoned = [f"abandoned-{number}" for number in range(50)]
+    for job_id in abandoned:
+        await rig.command("create", job_id=job_id)
+        await rig.command("pause", job_id=job_id)
+        await rig.command("cancel", job_id=job_id)
+    await rig.command("create")
+    async with rig.trainer():
+        await until_last_state(rig, "completed")
+    reports = [report for report in await rig.reports() if isinstance(report, JobReport)]
+    cancelled = [report for report in reports if report.job_id in abandoned]
+    assert [(report.job_id, report.state, report.trainer) for report in cancelled] == [
+        (job_id, "cancelled", "") for job_id in abandoned
+    ]
+    assert await rig.bus.claim(names.JOB_COMMANDS, names.TRAINER_GROUP, "x", min_idle_s=0) == []
+
+
+async def test_commands_on_a_running_job_do_not_delay_the_next_one(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, timing=Timing(block_s=1.0))
+    for _ in range(500):
+        await rig.command("resume", job_id="elsewhere")
+    await rig.command("create")
+    assert (await rig.resume()).state == "completed"
+    assert await rig.bus.length(names.JOB_COMMANDS) == 1

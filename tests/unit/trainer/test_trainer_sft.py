@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,13 @@ import torch
 
 from rlboost.services.trainer.domain.loss.inputs import LossFn, TokenBatch
 from rlboost.services.trainer.domain.sft import SftStep, sft_loss
-from rlboost.services.trainer.fakes.engine import FakeEngine
-from rlboost.services.trainer.ports.data import Prompt
+from rlboost.services.trainer.fakes import FakeEngine
 from rlboost.services.trainer.ports.engine import NotFinite
-from rlboost.services.trainer.ports.resources import JobResources
+from rlboost.services.trainer.ports.samples import Prompt
+from rlboost.services.trainer.ports.storage import JobResources
 from rlboost.shared.job.spec import JobSpec, parse
 from rlboost.shared.messages import JobCommand
-from rlboost.shared.wire.columns import I32, pack
+from rlboost.shared.wire import I32, pack
 from tests.support.eventually import eventually
 from tests.support.trainer_rig import JOB, Rig
 
@@ -41,10 +42,10 @@ def sft(**changes: Any) -> JobSpec:
 class SftRig(Rig):
     """Rows of a prompt, and three to five tokens to imitate."""
 
-    def build(self, job: JobSpec, job_id: str) -> JobResources:
+    def build(self, job: JobSpec, job_id: str, created: datetime) -> JobResources:
         rows = [Prompt(f"p{i}", pack([1, i], I32), {}, pack([3 + i] * (2 + i % 3) + [2], I32)) for i in range(10)]
-        built = super().build(job, job_id)
-        return replace(built, data=replace(built.data, train=rows, evaluation=()))
+        built = super().build(job, job_id, created)
+        return replace(built, data=replace(built.data, train=rows, evaluation=rows[:3]))
 
 
 class Hanging(FakeEngine):
@@ -65,9 +66,18 @@ class Hanging(FakeEngine):
 
 
 async def run(rig: Rig) -> None:
-    async with rig.trainer():
-        await rig.command("create")
-        assert (await rig.ended()).state == "completed"
+    assert (await rig.run()).state == "completed"
+
+
+async def test_held_out_rows_are_evaluated_before_the_first_step_and_after_the_last(tmp_path: Path) -> None:
+    raw = sft().model_dump(mode="json")
+    rig = SftRig(tmp_path, parse({**raw, "data": raw["data"] | {"eval": "e.jsonl"}, "eval": {"every": 3}}))
+    await run(rig)
+    evaluated = {step: row for step, row in rig.folder.rows.items() if "eval/loss" in row}
+    assert sorted(evaluated) == [0, 3, 6, STEPS]
+    assert all(row["eval/loss"] == 1.0 for row in evaluated.values()), "the log-probability of FakeEngine"
+    assert evaluated[STEPS] == {"eval/loss": 1.0, "eval/perplexity": pytest.approx(math.e)}
+    assert "loss" in rig.folder.rows[3]
 
 
 async def test_a_job_trains_without_a_worker_and_publishes_its_last_version(tmp_path: Path) -> None:
@@ -128,8 +138,7 @@ async def test_a_killed_trainers_successor_ends_with_the_same_bits(tmp_path: Pat
     engine.goes_on.set()
     killed.make_engine = FakeEngine
     killed.lease_runs_out()
-    async with killed.trainer():
-        assert (await killed.ended()).state == "completed"
+    assert (await killed.resume()).state == "completed"
     assert killed.weights.versions == steady.weights.versions
     assert killed.folder.model == steady.folder.model
     assert sorted(killed.folder.rows) == list(range(STEPS))
@@ -170,9 +179,7 @@ async def test_non_finite_sft_loss_fails_the_job_and_dumps_the_rows(tmp_path: Pa
 
     rig = SftRig(tmp_path, sft())
     rig.make_engine = Broken
-    async with rig.trainer():
-        await rig.command("create")
-        report = await rig.ended()
+    report = await rig.run()
     assert report.state == "failed"
     assert report.error.startswith("step 1: the loss is nan")
     assert "not-finite-step-0.jsonl" in report.error

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rlboost.services.trainer.domain.loss.inputs import LossFn
-from rlboost.services.trainer.fakes.engine import FakeEngine
+from rlboost.services.trainer.fakes import FakeEngine
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import Event, GroupRequested
@@ -74,9 +74,7 @@ async def test_training_groups_are_requested_ahead_and_evaluation_with_its_step(
         return scripted(request, sample)
 
     rig.manager.script = script
-    async with rig.trainer():
-        await rig.command("create")
-        assert (await rig.ended()).state == "completed"
+    assert (await rig.run()).state == "completed"
     for request in rig.manager.requests:
         group = SampleId.unpack(request.group)
         assert request.version == group.step
@@ -121,9 +119,7 @@ async def _scored_steps(rig: Rig, steps: set[int]) -> bool:
 async def test_tokens_within_the_staleness_limit_are_trained_and_reported(tmp_path: Path) -> None:
     rig = Rig(tmp_path, spec(elastic={"max_staleness": 1}))
     rig.manager.script = stale(1)
-    async with rig.trainer():
-        await rig.command("create")
-        assert (await rig.ended()).state == "completed"
+    assert (await rig.run()).state == "completed"
     for report in await rig.steps():
         late = report.metrics["off_policy/staleness"] * report.metrics["tokens/completion"]
         assert late == pytest.approx(0 if report.step == 0 else 8), "one token of each sample"
@@ -135,9 +131,7 @@ async def test_stale_group_is_dropped_counted_and_reported(tmp_path: Path) -> No
     too_old = SampleId(1, False, 3, 2, 1).pack()
     script = stale(2)
     rig.manager.script = lambda request, sample: (script if sample == too_old else scripted)(request, sample)
-    async with rig.trainer():
-        await rig.command("create")
-        assert (await rig.ended()).state == "completed"
+    assert (await rig.run()).state == "completed"
     dropped = {report.step: report.metrics.get("groups/dropped/stale", 0.0) for report in await rig.steps()}
     assert dropped == {0: 0.0, 1: 0.0, 2: 0.0, 3: 1.0, 4: 0.0}
     [(_, fields)] = [event for event in await rig.events() if event[0] == "group_dropped"]
@@ -148,9 +142,7 @@ async def test_stale_group_is_dropped_counted_and_reported(tmp_path: Path) -> No
 async def test_step_of_stale_groups_only_fails_the_job_with_the_remedy(tmp_path: Path) -> None:
     rig = Rig(tmp_path, spec(elastic={"max_staleness": 1}))
     rig.manager.script = stale(2)
-    async with rig.trainer():
-        await rig.command("create")
-        report = await rig.ended()
+    report = await rig.run()
     assert report.state == "failed"
     assert "raise elastic.max_staleness" in report.error
 
@@ -158,9 +150,7 @@ async def test_step_of_stale_groups_only_fails_the_job_with_the_remedy(tmp_path:
 async def test_without_staleness_a_token_of_another_version_is_fatal(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     rig.manager.script = stale(1)
-    async with rig.trainer():
-        await rig.command("create")
-        report = await rig.ended()
+    report = await rig.run()
     assert report.state == "failed"
     assert "only 1 is allowed" in report.error
 
@@ -204,7 +194,5 @@ async def test_first_weights_score_the_step_before_they_change(
     rig = Rig(tmp_path, spec(steps=2, algorithm=algorithm, elastic={"max_staleness": max_staleness}))
     engine = Proximal()
     rig.make_engine = lambda: engine
-    async with rig.trainer():
-        await rig.command("create")
-        assert (await rig.ended()).state == "completed"
+    assert (await rig.run()).state == "completed"
     assert [call for call, _ in itertools.groupby(engine.calls)] == order * 2

@@ -12,14 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlboost.services.trainer.domain.advantages.gae import Experience, gae_advantages
-from rlboost.services.trainer.domain.advantages.group_estimators import NEED_THE_STEP, group_advantages
-from rlboost.services.trainer.domain.batches.batching import Accumulate, UpdatePlanner, select
+from rlboost.services.trainer.domain.advantages import NEED_THE_STEP, Experience, gae_advantages, group_advantages
+from rlboost.services.trainer.domain.batches import Accumulate, UpdatePlanner, select
 from rlboost.services.trainer.domain.loss.inputs import TokenBatch
-from rlboost.services.trainer.domain.loss.policy import job_loss
+from rlboost.services.trainer.domain.loss.policy import job_loss, value_loss
 from rlboost.services.trainer.domain.loss.preference import best_and_worst, pair_losses, sequence_log_ratio
 from rlboost.services.trainer.domain.loss.sums import add
-from rlboost.services.trainer.domain.loss.value import value_loss
 from rlboost.shared.job.algorithm import PRESETS
 from rlboost.shared.job.spec import RlJob
 from tests.support.jobs import parse_rl

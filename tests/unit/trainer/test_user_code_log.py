@@ -3,8 +3,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from rlboost.services.trainer.adapters.user_code import log as module
-from rlboost.services.trainer.adapters.user_code.log import BURST_BYTES, MAX_FILE_BYTES, RATE_BYTES_PER_S, UserCodeLog
+from rlboost.services.trainer.adapters import user_code as module
+from rlboost.services.trainer.adapters.user_code import BURST_BYTES, MAX_FILE_BYTES, RATE_BYTES_PER_S, UserCodeLog
 from tests.support.eventually import eventually
 
 

@@ -10,23 +10,20 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from rlboost.services.weight_store.app import WeightStore
-from rlboost.services.weight_store.deltas.composer import DeltaComposer
 from rlboost.services.weight_store.deltas.derived_chunks import DerivedChunks
-from rlboost.services.weight_store.deltas.edges import Deltas
+from rlboost.services.weight_store.deltas.edges import DeltaComposer, Deltas
 from rlboost.services.weight_store.fakes import MemoryChunks, MemoryDocuments
-from rlboost.services.weight_store.garbage.collector import UPLOAD_GRACE_S
+from rlboost.services.weight_store.garbage import UPLOAD_GRACE_S
 from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.ports import StoreFull
 from rlboost.shared.errors import NotFound, Undecodable
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams.fakes import MemoryBus
-from rlboost.shared.weights import codec
-from rlboost.shared.weights.delta_graph import Route, VersionEdges, lists_of
-from rlboost.shared.weights.deltas import Delta, DeltaEncoder
+from rlboost.shared.weights.delta_graph import Route, VersionEdges, lists_of, plan
 from rlboost.shared.weights.manifest import ChunkRef, Part, TensorEntry, digest_of
-from rlboost.shared.weights.plan import plan
+from rlboost.shared.weights.publisher import Chunk, Delta, DeltaEncoder
 from rlboost.shared.weights.rest_models import CommitRequest
-from rlboost.shared.weights.shards import Chunk
+from tests.support.deltas import applied
 from tests.support.eventually import eventually
 
 JOB = "job-1"
@@ -149,7 +146,7 @@ def test_the_next_version_of_a_chunk_is_a_delta_to_the_last_one() -> None:
     assert isinstance(delta, Delta)
     assert (delta.edge.new, delta.edge.base) == (digest_of(content(1)), digest_of(content(0)))
     assert (delta.edge.delta, delta.edge.n_bytes) == (digest_of(delta.data), len(delta.data))
-    assert codec.apply(content(0), delta.data) == content(1)
+    assert applied(content(0), delta.data) == content(1)
     assert encoder.encode(0, cut(content(1))) is None, "the chunk did not change"
 
 
@@ -200,7 +197,7 @@ async def test_edges_become_visible_with_the_commit(world: World) -> None:
     await world.publish(1)
     assert Route.decode(await world.store.route(JOB, 1, 0)).documents == (await world.document(1),)
     (edge,) = (await world.document(1)).edges()
-    assert codec.apply(content(0), world.chunks.held[edge.delta][0]) == content(1)
+    assert applied(content(0), world.chunks.held[edge.delta][0]) == content(1)
 
 
 def bases(version: int) -> list[int]:
@@ -223,7 +220,7 @@ async def test_hops_over_two_four_and_eight_versions_are_composed_exactly(world:
     assert [hop.base for hop in found.hops] == [8, 7, 5, 1]
     for hop in found.hops:
         (edge,) = hop.edges
-        assert codec.apply(content(hop.base), world.chunks.held[edge.delta][0]) == content(9)
+        assert applied(content(hop.base), world.chunks.held[edge.delta][0]) == content(9)
 
 
 async def test_a_route_has_the_documents_along_the_longest_hops(world: World) -> None:
@@ -240,7 +237,7 @@ async def test_every_eighth_version_has_a_hop_from_a_pinned_first_one(world: Wor
     found = await world.document(24)
     assert found.from_base is not None
     (edge,) = found.from_base.edges
-    assert codec.apply(content(0), world.chunks.held[edge.delta][0]) == content(24)
+    assert applied(content(0), world.chunks.held[edge.delta][0]) == content(24)
     await world.store.collector.collect_once()  # which drops the edges to all but the newest twelve
     route = Route.decode(await world.store.route(JOB, 25, 0))
     edges = [edge for document in route.documents for edge in document.edges()]

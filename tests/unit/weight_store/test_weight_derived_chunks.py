@@ -13,12 +13,11 @@ from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
 from rlboost.services.weight_store.app import WeightStore
-from rlboost.services.weight_store.deltas import composer
-from rlboost.services.weight_store.deltas.composer import DeltaComposer
+from rlboost.services.weight_store.deltas import edges
 from rlboost.services.weight_store.deltas.derived_chunks import DerivedChunks
-from rlboost.services.weight_store.deltas.edges import Deltas
+from rlboost.services.weight_store.deltas.edges import DeltaComposer, Deltas
 from rlboost.services.weight_store.fakes import MemoryChunks, MemoryDocuments
-from rlboost.services.weight_store.garbage.collector import UPLOAD_GRACE_S
+from rlboost.services.weight_store.garbage import UPLOAD_GRACE_S
 from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.ports import BadChunk, Proxied, StoreFull
 from rlboost.shared.errors import Conflict, NotFound, StoreUnavailable
@@ -26,7 +25,7 @@ from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import HashSet
 from rlboost.shared.streams.fakes import MemoryBus
-from rlboost.shared.weights import codec
+from rlboost.shared.weights.delta import encode_delta
 from rlboost.shared.weights.delta_graph import Edge, lists_of
 from rlboost.shared.weights.manifest import ChunkRef, Part, TensorEntry, digest_of
 from rlboost.shared.weights.rest_models import CommitRequest
@@ -49,7 +48,7 @@ def ref(version: int, index: int = 0) -> ChunkRef:
 
 
 def delta(version: int, index: int = 0) -> tuple[Edge, bytes]:
-    data = codec.encode(content(version - 1, index), content(version, index), "bfloat16")
+    data = encode_delta(content(version - 1, index), content(version, index), "bfloat16")
     return Edge(ref(version, index).digest, ref(version - 1, index).digest, digest_of(data), len(data)), data
 
 
@@ -218,7 +217,7 @@ async def test_full_disk_leaves_a_derived_version_served_from_memory(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Later, without another commit, its chunks are written into space that has become free."""
-    monkeypatch.setattr(composer, "WRITE_INTERVAL_S", 0.01)
+    monkeypatch.setattr(edges, "WRITE_INTERVAL_S", 0.01)
     await world.publish(1)
     world.files.full = True
     with capture_logs() as logs:

@@ -6,12 +6,11 @@ import asyncio
 
 import pytest
 
-from rlboost.services.weight_store.adapters.model_document import decode_model
+from rlboost.services.weight_store import garbage
 from rlboost.services.weight_store.app import WeightStore
-from rlboost.services.weight_store.deltas import composer
-from rlboost.services.weight_store.domain.versions import JobVersions, Version
-from rlboost.services.weight_store.garbage import collector
-from rlboost.services.weight_store.garbage.collector import UPLOAD_GRACE_S
+from rlboost.services.weight_store.deltas import edges
+from rlboost.services.weight_store.domain.versions import JobVersions, Version, decode_model
+from rlboost.services.weight_store.garbage import UPLOAD_GRACE_S
 from rlboost.services.weight_store.ports import StoreFull
 from rlboost.shared.errors import Conflict, NotFound, StoreUnavailable, Undecodable
 from rlboost.shared.weights.manifest import ChunkRef, Manifest, digest_of
@@ -291,8 +290,8 @@ async def test_collecting_and_composing_wait_for_the_object_store(
 ) -> None:
     for number in range(3):
         await commit(store, number, b"weights %d" % number)
-    monkeypatch.setattr(collector, "_COLLECT_INTERVAL_S", 0.001)
-    monkeypatch.setattr(composer, "_RETRY_S", 0.001)
+    monkeypatch.setattr(garbage, "_COLLECT_INTERVAL_S", 0.001)
+    monkeypatch.setattr(edges, "_RETRY_S", 0.001)
     asked = {"last_used": 0, "edges": 0}
 
     def fail_once(port: object, name: str) -> None:
@@ -347,7 +346,7 @@ async def test_unreadable_model_document_leaves_the_other_jobs_served(world: Wor
 async def test_damaged_manifest_defers_the_collection(
     world: World, store: WeightStore, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
-    monkeypatch.setattr(collector, "_COLLECT_INTERVAL_S", 0.001)
+    monkeypatch.setattr(garbage, "_COLLECT_INTERVAL_S", 0.001)
     await commit(store, 0, b"some")
     if damage == "lost":
         await world.documents.remove_manifest(JOB, 0)

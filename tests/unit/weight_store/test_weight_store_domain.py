@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlboost.services.weight_store.domain.garbage import garbage
-from rlboost.services.weight_store.domain.ranges import parse_range
 from rlboost.services.weight_store.domain.versions import (
     JobVersions,
     Version,
     check_commit,
     commit,
     forget_retired,
+    garbage,
+    parse_range,
     pin,
     unpin,
 )

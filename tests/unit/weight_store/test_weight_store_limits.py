@@ -7,8 +7,8 @@ import json
 import pytest
 
 from rlboost.services.weight_store.app import WeightStore
-from rlboost.services.weight_store.chunks.quota import LimitedChunks
-from rlboost.services.weight_store.garbage.collector import UPLOAD_GRACE_S
+from rlboost.services.weight_store.chunks import LimitedChunks
+from rlboost.services.weight_store.garbage import UPLOAD_GRACE_S
 from rlboost.services.weight_store.ports import StoreFull
 from rlboost.shared.errors import Conflict, NotFound
 from rlboost.shared.streams.bus import HashSet, Renew

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from rlboost.shared.errors import BadSignature, ConfigError
-from rlboost.shared.weights.access import WorkerAccess
+from rlboost.shared.weights.access import ManifestKey, WorkerAccess, check_manifest
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.manifest import ChunkRef, Manifest, Part, TensorEntry, digest_of
-from rlboost.shared.weights.manifest_key import ManifestKey, check_manifest
 from rlboost.shared.weights.rest_models import CommitRequest
 
 KEY = ManifestKey("token")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlboost.services.weight_store.domain.delta_graph import (
+from rlboost.services.weight_store.domain.versions import (
     EdgePair,
     is_worthwhile,
     join_hops,
@@ -16,9 +16,8 @@ from rlboost.services.weight_store.domain.delta_graph import (
     outdated,
 )
 from rlboost.shared.errors import Undecodable
-from rlboost.shared.weights.delta_graph import LIST_EDGES, Edge, EdgeList, VersionEdges, lists_of
+from rlboost.shared.weights.delta_graph import LIST_EDGES, Edge, EdgeList, VersionEdges, lists_of, plan
 from rlboost.shared.weights.manifest import CHUNK_BYTES, ChunkRef
-from rlboost.shared.weights.plan import plan
 
 A, B, C, D = (letter * 64 for letter in "abcd")
 

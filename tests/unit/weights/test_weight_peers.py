@@ -21,20 +21,23 @@ from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.streams.names import WEIGHT_PEERS, weight_claim, weight_peer
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.manifest import ChunkRef, digest_of
-from rlboost.shared.weights.peers.blob_index import ALL, BlobIndex, bitmaps_of, blobs_in
 from rlboost.shared.weights.peers.directory import CLAIM_S, PeerDirectory
 from rlboost.shared.weights.peers.selection import (
+    ALL,
     MAX_FROM_STORE,
     MAX_IDLE_S,
     MAX_PER_PEER,
+    BlobIndex,
     Decision,
     FromPeer,
     FromStore,
     PeerSelection,
     Wait,
+    bitmaps_of,
+    blobs_in,
 )
 from rlboost.shared.weights.peers.source import PeerSource
-from rlboost.shared.weights.source import Traffic
+from rlboost.shared.weights.puller import Traffic
 
 DIGESTS = [digest_of(bytes([number])) for number in range(20)]
 

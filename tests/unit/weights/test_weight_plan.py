@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlboost.shared.weights.delta_graph import Edge, EdgeList, VersionEdges
+from rlboost.shared.weights.delta_graph import FETCH_BYTES, ChunkPlan, Edge, EdgeList, VersionEdges, next_stop, plan
 from rlboost.shared.weights.manifest import CHUNK_BYTES, ChunkRef
-from rlboost.shared.weights.plan import FETCH_BYTES, ChunkPlan, next_stop, plan
 
 
 def digest(name: int | str) -> str:

@@ -11,27 +11,163 @@ common with another slot's are copied from that slot: the prompt of a group is p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
+from torch.nn import functional
 
-from rlboost.services.rollout_worker.adapters.engine.thread import EngineThread
-from rlboost.services.rollout_worker.adapters.engine.threaded import ThreadedEngine
+from rlboost.services.rollout_worker.adapters.engine_thread import EngineThread, ThreadedEngine
 from rlboost.services.rollout_worker.adapters.torch import model as torch_model
-from rlboost.services.rollout_worker.adapters.torch.routing import RoutingRecorder
-from rlboost.services.rollout_worker.adapters.torch.sampling import sample
-from rlboost.services.rollout_worker.adapters.torch.scoring import score
+from rlboost.services.rollout_worker.adapters.torch.model import Model
 from rlboost.services.rollout_worker.adapters.torch.slot_cache import SlotCache
-from rlboost.services.rollout_worker.domain import prefixes
-from rlboost.services.rollout_worker.domain.kv_capacity import QUANTUM, KvCapacity
+from rlboost.services.rollout_worker.domain import frames
+from rlboost.services.rollout_worker.domain.load import QUANTUM, KvCapacity
 from rlboost.services.rollout_worker.domain.request_table import Ints, RequestTable
-from rlboost.services.rollout_worker.domain.requests import RequestKey
-from rlboost.services.rollout_worker.domain.uniforms import uniforms
+from rlboost.services.rollout_worker.domain.requests import Emission, Request, RequestKey, uniforms
 from rlboost.services.rollout_worker.ports import Sequences
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.model.experts import FAMILIES, require_routing, routers_of, shape_of_routing
+
+# --- Records the experts that a model's routers select in a forward pass ----------------------------------------------
+
+
+Experts = Callable[[int], npt.NDArray[np.int64]]
+"""A batch size -> the experts of the pass, [batch, tokens, layers, experts per token]."""
+
+
+class RoutingRecorder:
+    """The routers of a transformers model."""
+
+    def __init__(self, model: Any) -> None:
+        """Register a hook on each router of `model`."""
+        config = model.config.to_dict()
+        self.shape = shape_of_routing(config) if config["model_type"] in FAMILIES else None
+        """Shape of the routed experts; None if the model is dense or of an untested family."""
+        self._selected: dict[int, Tensor] | None = None
+        for number, gate in routers_of(model) if self.shape else ():
+            gate.register_forward_hook(partial(self._on_output, number))
+
+    @contextmanager
+    def recording(self, *, enabled: bool) -> Iterator[Experts]:
+        """Record the pass within the context, if `enabled`; yields what returns its experts after it."""
+        selected: dict[int, Tensor] = {}
+        self._selected = selected if enabled else None
+        try:
+            yield partial(self._experts, selected)
+        finally:
+            self._selected = None
+
+    def _experts(self, selected: dict[int, Tensor], n: int) -> npt.NDArray[np.int64]:
+        assert self.shape is not None
+        none = torch.zeros_like(next(iter(selected.values())))
+        stacked = torch.stack([selected.get(layer, none) for layer in range(self.shape.layers)], 1).cpu().numpy()
+        experts: npt.NDArray[np.int64] = stacked.reshape(n, -1, self.shape.layers, self.shape.experts_per_token)
+        return experts
+
+    def _on_output(self, layer: int, _gate: Any, _inputs: Any, output: Any) -> None:
+        if self._selected is not None:
+            self._selected[layer] = require_routing(output)[2]
+
+
+# --- Samples one token per request by inverting the cumulative distribution at a given uniform number -----------------
+
+
+Floats = npt.NDArray[np.floating]
+
+
+def sample(
+    logits: torch.Tensor, temperature: Floats, top_p: Floats, uniform: Floats
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sample a token for each request.
+
+    Args:
+        logits: [n, vocabulary], any float dtype.
+        temperature: [n]; 0 selects the most likely token.
+        top_p: [n], in (0, 1]: sample from the smallest set of most likely tokens whose probabilities add up to at least
+            this. Ignored at temperature 0.
+        uniform: [n], in [0, 1).
+
+    Returns:
+        Tokens [n] (int64), and the log-probability [n] (float32) of each under the whole distribution at its
+        temperature, or at 1 if that is 0: a trainer, which knows no nucleus, computes the same. If the logits are not
+        numbers, neither is the log-probability.
+
+    """
+    logits = logits.float()
+    greedy = temperature == 0
+    if (temperature != 1).any():
+        logits = logits / _column(np.where(greedy, 1, temperature), logits)
+    logprobs = torch.log_softmax(logits, dim=-1)
+    weights = logprobs.exp()
+    narrowed = np.flatnonzero((top_p < 1) & ~greedy)
+    if narrowed.size:
+        indices = torch.from_numpy(narrowed).to(logits.device)
+        weights[indices] = _nucleus(weights[indices], _column(top_p[narrowed], logits))
+    # float64: over a large vocabulary, the rounding error of a float32 sum would bias the tail.
+    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
+    target = torch.from_numpy(uniform).to(logits.device)[:, None] * cumulative[:, -1:]
+    # right=True: the first entry strictly above the target, which is never one of probability zero.
+    tokens = torch.searchsorted(cumulative, target, right=True).clamp_(max=logits.shape[-1] - 1)
+    if greedy.any():
+        tokens = torch.where(_column(greedy, logits), logprobs.argmax(dim=-1, keepdim=True), tokens)
+    return tokens[:, 0], logprobs.gather(1, tokens)[:, 0]
+
+
+def _nucleus(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Return the probabilities [n, vocabulary] with 0 outside each nucleus."""
+    ranked, order = weights.sort(dim=-1, descending=True, stable=True)
+    mass = ranked.double()
+    outside = mass.cumsum(dim=-1) - mass >= top_p
+    return weights.scatter(1, order, ranked.masked_fill(outside, 0.0))
+
+
+def _column(values: npt.NDArray[np.generic], like: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(values).to(like.device)[:, None]
+
+
+# --- Scores given tokens with the torch engine's model: one causal forward pass without a KV cache --------------------
+
+
+class _NoCache:
+    """Replaces the slot cache: each token attends to those before it in the same pass."""
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
+        """See `SlotCache.attend`."""
+        del layer
+        grouped = query.shape[1] != key.shape[1]
+        attended = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scale, enable_gqa=grouped
+        )
+        return attended.transpose(1, 2)
+
+
+def score(model: Model, sequences: Sequences, temperature: float) -> list[list[float]]:
+    """Return each completion token's log-probability; see `ports.Engine.score`."""
+    length = max(len(prompt) + len(completion) for prompt, completion in sequences)
+    padded = [
+        [*prompt, *completion] + [0] * (length - len(prompt) - len(completion)) for prompt, completion in sequences
+    ]
+    ids = torch.tensor(padded, device=model.device)
+    positions = torch.arange(length, device=ids.device).expand_as(ids)
+    logits = model(input_ids=ids, position_ids=positions, use_cache=False, slot_cache=_NoCache()).logits[:, :-1]
+    logprobs = torch.log_softmax(logits.float() / temperature, dim=-1).gather(2, ids[:, 1:, None])[..., 0].tolist()
+    return [
+        scores[len(prompt) - 1 : len(prompt) + len(completion) - 1]
+        for scores, (prompt, completion) in zip(logprobs, sequences, strict=True)
+    ]
+
+
+# --- The engine -------------------------------------------------------------------------------------------------------
+
 
 _PREFILL_TOKENS = 4096
 """Maximum tokens of one prefill pass, including padding: bounds the memory of a pass and the delay of running requests.
@@ -93,8 +229,8 @@ class TorchEngine(ThreadedEngine):
         """Tokens that went through the model to fill the cache, without those copied from other slots."""
         self._routing = RoutingRecorder(self._model)
         vocabulary = self._model.get_input_embeddings().num_embeddings
-        table = RequestTable(slots, max_len, vocabulary, capacity, self._routing.shape)
-        super().__init__(EngineThread("torch-engine"), table, slots=slots)
+        self._new_table = partial(RequestTable, slots, max_len, vocabulary, capacity, self._routing.shape)
+        super().__init__(EngineThread("torch-engine"), self._new_table(), slots=slots)
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -123,6 +259,17 @@ class TorchEngine(ThreadedEngine):
     def _score(self, sequences: Sequences, temperature: float) -> list[list[float]]:
         return score(self._model, sequences, temperature)
 
+    @torch.inference_mode()
+    def _sample(self, requests: Sequence[Request]) -> list[Emission]:
+        table = self._new_table()
+        table.begin_version(self._table.version)
+        table.submit(requests)
+        self._clear_kv()
+        while table.n or table.pending:
+            self._generate(table)
+        self._clear_kv()
+        return table.take_emissions()
+
     def _clear_kv(self) -> None:
         self._cache_is_stale = True
         self._cache.clear()
@@ -137,39 +284,38 @@ class TorchEngine(ThreadedEngine):
             ready = self._can_decode()
         self._cache.move(moves)
         if ready:
-            self._generate()
+            self._generate(self._table)
 
-    def _generate(self) -> None:
+    def _generate(self, table: RequestTable) -> None:
         with self._thread.lock:
-            busy = 2 * self._table.n >= self.slots
-            new = self._table.admit(0 if busy and self._steps % _ADMIT_STEPS else _PREFILL_TOKENS)
-            n = self._table.n
+            busy = 2 * table.n >= self.slots
+            new = table.admit(0 if busy and self._steps % _ADMIT_STEPS else _PREFILL_TOKENS)
+            n = table.n
         if self._cache_is_stale:
             self._cache.clear()
             self._stale_keys.clear()
             self._cache_is_stale, new = False, range(n)
         if n > 0:
-            self._cache.fit(self._table.positions, held=new.start)
+            self._cache.fit(table.positions, held=new.start)
             if new:
-                self._prefill_new(new)
-            self._sort()
-            self._decode()
+                self._prefill_new(table, new)
+            self._sort(table)
+            self._decode(table)
         self._steps += 1
 
-    def _prefill_new(self, new: range) -> None:
+    def _prefill_new(self, table: RequestTable, new: range) -> None:
         """Fill the cache with the prefixes of new slots, which come after all others."""
-        table = self._table
         held = [slot for slot in range(new.start) if table.requests[slot].key not in self._stale_keys]
         new_prefixes, held_prefixes = ([(slot, table.prefix(slot)) for slot in slots] for slots in (new, held))
-        for turn in prefixes.plan(new_prefixes, held_prefixes):
+        for turn in frames.plan(new_prefixes, held_prefixes):
             copies = [prefill for prefill in turn if prefill.shared]
             if copies:
                 pairs = np.array([(prefill.slot, prefill.donor) for prefill in copies])
                 self._cache.share(pairs[:, 0], pairs[:, 1], max(prefill.shared for prefill in copies))
                 table.share_routing(pairs[:, 0], pairs[:, 1], np.array([prefill.shared for prefill in copies]))
-            self._prefill(np.array([(prefill.slot, prefill.shared, prefill.length) for prefill in turn]))
+            self._prefill(table, np.array([(prefill.slot, prefill.shared, prefill.length) for prefill in turn]))
 
-    def _prefill(self, todo: Ints) -> None:
+    def _prefill(self, table: RequestTable, todo: Ints) -> None:
         """Run the model on the tokens from `todo[:, 1]` to `todo[:, 2]` of the slots `todo[:, 0]`."""
         while (todo := todo[todo[:, 1] < todo[:, 2]]).size:
             most = max(1, min(_PREFILL_TOKENS, _PREFILL_TOKENS**2 // int(todo[:, 2].max())))
@@ -181,23 +327,23 @@ class TorchEngine(ThreadedEngine):
             lengths = np.minimum(ends - starts, longest)
             tokens = np.zeros((len(slots), longest), np.int64)
             for i, (slot, start, length) in enumerate(zip(slots, starts, lengths, strict=True)):
-                tokens[i, :length] = self._table.tokens(slot)[start : start + length]
+                tokens[i, :length] = table.tokens(slot)[start : start + length]
             positions = self._cache.begin_prefill(slots, starts, lengths)
-            with self._routing.recording(enabled=self._table.records_routing) as experts:
+            with self._routing.recording(enabled=table.records_routing) as experts:
                 torch_model.prefill(self._model, torch.from_numpy(tokens).to(self._device), positions, self._cache)
-            if self._table.records_routing:
-                self._table.record_routing(slots, starts, lengths, experts(len(slots)))
+            if table.records_routing:
+                table.record_routing(slots, starts, lengths, experts(len(slots)))
             self.prefilled_tokens_total += int(lengths.sum())
             todo[batch, 1] += lengths
 
-    def _sort(self) -> None:
-        if self._steps % _SORT_STEPS == 0 and (order := self._cache.order(self._table.positions)) is not None:
+    def _sort(self, table: RequestTable) -> None:
+        if self._steps % _SORT_STEPS == 0 and (order := self._cache.order(table.positions)) is not None:
             with self._thread.lock:
-                self._table.reorder(order)
+                table.reorder(order)
             self._cache.reorder(order)
 
-    def _decode(self) -> None:
-        table, positions = self._table, self._table.positions
+    def _decode(self, table: RequestTable) -> None:
+        positions = table.positions
         self._cache.begin_decode(positions)
         last_tokens, at = (torch.from_numpy(a).to(self._device) for a in (table.last_tokens, positions))
         with self._routing.recording(enabled=table.records_routing) as experts:

@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Literal
 
-from rlboost.shared.process.garbage_collection import gc_paused
+from rlboost.shared.process.system import gc_paused
 
 if TYPE_CHECKING:
     from rlboost.services.rollout_worker.ports import Engine

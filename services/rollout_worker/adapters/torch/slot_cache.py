@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional
 from transformers import AttentionInterface
 
-from rlboost.services.rollout_worker.domain.kv_capacity import QUANTUM, KvCapacity, round_up
+from rlboost.services.rollout_worker.domain.load import QUANTUM, KvCapacity, round_up
 from rlboost.services.rollout_worker.domain.request_table import SlotMoves
 from rlboost.shared.errors import ConfigError
 

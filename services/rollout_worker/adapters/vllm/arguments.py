@@ -3,20 +3,68 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from vllm import AsyncEngineArgs
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from vllm import AsyncEngineArgs, envs
 from vllm import __version__ as vllm_version
 from vllm.config import WeightTransferConfig
 from vllm.platforms import current_platform
 
 from rlboost.services.rollout_worker.adapters.vllm import plugin
-from rlboost.services.rollout_worker.adapters.vllm.options import VllmOptions
+from rlboost.services.rollout_worker.adapters.vllm.options import VllmOptions, argument_error
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.files import replace_file
+
+# --- The folder that vLLM reads a model's `config.json` from ----------------------------------------------------------
+
+
+def model_folder(config: dict[str, Any]) -> Path:
+    """Return a folder with this `config.json` in vLLM's cache: equal configs get the same folder.
+
+    vLLM's compilation cache depends on the model's path: with a new path per start, every worker would compile again.
+
+    Args:
+        config: the model's `config.json`.
+
+    Raises:
+        ConfigError: the configuration names no model, or the cache cannot be written.
+
+    """
+    named = {**config, "architectures": _architectures(config)}
+    text = json.dumps(named, sort_keys=True)
+    folder = Path(envs.VLLM_CACHE_ROOT) / "rlboost_models" / hashlib.sha256(text.encode()).hexdigest()[:16]
+    file = folder / "config.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not file.exists() or file.read_bytes() != text.encode():  # a machine that lost power may have damaged it
+            # Several workers may start at the same time.
+            replace_file(file, text)
+    except OSError as error:
+        raise ConfigError(f"vllm's cache cannot be written ({error}): set VLLM_CACHE_ROOT to one that can") from error
+    return folder
+
+
+def _architectures(config: dict[str, Any]) -> list[str]:
+    """Return the model's class, which vLLM needs and not every configuration names."""
+    if config.get("architectures"):
+        return list(config["architectures"])
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.get("model_type", ""))
+    if name is None:
+        raise ConfigError(
+            f"config.json: transformers has no causal language model of model_type {config.get('model_type')!r}: "
+            f"name the model's class in architectures"
+        )
+    return [name]
+
+
+# --- Arguments --------------------------------------------------------------------------------------------------------
+
 
 _CPU_KV_CACHE_BYTES = 256 << 20
 """Default on a CPU: vLLM's own default is a large part of the machine's memory."""
@@ -38,16 +86,20 @@ def check_device(device: str) -> None:
         )
 
 
-def check_arguments(names: Iterable[str]) -> None:
-    """Check the names of additional engine arguments; vLLM checks their values when it starts.
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Check additional engine arguments; vLLM checks most of their values when it starts.
+
+    Those that pass may still change how tokens are sampled: the sampling check decides before anything is served.
 
     Raises:
-        ConfigError: vLLM has no such argument, or RLBoost sets it.
+        ConfigError: vLLM has no such argument, RLBoost sets it, or no sample could be trained on with it.
 
     """
     known = {field.name for field in fields(AsyncEngineArgs)}
-    owned = _own_arguments(Path(), VllmOptions(1)).keys()
-    for name in names:
+    owned = _own_arguments(Path(), VllmOptions(1)).keys() - {"logprobs_mode"}
+    for name, value in arguments.items():
+        if error := argument_error(name, value):
+            raise ConfigError(f"RLBOOST_WORKER_VLLM_ARGS: {error}")
         if name in owned:
             raise ConfigError(
                 f"RLBOOST_WORKER_VLLM_ARGS: {name} is not free: another setting or RLBoost itself sets it"
@@ -63,7 +115,7 @@ def check_arguments(names: Iterable[str]) -> None:
 def engine_args(directory: Path, options: VllmOptions) -> AsyncEngineArgs:
     """Return the arguments of an engine whose model is in a directory."""
     return AsyncEngineArgs(
-        **_own_arguments(directory, options), **{**_corrections(directory, options), **options.vllm_args}
+        **{**_own_arguments(directory, options), **_corrections(directory, options), **options.vllm_args}
     )
 
 
@@ -90,7 +142,7 @@ def _own_arguments(directory: Path, options: VllmOptions) -> dict[str, Any]:
         "tensor_parallel_size": options.tensor_parallel,
         "distributed_executor_backend": "uni" if options.tensor_parallel == 1 else "mp",
         "enable_sleep_mode": options.enable_sleep and not on_cpu,
-        "logprobs_mode": "processed_logprobs",  # after temperature and top-p, as `Emission.logprobs`
+        "logprobs_mode": options.logprobs_mode,
         "weight_transfer_config": WeightTransferConfig(backend=plugin.NAME),
         "disable_log_stats": True,
         "enable_log_requests": False,

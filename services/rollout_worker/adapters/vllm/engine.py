@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import count
@@ -23,20 +24,18 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from rlboost.services.rollout_worker.adapters.vllm.arguments import check_device, engine_args
+from rlboost.services.rollout_worker.adapters.vllm.arguments import check_device, engine_args, model_folder
 from rlboost.services.rollout_worker.adapters.vllm.load_errors import decode_load_error
-from rlboost.services.rollout_worker.adapters.vllm.model_folder import model_folder
-from rlboost.services.rollout_worker.adapters.vllm.options import VllmOptions
+from rlboost.services.rollout_worker.adapters.vllm.options import VllmOptions, logprobs_error
+from rlboost.services.rollout_worker.domain.frames import LiveRequest, StreamedRequests
 from rlboost.services.rollout_worker.domain.load import EngineStats
-from rlboost.services.rollout_worker.domain.requests import Emission, Request, RequestKey
-from rlboost.services.rollout_worker.domain.streamed_requests import LiveRequest, StreamedRequests
-from rlboost.services.rollout_worker.domain.uniforms import stream_seed
+from rlboost.services.rollout_worker.domain.requests import Emission, Request, RequestKey, stream_seed
 from rlboost.services.rollout_worker.ports import EngineFailed, Sequences, StagedWeights
 from rlboost.shared.errors import ConfigError, Fatal, leaves
 from rlboost.shared.messages import FINISH_LENGTH, FINISH_STOP
 from rlboost.shared.model.folder import require_unquantized
-from rlboost.shared.process.threads import run_in_thread
-from rlboost.shared.wire.routed_experts import RoutedShape
+from rlboost.shared.process.system import run_in_thread
+from rlboost.shared.wire import RoutedShape
 
 T = TypeVar("T")
 
@@ -83,12 +82,15 @@ class VllmEngine:
         self.llm = llm
         """Used by benchmarks."""
         self._can_sleep = options.enable_sleep
-        self._requests = StreamedRequests(
+        self._new_requests = partial(
+            StreamedRequests,
             options.slots,
             int(llm.model_config.max_model_len),
             int(llm.model_config.get_vocab_size()),
             _routed_shape(llm.model_config) if self.returns_routed_experts else None,
+            partial(logprobs_error, options.logprobs_mode),
         )
+        self._requests = self._new_requests()
         self._streams: dict[LiveRequest, asyncio.Task[None]] = {}
         self._ids = count()
         self._n_loads = 0
@@ -140,7 +142,7 @@ class VllmEngine:
             return
         for live in self._requests.start():
             if live not in self._streams:
-                task = asyncio.create_task(self._stream(live), name=f"stream-{live.request.sample}")
+                task = asyncio.create_task(self._stream(live, self._requests), name=f"stream-{live.request.sample}")
                 self._streams[live] = task
                 task.add_done_callback(partial(self._on_stream_end, live))
 
@@ -155,9 +157,10 @@ class VllmEngine:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
 
-    async def _stream(self, live: LiveRequest) -> None:
+    async def _stream(self, live: LiveRequest, requests: StreamedRequests) -> None:
+        """Generate the tokens of a request into `requests`."""
         request, sampling = live.request, live.request.sampling
-        vocabulary = self._requests.vocabulary
+        vocabulary = requests.vocabulary
         params = SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p if sampling.temperature else 1.0,
@@ -173,17 +176,17 @@ class VllmEngine:
             routed_experts_prompt_start=len(request.prompt) - 1 if sampling.routed_experts else 0,
         )
         async for completion in self._generate([*request.prompt, *live.tokens], params):
-            self._requests.extend(live, completion.token_ids, completion.logprobs.logprobs)
+            requests.extend(live, completion.token_ids, completion.logprobs.logprobs)
             if completion.finish_reason in _FINISH:
                 routed = completion.routed_experts if sampling.routed_experts else None
-                self._requests.end(
+                requests.end(
                     live,
                     finish=_FINISH[completion.finish_reason],
                     routed_experts=b"" if routed is None else routed.tobytes(),
                 )
             elif completion.finish_reason is not None and self._is_decoding:
                 raise RuntimeError(f"vllm ended a request: {completion.finish_reason}")
-            elif not self._requests.is_live(live):
+            elif not requests.is_live(live):
                 raise asyncio.CancelledError  # its output is not a number: abort it in vLLM
 
     async def _generate(self, tokens: list[int], params: SamplingParams) -> Any:
@@ -241,12 +244,29 @@ class VllmEngine:
         await self.llm.pause_generation(mode="abort", clear_cache=True)
         return [[task.result() for task in row] for row in tasks]
 
+    async def sample(self, requests: Sequence[Request]) -> list[Emission]:
+        """See `ports.Engine`."""
+        return await self._in_turn(lambda: self._sample(requests))
+
+    async def _sample(self, requests: Sequence[Request]) -> list[Emission]:
+        own = self._new_requests()
+        own.begin_version(self._requests.version)
+        own.submit(requests)
+        await self._wake("weights", "kv_cache")
+        await self.llm.resume_generation()
+        async with asyncio.TaskGroup() as group:
+            for live in own.start():
+                group.create_task(self._stream(live, own), name=f"sample-{live.request.sample}")
+        await self.llm.pause_generation(mode="abort", clear_cache=True)
+        return own.take_emissions()
+
     async def _score_token(self, tokens: list[int], token: int, temperature: float) -> float:
         params = SamplingParams(
             temperature=temperature, max_tokens=1, ignore_eos=True, logprob_token_ids=[token], detokenize=False
         )
         async for completion in self._generate(tokens, params):
-            return float(completion.logprobs[0][token].logprob)
+            # With speculative decoding vLLM may return none.
+            return float(completion.logprobs[0][token].logprob) if completion.logprobs else math.nan
         raise RuntimeError("vllm ended a request without a token")
 
     # --- pausing ------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,10 +9,10 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from rlboost.services.rollout_worker.adapters.vllm import plugin
-from rlboost.services.rollout_worker.adapters.vllm.options import VllmOptions
+from rlboost.services.rollout_worker.adapters.vllm.options import LOGITS_PROCESSOR_PLUGINS, VllmOptions
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.process.extras import pip_install
-from rlboost.shared.process.garbage_collection import gc_paused
+from rlboost.shared.process.modules import require_engine
+from rlboost.shared.process.system import gc_paused
 from rlboost.shared.settings import environment_without_settings
 from rlboost.shared.tls import CA_VARIABLE
 
@@ -50,11 +49,7 @@ class VllmFactory:
     """
 
     def __init__(self, options: VllmOptions) -> None:
-        if importlib.util.find_spec("vllm") is None:
-            raise ConfigError(
-                "the vllm engine needs vllm: 'make install-vllm' on a machine without a GPU, "
-                f"{pip_install('vllm')} on one with"
-            )
+        require_engine("vllm")
         self._options = options
 
     def prepare(self) -> None:
@@ -63,6 +58,11 @@ class VllmFactory:
             raise ConfigError(
                 "vllm does not find RLBoost's plugin, since the installed rlboost is older than its source: run 'make "
                 "install', or install the package again"
+            )
+        if plugins := entry_points(group=LOGITS_PROCESSOR_PLUGINS):
+            raise ConfigError(
+                f"vllm would apply the logits processors of {', '.join(sorted(one.value for one in plugins))} to every "
+                "request, which changes the distribution that tokens are drawn from: uninstall the package on workers"
             )
         for name, value in {**_DEFAULTS, **(_CPU_DEFAULTS if self._options.device == "cpu" else {})}.items():
             os.environ.setdefault(name, value)

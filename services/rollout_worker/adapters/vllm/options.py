@@ -6,6 +6,40 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from rlboost.shared.messages import Sampling
+
+LOGPROBS_MODES = ("processed_logprobs", "raw_logprobs")
+"""Values of vLLM's `logprobs_mode` that are log-probabilities of the whole distribution for some requests: the first,
+the default, at any temperature without top-p; the second with any top-p at temperature 1."""
+REFUSED_ARGUMENTS: Mapping[str, str] = {
+    "logits_processors": "it changes the distribution that tokens are drawn from, and training needs the model's own",
+    "override_generation_config": "it sets defaults of sampling, which only the job file and clients may set",
+    "watermark_config": "a watermark changes the distribution that tokens are drawn from",
+    "diffusion_config": "training needs a log-probability of each token given all tokens before it",
+    "enable_trace_replay": "it replaces sampled tokens by recorded ones",
+    "enable_lora": "adapters are published merged with their model",
+    "runner": "a worker generates text",
+    "convert": "a worker generates text",
+}
+"""Engine arguments with which no sample could be trained on -> why.
+
+RLBoost sets `generation_config`, so vLLM does not apply a model's own top-k or penalties."""
+SUSPECT_ARGUMENTS: Mapping[str, str] = {
+    "speculative_config": "with which vllm 0.32 reports wrong log-probabilities, on CPUs at least",
+    "spec_method": "with which vllm 0.32 reports wrong log-probabilities, on CPUs at least",
+    "logprobs_mode": "raw_logprobs is for jobs at temperature 1",
+    "scheduler_cls": "a scheduler of your own",
+    "worker_cls": "a worker class of your own",
+    "worker_extension_cls": "a worker class of your own",
+}
+"""Engine arguments that are accepted if the sampling check passes -> what an error about it says.
+
+All that are in neither table are accepted in the same way, without a reason."""
+LOGITS_PROCESSOR_PLUGINS = "vllm.logits_processors"
+"""Entry point group of packages whose logits processors vLLM applies to every request once they are installed."""
+_LOWEST_TEMPERATURE = 0.01
+"""vLLM samples at this temperature if a lower one, above 0, is requested."""
+
 
 @dataclass(frozen=True)
 class VllmOptions:
@@ -27,3 +61,51 @@ class VllmOptions:
     """True if a suspended engine frees device memory, including weights, where vLLM supports it."""
     vllm_args: Mapping[str, Any] = field(default_factory=dict)
     """More of vLLM's `AsyncEngineArgs`; see `arguments.check_arguments`."""
+
+    @property
+    def logprobs_mode(self) -> str:
+        """Return which log-probabilities vLLM reports."""
+        return str(self.vllm_args.get("logprobs_mode", LOGPROBS_MODES[0]))
+
+    @property
+    def suspects(self) -> str:
+        """Return what to try if the engine samples wrongly: which arguments may be the cause; empty without any."""
+        if not self.vllm_args:
+            return ""
+        named = [f"{name} ({reason})" if (reason := SUSPECT_ARGUMENTS.get(name)) else name for name in self.vllm_args]
+        return f"Remove what may be the cause from RLBOOST_WORKER_VLLM_ARGS, which sets {', '.join(named)}."
+
+
+def argument_error(name: str, value: object) -> str:
+    """Return why an engine argument with this value is refused; empty if the sampling check decides."""
+    if name == "logprobs_mode" and value not in LOGPROBS_MODES:
+        return f"logprobs_mode {value!r} has no log-probabilities to train on: use {' or '.join(LOGPROBS_MODES)}"
+    reason = REFUSED_ARGUMENTS.get(name, "")
+    return f"{name} is refused: {reason}: remove it" if reason and value else ""
+
+
+def logprobs_error(mode: str, sampling: Sampling) -> str:
+    """Return why vLLM cannot report log-probabilities of the whole distribution for a request; empty if it can.
+
+    Args:
+        mode: vLLM's `logprobs_mode`.
+        sampling: of the request.
+
+    """
+    if 0 < sampling.temperature < _LOWEST_TEMPERATURE:
+        return (
+            f"sampling.temperature is {sampling.temperature}, and vllm samples at {_LOWEST_TEMPERATURE} or more: raise "
+            "it, or use torch workers"
+        )
+    if mode == "raw_logprobs" and sampling.temperature not in {0, 1}:
+        return (
+            f"sampling.temperature is {sampling.temperature}, and this worker reports log-probabilities at temperature "
+            "1: remove logprobs_mode from its RLBOOST_WORKER_VLLM_ARGS, or set the temperature to 1"
+        )
+    if mode != "raw_logprobs" and sampling.temperature and sampling.top_p < 1:
+        return (
+            f"sampling.top_p is {sampling.top_p}, and this worker reports log-probabilities within the nucleus, which "
+            """differ from the trainer's: start vllm workers with RLBOOST_WORKER_VLLM_ARGS='{"logprobs_mode": """
+            """"raw_logprobs"}', which needs temperature 1, or use torch workers, or set top_p to 1"""
+        )
+    return ""

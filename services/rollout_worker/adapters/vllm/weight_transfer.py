@@ -17,8 +17,8 @@ from vllm.platforms import current_platform
 
 from rlboost.services.rollout_worker.adapters.vllm.load_errors import encode_load_error
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.weights.cache import PulledVersion
 from rlboost.shared.weights.cached_version import cached_version
-from rlboost.shared.weights.pulled import PulledVersion
 
 
 @dataclass

@@ -1,5 +1,7 @@
 """Runs ranks of a trainer on another machine: what `rlboost trainer join` starts.
 
+It is `python -m rlboost.services.trainer.adapters.machines.agent`.
+
 Consumes: assignments from the trainer, one per connection.
 Produces: the ranks of this machine, which torchrun starts and watches; they connect to the trainer themselves.
 Waits for: the trainer; an assignment; the end of the ranks or of the connection.
@@ -17,17 +19,47 @@ import socket
 import sys
 import time
 from asyncio.subprocess import DEVNULL, Process
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import structlog
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
 
-from rlboost.services.trainer.adapters.machines.link import MACHINE, Link, connect
-from rlboost.services.trainer.adapters.machines.rank_channel import KEY_VARIABLE
-from rlboost.services.trainer.adapters.machines.settings import MachineSettings
-from rlboost.services.trainer.adapters.ranks.processes import rank_environment
+from rlboost.services.trainer.adapters.machines.link import KEY_VARIABLE, MACHINE, Link, connect
+from rlboost.services.trainer.adapters.torch.ranks import rank_environment
 from rlboost.shared.errors import Retryable, WaitTimedOut
-from rlboost.shared.process.lifecycle import until_stop
+from rlboost.shared.process.lifecycle import run_service, supervise, until_stop
+from rlboost.shared.settings import ServiceSettings
+
+# --- Settings of a machine that runs ranks of a trainer on another one ------------------------------------------------
+
+
+class MachineSettings(ServiceSettings):
+    """Environment prefix `RLBOOST_MACHINE_`."""
+
+    model_config = SettingsConfigDict(env_prefix="RLBOOST_MACHINE_")
+    prefix: ClassVar[str] = "RLBOOST_MACHINE_"
+
+    url: str = Field(
+        "tcp://127.0.0.1:8702", description="the trainer: tcp://HOST:PORT, or tls:// if it has a certificate"
+    )
+    name: str = Field("", description="name that orders the ranks and appears in messages; if empty, the host name")
+    address: str = Field(
+        "",
+        description="address at which the trainer's other machines reach this one; if empty, the one that the "
+        "trainer sees",
+    )
+    outage_limit_s: float = Field(600.0, gt=0, description="exit after the trainer has been unreachable for this time")
+
+    @property
+    def machine_name(self) -> str:
+        """Return the name, or the host's."""
+        return self.name or socket.gethostname()
+
+
+# --- The agent of a machine -------------------------------------------------------------------------------------------
+
 
 log = structlog.get_logger(__name__)
 
@@ -119,7 +151,7 @@ class Agent:
             f"--master-addr={assignment['address']}",
             f"--master-port={assignment['port']}",
             "--module",
-            "rlboost.services.trainer.adapters.ranks.rank",
+            "rlboost.services.trainer.adapters.torch.rank",
             assignment["kind"],
             self._config.url,
             assignment["session"],
@@ -144,3 +176,12 @@ def _free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("", 0))
         return int(sock.getsockname()[1])
+
+
+async def main(config: MachineSettings, stop: asyncio.Event) -> None:
+    """Run ranks until the stop."""
+    await supervise({"assignments": Agent(config).run}, stop, grace_s=20.0)
+
+
+if __name__ == "__main__":
+    sys.exit(run_service("machine", MachineSettings, main))

@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import secrets
 import socket
 import ssl
+import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
 import msgpack
 
-from rlboost.shared.errors import ConfigError, Retryable
-from rlboost.shared.http.token_signature import is_valid_signature, sign
+from rlboost.shared.errors import ConfigError, Retryable, RLBoostError
+from rlboost.shared.framing import LENGTH_BYTES, length_of, pack
+from rlboost.shared.http.access import is_valid_signature, sign
 from rlboost.shared.tls import ServerCertificate, verifying_context
-from rlboost.shared.wire.framing import LENGTH_BYTES, length_of, pack
 
 MACHINE = ""
 """The session of a machine that joins; a rank names the one that it belongs to."""
@@ -203,3 +206,33 @@ async def accept(link: Link, key_of: Callable[[str], str]) -> tuple[str, dict[st
 
 def _subject(side: str, session: str, first_nonce: str, second_nonce: str) -> str:
     return json.dumps([side, session, first_nonce, second_nonce])
+
+
+# --- The channel of a rank to a trainer on another machine ------------------------------------------------------------
+
+
+KEY_VARIABLE = "RLBOOST_RANK_KEY"
+"""The key of the rank's session; an argument would be readable by all users of the machine."""
+
+
+def join_session(url: str, session: str) -> socket.socket:
+    """Return a socket to the trainer, for the rank that torchrun has made this process.
+
+    It is closed, and the reason printed, if the trainer does not accept the connection.
+    """
+    ours, theirs = socket.socketpair()
+    threading.Thread(target=_relay, args=(url, session, theirs), name="trainer-link", daemon=True).start()
+    return ours
+
+
+def _relay(url: str, session: str, channel: socket.socket) -> None:
+    async def relay() -> None:
+        link = await connect(url, os.environ.pop(KEY_VARIABLE), session, {"rank": int(os.environ["RANK"])})
+        await link.relay(channel)
+
+    # Its end closes the channel, and that ends the rank.
+    with channel:
+        try:
+            asyncio.run(relay())
+        except RLBoostError as error:
+            print(f"rank {os.environ['RANK']}: {error}", file=sys.stderr, flush=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from rlboost.services.trainer.adapters.ranks.layout import Layout
+from rlboost.services.trainer.adapters.torch.ranks import Layout
 from rlboost.shared.errors import ConfigError
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
@@ -38,7 +38,7 @@ class ModelShape(NamedTuple):
     """Whether the weights of a token's experts add up to 1."""
     rope_frequencies: tuple[float, ...] = ()
     """Frequency of each pair of a head's dimensions in radians per token, for rotary positions; see
-    `rope.with_frequencies`."""
+    `policy.with_frequencies`."""
     rope_scale: float = 1.0
     """Factor of rotated queries and keys."""
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from rlboost.services.trainer.adapters.megatron.model_shape import ModelShape
-from rlboost.services.trainer.adapters.ranks.layout import Coordinates, Layout
-from rlboost.services.trainer.adapters.ranks.tensor_slice import TensorSlice
+from rlboost.services.trainer.adapters.torch.ranks import Coordinates, Layout, TensorSlice
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _TOP = {

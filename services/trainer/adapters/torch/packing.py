@@ -6,17 +6,238 @@ variable-length attention, else by calls of scaled dot product attention, each f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.nn import functional
 from transformers import AttentionInterface
 
-from rlboost.services.trainer.adapters.torch.batch import Array, Packed
-from rlboost.services.trainer.adapters.torch.context_parallel import ContextGroup
+from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow
+from rlboost.services.trainer.domain.loss.inputs import TokenBatch
+from rlboost.shared.wire import F32, I32, U8, RoutedShape, length, pack, unpack
+
+# --- Converts rows of a micro-batch to arrays: packed token ids, and columns over all trained tokens, row by row ------
+
+
+Array = np.ndarray[Any, Any]
+
+DUMMY_ROWS = [SequenceRow(pack([0], I32), pack([0], I32))]
+"""A micro-batch of two tokens, for checks, and for ranks with fewer micro-batches than others."""
+
+
+class Packed(NamedTuple):
+    """Rows concatenated without padding."""
+
+    ids: Array
+    """Token ids, int64 [tokens]."""
+    boundaries: Array
+    """0, then the end of each row, int32 [rows + 1]."""
+    predicts: Array
+    """Positions before trained tokens, int64 [trained tokens]. Indices rather than a mask: selecting by a mask on a GPU
+    makes the host wait."""
+
+    @property
+    def positions(self) -> Array:
+        """The position of each token in its row, int64 [tokens]."""
+        positions: Array = np.arange(len(self.ids)) - np.repeat(self.boundaries[:-1], np.diff(self.boundaries))
+        return positions
+
+    def padded(self, divisor: int) -> Packed:
+        """Return the rows, with a row of padding if `divisor` does not divide their tokens."""
+        if not (n_padding := -len(self.ids) % divisor):
+            return self
+        end = np.int32(len(self.ids) + n_padding)
+        return self._replace(ids=np.pad(self.ids, (0, n_padding)), boundaries=np.append(self.boundaries, end))
+
+
+def packed(rows: Sequence[SequenceRow]) -> Packed:
+    """Return rows as one sequence."""
+    ids = np.frombuffer(b"".join(part for row in rows for part in (row.prompt, row.completion)), I32)
+    boundaries = np.cumsum([0, *(row.n_tokens for row in rows)])
+    predicts = np.zeros(len(ids), np.bool_)
+    for row, start, end in zip(rows, boundaries, boundaries[1:], strict=False):
+        before = start + length(row.prompt, I32) - 1
+        predicts[before : end - 1] = unpack(row.loss_mask, U8) if row.loss_mask else True
+    return Packed(ids.astype(np.int64), boundaries.astype(np.int32), np.flatnonzero(predicts))
+
+
+def replayed(rows: Sequence[SequenceRow], predicts: Array, shape: RoutedShape) -> tuple[Array, Array] | None:
+    """Return the positions where recorded experts replace the router's, int64 [n], and the experts.
+
+    The latter are [n, layers, experts per token] in the dtype of `shape`. None if no row has any.
+
+    Args:
+        rows: a micro-batch.
+        predicts: the positions before trained tokens, see `Packed`.
+        shape: shape of the rows' routed experts.
+
+    """
+    known = [bool(row.routed_experts) for row in rows]
+    if not any(known):
+        return None
+    experts = shape.unpack(bytearray().join(row.routed_experts for row in rows))  # writable, as torch wants arrays
+    return predicts[np.repeat(known, lengths(rows))], experts
+
+
+def lengths(rows: Sequence[SequenceRow]) -> list[int]:
+    """Return the number of trained tokens of each row."""
+    return [row.n_loss_tokens for row in rows]
+
+
+def sampled(rows: Sequence[TrainingRow]) -> Array:
+    """Return the log-probability of each completion token when it was sampled, float32 [tokens]."""
+    return np.concatenate([unpack(row.sampled, F32) for row in rows])
+
+
+def proximal(rows: Sequence[TrainingRow]) -> Array | None:
+    """Return the same under the weights at the start of the step, None unless all rows have it."""
+    return _joined([row.proximal for row in rows])
+
+
+def reference(rows: Sequence[TrainingRow]) -> Array | None:
+    """Return the same under the reference model, None unless all rows have it."""
+    return _joined([row.reference for row in rows])
+
+
+def values(rows: Sequence[TrainingRow]) -> tuple[Array, Array]:
+    """Return the critic's value before each completion token, and its target, float32 [tokens] each."""
+    before, returns = [row.values for row in rows], [row.returns for row in rows]
+    return unpack(b"".join(before), F32), unpack(b"".join(returns), F32)
+
+
+def columns(rows: Sequence[SequenceRow], column: Tensor) -> list[bytes]:
+    """Split a column over all completion tokens into one float32 column per row."""
+    ends = np.cumsum(lengths(rows))
+    return [part.tobytes() for part in np.split(column.detach().cpu().numpy().astype(F32), ends[:-1])]
+
+
+def advantages(rows: Sequence[TrainingRow]) -> Array:
+    """Return each completion token's advantage, float32 [tokens]."""
+    return np.concatenate([unpack(row.advantages, F32) for row in rows])
+
+
+def token_batch(rows: Sequence[TrainingRow], logprobs: Tensor, reference_logprobs: Tensor | None) -> TokenBatch:
+    """Return the argument of the loss, on the device of the log-probabilities.
+
+    Args:
+        rows: a micro-batch.
+        logprobs: log-probabilities of all trained tokens, row by row, [tokens].
+        reference_logprobs: the same under the reference model; None to take the rows' own, if they have them.
+
+    """
+
+    def column(values: Array | None) -> Tensor | None:
+        return None if values is None else torch.from_numpy(values).to(logprobs.device)
+
+    sampled_logprobs, weights = column(sampled(rows)), column(advantages(rows))
+    assert sampled_logprobs is not None
+    assert weights is not None
+    if reference_logprobs is None:
+        reference_logprobs = column(reference(rows))
+    return TokenBatch(
+        logprobs, sampled_logprobs, weights, tuple(lengths(rows)), column(proximal(rows)), reference_logprobs
+    )
+
+
+def _joined(columns: Sequence[bytes]) -> Array | None:
+    return np.concatenate([unpack(column, F32) for column in columns]) if all(columns) else None
+
+
+# --- Context parallelism by exchanges around attention (DeepSpeed Ulysses, arXiv 2309.14509) --------------------------
+# Each rank of a group computes a slice of the tokens of a micro-batch. For attention the ranks exchange tokens for
+# heads: each gets all tokens of its slice of the heads, and gives its results back.
+
+
+class ContextGroup:
+    """The ranks that share a micro-batch. All methods but `slice_of` and `positions` are collective."""
+
+    def __init__(self, group: Any) -> None:
+        """Use a process group whose ranks get the same micro-batches."""
+        self._group = group
+        self._rank = distributed.get_rank(group)
+        self._size = distributed.get_world_size(group)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self._size
+
+    @property
+    def is_first(self) -> bool:
+        """True on one rank of the group."""
+        return self._rank == 0
+
+    def slice_of(self, n_tokens: int) -> slice:
+        """Return this rank's slice of a number of tokens that the group divides."""
+        each = n_tokens // self._size
+        return slice(self._rank * each, (self._rank + 1) * each)
+
+    def positions(self, predicts: Array, n_tokens: int) -> slice:
+        """Return the slice of the ascending positions that are in this rank's slice of the tokens."""
+        own = self.slice_of(n_tokens)
+        first, end = np.searchsorted(predicts, [own.start, own.stop])
+        return slice(int(first), int(end))
+
+    def joined(self, shard: Tensor, where: slice, n: int) -> Tensor:
+        """Return the column of the whole group, [n]; gradients reach this rank's shard, at `where`."""
+        whole = shard.new_zeros(n)
+        whole[where] = shard.detach()
+        distributed.all_reduce(whole, group=self._group)
+        return torch.cat([whole[: where.start], shard, whole[where.stop :]])
+
+    def broadcast(self, column: Tensor) -> None:
+        """Overwrite a column with that of the first rank."""
+        distributed.broadcast(column, group=self._group, group_src=0)
+
+    def tokens_of_heads(self, shard: Tensor) -> Tensor:
+        """Exchange [this rank's tokens, heads, size] for [all tokens, this rank's heads, size].
+
+        Key heads are repeated if there are too few for the group.
+        """
+        n_heads = shard.shape[1]
+        if repeats := math.lcm(n_heads, self._size) // n_heads - 1:
+            shard = shard.repeat_interleave(repeats + 1, 1)
+        by_rank = shard.reshape(len(shard), self._size, -1, shard.shape[-1]).transpose(0, 1)
+        return _exchange(by_rank, self._group).flatten(0, 1)
+
+    def heads_of_tokens(self, shard: Tensor) -> Tensor:
+        """Exchange [all tokens, this rank's heads, size] for [this rank's tokens, heads, size]."""
+        by_rank = shard.reshape(self._size, -1, *shard.shape[1:])
+        return _exchange(by_rank, self._group).transpose(0, 1).flatten(1, 2)
+
+
+def _exchange(shards: Tensor, group: Any) -> Tensor:
+    result = _Exchange.apply(shards, group)  # type: ignore[no-untyped-call]  # torch's
+    received: Tensor = result
+    return received
+
+
+class _Exchange(torch.autograd.Function):
+    """Sends shard i to rank i; its gradient is another exchange."""
+
+    @staticmethod
+    def forward(ctx: Any, shards: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return _exchanged(shards, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _exchanged(gradients[0], ctx.group), None
+
+
+def _exchanged(shards: Tensor, group: Any) -> Tensor:
+    shards = shards.contiguous()
+    received = torch.empty_like(shards)
+    distributed.all_to_all_single(received, shards, group=group)
+    return received
+
+
+# --- Packed rows, and attention within each row -----------------------------------------------------------------------
+
 
 Row = TypeVar("Row")
 PACKED = "rlboost_packed"
@@ -37,7 +258,7 @@ class RowLengths:
 
 
 def packs_rows(model: Any) -> bool:
-    """Return True if the attention of a transformers model is `PACKED`, see `attention_choice.attention_of`."""
+    """Return True if the attention of a transformers model is `PACKED`, see `layers.attention_of`."""
     return bool(model.config._attn_implementation == PACKED)  # noqa: SLF001 - it has no public name
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlboost.services.trainer.domain.loss.sums import EXPERT_LOAD, ROUTED_TOKENS, ROUTING_LOSS
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.model.routers import is_routing, require_routing, routers_of
+from rlboost.shared.model.experts import is_routing, require_routing, routers_of
 
 _TOLERANCE = 0.02
 """Relative difference of weights that rounding to bfloat16 explains."""

@@ -1,23 +1,30 @@
-"""The policy loss of one micro-batch, composed from an algorithm's options, in torch.
-
-Losses are sums, not means: the engine divides by the summed `divisor` of an update's micro-batches, which gives the
-exact mean over micro-batches and ranks.
-"""
+"""The losses of one micro-batch in torch: the policy's, composed from an algorithm's options, and a critic's."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rlboost.services.trainer.domain.loss.aggregation import divisor, factor
-from rlboost.services.trainer.domain.loss.clipping import Clipped, cispo_clip, ppo_clip, unclipped
-from rlboost.services.trainer.domain.loss.importance import IMPORTANCE_RULES, accepted, engine_ratios
 from rlboost.services.trainer.domain.loss.inputs import LossFn, TokenBatch, TokenLoss
-from rlboost.services.trainer.domain.loss.kl import ESTIMATORS, k3
-from rlboost.services.trainer.domain.loss.ratios import sequence_ratios, token_ratios
 from rlboost.services.trainer.domain.loss.sums import MAX_PREFIX, MISMATCH
+from rlboost.services.trainer.domain.loss.terms import (
+    ESTIMATORS,
+    IMPORTANCE_RULES,
+    Clipped,
+    accepted,
+    cispo_clip,
+    divisor,
+    engine_ratios,
+    factor,
+    k3,
+    ppo_clip,
+    sequence_ratios,
+    token_ratios,
+    unclipped,
+)
 from rlboost.shared.errors import Fatal
 from rlboost.shared.job.algorithm import (
     Aggregation,
@@ -29,6 +36,10 @@ from rlboost.shared.job.algorithm import (
     RejectionSpec,
 )
 from rlboost.shared.job.spec import GeneratingJob
+
+# --- The policy loss of one micro-batch, composed from an algorithm's options, in torch -------------------------------
+# Losses are sums, not means: the engine divides by the summed `divisor` of an update's micro-batches, which gives the
+# exact mean over micro-batches and ranks.
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,3 +186,34 @@ def _clip_sums(clipped: Clipped) -> dict[str, Tensor]:
         "clipped_low": clipped.low.sum(),
         "clipped_high": clipped.high.sum(),
     }
+
+
+# --- The loss of a critic, in torch -----------------------------------------------------------------------------------
+
+
+class ValueLoss(NamedTuple):
+    """Columns, [tokens]."""
+
+    losses: Tensor
+    clipped: Tensor
+    """Whether the clip applies to the token, whose value then has no gradient."""
+
+
+def value_loss(values: Tensor, before: Tensor, returns: Tensor, clip: float | None) -> ValueLoss:
+    """Return max((v - R)^2, (clip(v, v_before - clip, v_before + clip) - R)^2) / 2: as in PPO implementations.
+
+    See arXiv 2005.12729, section 3; the paper of PPO has no clip of values.
+
+    Args:
+        values: the critic's, with a gradient, [tokens].
+        before: the values at the start of the step, [tokens].
+        returns: the targets, [tokens].
+        clip: maximal change of a value in a step; None: unlimited.
+
+    """
+    losses = (values - returns).square() / 2
+    if clip is None:
+        return ValueLoss(losses, torch.zeros_like(losses, dtype=torch.bool))
+    # Bounds of the value, not of its change: within them a value keeps every bit, and does not count as clipped.
+    held = (values.clamp(before - clip, before + clip) - returns).square() / 2
+    return ValueLoss(torch.maximum(losses, held), held > losses)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from rlboost.services.trainer.domain.rewards import all_equal, is_equal
 from rlboost.shared.job.algorithm import PreferenceSpec
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -36,10 +37,13 @@ def best_and_worst(rewards: Sequence[float]) -> tuple[int, int] | None:
 
     Online preferences from the policy's own completions: arXiv 2402.04792, with a reward instead of an annotator.
     """
-    if min(rewards) == max(rewards):
+    if all_equal(rewards):
         return None
-    places = range(len(rewards))
-    return max(places, key=lambda place: rewards[place]), min(places, key=lambda place: rewards[place])
+    best, worst = max(rewards), min(rewards)
+    return (
+        next(place for place, reward in enumerate(rewards) if is_equal(reward, best)),
+        next(place for place, reward in enumerate(rewards) if is_equal(reward, worst)),
+    )
 
 
 def sequence_log_ratio(trained: Array, start: Array) -> float:

@@ -1,0 +1,213 @@
+"""Commands of a job's model: `rlboost eval`, `export`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rlboost.commands.common import (
+    DEFAULT_STATE,
+    EXIT_FAILED,
+    JobArgument,
+    JsonOption,
+    OverridesArgument,
+    StateOption,
+    command,
+    connect,
+    endpoint,
+    print_json,
+    print_table,
+)
+from rlboost.commands.job_files import NoCheckOption, require_sound
+from rlboost.commands.jobs import connect_to_follow, print_change
+from rlboost.shared.errors import ConfigError
+from rlboost.terminal import echo
+
+if TYPE_CHECKING:
+    from rlboost.client import Client
+
+
+# --- `rlboost eval`: evaluate a model on a job's held-out data --------------------------------------------------------
+
+
+_FILES = {".yaml", ".yml", ".toml", ".json"}
+
+
+def evaluate(
+    target: Annotated[
+        str, typer.Argument(metavar="JOB.yaml|JOB", help="A job file, or the id or name of a completed job.")
+    ],
+    overrides: OverridesArgument = None,
+    model: Annotated[str | None, typer.Option(help="What to evaluate in place of the job's (final) model.")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Completions in all; eval.samples if not given.")] = None,
+    no_check: NoCheckOption = False,
+    state: StateOption = DEFAULT_STATE,
+    as_json: JsonOption = False,
+) -> None:
+    """Generate completions for a job's held-out prompts, score them, and print the result. Nothing is trained.
+
+    For a job file this evaluates its model, for a completed job its final model.
+    """
+    from rlboost.job_lines import end_line  # noqa: PLC0415 - keeps --help quick
+    from rlboost.jobs import file as jobfile  # noqa: PLC0415 - only this command needs it
+    from rlboost.jobs.evaluation import require_read  # noqa: PLC0415 - likewise
+    from rlboost.shared.job.file import load  # noqa: PLC0415 - only this command needs it
+
+    overrides = overrides or []
+    for override in overrides:
+        require_read(override)
+    asked = None
+    if Path(target).suffix in _FILES:
+        asked = _evaluation_of(target, load(target, overrides), model, samples)
+        if not no_check:
+            require_sound(target, asked, state)
+    with connect(state) as client:
+        if asked is None:
+            trained = client.jobs.find(target)
+            raw = _spec_of(client, trained["id"], overrides)
+            asked = _evaluation_of(target, raw, model or raw["model"] or _final_model(client, trained), samples)
+        job = jobfile.resolved(target, asked)
+        ended, row = _watched(client, client.jobs.create(job)["id"], state)
+    if as_json:
+        print_json({"job": ended, "model": job["model"], "metrics": row})
+    if ended["state"] != "completed":
+        log = command(f"logs {ended['id']}", state)
+        echo(f"rlboost: {end_line(ended, log)}", err=True)
+        raise typer.Exit(EXIT_FAILED)
+    if not as_json:
+        shown = [(name, f"{value:.4g}") for name, value in sorted(row.items(), key=_order) if _is_shown(name, value)]
+        echo(f"{job['model']}, evaluated by {ended['id']}")
+        print_table("", ("", ""), shown)
+
+
+def _spec_of(client: Client, job_id: str, overrides: list[str]) -> dict[str, Any]:
+    """Return a job's job file without its model, which is not the final one, unless an override names one."""
+    from rlboost.shared.job.file import set_by_override  # noqa: PLC0415 - keeps --help quick
+
+    raw = client.jobs.spec(job_id)
+    raw["model"] = None
+    for override in overrides:
+        set_by_override(raw, override)
+    return raw
+
+
+def _evaluation_of(target: str, raw: dict[str, Any], model: str | None, samples: int | None) -> dict[str, Any]:
+    from rlboost.jobs.evaluation import evaluation_of  # noqa: PLC0415 - keeps --help quick
+
+    try:
+        return evaluation_of(raw, model, samples)
+    except ConfigError as error:
+        raise ConfigError(f"{target}: {error}") from error
+
+
+def _order(metric: tuple[str, float]) -> tuple[str, int]:
+    """Sort `eval/pass@2` before `eval/pass@16`."""
+    name, _, k = metric[0].partition("@")
+    return name, int(k) if k.isdecimal() else 0
+
+
+def _final_model(client: Client, job: dict[str, Any]) -> str:
+    """Return where the trainer saved the model of a completed job.
+
+    Raises:
+        ConfigError: the job has not completed, or its events have been trimmed.
+
+    """
+    job_id = job["id"]
+    if job["state"] != "completed":
+        raise ConfigError(
+            f"{job_id} is {job['state']}, not completed: write its newest version with "
+            f"'rlboost export {job_id} --out FOLDER', then name it with --model FOLDER"
+        )
+    saved = [event.data["fields"]["path"] for event in client.jobs.events(job_id) if event.kind == "model_saved"]
+    if not saved:
+        raise ConfigError(f"where {job_id} saved its model is unknown: name it with --model")
+    return str(saved[-1])
+
+
+def _watched(client: Client, job_id: str, state: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """See `_watch`; an interrupted command cancels its evaluation."""
+    echo(f"created {job_id}", err=True)
+    try:
+        return _watch(job_id, state)
+    except KeyboardInterrupt:
+        client.jobs.cancel(job_id)
+        echo(f"cancelled {job_id}", err=True)
+        raise
+
+
+def _watch(job_id: str, state: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a job's record once it has ended, and its row of metrics, which may be empty."""
+    from rlboost.follow import follow  # noqa: PLC0415 - keeps --help quick
+
+    job: dict[str, Any] = {}
+    row: dict[str, Any] = {}
+    for kind, news in follow(lambda: connect_to_follow(state), job_id):
+        if kind == "job":
+            job = news
+        elif kind == "step":
+            row = news
+        else:
+            print_change(job_id, 0, (kind, news), all_err=True)
+    return job, row
+
+
+def _is_shown(name: str, value: float) -> bool:
+    return name.startswith("eval/") or (name.startswith("groups/dropped") and value > 0)
+
+
+# --- `rlboost export` -------------------------------------------------------------------------------------------------
+
+
+def export(  # noqa: PLR0913, PLR0917 - the command's options
+    job: JobArgument,
+    out: Annotated[Path, typer.Option("--out", help="Output folder.")],
+    version: Annotated[int | None, typer.Option("--version", min=0, help="Version; the newest if not given.")] = None,
+    adapter: Annotated[bool, typer.Option("--adapter", help="The adapter alone, as a PEFT folder.")] = False,
+    model: Annotated[
+        Path | None, typer.Option("--model", help="Folder with the tokenizer of the job's model, where it is not here.")
+    ] = None,
+    weight_store: Annotated[
+        str, typer.Option("--weight-store", help="URL of the weight store, if not the one advertised to workers.")
+    ] = "",
+    force: Annotated[bool, typer.Option("--force", help="Write into a folder that is not empty.")] = False,
+    state: StateOption = DEFAULT_STATE,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a job's model as a Hugging Face folder: the result of a finished run, or a stored version."""
+    from rlboost import export as work  # noqa: PLC0415 - keeps --help quick
+    from rlboost.export import new_folder  # noqa: PLC0415 - likewise
+
+    # The runs of a remote system are not on this machine.
+    runs = None if os.environ.get("RLBOOST_URL") else state / "runs"
+    request = work.ExportRequest(job, version, adapter)
+    with new_folder(out, force=force, adapter=adapter) as to:
+        left = work.finished(runs, request) if runs else None  # an id needs no running system
+        if left is None:
+            with connect(state) as client:
+                request = request._replace(job_id=client.jobs.find(job)["id"])
+            left = work.finished(runs, request) if runs else None
+        if left is not None:
+            done = work.copy(left, to)
+        else:
+            _, token = endpoint(state)
+            with connect(state) as client:
+                done = work.from_store(client, request, weight_store, token, model, to)
+    if as_json:
+        print_json({"job": request.job_id, "version": done.version, "path": str(out.absolute())})
+    else:
+        echo(f"{done.source} is in {out}")
+        if done.state == "failed":
+            echo(f"rlboost: warning: {request.job_id} failed: these are its last weights, not its result", err=True)
+
+
+# --- Registration -----------------------------------------------------------------------------------------------------
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.command("eval")(evaluate)
+    app.command()(export)

@@ -1,0 +1,434 @@
+"""Tokenizes texts and renders conversations in processes of their own, which a request can neither block nor bloat.
+
+A tokenizer holds Python's lock and takes hundreds of bytes for each character of a text, and a chat template is a
+program. In the manager's process either could stop the loop that renews the leader's lease.
+
+Consumes: texts and conversations of clients.
+Produces: tokens and rendered texts.
+Waits for: a free process, for at most `QUEUE_LIMIT_S`, its start, for at most `START_LIMIT_S`, and its answer, for at
+    most `LIMIT_S`.
+Ends when: `close` is called; a process also ends after a timeout, or when it retains too much memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import resource
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from rlboost.services.rollout_manager.ports import ModelFiles, TextProcessesBusy, TokenizationError
+from rlboost.shared.data.messages import Messages, clean_messages
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.model.chat_template import ChatTemplate
+from rlboost.shared.model.folder import merge_eos_ids
+from rlboost.shared.process.waiting import count_timeout
+from rlboost.shared.settings import environment_without_settings
+
+if TYPE_CHECKING:
+    import tokenizers
+
+
+# --- chat templates ---------------------------------------------------------------------------------------------------
+
+
+class JinjaChatTemplate:
+    """`ports.ChatTemplate` of one model."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """Take the template's source, and the special tokens that it may use, such as `bos_token`."""
+        self._source = source
+        self._special_tokens = special_tokens
+        self._template = ChatTemplate(source, self._render)
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """See `ports.ChatTemplate.render`."""
+        try:
+            return self._template.render(clean_messages(messages)).text
+        except ConfigError as error:
+            raise TokenizationError(f"the chat template rejects the messages: {error}") from error
+
+    def _render(self, messages: Messages, *, tools: Any, **options: Any) -> str:
+        del tools  # the endpoint takes none
+        return str(_compiled(self._source).render(messages=messages, **options, **self._special_tokens))
+
+
+@lru_cache(maxsize=8)
+def _compiled(source: str) -> Any:
+    from jinja2.exceptions import TemplateError  # noqa: PLC0415 - only a manager that serves chats needs it
+    from jinja2.sandbox import ImmutableSandboxedEnvironment  # noqa: PLC0415 - likewise
+
+    def raise_exception(text: str) -> None:
+        raise TemplateError(text)
+
+    def to_json(value: Any, **options: Any) -> str:
+        return json.dumps(value, **{"ensure_ascii": False, **options})
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().astimezone().strftime(form)
+    return environment.from_string(source)
+
+
+# --- model folders ----------------------------------------------------------------------------------------------------
+
+
+_SHOWN_CHARACTERS = 80
+_MAX_COMPOSED = 4
+"""The most characters that Unicode composes to one."""
+_KEEPS_LENGTH = frozenset({"NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel"})
+"""Normalizers that shorten no text."""
+_KEEPS_TEXT = frozenset({"ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "Split", "Punctuation", "FixedLength"})
+"""Pre-tokenizers that drop nothing, unless a behavior says so."""
+
+
+class FastTokenizer:
+    """`ports.Tokenizer` by the library tokenizers."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        """Wrap a tokenizer, which must neither truncate nor pad."""
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """See `Tokenizer.encode`."""
+        try:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        except Exception as error:  # the library raises a bare Exception
+            raise TokenizationError(
+                f"the tokenizer has no tokens for {_shortened(text)}: {error}; use characters of its vocabulary"
+            ) from error
+        return ids
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """See `Tokenizer.decode`."""
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
+        return text
+
+
+def _shortened(text: str) -> str:
+    return repr(text) if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]!r}..."
+
+
+def load_model_files(name: str) -> ModelFiles:
+    """Read a model folder; see `ports.LoadModelFiles`."""
+    folder = Path(name)
+    if not (folder / "tokenizer.json").is_file():
+        return ModelFiles(name)
+    from tokenizers import Tokenizer  # noqa: PLC0415 - only a manager that serves text needs it
+
+    try:
+        tokenizer: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+        characters_per_token = max_characters_per_token(_read_json(folder / "tokenizer.json"), vocabulary)
+        settings, config = _read_json(folder / "tokenizer_config.json"), _read_json(folder / "config.json")
+        generation = _read_json(folder / "generation_config.json")
+        template = _read_template(folder, settings)
+    except Exception as error:  # the library raises a bare Exception
+        raise TokenizationError(f"the tokenizer of model {name} cannot be read: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    config = {**config, **(config.get("text_config") or {})}
+    special_tokens = {
+        key: value["content"] if isinstance(value, dict) else value
+        for key, value in settings.items()
+        if key.endswith("_token") and isinstance(value, str | dict)
+    }
+    eos_id = tokenizer.token_to_id(special_tokens["eos_token"]) if "eos_token" in special_tokens else None
+    return ModelFiles(
+        name=name,
+        tokenizer=FastTokenizer(tokenizer),
+        chat_template=None if template is None else JinjaChatTemplate(template, special_tokens),
+        stop_token_ids=merge_eos_ids(eos_id, config.get("eos_token_id"), generation.get("eos_token_id")),
+        max_len=config.get("max_position_embeddings"),
+        vocab_size=config.get("vocab_size"),
+        characters_per_token=characters_per_token,
+    )
+
+
+def max_characters_per_token(tokenizer: Mapping[str, Any], vocabulary: Collection[str]) -> int | None:
+    """Return the most characters of a text that one token stands for; None if a token may stand for any number.
+
+    Args:
+        tokenizer: the content of `tokenizer.json`.
+        vocabulary: all tokens. Where they stand for bytes, a token of n characters stands for at most n characters.
+
+    """
+    composed = _composed(tokenizer.get("normalizer"))
+    strips = any(token["lstrip"] or token["rstrip"] for token in tokenizer.get("added_tokens") or ())
+    parts = _parts(tokenizer.get("pre_tokenizer"), "pretokenizers")
+    drops = any(part["type"] not in _KEEPS_TEXT or part.get("behavior") == "Removed" for part in parts)
+    if composed is None or strips or drops or not _keeps_unknown_text(tokenizer, vocabulary):
+        return None
+    return composed * max(map(len, vocabulary), default=1)
+
+
+def _parts(part: Mapping[str, Any] | None, of_sequence: str) -> list[Mapping[str, Any]]:
+    if part is None:
+        return []
+    if part["type"] != "Sequence":
+        return [part]
+    return [found for inner in part[of_sequence] for found in _parts(inner, of_sequence)]
+
+
+def _composed(normalizer: Mapping[str, Any] | None) -> int | None:
+    """Return how many characters become one at most; None if any number may vanish."""
+    composed = 1
+    for part in _parts(normalizer, "normalizers"):
+        if part["type"] in {"NFC", "NFKC"}:
+            composed *= _MAX_COMPOSED
+        elif part["type"] == "Replace":
+            replaced = part["pattern"].get("String")
+            if replaced is None or len(part["content"]) < len(replaced):
+                return None
+        elif part["type"] not in _KEEPS_LENGTH:
+            return None
+    return composed
+
+
+def _keeps_unknown_text(tokenizer: Mapping[str, Any], vocabulary: Collection[str]) -> bool:
+    """Return True if text outside the vocabulary is an error, or has tokens for all its characters."""
+    model = tokenizer["model"]
+    if model.get("byte_fallback") and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256)):
+        return True
+    match model.get("type"):
+        case "WordLevel":
+            return model["unk_token"] not in vocabulary
+        case "BPE":
+            stages = _parts(tokenizer.get("normalizer"), "normalizers")
+            stages += _parts(tokenizer.get("pre_tokenizer"), "pretokenizers")
+            if any(part["type"] == "ByteLevel" for part in stages):
+                from tokenizers.pre_tokenizers import ByteLevel  # noqa: PLC0415 - as above
+
+                return all(letter in vocabulary for letter in ByteLevel.alphabet())
+            return model.get("unk_token") in vocabulary and not model.get("fuse_unk")
+        case _:
+            return False
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+
+
+def _read_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    """Return the default template, from its own file or from the tokenizer's settings, which may hold several."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    given = settings.get("chat_template")
+    if isinstance(given, list):
+        return next((str(each["template"]) for each in given if each["name"] == "default"), None)
+    return None if given is None else str(given)
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+PROCESSES = 2
+START_LIMIT_S = 60.0
+LIMIT_S = 30.0
+"""How long one request may take, with the loading of its model."""
+QUEUE_LIMIT_S = 60.0
+"""How long a request waits for a process."""
+MAX_MEMORY_BYTES = 2 << 30
+"""A process that needs more ends."""
+MAX_GROWTH_BYTES = 64 << 20
+"""A process that retains more than this beyond its models ends after its answer, so that the memory is returned."""
+MAX_TEXT_CHARACTERS = 64 << 20
+"""The longest text that a template may render."""
+MODELS_CACHED = 8
+
+
+class TextProcesses:
+    """`ports.TextProcessor`: up to `PROCESSES` processes, each with one request at a time, started when needed."""
+
+    def __init__(self, *, limit_s: float = LIMIT_S, queue_limit_s: float = QUEUE_LIMIT_S) -> None:
+        self._limit_s, self._queue_limit_s = limit_s, queue_limit_s
+        self._places = asyncio.Semaphore(PROCESSES)
+        self._idle: list[Process] = []
+        self._processes: set[Process] = set()
+        """All that may still run."""
+
+    async def encode(self, model: str, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """See `TextProcessor.encode`."""
+        request = {"model": model, "texts": texts, "add_special_tokens": add_special_tokens}
+        tokens: list[list[int]] = await self._call(request, "the text")
+        return tokens
+
+    async def render(self, model: str, messages: Sequence[Mapping[str, Any]]) -> str:
+        """See `TextProcessor.render`."""
+        return str(await self._call({"model": model, "messages": messages}, "the chat template"))
+
+    async def close(self) -> None:
+        """End all processes."""
+        for process in self._processes:
+            _kill(process)
+        await asyncio.gather(*(process.wait() for process in self._processes))
+
+    async def _call(self, request: Mapping[str, Any], what: str) -> Any:
+        try:
+            async with asyncio.timeout(self._queue_limit_s):
+                await self._places.acquire()
+        except TimeoutError as error:
+            because = "other requests are tokenized"
+            count_timeout("a text process", because, self._queue_limit_s)
+            raise TextProcessesBusy(f"waited {self._queue_limit_s:g} s for a text process: {because}") from error
+        try:
+            return await self._answer(json.dumps(request).encode(), what)
+        finally:
+            self._places.release()
+
+    async def _answer(self, request: bytes, what: str) -> Any:
+        process = await self._process()
+        answer: dict[str, Any] = {"ends": True}
+        try:
+            async with asyncio.timeout(self._limit_s):
+                answer = await _exchange(process, request)
+        except TimeoutError as error:
+            count_timeout("a text process", what, self._limit_s)
+            raise TokenizationError(f"{what} took longer than {self._limit_s:g} s: shorten the request") from error
+        except (EOFError, OSError) as error:
+            reason = f"{what} needs more than {MAX_MEMORY_BYTES >> 30} GiB of memory, or crashes the tokenizer"
+            raise TokenizationError(f"{reason}: shorten the request") from error
+        finally:
+            if answer["ends"]:
+                _kill(process)
+            else:
+                self._idle.append(process)
+        if "error" in answer:
+            raise TokenizationError(answer["error"])
+        return answer["result"]
+
+    async def _process(self) -> Process:
+        """Return a process that waits for a request; start one if there is none."""
+        self._processes = {process for process in self._processes if process.returncode is None}
+        while self._idle:
+            if (process := self._idle.pop()).returncode is None:
+                return process
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", __name__),
+            stdin=PIPE,
+            stdout=PIPE,
+            env={**environment_without_settings(), "TOKENIZERS_PARALLELISM": "false"},
+        )
+        self._processes.add(process)
+        is_ready = False
+        try:
+            async with asyncio.timeout(START_LIMIT_S):
+                await _receive(process)
+            is_ready = True
+        except (TimeoutError, EOFError) as error:
+            count_timeout("the start of a text process", "it loads its libraries", START_LIMIT_S)
+            raise TextProcessesBusy(f"a text process did not start within {START_LIMIT_S:g} s") from error
+        finally:
+            if not is_ready:
+                _kill(process)
+        return process
+
+
+def _kill(process: Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+
+
+async def _exchange(process: Process, request: bytes) -> dict[str, Any]:
+    assert process.stdin is not None
+    process.stdin.write(len(request).to_bytes(4, "big") + request)
+    await process.stdin.drain()
+    return await _receive(process)
+
+
+async def _receive(process: Process) -> dict[str, Any]:
+    assert process.stdout is not None
+    n_bytes = int.from_bytes(await process.stdout.readexactly(4), "big")
+    answer: dict[str, Any] = json.loads(await process.stdout.readexactly(n_bytes))
+    return answer
+
+
+# --- in the process ---------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Answer requests on standard input until it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the manager ends this process
+    if sys.platform == "linux":
+        resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    models: OrderedDict[str, ModelFiles] = OrderedDict()
+    n_bytes_with_models = _memory_bytes()
+    _send(sys.stdout.buffer, {})  # it has started
+    while head := sys.stdin.buffer.read(4):
+        request = json.loads(sys.stdin.buffer.read(int.from_bytes(head, "big")))
+        signal.alarm(int(2 * LIMIT_S))  # ends this process if the manager has died
+        try:
+            if request["model"] not in models:
+                models[request["model"]] = _loaded(request["model"])
+                n_bytes_with_models = _memory_bytes()
+            answer: dict[str, Any] = {"result": process_request(models[request["model"]], request)}
+        except TokenizationError as error:
+            answer = {"error": str(error)}
+        except MemoryError:
+            answer = {"error": f"more than {MAX_MEMORY_BYTES >> 30} GiB of memory are needed: shorten the request"}
+        del request
+        while len(models) > MODELS_CACHED:
+            models.popitem(last=False)
+        answer["ends"] = _memory_bytes() > n_bytes_with_models + MAX_GROWTH_BYTES
+        signal.alarm(0)
+        _send(sys.stdout.buffer, answer)
+
+
+def _loaded(name: str) -> ModelFiles:
+    try:
+        return load_model_files(name)
+    except (OSError, LookupError, ValueError, TypeError, AttributeError) as error:
+        # The manager takes the end of this process for that of a request that needs too much memory.
+        reason = f"{type(error).__name__}: {error}"
+        raise TokenizationError(f"the files of model {name} cannot be read ({reason}): correct them") from error
+
+
+def process_request(files: ModelFiles, request: Mapping[str, Any]) -> list[list[int]] | str:
+    """Return the tokens of a request's texts, or the text of its conversation.
+
+    Raises:
+        TokenizationError: they cannot be tokenized or rendered.
+
+    """
+    if "messages" in request:
+        if files.chat_template is None:
+            raise TokenizationError(f"model {files.name} has no chat template")
+        text = files.chat_template.render(request["messages"])
+        if len(text) > MAX_TEXT_CHARACTERS:
+            raise TokenizationError(f"the chat template renders {len(text)} characters: shorten the messages")
+        return text
+    if files.tokenizer is None:
+        raise TokenizationError(f"model {files.name} has no tokenizer")
+    return [files.tokenizer.encode(text, add_special_tokens=request["add_special_tokens"]) for text in request["texts"]]
+
+
+def _send(file: BinaryIO, answer: Mapping[str, Any]) -> None:
+    body = json.dumps(answer).encode()
+    file.write(len(body).to_bytes(4, "big") + body)
+    file.flush()
+
+
+def _memory_bytes() -> int:
+    """Return this process's resident memory; its highest where the system does not tell the present one."""
+    try:
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
+    except OSError:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak << 10
+
+
+if __name__ == "__main__":
+    main()

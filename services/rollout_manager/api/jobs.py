@@ -1,0 +1,262 @@
+"""The REST API: routes over the manager's world and the bus."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Body, Depends, FastAPI, Header, Request
+from fastapi.responses import FileResponse, JSONResponse
+from fastapi.routing import APIRoute
+from fastapi.staticfiles import StaticFiles
+
+from rlboost.services.rollout_manager.access import TokenTable
+from rlboost.services.rollout_manager.api import fleet, history
+from rlboost.services.rollout_manager.api import tokens as access_tokens
+from rlboost.services.rollout_manager.api.leader import (
+    AsLeader,
+    OneJob,
+    Routes,
+    TheBus,
+    TheManager,
+    TheSettings,
+    as_leader,
+    iso_times,
+    leader_only,
+    not_leading_reason,
+)
+from rlboost.services.rollout_manager.domain.jobs import Job
+from rlboost.services.rollout_manager.domain.wait_status import job_phase, job_wait_status, redis_wait
+from rlboost.services.rollout_manager.fleet_loops import FleetScaler
+from rlboost.services.rollout_manager.loop import Manager
+from rlboost.services.rollout_manager.settings import Settings
+from rlboost.shared.http.guard import Guard
+from rlboost.shared.http.problem import GUARDED_ERRORS, Problem, Responses, problems
+from rlboost.shared.http.server import ErrorFormat, create_app
+from rlboost.shared.ids import MAX_JOBS, new_token
+from rlboost.shared.job.command_signature import signed
+from rlboost.shared.job.spec import InvalidJob, JobSpec, parse
+from rlboost.shared.job.spec import to_json as spec_to_json
+from rlboost.shared.messages import JobCommand
+from rlboost.shared.page.files import STATIC
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import Append, Bus, Op
+
+# --- web page ---------------------------------------------------------------------------------------------------------
+#
+# Static files without data: the page reads the REST API with the token that its user gives.
+
+
+_HEADERS = {
+    # Texts of jobs, such as completions, are untrusted: only the page's own scripts may run.
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Cache-Control": "no-cache",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+def add_page(app: FastAPI) -> None:
+    """Serve the page at `/` and its files below `/page`; neither needs a token."""
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> FileResponse:
+        return FileResponse(STATIC / "index.html", headers=_HEADERS)
+
+    app.mount("/page", StaticFiles(directory=STATIC), name="page")
+
+
+# --- app --------------------------------------------------------------------------------------------------------------
+
+
+JOB_CONTROLS_MAX_LEN = 100_000
+MAX_BODY_BYTES = 1 << 20
+"""Limit on one request's body, above any job file: parsing one blocks the manager's loop."""
+IDEMPOTENCY_TTL_S = 24 * 3600.0
+IDEMPOTENCY_KEY_CHARACTERS = 255
+
+Action = Literal["pause", "resume", "cancel"]
+_DONE: dict[Action, str] = {"pause": "paused", "resume": "resumed", "cancel": "cancelled"}
+
+
+_STANDBY: Responses = {307: {"description": "a standby manager: the leader's address is in `Location`"}}
+_JOB = problems(404, 409)
+
+Extension = Callable[[APIRouter, Manager, Bus, Settings], None]
+"""Adds routes to the API."""
+
+
+def build(
+    manager: Manager,
+    bus: Bus,
+    settings: Settings,
+    extensions: Iterable[Extension] = (),
+    error_format_for_other_paths: Callable[[Collection[str]], ErrorFormat] | None = None,
+    scaler: FleetScaler | None = None,
+) -> FastAPI:
+    """Return the manager's HTTP app.
+
+    Args:
+        manager: answers requests while it leads.
+        bus: the broker.
+        settings: the manager's.
+        extensions: add routes under `/v1`.
+        error_format_for_other_paths: takes the first parts of this module's paths under `/v1`; returns the format of
+            the errors of all other routes.
+        scaler: decides the number of spot workers; one without a provider when None.
+
+    """
+    tokens = TokenTable(bus, settings.token.get_secret_value(), settings.join_token.get_secret_value())
+    guard = Guard(tokens.authenticate)
+    router = guard.router(
+        prefix="/v1",
+        max_body_bytes=MAX_BODY_BYTES,
+        responses=GUARDED_ERRORS | _STANDBY,
+        dependencies=[Depends(leader_only)],
+    )
+    for module in (sys.modules[__name__], history, fleet, access_tokens):
+        module.ROUTES.add_to(router)
+    own_paths = {route.path.split("/")[2] for route in router.routes if isinstance(route, APIRoute)}
+    for add_routes in extensions:
+        add_routes(router, manager, bus, settings)
+    error_format = error_format_for_other_paths(own_paths) if error_format_for_other_paths else None
+    app = create_app(
+        "RLBoost", guard=guard, not_ready_reason=lambda: not_leading_reason(manager), error_format=error_format
+    )
+    app.state.manager, app.state.bus, app.state.settings, app.state.tokens = manager, bus, settings, tokens
+    app.state.scaler = scaler or FleetScaler(manager, bus, settings)
+    app.state.followers = history.EventFollowers(bus)
+    app.state.creating = asyncio.Lock()
+    app.include_router(router)
+    return app
+
+
+# --- jobs -------------------------------------------------------------------------------------------------------------
+
+
+ROUTES = Routes()
+
+
+@ROUTES("POST", "/jobs", "job", "jobs", status_code=201, responses=problems(409))
+async def create_job(
+    raw: Annotated[dict[str, Any], Body()],
+    request: Request,
+    manager: TheManager,
+    bus: TheBus,
+    settings: TheSettings,
+    idempotency_key: Annotated[str | None, Header(max_length=IDEMPOTENCY_KEY_CHARACTERS)] = None,
+) -> JSONResponse:
+    """Create a job from a job file as JSON; a repeated `Idempotency-Key` returns the same job."""
+    spec = _validated(raw)
+    job_id = f"{spec.name}-{new_token(3)}"
+    if idempotency_key:
+        created = names.job_created(idempotency_key)
+        await bus.acquire(created, job_id, IDEMPOTENCY_TTL_S)
+        job_id = (await bus.lease_values([created]))[0] or job_id
+    async with request.app.state.creating:  # two requests with one idempotency key may be concurrent
+        known = manager.world.jobs.get(job_id)  # created by an earlier request with the same key
+        token = settings.token.get_secret_value()
+        job = known.record if known else await _create(manager, bus, token, job_id, spec)
+    return JSONResponse({"id": job.id, "state": job.state}, 201)
+
+
+@ROUTES("GET", "/jobs", "read", "jobs")
+async def list_jobs(manager: TheManager) -> list[dict[str, Any]]:
+    """Return every job, oldest first: state, step, current phase and wait, error."""
+    jobs = sorted((job.record for job in manager.world.jobs.values()), key=lambda job: job.no)
+    return [_public(manager, job) for job in jobs]
+
+
+@ROUTES("GET", "/jobs/{job_id}", "read", "jobs", responses=problems(404))
+async def show_job(job: OneJob, manager: TheManager) -> dict[str, Any]:
+    """Return one job: state, step, metrics of its last step, current phase and wait, error."""
+    return _public(manager, job)
+
+
+@ROUTES("GET", "/jobs/{job_id}/spec", "read", "jobs", responses=_JOB)
+async def job_file(job: OneJob) -> dict[str, Any]:
+    """Return the job's resolved job file."""
+    found: dict[str, Any] = json.loads(spec_to_json(job.spec))
+    return found
+
+
+class _Act:
+    """Commands the trainer of the job in the path."""
+
+    def __init__(self, job: OneJob, settings: TheSettings, write: AsLeader) -> None:
+        self._job, self._token, self._write = job, settings.token.get_secret_value(), write
+
+    async def __call__(self, action: Action) -> dict[str, Any]:
+        """Write the command, unless it is the newest one: a client may repeat it for days."""
+        job = self._job
+        if not job.allows(action):
+            raise Problem(409, "Conflict", f"job {job.id} is {job.state}: it cannot be {_DONE[action]}")
+        if not job.ended and job.newest_control != action:
+            await self._write([control(job, action, self._token)])
+        return {"id": job.id, "state": job.state}
+
+
+Act = Annotated[_Act, Depends()]
+
+
+@ROUTES("POST", "/jobs/{job_id}/pause", "job", "jobs", status_code=202, responses=_JOB)
+async def pause_job(act: Act) -> dict[str, Any]:
+    """Pause the job."""
+    return await act("pause")
+
+
+@ROUTES("POST", "/jobs/{job_id}/resume", "job", "jobs", status_code=202, responses=_JOB)
+async def resume_job(act: Act) -> dict[str, Any]:
+    """Resume the job."""
+    return await act("resume")
+
+
+@ROUTES("POST", "/jobs/{job_id}/cancel", "job", "jobs", status_code=202, responses=_JOB)
+async def cancel_job(act: Act) -> dict[str, Any]:
+    """Cancel the job."""
+    return await act("cancel")
+
+
+def control(job: Job, action: Action, token: str) -> Op:
+    """Return the operation that commands the job's trainer."""
+    command = JobCommand(command_id=new_token(8), action=action, job_id=job.id, job_no=job.no)
+    return Append(names.JOB_CONTROLS, signed(command, token), JOB_CONTROLS_MAX_LEN)
+
+
+def _validated(raw: dict[str, Any]) -> JobSpec:
+    try:
+        return parse(raw)
+    except InvalidJob as error:
+        fields = [{"field": field, "error": text} for field, text in error.fields]
+        raise Problem(422, "Invalid job", str(error), errors=fields) from error
+
+
+async def _create(manager: Manager, bus: Bus, token: str, job_id: str, spec: JobSpec) -> Job:
+    no = await bus.increment(names.JOB_COUNTER)
+    while manager.world.jobs.numbered(no) is not None:  # Redis has lost its data since that job was numbered
+        no = await bus.increment(names.JOB_COUNTER)
+    if no >= MAX_JOBS:
+        detail = f"this system has had {no} jobs, the most it can number: start a new one with an empty Redis"
+        raise Problem(409, "Too many jobs", detail)
+    job = Job(job_id, no, spec, created_at=time.time())
+    command = JobCommand(
+        command_id=new_token(8), action="create", job_id=job_id, job_no=no, spec_json=spec_to_json(spec)
+    )
+    await as_leader(manager.create_job(job, Append(names.JOB_COMMANDS, signed(command, token))))
+    known = manager.world.jobs.get(job_id)
+    return known.record if known else job
+
+
+def _public(manager: Manager, job: Job) -> dict[str, Any]:
+    phase = waiting = None
+    if not job.ended:
+        entry = manager.world.jobs[job.id]
+        phase = job_phase(entry)
+        waiting = redis_wait(manager.turn_began_at, time.time()) or job_wait_status(
+            manager.world.jobs, manager.world.fleet, entry
+        )
+    return iso_times({**job.public(), "phase": phase, "waiting": waiting})

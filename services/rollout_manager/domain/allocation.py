@@ -1,0 +1,534 @@
+"""Decides for each worker which job and version it serves, and how many preemptible workers there should be."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from rlboost.services.rollout_manager.domain.effects import Effect, Now, Send, event
+from rlboost.services.rollout_manager.domain.jobs import FleetCounts, JobEntry, JobProgress, Jobs
+from rlboost.services.rollout_manager.domain.money import Offer, charge_startup, has_budget, paying_workers
+from rlboost.services.rollout_manager.domain.queue import Queues
+from rlboost.services.rollout_manager.domain.windows import target_workers
+from rlboost.services.rollout_manager.domain.workers import Fleet, Worker
+from rlboost.services.rollout_manager.domain.world import PeriodicDecisions
+from rlboost.shared.messages import Resume, Suspend, UseVersion
+
+# --- fair share -------------------------------------------------------------------------------------------------------
+#
+# Allocates preemptible workers to jobs: fair shares by weight, among the jobs with samples to generate.
+#
+# A worker serves one model at a time, and a change of model costs a pull of weights. So workers change only to a job
+# with queued samples: at once if they are idle, otherwise after the job has been below its share for `PATIENCE_S`.
+# Jobs in opposite phases thereby fill each other's gaps.
+
+
+PATIENCE_S = 1.0
+"""How long a job stays below its share before it takes a busy worker from another job."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a job asks for."""
+
+    job_id: str
+    weight: float
+    """Its share relative to the other jobs' shares."""
+    samples: int
+    """Its admissible samples in flight: queued and running."""
+    queued: int
+    """How many of `samples` have no worker."""
+    below_share_s: float = 0.0
+    """How long it has been below its share with samples queued."""
+
+
+@dataclass(frozen=True, slots=True)
+class AllocatedWorker:
+    """A preemptible worker that is allocated to a job, or to none."""
+
+    id: str
+    job_id: str
+    """The job that it is allocated to; empty: none."""
+    load: int
+    batch_cap: int
+
+
+def fair_shares(demands: Sequence[Demand], n_workers: int, batch_cap: float) -> dict[str, int]:
+    """Return the fair share of each job in workers: in proportion to the weights, none more than it can fill.
+
+    Args:
+        demands: the jobs.
+        n_workers: number of workers.
+        batch_cap: mean number of samples that one worker runs.
+
+    """
+    shares = {demand.job_id: 0 for demand in demands}
+    fillable = {demand.job_id: -(-demand.samples // max(1, int(batch_cap))) for demand in demands}
+    for _ in range(n_workers):
+        unfilled = [d for d in demands if shares[d.job_id] < fillable[d.job_id]]
+        if not unfilled:
+            break
+        # The job that would still be farthest below its share with one more (Jefferson's method).
+        poorest = min(unfilled, key=lambda d: ((shares[d.job_id] + 1) / d.weight, d.job_id))
+        shares[poorest.job_id] += 1
+    return shares
+
+
+def shares_of(demands: Sequence[Demand], workers: Sequence[AllocatedWorker]) -> dict[str, int]:
+    """Return the fair share of each job in `workers`, which must not be empty."""
+    return fair_shares(demands, len(workers), sum(worker.batch_cap for worker in workers) / len(workers))
+
+
+def reallocate(
+    demands: Sequence[Demand], workers: Sequence[AllocatedWorker], shares: Mapping[str, int]
+) -> dict[str, str]:
+    """Return which workers should change to which job, given each job's fair share."""
+    have = {demand.job_id: 0 for demand in demands}
+    for worker in workers:
+        if worker.job_id in have:
+            have[worker.job_id] += 1
+    changes: dict[str, str] = {}
+    by_load = sorted(workers, key=lambda w: (w.load, w.id))
+    for demand in sorted(demands, key=lambda d: (have[d.job_id] - shares[d.job_id], d.job_id)):
+        for worker in by_load:
+            if have[demand.job_id] >= shares[demand.job_id] or not demand.queued:
+                break
+            if worker.id not in changes and _may_change(worker, demand, shares, have):
+                changes[worker.id] = demand.job_id
+                have[demand.job_id] += 1
+                if worker.job_id in have:
+                    have[worker.job_id] -= 1
+    return changes
+
+
+def _may_change(worker: AllocatedWorker, demand: Demand, shares: Mapping[str, int], have: Mapping[str, int]) -> bool:
+    if worker.job_id == demand.job_id:
+        return False
+    if worker.job_id not in shares:
+        return True
+    above_share = have[worker.job_id] > shares[worker.job_id]
+    return above_share and (worker.load == 0 or demand.below_share_s >= PATIENCE_S)
+
+
+# --- allocate ---------------------------------------------------------------------------------------------------------
+
+
+REALLOCATE_EVERY_S = 0.25
+"""How often workers are reallocated among several jobs."""
+
+
+def allocate(jobs: Jobs, fleet: Fleet, queues: Queues, periodic: PeriodicDecisions, now: Now) -> list[Effect]:
+    """Command workers which version to serve, and count the workers of each job.
+
+    Reallocates workers among several jobs every `REALLOCATE_EVERY_S`. Does the rest only if its inputs have changed
+    since the last time.
+    """
+    versions = {job.id: version for job in jobs.active() if (version := _version_to_serve(queues, job)) >= 0}
+    served = [jobs[job_id] for job_id in versions]
+    effects: list[Effect] = []
+    payers = [job for job in served if not job.audit.cost.budget_reached]
+    if len(payers) > 1 and now.mono - periodic.reallocated_at >= REALLOCATE_EVERY_S:
+        periodic.reallocated_at = now.mono
+        effects += _reallocate(jobs, fleet, queues, payers, versions, now)
+    if _allocation_inputs(jobs, fleet, queues) == periodic.allocated_for:
+        return effects
+    for worker in fleet.workers.values():
+        if worker.state == "draining":
+            continue
+        if job := _select_job(fleet, worker, served if worker.reserved else payers):
+            effects += _use_version(fleet, worker, job, versions[job.id])
+        elif served and worker.job and not worker.reserved:  # others stay idle: a supervisor would restart them
+            effects += fleet.drain(worker, now, "no job's budget pays for it any longer: see elastic.max_dollars")
+    for job in jobs.active():
+        job.progress.fleet = _count_workers(fleet, queues, job)
+    periodic.allocated_for = _allocation_inputs(jobs, fleet, queues)  # read again: the commands are among the inputs
+    return effects
+
+
+def _allocation_inputs(jobs: Jobs, fleet: Fleet, queues: Queues) -> Hashable:
+    """Return everything that the allocation of workers depends on, except for time."""
+    of_jobs = tuple(
+        (
+            job.id,
+            job.record.state,
+            job.record.trainer,
+            job.progress.committed_version,
+            job.audit.cost.budget_reached,
+        )
+        for job in jobs.active()
+    )
+    return fleet.revision, queues.in_flight.revision, of_jobs
+
+
+def activate_reserved(jobs: Jobs, fleet: Fleet, periodic: PeriodicDecisions) -> list[Effect]:
+    """Command reserved workers to resume or suspend generation, as the windows of their jobs require.
+
+    Looks at the workers only if the fleet has changed since the last time, or the jobs whose windows use them.
+    """
+    generating = tuple(job.id for job in jobs.active() if _uses_reserved(job.progress))
+    inputs = fleet.revision, generating
+    if inputs == periodic.activated_for:
+        return []
+    effects: list[Effect] = []
+    for worker in fleet.workers.values():
+        if worker.reserved and worker.has_reported and worker.state != "draining":
+            effects += _activate(jobs, worker, active=worker.job in generating)
+    periodic.activated_for = inputs
+    return effects
+
+
+def _uses_reserved(progress: JobProgress) -> bool:
+    return progress.window is not None and progress.window.uses_reserved(progress.fleet.preemptible)
+
+
+def _count_workers(fleet: Fleet, queues: Queues, job: JobEntry) -> FleetCounts:
+    workers = [w for w in fleet.workers.values() if w.job == job.id and w.state != "draining"]
+    requirements = [each for each in queues.in_flight.of_job(job.id) if not each.is_serving]
+    reserved = [worker for worker in workers if worker.reserved]
+    ready = [w for w in workers if not w.reserved and any(each.is_met_by(w) for each in requirements)]
+    awake = [worker for worker in reserved if worker.state != "suspended"]
+    return FleetCounts(len(reserved), len(awake), len(workers) - len(reserved), len(ready))
+
+
+def _is_reserved_for(worker: Worker, job: JobEntry) -> bool:
+    # Trainers and reserved workers without names: there is one trainer, which runs one job at a time.
+    return not worker.joined.trainer or not job.record.trainer or worker.joined.trainer == job.record.trainer
+
+
+def _version_to_serve(queues: Queues, job: JobEntry) -> int:
+    """Return the version to serve: the newest one, unless samples in flight require an older one."""
+    required = [requirement.newest_version for requirement in queues.in_flight.of_job(job.id)]
+    return min([job.progress.committed_version, *required])
+
+
+def _select_job(fleet: Fleet, worker: Worker, jobs: list[JobEntry]) -> JobEntry | None:
+    if worker.reserved:
+        candidates = [job for job in jobs if _is_reserved_for(worker, job)]
+        running = (job for job in candidates if job.record.state == "running")
+        return next(running, candidates[0] if candidates else None)
+    allocated = (job for job in jobs if job.id == worker.job)
+    return next(allocated, None) or next((job for job in jobs if has_budget(fleet, job, worker)), None)
+
+
+def _use_version(fleet: Fleet, worker: Worker, job: JobEntry, version: int) -> list[Effect]:
+    if worker.assigned_version == (job.id, version):
+        return []
+    charge_startup(worker, job)
+    fleet.assign(worker, (job.id, version))
+    command = UseVersion(job_id=job.id, version=version, in_flight=job.record.spec.elastic.in_flight)
+    return [Send(worker.id, command)]
+
+
+def _activate(jobs: Jobs, worker: Worker, *, active: bool) -> list[Effect]:
+    if worker.assigned_active is active:
+        return []
+    worker.set_active(active=active)
+    job = jobs.get_active(worker.job)
+    step = job.progress.window.step if job and job.progress.window else 0
+    return [Send(worker.id, Resume(step=step) if active else Suspend(step=step))]
+
+
+# --- several jobs -----------------------------------------------------------------------------------------------------
+
+
+def _reallocate(
+    jobs: Jobs, fleet: Fleet, queues: Queues, payers: list[JobEntry], versions: dict[str, int], now: Now
+) -> list[Effect]:
+    workers = [
+        AllocatedWorker(worker.id, worker.job, len(worker.samples), int(min(worker.batch_cap, worker.sample_limit)))
+        for worker in fleet.workers.values()
+        if not worker.reserved and worker.state != "draining"
+    ]
+    if not workers:
+        return []
+    demands = [_demand(fleet, queues, job, now) for job in payers]
+    shares = shares_of(demands, workers)
+    _track_jobs_below_share(jobs, demands, workers, shares, now)
+    effects: list[Effect] = []
+    for worker_id, job_id in reallocate(demands, workers, shares).items():
+        worker = fleet.workers[worker_id]
+        if not has_budget(fleet, jobs[job_id], worker):
+            continue
+        before, samples = worker.job, len(worker.samples)
+        effects += [event("worker_reassigned", now, worker=worker_id, job_id=job_id, before=before, samples=samples)]
+        effects += _use_version(fleet, worker, jobs[job_id], versions[job_id])
+    return effects
+
+
+def _demand(fleet: Fleet, queues: Queues, job: JobEntry, now: Now) -> Demand:
+    progress = job.progress
+    of_job = queues.in_flight.of_job(job.id)
+    requirements = [each for each in of_job if each.oldest_version <= progress.committed_version]
+    assigned = sum(len(w.samples) for w in fleet.workers.values() if w.job == job.id)
+    samples = sum(queues.in_flight.by_requirement[requirement] for requirement in requirements)
+    since = progress.below_share_since_mono_s
+    below_share_s = 0.0 if since is None else now.mono - since
+    return Demand(job.id, job.record.spec.elastic.share, samples, max(0, samples - assigned), below_share_s)
+
+
+def _track_jobs_below_share(
+    jobs: Jobs, demands: list[Demand], workers: list[AllocatedWorker], shares: dict[str, int], now: Now
+) -> None:
+    for demand in demands:
+        progress = jobs[demand.job_id].progress
+        have = sum(worker.job_id == demand.job_id for worker in workers)
+        if not demand.queued or have >= shares[demand.job_id]:
+            progress.below_share_since_mono_s = None
+        elif progress.below_share_since_mono_s is None:
+            progress.below_share_since_mono_s = now.mono
+
+
+# --- number of workers ------------------------------------------------------------------------------------------------
+#
+# How many preemptible workers of each kind a provider should run, and which of those present to drain.
+#
+# The fleet follows the number of workers worth having, each of them worth its price. It grows at most once per
+# `COOL_DOWN_S`, and shrinks only to the largest number that was desired within the last `scale_in_delay_s` (the
+# stabilization window of Kubernetes' HorizontalPodAutoscaler). A number that the operator sets applies at once. Neither
+# passes a limit of workers or dollars.
+
+
+COOL_DOWN_S = 30.0
+"""Shortest time between two increases: what one adds is seen in the next steps only."""
+_ROUNDING = 1e-6
+"""Dollars by which a sum of prices may pass a limit, since floating-point numbers are rounded."""
+Limit = Literal["max_workers", "max_dollars_per_hour"]
+
+
+class Pool(BaseModel):
+    """A kind of preemptible worker that a provider can start."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """`RLBOOST_WORKER_KIND` of its workers, and the provider's name for it."""
+    max_workers: int = Field(ge=0)
+    price_per_hour: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """Dollars for one worker without a price of its own, unless the price file has its kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetView:
+    """What the number of workers depends on."""
+
+    desired: int | None
+    """Number of preemptible workers worth having; None: not known yet, so the fleet keeps its size, at least one."""
+    present: Mapping[str, int] = field(default_factory=dict)
+    """Kind -> preemptible workers that do not drain."""
+    price_per_hour: Mapping[str, float] = field(default_factory=dict)
+    """Kind -> highest price of one worker: that of the price file, or of a worker that is or was in the fleet."""
+    other_dollars_per_hour: float = 0.0
+    """Price of the workers that are in no pool."""
+    paying: Mapping[str, int] = field(default_factory=dict)
+    """Kind -> workers among the desired ones that are worth their price."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetTargets:
+    """How many workers there should be, as an input of the manager's next turn."""
+
+    workers: Mapping[str, int]
+    """Kind -> workers."""
+    before: Mapping[str, int]
+    """Kind -> workers of the decision before; empty for the first."""
+    max_dollars_per_hour: float | None
+    """Limit on the price of all workers together; None: no limit."""
+    present: Sequence[str]
+    """Ids of the workers that the decision saw; it does not drain those that have joined since."""
+
+    def changes(self) -> dict[str, tuple[int, int]]:
+        """Return kind -> the numbers before and now, where they differ."""
+        return {kind: (n, self.workers[kind]) for kind, n in self.before.items() if n != self.workers[kind]}
+
+
+def scale_fleet(fleet: Fleet, targets: FleetTargets, now: Now) -> list[Effect]:
+    """Report targets that have changed, and drain the workers beyond them."""
+    effects: list[Effect] = [
+        event("fleet_scaled", now, worker_kind=kind, workers=n, before=before)
+        for kind, (before, n) in targets.changes().items()
+    ]
+    workers = fleet.workers
+    seen = [workers[worker_id] for worker_id in targets.present if worker_id in workers]
+    for worker_id, reason in surplus(seen, targets.workers, targets.max_dollars_per_hour).items():
+        effects += fleet.drain(workers[worker_id], now, reason)
+    return effects
+
+
+def fleet_view(jobs: Jobs, fleet: Fleet, pools: Sequence[Pool]) -> FleetView:
+    """Return what the manager's world shows of the fleet. Jobs that are paused or out of budget are not counted."""
+    running = [j for j in jobs.active() if j.record.state == "running" and not j.audit.cost.budget_reached]
+    kinds = {pool.kind for pool in pools}
+    prices = dict(fleet.prices)
+    other = 0.0
+    for worker in fleet.workers.values():
+        if not _is_pooled(worker, kinds):
+            other += worker.price_per_hour
+    for worker in (*fleet.workers.values(), *fleet.gone.values()):
+        kind = worker.joined.kind
+        prices[kind] = max(prices.get(kind, 0.0), worker.price_per_hour)
+    paying = _paying(fleet, running, pools, prices)
+    desired = target_workers(job.record.window_tuner for job in running) if running else 0
+    # If all workers of all pools pay, the pools limit the fleet, and not the price.
+    if desired is not None and paying.total() < sum(pool.max_workers for pool in pools):
+        desired = min(desired, paying.total())
+    return FleetView(desired, present_workers(fleet, kinds), prices, other, paying)
+
+
+def _paying(fleet: Fleet, jobs: Iterable[JobEntry], pools: Iterable[Pool], prices: Mapping[str, float]) -> Counter[str]:
+    """Return how many workers of each kind are worth their price; each counts for one job only."""
+    offers = [
+        Offer(pool.kind, pool.max_workers, prices.get(pool.kind, 0.0), fleet.availability_of(pool.kind))
+        for pool in pools
+    ]
+    found: Counter[str] = Counter()
+    for job in jobs:
+        left = [offer._replace(n_workers=offer.n_workers - found[offer.kind]) for offer in offers]
+        found += paying_workers(fleet, job, left) or Counter()
+    return found
+
+
+def present_workers(fleet: Fleet, kinds: Collection[str]) -> Counter[str]:
+    """Return how many preemptible workers of each kind do not drain."""
+    workers = fleet.workers.values()
+    return Counter(w.joined.kind for w in workers if _is_pooled(w, kinds) and w.state != "draining")
+
+
+class Autoscaler:
+    """Targets over time. Times are of the manager's clock.
+
+    Args:
+        pools: the kinds of workers, preferred first.
+        max_dollars_per_hour: limit on the price of all workers together; None: no limit.
+        scale_in_delay_s: how long fewer workers must be enough before the fleet shrinks.
+
+    """
+
+    def __init__(self, pools: Sequence[Pool], max_dollars_per_hour: float | None, scale_in_delay_s: float) -> None:
+        self.pools = pools
+        self.targets: dict[str, int] = {}
+        """Kind -> workers; empty before the first decision."""
+        self.limited_by: Limit | None = None
+        """The limit that keeps the fleet from growing, if any."""
+        self.max_dollars_per_hour = max_dollars_per_hour
+        self._scale_in_delay_s = scale_in_delay_s
+        self._began_at: float | None = None
+        self._grew_at = float("-inf")
+        self._desired: deque[tuple[float, int]] = deque()
+        """(time, desired number) within the last `scale_in_delay_s`, without numbers that a later one reaches: they
+        decrease, and the first one is the largest."""
+
+    def is_settling(self, now: float) -> bool:
+        """Return True in the first `scale_in_delay_s`.
+
+        Until then an earlier manager or the operator may have started the present workers, and more may be starting.
+        """
+        return self._began_at is None or now - self._began_at < self._scale_in_delay_s
+
+    def decide(self, seen: FleetView, fixed: int | None, now: float) -> None:
+        """Set the targets.
+
+        Args:
+            seen: the fleet.
+            fixed: the operator's number of workers; None: the number worth having.
+            now: the time.
+
+        """
+        self._began_at = now if self._began_at is None else self._began_at
+        if fixed is None:
+            self.targets, self.limited_by = self._within_limits(self._next_total(seen, now), seen, seen.paying)
+        else:
+            self.targets, self.limited_by = self._within_limits(fixed, seen, {})
+
+    def _next_total(self, seen: FleetView, now: float) -> int:
+        """Return the number worth having, or as much of the change toward it as is due."""
+        current = sum(self.targets.values())
+        is_settling = self.is_settling(now)
+        if is_settling:  # an earlier manager or the operator started these, for a reason that is not known here
+            current = max(current, sum(seen.present.values()))
+        desired = max(1, current) if seen.desired is None else seen.desired
+        while self._desired and self._desired[-1][1] <= desired:
+            self._desired.pop()
+        self._desired.append((now, desired))
+        while now - self._desired[0][0] > self._scale_in_delay_s:
+            self._desired.popleft()
+        if desired <= current:
+            return current if is_settling else min(self._desired[0][1], current)
+        if now - self._grew_at < COOL_DOWN_S:
+            return current
+        self._grew_at = now
+        return desired
+
+    def _within_limits(
+        self, total: int, seen: FleetView, paying: Mapping[str, int]
+    ) -> tuple[dict[str, int], Limit | None]:
+        """Divide a number of workers among the pools in their order: first those that pay, then the others."""
+        targets, missing = {pool.kind: 0 for pool in self.pools}, total
+        limited_by: Limit = "max_workers"
+        limit = self.max_dollars_per_hour
+        budget = float("inf") if limit is None else limit - seen.other_dollars_per_hour
+        worth_their_price = [(pool, min(paying.get(pool.kind, 0), pool.max_workers)) for pool in self.pools]
+        possible = [(pool, pool.max_workers) for pool in self.pools]
+        for pool, max_workers in worth_their_price + possible:
+            price = seen.price_per_hour.get(pool.kind, 0.0)
+            n_possible = min(missing, max_workers - targets[pool.kind])
+            n = _affordable(n_possible, price, budget)
+            if n < n_possible:
+                limited_by = "max_dollars_per_hour"
+            targets[pool.kind] += n
+            missing, budget = missing - n, budget - price * n
+        return targets, limited_by if missing else None
+
+
+def _affordable(workers: int, price: float, budget: float) -> int:
+    """Return how many of these workers the budget pays for; price and budget are in dollars per hour."""
+    if not price or price * workers <= budget + _ROUNDING:
+        return workers
+    return int(max(0.0, budget + _ROUNDING) / price)
+
+
+def surplus(
+    workers: Iterable[Worker], targets: Mapping[str, int], max_dollars_per_hour: float | None
+) -> dict[str, str]:
+    """Return the preemptible workers to drain, with the reason.
+
+    Drains the workers with the fewest samples of each kind that has too many. While the remaining workers together cost
+    too much, drains those that joined last.
+    """
+    workers = [worker for worker in workers if worker.state != "draining"]
+    drained = {}
+    for kind, target in targets.items():
+        members = [worker for worker in workers if _is_pooled(worker, {kind})]
+        members.sort(key=lambda worker: (len(worker.samples), -worker.joined.at))
+        for worker in members[: max(0, len(members) - target)]:
+            drained[worker.id] = f"scale-in: {target} workers of kind {kind} are enough"
+    if max_dollars_per_hour is None:
+        return drained
+    remaining = [worker for worker in workers if worker.id not in drained]
+    excess = sum(worker.price_per_hour for worker in remaining) - max_dollars_per_hour
+    for worker in sorted(remaining, key=lambda worker: -worker.joined.at):
+        if excess > _ROUNDING and worker.price_per_hour and not worker.reserved:
+            excess -= worker.price_per_hour
+            drained[worker.id] = f"the workers cost more than {max_dollars_per_hour:g} dollars per hour"
+    return drained
+
+
+def workers_to_request(target: int, before: int | None, present: int) -> int:
+    """Return the number of workers of a kind to request from the provider.
+
+    A provider that is asked for fewer may stop any of them, so it is asked for fewer only as they leave.
+
+    Args:
+        target: how many there should be.
+        before: the last request; None: unknown.
+        present: workers of the kind that are there, those that drain included.
+
+    """
+    return max(target, present if before is None else min(before, present))
+
+
+def _is_pooled(worker: Worker, kinds: Collection[str]) -> bool:
+    return not worker.reserved and worker.joined.kind in kinds

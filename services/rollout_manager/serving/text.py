@@ -1,0 +1,327 @@
+"""Text of served models: to tokens, from tokens, and conversations whose turns keep the tokens of earlier ones."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+from rlboost.services.rollout_manager.loop import Manager
+from rlboost.services.rollout_manager.ports import ModelFiles, TextProcessor, TokenizationError, Tokenizer
+from rlboost.shared.model.chat_template import ANSWER_PLACEHOLDER, text_after_answer
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import Bus, Delete, Expire, HashSet, Op
+from rlboost.shared.wire import I32, ints, pack
+
+# --- served model -----------------------------------------------------------------------------------------------------
+
+
+class TextTooLong(TokenizationError):
+    """A text has more tokens than the model takes, as its length shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """One model. Without a tokenizer it takes and returns token ids only."""
+
+    files: ModelFiles
+    text: TextProcessor
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Return True if the model takes and returns text."""
+        return self.files.tokenizer is not None
+
+    async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """Return the tokens of each text.
+
+        Raises:
+            TextTooLong: a text cannot fit into the model's context.
+            TokenizationError: there is no tokenizer, or it has no tokens for a text.
+            TextProcessesBusy: try again.
+
+        """
+        self._tokenizer()
+        for text in texts:
+            self._check_length(text)
+            check_unicode(text)
+        return await self.text.encode(self.files.name, texts, add_special_tokens=add_special_tokens)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens without special tokens; empty without a tokenizer."""
+        if self.files.tokenizer is None:
+            return ""
+        return self.files.tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def token_text(self, token: int) -> str:
+        """Return the text of a single token, special or not; its id without a tokenizer."""
+        if self.files.tokenizer is None:
+            return f"token_id:{token}"
+        return self.files.tokenizer.decode([token], skip_special_tokens=False)
+
+    async def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return the tokens of a conversation, up to where the assistant's next answer begins.
+
+        Raises:
+            TokenizationError: there is no chat template, or it rejects the messages; see also `encode`.
+
+        """
+        return await self._encode_rendered(await self._render(messages))
+
+    async def extend_chat(self, tokens: Sequence[int], messages: Sequence[Mapping[str, Any]], answer: int) -> list[int]:
+        """Return the tokens of a conversation that continues after an answer, without tokenizing the answer again.
+
+        Args:
+            tokens: the prompt and the answer, as they were given and generated.
+            messages: the whole conversation.
+            answer: the index of the answer in `messages`; the template never sees its text.
+
+        Raises:
+            TokenizationError: the template rejects the messages, or does not render each answer exactly once; see also
+                `encode`.
+
+        """
+        placeholder = {"role": "assistant", "content": ANSWER_PLACEHOLDER}
+        rendered = await self._render([*messages[:answer], placeholder, *messages[answer + 1 :]])
+        end_token = self.token_text(tokens[-1]) if tokens[-1] in self.files.stop_token_ids else ""
+        suffix = text_after_answer(rendered, end_token)
+        if suffix is None:
+            raise TokenizationError("the chat template does not render each answer once: leave out X-Session-ID")
+        return [*tokens, *await self._encode_rendered(suffix)]
+
+    async def _encode_rendered(self, text: str) -> list[int]:
+        (tokens,) = await self.encode([text], add_special_tokens=False)
+        return tokens
+
+    async def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        self._tokenizer()
+        if self.files.chat_template is None:
+            raise TokenizationError(
+                f"model {self.files.name} has no chat template: use /v1/completions, or add chat_template.jinja to its "
+                "folder"
+            )
+        return await self.text.render(self.files.name, messages)
+
+    def _tokenizer(self) -> Tokenizer:
+        if self.files.tokenizer is None:
+            raise TokenizationError(
+                f"the manager finds no tokenizer.json in {self.files.name}: send the prompt as token ids, or put the "
+                "model's folder where the manager can read it"
+            )
+        return self.files.tokenizer
+
+    def _check_length(self, text: str) -> None:
+        """Refuse a text that cannot fit before it is tokenized, which may take long."""
+        files = self.files
+        if files.max_len is None or files.characters_per_token is None:
+            return
+        if len(text) > (limit := files.max_len * files.characters_per_token):
+            raise TextTooLong(
+                f"a text of {len(text)} characters has more than {files.max_len} tokens, the most that the model takes "
+                f"with its completion: {limit} characters are the most that could fit"
+            )
+
+
+def check_unicode(text: str) -> None:
+    """Refuse half of a character, as JavaScript leaves it when it cuts a text.
+
+    Raises:
+        TokenizationError: the text has a lone surrogate.
+
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise TokenizationError(
+            f"character {error.start} is {text[error.start]!a}, half of a character that UTF-16 writes as two: cut the "
+            "text between characters"
+        ) from error
+
+
+# --- detokenizer ------------------------------------------------------------------------------------------------------
+#
+# Whole characters only, and no text from a stop string on.
+
+
+REPLACEMENT_CHARACTER = "\ufffd"
+"""A decoder's output for bytes that are no character, or an incomplete one."""
+MAX_PENDING_TOKENS = 8
+"""Tokens held back until a character is complete. It has four bytes at most, so more tokens do not complete it."""
+CONTEXT_TOKENS = 4
+"""Tokens at the end of the prompt that are decoded with the first ones: some decoders strip a leading space."""
+
+
+class Detokenizer:
+    """The text of one completion."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int], stops: Sequence[str]) -> None:
+        """Start after the prompt.
+
+        Args:
+            decode: token ids to text without special tokens.
+            prompt: the prompt's token ids.
+            stops: the text ends before the first of these strings.
+
+        """
+        self._decode = decode
+        self._window = list(prompt[-CONTEXT_TOKENS:])
+        self._n_decoded = len(self._window)
+        """How many tokens of the window have been returned as text; the others wait for a complete character."""
+        self._stops = stops
+        self._held = ""
+        """The end of the text so far, which may be the beginning of a stop string."""
+        self.stopped = False
+
+    def add(self, token: int) -> str:
+        """Add the next token and return the text that is now certain."""
+        self._window.append(token)
+        text = self._decode(self._window)
+        if text.endswith(REPLACEMENT_CHARACTER) and len(self._window) - self._n_decoded < MAX_PENDING_TOKENS:
+            return ""
+        return self._until_stop(self._advance(text))
+
+    def flush(self) -> str:
+        """Return the text that is held back, after the last token."""
+        if self.stopped:
+            return ""
+        text = self._until_stop(self._advance(self._decode(self._window)))
+        held, self._held = self._held, ""
+        return text + held
+
+    def _advance(self, text: str) -> str:
+        new = text[len(self._decode(self._window[: self._n_decoded])) :]
+        if new:
+            self._window = self._window[self._n_decoded :]
+        self._n_decoded = len(self._window)
+        return new
+
+    def _until_stop(self, new: str) -> str:
+        text = self._held + new
+        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        n_held = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - n_held :]
+        return text[: len(text) - n_held]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return how many characters at the end of the text could begin the stop string."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+# --- conversations ----------------------------------------------------------------------------------------------------
+#
+# The tokens of earlier turns are reused as they were generated.
+#
+# Text that is tokenized again may become other tokens than the model generated, which would invalidate
+# log-probabilities and prefix caches. So only the new messages of a turn are tokenized, and appended to the tokens of
+# the turns before.
+
+
+CONVERSATION_TTL_S = 3600.0
+"""How long a conversation is retained after its last turn."""
+MAX_CONVERSATIONS = 4096
+"""Maximum number of conversations that one manager retains; beyond it, the least recently used ones are deleted."""
+MAX_BYTES = 256 << 20
+"""Maximum size of the conversations that one manager retains, with the same rule."""
+MAX_READS = 4
+"""Reads of Redis at once. However many clients wait, few connections are opened: a busy loop opens many too slowly."""
+_FIELD = "turn"
+_NO_TURN: dict[str, Any] = {"messages": [], "prompt": "", "completion": "", "worker": ""}
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One requested turn of a conversation."""
+
+    key: str
+    messages: list[Message]
+    prompt: list[int]
+    preferred_worker: str
+    """The worker that generated the previous turn; empty without one."""
+
+
+class Conversations:
+    """The conversations of all jobs, stored in Redis so that they survive the manager."""
+
+    def __init__(self, manager: Manager, bus: Bus) -> None:
+        self._manager, self._bus = manager, bus
+        self._reads = asyncio.Semaphore(MAX_READS)
+        self._written: OrderedDict[str, int] = OrderedDict()
+        """Key -> size in bytes, least recently used first."""
+
+    async def next_turn(self, job_id: str, session: str, model: ServedModel, messages: list[Message]) -> Turn:
+        """Return the next turn, or the last one again if it is requested again.
+
+        A conversation that does not continue the last turn starts over: all its text is tokenized.
+
+        Raises:
+            TokenizationError: see `ServedModel`.
+            BusUnavailable: try again.
+
+        """
+        digest = blake2b(f"{job_id}/{session}".encode(), digest_size=16).hexdigest()
+        key = names.serving_session(digest)
+        async with self._reads:
+            stored = await self._bus.hash_get(key, _FIELD)
+        last: dict[str, Any] = json.loads(stored) if stored else _NO_TURN
+        previous, n = last["messages"], len(last["messages"])
+        prompt, completion = (ints(bytes.fromhex(last[name]), I32) for name in ("prompt", "completion"))
+        if n and _same(messages, previous[:-1]):
+            tokens = prompt
+        elif n and len(messages) > n and _same(messages[:n], previous):
+            tokens = await model.extend_chat([*prompt, *completion], messages, n - 1)
+        else:
+            tokens = await model.encode_chat(messages)
+        return Turn(key, messages, tokens, last["worker"])
+
+    async def save(self, turn: Turn, text: str, completion: Sequence[int], worker: str) -> None:
+        """Store a turn with its answer.
+
+        Args:
+            turn: the turn.
+            text: the answer as the client receives it.
+            completion: the answer's tokens.
+            worker: the worker that generated the last of them.
+
+        Raises:
+            Fenced: another manager leads.
+            BusUnavailable: it is unknown whether the turn is stored.
+
+        """
+        last = {
+            "messages": [*turn.messages, {"role": "assistant", "content": text}],
+            "prompt": pack(turn.prompt, I32).hex(),
+            "completion": pack(completion, I32).hex(),
+            "worker": worker,
+        }
+        stored = json.dumps(last)
+        ops: list[Op] = [HashSet(turn.key, {_FIELD: stored}), Expire(turn.key, CONVERSATION_TTL_S)]
+        self._written[turn.key] = len(stored)
+        self._written.move_to_end(turn.key)
+        while len(self._written) > MAX_CONVERSATIONS or (len(self._written) > 1 and self._n_bytes > MAX_BYTES):
+            ops.append(Delete(self._written.popitem(last=False)[0]))
+        await self._manager.write(ops)
+
+    @property
+    def _n_bytes(self) -> int:
+        return sum(self._written.values())
+
+
+def _same(one: Sequence[Message], other: Sequence[Message]) -> bool:
+    return [_identity(message) for message in one] == [_identity(message) for message in other]
+
+
+def _identity(message: Message) -> Message:
+    """Return the fields that identify a message; client libraries add others to an answer than its text."""
+    if message["role"] == "assistant":
+        return {"role": "assistant", "content": message["content"]}
+    return message

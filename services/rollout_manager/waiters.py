@@ -1,0 +1,229 @@
+"""Clients that wait for the completions they have requested, while the manager's loop runs.
+
+Consumes: new tokens in the ledger, announced by `notify` after each turn of the loop, and refusals.
+Produces: chunks of completions, and which samples clients have received in full or abandoned.
+Waits for: the next `notify`, in `follow`.
+Ends when: all members of the group have ended, or with an error when no more tokens will come.
+
+Waiters hold no tokens: what a client has not received is read from the ledger at the client's position. Tokens in the
+ledger do not change, even when the world is rebuilt, so what a client has received stays valid.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rlboost.services.rollout_manager.domain.effects import Effect, Refuse
+from rlboost.services.rollout_manager.domain.frames import TOKEN_BYTES
+from rlboost.services.rollout_manager.domain.tokens import Sample
+from rlboost.services.rollout_manager.domain.world import Clients, World
+from rlboost.shared.errors import Rejected, Retryable
+from rlboost.shared.ids import group_of
+from rlboost.shared.messages import FINISH_NONE, FINISH_STOP, FinishReason, GroupRequested
+from rlboost.shared.wire import I32, floats, ints
+
+MAX_CHUNK_TOKENS = 512
+"""A chunk is detokenized at once, which blocks the manager's loop."""
+IDLE_S = 1.0
+"""How often `follow` yields None while there is nothing new."""
+EXPIRY_SLACK_S = 30.0
+"""How long after its expiry a request fails that the loop has not ended, because Redis is unavailable."""
+
+
+class CompletionUnavailable(Retryable):
+    """The rest of a completion will not come, for a reason that is not the client's: request it again."""
+
+
+class CompletionFailed(Rejected):
+    """The completion cannot be generated: requesting it again will not help."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionChunk:
+    """The new tokens of one completion."""
+
+    member: int
+    tokens: list[int]
+    logprobs: list[float]
+    finish: FinishReason | None
+    """Set in the last chunk."""
+    worker: str
+    """The worker that generated the last of the tokens."""
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """One group that a client waits for."""
+
+    request: GroupRequested
+    resumable: bool
+    """True if the client may reconnect and continue."""
+    request_waiters: list[Waiter] = field(repr=False)
+    """The waiters of all groups of the client's request, in the order of its prompts."""
+    world: World
+    open: dict[int, int]
+    """Member whose end the client has not received -> number of its tokens that the client has received."""
+    changed: asyncio.Event
+    """Shared by the waiters of the client's request."""
+    admitted: bool = False
+    progress: int = -1
+    error: Exception | None = None
+    """Why no more tokens will come."""
+
+    def sample(self, member: int) -> Sample | None:
+        """Return a member's sample in the ledger."""
+        return self.world.ledger.samples.get(self.request.group + member)
+
+
+class CompletionWaiters:
+    """All waiting clients of one manager."""
+
+    def __init__(self) -> None:
+        self.clients = Clients()
+        self._waiters: dict[int, Waiter] = {}
+
+    @property
+    def n_samples(self) -> int:
+        """Return the number of samples that clients wait for."""
+        return sum(len(waiter.open) for waiter in self._waiters.values())
+
+    def register(self, groups: Sequence[GroupRequested], world: World, *, resumable: bool) -> list[Waiter]:
+        """Wait for groups that are requested next, or were requested before; replaces earlier waiters."""
+        waiters: list[Waiter] = []
+        changed = asyncio.Event()
+        for request in groups:
+            if previous := self._waiters.pop(request.group, None):
+                previous.error = CompletionUnavailable("the same request was sent again, which receives the response")
+                previous.changed.set()
+            waiter = Waiter(request, resumable, waiters, world, dict.fromkeys(range(request.n), 0), changed)
+            waiters.append(waiter)
+            self._waiters[request.group] = waiter
+            self.clients.attended.add(request.group)
+            self.clients.gone.pop(request.group, None)
+        return waiters
+
+    def complete(self, waiter: Waiter, member: int) -> None:
+        """Record that the client has received all it needs of a member.
+
+        A client of a resumable request may reconnect, and then needs all completions: they end together, with the last.
+        """
+        del waiter.open[member]
+        if not waiter.resumable:
+            self.clients.satisfied.add(waiter.request.group + member)
+        elif not any(one.open for one in waiter.request_waiters):
+            groups = [one.request for one in waiter.request_waiters]
+            self.clients.satisfied.update(group.group + i for group in groups for i in range(group.n))
+
+    def unregister(self, waiter: Waiter) -> None:
+        """Remove a waiter; samples that the client has not received are dropped unless it may reconnect."""
+        group = waiter.request.group
+        if self._waiters.get(group) is not waiter:
+            return
+        del self._waiters[group]
+        self.clients.attended.discard(group)
+        if waiter.open and not waiter.resumable:
+            self.clients.gone[group] = waiter.request
+
+    async def follow(self, waiters: Sequence[Waiter]) -> AsyncGenerator[tuple[int, CompletionChunk] | None]:
+        """Yield (index of the waiter, new chunk) until all members have ended, and None after `IDLE_S` without one.
+
+        Args:
+            waiters: the waiters of one request.
+
+        Raises:
+            CompletionUnavailable: no more tokens will come: request the completion again.
+            CompletionFailed: it cannot be generated.
+
+        """
+        changed = waiters[0].changed
+        limit = max(waiter.request.expires_at for waiter in waiters) + EXPIRY_SLACK_S
+        while any(waiter.open for waiter in waiters):
+            changed.clear()
+            chunks = [
+                (i, chunk)
+                for i, waiter in enumerate(waiters)
+                for member in list(waiter.open)
+                if (chunk := next_chunk(waiter, member))
+            ]
+            for i, chunk in chunks:
+                yield i, chunk
+                if chunk.member in waiters[i].open and chunk.finish:
+                    self.complete(waiters[i], chunk.member)
+            if chunks:
+                continue
+            if error := next((waiter.error for waiter in waiters if waiter.open and waiter.error), None):
+                raise error
+            if time.time() > limit:
+                raise CompletionUnavailable("the request has expired, and Redis is unavailable")
+            try:
+                async with asyncio.timeout(IDLE_S):
+                    await changed.wait()
+            except TimeoutError:
+                yield None
+
+    # --- called by the manager's loop ---
+
+    def notify(self, world: World, wall: float) -> None:
+        """Wake the clients for which the last turn has produced something; `wall` is the time in Unix seconds."""
+        for waiter in list(self._waiters.values()):
+            waiter.world = world
+            samples = [sample for member in waiter.open if (sample := waiter.sample(member))]
+            progress = sum(sample.n_tokens + (sample.finish != FINISH_NONE) for sample in samples)
+            waiter.admitted = waiter.admitted or bool(samples)
+            if waiter.admitted:
+                if len(samples) < len(waiter.open):
+                    waiter.error = waiter.error or CompletionUnavailable("the request was ended by the manager")
+            elif world.jobs.get_active(waiter.request.job_id) is None:
+                waiter.error = CompletionFailed(f"job {waiter.request.job_id} has ended")
+            if progress != waiter.progress or waiter.error:
+                waiter.progress = progress
+                waiter.changed.set()
+            if waiter.error:
+                self.unregister(waiter)
+        # Samples that are no longer in the ledger were ended by this turn.
+        ledger = world.ledger
+        self.clients.satisfied = {sample for sample in self.clients.satisfied if sample in ledger.samples}
+        # A group that is not admitted yet stays: its request may still be unread.
+        self.clients.gone = {
+            group: request
+            for group, request in self.clients.gone.items()
+            if group in ledger.open_in_group or (wall < request.expires_at and not world.is_known(request))
+        }
+
+    def fail(self, effects: Iterable[Effect]) -> None:
+        """Report refused samples to their clients."""
+        for effect in effects:
+            if isinstance(effect, Refuse) and (waiter := self._waiters.get(group_of(effect.sample))):
+                error = CompletionUnavailable if effect.is_retryable else CompletionFailed
+                waiter.error = error(effect.reason)
+
+    def close(self, reason: str) -> None:
+        """End all requests with an error."""
+        for waiter in self._waiters.values():
+            waiter.error = CompletionUnavailable(reason)
+            waiter.changed.set()
+        self._waiters.clear()
+        self.clients = Clients()
+
+
+def next_chunk(waiter: Waiter, member: int) -> CompletionChunk | None:
+    """Return tokens of a member that the client has not received, and count them as received; None if none."""
+    sample, n_received = waiter.sample(member), waiter.open[member]
+    if sample is None or (sample.n_tokens <= n_received and not sample.finish):
+        return None
+    part = slice(n_received * TOKEN_BYTES, (n_received + MAX_CHUNK_TOKENS) * TOKEN_BYTES)
+    tokens, logprobs = ints(bytes(sample.tokens[part]), I32), floats(bytes(sample.logprobs[part]))
+    waiter.open[member] = n_received + len(tokens)
+    worker = sample.span_starts[-1][0] if sample.span_starts else ""
+    finish = _finish(sample) if waiter.open[member] == sample.n_tokens else None
+    return CompletionChunk(member, tokens, logprobs, finish, worker)
+
+
+def _finish(sample: Sample) -> Literal["stop", "length"] | None:
+    if sample.finish == FINISH_NONE:
+        return None
+    return "stop" if sample.finish == FINISH_STOP else "length"

@@ -1,0 +1,268 @@
+"""Passes metrics to third-party loggers, which may be slow, fail or hang without blocking or ending the job.
+
+Each logger has a thread and a bounded queue. The first problem of each logger is reported, once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from subprocess import PIPE, Popen
+from typing import Any, NamedTuple, Protocol
+
+import structlog
+
+from rlboost.services.trainer.adapters.wandb_child import STARTED
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.spec import BaseJob, WandbSpec, missing_log_libraries
+from rlboost.shared.settings import environment_without_settings
+
+log = structlog.get_logger(__name__)
+
+_QUEUED_ROWS = 1024
+PATIENCE_S = 60.0
+"""A logger that takes longer than this for one row is reported as hanging."""
+
+
+class Logger(Protocol):
+    """Destination of rows. Created, used and closed in one thread; may raise anything."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log a row; steps increase."""
+
+    def close(self) -> None:
+        """Send buffered rows."""
+
+
+class LoggerFailed(Exception):
+    """A logger's failure, with a text for users. Any other exception is reported with its type."""
+
+
+Opener = Callable[[int], Logger]
+"""Creates a logger for rows from this step on, which replace those that an earlier process has logged."""
+
+
+class _Row(NamedTuple):
+    step: int
+    metrics: Mapping[str, float]
+
+
+class RunLog:
+    """The third-party loggers of one job."""
+
+    def __init__(self, openers: Mapping[str, Opener], patience_s: float = PATIENCE_S) -> None:
+        """Open no logger yet; `openers` are by the loggers' names, `patience_s` is the limit for one row."""
+        self._openers = openers
+        self._patience_s = patience_s
+        self._threads: list[_LoggerThread] = []
+
+    def begin(self, step: int) -> None:
+        """Open the loggers, for rows from `step` on."""
+        self._threads = [_LoggerThread(name, opener, step, self._patience_s) for name, opener in self._openers.items()]
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Queue a row for every logger, without blocking."""
+        for thread in self._threads:
+            thread.put(_Row(step, metrics))
+
+    def new_problems(self) -> list[str]:
+        """Return the problems that were not returned before."""
+        return [problem for thread in self._threads if (problem := thread.new_problem())]
+
+    def close(self, limit_s: float) -> None:
+        """Let the loggers finish, for up to `limit_s`; slower ones continue for as long as the process lives."""
+        until = time.monotonic() + limit_s
+        for thread in self._threads:
+            thread.end()
+        for thread in self._threads:
+            thread.join(until)
+
+
+class _LoggerThread:
+    """One logger's thread and queue."""
+
+    def __init__(self, name: str, opener: Opener, step: int, patience_s: float) -> None:
+        self._name = name
+        self._opener = opener
+        self._patience_s = patience_s
+        self._rows: queue.SimpleQueue[_Row | None] = queue.SimpleQueue()
+        """None after the last row. At most `_QUEUED_ROWS` rows."""
+        self._busy_since: float | None = time.monotonic()
+        self._problem = ""
+        self._reported = False
+        self._closed = False
+        # A daemon: a logger that hangs must not keep the process from ending.
+        self._thread = threading.Thread(target=self._run, args=(step,), name=f"log-{name}", daemon=True)
+        self._thread.start()
+
+    def put(self, row: _Row) -> None:
+        if not self._thread.is_alive():
+            return
+        since = self._busy_since
+        if since is not None and time.monotonic() - since > self._patience_s:
+            self._note(f"it has not answered for {self._patience_s:.0f} s")
+        if self._rows.qsize() < _QUEUED_ROWS:
+            self._rows.put(row)
+        else:
+            self._note(f"its queue of {_QUEUED_ROWS} rows is full, so later rows are dropped")
+
+    def end(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._rows.put(None)
+
+    def join(self, until: float) -> None:
+        self._thread.join(max(0.0, until - time.monotonic()))
+        if self._thread.is_alive():
+            self._note("it has not sent all rows at the end of the job; it continues while the trainer runs")
+
+    def new_problem(self) -> str:
+        if self._reported or not self._problem:
+            return ""
+        self._reported = True
+        return f"log.{self._name}: {self._problem}; the job continues, and metrics.jsonl has every row"
+
+    def _note(self, problem: str) -> None:
+        if not self._problem:
+            self._problem = problem
+            log.warning("logger_failed", to=self._name, reason=problem)
+
+    def _run(self, step: int) -> None:
+        try:
+            logger = self._opener(step)
+            self._busy_since = None
+            while (row := self._rows.get()) is not None:
+                self._busy_since = time.monotonic()
+                logger.log(row.step, row.metrics)
+                self._busy_since = None
+            self._busy_since = time.monotonic()
+            logger.close()
+        except Exception as error:  # noqa: BLE001 - a third-party library, and the network
+            kind = "" if isinstance(error, LoggerFailed) else f"{type(error).__name__}: "
+            self._note(kind + str(error).partition("\n")[0].rstrip("."))
+
+
+# --- Weights & Biases as a logger -------------------------------------------------------------------------------------
+# Its library runs in a child process, because it waits for the network for minutes at exit, and a stopping trainer has
+# only seconds.
+
+
+class Wandb:
+    """`Logger` that creates or resumes the W&B run whose id is the job's.
+
+    If a step is trained again, W&B keeps the first row: its steps only increase.
+    """
+
+    def __init__(self, wandb: WandbSpec, spec: BaseJob, job_id: str, folder: Path) -> None:
+        """Start or resume the run; its files are in `folder`.
+
+        Raises:
+            LoggerFailed: the run cannot be started; with W&B's own message.
+
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        self._process = Popen(
+            [sys.executable, "-m", "rlboost.services.trainer.adapters.wandb_child"],
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=self._stderr,
+            env=environment_without_settings(),
+            text=True,
+            start_new_session=True,  # signals to the trainer must not stop it before it has sent its rows
+        )
+        self._send(
+            {
+                "project": wandb.project,
+                "entity": wandb.entity,
+                "group": wandb.group,
+                "tags": list(wandb.tags) or None,
+                "name": spec.name,
+                "id": job_id,
+                "dir": str(folder),
+                "config": spec.model_dump(mode="json"),
+            }
+        )
+        assert self._process.stdout is not None
+        if self._process.stdout.readline().strip() != STARTED:
+            raise self._failure()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See `Logger.log`."""
+        self._send({"step": step, "metrics": dict(metrics)})
+
+    def close(self) -> None:
+        """See `Logger.close`."""
+        self._send(None)
+        if self._process.wait():
+            raise self._failure()
+        self._release()
+
+    def _send(self, message: Any) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError as error:
+            raise self._failure() from error
+
+    def _failure(self) -> LoggerFailed:
+        self._process.kill()
+        self._process.wait()
+        self._stderr.seek(0)
+        lines = self._stderr.read().decode(errors="replace").strip().splitlines()
+        self._release()
+        return LoggerFailed(lines[-1] if lines else "its process ended without an error message")
+
+    def _release(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._process.communicate()
+        self._stderr.close()
+
+
+# --- The loggers of a job file's `log` section: TensorBoard and Weights & Biases --------------------------------------
+
+
+def openers(spec: BaseJob, job_id: str, folder: Path) -> dict[str, Opener]:
+    """Return the functions that create a job's loggers, by name; `folder` is the run's folder.
+
+    Raises:
+        ConfigError: a library is not installed.
+
+    """
+    if missing := missing_log_libraries(spec.log):
+        raise ConfigError("; ".join(missing))
+    found: dict[str, Opener] = {}
+    if spec.log.tensorboard:
+        found["tensorboard"] = lambda step: TensorBoard(folder / "tensorboard", step)
+    if (wandb := spec.log.wandb) is not None:
+        found["wandb"] = lambda _step: Wandb(wandb, spec, job_id, folder)
+    return found
+
+
+class TensorBoard:
+    """`Logger` that writes event files."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        """Write into `folder`; readers discard rows of `step` and later that an earlier process wrote."""
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra
+
+        self._writer = SummaryWriter(str(folder), purge_step=step)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See `Logger.log`."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        # Flush per row: a killed process must not lose rows.
+        self._writer.flush()
+
+    def close(self) -> None:
+        """See `Logger.close`."""
+        self._writer.close()

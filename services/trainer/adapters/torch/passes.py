@@ -1,0 +1,410 @@
+"""Forward passes of models of transformers, from rows to log-probabilities of their trained tokens, or to values.
+
+Rows are packed without padding. The output head runs only on positions that predict a trained token, in chunks: with a
+large vocabulary, the logits of a long row would need more memory than everything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import init_empty_weights
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from rlboost.services.trainer.adapters.torch import packing
+from rlboost.services.trainer.adapters.torch.layers import EXPERTS
+from rlboost.services.trainer.adapters.torch.packing import (
+    ContextGroup,
+    Packed,
+    model_inputs,
+    packed,
+    packs_rows,
+    replayed,
+    select_rows,
+)
+from rlboost.services.trainer.adapters.torch.routing import Balance, Replay, Routers
+from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow
+from rlboost.services.trainer.domain.loss.policy import value_loss
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.algorithm import CriticSpec
+from rlboost.shared.job.training import CHUNK_LOGITS, MAX_LOGITS
+from rlboost.shared.wire import RoutedShape
+
+# --- Log-probabilities of selected tokens and their gradient, without a second copy of the logits ---------------------
+# With a large vocabulary the logits dominate an update's memory: 151,936 per token, against a hidden state of a few
+# thousand numbers. Autograd would save three more such tensors in float32 for the division, the conversion and the
+# log-softmax. So this module computes the gradient from the logits themselves, a few rows at a time.
+
+
+def selected_logprobs(logits: Tensor, tokens: Tensor, temperature: float, chunk_logits: int = CHUNK_LOGITS) -> Tensor:
+    """Return the log-probability of each row's token, float32 [rows].
+
+    Args:
+        logits: [rows, vocabulary], of any float dtype, which is also their gradient's; sums are in float32.
+        tokens: int64 [rows].
+        temperature: divides the logits.
+        chunk_logits: logits that are converted to float32 at a time; at least one row is.
+
+    """
+    result = _SelectedLogprobs.apply(logits, tokens, temperature, chunk_logits)  # type: ignore[no-untyped-call]  # torch's
+    logprobs: Tensor = result
+    return logprobs
+
+
+class _SelectedLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperature: float, chunk_logits: int) -> Tensor:
+        ctx.save_for_backward(logits, tokens)
+        ctx.temperature, ctx.chunk_logits = temperature, chunk_logits
+        return torch.cat(
+            [
+                -functional.cross_entropy(_scaled(rows, temperature), targets, reduction="none")
+                for rows, targets in _row_chunks(chunk_logits, logits, tokens)
+            ]
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, tokens = ctx.saved_tensors
+        result = torch.empty_like(logits)
+        weights = gradients[0] / ctx.temperature
+        for rows, targets, weight, out in _row_chunks(ctx.chunk_logits, logits, tokens, weights, result):
+            # d log p(token) / d logits = (1 at the token, else 0) - p
+            p = torch.softmax(_scaled(rows, ctx.temperature), -1).mul_(-weight[:, None])
+            out.copy_(p.scatter_add_(1, targets[:, None], weight[:, None]))
+        return result, None, None, None
+
+
+def _row_chunks(chunk_logits: int, logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield views of the same rows of all tensors, in chunks of at most `chunk_logits` logits."""
+    n = max(1, chunk_logits // logits.shape[-1])
+    return zip(*(torch.split(tensor, n) for tensor in (logits, *others)), strict=True)
+
+
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    return logits.float() if temperature == 1 else logits.float() / temperature
+
+
+# --- Forward pass of a language model ---------------------------------------------------------------------------------
+
+
+def in_dtype(dtype: torch.dtype, device: torch.device) -> torch.autocast:
+    """Return a context in which matrices are multiplied in `dtype`: float32 or bfloat16."""
+    # Its cache would hold a rounded copy of every weight until the pass ends, and each copy is used once.
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype is torch.bfloat16, cache_enabled=False)
+
+
+class LogprobPass:
+    """Forward passes of one model."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        temperature: float,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_logits: int = MAX_LOGITS,
+        context: ContextGroup | None = None,
+        replayed: RoutedShape | None = None,
+        balances: bool = False,
+    ) -> None:
+        """Replace the model's `forward`, which FSDP2 surrounds with hooks, and register hooks on routers of experts.
+
+        Args:
+            model: a transformers model, in evaluation mode.
+            temperature: divides the logits.
+            dtype: dtype of matrix multiplications.
+            device: the model's device.
+            max_logits: logits that exist at a time; at least those of one token do.
+            context: the ranks that divide the tokens of each micro-batch, if any.
+            replayed: the shape of the rows' routed experts, which replace those of the model's routers.
+            balances: whether `balance` gets gradients.
+
+        Raises:
+            ConfigError: `replayed` or `balances`, and the model has no known routers.
+
+        """
+        self._model = model
+        self._forward = model.forward
+        self._packs = packs_rows(model)
+        self._temperature = temperature
+        self._dtype = dtype
+        self._device = device
+        self._chunk = max(1, max_logits // model.config.get_text_config().vocab_size)
+        self._context = context
+        self._balances = balances
+        self._routers = Routers(model, required=balances or replayed is not None)
+        self._replayed = replayed
+        self.balance: Balance | None = None
+        """Balance of experts over this rank's tokens in the last pass; None if the model is dense, or gradients were
+        disabled."""
+        model.forward = self._model_forward
+
+    def __call__(self, rows: Sequence[SequenceRow]) -> Tensor:
+        """Return the log-probabilities of all trained tokens, row by row, [tokens]."""
+        batch, context = packed(rows), self._context
+        shard = slice(0, len(batch.ids))
+        if context is not None:
+            batch = batch.padded(context.size)
+            shard = context.slice_of(len(batch.ids))
+        ids, positions = (torch.from_numpy(array).to(self._device) for array in (batch.ids, batch.predicts))
+        targets, inputs = ids[positions + 1], model_inputs(batch, ids, packs=self._packs, context=context)
+        n_real = min(shard.stop, sum(row.n_tokens for row in rows)) - shard.start
+        self._routers.begin(n_real if torch.is_grad_enabled() else None, self._replay(rows, batch, shard))
+        with in_dtype(self._dtype, self._device):
+            if context is None:
+                logprobs: Tensor = self._model(**inputs, positions=positions, targets=targets)
+            else:
+                own = context.positions(batch.predicts, len(ids))
+                found = self._model(**inputs, positions=positions[own] - shard.start, targets=targets[own])
+                logprobs = context.joined(found, own, len(positions))
+        with torch.set_grad_enabled(self._balances and torch.is_grad_enabled()):
+            self.balance = self._routers.end()
+        return logprobs
+
+    def _replay(self, rows: Sequence[SequenceRow], batch: Packed, shard: slice) -> Replay | None:
+        """Return the recorded experts of this rank's slice of the tokens."""
+        if self._replayed is None or (found := replayed(rows, batch.predicts, self._replayed)) is None:
+            return None
+        at, experts = found
+        own = slice(*np.searchsorted(at, [shard.start, shard.stop]))
+        positions, recorded = (torch.from_numpy(a).to(self._device) for a in (at[own] - shard.start, experts[own]))
+        return Replay(positions, recorded.long())
+
+    def _model_forward(self, *, positions: Tensor, targets: Tensor, **given: Any) -> Tensor:
+        """Return the log-probabilities of `targets`, which the tokens at `positions` predict."""
+        hidden = select_rows(self._model.base_model(**given).last_hidden_state[0], positions)
+        return in_chunks(self._of_hidden, hidden, targets, self._chunk)
+
+    def _of_hidden(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Return log-probabilities of targets from the last layer's outputs, [tokens].
+
+        The model's own `forward` gets them from its body. So whatever a family does to its logits after the output head
+        still happens.
+        """
+        with _returning(self._model.base_model, hidden[None]):
+            logits: Tensor = self._forward(use_cache=False).logits[0]
+        return selected_logprobs(logits, targets, self._temperature)
+
+
+def in_chunks(of_hidden: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, targets: Tensor, n: int) -> Tensor:
+    """Return `of_hidden(hidden, targets)`, [tokens], computed for at most `n` tokens at a time."""
+    *earlier, last = zip(*(torch.split(part, n) for part in (hidden, targets)), strict=True)
+    # The backward pass begins with the last chunk, so its logits may wait for it; those of others are recomputed.
+    return torch.cat([*(checkpoint(of_hidden, *chunk, use_reentrant=False) for chunk in earlier), of_hidden(*last)])
+
+
+class _BodyOutput:
+    """The output of a model's body with nothing but the last hidden states."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state,)[index]
+
+
+@contextmanager
+def _returning(body: Any, hidden: Tensor) -> Iterator[None]:
+    """Let a module return these hidden states, whatever its arguments."""
+    body.forward = lambda *_, **__: _BodyOutput(hidden)
+    try:
+        yield
+    finally:
+        del body.forward
+
+
+# --- The network of a critic: the body of a language model, and a head of one value per token -------------------------
+# It is a network of its own, so that updates of the policy do not change the critic's features.
+
+
+class ValueModel(torch.nn.Module):
+    """A body of transformers with a linear head, whose zeros make every value 0. The head computes in float32."""
+
+    def __init__(self, body: Any, name: str) -> None:
+        """Take a body, which is in evaluation mode; `name` is the prefix of its parameters' names."""
+        super().__init__()
+        self.add_module(name, body)
+        self._name = name
+        self.head = torch.nn.Linear(int(body.config.get_text_config().hidden_size), 1)
+        with torch.no_grad():
+            for parameter in self.head.parameters():
+                parameter.zero_()
+
+    @property
+    def base_model(self) -> Any:
+        """The model of transformers."""
+        return self.get_submodule(self._name)
+
+    def forward(self, *, positions: Tensor, **given: Any) -> Tensor:
+        """Return the values at positions of the tokens that `given` describes, [positions]."""
+        hidden = select_rows(self.base_model(**given).last_hidden_state[0], positions)
+        with torch.autocast(hidden.device.type, enabled=False):
+            values: Tensor = self.head(hidden.float())[:, 0]
+        return values
+
+
+class ValuePass:
+    """Forward passes of a `ValueModel`."""
+
+    balance = None
+    """The load of a critic's experts is not balanced; see `LogprobPass.balance`."""
+
+    def __init__(
+        self, model: ValueModel, *, dtype: torch.dtype, device: torch.device, context: ContextGroup | None = None
+    ) -> None:
+        """Use a model.
+
+        Args:
+            model: the critic.
+            dtype: dtype of matrix multiplications.
+            device: the model's device.
+            context: the ranks that divide the tokens of each micro-batch, if any.
+
+        """
+        self._model = model
+        self._packs = packs_rows(model.base_model)
+        self._dtype = dtype
+        self._device = device
+        self._context = context
+
+    def __call__(self, rows: Sequence[SequenceRow]) -> Tensor:
+        """Return the values before all trained tokens, row by row, [tokens]."""
+        packed, context = packing.packed(rows), self._context
+        if context is not None:
+            packed = packed.padded(context.size)
+        ids, positions = (torch.from_numpy(part).to(self._device) for part in (packed.ids, packed.predicts))
+        inputs = model_inputs(packed, ids, packs=self._packs, context=context)
+        with in_dtype(self._dtype, self._device):
+            if context is None:
+                values: Tensor = self._model(**inputs, positions=positions)
+                return values
+            own = context.positions(packed.predicts, len(ids))
+            found = self._model(**inputs, positions=positions[own] - context.slice_of(len(ids)).start)
+        return context.joined(found, own, len(positions))
+
+
+def summed_value_loss(rows: Sequence[TrainingRow], values: Tensor, spec: CriticSpec) -> tuple[Tensor, dict[str, float]]:
+    """Return the sum of the losses of a micro-batch's values, and its metrics, for `sums.add`.
+
+    The metrics are `value_loss` and `value_clipped`, the number of clipped tokens.
+
+    Args:
+        rows: with `values` and `returns`.
+        values: the critic's, with a gradient, [tokens].
+        spec: says by how much a value may change.
+
+    """
+    before, returns = (torch.tensor(column, device=values.device) for column in packing.values(rows))
+    losses, clipped = value_loss(values, before, returns, None if spec.value_clip == "off" else spec.value_clip)
+    total = losses.sum()
+    return total, {"value_loss": total.item(), "value_clipped": float(clipped.sum())}
+
+
+# --- Builds models of transformers, with or without weights -----------------------------------------------------------
+
+
+def whole_model(source: Path, attention: str, dtype: torch.dtype) -> Any:
+    """Return the causal language model in a Hugging Face directory, with its weights, on the CPU.
+
+    It is in evaluation mode: with dropout the trained distribution would differ from the sampled one.
+
+    Raises:
+        ConfigError: the directory holds no trainable causal language model.
+
+    """
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below
+            dtype=dtype,
+            attn_implementation=attention,
+            experts_implementation=EXPERTS,
+            local_files_only=True,
+        )
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise ConfigError(f"model {source} cannot be loaded as a causal language model: {error}") from error
+    if other := sorted(report["mismatched_keys"]):
+        name, found, described = other[0]
+        raise ConfigError(
+            f"model {source}: {name} has the shape {list(found)}, but config.json describes {list(described)}: copy "
+            "the model again"
+        )
+    if missing := sorted(report["missing_keys"]):
+        raise ConfigError(
+            f"model {source}: its files lack {len(missing)} of the weights that its config.json describes, such as "
+            f"{missing[0]}, and transformers would take random ones: copy the model again"
+        )
+    return model.eval()
+
+
+def whole_critic(source: Path, attention: str) -> ValueModel:
+    """Return a critic on the body of the model in a directory, on the CPU, with the names of `empty_critic`.
+
+    Raises:
+        ConfigError: the directory holds no model with a hidden size.
+
+    """
+    try:
+        body: Any = AutoModel.from_pretrained(
+            source,
+            dtype=torch.float32,
+            attn_implementation=attention,
+            experts_implementation=EXPERTS,
+            local_files_only=True,
+        )
+        return ValueModel(body, body.base_model_prefix).eval()
+    except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
+        raise ConfigError(f"model {source} cannot be loaded as a critic: {error}") from error
+
+
+def empty_model(source: Path, attention: str, dtype: torch.dtype = torch.float32) -> Any:
+    """Return a causal language model on the meta device: no rank ever holds whole weights, each reads its own rows.
+
+    Args:
+        source: a Hugging Face directory; only its configuration is read.
+        attention: the model's `attn_implementation`.
+        dtype: that of the parameters.
+
+    Raises:
+        ConfigError: the directory holds no causal language model.
+
+    """
+    try:
+        config = AutoConfig.from_pretrained(source, local_files_only=True)
+        with init_empty_weights(include_buffers=False):
+            module: Any = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation=attention, experts_implementation=EXPERTS
+            )
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model {source} cannot be loaded as a causal language model: {error}") from error
+    module.tie_weights()
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return module.eval()
+
+
+def empty_critic(source: Path, attention: str) -> ValueModel:
+    """Return a critic on the meta device, whose body's parameters have the names of the files in `source`.
+
+    The arguments and errors are those of `empty_model`.
+    """
+    module = empty_model(source, attention)
+    with torch.device("meta"):
+        return ValueModel(module.base_model, module.base_model_prefix).eval()

@@ -1,0 +1,369 @@
+"""Tensors divided among ranks: in files that any other partition reads back, and as they are exported and published."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import math
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rlboost.services.trainer.adapters.torch.ranks import RankCalls, TensorSlice
+from rlboost.services.trainer.adapters.weights import Digests, StorePublisher
+from rlboost.services.trainer.ports.engine import Loaded
+from rlboost.shared.weights.lora import adapter_of
+from rlboost.shared.weights.manifest import ChunkRef, digest_of
+from rlboost.shared.weights.publisher import ChunkCopy, Shard
+from rlboost.shared.weights.torch_tensors import merged
+
+# --- Scratch directories for tensors in transit, removed even if their process is killed ------------------------------
+
+
+_PREFIX = "tensors-"
+
+
+def flock_directory(directory: Path) -> int:
+    """Lock a directory until the returned descriptor is closed or the process ends.
+
+    Raises:
+        BlockingIOError: another process has locked it.
+        FileNotFoundError: it does not exist any more.
+
+    """
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        directory.stat()
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+class ScratchDir(tempfile.TemporaryDirectory[str]):
+    """A temporary directory, locked while its process lives so that `remove_stale` of other processes spares it."""
+
+    def __init__(self, folder: Path | None, lock: Callable[[Path], int] = flock_directory) -> None:
+        """Create it.
+
+        Args:
+            folder: the parent directory, created if missing; the system's temporary directory if None.
+            lock: locks the directory; see `flock_directory`.
+
+        """
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        self._unlock: Callable[[], object] = lambda: None
+        while True:
+            super().__init__(prefix=_PREFIX, dir=folder)
+            try:
+                self._unlock = weakref.finalize(self, os.close, lock(Path(self.name)))
+            except (BlockingIOError, FileNotFoundError):
+                super().cleanup()  # `remove_stale` of another process took it before it was locked
+            except OSError:
+                return  # this file system has no locks, so `remove_stale` removes nothing either
+            else:
+                return
+
+    def __enter__(self) -> Path:  # type: ignore[override]
+        return Path(super().__enter__())
+
+    def cleanup(self) -> None:
+        """Remove the directory."""
+        super().cleanup()
+        self._unlock()
+
+
+def remove_stale(folder: Path) -> None:
+    """Remove the scratch directories in `folder` whose processes are dead."""
+    for directory in folder.glob(f"{_PREFIX}*"):
+        try:
+            descriptor = flock_directory(directory)
+        except OSError:
+            continue
+        try:
+            with contextlib.suppress(FileNotFoundError):  # its owner removes it at the same time
+                shutil.rmtree(directory)
+        finally:
+            os.close(descriptor)
+
+
+# --- Sharded tensors in safetensors files: written as slices by several ranks, read back in any other partition -------
+# The position of a slice is in the file's metadata, so any number of ranks can read what any other number wrote. A
+# tensor without an entry there is whole, as in every Hugging Face folder.
+
+
+_SLICES = "slices"
+"""Key of the metadata: JSON, tensor name -> [global shape, offset]."""
+
+
+def host_copies(values: Iterable[tuple[TensorSlice, Tensor]]) -> dict[TensorSlice, Tensor]:
+    """Return copies on the host, contiguous and each with memory of its own."""
+    return {s: torch.empty(s.local_shape, dtype=value.dtype).copy_(value.detach()) for s, value in values}
+
+
+def write_slices(file: Path, values: Mapping[TensorSlice, Tensor]) -> None:
+    """Write slices of different tensors into one file. They share no memory, which safetensors refuses.
+
+    Raises:
+        OSError, SafetensorError: the file cannot be written.
+
+    """
+    tensors = {s.name: value for s, value in values.items()}
+    positions = {s.name: [s.global_shape, s.offset] for s in values}
+    save_file(tensors, file, metadata={"format": "pt", _SLICES: json.dumps(positions)})
+
+
+class SliceReader:
+    """Reads slices of the tensors in several files. Close it, or use it in a `with`."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        """Open the files.
+
+        Raises:
+            OSError, SafetensorError, ValueError: a file is missing or is not a safetensors file.
+
+        """
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        """Name -> shape of the whole tensor."""
+        self._stored: dict[str, list[tuple[Any, TensorSlice]]] = {}
+        self._stack = ExitStack()
+        with ExitStack() as stack:
+            for file in files:
+                opened: Any = stack.enter_context(safe_open(file, framework="pt"))
+                positions = json.loads((opened.metadata() or {}).get(_SLICES, "{}"))
+                for name in opened.keys():  # noqa: SIM118 - not a mapping
+                    data = opened.get_slice(name)
+                    local = tuple(data.get_shape())
+                    shape, offset = positions.get(name, (local, (0,) * len(local)))
+                    stored = TensorSlice(name, tuple(shape), tuple(offset), local)
+                    self.shapes[name] = stored.global_shape
+                    self._stored.setdefault(name, []).append((data, stored))
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def read(self, requested: TensorSlice) -> Tensor:
+        """Return a slice of a tensor, put together from all files that overlap it.
+
+        Raises:
+            ValueError: the tensor is missing, has another shape, or some of the slice is in no file.
+
+        """
+        name, shape = requested.name, self.shapes.get(requested.name)
+        if shape is None:
+            raise ValueError(f"tensor {name} is missing (expected shape {list(requested.global_shape)})")
+        if shape != requested.global_shape:
+            raise ValueError(f"tensor {name} has shape {list(shape)}, expected {list(requested.global_shape)}")
+        if not math.prod(requested.local_shape):
+            return torch.zeros(requested.local_shape)
+        result: Tensor | None = None
+        n_read = 0
+        for data, stored in self._stored[name]:
+            low = [max(pair) for pair in zip(requested.offset, stored.offset, strict=True)]
+            high = [min(pair) for pair in zip(requested.end, stored.end, strict=True)]
+            if any(a >= b for a, b in zip(low, high, strict=True)):
+                continue
+            value: Tensor = data[_relative(low, high, stored.offset)]
+            if value.shape == requested.local_shape:
+                return value
+            result = torch.empty(requested.local_shape, dtype=value.dtype) if result is None else result
+            result[_relative(low, high, requested.offset)] = value
+            n_read += value.numel()
+        if result is None or n_read != math.prod(requested.local_shape):
+            raise ValueError(f"tensor {name} is incomplete: some of its slices are in no file")
+        return result
+
+
+def _relative(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(a - start, b - start) for a, b, start in zip(low, high, origin, strict=True))
+
+
+# --- Shards, as weights are published, and torch tensors --------------------------------------------------------------
+
+
+def tensor_of(shard: Shard) -> Tensor:
+    """Return a copy of a shard as a tensor."""
+    return torch.frombuffer(bytearray(shard.data), dtype=getattr(torch, shard.dtype)).reshape(shard.local_shape)
+
+
+def shard_of(s: TensorSlice, tensor: Tensor) -> Shard:
+    """Return a contiguous tensor on the CPU as a shard, which shares its memory."""
+    raw = tensor.reshape(-1).view(torch.uint8).numpy().data
+    return Shard(s.name, str(tensor.dtype).removeprefix("torch."), s.global_shape, s.offset, s.local_shape, raw)
+
+
+def whole_shard(name: str, tensor: Tensor) -> Shard:
+    """Return a contiguous tensor on the CPU as a shard with all of it, which shares its memory."""
+    return shard_of(TensorSlice.whole(name, tuple(tensor.shape)), tensor)
+
+
+def host_shards(values: Iterable[tuple[TensorSlice, Tensor]]) -> Iterator[Shard]:
+    """Yield slices as shards, without a copy if the tensor is in host memory.
+
+    From a GPU the next tensor is copied while the caller uses a shard.
+    """
+    previous: _HostCopy | None = None
+    for s, value in values:
+        current = _HostCopy(s, value)
+        if previous is not None:
+            yield previous.shard()
+        previous = current
+    if previous is not None:
+        yield previous.shard()
+
+
+class _HostCopy:
+    """An asynchronous copy of a tensor to host memory."""
+
+    def __init__(self, s: TensorSlice, value: Tensor) -> None:
+        self._slice = s
+        self._value = value.detach().contiguous()
+        self._copied: torch.cuda.Event | None = None
+        if value.device.type == "cuda":
+            self._value = torch.empty_like(self._value, device="cpu", pin_memory=True)
+            self._value.copy_(value, non_blocking=True)
+            self._copied = torch.cuda.current_stream(value.device).record_event()
+
+    def shard(self) -> Shard:
+        if self._copied is not None:
+            self._copied.synchronize()
+        return shard_of(self._slice, self._value)
+
+
+# --- Tensors that the ranks export: whole, or for a version that the ranks upload to the weight store themselves ------
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Name of a tensor -> shape of the whole tensor."""
+
+
+class RankShards(Iterator[Shard]):
+    """The whole model. If iterated, whole tensors, which the ranks write into a scratch directory first."""
+
+    def __init__(self, ranks: RankCalls, shapes: Shapes, folder: Path | None) -> None:
+        """Bind to the ranks; the first iteration asks them for tensors.
+
+        Args:
+            ranks: the ranks, with a loaded model.
+            shapes: shapes of the model's tensors.
+            folder: parent of the scratch directory.
+
+        """
+        self._ranks = ranks
+        self._whole = whole_shards(ranks, "base", shapes, folder)
+
+    def __next__(self) -> Shard:
+        return next(self._whole)
+
+    def digests(self) -> dict[tuple[str, tuple[int, ...], tuple[int, ...], str], str]:
+        """Return (name, offset, shape, dtype) -> digest of every rank's shards."""
+        return {
+            (name, tuple(offset), tuple(shape), dtype): digest
+            for found in self._ranks.call("digests", {})
+            for name, offset, shape, dtype, digest in found
+        }
+
+    def chunks_among(self, digests: AbstractSet[str]) -> list[ChunkCopy]:
+        """Return copies of the chunks with these digests, as the ranks publish them."""
+        found = self._ranks.call("chunks_among", {"digests": list(digests)})
+        return [(ChunkRef(digest_of(data), len(data)), data) for of_rank in found for data in of_rank]
+
+    def publish(self, store: dict[str, str], job_id: str, version: int, *, limit_s: float, deltas: bool) -> list[str]:
+        """Have each rank upload its part of a version to the weight store; return the parts' digests, in order.
+
+        Args:
+            store: `url` and `token` of the weight store.
+            job_id: the job whose weights these are.
+            version: the weight version.
+            limit_s: how long the store may be unavailable.
+            deltas: publish deltas too.
+
+        Raises:
+            WaitTimedOut: the store was unavailable for longer than `limit_s`.
+
+        """
+        arguments = {"store": store, "job_id": job_id, "version": version, "limit_s": limit_s, "deltas": deltas}
+        return [digest for digest in self._ranks.call("publish", arguments) if digest]
+
+
+def whole_shards(ranks: RankCalls, what: Loaded, shapes: Shapes, folder: Path | None) -> Iterator[Shard]:
+    """Yield the tensors of the model or of its adapter. The arguments are those of `RankShards`."""
+    with ScratchDir(folder) as directory:
+        ranks.call("write", {"directory": str(directory), "what": what})
+        with SliceReader(sorted(directory.iterdir())) as reader:
+            for name, shape in shapes.items():
+                yield whole_shard(name, reader.read(TensorSlice.whole(name, shape)))
+
+
+def merged_shards(
+    base: Iterable[Shard], adapter: Iterable[Shard], adapter_json: str, shapes: Shapes
+) -> Iterator[Shard]:
+    """Yield the tensors of a model with its adapter merged in, with the same bits as workers merge it.
+
+    Args:
+        base: the whole tensors of the model.
+        adapter: the tensors of the adapter.
+        adapter_json: PEFT's `adapter_config.json`.
+        shapes: shapes of the model's tensors.
+
+    """
+    tensors = {shard.name: tensor_of(shard) for shard in adapter}
+    found = adapter_of(adapter_json, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, shapes)
+    for shard in base:
+        if (pair := found.factors.get(shard.name)) is None:
+            yield shard
+        else:
+            yield whole_shard(shard.name, merged(tensor_of(shard), tensors[pair.a], tensors[pair.b], found.scaling))
+
+
+# --- Publishes weights that the ranks upload themselves ---------------------------------------------------------------
+
+
+@dataclass(eq=False, repr=False)
+class RanksPublisher(StorePublisher):
+    """`WeightPublisher` for ranks: each process uploads its own part of a whole model, and this one commits it.
+
+    Tensors that this process holds itself, as those of an adapter, it uploads itself.
+    """
+
+    token: str = field(kw_only=True)
+    """The ranks' credential for the weight store."""
+
+    async def _upload(self, version: int, shards: Iterable[Shard]) -> list[str]:
+        if not isinstance(shards, RankShards):
+            return await super()._upload(version, shards)
+        because = f"upload of version {version}"
+        store = {"url": self.client.url, "token": self.token}
+        async with self.waits.on("the ranks", because=because, limit_s=2 * self.limit_s):
+            return await asyncio.to_thread(
+                shards.publish, store, self.job_id, version, limit_s=self.limit_s, deltas=self.deltas
+            )
+
+    def chunks_among(self, shards: Iterable[Shard], digests: AbstractSet[str]) -> list[ChunkCopy]:
+        """See `WeightPublisher.chunks_among`."""
+        return shards.chunks_among(digests) if isinstance(shards, RankShards) else super().chunks_among(shards, digests)
+
+    async def _digests(self, shards: Iterable[Shard]) -> Digests:
+        if not isinstance(shards, RankShards):
+            return await super()._digests(shards)
+        return await asyncio.to_thread(shards.digests)

@@ -1,0 +1,401 @@
+"""From turns and answers to complete groups of the step that they are of, and these after scoring."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rlboost.services.trainer.domain.conversations import Conversation, StepTurnIds, completions_of
+from rlboost.services.trainer.domain.rewards import total
+from rlboost.shared.errors import Fatal, Unprocessable
+from rlboost.shared.ids import SampleId, group_of
+from rlboost.shared.messages import (
+    EngineProfile,
+    GroupOpened,
+    Message,
+    SampleDropped,
+    SampleFinished,
+    SeedingEnded,
+    SeedingReopened,
+    TurnAnswered,
+)
+from rlboost.shared.streams.entries import Entry, position
+from rlboost.shared.wire import F32, I32, length
+
+# --- A complete group after its rewards are computed ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredGroup:
+    """A complete group with a reward for each sample."""
+
+    group: int
+    """Its id."""
+    samples: tuple[SampleFinished, ...]
+    rewards: tuple[float, ...]
+    parts: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
+    """Reward function -> its reward per sample, if there are several; None where it does not apply."""
+    conversations: tuple[Conversation, ...] = ()
+    """The conversation of each sample, if the job has an environment."""
+    prompt: bytes = b""
+    """int32 column of token ids, of all samples."""
+    penalties: tuple[float, ...] = ()
+    """The length penalty of each sample; empty if the job has none."""
+
+    @property
+    def shaped_rewards(self) -> list[float]:
+        """Return the rewards minus length penalties."""
+        penalties = self.penalties or (0.0,) * len(self.rewards)
+        return [total((reward, -penalty)) for reward, penalty in zip(self.rewards, penalties, strict=True)]
+
+    @property
+    def completions(self) -> list[bytes]:
+        """Return the completion of each sample; see `completions_of`."""
+        return completions_of(self.samples, self.conversations)
+
+
+# --- From the entries of `rollouts.finished` to complete groups -------------------------------------------------------
+# Invariants: every sample counts once (1); every token is at most `max_staleness` weight versions old (4); a group is
+# complete, or dropped with a reason (6).
+#
+# A sample is a conversation. Without an environment it ends with its first turn. With one, answers are in the same log
+# as turns, so a step that is trained again from its log gets the same conversations, and its groups in the same order:
+# a group is complete with the answer that ends its last conversation.
+
+
+NONDETERMINISTIC = "environment_nondeterministic"
+"""The reason of a group whose environment, created again, behaves differently than before."""
+
+
+@dataclass(frozen=True, slots=True)
+class WholeGroup:
+    """Every sample of a group, in the order of their ids."""
+
+    group: int
+    samples: tuple[SampleFinished, ...]
+    conversations: tuple[Conversation, ...] = ()
+    """The conversation of each sample, if the job has an environment."""
+
+    @property
+    def completions(self) -> list[bytes]:
+        """Return the completion of each sample; see `completions_of`."""
+        return completions_of(self.samples, self.conversations)
+
+
+@dataclass(frozen=True, slots=True)
+class DroppedGroup:
+    """A group without a score."""
+
+    group: int
+    reason: str
+    """`generation`: a sample could not be generated; `stale`: a token is of a weight version that is too old;
+    `environment_...`: see `EnvironmentFault`."""
+    detail: str
+
+
+GroupOutcome = WholeGroup | DroppedGroup
+
+
+class StepCollector:
+    """Collects one step's groups."""
+
+    def __init__(
+        self,
+        job_no: int,
+        step: int,
+        sizes: Mapping[int, int],
+        max_staleness: int = 0,
+        turns: StepTurnIds | None = None,
+    ) -> None:
+        """Expect `sizes[group id]` samples of each group.
+
+        Args:
+            job_no: number of the job.
+            step: the step, which is also the weight version that it trains.
+            sizes: group id -> number of samples.
+            max_staleness: training groups may have tokens of versions from `step - max_staleness` on, evaluation groups
+                of version `step` only. With 0, another version is an error; above 0, the group is dropped.
+            turns: ids of the turns that an environment answers; None: a sample is complete with its first turn.
+
+        """
+        self._turns = turns
+        self._conversations: dict[int, Conversation] = {}
+        self._unanswered: dict[int, Conversation] = {}
+        """Turn -> its conversation."""
+        self._prompts: dict[int, bytes] = {}
+        """Open group -> digest of its prompt, as this trainer process computed it."""
+        self._job_no = job_no
+        self._step = step
+        self._max_staleness = max_staleness
+        self._open = dict(sizes)
+        self._sizes = dict(sizes)
+        self._arrived: dict[int, dict[int, SampleFinished]] = {group: {} for group in sizes}
+        self._seen: set[int] = set()
+        self._n_evaluation_samples = sum(n for group, n in sizes.items() if SampleId.unpack(group).is_eval)
+        """Number of the step's samples that belong to its evaluation."""
+        self._n_evaluation_arrived = 0
+        """Number of these that arrived or were dropped."""
+        self.trainer_has_device = False
+        """True between the end of the step's seeding and its reopening."""
+        self.engines: Sequence[EngineProfile] = ()
+        """Throughput of the workers, as of the end of seeding."""
+        self.duplicates = 0
+        """Repeated samples, and samples of earlier steps."""
+
+    def add(self, group: int, n: int) -> None:
+        """Expect `n` samples of one more group."""
+        self._open[group] = self._sizes[group] = n
+        self._arrived[group] = {}
+
+    @property
+    def complete(self) -> bool:
+        """Return True if every group is complete or dropped."""
+        return not self._open
+
+    @property
+    def n_samples(self) -> int:
+        """Return how many samples belong to the step."""
+        return sum(self._sizes.values())
+
+    @property
+    def n_arrived(self) -> int:
+        """Return how many samples of the step arrived or were dropped."""
+        return len(self._seen)
+
+    def arrived_text(self) -> str:
+        """Return how many samples have arrived, for people."""
+        text = f"{self.n_arrived:,} of {self.n_samples:,} samples have arrived"
+        n_evaluation = self._n_evaluation_samples
+        if 0 < n_evaluation < self.n_samples:
+            text += f" ({self._n_evaluation_arrived:,} of {n_evaluation:,} for the evaluation)"
+        return text
+
+    def expect(self, group: int, prompt_digest: bytes) -> None:
+        """Set the digest that the `GroupOpened` of a group in the log must have."""
+        self._prompts[group] = prompt_digest
+
+    def take_unanswered(self) -> list[Conversation]:
+        """Return the conversations whose last turn has no answer yet, each turn once."""
+        unanswered, self._unanswered = list(self._unanswered.values()), {}
+        return unanswered
+
+    def apply(self, message: Message) -> GroupOutcome | None:
+        """Apply one message and return the group that it completes or drops, if any.
+
+        A turn whose columns differ in length drops its group.
+
+        Raises:
+            Unprocessable: a turn that was not requested; nothing has changed.
+            Fatal: with `max_staleness` 0, a token of another weight version.
+
+        """
+        match message:
+            case SampleFinished():
+                return self._add_sample(message) if self._turns is None else self._add_turn(message)
+            case SampleDropped(sample=turn, reason=reason):
+                sample, _ = self._turn_of(turn)
+                return self.drop(group_of(sample), "generation", reason) if self._is_new(sample) else None
+            case GroupOpened():
+                return self._open_group(message)
+            case TurnAnswered():
+                return self._add_answer(message)
+            case SeedingEnded(step=self._step, engines=engines):
+                self.trainer_has_device = True
+                self.engines = engines
+            case SeedingReopened(step=self._step):
+                self.trainer_has_device = False
+            case _:
+                pass
+        return None
+
+    def is_open(self, group: int) -> bool:
+        """Return True if a group is neither complete nor dropped."""
+        return group in self._open
+
+    def drop(self, group: int, reason: str, detail: str) -> DroppedGroup | None:
+        """Drop a group and return it, None if it is not open any more; for the reasons see `DroppedGroup`."""
+        if group not in self._open:
+            return None
+        del self._open[group], self._arrived[group]
+        self._unanswered = {turn: one for turn, one in self._unanswered.items() if group_of(one.sample) != group}
+        return DroppedGroup(group, reason, detail)
+
+    def _turn_of(self, sample: int) -> tuple[int, int]:
+        """Return the sample that a turn belongs to, and the turn's number."""
+        return (sample, 0) if self._turns is None else self._turns.of(sample).turn_of(sample)
+
+    def _is_late(self, sample: int) -> bool:
+        sample_id = SampleId.unpack(sample)
+        return sample_id.job == self._job_no and sample_id.step < self._step
+
+    def _check_requested(self, sample: int) -> None:
+        sample_id = SampleId.unpack(sample)
+        if sample_id.member >= self._sizes.get(group_of(sample), 0):
+            raise Unprocessable(
+                f"received sample {sample_id}, which was not requested by step {self._step} of job {self._job_no}"
+            )
+
+    def _is_new(self, sample: int) -> bool:
+        late = self._is_late(sample)
+        if not late:
+            self._check_requested(sample)
+        if late or sample in self._seen:
+            self.duplicates += 1
+            return False
+        self._seen.add(sample)
+        self._n_evaluation_arrived += SampleId.unpack(sample).is_eval
+        return True
+
+    def _error_of(self, turn: SampleFinished) -> str:
+        """Return an error text if a turn's columns differ in length, otherwise ""."""
+        name = SampleId.unpack(turn.sample)
+        n_tokens = length(turn.tokens, I32)
+        spanned = sum(n for _, _, n in turn.spans)
+        if spanned != n_tokens or length(turn.logprobs, F32) != n_tokens:
+            n_logprobs = length(turn.logprobs, F32)
+            return f"sample {name} has {n_tokens} tokens, {n_logprobs} logprobs and spans over {spanned}"
+        if self._max_staleness == 0 and (stale := self._staleness(turn)):
+            raise Fatal(stale)
+        return ""
+
+    def _staleness(self, sample: SampleFinished) -> str:
+        """Return an error text if a sample has tokens of a weight version that is not allowed, otherwise ""."""
+        name = SampleId.unpack(sample.sample)
+        oldest = self._step - (0 if name.is_eval else self._max_staleness)
+        versions = sorted({version for _, version, n_tokens in sample.spans if n_tokens})
+        if not versions or (oldest <= versions[0] and versions[-1] <= self._step):
+            return ""
+        allowed = f"{max(0, oldest)} to {self._step} are" if oldest < self._step else f"{self._step} is"
+        return f"sample {name} has tokens of weight versions {versions}; only {allowed} allowed"
+
+    def _add_sample(self, sample: SampleFinished) -> GroupOutcome | None:
+        """Add a whole sample to its group."""
+        group = group_of(sample.sample)
+        if not self._is_new(sample.sample):
+            return None
+        if invalid := self._error_of(sample):
+            return self.drop(group, "generation", invalid)
+        if group not in self._open:
+            return None
+        arrived = self._arrived[group]
+        arrived[sample.sample] = sample
+        if len(arrived) < self._sizes[group]:
+            return None
+        del self._open[group], self._arrived[group]
+        samples = tuple(arrived[i] for i in sorted(arrived))
+        # Not before the group is complete: a dropped group would get further samples.
+        if stale := next((text for text in map(self._staleness, samples) if text), None):
+            return DroppedGroup(group, "stale", stale)
+        conversations = () if self._turns is None else tuple(self._conversations[one.sample] for one in samples)
+        return WholeGroup(group, samples, conversations)
+
+    def _add_turn(self, turn: SampleFinished) -> DroppedGroup | None:
+        if self._is_late(turn.sample):
+            self.duplicates += 1
+            return None
+        sample, number = self._turn_of(turn.sample)
+        conversation = self._conversations.get(sample) or Conversation(sample)
+        self._check_requested(sample)
+        if number < len(conversation.turns):
+            self.duplicates += 1
+            return None
+        if number > len(conversation.answers):
+            raise Unprocessable(f"received turn {number} of sample {SampleId.unpack(sample)}, which was not requested")
+        if invalid := self._error_of(turn):
+            return self.drop(group_of(sample), "generation", invalid)
+        self._conversations[sample] = conversation
+        conversation.turns.append(turn)
+        if self.is_open(group_of(sample)):
+            self._unanswered[turn.sample] = conversation
+        return None
+
+    def _open_group(self, message: GroupOpened) -> DroppedGroup | None:
+        digest = self._prompts.pop(message.group, None)
+        if digest is None:
+            return None  # a repetition, or of an earlier step
+        if message.reason:
+            return self.drop(message.group, message.reason, message.detail)
+        if message.prompt_digest != digest:
+            detail = "after a restart of the trainer, reset returned another prompt than before"
+            return self.drop(message.group, NONDETERMINISTIC, detail)
+        return None
+
+    def _add_answer(self, message: TurnAnswered) -> GroupOutcome | None:
+        sample, number = self._turn_of(message.sample)
+        conversation = self._conversations.get(sample)
+        if conversation is None or number != len(conversation.answers):
+            return None  # a repetition, or of an earlier step
+        self._unanswered.pop(message.sample, None)
+        conversation.answers.append(message)
+        if message.reason:
+            return self.drop(group_of(sample), message.reason, message.detail)
+        return self._add_sample(conversation.as_sample()) if message.over else None
+
+
+# --- The open steps: the one being trained, and those whose groups are requested ahead of it -------------------------
+# `rollouts.finished` has one order for all steps. That order alone determines which groups a step gets and in which
+# order, so a step that is trained again from the stream gets the same.
+
+
+class OpenSteps:
+    """Routes each entry to the collector of its step, and tracks the position that open steps must be read from."""
+
+    def __init__(self, read_until: str) -> None:
+        """Start without a step; an earlier process has counted late samples up to `read_until`."""
+        self._read_until = position(read_until)
+        self._open: dict[int, StepCollector] = {}
+        self._first_position: dict[int, str] = {}
+        """Step -> position before its first entry, in the order of these positions."""
+        self._current = 0
+
+    def open(self, step: int, collector: StepCollector) -> None:
+        """Route entries of `step` to `collector` from now on."""
+        self._open[step] = collector
+
+    def enter(self, step: int) -> None:
+        """Set the open step that is being trained, and close the steps before it."""
+        self._current = step
+        for done in [number for number in self._open if number < step]:
+            del self._open[done]
+            self._first_position.pop(done, None)
+
+    def holds(self, message: Message) -> bool:
+        """Return True if a message is of an open step or an earlier one; False if its step is not requested yet."""
+        step = _step_of(message)
+        return step is None or step <= max(self._open)
+
+    def apply(self, before: str, entry: Entry) -> tuple[int, GroupOutcome] | None:
+        """Apply the next entry; `before` is the position of the entry before it.
+
+        Returns:
+            The step and the outcome of the group that the entry completes or drops, if any.
+
+        Raises:
+            Unprocessable, Fatal: see `StepCollector.apply`; a sample of a step that is not open was not requested.
+
+        """
+        step = _step_of(entry.message)
+        if step in self._open:
+            self._first_position.setdefault(step, before)
+        else:
+            if step is not None and step < self._current and position(entry.id) <= self._read_until:
+                return None
+            step = self._current  # its collector counts late samples, and rejects unrequested ones
+        outcome = self._open[step].apply(entry.message)
+        return None if outcome is None else (step, outcome)
+
+    def needed_from(self, cursor: str) -> str:
+        """Return the position before the first entry that an open step needs, `cursor` if there is none yet."""
+        return next(iter(self._first_position.values()), cursor)
+
+
+def _step_of(message: Message) -> int | None:
+    match message:
+        case SampleFinished() | SampleDropped() | TurnAnswered():
+            return SampleId.unpack(message.sample).step
+        case GroupOpened():
+            return SampleId.unpack(message.group).step
+        case SeedingEnded() | SeedingReopened():
+            return message.step
+        case _:
+            return None

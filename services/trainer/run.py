@@ -1,0 +1,291 @@
+"""Runs one job, from its newest checkpoint to its end.
+
+Consumes: the job file, the newest checkpoint, and the entries of `rollouts.finished` after its position.
+Produces: weight versions, step reports, checkpoints (one at the end), and the final model.
+Waits for: the job's lease, which `Trainer.renew_lease` acquires; while the job is paused, the resume command, which
+`Trainer.follow_commands` applies; disk space; and what each step waits for (see `step.run`).
+Ends when: the last step is done, or an error ends the job.
+
+After a kill, a trainer repeats the steps since the newest checkpoint. Their samples are in the stream, so none is
+generated twice, and committed versions are not published twice: see `publishing`. Entries that a later step needs stay
+after the position of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from datetime import datetime
+from functools import partial
+
+from rlboost.services.trainer.domain import plan
+from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow, constant, pack, select
+from rlboost.services.trainer.domain.loss import sums
+from rlboost.services.trainer.domain.sft import SftStep, perplexity
+from rlboost.services.trainer.job.checkpoints import Checkpoints
+from rlboost.services.trainer.job.job import LEASE_WAIT_LIMIT_S, Job
+from rlboost.services.trainer.job.log import StepLog
+from rlboost.services.trainer.job.publishing import VersionPublisher
+from rlboost.services.trainer.ports.engine import NotFinite
+from rlboost.services.trainer.ports.samples import Prompt
+from rlboost.services.trainer.ports.storage import JobResources, TrainState
+from rlboost.services.trainer.step.durable import DurableCurriculum, DurableResampling
+from rlboost.services.trainer.step.intake import Intake
+from rlboost.services.trainer.step.run import StepRun
+from rlboost.shared.errors import Fatal
+from rlboost.shared.job.fleet import NUCLEUS_ADVICE
+from rlboost.shared.job.spec import GeneratingJob, JobSpec, SftJob, to_json
+from rlboost.shared.wire import I32, floats, length
+
+BUILD_LIMIT_S = 4 * 3600.0
+
+Build = Callable[[JobSpec, str, datetime], JobResources]
+"""Builds a job's resources from its file, its id and when it was created, which is the same in each process that
+continues it. Blocks; downloads the model if it is the id of one on the Hugging Face Hub. Raises `ConfigError` if a file
+that the job names is missing or invalid."""
+
+
+async def run_job(job: Job, build: Build) -> None:
+    """Train to the end.
+
+    Args:
+        job: claimed by this trainer.
+        build: builds the job's resources; called on the device's thread.
+
+    Raises:
+        RLBoostError: why the job failed; `Retryable`: another process can continue the job.
+        ExceptionGroup: of such errors.
+
+    """
+    spec = job.spec
+    await job.report("running", job.step)
+    because = "they are being loaded, or downloaded if the model is an id"
+    async with job.waits.on("the job's model and data", because=because, limit_s=BUILD_LIMIT_S):
+        job.resources = await job.device.run(lambda: build(spec, job.id, job.created))
+    try:
+        run = JobRun(job)
+        try:
+            await run.to_the_end()
+        finally:
+            await run.close()
+    finally:
+        del job.resources  # the trainer refers to the job until its next one
+
+
+class JobRun:
+    """The run of a job whose resources are built."""
+
+    def __init__(self, job: Job) -> None:
+        """Read and write nothing yet."""
+        self._job = job
+        self._checkpoints = Checkpoints(job)
+        self._versions = VersionPublisher(job)
+        self._log = StepLog(job, self._checkpoints)
+
+    async def to_the_end(self) -> None:
+        """Load, restore, run all steps, and write the final model."""
+        job, spec = self._job, self._job.spec
+        await self._load()
+        state = await self._restore()
+        if spec.kind == "sft":
+            await self._run_sft_steps(spec, state.step)
+        else:
+            await self._run_generating_steps(spec, state)
+        await self._checkpoints.wait_until_saved()
+        if spec.kind != "eval":
+            job.enter("finishing", spec.steps)
+            await self._export()
+
+    async def _load(self) -> None:
+        """Load the model, start user-code processes, and emit warnings about settings and filtered prompts."""
+        job, spec = self._job, self._job.spec
+        resources, data = job.resources, job.resources.data
+        if spec.kind != "sft":
+            plan.check(spec, len(data.evaluation))
+        if resources.machines is not None:
+            await resources.machines.gather()
+        await job.device.run(lambda: resources.engine.load_hf(resources.model))
+        await resources.rewards.start()
+        if resources.environments is not None:
+            await resources.environments.start()
+        if spec.kind == "rl" and spec.sampling.top_p < 1:
+            await job.warn(NUCLEUS_ADVICE)
+        if data.n_too_long or data.n_too_long_eval:
+            await job.emit_event(
+                "prompts_filtered",
+                reason=spec.data.limits,
+                train_filtered=data.n_too_long,
+                train_remaining=len(data.train),
+                eval_filtered=data.n_too_long_eval,
+                eval_remaining=len(data.evaluation),
+            )
+
+    async def _restore(self) -> TrainState:
+        """Return the position that the job continues from, once this trainer holds the job's lease."""
+        job = self._job
+        # First, since another process of this trainer may still write checkpoints and metrics.
+        await job.wait_for_lease(LEASE_WAIT_LIMIT_S)
+        await self._versions.refresh_head()
+        state = await self._checkpoints.restore(self._versions.head)
+        await job.write(lambda: job.resources.folder.begin(to_json(job.spec), state.step))
+        await self._checkpoints.save_initial(state)
+        await self._log.restore()
+        return state
+
+    async def _export(self) -> None:
+        """Write the final model into the job's folder."""
+        job, engine, folder = self._job, self._job.resources.engine, self._job.resources.folder
+        model = await job.write(lambda: folder.export(engine.export_shards()))
+        await job.emit_event("model_saved", path=str(model))
+        if text := engine.adapter_json:
+            adapter = await job.write(lambda: folder.export_adapter(engine.export_shards("adapter"), text))
+            await job.emit_event("adapter_saved", path=str(adapter))
+
+    async def close(self) -> None:
+        """Stop what the job has started. An error in one part is raised once the others are closed too."""
+        resources = self._job.resources
+        async with AsyncExitStack() as closing:  # the last one first
+            closing.push_async_callback(self._close_folder)
+            # Not awaited: a cancelled job has ended, even if its last micro-batch is still being computed.
+            closing.callback(self._job.device.post, resources.engine.close)
+            closing.push_async_callback(resources.weights.close)
+            if resources.environments is not None:
+                closing.push_async_callback(resources.environments.close)
+            closing.push_async_callback(resources.rewards.close)
+            self._checkpoints.cancel()
+
+    async def _close_folder(self) -> None:
+        await self._job.warn(*await asyncio.to_thread(self._job.resources.folder.close))
+
+    # --- the steps of a job whose samples workers generate: reinforcement learning, or an evaluation ---
+
+    async def _run_generating_steps(self, spec: GeneratingJob, state: TrainState) -> None:
+        """Run all steps after `state`, and publish the version that each one trains."""
+        job, checkpoints, versions = self._job, self._checkpoints, self._versions
+        requested_until = versions.head + spec.elastic.max_staleness if versions.head >= 0 else -1
+        await versions.ensure_published(state.step)
+        async with asyncio.TaskGroup() as scoring:
+            curriculum = await DurableCurriculum.load(job)
+            resampling = await DurableResampling.load(job, curriculum)
+            restoring = scoring.create_task(versions.restore_periodically(), name="restore-damaged-weights")
+            intake = Intake(job, state, scoring, curriculum, resampling)
+            for step in range(state.step, plan.last_step(spec) + 1):
+                await job.wait_while_paused(step)
+                save = checkpoints.is_due(state.step, step)
+                await self._run_generating_step(intake, step, save=save, requested_before=step <= requested_until)
+                if resampling is not None:
+                    await resampling.trim(checkpoints.covered_step)
+            if spec.eval is None and checkpoints.is_due(state.step, spec.steps):
+                # A final evaluation takes this checkpoint before it starts.
+                await self._save(intake, spec.steps)
+            restoring.cancel()
+
+    async def _run_generating_step(self, intake: Intake, step: int, *, save: bool, requested_before: bool) -> None:
+        """Run one step.
+
+        Args:
+            intake: all requested steps.
+            step: number of the step; the one after the last training step only evaluates.
+            save: whether a checkpoint is due before it.
+            requested_before: whether an earlier trainer process may have requested it.
+
+        """
+        job, began = self._job, time.monotonic()
+        job.enter("training" if step < job.spec.steps else "evaluating", step)
+        groups = await intake.enter(step, self._versions.head)
+        run = StepRun(intake, groups)
+        await intake.request()
+        if save:
+            # Workers generate in the meantime.
+            await self._save(intake, step)
+        tally = await run.run()
+        tally.requested_before = requested_before
+        await groups.record_scores()
+        if step < job.spec.steps:
+            job.enter("publishing", step)
+            publish_began = time.monotonic()
+            await self._versions.publish(step + 1)
+            tally.durations.publish_s = time.monotonic() - publish_began
+        tally.durations.step_s = time.monotonic() - began
+        await self._log.record_generated(tally)
+
+    async def _save(self, intake: Intake, step: int) -> None:
+        await self._checkpoints.start_save(self._checkpoints.state(step, *intake.cursors))
+
+    # --- the steps of supervised fine-tuning: on completions from the data, without workers or rewards ---
+    # The job's seed and the step's number determine the rows of a step, and their lengths the order, so a trainer that
+    # resumes from a checkpoint computes the same bits.
+
+    async def _run_sft_steps(self, spec: SftJob, first: int) -> None:
+        """Run all steps from `first`. No worker needs the weights, so only the last version is published."""
+        job, checkpoints, versions = self._job, self._checkpoints, self._versions
+        for step in range(first, spec.steps):
+            await job.wait_while_paused(step)
+            if checkpoints.is_due(first, step):
+                await checkpoints.start_save(checkpoints.state(step))
+            evaluated = await self._evaluate(spec, step)
+            job.enter("training", step)
+            done = await self._run_sft_step(spec, step)
+            await self._log.record(step, done.metrics() | evaluated, wait_s=0.0, train_s=done.train_s)
+        if checkpoints.is_due(first, spec.steps):
+            await checkpoints.start_save(checkpoints.state(spec.steps))
+        if evaluated := await self._evaluate(spec, spec.steps):
+            await self._log.record(spec.steps, evaluated, wait_s=0.0, train_s=0.0)
+        job.enter("publishing", spec.steps)
+        was_committed = versions.head >= spec.steps
+        await versions.ensure_published(spec.steps)
+        if was_committed:
+            await versions.publish(spec.steps)  # load the committed bits, which may differ on another machine
+
+    async def _run_sft_step(self, spec: SftJob, step: int) -> SftStep:
+        """Train on the rows of step `step`: forward and backward over its micro-batches, and one update.
+
+        Raises:
+            Fatal: a loss or the gradients are not finite; the weights are unchanged.
+
+        """
+        began, device, resources = time.monotonic(), self._job.device, self._job.resources
+        data, engine, numbers = resources.data.train, resources.engine, dict[str, float]()
+        indices = plan.prompt_indices(spec.trainer.seed, step, spec.data.prompts_per_step, len(data))
+        rows = [_sft_row(data[i]) for i in indices]
+        rate = plan.learning_rate(spec.optimizer, step, spec.steps)
+        try:
+            for batch in select(rows, pack(rows, spec.trainer.micro_batch_tokens)):
+                # One call per micro-batch: a cancelled job waits for one only.
+                sums.add(numbers, await device.run(partial(engine.accumulate, [batch], resources.loss)))
+            norm = await device.run(partial(engine.step, rate))
+        except NotFinite as error:
+            path = await device.run(partial(resources.folder.dump_batch, f"not-finite-step-{step}.jsonl", rows))
+            raise Fatal(
+                f"step {step + 1}: {error}. Look for bad data among the {len(rows)} rows in {path}, or lower "
+                "optimizer.lr"
+            ) from error
+        lengths = [length(row.completion, I32) for row in rows]
+        return SftStep(numbers, lengths, norm, rate, train_s=time.monotonic() - began)
+
+    async def _evaluate(self, spec: SftJob, step: int) -> dict[str, float]:
+        """Return the metrics of the present weights on the held-out rows, empty if no evaluation is due.
+
+        The loss is the mean over all their tokens.
+        """
+        if spec.eval is None or not spec.eval.is_due(step, spec.steps):
+            return {}
+        self._job.enter("evaluating", step)
+        resources = self._job.resources
+        rows = [_sft_row(example) for example in resources.data.evaluation]
+        nats, n_tokens = 0.0, 0
+        for batch in select(rows, pack(rows, spec.trainer.micro_batch_tokens)):
+            for column in await self._job.device.run(partial(resources.engine.logprobs, [batch])):
+                logprobs = floats(column)
+                nats, n_tokens = nats - math.fsum(logprobs), n_tokens + len(logprobs)
+        loss = nats / n_tokens
+        return {"eval/loss": loss, "eval/perplexity": perplexity(loss)}
+
+
+def _sft_row(example: Prompt) -> TrainingRow:
+    """Return an example as a training row, with log-probabilities 0: no policy generated it."""
+    row = SequenceRow(example.tokens, example.completion, bytes(len(example.completion)))
+    return TrainingRow.of(row, constant(1.0, row))

@@ -1,0 +1,175 @@
+"""Who sent a request: bearer tokens, signatures that prove a key, credentials for the weight store."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import math
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
+
+from rlboost.shared.http.scopes import SYSTEM, Principal, Scope
+
+# --- Limits how often one address may fail to authenticate ------------------------------------------------------------
+
+
+BURST = 100
+"""Failures of one address that are answered at once."""
+REFILL_PER_S = 1.0
+ADDRESSES_MAX = 4096
+
+
+@dataclass(slots=True)
+class FailureLimit:
+    """A token bucket for each address, for the addresses that failed last."""
+
+    _buckets: OrderedDict[str, tuple[float, float]] = field(default_factory=OrderedDict)
+    """Address -> failures left, and when that was computed."""
+
+    def fail(self, address: str, now_s: float) -> int:
+        """Count a failure; return after how many seconds the address may fail again, 0 if at once."""
+        left, at_s = self._buckets.pop(address, (float(BURST), now_s))
+        left = min(float(BURST), left + (now_s - at_s) * REFILL_PER_S)
+        allowed = left >= 1.0
+        self._buckets[address] = (left - 1.0 if allowed else left, now_s)
+        while len(self._buckets) > ADDRESSES_MAX:
+            self._buckets.popitem(last=False)
+        return 0 if allowed else math.ceil((1.0 - left) / REFILL_PER_S)
+
+
+# --- Message authentication codes that prove possession of a key without revealing it ---------------------------------
+# The key is the system's token; of workers among themselves it is one derived from the token, since they do not have
+# it.
+#
+# The token grants full access, so it is sent only to configured addresses and to those named by a holder of the token.
+# An address read from Redis is neither. There, a signature under the token is used instead: it is valid for one purpose
+# and one subject, and reveals nothing about the token.
+
+
+Purpose = Literal["chunk", "leader", "job-command", "metrics", "peers", "weights", "trainer-machine"]
+"""`chunk`: read one blob of weights from a peer, under the peer key; `leader`: be the manager at one URL;
+`job-command`: have a trainer execute one command; `metrics`: read metrics of workers, under the peer key; `peers`: the
+key that all workers share; `weights`: download weights from the store, as one worker and until one time;
+`trainer-machine`: one end of a connection between a trainer and a machine of its ranks."""
+
+
+def sign(key: str, purpose: Purpose, subject: str) -> str:
+    """Return the signature: HMAC-SHA256, in hexadecimal."""
+    return hmac.digest(key.encode(), json.dumps(["rlboost", purpose, subject]).encode(), "sha256").hex()
+
+
+def peer_key(token: str) -> str:
+    """Return the key with which workers sign requests to each other; it reveals nothing about the token."""
+    return sign(token, "peers", "")
+
+
+def metrics_path(key: str) -> str:
+    """Return the path of a worker's metrics for Prometheus, which needs no token there.
+
+    Prometheus asks any address that a worker publishes, so it must not send a token. Who has the peer key can compute
+    the path: every worker and the manager.
+    """
+    return f"/metrics/{sign(key, 'metrics', '')}"
+
+
+def is_valid_signature(signature: str, key: str, purpose: Purpose, subject: str) -> bool:
+    """Return True if the signature is valid, in constant time; with an empty key, none is."""
+    return bool(key) and hmac.compare_digest(signature.encode(), sign(key, purpose, subject).encode())
+
+
+# --- Who sent a request, by its bearer token, and the scope that a route needs ----------------------------------------
+
+
+Authenticator = Callable[[str], Awaitable[Principal | None]]
+"""Bearer token -> its holder; None if the token is unknown or has expired."""
+_Endpoint = TypeVar("_Endpoint", bound=Callable[..., object])
+
+
+def needs(scope: Scope) -> Callable[[_Endpoint], _Endpoint]:
+    """Declare the scope that a route needs; without a declaration it needs `admin`."""
+
+    def declare(endpoint: _Endpoint) -> _Endpoint:
+        endpoint.__dict__["needed_scope"] = scope
+        return endpoint
+
+    return declare
+
+
+def needed_scope(endpoint: Callable[..., object]) -> Scope:
+    """Return the scope that a route's function needs."""
+    scope: Scope = endpoint.__dict__.get("needed_scope", "admin")
+    return scope
+
+
+def bearer_token(authorization: str) -> str:
+    """Return the token in an `Authorization` header, empty if there is none."""
+    scheme, _, given = authorization.partition(" ")
+    return given.strip() if scheme.lower() == "bearer" else ""
+
+
+def is_token(given: str, token: str) -> bool:
+    """Return True if the token is the given one, in constant time; an empty token equals none."""
+    return bool(token) and hmac.compare_digest(given.encode(), token.encode())
+
+
+def system_token(token: str) -> Authenticator:
+    """Return an authenticator that accepts one token, for everything; an empty one accepts none."""
+
+    async def authenticate(given: str) -> Principal | None:
+        return SYSTEM if is_token(given, token) else None
+
+    return authenticate
+
+
+# --- Short-lived credentials with which a worker downloads weights: signed by the manager, checked by the weight store
+# The store keeps no list of them: a credential names its worker and its expiry, under a signature.
+
+
+STORE_CREDENTIAL_LIFE_S = 3600.0
+_PREFIX = "weights"
+
+
+def issue_store_credential(token: str, worker_id: str, now: float, life_s: float = STORE_CREDENTIAL_LIFE_S) -> str:
+    """Return a credential for one worker, under the system's token; `now` is Unix seconds."""
+    subject = f"{worker_id}:{int(now + life_s)}"
+    return f"{_PREFIX}:{subject}:{sign(token, 'weights', subject)}"
+
+
+def credential_holder(credential: str, token: str, now: float) -> str | None:
+    """Return the worker that a credential was issued to, None if it is invalid or has expired."""
+    prefix, _, rest = credential.partition(":")
+    subject, _, signature = rest.rpartition(":")
+    if prefix != _PREFIX or not is_valid_signature(signature, token, "weights", subject):
+        return None
+    worker_id, _, expires_at = subject.rpartition(":")
+    return worker_id if now < int(expires_at) else None
+
+
+def store_principal(given: str, token: str, now: float) -> Principal | None:
+    """Return whose bearer token this is: the system's for everything, a credential to download weights; else None."""
+    if is_token(given, token):
+        return Principal("system", "admin")
+    worker_id = credential_holder(given, token, now)
+    return None if worker_id is None else Principal(worker_id, "weights")
+
+
+def store_authenticator(token: str, clock: Callable[[], float]) -> Authenticator:
+    """Return the weight store's authenticator."""
+
+    async def authenticate(given: str) -> Principal | None:
+        return store_principal(given, token, clock())
+
+    return authenticate
+
+
+def may_download(authorization: str, token: str, clock: Callable[[], float]) -> bool:
+    """Return True if a request with this `Authorization` header may download weights."""
+    principal = store_principal(bearer_token(authorization), token, clock())
+    return principal is not None and principal.may("weights")
+
+
+def may_upload(authorization: str, token: str) -> bool:
+    """Return True if a request with this `Authorization` header may upload weights."""
+    return is_token(bearer_token(authorization), token)

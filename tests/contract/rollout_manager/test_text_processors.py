@@ -1,0 +1,121 @@
+"""What tokenizes for the OpenAI endpoint: one contract for the fake and for processes, and the limits of processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from rlboost.services.rollout_manager.adapters.text import PROCESSES, TextProcesses, load_model_files
+from rlboost.services.rollout_manager.ports import TextProcessesBusy, TextProcessor, TokenizationError
+from tests.support.manager_fakes import InlineTextProcessor
+from tests.support.model_folder import write_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'loop' %}{% for i in range(99999) %}{% for j in range(99999) %}"
+    "{% endfor %}{% endfor %}{% endif %}{% if m.role == 'bomb' %}{{ m.content * 400000000 }}{% endif %}"
+    "{{ m.content }}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = write_tokenizer(tmp_path_factory.mktemp("model"))
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    return str(directory)
+
+
+@pytest.fixture
+async def processes() -> AsyncIterator[TextProcesses]:
+    processes = TextProcesses()
+    yield processes
+    await processes.close()
+
+
+@pytest.fixture(params=["fake", "processes"])
+def text(request: pytest.FixtureRequest, processes: TextProcesses) -> TextProcessor:
+    return processes if request.param == "processes" else InlineTextProcessor(load_model_files)
+
+
+async def test_texts_become_tokens_and_conversations_text(text: TextProcessor, folder: str) -> None:
+    assert await text.encode(folder, ["t3 t4", "t5"], add_special_tokens=True) == [[1, 3, 4], [1, 5]]
+    assert await text.encode(folder, ["t3"], add_special_tokens=False) == [[3]]
+    assert await text.render(folder, [{"role": "user", "content": "t3 \u6f22"}]) == "t3 \u6f22"
+
+
+async def test_text_without_tokens_is_an_error_that_shows_it(text: TextProcessor, tmp_path: Path) -> None:
+    file = write_tokenizer(tmp_path) / "tokenizer.json"
+    file.write_text(file.read_text().replace('"unk_token": "<pad>"', '"unk_token": "<none>"'))
+    with pytest.raises(TokenizationError, match=r"no tokens for 't3 \u00e9'.*UNK"):
+        await text.encode(str(tmp_path), ["t3 \u00e9"], add_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "named"),
+    [
+        ("tokenizer_config.json", {"eos_token": {"id": 2}}, "KeyError: 'content'"),
+        ("config.json", {"text_config": 3}, "TypeError: 'int' object is not a mapping"),
+    ],
+)
+async def test_model_files_that_cannot_be_read_are_named(
+    processes: TextProcesses, tmp_path: Path, file: str, content: dict[str, object], named: str
+) -> None:
+    (write_tokenizer(tmp_path) / file).write_text(json.dumps(content))
+    with pytest.raises(TokenizationError, match=named):
+        await processes.encode(str(tmp_path), ["t3"], add_special_tokens=True)
+    assert processes._idle[0].returncode is None
+
+
+@pytest.mark.parametrize("role", ["loop", "bomb"])
+async def test_template_without_end_costs_its_request_only(folder: str, role: str) -> None:
+    """The manager's loop runs meanwhile, and the next request is served."""
+    processes = TextProcesses(limit_s=3.0)
+    turns = 0
+
+    async def loop() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0.01)
+
+    looping = asyncio.create_task(loop(), name="loop")
+    try:
+        with pytest.raises(TokenizationError, match="shorten the"):
+            await processes.render(folder, [{"role": role, "content": "12345"}])
+        assert turns > 3
+        assert await processes.render(folder, [{"role": "user", "content": "t3"}]) == "t3"
+    finally:
+        looping.cancel()
+        await processes.close()
+
+
+async def test_request_waits_for_a_process_up_to_a_limit(folder: str) -> None:
+    processes = TextProcesses(limit_s=2.0, queue_limit_s=0.2)
+    busy = [
+        asyncio.create_task(processes.render(folder, [{"role": "loop", "content": ""}]), name=f"busy-{i}")
+        for i in range(PROCESSES)
+    ]
+    await asyncio.sleep(0)
+    with pytest.raises(TextProcessesBusy, match="text process"):
+        await processes.encode(folder, ["t3"], add_special_tokens=True)
+    for error in await asyncio.gather(*busy, return_exceptions=True):
+        assert isinstance(error, TokenizationError)
+    await processes.close()
+
+
+async def test_process_with_much_memory_is_replaced(processes: TextProcesses, folder: str) -> None:
+    await processes.encode(folder, ["t3"], add_special_tokens=True)
+    (first,) = processes._idle
+    await processes.encode(folder, ["t3 " * 500_000], add_special_tokens=True)
+    await first.wait()
+    assert await processes.encode(folder, ["t3"], add_special_tokens=True) == [[1, 3]]
+
+
+async def test_abandoned_request_leaves_no_answer_to_the_next(processes: TextProcesses, folder: str) -> None:
+    abandoned = asyncio.create_task(processes.encode(folder, ["t3 " * 300_000], add_special_tokens=True), name="a")
+    await asyncio.sleep(0.3)
+    abandoned.cancel()
+    assert await processes.encode(folder, ["t4"], add_special_tokens=True) == [[1, 4]]

@@ -1,0 +1,108 @@
+"""Fakes of `ports`, held to the same contract tests as the adapters. No library of an adapter is imported."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from rlboost.services.rollout_manager.ports import LoadModelFiles, ProviderFailed
+
+
+class FakeWorkerUsers:
+    """`ports.WorkerUsers` of a Redis that may forget them."""
+
+    def __init__(self) -> None:
+        self.secrets: dict[str, str] = {}
+        """Worker -> SHA-256 of its password."""
+
+    async def put(self, worker: str, secret_sha256: str) -> None:
+        """See `WorkerUsers.put`."""
+        self.secrets[worker] = secret_sha256
+
+    async def remove(self, workers: Collection[str]) -> None:
+        """See `WorkerUsers.remove`."""
+        for worker in workers:
+            self.secrets.pop(worker, None)
+
+    async def present(self) -> set[str]:
+        """See `WorkerUsers.present`."""
+        return set(self.secrets)
+
+
+class FakeProvider:
+    """`ports.FleetProvider` that starts nothing.
+
+    Args:
+        kinds: kinds of workers that it can start.
+
+    """
+
+    def __init__(self, kinds: Collection[str]) -> None:
+        self.kinds = kinds
+        self.requests: list[tuple[str, int]] = []
+        """(kind, workers), failed ones included."""
+        self.error = ""
+        """Why every request fails; empty: none does."""
+
+    async def scale(self, kind: str, workers: int) -> None:
+        """See `FleetProvider.scale`."""
+        self.requests.append((kind, workers))
+        if self.error:
+            raise ProviderFailed(self.error)
+        if kind not in self.kinds:
+            raise ProviderFailed(f"{kind} not found: there are {', '.join(self.kinds)}")
+
+    async def close(self) -> None:
+        """See `FleetProvider.close`."""
+
+
+class FakeLeaderWatch:
+    """`ports.LeaderWatch` of a leader that dies between two calls.
+
+    Args:
+        dies_before: number of the first call, counted from 1, that finds it dead; None: it lives.
+
+    """
+
+    def __init__(self, dies_before: int | None = None) -> None:
+        self.dies_before = dies_before
+        self.watched: list[str] = []
+        """The URL of every call."""
+
+    async def has_died(self, url: str, limit_s: float) -> bool:
+        """See `LeaderWatch.has_died`."""
+        self.watched.append(url)
+        await asyncio.sleep(0)
+        return self.dies_before is not None and len(self.watched) >= self.dies_before
+
+
+class InlineTextProcessor:
+    """`ports.TextProcessor` in the calling thread, for models without files."""
+
+    def __init__(self, load: LoadModelFiles) -> None:
+        self.load = load
+
+    async def encode(self, model: str, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """See `TextProcessor.encode`."""
+        tokenizer = self.load(model).tokenizer
+        assert tokenizer is not None
+        return [tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+
+    async def render(self, model: str, messages: Sequence[Mapping[str, Any]]) -> str:
+        """See `TextProcessor.render`."""
+        template = self.load(model).chat_template
+        assert template is not None
+        return template.render(messages)
+
+
+class FakeTokenizer:
+    """`ports.Tokenizer` of one token per character, where 1 begins a text, and tokens below 3 are special."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """See `Tokenizer.encode`."""
+        return [1] * add_special_tokens + [ord(char) for char in text]
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Return the tokens' numbers in brackets; see `Tokenizer.decode`."""
+        return "".join("<eos>" * (not skip_special_tokens) if token < 3 else f"[{token}]" for token in tokens)
