@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager, suppress
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
+from typing import cast
 
 import httpx
 import numpy as np
@@ -318,15 +319,20 @@ async def test_peer_that_drips_costs_seconds(client: StoreClient, rig: Rig, drip
     chunks = await publish(client)
     first, again = DRIPS[drip]
 
+    answering = set[asyncio.Task[None]]()
+
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(ConnectionError, asyncio.IncompleteReadError):
-            await reader.readuntil(b"\r\n\r\n")
-            writer.write(first)
-            while True:
-                writer.write(again)
-                await writer.drain()
-                await asyncio.sleep(0.2)
-        writer.close()
+        answering.add(cast("asyncio.Task[None]", asyncio.current_task()))
+        try:
+            with suppress(ConnectionError, asyncio.IncompleteReadError):
+                await reader.readuntil(b"\r\n\r\n")
+                writer.write(first)
+                while True:
+                    writer.write(again)
+                    await writer.drain()
+                    await asyncio.sleep(0.2)
+        finally:
+            writer.transport.abort()
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
@@ -335,6 +341,9 @@ async def test_peer_that_drips_costs_seconds(client: StoreClient, rig: Rig, drip
         await rig.assert_pulls()
     assert rig.from_store == WEIGHTS.nbytes
     server.close()
+    for task in answering:
+        task.cancel()
+    await asyncio.gather(*answering, return_exceptions=True)
 
 
 async def test_peer_that_is_always_busy_delays_a_pull_once(

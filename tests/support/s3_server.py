@@ -14,6 +14,22 @@ from pathlib import Path
 from tests.support.ports import reserve_port
 
 _START_LIMIT_S = 30.0
+_SERVER = """
+import sys, threading
+from moto.server import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import run_simple
+
+moto, lock = DomainDispatcherApplication(create_backend_app), threading.Lock()
+
+def server(environ, start_response):
+    if "HTTP_IF_NONE_MATCH" in environ or "HTTP_IF_MATCH" in environ:
+        with lock:
+            return list(moto(environ, start_response))
+    return moto(environ, start_response)
+
+run_simple("127.0.0.1", int(sys.argv[1]), server, threaded=True)
+"""
+"""moto checks a condition and writes in two steps: conditional requests are answered one at a time, as S3 does."""
 
 
 class S3Server:
@@ -46,7 +62,7 @@ class S3Server:
         """Start, and return when the bucket is there."""
         assert self._process is None, "the server runs already"
         env = {**os.environ, "INITIAL_NO_AUTH_ACTION_COUNT": "1" if self._strict else "1000000000"}
-        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
+        command = [sys.executable, "-c", _SERVER, str(self.port)]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, env=env)
         limit = time.monotonic() + _START_LIMIT_S
