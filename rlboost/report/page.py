@@ -11,11 +11,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from http import HTTPStatus
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
-from rlboost.client import Client, Json
+from rlboost.client import Client, ClientError, Json
 from rlboost.report.record import Change, JobEvent, Record, checks
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.ids import worker_name
@@ -145,7 +146,7 @@ def read(client: Client, job: Json) -> Report:
         metrics=client.jobs.metrics(job_id),
         audit=client.jobs.audit(job_id),
         cost=client.jobs.cost(job_id),
-        spec=client.jobs.spec(job_id),
+        spec=_readable_spec(client, job_id),
     )
     warnings = [str(event["fields"].get("text", "")) for event in events if event["kind"] == "warning"]
     now = time.time()
@@ -158,6 +159,15 @@ def read(client: Client, job: Json) -> Report:
         samples=samples_by_step(client.jobs.samples(job_id)),
         tables=[Table("Warnings", [[text] for text in warnings[-_WARNINGS_SHOWN:]])] if warnings else [],
     )
+
+
+def _readable_spec(client: Client, job_id: str) -> Json | None:
+    try:
+        return client.jobs.spec(job_id)
+    except ClientError as error:
+        if error.status == HTTPStatus.CONFLICT:  # the manager could not read it either
+            return None
+        raise
 
 
 def samples_by_step(samples: Iterable[Mapping[str, Any]]) -> dict[int, list[Mapping[str, Any]]]:

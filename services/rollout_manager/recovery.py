@@ -340,7 +340,9 @@ class _Rebuild:
                 "to the folder of its run, which has its newest checkpoint"
             )
             log.error("job_unreadable", job=job_id, reason=reason)
-            letter = dead_letter_op(key, name, "manager", reason, text.encode(errors="replace"), self._now.wall)
+            report_dead_letter(key, name, reason)
+            body = text.encode(errors="surrogateescape")  # the stored bytes: the bus decodes them so
+            letter = dead_letter_op(key, name, "manager", reason, body, self._now.wall)
             self._effects.append(Store((letter,)))
             self._effects += enter_state(self._world, job, "failed", self._now, reason)
             if self._stop_trainer:

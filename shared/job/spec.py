@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.util import find_spec
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal, Self, cast, get_args
 
@@ -28,7 +27,7 @@ from rlboost.shared.job.fleet import (
 )
 from rlboost.shared.job.reward import EnvironmentSpec, RewardPart, RewardSpec
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec, TrainerSpec
-from rlboost.shared.process.modules import pip_install
+from rlboost.shared.process.modules import is_installed, pip_install
 from rlboost.shared.user_code import functions
 from rlboost.shared.user_code.functions import ForbiddenFunction, check_name
 from rlboost.shared.validation import Section, describe, one_of
@@ -64,7 +63,7 @@ def missing_log_libraries(spec: LogSpec) -> list[str]:
     return [
         f"log.{name} needs {name}: install it with: {pip_install('logs')}"
         for name, is_enabled in enabled.items()
-        if is_enabled and find_spec(name) is None
+        if is_enabled and not is_installed(name)
     ]
 
 

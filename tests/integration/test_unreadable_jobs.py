@@ -135,6 +135,12 @@ async def test_any_damaged_record_fails_its_job(system: System, record: bytes, w
     shown = {job["id"]: job for job in await system.get("/v1/jobs")}
     assert [job["state"] for job in shown.values()] == ["failed", "failed"]
     assert [job["name"] for job in shown.values()] == ["t", "t"]
+    (letter,) = [letter for letter in await system.dead_letters() if letter.stream == names.JOBS]
+    assert letter.body == record
+    refused = await system.http.get(f"/v1/jobs/{first.id}/spec")
+    assert (refused.status_code, refused.json()["title"]) == (409, "Unreadable job")
+    assert "cannot be parsed" in refused.json()["detail"]
+    assert (await system.http.get(f"/v1/jobs/{second.id}/spec")).json()["name"] == "t"
     assert why in shown[first.id]["error"]
     assert f"the hash {names.job_audit(second.id)} in Redis cannot be parsed" in shown[second.id]["error"]
     assert (shown[second.id]["name"], shown[second.id]["steps"]) == ("t", 9)

@@ -18,6 +18,7 @@ from fastapi.responses import PlainTextResponse, StreamingResponse
 from rlboost.services.rollout_manager.api.leader import OneJob, Routes, TheBus, TheManager, find_job, iso_time
 from rlboost.services.rollout_manager.domain.jobs import Audit, Job
 from rlboost.services.rollout_manager.domain.money import cost_report
+from rlboost.services.rollout_manager.loop import Manager
 from rlboost.shared.http.guard import principal_of
 from rlboost.shared.http.problem import Problem, problems, success
 from rlboost.shared.http.scopes import SYSTEM, Principal
@@ -235,7 +236,7 @@ async def samples(job: OneJob, bus: TheBus, step: int | None = None) -> list[dic
 class _Followed:
     """The entries of a job, for one request."""
 
-    def __init__(self, job: OneJob, request: Request, manager: TheManager) -> None:
+    def __init__(self, job: Job, request: Request, manager: Manager) -> None:
         self.job = job
         self._request, self._manager = request, manager
         self._followers: EventFollowers = request.app.state.followers
@@ -261,7 +262,11 @@ class _Followed:
         return self._followers.follow(principal, cursors, is_over, self._request.is_disconnected, is_included)
 
 
-Followed = Annotated[_Followed, Depends()]
+async def _followed(job: OneJob, request: Request, manager: TheManager) -> _Followed:
+    return _Followed(job, request, manager)
+
+
+Followed = Annotated[_Followed, Depends(_followed)]
 
 
 @ROUTES(

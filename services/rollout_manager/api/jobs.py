@@ -6,7 +6,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Depends, FastAPI, Header, Request
@@ -180,27 +180,25 @@ async def show_job(job: OneJob, manager: TheManager) -> dict[str, Any]:
 @ROUTES("GET", "/jobs/{job_id}/spec", "read", "jobs", responses=_JOB)
 async def job_file(job: OneJob) -> dict[str, Any]:
     """Return the job's resolved job file."""
+    if not job.is_file_readable:
+        raise Problem(409, "Unreadable job", job.error)
     found: dict[str, Any] = json.loads(spec_to_json(job.spec))
     return found
 
 
-class _Act:
-    """Commands the trainer of the job in the path."""
-
-    def __init__(self, job: OneJob, settings: TheSettings, write: AsLeader) -> None:
-        self._job, self._token, self._write = job, settings.token.get_secret_value(), write
-
-    async def __call__(self, action: Action) -> dict[str, Any]:
-        """Write the command, unless it is the newest one: a client may repeat it for days."""
-        job = self._job
+async def _act(job: OneJob, settings: TheSettings, write: AsLeader) -> Callable[[Action], Awaitable[dict[str, Any]]]:
+    async def act(action: Action) -> dict[str, Any]:
         if not job.allows(action):
             raise Problem(409, "Conflict", f"job {job.id} is {job.state}: it cannot be {_DONE[action]}")
-        if not job.ended and job.newest_control != action:
-            await self._write([control(job, action, self._token)])
+        if not job.ended and job.newest_control != action:  # a client may repeat an action for days
+            await write([control(job, action, settings.token.get_secret_value())])
         return {"id": job.id, "state": job.state}
 
+    return act
 
-Act = Annotated[_Act, Depends()]
+
+Act = Annotated[Callable[[Action], Awaitable[dict[str, Any]]], Depends(_act)]
+"""Commands the trainer of the job in the path."""
 
 
 @ROUTES("POST", "/jobs/{job_id}/pause", "job", "jobs", status_code=202, responses=_JOB)

@@ -194,6 +194,11 @@ class Job:
         evaluation = {name: value for name, value in metrics.items() if name.startswith("eval/")}
         self.latest = metrics if step < self.spec.steps else metrics | self.latest | evaluation
 
+    @property
+    def is_file_readable(self) -> bool:
+        """False if the job file could not be parsed when it was loaded: `readable_part` has made one up."""
+        return self.spec.model != _UNREADABLE
+
     def public(self) -> dict[str, Any]:
         """Return the fields of the REST API, times as Unix seconds."""
         return {

@@ -115,13 +115,18 @@ async function refresh(mine) {
   const base = `jobs/${mine.jobId}`, next = mine.rows.length ? mine.rows.at(-1).step + 1 : 0;
   const [job, rows, audit, cost, spec] = await Promise.all([
     get(base, signal), get(`${base}/metrics?from_step=${next}`, signal), get(`${base}/audit`, signal), get(`${base}/cost`, signal),
-    mine.answers?.spec ?? get(`${base}/spec`, signal)]);
+    mine.answers?.spec ?? get(`${base}/spec`, signal).catch(nullOn(409))]);
   if (view !== mine) return;
   mine.rows.push(...rows);
   mine.answers = { job, fleet, audit, cost, spec };
   drawJob(mine);
   if (!report && rows.length && !$("sample-step").value && document.activeElement?.closest?.("#samples") === null) await loadSamples();
 }
+
+const nullOn = (status) => (error) => {
+  if (error.status === status) return null;
+  throw error;
+};
 
 async function follow(mine) {
   for (let lastId; view === mine; await new Promise((resolve) => setTimeout(resolve, POLL_MS))) {
@@ -198,7 +203,7 @@ function drawJob({ rows, events: past, answers: { job, fleet, audit, cost, spec 
   $("cheaper").replaceChildren(...cheaperTexts(job, rows, fleet, cost).map((text) => el("li", {}, text)));
   table($("audit"), null, audit ? auditRows(audit) : [], "None.");
   table($("metrics"), null, Object.entries(job.latest ?? {}).map(([name, value]) => [name, number(value)]), "None yet.");
-  $("spec").textContent = spec ? JSON.stringify(spec, null, 2) : "It is not in this report.";
+  $("spec").textContent = spec ? JSON.stringify(spec, null, 2) : "It is not in this report, or it cannot be read.";
   drawGantt();
   drawEvents();
 }

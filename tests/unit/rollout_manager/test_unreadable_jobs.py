@@ -99,6 +99,7 @@ async def test_unreadable_job_fails_once_and_ends_its_samples(stage: Stage) -> N
         job = stage.manager.world.jobs[JOB].record
         assert (job.state, job.step, job.spec.steps, job.no) == ("failed", 3, 7, 1)
         assert "field job of the hash rlboost:jobs in Redis cannot be parsed (" in job.error
+        assert not job.is_file_readable
         assert not stage.manager.world.ledger.samples
         await stage.turns()
     assert stage.worker.held == {}
@@ -146,7 +147,7 @@ async def test_job_with_unreadable_counters_fails_and_counts_anew(stage: Stage) 
     await stage.bus.transact([HashSet(names.job_lengths(JOB), {"prompt": "long"})])
     await stage.restart()
     job = stage.manager.world.jobs[JOB]
-    assert (job.record.state, job.record.spec) == ("failed", job_spec())
+    assert (job.record.state, job.record.spec, job.record.is_file_readable) == ("failed", job_spec(), True)
     assert "field counters of the hash rlboost:job:job:audit in Redis cannot be parsed" in job.record.error
     assert Audit.model_validate_json(await stage.bus.hash_get(names.job_audit(JOB), "counters") or "")
 
