@@ -233,7 +233,7 @@ class WeightUpdates:
         The engine keeps its weights, unless a failed load has already unloaded them.
         """
         connection = self._connection
-        # Of an incarnation that Redis rejects, nobody reads an event any more.
+        # An incarnation that Redis rejects has no readers of its events any more.
         with suppress(CredentialRejected):
             await connection.retry_until_ok(
                 "report unavailable weights", lambda: connection.report_weights_unavailable(weights, reason)

@@ -44,7 +44,7 @@ MAX_FOLLOWERS_OF_TOKEN = 512
 RESERVED_FOLLOWERS = 64
 """Further streams that only the system token may open."""
 MAX_READS = 8
-"""Reads of followers at once, each of which takes one of the bus's connections."""
+"""Concurrent reads of followers; each takes one of the bus's connections."""
 BATCH = 512
 BLOCK_S = 0.25
 """How long one read waits for all followers; a new follower waits for its end."""

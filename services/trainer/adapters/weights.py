@@ -23,7 +23,7 @@ Digests = dict[tuple[str, tuple[int, ...], tuple[int, ...], str], str]
 
 @dataclass(eq=False, repr=False)
 class StorePublisher:
-    """`WeightPublisher` for one job of which this process uploads all tensors."""
+    """`WeightPublisher` for one job; this process uploads all tensors."""
 
     client: StoreClient
     """An open client; closed by `close`."""

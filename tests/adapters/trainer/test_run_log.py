@@ -91,7 +91,7 @@ async def test_wandb_start_failure_is_reported(tmp_path: Path, monkeypatch: pyte
 def test_missing_logger_library_is_rejected_by_name(
     tmp_path: Path, section: dict[str, Any], library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlboost.shared.job.spec.find_spec", lambda _: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=rf"log\.{library} needs {library}: .*'\.\[logs\]'"):
         openers(spec(log=section), "job-1", tmp_path)
 

@@ -70,6 +70,13 @@ def test_report_of_an_unknown_job_or_to_a_bad_folder_names_the_remedy(rest: Fake
     assert (refused.exit_code, "--out file" in refused.stderr) == (2, True)
 
 
+def test_report_of_a_job_whose_file_cannot_be_read_is_made_without_it(rest: FakeRest, tmp_path: Path) -> None:
+    rest.on("GET /v1/jobs/j-1/spec", problem(409, "Unreadable job", "its record cannot be parsed"))
+    result = report("j-1", "--out", "out")
+    assert result.exit_code == 0, result.stderr
+    assert written(tmp_path / "out")["answers"]["jobs/j-1/spec"] is None
+
+
 def test_samples_of_the_newest_steps_fit_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [sample(str(step), [("w-1", 0, 1)], step=step, prompt="", completion="x" * 10) for step in range(5)]
     monkeypatch.setattr(page, "MAX_SAMPLE_CHARACTERS", 3 * len(json.dumps(rows[0])))

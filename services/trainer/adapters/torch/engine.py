@@ -329,10 +329,10 @@ class RankEngine(ABC):
         """Upload this rank's part of the whole model to the weight store; return its digest, `""` without a part."""
         if (number := self._part_number) is None:
             return ""
-        if self._publisher is None:
+        if self._publisher is None or self._runner is None:
             client = StoreClient(store["url"], store["token"])
             self._publisher = Publisher(client, Waits(), limit_s=limit_s, deltas=deltas)
-        self._runner = self._runner or asyncio.Runner()
+            self._runner = asyncio.Runner()
         part = self._runner.run(self._publisher.publish(job_id, version, number, self.shards()))
         return part.digest
 

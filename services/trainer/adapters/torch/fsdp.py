@@ -87,19 +87,6 @@ def shard(module: Any, device: str, mesh: DeviceMesh) -> None:
         buffer.copy_(buffers[name])
 
 
-def prepare_layers(module: Any, device: str, *, activation_checkpointing: bool, compiled: bool) -> None:
-    """Compile layers, and make them recompute activations in the backward pass, as asked. Call it before `shard`.
-
-    Raises:
-        ConfigError: the model does not support it.
-
-    """
-    if compiled:
-        compile_layers(module, device)
-    if activation_checkpointing:
-        checkpoint_activations(module)
-
-
 def saved_buffers(module: Any) -> dict[str, Tensor]:
     """Return the buffers that checkpoints of the module have."""
     saved = module.state_dict()
@@ -478,13 +465,11 @@ class FsdpRank(RankEngine):
         return Trainable(model, passes, FsdpOptimizerState(model.optimizers, self._local_value), *others, **more)
 
     def _prepare(self, module: Any, body: Any) -> None:
-        """Prepare the layers of a module that is trained, which are those of `body`, and shard it."""
-        prepare_layers(
-            body,
-            self._device,
-            activation_checkpointing=self._settings.activation_checkpointing,
-            compiled=self._settings.compile,
-        )
+        """Compile and checkpoint the layers of a module that is trained, those of `body`, as asked; then shard it."""
+        if self._settings.compile:
+            compile_layers(body, self._device)
+        if self._settings.activation_checkpointing:
+            checkpoint_activations(body)
         if self._mesh is not None:
             shard(module, self._device, self._mesh)
 

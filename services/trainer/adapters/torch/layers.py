@@ -416,14 +416,6 @@ class Adapter:
                 torch.nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
         return values
 
-    def merged(self, name: str, weight: Tensor) -> Tensor:
-        """Return a tensor of the model with the adapter merged in, rounded once to its dtype."""
-        if name not in self._layers:
-            return weight
-        with torch.no_grad():
-            delta: Tensor = self._layers[name].get_delta_weight(_NAME)
-            return (weight.float() + delta).to(weight.dtype)
-
     @contextmanager
     def training(self) -> Iterator[None]:
         """Enable the adapter's dropout within the context."""

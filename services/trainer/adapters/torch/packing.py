@@ -109,12 +109,6 @@ def values(rows: Sequence[TrainingRow]) -> tuple[Array, Array]:
     return unpack(b"".join(before), F32), unpack(b"".join(returns), F32)
 
 
-def columns(rows: Sequence[SequenceRow], column: Tensor) -> list[bytes]:
-    """Split a column over all completion tokens into one float32 column per row."""
-    ends = np.cumsum(lengths(rows))
-    return [part.tobytes() for part in np.split(column.detach().cpu().numpy().astype(F32), ends[:-1])]
-
-
 def advantages(rows: Sequence[TrainingRow]) -> Array:
     """Return each completion token's advantage, float32 [tokens]."""
     return np.concatenate([unpack(row.advantages, F32) for row in rows])

@@ -80,7 +80,7 @@ class RanksPolicy(ABC):
     adapter_json = ""
 
     kind: str
-    """Kind of the ranks: `megatron`, or `fsdp`, of which one rank has the whole model."""
+    """Kind of the ranks: `megatron` or `fsdp`. A single rank of `fsdp` has the whole model."""
 
     def __init__(
         self,

@@ -237,7 +237,7 @@ class RankFiles(NamedTuple):
     """The names of one rank's files, and whether it exports its slices."""
 
     rank: int
-    exports: bool = True
+    exports: bool
     """False if another rank has the same slices and exports them."""
 
     def slices(
@@ -276,11 +276,12 @@ class RankFiles(NamedTuple):
                 write_file(folder / name, values)
             except DiskFull as error:
                 full = error
+            del values  # before the next kind is gathered
         if full is not None:
             raise full
         if self.rank == 0:
-            with _disk_errors(file := folder / _STEPS_FILE):
-                file.write_text(str(n_steps), encoding="utf-8")
+            with _disk_errors(folder / _STEPS_FILE):
+                _write_steps(folder, n_steps)
 
     def capture(self, trained: Mapping[str, Trainable], n_steps: int) -> Snapshot:
         """Copy a checkpoint to host memory; return a writer of the copy. For a rank that is alone."""
@@ -292,9 +293,13 @@ class RankFiles(NamedTuple):
                     write_slices(directory / name, values)
                 except SafetensorError as error:
                     raise OSError(str(error)) from error
-            (directory / _STEPS_FILE).write_text(str(n_steps), encoding="utf-8")
+            _write_steps(directory, n_steps)
 
         return write
+
+
+def _write_steps(folder: Path, n_steps: int) -> None:
+    (folder / _STEPS_FILE).write_text(str(n_steps), encoding="utf-8")
 
 
 def write_file(file: Path, values: Mapping[TensorSlice, Tensor]) -> None:
