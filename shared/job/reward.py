@@ -7,8 +7,11 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
+from rlboost.shared.ids import MAX_GROUP_SIZE
 from rlboost.shared.validation import FunctionPath, Section
 
+REPLACEMENTS = 2
+"""Conversations of a group that begin again, unless the job file says otherwise."""
 MAX_USER_PROCESSES = 4096
 """Of one kind; a trainer allows fewer on a small machine."""
 RewardStyle = Literal["auto", "trl", "verl"]
@@ -115,3 +118,13 @@ class EnvironmentSpec(Section):
     """Seconds for one step of the environment."""
     workers: int = Field(1, ge=1, le=MAX_USER_PROCESSES)
     """Processes that run environments; each answers one conversation at a time. At most 64, or 16 for each CPU."""
+    replacements: int | None = Field(None, ge=0, le=MAX_GROUP_SIZE)
+    """Conversations of each group that begin again in place of one that a fault of the environment ended (it raised,
+    timed out, or its process died). By default 2, or fewer if a step has too many turns for more."""
+    min_group_size: int | None = Field(None, ge=1, le=MAX_GROUP_SIZE)
+    """A training group trains without the samples that were lost for good, if it has at least this many others; else
+    it is dropped. By default half of `algorithm.group_size`, at least two."""
+
+    def least(self, group_size: int) -> int:
+        """Return the least samples with which a training group is trained."""
+        return min(group_size, self.min_group_size or max(2, (group_size + 1) // 2))

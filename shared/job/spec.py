@@ -13,7 +13,7 @@ from rlboost.shared.data.shards import Source
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.ids import MAX_STEPS
 from rlboost.shared.job import other_trainers
-from rlboost.shared.job.algorithm import AlgorithmSpec, with_former_defaults
+from rlboost.shared.job.algorithm import GROUPLESS, AlgorithmSpec, with_former_defaults
 from rlboost.shared.job.data import DataSpec, EvalDataSpec, RlDataSpec, SftDataSpec, TrainDataSpec
 from rlboost.shared.job.fleet import (
     REMOVED_ELASTIC,
@@ -220,6 +220,11 @@ class RlJob(_TrainingJob, _RewardedJob):
             raise ValueError("algorithm.updates_per_step: more than data.prompts_per_step: lower it")
         if self.data.prompts_per_step * self.algorithm.group_size < 2:
             raise ValueError("algorithm.group_size: a step of one sample has nothing to compare with: raise it")
+        least = None if self.environment is None else self.environment.min_group_size
+        if least is not None and least > self.algorithm.group_size:
+            raise ValueError("environment.min_group_size: more than algorithm.group_size: lower it")
+        if least == 1 < self.algorithm.group_size and self.algorithm.advantage not in GROUPLESS:
+            raise ValueError("environment.min_group_size: a group of one has nothing to compare with: give 2 or more")
         if self.algorithm.critic is not None and self.trainer.backend == "megatron":
             raise ValueError(
                 "algorithm.advantage: gae trains a critic, which needs trainer.backend: torch, with data_parallel and "

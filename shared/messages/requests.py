@@ -151,8 +151,10 @@ class TurnAnswered(Message):
     over: Literal["", "done", "cut"] = ""
     """Set if the conversation has ended: by the environment (`done`), or by a limit (`cut`)."""
     reason: str = ""
-    """Why the group is dropped; empty otherwise."""
+    """The fault that ended the conversation; empty otherwise."""
     detail: str = ""
+    replaced_by: PackedId = 0
+    """After a fault: the first turn of the conversation that begins in its place, 0 if none does."""
 
 
 @message

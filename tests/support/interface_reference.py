@@ -30,6 +30,7 @@ EVENTS: Mapping[str, str] = {
     "budget_reached": "the job has cost nearly `elastic.max_dollars`: no spot worker serves it any more",
     "checkpoint_failed": "a checkpoint could not be written",
     "checkpoint_saved": "a checkpoint is complete",
+    "conversation_lost": "a fault of the environment ended a conversation, which begins again or is left out",
     "disk_full": "a write of the job waits until its disk has space",
     "fleet_scaled": "autoscaling changed the number of workers of a kind",
     "group_dropped": "a group was not trained on: it could not be generated or scored",

@@ -18,7 +18,8 @@ from rlboost.shared.wire import I32, U8, ints, length, pack
 
 # --- The ids under which the turns of conversations are generated -----------------------------------------------------
 # A sample's first turn has the sample's own id, and is requested with its group, which shares the prompt. Each later
-# turn is a group of one, numbered after the step's groups. Ids are derived, never random, so a restarted trainer
+# turn is a group of one, numbered after the step's groups. So are all turns of a conversation that begins again in
+# place of one that a fault ended; these numbers come last. Ids are derived, never random, so a restarted trainer
 # requests the same turns.
 
 
@@ -30,25 +31,48 @@ class TurnIds:
     group_size: int
     """Size of the largest group."""
     max_turns: int
+    replacements: int = 0
+    """Conversations of each group that may begin again."""
 
     @property
     def n_numbers(self) -> int:
         """Return the number of group numbers, which must fit into an id."""
+        return self._first_replacement + self.n_groups * self.replacements * self.max_turns
+
+    @property
+    def _first_replacement(self) -> int:
         return self.n_groups * (1 + (self.max_turns - 1) * self.group_size)
 
-    def id_of(self, sample: int, turn: int) -> int:
-        """Return the packed id of a turn of a sample; turn 0 is the first."""
+    def replacement(self, group: int, index: int) -> int:
+        """Return the packed id of the first turn of a group's replacement, counted from 0."""
+        first = SampleId.unpack(group)
+        return first._replace(group=self._first_replacement + index * self.n_groups + first.group, member=0).pack()
+
+    def group_of(self, first: int) -> int:
+        """Return the packed id of the group of the conversation whose first turn has the id `first`."""
+        found = SampleId.unpack(first)
+        number = (found.group - self._first_replacement) % self.n_groups
+        return found._replace(group=number if found.group >= self.n_groups else found.group, member=0).pack()
+
+    def id_of(self, first: int, turn: int) -> int:
+        """Return the packed id of a turn of the conversation whose first turn, number 0, has the id `first`."""
         if turn == 0:
-            return sample
-        first = SampleId.unpack(sample)
-        number = ((turn - 1) * self.n_groups + first.group) * self.group_size + first.member
-        return first._replace(group=self.n_groups + number, member=0).pack()
+            return first
+        found = SampleId.unpack(first)
+        if found.group >= self._first_replacement:
+            number = found.group + turn * self.replacements * self.n_groups
+        else:
+            number = self.n_groups + ((turn - 1) * self.n_groups + found.group) * self.group_size + found.member
+        return found._replace(group=number, member=0).pack()
 
     def turn_of(self, packed: int) -> tuple[int, int]:
-        """Invert `id_of`: return the sample and the number of the turn."""
+        """Invert `id_of`: return the id of the conversation's first turn, and the number of the turn."""
         found = SampleId.unpack(packed)
         if found.group < self.n_groups:
             return packed, 0
+        if (number := found.group - self._first_replacement) >= 0:
+            turn, number = divmod(number, max(1, self.replacements * self.n_groups))
+            return found._replace(group=self._first_replacement + number).pack(), turn
         index, member = divmod(found.group - self.n_groups, self.group_size)
         turn, group = divmod(index, self.n_groups)
         return found._replace(group=group, member=member).pack(), turn + 1
@@ -84,9 +108,15 @@ class Conversation:
     """A conversation so far: turns and answers alternate, and their tokens never change."""
 
     sample: int
-    """Its id, which is that of its first turn."""
+    """The sample of the group that it is."""
     turns: list[SampleFinished] = field(default_factory=list)
     answers: list[TurnAnswered] = field(default_factory=list)
+    first: int = 0
+    """The id of its first turn: the sample's, unless it began again in place of another."""
+
+    def __post_init__(self) -> None:
+        """Take the sample's id for that of the first turn, unless another is given."""
+        self.first = self.first or self.sample
 
     @property
     def reward(self) -> float:

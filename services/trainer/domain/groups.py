@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -61,6 +62,10 @@ class ScoredGroup:
 # A sample is a conversation. Without an environment it ends with its first turn. With one, answers are in the same log
 # as turns, so a step that is trained again from its log gets the same conversations, and its groups in the same order:
 # a group is complete with the answer that ends its last conversation.
+#
+# A conversation that a fault ends is lost. Another one begins in its place, up to a number for each group, with ids
+# that the answer with the fault names. After that, the group is complete without it, while enough others are left: a
+# lost sample is in no mean and no deviation.
 
 
 NONDETERMINISTIC = "environment_nondeterministic"
@@ -69,7 +74,7 @@ NONDETERMINISTIC = "environment_nondeterministic"
 
 @dataclass(frozen=True, slots=True)
 class WholeGroup:
-    """Every sample of a group, in the order of their ids."""
+    """Every sample of a group that was not lost, in the order of their ids."""
 
     group: int
     samples: tuple[SampleFinished, ...]
@@ -106,6 +111,7 @@ class StepCollector:
         sizes: Mapping[int, int],
         max_staleness: int = 0,
         turns: StepTurnIds | None = None,
+        min_group_size: int | None = None,
     ) -> None:
         """Expect `sizes[group id]` samples of each group.
 
@@ -116,8 +122,19 @@ class StepCollector:
             max_staleness: training groups may have tokens of versions from `step - max_staleness` on, evaluation groups
                 of version `step` only. With 0, another version is an error; above 0, the group is dropped.
             turns: ids of the turns that an environment answers; None: a sample is complete with its first turn.
+            min_group_size: a training group with fewer samples left is dropped, and an evaluation group without any;
+                None: a group without all of them.
 
         """
+        self._min_group_size = min_group_size
+        self._lost: dict[int, set[int]] = {}
+        """Group -> its samples that are not generated again."""
+        self._replacements: dict[int, dict[int, int]] = {}
+        """Group -> first turn of each conversation that replaces a lost one -> its sample; 0 if it has not begun."""
+        self.lost: Counter[str] = Counter()
+        """Reason -> conversations that a fault ended, begun again or not."""
+        self.n_begun_again = 0
+        """How many of them were begun again."""
         self._turns = turns
         self._conversations: dict[int, Conversation] = {}
         self._unanswered: dict[int, Conversation] = {}
@@ -193,8 +210,11 @@ class StepCollector:
             case SampleFinished():
                 return self._add_sample(message) if self._turns is None else self._add_turn(message)
             case SampleDropped(sample=turn, reason=reason):
-                sample, _ = self._turn_of(turn)
-                return self.drop(group_of(sample), "generation", reason) if self._is_new(sample) else None
+                sample, first, _ = self._turn_of(turn)
+                conversation = self._conversations.get(sample)
+                if (conversation is not None and conversation.first != first) or not self._is_new(sample):
+                    return None
+                return self._lose(sample, "generation", reason)
             case GroupOpened():
                 return self._open_group(message)
             case TurnAnswered():
@@ -220,9 +240,40 @@ class StepCollector:
         self._unanswered = {turn: one for turn, one in self._unanswered.items() if group_of(one.sample) != group}
         return DroppedGroup(group, reason, detail)
 
-    def _turn_of(self, sample: int) -> tuple[int, int]:
-        """Return the sample that a turn belongs to, and the turn's number."""
-        return (sample, 0) if self._turns is None else self._turns.of(sample).turn_of(sample)
+    def conversations(self, group: int) -> list[Conversation]:
+        """Return the conversations of a group that have a turn."""
+        members = range(group, group + self._sizes[group])
+        return [self._conversations[sample] for sample in members if sample in self._conversations]
+
+    def reserve_replacement(self, sample: int) -> int | None:
+        """Return the first turn's id of a conversation that begins in a sample's place, None if its group has none."""
+        group, ids = group_of(sample), None if self._turns is None else self._turns.of(sample)
+        reserved = self._replacements.setdefault(group, {})
+        free = (ids.replacement(group, index) for index in range(ids.replacements)) if ids else iter(())
+        first = next((first for first in free if first not in reserved), None)
+        if first is not None:
+            reserved[first] = 0
+        return first
+
+    def _lose(self, sample: int, reason: str, detail: str) -> GroupOutcome | None:
+        """Continue a group without a sample, if enough are left."""
+        group = group_of(sample)
+        lost = self._lost.setdefault(group, set())
+        lost.add(sample)
+        is_eval = SampleId.unpack(group).is_eval
+        least = self._sizes[group] if self._min_group_size is None else 1 if is_eval else self._min_group_size
+        if self._sizes[group] - len(lost) < least:
+            return self.drop(group, reason, detail)
+        return self._completed(group)
+
+    def _turn_of(self, turn: int) -> tuple[int, int, int]:
+        """Return the sample that a turn belongs to, the first turn of its conversation, and the turn's number."""
+        if self._turns is None:
+            return turn, turn, 0
+        ids = self._turns.of(turn)
+        first, number = ids.turn_of(turn)
+        sample = self._replacements.get(ids.group_of(first), {}).get(first) or first
+        return sample, first, number
 
     def _is_late(self, sample: int) -> bool:
         sample_id = SampleId.unpack(sample)
@@ -277,10 +328,14 @@ class StepCollector:
             return self.drop(group, "generation", invalid)
         if group not in self._open:
             return None
-        arrived = self._arrived[group]
-        arrived[sample.sample] = sample
-        if len(arrived) < self._sizes[group]:
+        self._arrived[group][sample.sample] = sample
+        return self._completed(group)
+
+    def _completed(self, group: int) -> GroupOutcome | None:
+        """Return a group that is complete, None if it is not."""
+        if group not in self._open or len(self._arrived[group]) + len(self._lost.get(group, ())) < self._sizes[group]:
             return None
+        arrived = self._arrived[group]
         del self._open[group], self._arrived[group]
         samples = tuple(arrived[i] for i in sorted(arrived))
         # Not before the group is complete: a dropped group would get further samples.
@@ -293,10 +348,10 @@ class StepCollector:
         if self._is_late(turn.sample):
             self.duplicates += 1
             return None
-        sample, number = self._turn_of(turn.sample)
-        conversation = self._conversations.get(sample) or Conversation(sample)
+        sample, first, number = self._turn_of(turn.sample)
+        conversation = self._conversations.get(sample) or Conversation(sample, first=first)
         self._check_requested(sample)
-        if number < len(conversation.turns):
+        if conversation.first != first or number < len(conversation.turns):
             self.duplicates += 1
             return None
         if number > len(conversation.answers):
@@ -321,15 +376,21 @@ class StepCollector:
         return None
 
     def _add_answer(self, message: TurnAnswered) -> GroupOutcome | None:
-        sample, number = self._turn_of(message.sample)
+        sample, first, number = self._turn_of(message.sample)
         conversation = self._conversations.get(sample)
-        if conversation is None or number != len(conversation.answers):
+        if conversation is None or conversation.first != first or number != len(conversation.answers):
             return None  # a repetition, or of an earlier step
         self._unanswered.pop(message.sample, None)
         conversation.answers.append(message)
-        if message.reason:
-            return self.drop(group_of(sample), message.reason, message.detail)
-        return self._add_sample(conversation.as_sample()) if message.over else None
+        if not message.reason:
+            return self._add_sample(conversation.as_sample()) if message.over else None
+        self.lost[message.reason] += 1
+        if message.replaced_by:
+            self.n_begun_again += 1
+            self._replacements.setdefault(group_of(sample), {})[message.replaced_by] = sample
+            self._conversations[sample] = Conversation(sample, first=message.replaced_by)
+            return None
+        return self._lose(sample, message.reason, message.detail) if self._is_new(sample) else None
 
 
 # --- The open steps: the one being trained, and those whose groups are requested ahead of it -------------------------

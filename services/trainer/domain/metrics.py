@@ -173,6 +173,10 @@ class RolloutTally:
     """Reason -> groups, training and evaluation."""
     first_detail: str = ""
     """Detail of the first dropped group."""
+    lost: Counter[str] = field(default_factory=Counter)
+    """Reason -> conversations that a fault ended, training and evaluation."""
+    n_begun_again: int = 0
+    """How many of them were begun again."""
     replaced: Counter[str] = field(default_factory=Counter)
     """Reason -> scored training groups that were replaced."""
     resampled: int | None = None
@@ -219,6 +223,11 @@ class StepTally:
         if n_groups := len(rollouts.scored) + len(rollouts.evaluated) + n_dropped:
             row["groups/dropped_ratio"] = n_dropped / n_groups
         row |= {f"groups/dropped/{reason}": n for reason, n in sorted(rollouts.dropped.items())}
+        if n_lost := rollouts.lost.total():
+            n_samples = sum(len(group.samples) for group in (*rollouts.scored, *rollouts.evaluated))
+            row |= {"conversations/lost": n_lost, "conversations/begun_again": rollouts.n_begun_again}
+            row["conversations/lost_ratio"] = n_lost / (n_lost + n_samples)
+            row |= {f"conversations/lost/{reason}": n for reason, n in sorted(rollouts.lost.items())}
         excluded = rollouts.replaced.copy()
         excluded.update(self.excluded)
         row |= {f"groups/excluded/{reason}": n for reason, n in sorted(excluded.items())}

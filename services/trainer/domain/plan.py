@@ -6,7 +6,7 @@ A restarted trainer derives the same groups, ids and seeds, so none of this is s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import blake2b
 
@@ -15,6 +15,7 @@ from rlboost.services.trainer.domain.rewards import all_equal
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.ids import MAX_GROUP_SIZE, MAX_GROUPS_PER_STEP, SampleId, within_job
 from rlboost.shared.job.fleet import EvalSpec
+from rlboost.shared.job.reward import REPLACEMENTS, EnvironmentSpec
 from rlboost.shared.job.spec import GeneratingJob, RlJob
 from rlboost.shared.job.training import OptimizerSpec
 
@@ -73,10 +74,12 @@ def check(spec: GeneratingJob, n_eval: int) -> None:
         if ids is not None and ids.n_numbers > MAX_GROUPS_PER_STEP:
             resamples = spec.algorithm.resample and ids is step_ids.training
             also = " (with those that algorithm.resample may add)" if resamples else ""
+            more = f", and {ids.replacements} that may begin again," if ids.replacements else ""
             raise ConfigError(
-                f"environment.max_turns: {ids.n_groups} prompts{also} with {ids.group_size} samples of {ids.max_turns} "
-                f"turns are more than {MAX_GROUPS_PER_STEP} turns a step: lower it, or data.prompts_per_step, "
-                "algorithm.group_size, algorithm.resample or eval.samples"
+                f"environment.max_turns: {ids.n_groups} prompts{also} with {ids.group_size} samples{more} of "
+                f"{ids.max_turns} turns are more than {MAX_GROUPS_PER_STEP} turns a step: lower it, or "
+                "data.prompts_per_step, algorithm.group_size, algorithm.resample, environment.replacements or "
+                "eval.samples"
             )
     if spec.eval is None:
         return
@@ -129,14 +132,23 @@ def n_training_groups(spec: GeneratingJob) -> int:
 
 def turn_ids(spec: GeneratingJob, n_eval: int) -> StepTurnIds:
     """Return the ids of a step's turns."""
-    turns = spec.environment.max_turns if spec.environment is not None else 1
     training = evaluation = None
     if isinstance(spec, RlJob):
-        training = TurnIds(n_training_groups(spec), spec.algorithm.group_size, turns)
+        training = _with_replacements(TurnIds(n_training_groups(spec), spec.algorithm.group_size, 1), spec.environment)
     if spec.eval is not None:
         counts = [n for n in eval_group_sizes(spec.eval, n_eval) if n]
-        evaluation = TurnIds(len(counts), max(counts), turns)
+        evaluation = _with_replacements(TurnIds(len(counts), max(counts), 1), spec.environment)
     return StepTurnIds(training, evaluation)
+
+
+def _with_replacements(ids: TurnIds, environment: EnvironmentSpec | None) -> TurnIds:
+    if environment is None:
+        return ids
+    ids = replace(ids, max_turns=environment.max_turns)
+    if environment.replacements is not None:
+        return replace(ids, replacements=environment.replacements)
+    room = (MAX_GROUPS_PER_STEP - ids.n_numbers) // (ids.n_groups * ids.max_turns)
+    return replace(ids, replacements=max(0, min(REPLACEMENTS, room)))
 
 
 def last_step(spec: GeneratingJob) -> int:

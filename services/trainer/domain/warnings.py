@@ -11,8 +11,8 @@ from rlboost.services.trainer.domain.rewards import is_equal, reaches
 from rlboost.shared.job.algorithm import GROUPLESS
 from rlboost.shared.job.spec import JobSpec, RlJob
 
-# --- When to warn of faults in user code: the first dropped group of each reason, and each note that user code gives
-# `many_groups_dropped` warns of their number.
+# --- When to warn of faults in user code: the first of each reason, and each note that user code gives ----------------
+# `many_groups_dropped` and `many_conversations_lost` warn of their number.
 
 
 _MAX_NOTES = 5
@@ -34,6 +34,13 @@ class FaultWarnings:
             return ""
         self._reasons.add(reason)
         return f"a group of step {step + 1} was dropped ({reason}) and is not trained: {detail}"
+
+    def on_conversation_lost(self, step: int, reason: str, detail: str) -> str:
+        """Return a warning about a conversation that a fault ended, empty unless it is the first for this reason."""
+        if reason in self._reasons:
+            return ""
+        self._reasons.add(reason)
+        return f"a conversation of step {step + 1} was lost ({reason}) and is not trained: {detail}"
 
     def on_note(self, text: str) -> str:
         """Return a warning that user code gave, empty if its first line was reported before, or too many were."""
@@ -233,23 +240,32 @@ def _equal_groups(history: History) -> Finding:
 
 def many_groups_dropped(history: History, job: JobFacts) -> Finding | None:
     """Return a finding if a large part of the groups could not be generated or scored."""
+    return _many_failed(history, job, "many_groups_dropped", "groups", "dropped")
+
+
+def many_conversations_lost(history: History, job: JobFacts) -> Finding | None:
+    """Return a finding if a fault of the environment ended a large part of the conversations."""
+    return _many_failed(history, job, "many_conversations_lost", "conversations", "lost")
+
+
+def _many_failed(history: History, job: JobFacts, rule: str, things: str, how: str) -> Finding | None:
     rows = list(history.last)[-2:]
-    ratios = [row.get("groups/dropped_ratio", 0.0) for row in rows]
+    ratios = [row.get(f"{things}/{how}_ratio", 0.0) for row in rows]
     if not ratios or (ratios[-1] < MOST_DROPPED and (len(ratios) < 2 or min(ratios) < MANY_DROPPED)):
         return None
-    prefix, n_by_reason = "groups/dropped/", Counter[str]()
+    prefix, n_by_reason = f"{things}/{how}/", Counter[str]()
     for row in rows:
         n_by_reason.update({name.removeprefix(prefix): int(n) for name, n in row.items() if name.startswith(prefix)})
     reasons = ", ".join(f"{reason} ({n})" for reason, n in n_by_reason.most_common(3))
     where = "the last step" if len(rows) == 1 else "the last two steps"
     top_reason = n_by_reason.most_common(1)[0][0] if n_by_reason else ""
     causes, remedy = _advice_on_dropped(top_reason, job.job_id)
-    seen = f"{ratios[-1]:.0%} of the last step's groups were dropped; reasons in {where}: {reasons or 'unknown'}"
-    return Finding("many_groups_dropped", seen, causes, remedy)
+    seen = f"{ratios[-1]:.0%} of the last step's {things} were {how}; reasons in {where}: {reasons or 'unknown'}"
+    return Finding(rule, seen, causes, remedy)
 
 
 def _advice_on_dropped(reason: str, job_id: str) -> tuple[str, str]:
-    events = f"'rlboost logs {job_id}' has the reason of each dropped group"
+    events = f"'rlboost logs {job_id}' has the reason of each"
     if reason == "stale":
         causes = "workers generated with weights older than elastic.max_staleness allows"
         return causes, "raise elastic.max_staleness, or look for workers that load new weights slowly"
@@ -413,6 +429,7 @@ def loss_rose(history: History, _: JobFacts) -> Finding | None:
 RULES: Sequence[Rule] = (
     no_learning_signal,
     many_groups_dropped,
+    many_conversations_lost,
     completions_clipped,
     entropy_collapsed,
     reward_fell,

@@ -14,7 +14,7 @@ from rlboost.shared.model.tool_calls import HERMES, CallStyle
 
 
 class EnvironmentFault(Exception):
-    """An environment failed, so its conversation cannot continue. Its group is dropped; the job continues."""
+    """An environment failed, so its conversation cannot continue; its group and the job do."""
 
     def __init__(self, reason: str, detail: str) -> None:
         """Describe the fault.
@@ -28,6 +28,8 @@ class EnvironmentFault(Exception):
         super().__init__(detail)
         self.reason = f"environment_{reason}"
         self.detail = detail
+        self.may_pass = reason in {"raised", "timeout", "crashed", "nondeterministic"}
+        """True if the same row may do better in another conversation."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,8 @@ class StepIntake:
         """The requests of started groups."""
         sizes, ids = {group.id: group.n for group in planned}, turn_ids(spec, len(data.evaluation))
         answered = None if spec.environment is None else ids
-        self.groups = StepCollector(job.no, step, sizes, spec.elastic.max_staleness, answered)
+        least = None if spec.environment is None else spec.environment.least(spec.algorithm.group_size)
+        self.groups = StepCollector(job.no, step, sizes, spec.elastic.max_staleness, answered, least)
         self.turns = StepTurns(job, step, self._planned, self.groups, ids, all_steps.scoring)
         self._tally = RolloutTally()
         if spec.eval is not None:
@@ -246,6 +247,7 @@ class StepIntake:
         """
         self._tally.evaluated = await self._evaluated()
         self._tally.duplicates, self._tally.engines = self.groups.duplicates, self.groups.engines
+        self._tally.lost, self._tally.n_begun_again = self.groups.lost, self.groups.n_begun_again
         return self._tally
 
     async def _evaluated(self) -> list[ScoredGroup]:

@@ -9,10 +9,10 @@ restore its state.
 
 Consumes: planned groups (`start`); turns without an answer, from `StepCollector.take_unanswered` (`answer_turns`).
 Produces: with an environment, a `GroupOpened` per group and a `TurnAnswered` per turn in `rollouts.finished`, and a
-`GroupRequested` per further turn in `rollouts.requested`.
+`GroupRequested` per further turn in `rollouts.requested`; a conversation that a fault ended begins again there.
 Waits for: `Environments.reset` and `Environments.step`, which return or raise within `environment.timeout_s` per turn
 of when an environment process takes the call.
-Ends when: each conversation has an answer that ends it, or its group was dropped.
+Ends when: each conversation has an answer that ends it, was lost, or its group was dropped.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class StepTurns:
     async def _reset(self, group: PlannedGroup) -> tuple[GroupOpened, bytes]:
         row = self._job.prompt(group)
         try:
-            reset = await self._environments.reset(_columns(row), group.seed)
+            reset = await self._reset_environment(row, group)
             prompt = row.given if reset.prompt is None else reset.prompt
             # The row's own tokens are the ones that data.max_prompt_tokens was checked with.
             unchanged = reset.prompt is None and not reset.tools
@@ -139,6 +139,17 @@ class StepTurns:
         digest = blake2b(tokens, digest_size=8).digest()
         self._groups.expect(group.id, digest)
         return GroupOpened(group=group.id, prompt_digest=digest), tokens
+
+    async def _reset_environment(self, row: Prompt, group: PlannedGroup) -> ResetResult:
+        """Reset an environment, again after a fault that may pass."""
+        n_left = self._ids.of(group.id).replacements
+        while True:
+            try:
+                return await self._environments.reset(_columns(row), group.seed)
+            except EnvironmentFault as error:
+                if not error.may_pass or n_left == 0:
+                    raise
+                n_left -= 1
 
     @property
     def _environments(self) -> Environments:
@@ -187,8 +198,8 @@ class StepTurns:
     def release(self, group: int) -> None:
         """Discard the environments of a dropped group."""
         if (environments := self._job.resources.environments) is not None:
-            for member in range(self._planned[group].n):
-                environments.release(group + member)
+            for conversation in self._groups.conversations(group):
+                environments.release(conversation.first)
 
     async def _answer(self, conversation: Conversation, number: int) -> None:
         """Answer turn `number`, counted from 1: the last one when the task was made.
@@ -205,19 +216,31 @@ class StepTurns:
             if len(conversation.answers) >= number:
                 return
             if not self._groups.is_open(group):
-                self._environments.release(conversation.sample)
+                self._environments.release(conversation.first)
                 return
             answer = self._to_answer(conversation, results)
+            request = None if answer.over else self._next_request(conversation, answer)
         except EnvironmentFault as error:
             if not self._groups.is_open(group):
                 return
-            answer = TurnAnswered(sample=turn, reason=error.reason, detail=error.detail)
-        if answer.over:
-            self._environments.release(conversation.sample)
+            first = self._groups.reserve_replacement(conversation.sample) if error.may_pass else None
+            answer = TurnAnswered(sample=turn, reason=error.reason, detail=error.detail, replaced_by=first or 0)
+            request = None if first is None else self.requests[group].model_copy(update={"group": first, "n": 1})
+            await self._report_lost(conversation, answer)
+        if answer.over or answer.reason:
+            self._environments.release(conversation.first)
         ops: list[Op] = [Append(names.rollouts_finished(self._job.id), answer)]
-        if not answer.over and not answer.reason:
-            ops.append(Append(names.rollouts_requested(self._job.id), self._next_request(conversation, answer)))
+        if request is not None:
+            ops.append(Append(names.rollouts_requested(self._job.id), request))
         await self._job.bus.transact(ops)
+
+    async def _report_lost(self, conversation: Conversation, answer: TurnAnswered) -> None:
+        name, reason, detail = str(SampleId.unpack(conversation.sample)), answer.reason, answer.detail
+        turn, again = len(conversation.turns), answer.replaced_by > 0
+        await self._job.emit_event(
+            "conversation_lost", sample=name, turn=turn, reason=reason, detail=detail, begins_again=again
+        )
+        await self._job.warn(self._job.faults.on_conversation_lost(self._step, reason, detail))
 
     async def _step_environment(self, conversation: Conversation) -> list[StepResult]:
         group, decode = self._planned[group_of(conversation.sample)], self._job.resources.data.decode
@@ -228,7 +251,7 @@ class StepTurns:
         before = [self.requests[group.id].prompt, *(answer.tokens for answer in conversation.answers)][: len(turns)]
         thoughts = [opens_thought(decode(ints(tokens)[-64:], skip_special_tokens=False)) for tokens in before]
         row = _columns(self._job.prompt(group))
-        return await self._environments.step(conversation.sample, row, group.seed, texts, raw, thoughts)
+        return await self._environments.step(conversation.first, row, group.seed, texts, raw, thoughts)
 
     def _to_answer(self, conversation: Conversation, results: Sequence[StepResult]) -> TurnAnswered:
         """Return the answer from the last result; earlier results are replays and must equal the recorded answers."""
@@ -263,7 +286,7 @@ class StepTurns:
         spans = turns[-1].spans
         return first.model_copy(
             update={
-                "group": self._ids.of(conversation.sample).id_of(conversation.sample, len(turns)),
+                "group": self._ids.of(conversation.sample).id_of(conversation.first, len(turns)),
                 "n": 1,
                 "prompt": first.prompt + completion,
                 "sampling": first.sampling.model_copy(update={"max_tokens": tokens_left}),

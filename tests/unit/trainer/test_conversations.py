@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from random import Random
+from statistics import fmean
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rlboost.services.trainer.domain import plan
+from rlboost.services.trainer.domain.advantages import centered
 from rlboost.services.trainer.domain.conversations import Conversation, StepTurnIds, TurnIds, messages_of
 from rlboost.services.trainer.domain.groups import (
     DroppedGroup,
@@ -106,20 +109,24 @@ def test_messages_show_the_arguments_that_the_tool_got() -> None:
 # --- ids --------------------------------------------------------------------------------------------------------------
 
 
-@given(st.integers(1, 7), st.integers(1, 5), st.integers(1, 5), st.booleans())
-def test_turn_ids_are_unique_and_encode_their_sample(n: int, size: int, turns: int, is_eval: bool) -> None:
-    ids = TurnIds(n, size, turns)
+@given(st.integers(1, 7), st.integers(1, 5), st.integers(1, 5), st.integers(0, 3), st.booleans())
+def test_turn_ids_are_unique_and_encode_their_sample(
+    n: int, size: int, turns: int, replacements: int, is_eval: bool
+) -> None:
+    ids = TurnIds(n, size, turns, replacements)
     seen = {}
     for group in range(n):
-        for member in range(size):
-            sample = SampleId(3, is_eval, 8, group, member).pack()
+        first_member = SampleId(3, is_eval, 8, group, 0).pack()
+        members = [first_member + member for member in range(size)]
+        for first in (*members, *(ids.replacement(first_member, index) for index in range(replacements))):
+            assert ids.group_of(first) == first_member
             for turn in range(turns):
-                packed = ids.id_of(sample, turn)
-                assert ids.turn_of(packed) == (sample, turn)
+                packed = ids.id_of(first, turn)
+                assert ids.turn_of(packed) == (first, turn)
                 assert SampleId.unpack(packed)[:3] == (3, is_eval, 8)
-                assert turn == 0 or packed == group_of(packed)
-                seen[packed] = (sample, turn)
-    assert len(seen) == n * size * turns
+                assert packed in members or packed == group_of(packed)
+                seen[packed] = (first, turn)
+    assert len(seen) == n * (size + replacements) * turns
     assert {SampleId.unpack(packed).group for packed in seen} == set(range(ids.n_numbers))
 
 
@@ -128,6 +135,19 @@ def test_more_turns_than_a_step_has_ids_for_are_refused() -> None:
     plan.check(spec(**much, environment={"function": "m:f", "max_turns": 8}), 0)
     with pytest.raises(ConfigError, match=r"environment\.max_turns: 512 prompts with 16 samples of 9 turns"):
         plan.check(spec(**much, environment={"function": "m:f", "max_turns": 9}), 0)
+    with pytest.raises(
+        ConfigError, match=r"16 samples, and 2 that may begin again, of 8 turns .* environment\.replace"
+    ):
+        plan.check(spec(**much, environment={"function": "m:f", "max_turns": 8, "replacements": 2}), 0)
+
+
+def test_conversations_begin_again_twice_or_as_often_as_ids_allow() -> None:
+    def training(prompts: int, **more: int) -> TurnIds | None:
+        data = {"data": {"train": "t", "prompts_per_step": prompts}, "algorithm": {"group_size": 16}}
+        return plan.turn_ids(spec(**data, environment={"function": "m:f", "max_turns": 8, **more}), 0).training
+
+    assert [ids and ids.replacements for ids in (training(64), training(512), training(580))] == [2, 1, 0]
+    assert training(64, replacements=5) == TurnIds(64, 16, 8, 5)
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------
@@ -242,6 +262,91 @@ def test_unrequested_turn_is_rejected_without_effect(turn: SampleFinished) -> No
     with pytest.raises(Unprocessable, match="not requested"):
         collecting.apply(turn)
     assert collecting.take_unanswered() == []
+
+
+def lost(turn: int, replaced_by: int = 0) -> TurnAnswered:
+    return TurnAnswered(sample=turn, reason="environment_crashed", detail="it died", replaced_by=replaced_by)
+
+
+def forgiving(size: int = 4, replacements: int = 1, least: int = 2) -> StepCollector:
+    ids = TurnIds(n_groups=2, group_size=size, max_turns=3, replacements=replacements)
+    return StepCollector(1, 4, {GROUP: size}, 0, StepTurnIds(ids, None), least)
+
+
+def begun_again(message: SampleFinished | TurnAnswered, first: int) -> Message:
+    return message.model_copy(update={"sample": first})
+
+
+def test_lost_conversation_begins_again_and_its_late_messages_have_no_effect() -> None:
+    collecting = forgiving()
+    again = collecting.reserve_replacement(GROUP + 1)
+    assert again is not None
+    assert collecting.reserve_replacement(GROUP + 2) is None, "the group has one only"
+    folded(collecting, said(GROUP + 1, 0, 5, 2), lost(GROUP + 1, again))
+    assert collecting.take_unanswered() == []
+    late = [said(GROUP + 1, 0, 5, 2), lost(GROUP + 1, again), told(GROUP + 1, 0, 9)]
+    folded(collecting, *late, begun_again(said(GROUP + 1, 0, 7, 2), again))
+    (talk,) = collecting.take_unanswered()
+    assert (talk.sample, talk.first, ints(talk.completion)) == (GROUP + 1, again, [7, 2])
+    others = [message for member in (0, 2, 3) for message in alone(GROUP + member)]
+    (whole,) = folded(collecting, begun_again(told(GROUP, 0, over="done"), again), *others)
+    assert isinstance(whole, WholeGroup)
+    assert [sample.sample for sample in whole.samples] == [GROUP, GROUP + 1, GROUP + 2, GROUP + 3]
+    assert whole.completions[1] == pack([7, 2], I32)
+    assert (dict(collecting.lost), collecting.n_begun_again) == ({"environment_crashed": 1}, 1)
+
+
+def test_group_is_complete_without_lost_samples_and_dropped_with_too_few() -> None:
+    collecting = forgiving(replacements=0)
+    messages = [message for member in (0, 1) for message in alone(GROUP + member)]
+    assert folded(collecting, *messages, said(GROUP + 2, 0, 5, 2), said(GROUP + 3, 0, 5, 2), lost(GROUP + 2)) == []
+    (whole,) = folded(collecting, lost(GROUP + 3), lost(GROUP + 3))
+    assert isinstance(whole, WholeGroup)
+    assert [sample.sample for sample in whole.samples] == [GROUP, GROUP + 1]
+    assert collecting.complete
+    assert collecting.n_arrived == 4
+
+    collecting = forgiving(replacements=0)
+    said_all = [said(GROUP + member, 0, 5, 2) for member in range(4)]
+    assert folded(collecting, *said_all, lost(GROUP), lost(GROUP + 1)) == []
+    assert folded(collecting, lost(GROUP + 2)) == [DroppedGroup(GROUP, "environment_crashed", "it died")]
+
+
+def test_turn_of_a_replacement_that_did_not_begin_is_rejected() -> None:
+    collecting = forgiving()
+    first = TurnIds(n_groups=2, group_size=4, max_turns=3, replacements=1).replacement(GROUP, 0)
+    with pytest.raises(Unprocessable, match="not requested"):
+        collecting.apply(begun_again(said(GROUP, 0, 5, 2), first))
+
+
+def test_faults_of_one_in_twenty_conversations_waste_few_samples_and_bias_none() -> None:
+    random = Random(7)
+    size, n_generated = 8, 0
+    advantages: dict[float, list[float]] = {0.0: [], 1.0: []}
+    for _ in range(400):
+        collecting = forgiving(size, replacements=2, least=4)
+        waiting = [(GROUP + member, GROUP + member) for member in range(size)]
+        outcome: GroupOutcome | None = None
+        while waiting:
+            sample, first = waiting.pop()
+            n_generated += 1
+            collecting.apply(begun_again(said(GROUP, 0, 5, 2), first))
+            if random.random() < 0.05:  # whatever the model wrote
+                again = collecting.reserve_replacement(sample)
+                outcome = collecting.apply(lost(first, again or 0))
+                waiting += [] if again is None else [(sample, again)]
+            else:
+                reward = float(random.random() < 0.5)
+                outcome = collecting.apply(begun_again(told(GROUP, 0, reward=reward, over="done"), first))
+        assert isinstance(outcome, WholeGroup)
+        rewards = [conversation.reward for conversation in outcome.conversations]
+        for reward, advantage in zip(rewards, centered(rewards), strict=True):
+            advantages[reward].append(advantage)
+    assert sum(map(len, advantages.values())) >= 0.93 * n_generated
+    # Of rewards 0 and 1 at one half each, a sample is above the mean of its group by half of what the others leave it.
+    expected = 0.5 * (1 - 1 / size)
+    assert fmean(advantages[1.0]) == pytest.approx(expected, rel=0.05)
+    assert fmean(advantages[0.0]) == pytest.approx(-expected, rel=0.05)
 
 
 def test_failed_environment_drops_its_group_without_further_requests() -> None:

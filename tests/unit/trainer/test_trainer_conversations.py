@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -210,7 +211,7 @@ async def test_nondeterministic_environment_drops_its_group(tmp_path: Path) -> N
             step = super().step(text)
             return replace(step, observation=f"{self.mood}") if self.n == 3 else step
 
-    rig = ConversationRig(tmp_path, Moody, steps=1)
+    rig = ConversationRig(tmp_path, Moody, steps=1, environment={**GAME["environment"], "replacements": 0})
     rig.manager.script = done
     rig.manager.withholds = lambda sample: SampleId.unpack(sample).group >= 4
     async with rig.trainer(killed=True):
@@ -242,6 +243,88 @@ async def test_failing_environment_drops_its_group_with_the_reason(tmp_path: Pat
     assert rig.environments[0].held == 0
 
 
+class Flaky(Echo):
+    """Raises in the second turn of the conversations that the test names by their number of creation."""
+
+    n_made = 0
+    fails: Callable[[int], bool]
+
+    def __init__(self) -> None:
+        type(self).n_made += 1
+        self.number = self.n_made
+
+    def step(self, text: str) -> Step:
+        if self.n_turns == 1 and type(self).fails(self.number):
+            raise OSError("the sandbox is gone")
+        return super().step(text)
+
+
+def flaky(fails: Callable[[int], bool]) -> type[Flaky]:
+    return type("FlakyHere", (Flaky,), {"fails": staticmethod(fails)})
+
+
+async def test_conversation_that_a_fault_ends_begins_again_alone(tmp_path: Path) -> None:
+    rig = await played(ConversationRig(tmp_path, flaky(lambda number: number == 6), steps=1))
+    (report,) = await rig.steps()
+    assert report.metrics["groups/dropped"] == 0
+    assert report.metrics["conversations/lost/environment_raised"] == report.metrics["conversations/begun_again"] == 1
+    assert report.metrics["conversations/lost_ratio"] == 1 / 9
+    (lost,) = [fields for kind, fields in await rig.events() if kind == "conversation_lost"]
+    assert (lost["detail"], lost["turn"], lost["begins_again"]) == ("OSError: the sandbox is gone", 2, True)
+    (warning,) = [fields["text"] for kind, fields in await rig.events() if kind == "warning"]
+    assert warning.startswith("a conversation of step 1 was lost (environment_raised)")
+    (fault,) = [answer for answer in await rig.answers() if answer.reason]
+    (again,) = [request for request in rig.manager.requests if request.group == fault.replaced_by]
+    (group,) = [one for one in rig.manager.requests if str(SampleId.unpack(one.group)) == lost["sample"][:-1] + "0"]
+    assert (again.prompt, again.n, again.sampling) == (group.prompt, 1, group.sampling)
+    samples = await rig.samples()
+    assert len({sample["sample"] for sample in samples}) == len(samples) == 8, "each sample once"
+    assert rig.environments[0].held == 0
+
+
+async def test_group_trains_on_the_samples_that_are_left(tmp_path: Path) -> None:
+    game = {**GAME["environment"], "replacements": 0, "min_group_size": 3}
+    changes: dict[str, Any] = {"data": {"train": "x", "prompts_per_step": 2}, "algorithm": {"group_size": 4}}
+    rig = await played(
+        ConversationRig(tmp_path, flaky(lambda number: number == 3), steps=1, environment=game, **changes)
+    )
+    (report,) = await rig.steps()
+    assert (report.metrics["conversations/lost"], report.metrics["conversations/begun_again"]) == (1, 0)
+    assert report.metrics["groups/dropped"] == 0
+    assert len(await rig.samples()) == len(rig.rows) == 7
+
+
+async def test_successor_of_a_killed_trainer_continues_what_began_again(tmp_path: Path) -> None:
+    rig = ConversationRig(tmp_path, flaky(lambda number: number % 5 == 0), steps=1)
+    rig.manager.script = done
+    n_turns = 0
+
+    def withholds(sample: int) -> bool:
+        nonlocal n_turns
+        n_turns += 1
+        return n_turns > 12
+
+    rig.manager.withholds = withholds
+    async with rig.trainer(killed=True):
+        await rig.command("create")
+
+        async def is_lost() -> bool:
+            return any(answer.reason for answer in await rig.answers())
+
+        await eventually(is_lost)
+    before = await rig.answers()
+    await rig.manager.release()
+    rig.lease_runs_out()
+    assert (await rig.resume()).state == "completed"
+    after = await rig.answers()
+    assert after[: len(before)] == before
+    assert len({answer.sample for answer in after}) == len(after), "a turn was answered twice"
+    (report,) = await rig.steps()
+    assert report.metrics["conversations/lost"] == sum(bool(answer.reason) for answer in after)
+    assert len({sample["sample"] for sample in await rig.samples()}) == 8
+    assert max(rig.manager.answered.values()) == 1
+
+
 async def test_failure_in_a_dropped_group_is_not_answered(tmp_path: Path) -> None:
     n_failed = 0
 
@@ -258,7 +341,7 @@ async def test_failure_in_a_dropped_group_is_not_answered(tmp_path: Path) -> Non
     async def is_dropped() -> bool:
         return any(kind == "group_dropped" for kind, _ in await rig.events())
 
-    rig = ConversationRig(tmp_path, Failing, steps=1)
+    rig = ConversationRig(tmp_path, Failing, steps=1, environment={**GAME["environment"], "replacements": 0})
     await played(rig)
     failed = [SampleId.unpack(answer.sample).group for answer in await rig.answers() if answer.reason]
     assert failed.count(failed[0]) == 1
