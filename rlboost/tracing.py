@@ -32,7 +32,7 @@ from rlboost.shared.messages import (
     TokenFrame,
     WeightsCommitted,
 )
-from rlboost.shared.messages.token_log import token_rows
+from rlboost.shared.messages.token_rows import token_rows
 from rlboost.shared.process.lifecycle import until_stop
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Bus, ReadSize
