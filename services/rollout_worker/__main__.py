@@ -39,10 +39,10 @@ from rlboost.shared.weights.peers.directory import PeerDirectory
 from rlboost.shared.weights.peers.source import PeerSource, PeerTransport
 from rlboost.shared.weights.puller import DirectorySource, Puller, StoreSource
 
+log = structlog.get_logger(__name__)
+
 _TRANSFERS = 8
 """Blobs pulled concurrently."""
-
-log = structlog.get_logger(__name__)
 
 
 async def main(settings: Settings, stop: asyncio.Event) -> None:

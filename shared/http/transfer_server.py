@@ -25,6 +25,8 @@ from prometheus_client import Counter
 
 from rlboost.shared.errors import RLBoostError
 
+log = structlog.get_logger(__name__)
+
 # --- Receives the bodies of uploads in threads, into buffers that later uploads use again; for `transfer_server` ------
 
 
@@ -116,8 +118,6 @@ def _receive_all(sock: socket.socket, rest: memoryview) -> None:
 
 # --- The server -------------------------------------------------------------------------------------------------------
 
-
-log = structlog.get_logger(__name__)
 
 _REQUEST = re.compile(rb"(GET|PUT) ([!-~]+) HTTP/1\.1\r\n((?:[!#-'*-.0-9A-Z^-z|~]+:[^\r\n]*\r\n)*)\r\n")
 _FOR_THE_APP = re.compile(r"range|if-.*|transfer-encoding|expect|upgrade|te|content-(range|encoding)")

@@ -30,10 +30,10 @@ from rlboost.shared.weights.peers.selection import BlobIndex
 from rlboost.shared.weights.rest_models import ChunkDirectory
 from rlboost.shared.weights.transfer import Buffers, Download
 
+log = structlog.get_logger(__name__)
+
 # --- Sources of blobs for a puller: the weight store alone, or peers and the store (see `peers.source`) ---------------
 
-
-log = structlog.get_logger(__name__)
 
 OnSettled = Callable[[ChunkRef, Exception | None], Awaitable[None]]
 """Called when a blob is in the cache, or with an error when it cannot be obtained."""

@@ -24,6 +24,8 @@ from rlboost.shared.process.lifecycle import until_stop
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.manifest import ChunkRef
 
+log = structlog.get_logger(__name__)
+
 # --- A lease on a prefix of an object store: one process at a time writes to it ---------------------------------------
 # The holder renews the lease by a conditional write of `owner.json` over its own last version. A process that finds
 # another owner waits for the lease time that is in the document. If the document changed meanwhile, its owner is alive
@@ -34,8 +36,6 @@ from rlboost.shared.weights.manifest import ChunkRef
 # lease expires, some time before the next holder may start. A holder that is paused for that whole time between the
 # check and the request could still remove chunks that were garbage during its own lease.
 
-
-log = structlog.get_logger(__name__)
 
 _PATH = "owner.json"
 _SPARE_S = 60.0
