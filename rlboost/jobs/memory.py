@@ -246,7 +246,7 @@ def engine_bytes(n_parameters: int, kv_bytes_per_token: int, max_tokens: int, te
     return math.ceil((2 * n_parameters + kv_bytes_per_token * max_tokens) / tensor_parallel)
 
 
-# --- What an update of the torch backend holds on each GPU, by purpose; `memory` has the trainer's state --------------
+# --- What an update of the torch backend holds on each GPU, by purpose ------------------------------------------------
 # Tests compare these bytes with what torch saves for the backward pass. A CUDA context, libraries' workspaces and
 # fragmentation come on top.
 

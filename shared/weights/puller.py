@@ -118,6 +118,7 @@ class StoreSource:
 
 
 _MAX_CONCURRENT = 4
+"""Blobs taken from the store's files concurrently, and held chunks verified concurrently."""
 
 
 class DirectorySource:
@@ -183,7 +184,6 @@ class DirectorySource:
 
 _RETAINED_VERSIONS = 2
 """The loaded version and the one that replaces it."""
-"""Held chunks verified concurrently."""
 
 CacheSeeder = Callable[[Manifest, Cache], int]
 """Copies chunks of a version that are on this machine already into the cache; returns how many. Blocks."""

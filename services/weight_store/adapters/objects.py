@@ -209,7 +209,7 @@ def _decoded(bucket: Bucket, found: StoredObject) -> _Owner:
 #     models/JOB/manifests/7.json   manifest of version 7
 #     models/JOB/edges/7.json       deltas that lead to the chunks of version 7
 #     models/JOB/parts/7-0.json     rank 0's part of version 7, staged for the commit
-#     owner.json                    the process that holds the lease: see `lease`
+#     owner.json                    the process that holds the lease: see `Lease`
 #
 # Every object is written atomically. The process that holds the lease keeps the time of a chunk's last use in memory:
 # the time of an object cannot be set, and copying it onto itself would cost one request per chunk. Chunks found at
