@@ -34,7 +34,8 @@ from benchmarks.support.weight_store import running_store
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.manifest import digest_of
-from rlboost.shared.weights.publisher import Publisher, Shard
+from rlboost.shared.weights.publisher import Publisher
+from rlboost.shared.weights.shards import Shard
 from tests.support.service_process import TOKEN, ServiceProcess
 
 JOB = "benchmark"

@@ -32,12 +32,14 @@ from rlboost.shared.messages import (
     TokenFrame,
     WeightsCommitted,
 )
-from rlboost.shared.messages.token_log import token_rows
+from rlboost.shared.messages.token_rows import token_rows
 from rlboost.shared.process.lifecycle import until_stop
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Bus, ReadSize
 from rlboost.shared.streams.entries import START, Entry, position
 from rlboost.shared.wire import U32, U64, ints
+
+log = structlog.get_logger(__name__)
 
 # --- Traces of samples, from the streams' messages and the times of their entries: a fold without I/O -----------------
 # A trace begins when the manager accepts the sample's request, and ends when weights that were trained on it are
@@ -382,8 +384,6 @@ def _emit(tracer: Tracer, trace: Span, parent: Context) -> None:
 # Consumes: the token log, committed weights, and the events and scored samples of each job that has not ended.
 # Produces: traces. Waits for: the next entries, the collector. Ends when: the stop is set; then it sends what is left.
 
-
-log = structlog.get_logger(__name__)
 
 _BLOCK_S = 0.5
 _RETRY_S = 1.0

@@ -15,7 +15,7 @@ import httpx
 import redis
 
 from rlboost.local import redis_server
-from rlboost.local.processes import Ports
+from rlboost.local.ports import Ports
 from rlboost.shared.messages.protocol import PROTOCOL, PROTOCOL_HEADER
 
 TOKEN = "benchmark"

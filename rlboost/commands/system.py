@@ -136,7 +136,7 @@ def up(  # noqa: PLR0913, PLR0917 - the options of a command
 
 def down(state: StateOption = DEFAULT_STATE, as_json: JsonOption = False) -> None:
     """Stop the system on this machine. Jobs, weights and logs stay in the state folder; 'rlboost up' continues."""
-    from rlboost.local.launch import stop  # noqa: PLC0415 - keeps --help quick
+    from rlboost.local.detached import stop  # noqa: PLC0415 - keeps --help quick
     from rlboost.local.state import StateDir  # noqa: PLC0415 - likewise
 
     stopped = stop(StateDir(state))
@@ -195,7 +195,7 @@ def _up_in_foreground(options: LocalOptions, schedule: list[ChaosEvent], *, as_j
 
 
 def _up_in_background(state: Path, arguments: list[str], *, as_json: bool) -> None:
-    from rlboost.local.launch import start  # noqa: PLC0415 - keeps --help quick
+    from rlboost.local.detached import start  # noqa: PLC0415 - keeps --help quick
     from rlboost.local.state import StateDir  # noqa: PLC0415 - likewise
 
     config = start(StateDir(state), arguments)

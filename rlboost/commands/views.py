@@ -182,7 +182,6 @@ def _redraw(screen: Console, reader: SnapshotReader, state: Path, every_s: float
 
     from rlboost.client import ClientError  # noqa: PLC0415 - likewise
     from rlboost.follow import OUTAGE_LIMIT_S, is_outage, outage_reason  # noqa: PLC0415 - likewise
-    from rlboost.shared.errors import ConfigError  # noqa: PLC0415 - likewise
     from rlboost.top import View  # noqa: PLC0415 - likewise
 
     def read() -> Snapshot:

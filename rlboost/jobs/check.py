@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rlboost.jobs.device_check import Fit, fit
-from rlboost.jobs.file import is_hub_id, nearest
 from rlboost.jobs.model_check import (
     DataFindings,
     check_data,
@@ -20,6 +19,7 @@ from rlboost.jobs.model_check import (
     n_parameters,
     path_warning,
 )
+from rlboost.jobs.model_path import is_hub_id, nearest
 from rlboost.jobs.user_code_check import MissingHere, complaint
 from rlboost.local.layout import DeviceSummary
 from rlboost.shared.data.examples import examples_of, prompt_of

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlboost.jobs.file import is_hub_id, nearest
+from rlboost.jobs.model_path import is_hub_id, nearest
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.job.training import CHUNK_LOGITS, MAX_LOGITS, LoraSpec, TrainerSpec
@@ -246,7 +246,7 @@ def engine_bytes(n_parameters: int, kv_bytes_per_token: int, max_tokens: int, te
     return math.ceil((2 * n_parameters + kv_bytes_per_token * max_tokens) / tensor_parallel)
 
 
-# --- What an update of the torch backend holds on each GPU, by purpose; `memory` has the trainer's state --------------
+# --- What an update of the torch backend holds on each GPU, by purpose ------------------------------------------------
 # Tests compare these bytes with what torch saves for the backward pass. A CUDA context, libraries' workspaces and
 # fragmentation come on top.
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rlboost import examples
 from rlboost.examples.sums import make_data
-from rlboost.jobs.file import is_hub_id
+from rlboost.jobs.model_path import is_hub_id
 from rlboost.shared.errors import ConfigError
 
 MODEL = "model"

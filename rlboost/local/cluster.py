@@ -24,12 +24,12 @@ import rlboost
 from rlboost.client import Client, ClientError
 from rlboost.local import redis_server
 from rlboost.local.machine import n_cpus
+from rlboost.local.ports import Ports
 from rlboost.local.processes import (
     LEAST_OPEN_FILES,
     STARTING_ORDER,
     LaunchContext,
     LocalOptions,
-    Ports,
     ProcessSpec,
     SpecOf,
     cache_dir,

@@ -28,6 +28,8 @@ from rlboost.shared.redis.bus import RedisBus, as_text
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Bus, Delete, HashDelete, HashSet, Op
 
+log = structlog.get_logger(__name__)
+
 # --- access tokens ----------------------------------------------------------------------------------------------------
 
 
@@ -73,8 +75,6 @@ def principal_of(secret: str, tokens: Iterable[AccessToken], now: float) -> Prin
 
 # --- authentication of clients ----------------------------------------------------------------------------------------
 
-
-log = structlog.get_logger(__name__)
 
 REFRESH_S = 2.0
 """How old the table may be: a revoked token is rejected by every manager after at most this time."""

@@ -30,6 +30,8 @@ from rlboost.shared.process.lifecycle import until_stop
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Bus, HashSet, Op
 
+log = structlog.get_logger(__name__)
+
 # --- credentials ------------------------------------------------------------------------------------------------------
 #
 # Renews the credentials with which workers download weights.
@@ -107,8 +109,6 @@ def _send(world: World, credentials: Mapping[str, str]) -> list[Effect]:
 # Waits for: the next second; in `run_requests`, the provider, which limits its own calls.
 # Ends when: the stop is set. A standby decides and requests nothing.
 
-
-log = structlog.get_logger(__name__)
 
 CHECK_EVERY_S = 1.0
 REPEAT_S = 60.0

@@ -22,6 +22,8 @@ from rlboost.shared.streams.bus import Bus, Fence, Op
 from rlboost.shared.streams.fenced_lease import FencedLease
 from rlboost.shared.streams.state_protocol import check_state
 
+log = structlog.get_logger(__name__)
+
 # --- the leader's process ---------------------------------------------------------------------------------------------
 #
 # A standby watches it through a TCP connection, which the kernel closes when the process dies.
@@ -29,8 +31,6 @@ from rlboost.shared.streams.state_protocol import check_state
 
 _CONNECT_LIMIT_S = 1.0
 _RECONNECT_PAUSE_S = 0.05
-
-log = structlog.get_logger(__name__)
 
 
 class LeaderConnection:

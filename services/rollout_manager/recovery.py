@@ -31,12 +31,12 @@ from rlboost.shared.streams.bus import Bus, Op, ReadSize, dead_letter_op, report
 from rlboost.shared.streams.entries import START, Entry, RawEntry, position
 from rlboost.shared.validation import describe
 
+log = structlog.get_logger(__name__)
+
 # --- batches of entries -----------------------------------------------------------------------------------------------
 #
 # Adjacent token frames are applied at once, every other entry by itself; those that are invalid are found.
 
-
-log = structlog.get_logger(__name__)
 
 MAX_FRAMES_PER_BATCH = 512
 """Larger batches are no faster a frame (benchmarks.token_plane), and need more memory."""

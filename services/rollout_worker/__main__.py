@@ -28,9 +28,8 @@ from rlboost.services.rollout_worker.settings import Settings
 from rlboost.services.rollout_worker.startup_timer import StartupTimer, process_age_s
 from rlboost.services.rollout_worker.watchdog import Watchdog
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.process import system
 from rlboost.shared.process.lifecycle import Loop, run_service
-from rlboost.shared.process.system import run_in_thread
+from rlboost.shared.process.system import bind_to_cpus, run_in_thread
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.access import WorkerAccess
 from rlboost.shared.weights.cache import Cache, open_cache
@@ -39,17 +38,17 @@ from rlboost.shared.weights.peers.directory import PeerDirectory
 from rlboost.shared.weights.peers.source import PeerSource, PeerTransport
 from rlboost.shared.weights.puller import DirectorySource, Puller, StoreSource
 
+log = structlog.get_logger(__name__)
+
 _TRANSFERS = 8
 """Blobs pulled concurrently."""
-
-log = structlog.get_logger(__name__)
 
 
 async def main(settings: Settings, stop: asyncio.Event) -> None:
     """Build one worker and run it until the stop."""
     startup = StartupTimer(process_age_s())
     startup.end("import")
-    system.bind(settings.cpus)
+    bind_to_cpus(settings.cpus)
     token, name = settings.token.get_secret_value(), settings.worker_name
     first = await join(settings.url, token, name, settings.role)
     waits = Waits()

@@ -49,6 +49,8 @@ from rlboost.shared.streams import names
 from rlboost.shared.streams.entries import Entry
 from rlboost.shared.wire import ints
 
+log = structlog.get_logger(__name__)
+
 # --- Replaces the engine's weights: pull, load, verify, parity check, serve -------------------------------------------
 # Consumes: `PullWeights` effects of the session, one at a time: a newer one cancels the older.
 # Produces: for the session, that the weights are loaded or unavailable; what it decides then is executed before the
@@ -57,8 +59,6 @@ from rlboost.shared.wire import ints
 #     `on_flush` reports and `finish_limit_s` bounds; then for the engine's load and parity check.
 # Ends when: cancelled, by the shutdown, or an update fails.
 
-
-log = structlog.get_logger(__name__)
 
 LOAD_LIMIT_S = 3600.0
 """Time limit of the engine for one load, its build included: compiling a large model takes many minutes."""

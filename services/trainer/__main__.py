@@ -18,9 +18,8 @@ from rlboost.services.trainer.ports.storage import JobResources
 from rlboost.services.trainer.settings import Settings
 from rlboost.shared.http import server as http
 from rlboost.shared.job.spec import JobSpec
-from rlboost.shared.process import system
 from rlboost.shared.process.lifecycle import run_service, supervise
-from rlboost.shared.process.system import gc_paused
+from rlboost.shared.process.system import bind_to_cpus, gc_paused
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.redis.bus import connect
 from rlboost.shared.streams.job_logs import log_sender
@@ -32,7 +31,7 @@ log = structlog.get_logger(__name__)
 
 async def main(config: Settings, stop: asyncio.Event) -> None:
     """Run the trainer until the stop."""
-    system.bind(config.cpus)
+    bind_to_cpus(config.cpus)
     sock = http.bind(config.host, config.port)
     bus = await connect(config.redis_url, "trainer")
     await check_leader(bus)

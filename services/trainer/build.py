@@ -17,8 +17,8 @@ from rlboost.services.trainer.adapters.run_folder import LocalRunFolder
 from rlboost.services.trainer.adapters.run_log import openers
 from rlboost.services.trainer.adapters.torch.policy import MegatronPolicy, RanksPolicy, TorchPolicy
 from rlboost.services.trainer.adapters.torch.ranks import Layout
-from rlboost.services.trainer.adapters.torch.tensors import RanksPublisher
 from rlboost.services.trainer.adapters.user_code import UserCodeLog, load_loss, load_skip_function
+from rlboost.services.trainer.adapters.weights import RanksPublisher
 from rlboost.services.trainer.domain.canary_prompts import build_canary_prompts
 from rlboost.services.trainer.domain.loss.inputs import LossFn
 from rlboost.services.trainer.domain.loss.policy import PolicyLoss, job_loss

@@ -19,7 +19,7 @@ from rlboost.services.trainer.ports.storage import TrainState
 from rlboost.shared.errors import Conflict, Corrupt, Fatal, NotFound
 from rlboost.shared.job.environment import Environment, Message
 from rlboost.shared.job.run_profile import RunProfile
-from rlboost.shared.weights.publisher import ChunkCopy, Shard, chunks_among
+from rlboost.shared.weights.shards import ChunkCopy, Shard, chunks_among
 from rlboost.shared.wire import F32, I32, U8, unpack
 
 # --- A fake `PolicyEngine` without torch ------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ async def _proxied(source: Proxied, requested: range, headers: dict[str, str], s
     return StreamingResponse(counted(), status, headers=headers, media_type=_MEDIA_TYPE)
 
 
-# --- Receives uploads of chunks in threads, without passing through the ASGI app ------------
+# --- Receives uploads of chunks in threads, without passing through the ASGI app --------------------------------------
 
 
 def chunk_receiver(store: WeightStore, metrics: Metrics, authorized: Callable[[str], bool]) -> BodyReceiver:
@@ -119,10 +119,9 @@ def chunk_receiver(store: WeightStore, metrics: Metrics, authorized: Callable[[s
 
 
 Number = Annotated[int, PathParameter(ge=0)]
-_BYTES = "application/octet-stream"
 _CHUNK = (
-    success(_BYTES)
-    | success(_BYTES, "the requested range", 206)
+    success(_MEDIA_TYPE)
+    | success(_MEDIA_TYPE, "the requested range", 206)
     | {307: {"description": "the chunk is in the object store, at the address in `Location`"}}
     | problems(404, 416)
 )

@@ -13,12 +13,11 @@ from rlboost.services.weight_store.ports import ChunkLocation, Chunks, Documents
 from rlboost.shared.errors import NotFound, StoreUnavailable
 from rlboost.shared.weights.manifest import ChunkRef, Manifest, digest_of
 
+log = structlog.get_logger(__name__)
+
 # --- Finds chunks that are damaged on the store's disk, so that a publisher can upload them again ---------------------
 # A puller that receives a chunk with another digest has it verified, and a damaged chunk is removed. Until it is
 # uploaded again, requests of a chunk that a retained version needs are answered with 503, so pullers wait for it.
-
-
-log = structlog.get_logger(__name__)
 
 
 class DamagedChunks:

@@ -29,6 +29,8 @@ from rlboost.shared.streams.bus import Bus
 from rlboost.shared.streams.names import JOBS, trainer_lease
 from rlboost.shared.weights.manifest import Manifest, Part
 
+log = structlog.get_logger(__name__)
+
 # --- Which jobs have ended, by the records that the manager stores and the leases that trainers hold ------------------
 
 
@@ -80,8 +82,6 @@ def _is_later(at: object, limit: float) -> bool:
 
 # --- The collection of garbage ----------------------------------------------------------------------------------------
 
-
-log = structlog.get_logger(__name__)
 
 UPLOAD_GRACE_S = 3600.0
 """Maximum time of an upload from its first chunk to the commit."""

@@ -20,6 +20,8 @@ from rlboost.shared.streams.names import WEIGHTS_COMMITTED
 from rlboost.shared.weights.manifest import Manifest, Part, digest_of
 from rlboost.shared.weights.rest_models import CommitRequest
 
+log = structlog.get_logger(__name__)
+
 # --- Announces committed versions on the bus, in order ----------------------------------------------------------------
 
 
@@ -116,9 +118,6 @@ async def assemble(documents: Documents, job_id: str, version: int, request: Com
 
 
 # --- The versions of each job -----------------------------------------------------------------------------------------
-
-
-log = structlog.get_logger(__name__)
 
 
 class VersionTable:

@@ -1,18 +1,15 @@
-"""The only place that makes HTTP clients: each takes a route of `proxies.py`, and reads no proxy itself."""
+"""The only place, with `aiohttp_sessions`, that makes HTTP clients: each takes a `Route`, and reads no proxy itself."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 
 from rlboost.shared.proxies import Proxy, Route, UnusableProxy
 from rlboost.shared.tls import client_verification
-
-if TYPE_CHECKING:
-    import aiohttp
 
 
 def http_client(route: Route, *, transport: httpx.BaseTransport | None = None, **options: Any) -> httpx.Client:
@@ -26,19 +23,6 @@ def http_client(route: Route, *, transport: httpx.BaseTransport | None = None, *
 def async_http_client(route: Route, **options: Any) -> httpx.AsyncClient:
     """Return a client as `http_client` does."""
     return httpx.AsyncClient(trust_env=False, transport=_AsyncRouted(route), **options)
-
-
-def aiohttp_session(route: Route, url: str, **options: Any) -> aiohttp.ClientSession:
-    """Return a session for requests to the server of `url`; options are those of `aiohttp.ClientSession`.
-
-    Raises:
-        UnusableProxy: see `Route`.
-
-    """
-    import aiohttp  # noqa: PLC0415 - an extra, and slow to import
-
-    proxy = route(url)
-    return aiohttp.ClientSession(trust_env=False, proxy=proxy.url if proxy else None, **options)
 
 
 class _Routed(httpx.BaseTransport):

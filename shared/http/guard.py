@@ -23,6 +23,8 @@ from rlboost.shared.http.access import Authenticator, FailureLimit, bearer_token
 from rlboost.shared.http.problem import Problem
 from rlboost.shared.http.scopes import Principal, Scope
 
+log = structlog.get_logger(__name__)
+
 MAX_BODY_BYTES = 64 << 20
 """Limit on one request's body: above any job file or chunk, and above the chunk list of a model of 235 B parameters."""
 SCOPE_KEY = "x-scope"
@@ -35,7 +37,6 @@ _DOCUMENTED = Depends(HTTPBearer(auto_error=False))
 
 _PRINCIPAL_KEY = "rlboost.principal"
 
-log = structlog.get_logger(__name__)
 
 _Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 _Endpoint = TypeVar("_Endpoint", bound=Callable[..., object])

@@ -25,11 +25,13 @@ from prometheus_client import Counter
 
 from rlboost.shared.errors import RLBoostError
 
-# --- Receives the bodies of uploads in threads, into buffers that later uploads use again; for `transfer_server` ------
+log = structlog.get_logger(__name__)
+
+# --- Receives the bodies of uploads in threads, into buffers that later uploads use again -----------------------------
 
 
 _STALL_S = 30.0
-"""How long a client may send no byte."""
+"""How long a client may send or accept no byte."""
 _SLOWEST_BYTES_PER_S = 64 << 10
 """A slower transfer is broken off: the other side may hold a thread or a slot with a byte now and then."""
 _MAX_UPLOADS = 32
@@ -117,8 +119,6 @@ def _receive_all(sock: socket.socket, rest: memoryview) -> None:
 # --- The server -------------------------------------------------------------------------------------------------------
 
 
-log = structlog.get_logger(__name__)
-
 _REQUEST = re.compile(rb"(GET|PUT) ([!-~]+) HTTP/1\.1\r\n((?:[!#-'*-.0-9A-Z^-z|~]+:[^\r\n]*\r\n)*)\r\n")
 _FOR_THE_APP = re.compile(r"range|if-.*|transfer-encoding|expect|upgrade|te|content-(range|encoding)")
 """Headers that change the response."""
@@ -126,7 +126,6 @@ _LENGTH = re.compile(r"[0-9]{1,18}")
 _MAX_HEAD_BYTES = 16 << 10
 _IDLE_S = 60.0
 """How long a connection may wait for its next request."""
-"""How long a client may accept no byte."""
 _STOP_S = 5.0
 """How long responses may take after the stop."""
 _MAX_THREADS = 8

@@ -255,9 +255,9 @@ _NAMES_PAGE = "docs/coming-from.md#names"
 _DIFFERENCES_PAGE = "docs/coming-from.md#what-differs"
 _VERL_SECTION = "actor_rollout_ref."
 _IS = " = "
+"""Separates our key from the calculation that yields it."""
 _SIMILAR = 0.85
 """Least similarity, from 0 to 1, of a key with one of another trainer."""
-"""Separates our key from the calculation that yields it."""
 _MAX_SHOWN = 3
 """Keys of another trainer's section that an error translates."""
 

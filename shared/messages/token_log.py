@@ -5,21 +5,16 @@ The manager's ledger is a replay of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated
 
 from pydantic import Field
 
 from rlboost.shared.messages.fields import Attempt, Column32, Column64, Message, PackedId, Span, message
 from rlboost.shared.messages.requests import GroupRequested
-from rlboost.shared.wire import U8, U32, U64, ints
 
 FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_RELEASED = 0, 1, 2, 3
 """Codes of `TokenFrame.finish`: the sample continues; it ended with a stop token; it ended at `max_tokens`; the worker
 released it because the manager reclaimed it (`Release`)."""
-
-
-# --- The token log ----------------------------------------------------------------------------------------------------
 
 
 @message
@@ -123,24 +118,3 @@ class Restated(Message):
     """The worker of the current attempt, also after it lost the sample; empty if it has none."""
     failed_at: Annotated[int, Field(ge=0)] = 0
     """How many tokens it had at its last failure."""
-
-
-# --- The rows of a token frame, one by one. The ledger reads the columns of many frames at once instead ---------------
-
-
-def token_rows(frame: TokenFrame) -> Iterator[tuple[int, int, int, int, int, int]]:
-    """Return (sample, attempt, offset, count, version, finish) of each row; see `TokenFrame`.
-
-    Raises:
-        ValueError: the columns differ in length, or are cut off.
-
-    """
-    return zip(
-        ints(frame.samples, U64),
-        ints(frame.attempts, U32),
-        ints(frame.offsets, U32),
-        ints(frame.counts, U32),
-        ints(frame.versions, U32),
-        ints(frame.finish, U8),
-        strict=True,
-    )

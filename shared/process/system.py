@@ -24,7 +24,7 @@ from rlboost.shared.errors import ConfigError
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
-def parse(text: str) -> set[int]:
+def parse_cpus(text: str) -> set[int]:
     """Return the CPUs of a list such as `0-15,32-47`.
 
     Raises:
@@ -40,7 +40,7 @@ def parse(text: str) -> set[int]:
     return found
 
 
-def bind(cpus: str) -> None:
+def bind_to_cpus(cpus: str) -> None:
     """Let this thread, and the threads and processes that it starts, run on these CPUs only; empty changes nothing.
 
     CPUs that the process may not use anyway are ignored, for example those outside its container.
@@ -51,7 +51,7 @@ def bind(cpus: str) -> None:
     """
     if not cpus or not hasattr(os, "sched_setaffinity"):
         return
-    allowed = parse(cpus) & os.sched_getaffinity(0)
+    allowed = parse_cpus(cpus) & os.sched_getaffinity(0)
     if not allowed:
         raise ConfigError(f"CPUs {cpus}: this process may use none of them; correct the setting CPUS, or remove it")
     os.sched_setaffinity(0, allowed)
@@ -100,20 +100,20 @@ def collect_garbage_rarely() -> None:
 # --- The limit of open files: each connection, stream and process needs one -------------------------------------------
 
 
-ENOUGH = 1 << 20
+ENOUGH_OPEN_FILES = 1 << 20
 """More than a service opens; some systems refuse to set a soft limit of "unlimited"."""
 
 
 def raise_open_files_limit() -> int:
-    """Raise this process's soft limit of open files to its hard limit, up to `ENOUGH`; return the soft limit.
+    """Raise the soft limit of open files to the hard limit, up to `ENOUGH_OPEN_FILES`; return the soft limit.
 
     Children inherit it. Many systems start programs with a soft limit of 1,024 or 256, which a few hundred clients or
     workers reach.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    highest = ENOUGH if hard == resource.RLIM_INFINITY else min(hard, ENOUGH)
+    highest = ENOUGH_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, ENOUGH_OPEN_FILES)
     if soft == resource.RLIM_INFINITY:
-        return ENOUGH
+        return ENOUGH_OPEN_FILES
     if soft < highest:
         # macOS refuses more than its own limit for a process, which it reports nowhere.
         for limit in (highest, 10_240):

@@ -17,6 +17,8 @@ from prometheus_client import Counter
 from rlboost.shared.errors import WaitTimedOut
 from rlboost.shared.messages import Wait, WaitKind
 
+log = structlog.get_logger(__name__)
+
 # --- Retries of calls to something that is unavailable for a while ----------------------------------------------------
 # `logs.configure` logs the first try that failed, and every tenth.
 
@@ -60,8 +62,6 @@ async def retry_while(
 
 # --- Named waits: each has a subject, a reason, a start and a limit, and is listed while it lasts ---------------------
 
-
-log = structlog.get_logger(__name__)
 
 _MAX_TIMED_OUT = 16
 """Most waits that are retained for `Waits.take_timed_out`."""

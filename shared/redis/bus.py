@@ -59,6 +59,8 @@ from rlboost.shared.streams.entries import START, Entry, RawEntry
 from rlboost.shared.streams.names import DEAD_LETTERS, worker_key_type
 from rlboost.shared.tls import CA_VARIABLE
 
+log = structlog.get_logger(__name__)
+
 # --- What makes Redis accept a rejected command later -----------------------------------------------------------------
 
 
@@ -95,8 +97,6 @@ def remedy(error: ResponseError) -> str | None:
 
 # --- The bus ----------------------------------------------------------------------------------------------------------
 
-
-log = structlog.get_logger(__name__)
 
 _FIELD = b"m"
 _SOCKET_TIMEOUT_S = 5.0

@@ -19,6 +19,8 @@ from rlboost.shared.messages import DeadLetter, Message
 from rlboost.shared.streams import names
 from rlboost.shared.streams.entries import Entry, RawEntry
 
+log = structlog.get_logger(__name__)
+
 # --- Bounds the memory of one read from streams whose entries take from 100 bytes to 64 MiB ---------------------------
 
 
@@ -250,8 +252,6 @@ class Bus(Protocol):
 
 # --- Dead letters: entries that a service cannot use, with the reason. Each is logged at error level and counted ------
 
-
-log = structlog.get_logger(__name__)
 
 MAX_DEAD_LETTERS = 10_000
 """The newest that are retained."""

@@ -20,7 +20,7 @@ from rlboost.shared.errors import (
     StoreUnavailable,
     Undecodable,
 )
-from rlboost.shared.http.clients import aiohttp_session
+from rlboost.shared.http.aiohttp_sessions import aiohttp_session
 from rlboost.shared.http.server_url import is_http_url
 from rlboost.shared.process.waiting import retry_while
 from rlboost.shared.proxies import internal

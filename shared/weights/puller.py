@@ -30,10 +30,10 @@ from rlboost.shared.weights.peers.selection import BlobIndex
 from rlboost.shared.weights.rest_models import ChunkDirectory
 from rlboost.shared.weights.transfer import Buffers, Download
 
+log = structlog.get_logger(__name__)
+
 # --- Sources of blobs for a puller: the weight store alone, or peers and the store (see `peers.source`) ---------------
 
-
-log = structlog.get_logger(__name__)
 
 OnSettled = Callable[[ChunkRef, Exception | None], Awaitable[None]]
 """Called when a blob is in the cache, or with an error when it cannot be obtained."""
@@ -118,6 +118,7 @@ class StoreSource:
 
 
 _MAX_CONCURRENT = 4
+"""Blobs taken from the store's files concurrently, and held chunks verified concurrently."""
 
 
 class DirectorySource:
@@ -183,7 +184,6 @@ class DirectorySource:
 
 _RETAINED_VERSIONS = 2
 """The loaded version and the one that replaces it."""
-"""Held chunks verified concurrently."""
 
 CacheSeeder = Callable[[Manifest, Cache], int]
 """Copies chunks of a version that are on this machine already into the cache; returns how many. Blocks."""

@@ -413,7 +413,7 @@ def _target(url: str) -> str:
 # --- Uploads blobs over HTTP in threads: bytes go from the caller's memory into the socket, not through the event loop
 
 
-_BLOCK_BYTES = 256 << 10
+_SENT_BLOCK_BYTES = 256 << 10
 """Sent within one timeout."""
 
 
@@ -455,5 +455,5 @@ class _Upload(Exchange):
         connection.endheaders()
         # A server that rejects the request may close the connection after its response.
         with suppress(BrokenPipeError, ConnectionResetError):
-            for start in range(0, len(self._data), _BLOCK_BYTES):
-                connection.send(self._data[start : start + _BLOCK_BYTES])
+            for start in range(0, len(self._data), _SENT_BLOCK_BYTES):
+                connection.send(self._data[start : start + _SENT_BLOCK_BYTES])

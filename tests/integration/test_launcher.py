@@ -24,7 +24,7 @@ from redis.retry import Retry
 
 from rlboost.client import Client
 from rlboost.local import cluster as cluster_module
-from rlboost.local import launch
+from rlboost.local import detached
 from rlboost.local import supervisor as supervisor_module
 from rlboost.local.cluster import LocalCluster
 from rlboost.local.processes import LocalOptions, spec_of
@@ -476,10 +476,10 @@ async def test_down_stops_a_supervisor_in_order(tmp_path: Path) -> None:
     state = StateDir(tmp_path / "state")
     with supervisor_process(state) as process:
         records = state.processes()
-        assert launch.stop(state)
+        assert detached.stop(state)
         assert process.poll() == 0
         assert not any(exists(record.pid) for record in records)
-    assert not launch.stop(state)
+    assert not detached.stop(state)
 
 
 async def test_a_failed_background_start_reports_the_reason(tmp_path: Path) -> None:
@@ -487,9 +487,9 @@ async def test_a_failed_background_start_reports_the_reason(tmp_path: Path) -> N
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"^cannot listen on 127.0.0.1:{port}"):
-            launch.start(state, [f"--state={state.path}", f"--port={port}"])
+            detached.start(state, [f"--state={state.path}", f"--port={port}"])
     with pytest.raises(Fatal):
-        launch.start(state, [f"--state={state.path}", "--workers=-1"])
+        detached.start(state, [f"--state={state.path}", "--workers=-1"])
 
 
 async def test_launcher_starts_the_workers_that_the_manager_wants(tmp_path: Path) -> None:

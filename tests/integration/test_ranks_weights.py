@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlboost.services.trainer.adapters.torch.tensors import RanksPublisher
+from rlboost.services.trainer.adapters.weights import RanksPublisher
 from rlboost.services.trainer.ports.engine import PolicyEngine
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
 from rlboost.shared.process.waiting import Waits

@@ -190,7 +190,7 @@ async def test_dropout_draws_are_the_same_after_a_kill(site: Site, lives: Lives)
         await live_to_the_end(site, lives, "adapter")
     async with site.manager("adapter-killed"):
         await site.create("adapter-killed", **job)
-        await lives.begin("stepped", 3)
+        await lives.begin("captured", 4)  # the checkpoint of step 2 is durable by then
         assert await lives.end() == -signal.SIGKILL
         await site.expire_lease("adapter-killed")
         await live_to_the_end(site, lives, "adapter-killed")
@@ -208,7 +208,7 @@ async def test_job_resumes_from_the_object_store_elsewhere_and_in_another_job(
         await live_to_the_end(site, lives, "whole")
     async with site.manager("moved"):
         await site.create("moved", **(JOB | rates | {"trainer": trainer}))
-        await lives.begin("stepped", 3)
+        await lives.begin("captured", 4)  # the checkpoint of step 2 is durable by then
         assert await lives.end() == -signal.SIGKILL
         await site.expire_lease("moved")
         shutil.rmtree(site.folder / "runs/moved")  # another machine has an empty disk

@@ -38,8 +38,9 @@ from rlboost.shared.weights.peers.blob_routes import MAX_CONCURRENT, blob_routes
 from rlboost.shared.weights.peers.directory import CLAIM_S, PeerDirectory
 from rlboost.shared.weights.peers.selection import ALL, BlobIndex
 from rlboost.shared.weights.peers.source import PeerSource, PeerTransport
-from rlboost.shared.weights.publisher import Publisher, Shard
+from rlboost.shared.weights.publisher import Publisher
 from rlboost.shared.weights.puller import Puller, StoreSource
+from rlboost.shared.weights.shards import Shard
 from tests.support.eventually import LIMIT_S, eventually
 from tests.support.service_process import TOKEN, ServiceProcess
 

@@ -39,9 +39,10 @@ from rlboost.shared.weights.access import ManifestKey, WorkerAccess
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.manifest import CHUNK_BYTES, digest_of
-from rlboost.shared.weights.publisher import Publisher, Shard, chunks_among
+from rlboost.shared.weights.publisher import Publisher
 from rlboost.shared.weights.puller import Puller
 from rlboost.shared.weights.rest_models import ModelInfo, VersionInfo
+from rlboost.shared.weights.shards import Shard, chunks_among
 from tests.support.eventually import eventually
 from tests.support.redis_server import RedisServer
 from tests.support.service_process import TOKEN, ServiceProcess

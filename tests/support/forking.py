@@ -38,6 +38,7 @@ _MODULES = (
     "rlboost.shared.weights.peers.blob_routes",
     "uvicorn.protocols.http.httptools_impl",
     "rlboost.cli",
+    "rlboost.local.detached",
     "rlboost.local.launch",
     "rlboost.services.trainer.adapters.torch.fsdp",
 )

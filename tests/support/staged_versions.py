@@ -8,7 +8,7 @@ from typing import Any
 
 from rlboost.shared.weights.cache import PulledVersion
 from rlboost.shared.weights.manifest import ChunkRef, Manifest, Part, TensorEntry, digest_of
-from rlboost.shared.weights.publisher import Shard
+from rlboost.shared.weights.shards import Shard
 
 
 def pulled(shards: Iterable[Shard], directory: Path, version: int = 0, **more: Any) -> PulledVersion:

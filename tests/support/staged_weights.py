@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlboost.shared.model.parity_reference import ParityReference
-from rlboost.shared.weights.publisher import Shard
+from rlboost.shared.weights.shards import Shard
 from tests.support.staged_versions import pulled
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from rlboost.shared.messages import (
     WorkerJoined,
 )
 from rlboost.shared.messages.protocol import PROTOCOL
-from rlboost.shared.messages.token_log import token_rows
+from rlboost.shared.messages.token_rows import token_rows
 from rlboost.shared.streams.bus import Bus, HashSet
 from rlboost.shared.streams.entries import START, Entry, position
 from rlboost.shared.streams.names import (

@@ -34,7 +34,7 @@ from rlboost.shared.messages import (
     WorkerJoined,
     WorkerLeft,
 )
-from rlboost.shared.messages.token_log import token_rows
+from rlboost.shared.messages.token_rows import token_rows
 from rlboost.shared.wire import I32, U32, U64, pack
 from rlboost.simulation.environment import LEASE_S, generation_s
 from rlboost.simulation.job import JOB_ID, SimulatedJob

@@ -52,6 +52,8 @@ from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Append, Bus
 from rlboost.shared.wire import I32, pack
 
+log = structlog.get_logger(__name__)
+
 # --- completions ------------------------------------------------------------------------------------------------------
 #
 # Completion requests as groups for the fleet, and their tokens as response bodies.
@@ -61,8 +63,6 @@ from rlboost.shared.wire import I32, pack
 # Waits for: the next chunk, in `CompletionWaiters.follow`, which the manager's loop wakes.
 # Ends when: all completions of the request have ended, a client disconnects, or no more tokens will come.
 
-
-log = structlog.get_logger(__name__)
 
 MAX_SAMPLES_IN_FLIGHT = 1024
 """Samples of clients in flight, of all jobs; beyond it, requests are rejected with 429."""

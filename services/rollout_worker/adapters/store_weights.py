@@ -20,14 +20,12 @@ if TYPE_CHECKING:
 
     from rlboost.services.rollout_worker.ports import StagedWeights
 
+log = structlog.get_logger(__name__)
 
 # --- Fills the cache from a model folder on this machine, such as the public model in a machine image -----------------
 # The first version of a job is usually that model, so its chunks can be built from the folder's files. A chunk is
 # cached only if its digest matches: a folder with another model costs the time to read it. One that cannot be read is
 # reported.
-
-
-log = structlog.get_logger(__name__)
 
 
 class ModelFolderSeeder:

@@ -39,6 +39,8 @@ from rlboost.shared.process.waiting import retry_while
 from rlboost.shared.progress import TransferProgress
 from rlboost.shared.weights.parallel import for_each
 
+log = structlog.get_logger(__name__)
+
 # --- Checkpoints in an object store, for a trainer that may resume on another machine ---------------------------------
 #     manifests/step-000010-006ba3c1d21f2e3d4c.json      the manifest, written last: without it there is no checkpoint
 #     files/step-000010-006ba3c1d21f2e3d4c/optimizer.safetensors/000003    a part of a file
@@ -51,8 +53,6 @@ from rlboost.shared.weights.parallel import for_each
 # started: if both have saved a step, the successor's checkpoint counts. Files without a manifest are removed once none
 # of them has been written for an hour: until then their manifest may still follow.
 
-
-log = structlog.get_logger(__name__)
 
 PART_BYTES = 16 << 20
 CONCURRENCY = 8

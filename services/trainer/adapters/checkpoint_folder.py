@@ -18,6 +18,8 @@ from rlboost.shared.errors import Corrupt
 from rlboost.shared.files import sync_path, write_error
 from rlboost.shared.ids import new_token
 
+log = structlog.get_logger(__name__)
+
 # --- Format of a checkpoint, in any kind of store: the engine's files, and a manifest with the training state ---------
 # The manifest lists each file with its length and digest. It is written last: without it there is no checkpoint.
 
@@ -120,8 +122,6 @@ class Manifest:
 # --- Checkpoints as directories `step-000010` in a local folder -------------------------------------------------------
 # Each is written under another name, flushed to disk and then renamed, so a directory of that name is complete.
 
-
-log = structlog.get_logger(__name__)
 
 MANIFEST_FILE = "state.json"
 _TEMPORARY = "unfinished-"

@@ -24,7 +24,7 @@ from rlboost.shared.errors import DiskFull, Fatal
 from rlboost.shared.files import replace_file, write_error
 from rlboost.shared.job.run_profile import RunProfile
 from rlboost.shared.model.folder import copy_without_weights, declare_dtype
-from rlboost.shared.weights.publisher import Shard
+from rlboost.shared.weights.shards import Shard
 from rlboost.shared.wire import floats, ints
 
 _FINISH_LIMIT_S = 5.0

@@ -9,13 +9,15 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rlboost.services.trainer.adapters.torch.tensors import RankShards
 from rlboost.shared.errors import NotFound, StoreUnavailable
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient, retry_unavailable
 from rlboost.shared.weights.manifest import Manifest, digest_of
-from rlboost.shared.weights.publisher import ChunkCopy, Publisher, Shard, chunks_among
+from rlboost.shared.weights.publisher import Publisher
 from rlboost.shared.weights.puller import Puller
+from rlboost.shared.weights.shards import ChunkCopy, Shard, chunks_among
 
 Digests = dict[tuple[str, tuple[int, ...], tuple[int, ...], str], str]
 """(name, offset, shape, dtype) of each shard -> digest."""
@@ -129,6 +131,36 @@ class StorePublisher:
     async def _digests(self, shards: Iterable[Shard]) -> Digests:
         """Return the digests of the shards that would be uploaded."""
         return await asyncio.to_thread(_digests_of, shards)
+
+
+@dataclass(eq=False, repr=False)
+class RanksPublisher(StorePublisher):
+    """`WeightPublisher` for ranks: each process uploads its own part of a whole model, and this one commits it.
+
+    Tensors that this process holds itself, as those of an adapter, it uploads itself.
+    """
+
+    token: str = field(kw_only=True)
+    """The ranks' credential for the weight store."""
+
+    async def _upload(self, version: int, shards: Iterable[Shard]) -> list[str]:
+        if not isinstance(shards, RankShards):
+            return await super()._upload(version, shards)
+        because = f"upload of version {version}"
+        store = {"url": self.client.url, "token": self.token}
+        async with self.waits.on("the ranks", because=because, limit_s=2 * self.limit_s):
+            return await asyncio.to_thread(
+                shards.publish, store, self.job_id, version, limit_s=self.limit_s, deltas=self.deltas
+            )
+
+    def chunks_among(self, shards: Iterable[Shard], digests: AbstractSet[str]) -> list[ChunkCopy]:
+        """See `WeightPublisher.chunks_among`."""
+        return shards.chunks_among(digests) if isinstance(shards, RankShards) else super().chunks_among(shards, digests)
+
+    async def _digests(self, shards: Iterable[Shard]) -> Digests:
+        if not isinstance(shards, RankShards):
+            return await super()._digests(shards)
+        return await asyncio.to_thread(shards.digests)
 
 
 def _digests_in(manifest: Manifest) -> Digests:

@@ -17,7 +17,7 @@ from rlboost.services.trainer.ports.engine import Critic, PolicyEngine, Snapshot
 from rlboost.services.trainer.ports.samples import Data, Environments, RewardFunction
 from rlboost.shared.job.run_profile import RunProfile
 from rlboost.shared.streams.entries import START
-from rlboost.shared.weights.publisher import ChunkCopy, Shard
+from rlboost.shared.weights.shards import ChunkCopy, Shard
 from rlboost.shared.wire import RoutedShape
 
 # --- What outlives the trainer process: checkpoints, published weights, and the folder of a run -----------------------

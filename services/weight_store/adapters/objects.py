@@ -24,6 +24,8 @@ from rlboost.shared.process.lifecycle import until_stop
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.manifest import ChunkRef
 
+log = structlog.get_logger(__name__)
+
 # --- A lease on a prefix of an object store: one process at a time writes to it ---------------------------------------
 # The holder renews the lease by a conditional write of `owner.json` over its own last version. A process that finds
 # another owner waits for the lease time that is in the document. If the document changed meanwhile, its owner is alive
@@ -34,8 +36,6 @@ from rlboost.shared.weights.manifest import ChunkRef
 # lease expires, some time before the next holder may start. A holder that is paused for that whole time between the
 # check and the request could still remove chunks that were garbage during its own lease.
 
-
-log = structlog.get_logger(__name__)
 
 _PATH = "owner.json"
 _SPARE_S = 60.0
@@ -209,7 +209,7 @@ def _decoded(bucket: Bucket, found: StoredObject) -> _Owner:
 #     models/JOB/manifests/7.json   manifest of version 7
 #     models/JOB/edges/7.json       deltas that lead to the chunks of version 7
 #     models/JOB/parts/7-0.json     rank 0's part of version 7, staged for the commit
-#     owner.json                    the process that holds the lease: see `lease`
+#     owner.json                    the process that holds the lease: see `Lease`
 #
 # Every object is written atomically. The process that holds the lease keeps the time of a chunk's last use in memory:
 # the time of an object cannot be set, and copying it onto itself would cost one request per chunk. Chunks found at

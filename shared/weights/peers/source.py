@@ -57,6 +57,8 @@ from rlboost.shared.weights.transfer import (
     Unreachable,
 )
 
+log = structlog.get_logger(__name__)
+
 # --- Fetch a blob from a peer over HTTP, with one error type for each way in which a peer can fail --------------------
 # The URLs of peers come from Redis, so no peer is sent a credential: each request carries a proof that is valid for one
 # blob.
@@ -176,8 +178,6 @@ def _error(status: int, digest: str) -> PeerFailed:
 
 # --- The source -------------------------------------------------------------------------------------------------------
 
-
-log = structlog.get_logger(__name__)
 
 _CHECK_EVERY_S = 0.5
 """How often the speed of a transfer from a peer is checked."""

@@ -27,7 +27,7 @@ SUMS = ROOT / "examples/sums"
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    # It tokenizes, with a real model: tests/e2e/test_init.py runs both jobs.
+    # It tokenizes, with a real model: tests/e2e/test_command_line.py runs both jobs.
     monkeypatch.setattr("rlboost.jobs.check.check_data", lambda _: DataFindings())
     return tmp_path
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rlboost.services.rollout_worker.domain.frames import UNSENT_BYTES, UnsentQueue, frames
 from rlboost.services.rollout_worker.domain.requests import Emission
 from rlboost.shared.messages import FINISH_LENGTH, FINISH_NONE, FINISH_STOP, SampleFailed, TokenFrame
-from rlboost.shared.messages.token_log import token_rows
+from rlboost.shared.messages.token_rows import token_rows
 from rlboost.shared.wire import floats, ints
 
 

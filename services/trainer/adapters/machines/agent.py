@@ -32,6 +32,8 @@ from rlboost.shared.errors import Retryable, WaitTimedOut
 from rlboost.shared.process.lifecycle import run_service, supervise, until_stop
 from rlboost.shared.settings import ServiceSettings
 
+log = structlog.get_logger(__name__)
+
 # --- Settings of a machine that runs ranks of a trainer on another one ------------------------------------------------
 
 
@@ -60,8 +62,6 @@ class MachineSettings(ServiceSettings):
 
 # --- The agent of a machine -------------------------------------------------------------------------------------------
 
-
-log = structlog.get_logger(__name__)
 
 _RETRY_S = 1.0
 _EXIT_LIMIT_S = 15.0

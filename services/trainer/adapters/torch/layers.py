@@ -26,6 +26,8 @@ from rlboost.shared.job.training import LoraSpec, check_targets
 from rlboost.shared.model.experts import routers_of
 from rlboost.shared.process.modules import pip_install
 
+log = structlog.get_logger(__name__)
+
 # --- The layers of a transformers model -------------------------------------------------------------------------------
 
 
@@ -178,8 +180,6 @@ def _cosine(value: torch.Tensor) -> torch.Tensor:
 # of transformers. The configuration does not show this: some families pass more to attention (sinks, learned masks) or
 # omit row boundaries. So a small random model of the family runs with each candidate.
 
-
-log = structlog.get_logger(__name__)
 
 _LAYERS = {"full_attention", "sliding_attention"}
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}

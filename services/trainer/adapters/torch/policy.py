@@ -59,7 +59,7 @@ from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.model.experts import require_known_experts, require_mixture
 from rlboost.shared.model.folder import read_config, require_unquantized, require_whole_weights
 from rlboost.shared.process.modules import pip_install
-from rlboost.shared.weights.publisher import Shard
+from rlboost.shared.weights.shards import Shard
 from rlboost.shared.wire import F32, unpack
 
 R = TypeVar("R", bound=SequenceRow)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import fcntl
 import json
@@ -14,7 +13,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,11 +22,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlboost.services.trainer.adapters.torch.ranks import RankCalls, TensorSlice
-from rlboost.services.trainer.adapters.weights import Digests, StorePublisher
 from rlboost.services.trainer.ports.engine import Loaded
 from rlboost.shared.weights.lora import adapter_of
 from rlboost.shared.weights.manifest import ChunkRef, digest_of
-from rlboost.shared.weights.publisher import ChunkCopy, Shard
+from rlboost.shared.weights.shards import ChunkCopy, Shard
 from rlboost.shared.weights.torch_tensors import merged
 
 # --- Scratch directories for tensors in transit, removed even if their process is killed ------------------------------
@@ -334,36 +331,3 @@ def merged_shards(
             yield shard
         else:
             yield whole_shard(shard.name, merged(tensor_of(shard), tensors[pair.a], tensors[pair.b], found.scaling))
-
-
-# --- Publishes weights that the ranks upload themselves ---------------------------------------------------------------
-
-
-@dataclass(eq=False, repr=False)
-class RanksPublisher(StorePublisher):
-    """`WeightPublisher` for ranks: each process uploads its own part of a whole model, and this one commits it.
-
-    Tensors that this process holds itself, as those of an adapter, it uploads itself.
-    """
-
-    token: str = field(kw_only=True)
-    """The ranks' credential for the weight store."""
-
-    async def _upload(self, version: int, shards: Iterable[Shard]) -> list[str]:
-        if not isinstance(shards, RankShards):
-            return await super()._upload(version, shards)
-        because = f"upload of version {version}"
-        store = {"url": self.client.url, "token": self.token}
-        async with self.waits.on("the ranks", because=because, limit_s=2 * self.limit_s):
-            return await asyncio.to_thread(
-                shards.publish, store, self.job_id, version, limit_s=self.limit_s, deltas=self.deltas
-            )
-
-    def chunks_among(self, shards: Iterable[Shard], digests: AbstractSet[str]) -> list[ChunkCopy]:
-        """See `WeightPublisher.chunks_among`."""
-        return shards.chunks_among(digests) if isinstance(shards, RankShards) else super().chunks_among(shards, digests)
-
-    async def _digests(self, shards: Iterable[Shard]) -> Digests:
-        if not isinstance(shards, RankShards):
-            return await super()._digests(shards)
-        return await asyncio.to_thread(shards.digests)
