@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import resource
 import signal
 import sys
@@ -49,6 +50,9 @@ if TYPE_CHECKING:
 # --- chat templates ---------------------------------------------------------------------------------------------------
 
 
+_DEVELOPER = re.compile("""(['"])developer\\1""")
+
+
 class JinjaChatTemplate:
     """`ports.ChatTemplate` of one model."""
 
@@ -57,11 +61,14 @@ class JinjaChatTemplate:
         self._source = source
         self._special_tokens = special_tokens
         self._template = ChatTemplate(source, self._render)
+        self._knows_developer = _DEVELOPER.search(source) is not None
 
     def render(self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = NO_OPTIONS) -> str:
         """See `ports.ChatTemplate.render`."""
         try:
             cleaned = clean_messages(messages)
+            if not self._knows_developer:
+                cleaned = [{**one, "role": "system"} if one["role"] == "developer" else one for one in cleaned]
             return self._template.render(cleaned, tools=options.tools, kwargs=options.kwargs).text
         except ConfigError as error:
             raise TokenizationError(f"the chat template rejects the messages: {error}") from error

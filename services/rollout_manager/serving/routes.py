@@ -75,12 +75,17 @@ def add_openai_routes(
     @needs("read")
     async def models() -> dict[str, Any]:
         """List the jobs whose weights are served."""
-        return {"object": "list", "data": [_model_object(manager, job) for job in _served_jobs(manager)]}
+        jobs = _served_jobs(manager)
+        return {
+            "object": "list",
+            "data": [_model_object(manager, job, await served_models.max_len(job)) for job in jobs],
+        }
 
     @router.get("/models/{model:path}", tags=["serving"], responses=_ERRORS)
     @needs("read")
     async def model(model: str) -> dict[str, Any]:
-        return _model_object(manager, _find_job(manager, model))
+        job = _find_job(manager, model)
+        return _model_object(manager, job, await served_models.max_len(job))
 
     @router.post("/completions", tags=["serving"], response_model=None, responses=_COMPLETION)
     @needs("job")
@@ -104,7 +109,7 @@ def add_openai_routes(
         job = _find_job(manager, body.model)
         served = await served_models.get(job)
         messages = [message.for_template() for message in body.messages]
-        options, turn = TemplateOptions(body.tools), None
+        options, turn = TemplateOptions(body.tools, body.chat_template_kwargs), None
         style = await _call_style(served, body)
         try:
             if session:
@@ -136,6 +141,13 @@ class ModelCache:
         """Return the most tokens of a job's model; a default while they are not known."""
         model = self._models.get(job.spec.model)
         return (model.files.max_len if model else None) or DEFAULT_CONTEXT
+
+    async def max_len(self, job: Job) -> int | None:
+        """Return the most tokens of a prompt and its completion together; None if they are not known."""
+        try:
+            return (await self.get(job)).files.max_len
+        except Problem:  # which requests to this model get
+            return None
 
     async def get(self, job: Job) -> ServedModel:
         """Return a job's model.
@@ -172,7 +184,7 @@ def _served_jobs(manager: Manager) -> list[Job]:
     return [job.record for job in active if job.record.state == "running" and job.progress.committed_version >= 0]
 
 
-def _model_object(manager: Manager, job: Job) -> dict[str, Any]:
+def _model_object(manager: Manager, job: Job, max_len: int | None) -> dict[str, Any]:
     return {
         "id": job.id,
         "object": "model",
@@ -180,6 +192,7 @@ def _model_object(manager: Manager, job: Job) -> dict[str, Any]:
         "owned_by": "rlboost",
         "name": job.spec.name,
         "root": job.spec.model,
+        "max_model_len": max_len,
         "weight_version": manager.world.jobs.committed_version(job.id),
     }
 

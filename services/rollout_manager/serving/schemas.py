@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 
 from rlboost.services.rollout_manager.serving.tools import tools_of_request
+from rlboost.shared.data.messages import ASSISTANT, template_kwargs_of
+from rlboost.shared.errors import ConfigError
 from rlboost.shared.http.problem import Problem
 from rlboost.shared.http.server import ErrorFormat
 from rlboost.shared.validation import describe
@@ -207,6 +209,15 @@ def _prompt(prompt: Any, entry: str = "") -> str | list[int]:
     return prompt
 
 
+def _template_kwargs(value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{reprlib.repr(value)} should be an object of arguments of the chat template")  # noqa: TRY004
+    try:
+        return template_kwargs_of(value)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+
+
 def _tool_choice(value: object) -> object:
     if value not in ("none", "auto"):
         raise ValueError(
@@ -286,6 +297,8 @@ class ChatMessage(BaseModel):
     def for_template(self) -> dict[str, Any]:
         """Return the message as a chat template takes it, with the parts of its content joined to one text."""
         content = "".join(p.text for p in self.content) if isinstance(self.content, list) else self.content
+        if content is None and self.role == ASSISTANT:
+            content = ""  # of an answer with tool calls only, or without any text
         return {**(self.model_extra or {}), "role": self.role, "content": content}
 
 
@@ -301,6 +314,7 @@ class ChatBody(_CompletionBase):
     tool_choice: Annotated[Literal["none", "auto"], PlainValidator(_tool_choice)] = "auto"
     parallel_tool_calls: bool = True
     """Whether an answer may have more than one tool call."""
+    chat_template_kwargs: Annotated[dict[str, Any], PlainValidator(_template_kwargs)] = {}
 
     @property
     def has_logprobs(self) -> bool:

@@ -124,7 +124,7 @@ async def test_prompt_that_the_model_cannot_take_is_named_by_its_number(site: Si
         await site.client().completions.create(model="j", prompt=[[3], [3] * 4])
 
 
-CHATS_ONLY = {"tools", "tool_choice", "parallel_tool_calls"}
+CHATS_ONLY = {"tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs"}
 
 
 @pytest.mark.parametrize("field", [*UNSUPPORTED, *sorted(IGNORED)])
@@ -329,6 +329,14 @@ async def test_requests_for_one_more_than_all_places_leave_some_to_the_system(
     monkeypatch.setattr(completion, "MAX_SAMPLES_IN_FLIGHT", 1)
     site.manager.completion_waiters.register([await site.ask()], site.manager.world, resumable=True)
     assert (await site.client().completions.create(model="j", prompt="a", max_tokens=1)).choices
+
+
+async def test_models_have_the_length_of_their_context_as_vllm_does(site: Site) -> None:
+    for files, expected in ((ModelFiles("m"), None), (broken(max_len=100), 100)):
+        site.files = files
+        models = [model.model_dump() async for model in site.client().models.list()]
+        assert [model["max_model_len"] for model in models] == [expected]
+    assert (await site.client().models.retrieve("j")).model_dump()["max_model_len"] == 100
 
 
 @pytest.mark.parametrize("path", ["/completions", "/chat/completions", "/models"])

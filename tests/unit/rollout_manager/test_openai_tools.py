@@ -37,7 +37,8 @@ async def chat(site: Site, answer: str = "", **more: Any) -> Any:
     if answer:
         site.answer(tokens_of(site, answer))
     asked: dict[str, Any] = {"model": "j", "messages": ASKED, "tools": [ADD], "max_tokens": 400, **more}
-    return await site.client().chat.completions.create(**asked, extra_body={"return_token_ids": True})
+    asked["extra_body"] = {"return_token_ids": True, **asked.get("extra_body", {})}
+    return await site.client().chat.completions.create(**asked)
 
 
 async def test_answer_with_a_call_has_it_in_openais_form(site: Site) -> None:
@@ -126,6 +127,55 @@ async def test_a_repeated_request_has_the_same_ids_of_calls(site: Site) -> None:
     assert ids[0] == ids[1]
 
 
+# --- histories and template arguments ---
+
+
+async def test_history_is_rendered_as_templates_expect_it(site: Site) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 3, "b": 4}'}}
+    history = [
+        {"role": "developer", "content": "Be brief."},
+        *ASKED,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "7"}]},
+        {"role": "assistant", "content": None},
+        {"role": "user", "content": "And?"},
+    ]
+    text = text_of(site, (await chat(site, "ok", messages=history)).prompt_token_ids)
+    assert text.startswith("<|im_start|>system\nBe brief.\n<tools>")
+    assert f"<|im_start|>assistant\n{call_text()}<|im_end|>\n<|im_start|>tool\n7<|im_end|>" in text
+    assert text.endswith("<|im_start|>assistant\n<|im_end|>\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n")
+
+
+async def test_role_developer_stays_where_the_template_knows_it(site: Site) -> None:
+    template = "{% for m in messages %}{% if m.role == 'developer' %}D{% else %}S{% endif %}{{ m.content }}{% endfor %}"
+    site.files = tool_files(template)
+    messages = [{"role": "developer", "content": "a"}, {"role": "user", "content": "b"}]
+    assert text_of(site, (await chat(site, "ok", messages=messages, tools=[])).prompt_token_ids) == "DaSb"
+
+
+async def test_template_arguments_are_passed_to_the_template(site: Site) -> None:
+    def given(kwargs: Any) -> dict[str, Any]:
+        return {"extra_body": {"return_token_ids": True, "chat_template_kwargs": kwargs}}
+
+    made = await chat(site, "ok", **given({"enable_thinking": False}))
+    assert text_of(site, made.prompt_token_ids).endswith("<|im_start|>assistant\n<think></think>")
+    for wrong, text in (
+        ("x", "should be an object"),
+        ({"messages": []}, "'messages'"),
+        ({"tools": []}, "'tools'"),
+        ({"add_generation_prompt": False}, "'add_generation_prompt'"),
+        ({"enable_thinking": "false"}, "remove the quotes"),
+    ):
+        with pytest.raises(BadRequestError, match=text) as caught:
+            await chat(site, **given(wrong))
+        assert caught.value.param == "chat_template_kwargs", wrong
+    with pytest.raises(BadRequestError, match="no argument 'enable_thnking': remove it from chat_template_kwargs"):
+        await chat(site, **given({"enable_thnking": False}))
+
+
+# --- conversations ---
+
+
 class Loop:
     """A conversation by one session id, as an agent has it."""
 
@@ -133,13 +183,19 @@ class Loop:
         self.site = site
         self.messages: list[Any] = list(ASKED)
         self.tools: list[Any] = [ADD]
+        self.kwargs: dict[str, Any] = {}
         self.tokens: list[int] = []
         """The prompt and the answer of the last turn."""
 
     async def turn(self, answer: str) -> Any:
         """Return the message of a turn, and keep its tokens."""
         made = await chat(
-            self.site, answer, messages=self.messages, tools=self.tools, extra_headers={"X-Session-ID": "s"}
+            self.site,
+            answer,
+            messages=self.messages,
+            tools=self.tools,
+            extra_headers={"X-Session-ID": "s"},
+            extra_body={"chat_template_kwargs": self.kwargs},
         )
         self.prompt: list[int] = made.prompt_token_ids
         self.continues = bool(self.tokens) and self.prompt[: len(self.tokens)] == self.tokens
@@ -180,7 +236,7 @@ async def test_client_may_change_ids_and_write_the_arguments_anew(site: Site) ->
     assert loop.continues
 
 
-@pytest.mark.parametrize("change", ["arguments", "name", "calls", "tools"])
+@pytest.mark.parametrize("change", ["arguments", "name", "calls", "tools", "kwargs"])
 async def test_conversation_starts_over_if_calls_or_tools_change(site: Site, change: str) -> None:
     loop = Loop(site)
     message = (await loop.turn(ODD)).model_dump()
@@ -191,6 +247,8 @@ async def test_conversation_starts_over_if_calls_or_tools_change(site: Site, cha
         call["name"] = "sub"
     elif change == "calls":
         message["tool_calls"] *= 2
+    elif change == "kwargs":
+        loop.kwargs = {"enable_thinking": True}
     else:
         loop.tools = [{**ADD, "function": {**ADD["function"], "name": "sum"}}]
     loop.extend(message)
