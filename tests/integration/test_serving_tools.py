@@ -91,7 +91,7 @@ def test_wrong_tools_and_forced_calls_are_refused_by_name(system: System) -> Non
         assert caught.value.param == param
 
 
-def test_context_of_models_is_told_where_the_manager_can_read_it(system: System) -> None:
+def test_models_have_their_context_where_the_manager_can_read_it(system: System) -> None:
     lengths = {model.id: model.model_dump()["max_model_len"] for model in system.openai.models.list()}
     config = json.loads((system.model / "config.json").read_text())
     assert lengths == {system.job: config["max_position_embeddings"], system.remote: None}

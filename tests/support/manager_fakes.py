@@ -124,7 +124,8 @@ class CharacterTokenizer:
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
         """See `Tokenizer.decode`."""
         n = len(self.special)
-        return "".join(self.special[token] * (not skip_special_tokens) if token < n else chr(token) for token in tokens)
+        special = ["" if skip_special_tokens else text for text in self.special]
+        return "".join(special[token] if token < n else chr(token % 0xD800) for token in tokens)
 
 
 class FakeTokenizer:

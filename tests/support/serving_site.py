@@ -20,6 +20,7 @@ from tests.support.manager_fakes import FakeTokenizer, InlineTextProcessor
 from tests.support.serving_rig import Rig
 
 TOKEN = "secret"
+BEARER = {"Authorization": f"Bearer {TOKEN}"}
 
 
 class Site(Rig):

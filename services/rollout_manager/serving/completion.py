@@ -22,7 +22,7 @@ import structlog
 
 from rlboost.services.rollout_manager.domain.jobs import Job
 from rlboost.services.rollout_manager.loop import Manager
-from rlboost.services.rollout_manager.serving.responses import Choice, Delta, ResponseFormatter
+from rlboost.services.rollout_manager.serving.answers import Choice, Delta, ResponseFormatter
 from rlboost.services.rollout_manager.serving.schemas import (
     ChatBody,
     CompletionBody,
@@ -52,6 +52,8 @@ log = structlog.get_logger(__name__)
 
 MAX_SAMPLES_IN_FLIGHT = 1024
 """Samples of clients in flight, of all jobs; beyond it, requests are rejected with 429."""
+KEEP_ALIVE = ": keep-alive\n\n"
+"""A server-sent event without content."""
 TOKENS_OF_TAG = 32
 """Tokens at the end of a prompt that show whether it opens a thought: a tag may have one for each character."""
 RESERVED_SAMPLES = 64
@@ -128,30 +130,42 @@ class Completion:
             raise _problem_of(error) from error
         return self._response.response([collected[i] for i in sorted(collected)], self._n_tokens)
 
-    async def stream(self) -> AsyncGenerator[str]:
-        """Yield the response as server-sent events; an error is the last event."""
+    async def chunks(self) -> AsyncGenerator[dict[str, Any] | None]:
+        """Yield the chunks of a streamed response; None while there is nothing new.
+
+        Raises:
+            Problem: the rest of the completions will not come.
+
+        """
         started = set[int]()
         try:
             async with aclosing(self._generated()) as deltas:
                 async for delta in deltas:
                     if delta is None:
-                        yield ": keep-alive\n\n"
+                        yield None
                         continue
                     for part in delta.parts():
-                        yield _event(self._response.chunk(part, first=part.index not in started))
+                        yield self._response.chunk(part, first=part.index not in started)
                         started.add(part.index)
         except (CompletionUnavailable, CompletionFailed) as error:
-            yield _event({"error": error_object(_problem_of(error))})
-            return
-        except Exception:
+            raise _problem_of(error) from error
+        except Exception as error:
             log.exception("stream_failed", job_id=self.job.id)
-            problem = openai_problem(
+            raise openai_problem(
                 500, "Internal error", "the stream failed: see 'stream_failed' in the manager's log"
-            )
+            ) from error
+        if usage := self._response.usage_chunk(self._n_tokens):
+            yield usage
+
+    async def stream(self) -> AsyncGenerator[str]:
+        """Yield the response as server-sent events; an error is the last event."""
+        try:
+            async with aclosing(self.chunks()) as chunks:
+                async for chunk in chunks:
+                    yield KEEP_ALIVE if chunk is None else _event(chunk)
+        except Problem as problem:
             yield _event({"error": error_object(problem)})
             return
-        if usage := self._response.usage_chunk(self._n_tokens):
-            yield _event(usage)
         yield "data: [DONE]\n\n"
 
     def _call_reader(self, prompt: Sequence[int], answer: str) -> CallReader | None:

@@ -18,7 +18,9 @@ from rlboost.services.rollout_manager.ports import (
     TextProcessor,
     TokenizationError,
 )
+from rlboost.services.rollout_manager.serving import openai_responses
 from rlboost.services.rollout_manager.serving.completion import Completion
+from rlboost.services.rollout_manager.serving.dialects import Writer, fields_named, translated_stream
 from rlboost.services.rollout_manager.serving.schemas import (
     ChatBody,
     CompletionBody,
@@ -103,7 +105,22 @@ def add_openai_routes(
     async def chat(
         raw: RawBody, http: Request, idempotency_key: IdempotencyKey = None, session: SessionId = None
     ) -> Response:
-        body = parse_chat(raw)
+        return await _respond(await chat_completion(parse_chat(raw), http, idempotency_key, session), http)
+
+    @router.post("/responses", tags=["serving"], response_model=None, responses=_COMPLETION)
+    @needs("job")
+    @limits_body(body_limit)
+    async def responses(
+        raw: RawBody, http: Request, idempotency_key: IdempotencyKey = None, session: SessionId = None
+    ) -> Response:
+        with fields_named(openai_responses.CHAT_NAMES):
+            body = parse_chat(openai_responses.chat_of_response(raw))
+            made = await chat_completion(body, http, idempotency_key, session)
+            return await _translate(made, openai_responses.ResponseWriter(raw), http)
+
+    async def chat_completion(
+        body: ChatBody, http: Request, idempotency_key: str | None, session: str | None
+    ) -> Completion:
         if session and body.n > 1:
             raise openai_problem(400, "Invalid value", "a conversation (X-Session-ID) has one answer a turn", param="n")
         job = _find_job(manager, body.model)
@@ -117,9 +134,7 @@ def add_openai_routes(
             prompt = turn.prompt if turn else await served.encode_chat(messages, options)
         except TokenizationError as error:
             raise _text_problem(error, "messages") from error
-        return await _respond(
-            completion(body, job, served, [prompt], principal_of(http), idempotency_key, turn, style), http
-        )
+        return completion(body, job, served, [prompt], principal_of(http), idempotency_key, turn, style)
 
 
 async def _respond(completion: Completion, http: Request) -> Response:
@@ -128,6 +143,15 @@ async def _respond(completion: Completion, http: Request) -> Response:
         return StreamingResponse(completion.stream(), media_type="text/event-stream")
     response = await completion.collect(http.is_disconnected)
     return Response(status_code=CLIENT_CLOSED_REQUEST) if response is None else JSONResponse(response)
+
+
+async def _translate(completion: Completion, writer: Writer, http: Request) -> Response:
+    """Respond in another API's format."""
+    await completion.start()
+    if completion.body.stream:
+        return StreamingResponse(translated_stream(completion, writer), media_type="text/event-stream")
+    response = await completion.collect(http.is_disconnected)
+    return Response(status_code=CLIENT_CLOSED_REQUEST) if response is None else JSONResponse(writer.whole(response))
 
 
 class ModelCache:

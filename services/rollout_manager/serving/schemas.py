@@ -21,9 +21,9 @@ from rlboost.shared.validation import describe
 # The format of OpenAI's API: `{"error": {"message", "type", "param", "code"}}`.
 
 
-ROUTES = "GET /v1/models, GET /v1/models/{model}, POST /v1/completions and POST /v1/chat/completions"
+ROUTES = "GET /v1/models, GET /v1/models/{model}, and POST /v1/completions, /v1/chat/completions and /v1/responses"
 
-_WITHOUT_VERSION = ("/completions", "/chat/completions", "/models")
+_WITHOUT_VERSION = ("/completions", "/chat/completions", "/responses", "/models")
 """What clients request whose base URL lacks the version."""
 
 

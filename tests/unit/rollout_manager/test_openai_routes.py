@@ -26,7 +26,7 @@ from rlboost.services.rollout_manager.serving.text import MAX_READS
 from rlboost.shared.http.problem import Problem
 from tests.support.eventually import eventually
 from tests.support.manager_fakes import FakeTokenizer
-from tests.support.serving_site import TOKEN, Site, running_site
+from tests.support.serving_site import BEARER, TOKEN, Site, running_site
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ async def test_errors_below_openais_routes_have_openais_format(site: Site) -> No
     for path in ("/v1/models", "/v1/models/x"):
         status, error = await error_of("GET", path)
         assert (status, error["code"]) == (401, "invalid_api_key")
-    for path in ("/v1/embeddings", "/v1/responses", "/v1/files/abc/content", "/v1/nonsense"):
+    for path in ("/v1/embeddings", "/v1/moderations", "/v1/files/abc/content", "/v1/nonsense"):
         status, error = await error_of("POST", path, headers=bearer, json={})
         assert (status, error["code"]) == (404, "unknown_url")
         assert path in error["message"]
@@ -226,7 +226,6 @@ def broken(**more: Any) -> ModelFiles:
 
 
 JSON = {"Content-Type": "application/json"}
-BEARER = {"Authorization": f"Bearer {TOKEN}"}
 
 
 @pytest.mark.parametrize("text", ["a\x00", "a\ud800"])
