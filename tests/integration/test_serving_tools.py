@@ -79,6 +79,29 @@ def test_agent_continues_with_exact_tokens_after_its_calls_streamed_or_not(syste
     assert n_calls > 2
 
 
+def test_agent_by_responses_continues_with_its_session(system: System) -> None:
+    items: list[Any] = [{"role": "user", "content": "t3 t4"}]
+    tool = {"type": "function", **ADD["function"]}
+    asked: dict[str, Any] = {"model": "tiny", "input": items, "tools": [tool], "store": False}
+    asked["extra_headers"] = {"X-Session-ID": "responses"}
+    n_before, n_calls = 0, 0
+    for _ in range(8):
+        with system.openai.responses.stream(**asked) as stream:
+            kinds = [event.type for event in stream]
+            made: Any = stream.get_final_response()
+        assert kinds[0] == "response.created"
+        assert kinds[-1] == f"response.{made.status}"
+        assert made.usage.input_tokens > n_before
+        n_before = made.usage.total_tokens
+        calls = [item for item in made.output if item.type == "function_call"]
+        assert {json.loads(call.arguments)["a"] for call in calls} <= set(CALLS)
+        n_calls += len(calls)
+        items += [item.model_dump(exclude={"parsed_arguments"}) for item in made.output]
+        items += [{"type": "function_call_output", "call_id": call.call_id, "output": "t5"} for call in calls]
+        items += [] if calls else [{"role": "user", "content": "t6"}]
+    assert n_calls
+
+
 def test_wrong_tools_and_forced_calls_are_refused_by_name(system: System) -> None:
     wrong: list[tuple[str, dict[str, Any]]] = [
         ("tool_choice", {"tools": [ADD], "tool_choice": "required"}),

@@ -17,7 +17,7 @@ _SAME = ("model", "stream", "temperature", "top_p", "tool_choice", "parallel_too
 """Fields that chat completions have, too."""
 _DEFAULTS: Mapping[str, tuple[Any, ...]] = {
     "background": (False,),
-    "include": ([],),
+    "include": ([], ["reasoning.encrypted_content"]),  # of reasoning items, which no answer here has
     "reasoning": ({},),
     "store": (False,),
     "text": ({}, {"format": {"type": "text"}}),

@@ -128,6 +128,7 @@ async def test_agent_loop_continues_with_its_session(site: Site) -> None:
     [
         ({"store": True}, "store: not supported, except for false: responses are not stored", "store"),
         ({"previous_response_id": "resp_1"}, "give all items as input", "previous_response_id"),
+        ({"include": ["message.output_text.logprobs"]}, "include: not supported", "include"),
         ({"background": True}, "background: not supported", "background"),
         ({"text": {"format": {"type": "json_object"}}}, "text: not supported", "text"),
         ({"reasoning": {"effort": "low"}}, "reasoning: not supported", "reasoning"),
@@ -148,6 +149,17 @@ async def test_invalid_request_names_the_field_of_this_api(
     with pytest.raises(BadRequestError, match=text) as caught:
         await respond(site, **more)
     assert caught.value.param == param
+
+
+def test_field_that_changes_no_answer_is_accepted() -> None:
+    asked = {"model": "j", "input": "a"}
+    for more in (
+        {"include": ["reasoning.encrypted_content"]},
+        {"metadata": {"a": "b"}, "prompt_cache_key": "k", "stream_options": {"include_obfuscation": False}},
+        {"store": False, "truncation": "disabled", "text": {"format": {"type": "text"}}, "reasoning": {}},
+        {"previous_response_id": None, "top_logprobs": 0, "background": False},
+    ):
+        assert chat_of_response({**asked, **more}) == chat_of_response(asked)
 
 
 async def test_error_in_a_stream_is_raised_by_the_client(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
