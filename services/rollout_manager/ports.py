@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from rlboost.shared.errors import Retryable, RLBoostError
+from rlboost.shared.model.tool_calls import CallStyle
 
 
 class WorkerUsers(Protocol):
@@ -80,16 +81,31 @@ class Tokenizer(Protocol):
         """Return the text of token ids."""
 
 
+class TemplateOptions(NamedTuple):
+    """What a chat template takes besides the messages."""
+
+    tools: Sequence[dict[str, Any]] = ()
+    """JSON schemas of tools."""
+    kwargs: Mapping[str, Any] = {}
+    """Further arguments of the template."""
+
+
+NO_OPTIONS = TemplateOptions()
+
+
 class ChatTemplate(Protocol):
     """Renders conversations as the model's text."""
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = NO_OPTIONS) -> str:
         """Return the text of a conversation, up to where the assistant's next answer begins.
 
         Raises:
-            TokenizationError: the template rejects the messages.
+            TokenizationError: the template rejects the messages or the options.
 
         """
+
+    def render_unchecked(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], is_prompt: bool) -> str:
+        """Return what the template makes of messages, to find out how it writes tool calls; may raise anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +135,13 @@ class TextProcessor(Protocol):
 
         """
 
-    async def render(self, model: str, messages: Sequence[Mapping[str, Any]]) -> str:
+    async def render(
+        self, model: str, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = NO_OPTIONS
+    ) -> str:
         """Return the text of a conversation; see `ChatTemplate.render`, and `encode` for errors."""
+
+    async def call_style(self, model: str) -> CallStyle:
+        """Return how a model's chat template writes tool calls; see `encode` for errors."""
 
 
 LoadModelFiles = Callable[[str], ModelFiles]

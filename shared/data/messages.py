@@ -48,7 +48,7 @@ _TEMPLATE_OWN = frozenset(
     | {"return_assistant_tokens_mask", "tokenizer_kwargs", "bos_token", "eos_token", "pad_token", "unk_token"}
     | {"strftime_now", "raise_exception"}
 )
-"""Arguments that a row cannot set, because the trainer does."""
+"""Arguments that neither a row nor a client can set, because RLBoost does."""
 
 
 def clean_messages(messages: Sequence[Any], *, of_row: bool = False) -> Messages:
@@ -137,7 +137,7 @@ def template_kwargs_of(given: object) -> dict[str, Any]:
     """Return the arguments in a column `chat_template_kwargs`, without those that are null, as tables add them.
 
     Raises:
-        ConfigError: it is no mapping, or names an argument that is the trainer's.
+        ConfigError: it is no mapping, or names an argument that is RLBoost's own.
 
     """
     if isinstance(given, str):
@@ -147,7 +147,7 @@ def template_kwargs_of(given: object) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise ConfigError(f"{TEMPLATE_KWARGS!r} is {given!r:.60}: give a mapping such as {{'enable_thinking': false}}")
     if own := next((name for name in given if name in _TEMPLATE_OWN), None):
-        raise ConfigError(f"{TEMPLATE_KWARGS!r} has {own!r}, which a row cannot set: remove it")
+        raise ConfigError(f"{TEMPLATE_KWARGS!r} has {own!r}, which is set for every prompt: remove it")
     for name, value in given.items():
         if isinstance(value, str) and value.strip().lower() in ("true", "false"):
             raise ConfigError(f"{TEMPLATE_KWARGS!r} has {name}: {value!r}, which is text: remove the quotes")

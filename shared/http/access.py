@@ -6,7 +6,7 @@ import hmac
 import json
 import math
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
@@ -82,6 +82,7 @@ def is_valid_signature(signature: str, key: str, purpose: Purpose, subject: str)
 # --- Who sent a request, by its bearer token, and the scope that a route needs ----------------------------------------
 
 
+API_KEY_HEADER = "x-api-key"
 Authenticator = Callable[[str], Awaitable[Principal | None]]
 """Bearer token -> its holder; None if the token is unknown or has expired."""
 _Endpoint = TypeVar("_Endpoint", bound=Callable[..., object])
@@ -107,6 +108,11 @@ def bearer_token(authorization: str) -> str:
     """Return the token in an `Authorization` header, empty if there is none."""
     scheme, _, given = authorization.partition(" ")
     return given.strip() if scheme.lower() == "bearer" else ""
+
+
+def credential_of(headers: Mapping[str, str]) -> str:
+    """Return the token of a request, empty if there is none: a bearer token, or else what Anthropic's clients send."""
+    return bearer_token(headers.get("Authorization", "")) or headers.get(API_KEY_HEADER, "").strip()
 
 
 def is_token(given: str, token: str) -> bool:

@@ -19,6 +19,9 @@ log = structlog.get_logger(__name__)
 
 HEAD_LIMIT_S = 10.0
 """How long a request's line and headers may take, from the connection or from their first byte."""
+KEEP_ALIVE_S = 75
+"""How long a connection may be idle: longer than clients' tools take between two requests, and than load balancers
+keep connections. uvicorn closes them then, and `Connections` replaces idle ones when all places are taken."""
 STALL_S = 60.0
 """How long a client may send no byte of a body, or accept no byte of a response."""
 MAX_HEAD_BYTES = 64 << 10
@@ -189,7 +192,8 @@ class LimitedProtocol(asyncio.Protocol):
         if self.has_request:
             self._progress_at = now
             return False
-        return now - self._progress_at > HEAD_LIMIT_S
+        is_idle = self.cycle is not None and not self._n_waiting  # uvicorn closes it after KEEP_ALIVE_S
+        return not is_idle and now - self._progress_at > HEAD_LIMIT_S
 
     def abort(self) -> None:
         """See `Connection.abort`."""

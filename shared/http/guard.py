@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive
 
 from rlboost.shared.errors import RLBoostError
-from rlboost.shared.http.access import Authenticator, FailureLimit, bearer_token, needed_scope, system_token
+from rlboost.shared.http.access import Authenticator, FailureLimit, credential_of, needed_scope, system_token
 from rlboost.shared.http.problem import Problem
 from rlboost.shared.http.scopes import Principal, Scope
 
@@ -122,7 +122,7 @@ class Guard:
             Problem: 401, it has none that is valid; 403, its scope is another one; 429, its address failed too often.
 
         """
-        given = bearer_token(request.headers.get("Authorization", ""))
+        given = credential_of(request.headers)
         principal = await self._authenticate(given) if given else None
         if principal is None:
             raise self._unauthorized(request, given)
@@ -141,8 +141,8 @@ class Guard:
             detail = f"too many requests from {address} with an invalid token: try again in {wait_s} s"
             return Problem(429, "Too many failures", detail, headers={"Retry-After": str(wait_s)})
         detail = (
-            "the token is missing, unknown or expired: send the header 'Authorization: Bearer <token>' with "
-            "this system's token or one that was created with 'rlboost token create'"
+            "the token is missing, unknown or expired: send the header 'Authorization: Bearer <token>', or "
+            "'x-api-key: <token>', with this system's token or one that was created with 'rlboost token create'"
         )
         return Problem(401, "Unauthorized", detail, headers={"WWW-Authenticate": "Bearer"})
 

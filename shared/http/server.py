@@ -24,7 +24,7 @@ from starlette.routing import Match, Route
 
 from rlboost.shared.errors import ConfigError, NotFound, Rejected, Retryable, RLBoostError, Unprocessable
 from rlboost.shared.http.access import needs
-from rlboost.shared.http.connections import Connections, LimitedTransfer, limited, max_connections
+from rlboost.shared.http.connections import KEEP_ALIVE_S, Connections, LimitedTransfer, limited, max_connections
 from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.problem import GUARDED_ERRORS, PROBLEM, Problem, problems
 from rlboost.shared.http.server_url import server_url
@@ -257,6 +257,7 @@ def server_loop(
             log_level="warning",
             access_log=False,
             timeout_graceful_shutdown=5,
+            timeout_keep_alive=KEEP_ALIVE_S,
             lifespan="off",
             ws="none",
             ssl_certfile=certificate.certificate if certificate else None,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -131,6 +131,37 @@ def call_style(render: Render) -> CallStyle:
         piece = next(piece for piece in pieces if _KNOWN_NAME in piece)
         wrong = f"the model's chat template writes calls as {piece[:400]!r}, which no reader reads"
     return CallStyle("", problem=f"{wrong}: {_REMEDY}")
+
+
+def style_of_turns(
+    render: Render, end_ids: Collection[int], encode: Callable[[str], Sequence[int]], decode: Callable[[list[int]], str]
+) -> CallStyle:
+    """Return the `call_style` of a model, with a `problem` if a turn of the model could not end with a call.
+
+    Args:
+        render: renders through the model's chat template.
+        end_ids: the tokens that end a turn.
+        encode: text to token ids, without tokens that a tokenizer adds.
+        decode: token ids to text, with special tokens.
+
+    """
+    style = call_style(render)
+    if style.problem:
+        return style
+    after = text_to_result(render, style)
+    if not after:
+        return replace(style, format="", problem="the model's chat template leaves out the results of tool calls")
+    ends = [decode([token]) for token in sorted(end_ids)]
+    if set(end_ids).isdisjoint(encode(after)):
+        problem = (
+            f"a turn with a tool call would not end: the model's chat template writes {after!r} up to the result, "
+            f"and the tokens that end a turn are only {', '.join(map(repr, ends))}: add the one that follows a "
+            "call to eos_token_id in the model's generation_config.json"
+        )
+        return replace(style, format="", problem=problem)
+    for end in ends:
+        style = replace(style, example=style.example.removesuffix(end))
+    return style
 
 
 def text_to_result(render: Render, style: CallStyle) -> str:

@@ -52,6 +52,13 @@ async def small_port(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[int]:
         yield port
 
 
+@pytest.fixture
+async def impatient_port(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[int]:
+    monkeypatch.setattr(server, "KEEP_ALIVE_S", 1)
+    async with contextlib.asynccontextmanager(_serve)(monkeypatch, 8) as port:
+        yield port
+
+
 async def closed(reader: asyncio.StreamReader) -> bytes:
     """Return what the server sends before it closes the connection."""
     try:
@@ -73,6 +80,29 @@ async def test_response_that_takes_long_is_not_cut(port: int) -> None:
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30.0) as client:
         for _ in range(2):
             assert (await client.get("/slow")).text == "...."
+
+
+async def test_connection_is_kept_while_the_client_pauses_between_requests(port: int) -> None:
+    """The pause is longer than a client may take for the headers of a request."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    for _ in range(2):
+        writer.write(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        async with asyncio.timeout(30.0):
+            await reader.readuntil(b'{"status":"ok"}')
+        closing = asyncio.create_task(reader.read(1), name="closing")
+        assert not (await asyncio.wait({closing}, timeout=3 * connections.HEAD_LIMIT_S))[0]
+        closing.cancel()
+        await asyncio.wait({closing})
+    writer.write(HEAD)
+    assert await closed(reader) == b""
+    writer.close()
+
+
+async def test_idle_connection_is_closed_in_the_end(impatient_port: int) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", impatient_port)
+    writer.write(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert (await closed(reader)).endswith(b'{"status":"ok"}')
+    writer.close()
 
 
 async def test_headers_without_end_are_not_held_in_memory(port: int) -> None:

@@ -20,6 +20,7 @@ RULES_BEYOND_THE_SCHEMA = (
     "POST /v1/jobs",  # keys of a job file depend on each other
     "POST /v1/completions",  # the model must be that of a running job
     "POST /v1/chat/completions",
+    "POST /v1/responses",
     "PUT /v1/chunks/{digest}",  # the body must have the digest
     "PUT /v1/models/{job_id}/versions/{version}/parts/{rank}",  # the body must be that rank's part
 )

@@ -11,122 +11,30 @@ from typing import Any
 
 import httpx
 import pytest
-from openai import APIError, APITimeoutError, AuthenticationError, BadRequestError, ConflictError, NotFoundError, OpenAI
+from openai import APIError, APITimeoutError, AuthenticationError, BadRequestError, ConflictError, NotFoundError
 
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import GroupRequested, JobReport, Message, SampleFinished, Sampling
 from rlboost.shared.redis.bus import RedisBus
 from rlboost.shared.streams import names
-from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.wire import I32, pack
-from tests.support import published_model
 from tests.support.doc_snippets import blocks_in
 from tests.support.generated_docs import ROOT
-from tests.support.model_folder import write_tokenizer
-from tests.support.redis_server import RedisServer
-from tests.support.service_process import TOKEN, ServiceProcess
+from tests.support.service_process import TOKEN
+from tests.support.serving_system import WAIT_S, System, until
 
-WAIT_S = 90.0
 TEMPLATE = "{% for m in messages %}{{ bos_token }} {{ m.content }} {% endfor %}"
 FOREVER = {"ignore_eos": True, "return_token_ids": True}
 
 
-class System:
-    """Everything but a trainer, which the test plays."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.model = write_tokenizer(directory / "model")
-        config = published_model.config(2).to_dict() | {"eos_token_id": 2}
-        (self.model / "config.json").write_text(json.dumps(config))
-        (self.model / "chat_template.jinja").write_text(TEMPLATE)
-        self.redis = RedisServer(directory / "redis", aof=True)
-        self.redis.start()
-        self.workers: dict[str, ServiceProcess] = {}
-        self.store = self._service("weight_store", "WEIGHT_STORE", DIR=str(directory / "weights"))
-        self.manager = self._service("rollout_manager", "MANAGER", WEIGHT_STORE_URL=self.store.url)
-        self.http = httpx.Client(base_url=self.manager.url, headers={"Authorization": f"Bearer {TOKEN}"})
-        self.openai = OpenAI(base_url=f"{self.manager.url}/v1", api_key=TOKEN, max_retries=0, timeout=WAIT_S)
-
-    def _service(self, name: str, prefix: str, **settings: str) -> ServiceProcess:
-        prefix = f"RLBOOST_{prefix}_"
-        env = {f"{prefix}{key}": value for key, value in settings.items()}
-        return ServiceProcess(name, prefix, self.directory, self.redis.url, env)
-
-    def start(self) -> None:
-        self.manager.start()
-        for name in ("w1", "w2"):
-            self.hire(name)
-        self.store.start()
-        self.job = self.create_job("tiny", str(self.model))
-        self.remote = self.create_job("remote", "some/where/else")
-
-    def hire(self, name: str) -> None:
-        (self.directory / name).mkdir()
-        cache = str(self.directory / name / "cache")
-        self.workers[name] = self._service(
-            "rollout_worker", "WORKER", URL=self.manager.url, NAME=name, SLOTS="8", CACHE_DIR=cache
-        )
-        self.workers[name].launch()
-
-    def create_job(self, name: str, model: str) -> str:
-        spec = {
-            "name": name,
-            "model": model,
-            "data": {"train": "t.jsonl"},
-            "reward": {"function": "a:b"},
-            "steps": 9,
-            "sampling": {"max_tokens": 24},
-        }
-        job: str = self.http.post("/v1/jobs", json=spec).json()["id"]
-        asyncio.run(self._begin(job))
-        return job
-
-    async def _begin(self, job: str) -> None:
-        async with StoreClient(self.store.url, TOKEN) as client:
-            await published_model.publish(client, job, 0, seed=0)
-        await self._send(names.JOB_REPORTS, JobReport(job_id=job, state="running", step=0))
-
-    async def _send(self, stream: str, message: Message) -> None:
-        bus = RedisBus(self.redis.url)
-        await bus.append(stream, message)
-        await bus.close()
-
-    def send(self, stream: str, message: Message) -> None:
-        asyncio.run(self._send(stream, message))
-
-    def audit(self) -> dict[str, Any]:
-        audit: dict[str, Any] = self.http.get(f"/v1/jobs/{self.job}/audit").json()
-        return audit
-
-    def kill_the_worker_that_runs(self) -> None:
-        busy = next(w for w in self.http.get("/v1/workers").json() if w["running"] and w["state"] == "ready")
-        name = next(name for name in self.workers if busy["id"].startswith(name))
-        self.workers.pop(name).kill()
-
-    def close(self) -> None:
-        self.openai.close()
-        self.http.close()
-        for service in (*self.workers.values(), self.manager, self.store):
-            service.kill()
-        self.redis.stop()
-
-
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    system = System(tmp_path_factory.mktemp("serving"))
+    system = System(tmp_path_factory.mktemp("serving"), TEMPLATE)
     try:
         system.start()
         yield system
     finally:
         system.close()
-
-
-def until(condition: Any) -> None:
-    limit = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < limit
-        time.sleep(0.02)
 
 
 def test_models_are_the_jobs_that_run(system: System) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from rlboost.services.rollout_manager.ports import LoadModelFiles, ProviderFailed
+from rlboost.services.rollout_manager.adapters.text import call_style_of
+from rlboost.services.rollout_manager.ports import NO_OPTIONS, LoadModelFiles, ProviderFailed, TemplateOptions
+from rlboost.shared.model.tool_calls import CallStyle
 
 
 class FakeWorkerUsers:
@@ -89,11 +92,40 @@ class InlineTextProcessor:
         assert tokenizer is not None
         return [tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
 
-    async def render(self, model: str, messages: Sequence[Mapping[str, Any]]) -> str:
+    async def render(
+        self, model: str, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = NO_OPTIONS
+    ) -> str:
         """See `TextProcessor.render`."""
         template = self.load(model).chat_template
         assert template is not None
-        return template.render(messages)
+        return template.render(messages, options)
+
+    async def call_style(self, model: str) -> CallStyle:
+        """See `TextProcessor.call_style`."""
+        return call_style_of(self.load(model))
+
+
+class CharacterTokenizer:
+    """`ports.Tokenizer` of one token per character, after special tokens whose ids are their places in a list."""
+
+    def __init__(self, special: Sequence[str]) -> None:
+        self.special = list(special)
+        self._pattern = re.compile("(" + "|".join(map(re.escape, special)) + ")")
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """See `Tokenizer.encode`."""
+        del add_special_tokens
+        return [
+            token
+            for i, part in enumerate(self._pattern.split(text))
+            for token in ([self.special.index(part)] if i % 2 else map(ord, part))
+        ]
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """See `Tokenizer.decode`."""
+        n = len(self.special)
+        special = ["" if skip_special_tokens else text for text in self.special]
+        return "".join(special[token] if token < n else chr(token % 0xD800) for token in tokens)
 
 
 class FakeTokenizer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,12 @@ def write_unmarked_model(directory: Path) -> Path:
     return directory
 
 
-def write_tokenizer(directory: Path, words: int = VOCABULARY, *, eos: bool = True) -> Path:
-    """Write a tokenizer of so many words, and return the directory."""
-    texts = [PAD, BOS, EOS, *(f"t{i}" for i in range(3, words))]
-    tokenizer = Tokenizer(models.WordLevel({text: i for i, text in enumerate(texts)}, unk_token=PAD))
+def write_tokenizer(
+    directory: Path, words: int = VOCABULARY, *, eos: bool = True, texts: Mapping[int, str] | None = None
+) -> Path:
+    """Write a tokenizer of so many words, some of them with other `texts`, and return the directory."""
+    vocabulary = [PAD, BOS, EOS, *((texts or {}).get(i, f"t{i}") for i in range(3, words))]
+    tokenizer = Tokenizer(models.WordLevel({text: i for i, text in enumerate(vocabulary)}, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 1)])
     special = {"bos_token": BOS, "pad_token": PAD, **({"eos_token": EOS} if eos else {})}

@@ -14,6 +14,7 @@ from rlboost.shared.messages import (
     FINISH_LENGTH,
     FINISH_NONE,
     FINISH_RELEASED,
+    FINISH_STOP,
     Assign,
     Assignment,
     Dismissed,
@@ -73,11 +74,13 @@ class Held:
     flushed: int
     done: bool = False
     released: bool = False
+    answer: list[int] | None = None
+    """The tokens to generate, the last of which is a stop token."""
 
     @property
     def finish(self) -> int:
         if self.done:
-            return FINISH_LENGTH
+            return FINISH_LENGTH if self.tokens != self.answer else FINISH_STOP
         return FINISH_RELEASED if self.released else FINISH_NONE
 
 
@@ -101,6 +104,8 @@ class SimWorker:
     version: int = -1
     assigned: tuple[str, int] | None = None
     held: dict[int, Held] = field(default_factory=dict)
+    answers: list[list[int]] = field(default_factory=list)
+    """The tokens of its next samples."""
     seq: int = 0
     unsent: TokenFrame | None = None
     """The frame that the bus has not accepted: without it, all later tokens of its samples would leave a gap."""
@@ -220,6 +225,8 @@ class SimWorker:
             tokens = ints(assignment.tokens, I32)
             maximum = assignment.sampling.max_tokens
             self.held[assignment.sample] = Held(assignment.attempt, tokens, maximum, len(tokens))
+            if self.answers:
+                self.held[assignment.sample].answer = self.answers.pop(0)
 
     def generate(self, n: int = 1) -> None:
         """Make up to `n` tokens for each sample that it runs."""
@@ -227,9 +234,11 @@ class SimWorker:
             return
         for held in [held for held in self.held.values() if not held.released][: self.slots]:
             for _ in range(n):
-                if len(held.tokens) < held.max_tokens:
+                if held.answer is not None:
+                    held.tokens = held.answer[: min(len(held.tokens) + 1, held.max_tokens)]
+                elif len(held.tokens) < held.max_tokens:
                     held.tokens.append(next_token(self.id, self.version, held.tokens))
-            held.done = len(held.tokens) >= held.max_tokens
+            held.done = len(held.tokens) >= held.max_tokens or held.tokens == held.answer
 
     def running(self) -> list[int]:
         """Return the samples that have a slot."""

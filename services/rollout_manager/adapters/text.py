@@ -15,22 +15,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import resource
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from rlboost.services.rollout_manager.ports import ModelFiles, TextProcessesBusy, TokenizationError
+from rlboost.services.rollout_manager.ports import (
+    NO_OPTIONS,
+    ModelFiles,
+    TemplateOptions,
+    TextProcessesBusy,
+    TokenizationError,
+)
 from rlboost.shared.data.messages import Messages, clean_messages
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.model.chat_template import ChatTemplate
 from rlboost.shared.model.folder import merge_eos_ids
+from rlboost.shared.model.tool_calls import CallStyle, style_of_turns
 from rlboost.shared.process.waiting import count_timeout
 from rlboost.shared.settings import environment_without_settings
 
@@ -41,6 +50,9 @@ if TYPE_CHECKING:
 # --- chat templates ---------------------------------------------------------------------------------------------------
 
 
+_DEVELOPER = re.compile("""(['"])developer\\1""")
+
+
 class JinjaChatTemplate:
     """`ports.ChatTemplate` of one model."""
 
@@ -49,17 +61,37 @@ class JinjaChatTemplate:
         self._source = source
         self._special_tokens = special_tokens
         self._template = ChatTemplate(source, self._render)
+        self._knows_developer = _DEVELOPER.search(source) is not None
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = NO_OPTIONS) -> str:
         """See `ports.ChatTemplate.render`."""
         try:
-            return self._template.render(clean_messages(messages)).text
+            cleaned = clean_messages(messages)
+            if not self._knows_developer:
+                cleaned = [{**one, "role": "system"} if one["role"] == "developer" else one for one in cleaned]
+            return self._template.render(cleaned, tools=options.tools, kwargs=options.kwargs).text
         except ConfigError as error:
             raise TokenizationError(f"the chat template rejects the messages: {error}") from error
 
+    def render_unchecked(self, messages: Messages, tools: list[dict[str, Any]], is_prompt: bool) -> str:
+        """See `ports.ChatTemplate.render_unchecked`."""
+        return self._render(messages, tools=tools, add_generation_prompt=is_prompt)
+
     def _render(self, messages: Messages, *, tools: Any, **options: Any) -> str:
-        del tools  # the endpoint takes none
-        return str(_compiled(self._source).render(messages=messages, **options, **self._special_tokens))
+        return str(_compiled(self._source).render(messages=messages, tools=tools, **options, **self._special_tokens))
+
+
+def call_style_of(files: ModelFiles) -> CallStyle:
+    """Return how a model's chat template writes tool calls; see `ports.TextProcessor.call_style`."""
+    tokenizer, template = files.tokenizer, files.chat_template
+    if tokenizer is None or template is None:
+        raise TokenizationError(f"model {files.name} has no {'tokenizer' if tokenizer is None else 'chat template'}")
+    return style_of_turns(
+        template.render_unchecked,
+        files.stop_token_ids,
+        encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
+        decode=lambda tokens: tokenizer.decode(tokens, skip_special_tokens=False),
+    )
 
 
 @lru_cache(maxsize=8)
@@ -266,9 +298,16 @@ class TextProcesses:
         tokens: list[list[int]] = await self._call(request, "the text")
         return tokens
 
-    async def render(self, model: str, messages: Sequence[Mapping[str, Any]]) -> str:
+    async def render(
+        self, model: str, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = NO_OPTIONS
+    ) -> str:
         """See `TextProcessor.render`."""
-        return str(await self._call({"model": model, "messages": messages}, "the chat template"))
+        request = {"model": model, "messages": messages, "tools": options.tools, "kwargs": options.kwargs}
+        return str(await self._call(request, "the chat template"))
+
+    async def call_style(self, model: str) -> CallStyle:
+        """See `TextProcessor.call_style`."""
+        return CallStyle(**await self._call({"model": model, "call_style": True}, "the chat template"))
 
     async def close(self) -> None:
         """End all processes."""
@@ -396,8 +435,8 @@ def _loaded(name: str) -> ModelFiles:
         raise TokenizationError(f"the files of model {name} cannot be read ({reason}): correct them") from error
 
 
-def process_request(files: ModelFiles, request: Mapping[str, Any]) -> list[list[int]] | str:
-    """Return the tokens of a request's texts, or the text of its conversation.
+def process_request(files: ModelFiles, request: Mapping[str, Any]) -> list[list[int]] | str | dict[str, Any]:
+    """Return the tokens of a request's texts, the text of its conversation, or the fields of its model's `CallStyle`.
 
     Raises:
         TokenizationError: they cannot be tokenized or rendered.
@@ -406,10 +445,13 @@ def process_request(files: ModelFiles, request: Mapping[str, Any]) -> list[list[
     if "messages" in request:
         if files.chat_template is None:
             raise TokenizationError(f"model {files.name} has no chat template")
-        text = files.chat_template.render(request["messages"])
+        options = TemplateOptions(request.get("tools", ()), request.get("kwargs", {}))
+        text = files.chat_template.render(request["messages"], options)
         if len(text) > MAX_TEXT_CHARACTERS:
             raise TokenizationError(f"the chat template renders {len(text)} characters: shorten the messages")
         return text
+    if "call_style" in request:
+        return asdict(call_style_of(files))
     if files.tokenizer is None:
         raise TokenizationError(f"model {files.name} has no tokenizer")
     return [files.tokenizer.encode(text, add_special_tokens=request["add_special_tokens"]) for text in request["texts"]]

@@ -3,323 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import secrets
-import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, field
 from functools import partial
-from hashlib import blake2b
 from typing import Annotated, Any
 
-import structlog
 from fastapi import APIRouter, Body, Header, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from rlboost.services.rollout_manager.domain.jobs import Job
 from rlboost.services.rollout_manager.loop import Manager
-from rlboost.services.rollout_manager.ports import LoadModelFiles, TextProcessor, TokenizationError
+from rlboost.services.rollout_manager.ports import (
+    LoadModelFiles,
+    TemplateOptions,
+    TextProcessor,
+    TokenizationError,
+)
+from rlboost.services.rollout_manager.serving import openai_responses
+from rlboost.services.rollout_manager.serving.completion import Completion
+from rlboost.services.rollout_manager.serving.dialects import Writer, fields_named, translated_stream
 from rlboost.services.rollout_manager.serving.schemas import (
     ChatBody,
-    Choice,
     CompletionBody,
-    Delta,
-    ResponseFormatter,
-    error_object,
     openai_problem,
     parse_chat,
     parse_completion,
 )
-from rlboost.services.rollout_manager.serving.text import Conversations, ServedModel, TextTooLong, Turn
+from rlboost.services.rollout_manager.serving.text import Conversations, ServedModel, TextTooLong
 from rlboost.services.rollout_manager.settings import Settings
-from rlboost.services.rollout_manager.waiters import (
-    IDLE_S,
-    CompletionChunk,
-    CompletionFailed,
-    CompletionUnavailable,
-    Waiter,
-)
-from rlboost.shared.errors import BusUnavailable, Fenced
 from rlboost.shared.http.access import needs
 from rlboost.shared.http.guard import MAX_BODY_BYTES, limits_body, principal_of
 from rlboost.shared.http.problem import Problem, Responses, error_responses
-from rlboost.shared.http.scopes import SYSTEM, Principal
-from rlboost.shared.ids import MAX_REQUESTS, request_group
-from rlboost.shared.messages import GroupRequested, Sampling
-from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import Append, Bus
-from rlboost.shared.wire import I32, pack
-
-log = structlog.get_logger(__name__)
-
-# --- completions ------------------------------------------------------------------------------------------------------
-#
-# Completion requests as groups for the fleet, and their tokens as response bodies.
-#
-# Consumes: parsed requests, and the chunks of their groups from `CompletionWaiters`.
-# Produces: one `GroupRequested` a prompt, response bodies or server-sent events, and saved conversation turns.
-# Waits for: the next chunk, in `CompletionWaiters.follow`, which the manager's loop wakes.
-# Ends when: all completions of the request have ended, a client disconnects, or no more tokens will come.
-
-
-MAX_SAMPLES_IN_FLIGHT = 1024
-"""Samples of clients in flight, of all jobs; beyond it, requests are rejected with 429."""
-RESERVED_SAMPLES = 64
-"""Further samples that only clients with the system token may request."""
-
-
-@dataclass(slots=True, eq=False)
-class Completion:
-    """One client's request with its prompts as tokens: `start` it, then `collect` or `stream` the response."""
-
-    manager: Manager
-    conversations: Conversations
-    limit_s: float
-    """The fleet ends what takes longer."""
-    body: CompletionBody | ChatBody
-    job: Job
-    model: ServedModel
-    prompts: list[list[int]]
-    principal: Principal
-    """Who sent it."""
-    idempotency_key: str | None = None
-    """With a key, the client may disconnect and request the same completion again."""
-    turn: Turn | None = None
-    """The turn of a conversation."""
-    _response: ResponseFormatter = field(init=False)
-    _waiters: list[Waiter] = field(default_factory=list)
-    """One for each prompt."""
-    _choices: list[Choice] = field(default_factory=list)
-    """The choices of the first prompt, then those of the next."""
-    _deltas: list[Delta] = field(default_factory=list)
-    """All deltas so far of a conversation's turn."""
-
-    async def start(self) -> None:
-        """Request the completions from the fleet.
-
-        Raises:
-            Problem: the request is invalid, conflicts with another one, or cannot be accepted now.
-
-        """
-        self._validate()
-        if not self.model.has_tokenizer:
-            self.body = self.body.model_copy(update={"return_token_ids": True})  # there is no text to return
-        groups = [self._group(i) for i in range(len(self.prompts))]
-        self._waiters = await self._register(groups)
-        of_choice = [prompt for prompt in self.prompts for _ in range(self.body.n)]
-        self._choices = [Choice(i, self.model, prompt, self.body) for i, prompt in enumerate(of_choice)]
-        self._response = ResponseFormatter(self.body, groups[0].group, self.job.id, self.prompts)
-
-    async def collect(self, is_disconnected: Callable[[], Awaitable[bool]]) -> dict[str, Any] | None:
-        """Return the whole response; None if the client has disconnected.
-
-        Raises:
-            Problem: the completions will not come.
-
-        """
-        collected: dict[int, Delta] = {}
-        checked_at = time.monotonic()
-        try:
-            async with aclosing(self._generated()) as deltas:
-                async for delta in deltas:
-                    if delta is not None:
-                        earlier = collected.get(delta.index)
-                        collected[delta.index] = earlier.merged(delta) if earlier else delta
-                    if time.monotonic() - checked_at > IDLE_S:
-                        checked_at = time.monotonic()
-                        if await is_disconnected():
-                            return None
-        except (CompletionUnavailable, CompletionFailed) as error:
-            raise _problem_of(error) from error
-        return self._response.response([collected[i] for i in sorted(collected)], self._n_tokens)
-
-    async def stream(self) -> AsyncGenerator[str]:
-        """Yield the response as server-sent events; an error is the last event."""
-        started = set[int]()
-        try:
-            async with aclosing(self._generated()) as deltas:
-                async for delta in deltas:
-                    if delta is None:
-                        yield ": keep-alive\n\n"
-                        continue
-                    yield _event(self._response.chunk(delta, first=delta.index not in started))
-                    started.add(delta.index)
-        except (CompletionUnavailable, CompletionFailed) as error:
-            yield _event({"error": error_object(_problem_of(error))})
-            return
-        except Exception:
-            log.exception("stream_failed", job_id=self.job.id)
-            problem = openai_problem(
-                500, "Internal error", "the stream failed: see 'stream_failed' in the manager's log"
-            )
-            yield _event({"error": error_object(problem)})
-            return
-        if usage := self._response.usage_chunk(self._n_tokens):
-            yield _event(usage)
-        yield "data: [DONE]\n\n"
-
-    @property
-    def _n_tokens(self) -> int:
-        """Return the number of tokens of all choices so far."""
-        return sum(choice.n_tokens for choice in self._choices)
-
-    # --- the request ---
-
-    def _validate(self) -> None:
-        """Reject what cannot be generated: raise a `Problem` that names the field."""
-        body, files = self.body, self.model.files
-        param = "prompt" if isinstance(body, CompletionBody) else "messages"
-        for i, prompt in enumerate(self.prompts):
-            if found := _invalid_prompt(prompt, self.model):
-                title, detail = found
-                where = f"prompt {i}: " if len(self.prompts) > 1 else ""
-                raise openai_problem(400, title, where + detail, param=param)
-        requested, n_prompt = body.requested_tokens, max(map(len, self.prompts))
-        if requested is not None and files.max_len is not None and n_prompt + requested > files.max_len:
-            detail = (
-                f"this model's maximum context length is {files.max_len} tokens, and you requested {requested} output "
-                f"tokens after a prompt of {n_prompt}: request {files.max_len - n_prompt} at most"
-            )
-            is_chat = isinstance(body, ChatBody) and body.max_completion_tokens
-            field_name = "max_completion_tokens" if is_chat else "max_tokens"
-            raise openai_problem(400, "Context length exceeded", detail, param=field_name)
-        if (n_samples := len(self.prompts) * body.n) > MAX_SAMPLES_IN_FLIGHT:
-            detail = f"{n_samples} completions in one request: at most {MAX_SAMPLES_IN_FLIGHT} are possible"
-            raise openai_problem(400, "Too many completions", detail, param=param)
-        if body.stops and not self.model.has_tokenizer:
-            detail = "the manager has no tokenizer of this model, which stop strings need: give stop_token_ids"
-            raise openai_problem(400, "Invalid stop", detail, param="stop")
-
-    def _max_tokens(self, prompt: Sequence[int]) -> int:
-        """Return the number of tokens of a prompt's completion: as many as requested, or else up to a default."""
-        if self.body.requested_tokens is not None:
-            return self.body.requested_tokens
-        default = self.body.max_tokens if isinstance(self.body, CompletionBody) else self.job.spec.sampling.max_tokens
-        max_len = self.model.files.max_len
-        return default if max_len is None else min(default, max_len - len(prompt))
-
-    def _group(self, index: int) -> GroupRequested:
-        """Return the group of one of the prompts."""
-        body, job, files, key = self.body, self.job, self.model.files, self.idempotency_key
-        number = secrets.randbelow(MAX_REQUESTS) if key is None else _hashed(f"{index}/{key}") % MAX_REQUESTS
-        group = request_group(job.no, number)
-        seed = number if body.seed is None else body.seed
-        stop_token_ids = () if body.ignore_eos else files.stop_token_ids
-        return GroupRequested(
-            job_id=job.id,
-            group=group,
-            n=body.n,
-            prompt=pack(self.prompts[index], I32),
-            sampling=Sampling(
-                temperature=body.temperature,
-                top_p=body.top_p,
-                max_tokens=self._max_tokens(self.prompts[index]),
-                stop_token_ids=tuple(sorted({*stop_token_ids, *body.stop_token_ids})),
-            ),
-            version=self.manager.world.jobs.committed_version(job.id),
-            # A sample is drawn by the sum of this and its id: the same seed gives the same tokens under any id.
-            seed=(_hashed(str(seed)) - group) & 0x7FFF_FFFF_FFFF_FFFF,
-            expires_at=time.time() + self.limit_s,
-            preferred_worker=self.turn.preferred_worker if self.turn else "",
-            vocab_size=files.vocab_size or 0,
-        )
-
-    async def _register(self, groups: Sequence[GroupRequested]) -> list[Waiter]:
-        """Register waiters and request the groups that no earlier try has requested, if there are not too many."""
-        manager, waiters = self.manager, self.manager.completion_waiters
-        registered, new = [], []
-        for group in groups:
-            known = manager.world.ledger.samples.get(group.group)
-            if known is None:
-                if manager.world.is_known(group):
-                    raise openai_problem(409, "Just ended", "an earlier try has just ended: try again")
-                new.append(group)
-            elif not _is_same(known.request, group):
-                detail = "another request with this Idempotency-Key is in flight: use a new key"
-                raise openai_problem(409, "Key in use", detail)
-            registered.append(known.request if known else group)
-        limit = MAX_SAMPLES_IN_FLIGHT + (RESERVED_SAMPLES if self.principal == SYSTEM else 0)
-        if new and waiters.n_samples + sum(group.n for group in new) > limit:
-            detail = f"{waiters.n_samples} completions of at most {limit} are in flight: try again"
-            raise openai_problem(429, "Too many requests", detail, headers={"Retry-After": "1"})
-        ours = waiters.register(registered, manager.world, resumable=self.idempotency_key is not None)
-        try:
-            if new:
-                await manager.write([Append(names.rollouts_requested(group.job_id), group) for group in new])
-        except (Fenced, BusUnavailable) as error:
-            for waiter in ours:
-                waiters.unregister(waiter)
-            raise openai_problem(503, "Unavailable", f"{error}: try again", headers={"Retry-After": "1"}) from error
-        return ours
-
-    # --- its tokens ---
-
-    async def _generated(self) -> AsyncGenerator[Delta | None]:
-        waiters = self.manager.completion_waiters
-        try:
-            async with aclosing(waiters.follow(self._waiters)) as chunks:
-                async for found in chunks:
-                    await asyncio.sleep(0)  # a long completion comes in many chunks at once after a reconnection
-                    yield None if found is None else await self._delta(*found)
-        finally:
-            for waiter in self._waiters:
-                waiters.unregister(waiter)
-
-    async def _delta(self, prompt: int, chunk: CompletionChunk) -> Delta:
-        waiter = self._waiters[prompt]
-        delta = self._choices[prompt * waiter.request.n + chunk.member].add(chunk)
-        if self.turn is not None:
-            self._deltas.append(delta)
-            if delta.finish:
-                await self._save_turn(self.turn, chunk.worker)
-        if delta.finish and not chunk.finish:  # it ended at a stop string
-            self.manager.completion_waiters.complete(waiter, chunk.member)
-        return delta
-
-    async def _save_turn(self, turn: Turn, worker: str) -> None:
-        """Store a turn before the client receives its end, so that the next turn finds it."""
-        text = "".join(delta.text for delta in self._deltas)
-        completion = [token for delta in self._deltas for token in delta.tokens]
-        try:
-            await self.conversations.save(turn, text, completion, worker)
-        except (Fenced, BusUnavailable) as error:
-            raise CompletionUnavailable(f"the conversation could not be stored: {error}") from error
-
-
-def _invalid_prompt(prompt: Sequence[int], model: ServedModel) -> tuple[str, str] | None:
-    """Return title and text of the error about a prompt that the model does not take; None if it takes it."""
-    files = model.files
-    if not prompt:
-        return "Invalid prompt", "the prompt has no tokens"
-    if files.max_len is not None and len(prompt) >= files.max_len:
-        detail = f"a prompt of {len(prompt)} tokens leaves none for a completion: the model takes {files.max_len}"
-        return "Context length exceeded", detail
-    if files.vocab_size is not None and max(prompt) >= files.vocab_size:
-        return "Invalid prompt", f"token id {max(prompt)} is outside the model's 0..{files.vocab_size - 1}"
-    return None
-
-
-def _problem_of(error: CompletionUnavailable | CompletionFailed) -> Problem:
-    if isinstance(error, CompletionFailed):
-        return openai_problem(
-            400, "Cannot be generated", f"{error}: change the request, or its model if the job has ended"
-        )
-    return openai_problem(503, "Unavailable", f"{error}: try again", headers={"Retry-After": "1"})
-
-
-def _event(body: dict[str, Any]) -> str:
-    return f"data: {json.dumps(body)}\n\n"
-
-
-def _is_same(one: GroupRequested, other: GroupRequested) -> bool:
-    return (one.n, one.prompt, one.sampling, one.seed) == (other.n, other.prompt, other.sampling, other.seed)
-
-
-def _hashed(text: str) -> int:
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
-
+from rlboost.shared.model.tool_calls import CallStyle
+from rlboost.shared.streams.bus import Bus
 
 # --- routes -----------------------------------------------------------------------------------------------------------
 
@@ -362,12 +77,17 @@ def add_openai_routes(
     @needs("read")
     async def models() -> dict[str, Any]:
         """List the jobs whose weights are served."""
-        return {"object": "list", "data": [_model_object(manager, job) for job in _served_jobs(manager)]}
+        jobs = _served_jobs(manager)
+        return {
+            "object": "list",
+            "data": [_model_object(manager, job, await served_models.max_len(job)) for job in jobs],
+        }
 
     @router.get("/models/{model:path}", tags=["serving"], responses=_ERRORS)
     @needs("read")
     async def model(model: str) -> dict[str, Any]:
-        return _model_object(manager, _find_job(manager, model))
+        job = _find_job(manager, model)
+        return _model_object(manager, job, await served_models.max_len(job))
 
     @router.post("/completions", tags=["serving"], response_model=None, responses=_COMPLETION)
     @needs("job")
@@ -385,20 +105,36 @@ def add_openai_routes(
     async def chat(
         raw: RawBody, http: Request, idempotency_key: IdempotencyKey = None, session: SessionId = None
     ) -> Response:
-        body = parse_chat(raw)
+        return await _respond(await chat_completion(parse_chat(raw), http, idempotency_key, session), http)
+
+    @router.post("/responses", tags=["serving"], response_model=None, responses=_COMPLETION)
+    @needs("job")
+    @limits_body(body_limit)
+    async def responses(
+        raw: RawBody, http: Request, idempotency_key: IdempotencyKey = None, session: SessionId = None
+    ) -> Response:
+        with fields_named(openai_responses.CHAT_NAMES):
+            body = parse_chat(openai_responses.chat_of_response(raw))
+            made = await chat_completion(body, http, idempotency_key, session)
+            return await _translate(made, openai_responses.ResponseWriter(raw), http)
+
+    async def chat_completion(
+        body: ChatBody, http: Request, idempotency_key: str | None, session: str | None
+    ) -> Completion:
         if session and body.n > 1:
             raise openai_problem(400, "Invalid value", "a conversation (X-Session-ID) has one answer a turn", param="n")
         job = _find_job(manager, body.model)
         served = await served_models.get(job)
         messages = [message.for_template() for message in body.messages]
-        turn = None
+        options, turn = TemplateOptions(body.tools, body.chat_template_kwargs), None
+        style = await _call_style(served, body)
         try:
             if session:
-                turn = await conversations.next_turn(job.id, session, served, messages)
-            prompt = turn.prompt if turn else await served.encode_chat(messages)
+                turn = await conversations.next_turn(job.id, session, served, messages, options)
+            prompt = turn.prompt if turn else await served.encode_chat(messages, options)
         except TokenizationError as error:
             raise _text_problem(error, "messages") from error
-        return await _respond(completion(body, job, served, [prompt], principal_of(http), idempotency_key, turn), http)
+        return completion(body, job, served, [prompt], principal_of(http), idempotency_key, turn, style)
 
 
 async def _respond(completion: Completion, http: Request) -> Response:
@@ -407,6 +143,15 @@ async def _respond(completion: Completion, http: Request) -> Response:
         return StreamingResponse(completion.stream(), media_type="text/event-stream")
     response = await completion.collect(http.is_disconnected)
     return Response(status_code=CLIENT_CLOSED_REQUEST) if response is None else JSONResponse(response)
+
+
+async def _translate(completion: Completion, writer: Writer, http: Request) -> Response:
+    """Respond in another API's format."""
+    await completion.start()
+    if completion.body.stream:
+        return StreamingResponse(translated_stream(completion, writer), media_type="text/event-stream")
+    response = await completion.collect(http.is_disconnected)
+    return Response(status_code=CLIENT_CLOSED_REQUEST) if response is None else JSONResponse(writer.whole(response))
 
 
 class ModelCache:
@@ -420,6 +165,13 @@ class ModelCache:
         """Return the most tokens of a job's model; a default while they are not known."""
         model = self._models.get(job.spec.model)
         return (model.files.max_len if model else None) or DEFAULT_CONTEXT
+
+    async def max_len(self, job: Job) -> int | None:
+        """Return the most tokens of a prompt and its completion together; None if they are not known."""
+        try:
+            return (await self.get(job)).files.max_len
+        except Problem:  # which requests to this model get
+            return None
 
     async def get(self, job: Job) -> ServedModel:
         """Return a job's model.
@@ -456,7 +208,7 @@ def _served_jobs(manager: Manager) -> list[Job]:
     return [job.record for job in active if job.record.state == "running" and job.progress.committed_version >= 0]
 
 
-def _model_object(manager: Manager, job: Job) -> dict[str, Any]:
+def _model_object(manager: Manager, job: Job, max_len: int | None) -> dict[str, Any]:
     return {
         "id": job.id,
         "object": "model",
@@ -464,6 +216,7 @@ def _model_object(manager: Manager, job: Job) -> dict[str, Any]:
         "owned_by": "rlboost",
         "name": job.spec.name,
         "root": job.spec.model,
+        "max_model_len": max_len,
         "weight_version": manager.world.jobs.committed_version(job.id),
     }
 
@@ -498,6 +251,19 @@ async def _prompt_tokens(model: ServedModel, body: CompletionBody) -> list[list[
     except TokenizationError as error:
         raise _text_problem(error, "prompt") from error
     return [next(encoded) if isinstance(prompt, str) else prompt for prompt in body.prompt]
+
+
+async def _call_style(model: ServedModel, body: ChatBody) -> CallStyle | None:
+    """Return how the model writes tool calls, None if none are to be read from its answers."""
+    if not body.reads_calls:
+        return None
+    try:
+        style = await model.call_style()
+    except TokenizationError as error:
+        raise _text_problem(error, "tools") from error
+    if style.problem:
+        raise openai_problem(400, "Invalid tools", f"tools: {style.problem}", param="tools")
+    return style
 
 
 def _text_problem(error: TokenizationError, param: str) -> Problem:

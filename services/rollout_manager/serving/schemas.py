@@ -1,22 +1,19 @@
-"""OpenAI's request and response bodies, as far as the fleet supports them."""
+"""OpenAI's request bodies and errors, as far as the fleet supports them."""
 
 from __future__ import annotations
 
 import json
 import reprlib
-import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 
-from rlboost.services.rollout_manager.serving.text import Detokenizer, ServedModel
-from rlboost.services.rollout_manager.waiters import CompletionChunk
+from rlboost.services.rollout_manager.serving.tools import tools_of_request
+from rlboost.shared.data.messages import ASSISTANT, template_kwargs_of
+from rlboost.shared.errors import ConfigError
 from rlboost.shared.http.problem import Problem
 from rlboost.shared.http.server import ErrorFormat
-from rlboost.shared.messages import FinishReason
 from rlboost.shared.validation import describe
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -24,9 +21,9 @@ from rlboost.shared.validation import describe
 # The format of OpenAI's API: `{"error": {"message", "type", "param", "code"}}`.
 
 
-ROUTES = "GET /v1/models, GET /v1/models/{model}, POST /v1/completions and POST /v1/chat/completions"
+ROUTES = "GET /v1/models, GET /v1/models/{model}, and POST /v1/completions, /v1/chat/completions and /v1/responses"
 
-_WITHOUT_VERSION = ("/completions", "/chat/completions", "/models")
+_WITHOUT_VERSION = ("/completions", "/chat/completions", "/responses", "/models")
 """What clients request whose base URL lacks the version."""
 
 
@@ -84,7 +81,6 @@ def _error(status: int, title: str, detail: str, param: str | None = None) -> di
 IGNORED = frozenset(
     {
         "metadata",
-        "parallel_tool_calls",
         "prompt_cache_key",
         "prompt_cache_options",
         "prompt_cache_retention",
@@ -107,6 +103,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "modalities": (["text"],),
     "moderation": (),
+    "parallel_tool_calls": (True, False),
     "prediction": (),
     "presence_penalty": (0,),
     "reasoning_effort": (),
@@ -145,18 +142,19 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 """Unsupported field -> its values that mean the default behavior and are therefore accepted."""
 
 
-def supported_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a body without null, ignored and default fields; unknown fields stay in it.
+def supported_fields(raw: Mapping[str, Any], known: Collection[str] = ()) -> dict[str, Any]:
+    """Return a body without null, ignored and default fields; `known` and unknown fields stay in it.
 
     Raises:
         Problem: 400, naming the first unsupported field.
 
     """
     given = {name: value for name, value in raw.items() if value is not None}  # null means the default
-    for name, defaults in UNSUPPORTED.items():
+    unsupported = {name: defaults for name, defaults in UNSUPPORTED.items() if name not in known}
+    for name, defaults in unsupported.items():
         if name in given and given[name] not in defaults:
             raise _unsupported(name, defaults)
-    return {name: value for name, value in given.items() if name not in IGNORED and name not in UNSUPPORTED}
+    return {name: value for name, value in given.items() if name not in IGNORED and name not in unsupported}
 
 
 def _unsupported(name: str, defaults: tuple[Any, ...]) -> Problem:
@@ -174,8 +172,6 @@ MAX_N = 128
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
 """The end of a completion's text is compared with each beginning of a stop string, at each token."""
-MIN_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON has no number for; vLLM's."""
 
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 Count = Annotated[int, Field(ge=1, le=1 << 24)]
@@ -211,6 +207,24 @@ def _prompt(prompt: Any, entry: str = "") -> str | list[int]:
             )
             raise ValueError(f"{where}: should be a token id from 0 to 2147483647")
     return prompt
+
+
+def _template_kwargs(value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{reprlib.repr(value)} should be an object of arguments of the chat template")  # noqa: TRY004
+    try:
+        return template_kwargs_of(value)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+
+
+def _tool_choice(value: object) -> object:
+    if value not in ("none", "auto"):
+        raise ValueError(
+            f"{reprlib.repr(value)} is not supported: no sampling here guarantees that the model calls a tool, or "
+            "which one: give 'auto' or 'none'"
+        )
+    return value
 
 
 class _Body(BaseModel):
@@ -283,6 +297,8 @@ class ChatMessage(BaseModel):
     def for_template(self) -> dict[str, Any]:
         """Return the message as a chat template takes it, with the parts of its content joined to one text."""
         content = "".join(p.text for p in self.content) if isinstance(self.content, list) else self.content
+        if content is None and self.role == ASSISTANT:
+            content = ""  # of an answer with tool calls only, or without any text
         return {**(self.model_extra or {}), "role": self.role, "content": content}
 
 
@@ -293,11 +309,22 @@ class ChatBody(_CompletionBase):
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool = False
+    tools: Annotated[list[dict[str, Any]], PlainValidator(tools_of_request)] = []
+    """As the chat template takes them."""
+    tool_choice: Annotated[Literal["none", "auto"], PlainValidator(_tool_choice)] = "auto"
+    parallel_tool_calls: bool = True
+    """Whether an answer may have more than one tool call."""
+    chat_template_kwargs: Annotated[dict[str, Any], PlainValidator(_template_kwargs)] = {}
 
     @property
     def has_logprobs(self) -> bool:
         """Return True if the log-probabilities of the sampled tokens are requested."""
         return self.logprobs
+
+    @property
+    def reads_calls(self) -> bool:
+        """Return True if tool calls are read from the answers."""
+        return bool(self.tools) and self.tool_choice == "auto"
 
     @property
     def requested_tokens(self) -> int | None:
@@ -325,142 +352,8 @@ def parse_chat(raw: dict[str, Any]) -> ChatBody:
 
 def _parse(body: type[Body], raw: dict[str, Any]) -> Body:
     try:
-        return body.model_validate(supported_fields(raw))
+        return body.model_validate(supported_fields(raw, body.model_fields))
     except ValidationError as error:
         field = str(error.errors()[0]["loc"][0])
         lines = [line for line in describe(error, body) if line.partition(":")[0].partition(".")[0] == field]
         raise openai_problem(400, "Invalid value", "; ".join(lines), param=field) from error
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """The new part of one choice."""
-
-    index: int
-    text: str
-    tokens: list[int]
-    logprobs: list[float]
-    token_texts: list[str]
-    """The text of each single token; only with logprobs."""
-    text_offsets: list[int]
-    """Where each of these begins in the completion."""
-    finish: FinishReason | None
-
-    def merged(self, later: Delta) -> Delta:
-        """Return this part and the next one as one."""
-        return Delta(
-            self.index,
-            self.text + later.text,
-            self.tokens + later.tokens,
-            self.logprobs + later.logprobs,
-            self.token_texts + later.token_texts,
-            self.text_offsets + later.text_offsets,
-            later.finish,
-        )
-
-
-class Choice:
-    """One completion as the client sees it, built from chunks."""
-
-    def __init__(self, index: int, model: ServedModel, prompt: Sequence[int], body: CompletionBody | ChatBody) -> None:
-        self._index, self._model = index, model
-        self._detokenizer = Detokenizer(model.decode, prompt, body.stops)
-        self._has_logprobs = body.has_logprobs
-        self._offset = 0
-        """The number of characters of all single tokens so far."""
-        self.n_tokens = 0
-
-    def add(self, chunk: CompletionChunk) -> Delta:
-        """Return what a chunk adds; nothing after a stop string."""
-        text, used = "", 0
-        for token in chunk.tokens:
-            used += 1
-            if chunk.finish != "stop" or used < len(chunk.tokens):  # a stop token has no text
-                text += self._detokenizer.add(token)
-            if self._detokenizer.stopped:
-                break
-        finish = "stop" if self._detokenizer.stopped else chunk.finish
-        if finish:
-            text += self._detokenizer.flush()
-            finish = "stop" if self._detokenizer.stopped else finish
-        self.n_tokens += used
-        tokens = chunk.tokens[:used]
-        texts = [self._model.token_text(token) for token in tokens] if self._has_logprobs else []
-        offsets = list(accumulate(map(len, texts), initial=self._offset))
-        self._offset = offsets.pop()
-        logprobs = [max(logprob, MIN_LOGPROB) for logprob in chunk.logprobs[:used]]
-        return Delta(self._index, text, tokens, logprobs, texts, offsets, finish)
-
-
-class ResponseFormatter:
-    """Builds OpenAI's response objects for one request."""
-
-    def __init__(self, body: CompletionBody | ChatBody, group: int, job_id: str, prompts: Sequence[list[int]]) -> None:
-        """Derive the response's id from its first group, so that a repeated request has the same id."""
-        self._request, self._prompts = body, prompts
-        self._chat = isinstance(body, ChatBody)
-        kind = "chat.completion" if self._chat else "text_completion"
-        self._object = f"{kind}.chunk" if self._chat and body.stream else kind
-        self._head = {"id": f"cmpl-{group:016x}", "created": int(time.time()), "model": job_id}
-
-    def response(self, deltas: Sequence[Delta], n_tokens: int) -> dict[str, Any]:
-        """Return the response to a request that is not streamed."""
-        body = {**self._body([self._choice(delta, first=True) for delta in deltas]), "usage": self._usage(n_tokens)}
-        if self._chat and self._request.return_token_ids:
-            body["prompt_token_ids"] = self._prompts[0]
-        return body
-
-    def chunk(self, delta: Delta, *, first: bool) -> dict[str, Any]:
-        """Return one chunk of a streamed response."""
-        body = self._body([self._choice(delta, first=first)])
-        if first and self._chat and self._request.return_token_ids:
-            body["prompt_token_ids"] = self._prompts[0]
-        return body
-
-    def usage_chunk(self, n_tokens: int) -> dict[str, Any] | None:
-        """Return the final chunk of a streamed response, None unless usage was requested."""
-        if not self._request.stream_options.include_usage:
-            return None
-        return {**self._body([]), "usage": self._usage(n_tokens)}
-
-    def _body(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {**self._head, "object": self._object, "choices": choices}
-
-    def _usage(self, n_tokens: int) -> dict[str, int]:
-        n_prompt = sum(map(len, self._prompts))
-        return {"prompt_tokens": n_prompt, "completion_tokens": n_tokens, "total_tokens": n_prompt + n_tokens}
-
-    def _choice(self, delta: Delta, *, first: bool) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": delta.index, "finish_reason": delta.finish, "logprobs": None}
-        if isinstance(self._request, CompletionBody):
-            choice["text"] = delta.text
-            if self._request.has_logprobs:
-                choice["logprobs"] = _completion_logprobs(delta)
-            if self._request.return_token_ids and first:
-                choice["prompt_token_ids"] = self._prompts[delta.index // self._request.n]
-        else:
-            role = {"role": "assistant"} if first else {}
-            choice["delta" if self._request.stream else "message"] = {**role, "content": delta.text}
-            if self._request.logprobs:
-                choice["logprobs"] = {"content": _chat_logprobs(delta)}
-        if self._request.return_token_ids:
-            choice["token_ids"] = delta.tokens
-        return choice
-
-
-def _completion_logprobs(delta: Delta) -> dict[str, Any]:
-    """Return parallel lists, in which the sampled token is the only one at each place; so does vLLM for 0."""
-    pairs = zip(delta.token_texts, delta.logprobs, strict=True)
-    return {
-        "text_offset": delta.text_offsets,
-        "tokens": delta.token_texts,
-        "token_logprobs": delta.logprobs,
-        "top_logprobs": [{text: logprob} for text, logprob in pairs],
-    }
-
-
-def _chat_logprobs(delta: Delta) -> list[dict[str, Any]]:
-    return [
-        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, logprob in zip(delta.token_texts, delta.logprobs, strict=True)
-    ]

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
 from rlboost.services.rollout_manager.loop import Manager
-from rlboost.services.rollout_manager.ports import ModelFiles, TextProcessor, TokenizationError, Tokenizer
-from rlboost.shared.model.chat_template import ANSWER_PLACEHOLDER, text_after_answer
+from rlboost.services.rollout_manager.ports import (
+    NO_OPTIONS,
+    ModelFiles,
+    TemplateOptions,
+    TextProcessor,
+    TokenizationError,
+    Tokenizer,
+)
+from rlboost.services.rollout_manager.serving.tools import overlap
+from rlboost.shared.model.chat_template import ANSWER_PLACEHOLDER, text_after_answer, without_end
+from rlboost.shared.model.tool_calls import CallStyle, end_of_call
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Bus, Delete, Expire, HashSet, Op
 from rlboost.shared.wire import I32, ints, pack
@@ -30,6 +40,8 @@ class ServedModel:
 
     files: ModelFiles
     text: TextProcessor
+    _styles: list[CallStyle] = field(default_factory=list)
+    """The `call_style`, once it is known."""
 
     @property
     def has_tokenizer(self) -> bool:
@@ -57,38 +69,77 @@ class ServedModel:
             return ""
         return self.files.tokenizer.decode(tokens, skip_special_tokens=True)
 
+    def decode_raw(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens with special tokens; empty without a tokenizer."""
+        if self.files.tokenizer is None:
+            return ""
+        return self.files.tokenizer.decode(tokens, skip_special_tokens=False)
+
+    def special_text(self, token: int) -> str:
+        """Return the text of a single special token; empty for any other token."""
+        return "" if self.decode([token]) else self.decode_raw([token])
+
     def token_text(self, token: int) -> str:
         """Return the text of a single token, special or not; its id without a tokenizer."""
         if self.files.tokenizer is None:
             return f"token_id:{token}"
         return self.files.tokenizer.decode([token], skip_special_tokens=False)
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    async def call_style(self) -> CallStyle:
+        """Return how the chat template writes tool calls, as the trainer finds it.
+
+        Raises:
+            TokenizationError: there is no chat template.
+            TextProcessesBusy: try again.
+
+        """
+        self._require_template()
+        if not self._styles:
+            self._styles.append(await self.text.call_style(self.files.name))
+        return self._styles[0]
+
+    async def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = NO_OPTIONS
+    ) -> list[int]:
         """Return the tokens of a conversation, up to where the assistant's next answer begins.
 
         Raises:
             TokenizationError: there is no chat template, or it rejects the messages; see also `encode`.
 
         """
-        return await self._encode_rendered(await self._render(messages))
+        return await self._encode_rendered(await self._render(messages, options))
 
-    async def extend_chat(self, tokens: Sequence[int], messages: Sequence[Mapping[str, Any]], answer: int) -> list[int]:
+    async def extend_chat(
+        self,
+        tokens: Sequence[int],
+        messages: Sequence[Mapping[str, Any]],
+        answer: int,
+        options: TemplateOptions = NO_OPTIONS,
+    ) -> list[int]:
         """Return the tokens of a conversation that continues after an answer, without tokenizing the answer again.
 
         Args:
             tokens: the prompt and the answer, as they were given and generated.
             messages: the whole conversation.
-            answer: the index of the answer in `messages`; the template never sees its text.
+            answer: the index of the answer in `messages`; the template sees neither its text nor the arguments of its
+                tool calls.
+            options: of the chat template.
 
         Raises:
             TokenizationError: the template rejects the messages, or does not render each answer exactly once; see also
                 `encode`.
 
         """
-        placeholder = {"role": "assistant", "content": ANSWER_PLACEHOLDER}
-        rendered = await self._render([*messages[:answer], placeholder, *messages[answer + 1 :]])
+        before, after = messages[:answer], messages[answer + 1 :]
         end_token = self.token_text(tokens[-1]) if tokens[-1] in self.files.stop_token_ids else ""
-        suffix = text_after_answer(rendered, end_token)
+        if calls := messages[answer].get("tool_calls"):
+            rendered = await self._render([*before, _with_placeholders(calls), *after], options)
+            at = rendered.rfind(ANSWER_PLACEHOLDER)
+            stop = end_of_call(rendered, at, await self.call_style()) if at >= 0 else None
+            suffix = None if stop is None else without_end(rendered[stop:], end_token)
+        else:
+            placeholder = {"role": "assistant", "content": ANSWER_PLACEHOLDER}
+            suffix = text_after_answer(await self._render([*before, placeholder, *after], options), end_token)
         if suffix is None:
             raise TokenizationError("the chat template does not render each answer once: leave out X-Session-ID")
         return [*tokens, *await self._encode_rendered(suffix)]
@@ -97,14 +148,17 @@ class ServedModel:
         (tokens,) = await self.encode([text], add_special_tokens=False)
         return tokens
 
-    async def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    async def _render(self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions) -> str:
+        self._require_template()
+        return await self.text.render(self.files.name, messages, options)
+
+    def _require_template(self) -> None:
         self._tokenizer()
         if self.files.chat_template is None:
             raise TokenizationError(
                 f"model {self.files.name} has no chat template: use /v1/completions, or add chat_template.jinja to its "
                 "folder"
             )
-        return await self.text.render(self.files.name, messages)
 
     def _tokenizer(self) -> Tokenizer:
         if self.files.tokenizer is None:
@@ -124,6 +178,12 @@ class ServedModel:
                 f"a text of {len(text)} characters has more than {files.max_len} tokens, the most that the model takes "
                 f"with its completion: {limit} characters are the most that could fit"
             )
+
+
+def _with_placeholders(calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return an answer with the same calls, with other arguments."""
+    named = [{**call, "function": {**call["function"], "arguments": {"of": ANSWER_PLACEHOLDER}}} for call in calls]
+    return {"role": "assistant", "content": "", "tool_calls": named}
 
 
 def check_unicode(text: str) -> None:
@@ -205,14 +265,9 @@ class Detokenizer:
         if found:
             self.stopped, self._held = True, ""
             return text[: min(found)]
-        n_held = max((_overlap(text, stop) for stop in self._stops), default=0)
+        n_held = max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - n_held :]
         return text[: len(text) - n_held]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Return how many characters at the end of the text could begin the stop string."""
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 # --- conversations ----------------------------------------------------------------------------------------------------
@@ -233,7 +288,7 @@ MAX_BYTES = 256 << 20
 MAX_READS = 4
 """Reads of Redis at once. However many clients wait, few connections are opened: a busy loop opens many too slowly."""
 _FIELD = "turn"
-_NO_TURN: dict[str, Any] = {"messages": [], "prompt": "", "completion": "", "worker": ""}
+_NO_TURN: dict[str, Any] = {"messages": [], "prompt": "", "completion": "", "worker": "", "options": ""}
 
 Message = dict[str, Any]
 
@@ -247,6 +302,8 @@ class Turn:
     prompt: list[int]
     preferred_worker: str
     """The worker that generated the previous turn; empty without one."""
+    options: str = ""
+    """A digest of the options of the chat template; empty without any."""
 
 
 class Conversations:
@@ -258,10 +315,18 @@ class Conversations:
         self._written: OrderedDict[str, int] = OrderedDict()
         """Key -> size in bytes, least recently used first."""
 
-    async def next_turn(self, job_id: str, session: str, model: ServedModel, messages: list[Message]) -> Turn:
+    async def next_turn(
+        self,
+        job_id: str,
+        session: str,
+        model: ServedModel,
+        messages: list[Message],
+        options: TemplateOptions = NO_OPTIONS,
+    ) -> Turn:
         """Return the next turn, or the last one again if it is requested again.
 
-        A conversation that does not continue the last turn starts over: all its text is tokenized.
+        A conversation that does not continue the last turn, or whose options differ, starts over: all its text is
+        tokenized.
 
         Raises:
             TokenizationError: see `ServedModel`.
@@ -273,22 +338,24 @@ class Conversations:
         async with self._reads:
             stored = await self._bus.hash_get(key, _FIELD)
         last: dict[str, Any] = json.loads(stored) if stored else _NO_TURN
-        previous, n = last["messages"], len(last["messages"])
+        form = _digest(options)
+        previous = last["messages"] if last.get("options", "") == form else []
+        n = len(previous)
         prompt, completion = (ints(bytes.fromhex(last[name]), I32) for name in ("prompt", "completion"))
         if n and _same(messages, previous[:-1]):
             tokens = prompt
         elif n and len(messages) > n and _same(messages[:n], previous):
-            tokens = await model.extend_chat([*prompt, *completion], messages, n - 1)
+            tokens = await model.extend_chat([*prompt, *completion], messages, n - 1, options)
         else:
-            tokens = await model.encode_chat(messages)
-        return Turn(key, messages, tokens, last["worker"])
+            tokens = await model.encode_chat(messages, options)
+        return Turn(key, messages, tokens, last["worker"], form)
 
-    async def save(self, turn: Turn, text: str, completion: Sequence[int], worker: str) -> None:
+    async def save(self, turn: Turn, answer: Message, completion: Sequence[int], worker: str) -> None:
         """Store a turn with its answer.
 
         Args:
             turn: the turn.
-            text: the answer as the client receives it.
+            answer: the message that the client receives.
             completion: the answer's tokens.
             worker: the worker that generated the last of them.
 
@@ -298,10 +365,11 @@ class Conversations:
 
         """
         last = {
-            "messages": [*turn.messages, {"role": "assistant", "content": text}],
+            "messages": [*turn.messages, answer],
             "prompt": pack(turn.prompt, I32).hex(),
             "completion": pack(completion, I32).hex(),
             "worker": worker,
+            "options": turn.options,
         }
         stored = json.dumps(last)
         ops: list[Op] = [HashSet(turn.key, {_FIELD: stored}), Expire(turn.key, CONVERSATION_TTL_S)]
@@ -321,7 +389,32 @@ def _same(one: Sequence[Message], other: Sequence[Message]) -> bool:
 
 
 def _identity(message: Message) -> Message:
-    """Return the fields that identify a message; client libraries add others to an answer than its text."""
-    if message["role"] == "assistant":
-        return {"role": "assistant", "content": message["content"]}
-    return message
+    """Return what identifies a message.
+
+    Client libraries add fields to an answer, write the arguments of its calls anew, and may change ids.
+    """
+    if message["role"] != "assistant":
+        return message
+    content, calls = message["content"] or "", message.get("tool_calls") or []
+    if not calls:
+        return {"role": "assistant", "content": content}
+    return {"role": "assistant", "content": content.strip(), "tool_calls": list(map(_identity_of_call, calls))}
+
+
+def _identity_of_call(call: Any) -> object:
+    """Return name and arguments of a call; the call itself where it has another form than OpenAI's."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return call
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments or "{}")
+    # As text, since True == 1 == 1.0 in Python.
+    return [function.get("name"), json.dumps(arguments, sort_keys=True)]
+
+
+def _digest(options: TemplateOptions) -> str:
+    if options == NO_OPTIONS:
+        return ""
+    return blake2b(json.dumps([list(options.tools), dict(options.kwargs)]).encode(), digest_size=16).hexdigest()

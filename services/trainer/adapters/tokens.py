@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cached_property
 from itertools import takewhile
@@ -21,7 +20,7 @@ from rlboost.shared.model.chat_template import (
     text_after_answer,
     without_end,
 )
-from rlboost.shared.model.tool_calls import CallStyle, call_id, call_style, called, end_of_call, text_to_result
+from rlboost.shared.model.tool_calls import CallStyle, call_id, called, end_of_call, style_of_turns
 
 _SENTINELS = ("\n", "=", "0", "a")
 """Texts that a tokenizer does not join to what follows; see `PromptTokenizer.encode_after`."""
@@ -236,23 +235,7 @@ class PromptTokenizer:
         def render(messages: Messages, tools: list[dict[str, Any]], prompted: bool) -> str:
             return self._render(messages, tools=tools, add_generation_prompt=prompted)
 
-        style = call_style(render)
-        if style.problem:
-            return style
-        after = text_to_result(render, style)
-        if not after:
-            return replace(style, format="", problem="the model's chat template leaves out the results of tool calls")
-        ends = [self.decode([token]) for token in sorted(self._end_ids)]
-        if self._end_ids.isdisjoint(self._encode(after)):
-            problem = (
-                f"a turn with a tool call would not end: the model's chat template writes {after!r} up to the result, "
-                f"and the tokens that end a turn are only {', '.join(map(repr, ends))}: add the one that follows a "
-                "call to eos_token_id in the model's generation_config.json"
-            )
-            return replace(style, format="", problem=problem)
-        for end in ends:
-            style = replace(style, example=style.example.removesuffix(end))
-        return style
+        return style_of_turns(render, self._end_ids, self._encode, self.decode)
 
     def _text_after_calls(
         self, before: Messages, results: Messages, end: str, tools: Tools, kwargs: Mapping[str, Any] | None

@@ -203,7 +203,7 @@ def test_row_prompts_have_tools_and_template_arguments() -> None:
         ({"enable_thinkin": False}, "no argument 'enable_thinkin'"),
         ({"tool_call": False}, "no argument 'tool_call'"),  # a word of the template
         ({"enable_thinking": "False"}, "has enable_thinking: 'False', which is text"),
-        ({"add_generation_prompt": False}, "which a row cannot set"),
+        ({"add_generation_prompt": False}, "which is set for every prompt"),
         ("[]", "give a mapping"),
     ):
         with pytest.raises(ConfigError, match=problem):

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from rlboost.services.rollout_manager.adapters.text import PROCESSES, TextProcesses, load_model_files
-from rlboost.services.rollout_manager.ports import TextProcessesBusy, TextProcessor, TokenizationError
+from rlboost.services.rollout_manager.ports import TemplateOptions, TextProcessesBusy, TextProcessor, TokenizationError
+from tests.support import tool_model
 from tests.support.manager_fakes import InlineTextProcessor
 from tests.support.model_folder import write_tokenizer
 
@@ -44,6 +45,23 @@ async def test_texts_become_tokens_and_conversations_text(text: TextProcessor, f
     assert await text.encode(folder, ["t3 t4", "t5"], add_special_tokens=True) == [[1, 3, 4], [1, 5]]
     assert await text.encode(folder, ["t3"], add_special_tokens=False) == [[3]]
     assert await text.render(folder, [{"role": "user", "content": "t3 \u6f22"}]) == "t3 \u6f22"
+
+
+async def test_tools_are_rendered_and_the_style_of_calls_is_that_of_the_template(
+    text: TextProcessor, folder: str, tmp_path: Path
+) -> None:
+    model = str(write_tokenizer(tmp_path))
+    (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
+    (tmp_path / "chat_template.jinja").write_text(tool_model.TEMPLATE.replace(tool_model.END, " <eos> "))
+    user = [{"role": "user", "content": "t3"}]
+    rendered = await text.render(model, user, TemplateOptions([tool_model.ADD], {"enable_thinking": False}))
+    assert '"name": "add"' in rendered
+    assert rendered.endswith("<think></think>")
+    style = await text.call_style(model)
+    assert (style.format, style.problem) == ("hermes", "")
+    assert "does not show tools" in (await text.call_style(folder)).problem
+    with pytest.raises(TokenizationError, match="does not show tools"):
+        await text.render(folder, user, TemplateOptions([tool_model.ADD]))
 
 
 async def test_text_without_tokens_is_an_error_that_shows_it(text: TextProcessor, tmp_path: Path) -> None:

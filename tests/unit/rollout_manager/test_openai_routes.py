@@ -3,84 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import httpx
 import pytest
 import structlog
-from openai import APIStatusError, AsyncOpenAI, AuthenticationError, BadRequestError, NotFoundError
+from openai import APIStatusError, AuthenticationError, BadRequestError, NotFoundError
 
-from rlboost.services.rollout_manager.api.jobs import build
-from rlboost.services.rollout_manager.ports import ModelFiles, TokenizationError
-from rlboost.services.rollout_manager.serving import routes
-from rlboost.services.rollout_manager.serving.routes import BODY_BYTES, add_openai_routes
+from rlboost.services.rollout_manager.ports import NO_OPTIONS, ModelFiles, TemplateOptions, TokenizationError
+from rlboost.services.rollout_manager.serving import completion
+from rlboost.services.rollout_manager.serving.routes import BODY_BYTES
 from rlboost.services.rollout_manager.serving.schemas import (
     IGNORED,
     UNSUPPORTED,
     error_object,
-    openai_error_format,
     parse_chat,
+    parse_completion,
 )
 from rlboost.services.rollout_manager.serving.text import MAX_READS
-from rlboost.services.rollout_manager.settings import Settings
 from rlboost.shared.http.problem import Problem
 from tests.support.eventually import eventually
-from tests.support.manager_fakes import FakeTokenizer, InlineTextProcessor
-from tests.support.serving_rig import Rig
-
-TOKEN = "secret"
-
-
-class Site(Rig):
-    """A manager with its HTTP routes, whose workers generate all the time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.files = ModelFiles("m", tokenizer=FakeTokenizer(), stop_token_ids=(2,))
-
-        def load(_: str) -> ModelFiles:
-            return self.files
-
-        self.http = httpx.AsyncClient(
-            transport=httpx.ASGITransport(
-                build(
-                    self.manager,
-                    self.bus,
-                    Settings(token=TOKEN),
-                    [partial(add_openai_routes, load_model_files=load, text=InlineTextProcessor(load))],
-                    openai_error_format,
-                )
-            ),
-            base_url="http://manager",
-        )
-
-    def client(self, api_key: str = TOKEN) -> AsyncOpenAI:
-        http: Any = self.http  # it names the type by another module of httpx
-        return AsyncOpenAI(base_url="http://manager/v1", api_key=api_key, http_client=http, max_retries=0)
-
-    async def generate(self) -> None:
-        while True:
-            await self.work()
-            await asyncio.sleep(0)
-
-    def requested(self) -> int:
-        return self.manager.world.jobs["j"].audit.serving.requested
+from tests.support.manager_fakes import FakeTokenizer
+from tests.support.serving_site import BEARER, TOKEN, Site, running_site
 
 
 @pytest.fixture
 async def site() -> AsyncIterator[Site]:
-    site = Site()
-    await site.start("a", "b")
-    generating = asyncio.create_task(site.generate(), name="generate")
-    yield site
-    generating.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await generating
-    await site.http.aclose()
+    async with running_site() as site:
+        yield site
 
 
 TOKEN_IDS = {"return_token_ids": True}
@@ -172,14 +124,18 @@ async def test_prompt_that_the_model_cannot_take_is_named_by_its_number(site: Si
         await site.client().completions.create(model="j", prompt=[[3], [3] * 4])
 
 
+CHATS_ONLY = {"tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs"}
+
+
 @pytest.mark.parametrize("field", [*UNSUPPORTED, *sorted(IGNORED)])
 def test_known_field_is_unsupported_unless_it_changes_nothing(field: str) -> None:
-    raw = {"model": "j", "messages": CHAT}
+    parse: Any = parse_completion if field in CHATS_ONLY else parse_chat
+    raw = {"model": "j", "prompt": "a"} if field in CHATS_ONLY else {"model": "j", "messages": CHAT}
     for value in (*UNSUPPORTED.get(field, ["x", {"a": "b"}]), None):
-        assert parse_chat({**raw, field: value}) == parse_chat(raw)
+        assert parse({**raw, field: value}) == parse(raw)
     if field in UNSUPPORTED:
         with pytest.raises(Problem, match=f"{field}: not supported") as caught:
-            parse_chat({**raw, field: {"other": 1}})
+            parse({**raw, field: {"other": 1}})
         assert error_object(caught.value)["param"] == field
 
 
@@ -213,7 +169,7 @@ async def test_errors_below_openais_routes_have_openais_format(site: Site) -> No
     for path in ("/v1/models", "/v1/models/x"):
         status, error = await error_of("GET", path)
         assert (status, error["code"]) == (401, "invalid_api_key")
-    for path in ("/v1/embeddings", "/v1/responses", "/v1/files/abc/content", "/v1/nonsense"):
+    for path in ("/v1/embeddings", "/v1/moderations", "/v1/files/abc/content", "/v1/nonsense"):
         status, error = await error_of("POST", path, headers=bearer, json={})
         assert (status, error["code"]) == (404, "unknown_url")
         assert path in error["message"]
@@ -256,8 +212,13 @@ class Broken(FakeTokenizer):
 class Template:
     """`ports.ChatTemplate` that renders contents."""
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = NO_OPTIONS) -> str:
+        del options
         return "".join(message["content"] for message in messages)
+
+    def render_unchecked(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], is_prompt: bool) -> str:
+        del tools, is_prompt
+        return self.render(messages)
 
 
 def broken(**more: Any) -> ModelFiles:
@@ -265,7 +226,6 @@ def broken(**more: Any) -> ModelFiles:
 
 
 JSON = {"Content-Type": "application/json"}
-BEARER = {"Authorization": f"Bearer {TOKEN}"}
 
 
 @pytest.mark.parametrize("text", ["a\x00", "a\ud800"])
@@ -365,9 +325,17 @@ async def test_logprobs_are_parallel_lists_streamed_or_not(site: Site, logprobs:
 async def test_requests_for_one_more_than_all_places_leave_some_to_the_system(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(routes, "MAX_SAMPLES_IN_FLIGHT", 1)
+    monkeypatch.setattr(completion, "MAX_SAMPLES_IN_FLIGHT", 1)
     site.manager.completion_waiters.register([await site.ask()], site.manager.world, resumable=True)
     assert (await site.client().completions.create(model="j", prompt="a", max_tokens=1)).choices
+
+
+async def test_models_have_the_length_of_their_context_as_vllm_does(site: Site) -> None:
+    for files, expected in ((ModelFiles("m"), None), (broken(max_len=100), 100)):
+        site.files = files
+        models = [model.model_dump() async for model in site.client().models.list()]
+        assert [model["max_model_len"] for model in models] == [expected]
+    assert (await site.client().models.retrieve("j")).model_dump()["max_model_len"] == 100
 
 
 @pytest.mark.parametrize("path", ["/completions", "/chat/completions", "/models"])

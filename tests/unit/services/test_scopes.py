@@ -61,6 +61,7 @@ MANAGER = EVERYWHERE | {
     "GET /v1/models/{model:path}": "read",
     "POST /v1/completions": "job",
     "POST /v1/chat/completions": "job",
+    "POST /v1/responses": "job",
 }
 WORKER = EVERYWHERE | {"POST /v1/notice": "admin"}
 ADMITTED = {

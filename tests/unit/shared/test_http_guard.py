@@ -134,6 +134,23 @@ async def test_body_of_exactly_the_limit_is_taken() -> None:
     assert (answer.status_code, sizes) == (200, [LIMIT_BYTES])
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"x-api-key": TOKEN}, 200),
+        ({"X-Api-Key": f" {TOKEN} "}, 200),
+        ({"x-api-key": "other"}, 401),
+        ({"x-api-key": ""}, 401),
+        ({"x-api-key": TOKEN, "Authorization": "Bearer other"}, 401),
+        ({"x-api-key": "other", "Authorization": f"Bearer {TOKEN}"}, 200),
+        ({"x-api-key": TOKEN, "Authorization": "Basic other"}, 200),
+    ],
+)
+async def test_api_key_is_a_token_where_no_bearer_token_is_given(headers: dict[str, str], status: int) -> None:
+    app, _ = limited_app()
+    assert (await send(app, "GET", "/metrics", Body(0), headers)).status_code == status
+
+
 async def test_empty_token_rejects_every_request() -> None:
     app = create_app("unset", guard=Guard.of_token(""), not_ready_reason=lambda: None)
     assert (await send(app, "GET", "/metrics", Body(0), {"Authorization": "Bearer "})).status_code == 401

@@ -1,0 +1,193 @@
+"""OpenAI's response bodies, from the chunks of completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, Literal
+
+from rlboost.services.rollout_manager.serving.schemas import ChatBody, CompletionBody
+from rlboost.services.rollout_manager.serving.text import Detokenizer, ServedModel
+from rlboost.services.rollout_manager.serving.tools import CallReader, ToolCall
+from rlboost.services.rollout_manager.waiters import CompletionChunk
+from rlboost.shared.messages import FinishReason
+
+MIN_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON has no number for; vLLM's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """The new part of one choice."""
+
+    index: int
+    text: str
+    tokens: list[int]
+    logprobs: list[float]
+    token_texts: list[str]
+    """The text of each single token; only with logprobs."""
+    text_offsets: list[int]
+    """Where each of these begins in the completion."""
+    finish: FinishReason | Literal["tool_calls"] | None
+    calls: Sequence[ToolCall] = ()
+    """All tool calls of the completion, at its end."""
+
+    def parts(self) -> Iterator[Delta]:
+        """Yield it as clients expect it in a stream: the finish reason after the tool calls."""
+        if not self.calls:
+            yield self
+            return
+        yield replace(self, finish=None)
+        yield Delta(self.index, "", [], [], [], [], self.finish)
+
+    def merged(self, later: Delta) -> Delta:
+        """Return this part and the next one as one."""
+        return Delta(
+            self.index,
+            self.text + later.text,
+            self.tokens + later.tokens,
+            self.logprobs + later.logprobs,
+            self.token_texts + later.token_texts,
+            self.text_offsets + later.text_offsets,
+            later.finish,
+            (*self.calls, *later.calls),
+        )
+
+
+class Choice:
+    """One completion as the client sees it, built from chunks."""
+
+    def __init__(
+        self,
+        index: int,
+        model: ServedModel,
+        prompt: Sequence[int],
+        body: CompletionBody | ChatBody,
+        calls: CallReader | None = None,
+    ) -> None:
+        """Start after a prompt; `calls` reads the tool calls, None to leave them in the text."""
+        self._index, self._model, self._calls = index, model, calls
+        self._detokenizer = Detokenizer(model.decode if calls is None else model.decode_raw, prompt, body.stops)
+        self._has_logprobs = body.has_logprobs
+        self._offset = 0
+        """The number of characters of all single tokens so far."""
+        self.n_tokens = 0
+
+    def add(self, chunk: CompletionChunk) -> Delta:
+        """Return what a chunk adds; nothing after a stop string."""
+        text, used, end = "", 0, ""
+        for token in chunk.tokens:
+            used += 1
+            if chunk.finish == "stop" and used == len(chunk.tokens):  # a stop token has no text
+                end = self._model.token_text(token)
+                break
+            text += self._read(self._detokenizer.add(token), token)
+            if self._detokenizer.stopped:
+                break
+        finish: FinishReason | Literal["tool_calls"] | None = "stop" if self._detokenizer.stopped else chunk.finish
+        calls: Sequence[ToolCall] = ()
+        if finish:
+            text += self._read(self._detokenizer.flush())
+            finish = "stop" if self._detokenizer.stopped else finish
+            if self._calls is not None:
+                rest, calls = self._calls.finish(end)
+                text += rest
+            finish = "tool_calls" if calls and finish == "stop" else finish
+        self.n_tokens += used
+        tokens = chunk.tokens[:used]
+        texts = [self._model.token_text(token) for token in tokens] if self._has_logprobs else []
+        offsets = list(accumulate(map(len, texts), initial=self._offset))
+        self._offset = offsets.pop()
+        logprobs = [max(logprob, MIN_LOGPROB) for logprob in chunk.logprobs[:used]]
+        return Delta(self._index, text, tokens, logprobs, texts, offsets, finish, calls)
+
+    def _read(self, text: str, token: int | None = None) -> str:
+        """Return the part of new text that is certainly outside of tool calls."""
+        if self._calls is None:
+            return text
+        return self._calls.add(text, special="" if token is None else self._model.special_text(token))
+
+
+class ResponseFormatter:
+    """Builds OpenAI's response objects for one request."""
+
+    def __init__(self, body: CompletionBody | ChatBody, group: int, job_id: str, prompts: Sequence[list[int]]) -> None:
+        """Derive the response's id from its first group, so that a repeated request has the same id."""
+        self._request, self._prompts = body, prompts
+        self._chat = isinstance(body, ChatBody)
+        kind = "chat.completion" if self._chat else "text_completion"
+        self._object = f"{kind}.chunk" if self._chat and body.stream else kind
+        self._head = {"id": f"cmpl-{group:016x}", "created": int(time.time()), "model": job_id}
+
+    def response(self, deltas: Sequence[Delta], n_tokens: int) -> dict[str, Any]:
+        """Return the response to a request that is not streamed."""
+        body = {**self._body([self._choice(delta, first=True) for delta in deltas]), "usage": self._usage(n_tokens)}
+        if self._chat and self._request.return_token_ids:
+            body["prompt_token_ids"] = self._prompts[0]
+        return body
+
+    def chunk(self, delta: Delta, *, first: bool) -> dict[str, Any]:
+        """Return one chunk of a streamed response."""
+        body = self._body([self._choice(delta, first=first)])
+        if first and self._chat and self._request.return_token_ids:
+            body["prompt_token_ids"] = self._prompts[0]
+        return body
+
+    def usage_chunk(self, n_tokens: int) -> dict[str, Any] | None:
+        """Return the final chunk of a streamed response, None unless usage was requested."""
+        if not self._request.stream_options.include_usage:
+            return None
+        return {**self._body([]), "usage": self._usage(n_tokens)}
+
+    def _body(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self._head, "object": self._object, "choices": choices}
+
+    def _usage(self, n_tokens: int) -> dict[str, int]:
+        n_prompt = sum(map(len, self._prompts))
+        return {"prompt_tokens": n_prompt, "completion_tokens": n_tokens, "total_tokens": n_prompt + n_tokens}
+
+    def _choice(self, delta: Delta, *, first: bool) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": delta.index, "finish_reason": delta.finish, "logprobs": None}
+        if isinstance(self._request, CompletionBody):
+            choice["text"] = delta.text
+            if self._request.has_logprobs:
+                choice["logprobs"] = _completion_logprobs(delta)
+            if self._request.return_token_ids and first:
+                choice["prompt_token_ids"] = self._prompts[delta.index // self._request.n]
+        else:
+            choice["delta" if self._request.stream else "message"] = self._message(delta, first=first)
+            if self._request.logprobs:
+                choice["logprobs"] = {"content": _chat_logprobs(delta)}
+        if self._request.return_token_ids:
+            choice["token_ids"] = delta.tokens
+        return choice
+
+    def _message(self, delta: Delta, *, first: bool) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": delta.text} if first else {"content": delta.text}
+        if delta.calls:
+            message["content"] = (delta.text if self._request.stream else delta.text.strip()) or None
+            calls = [call.public() for call in delta.calls]
+            message["tool_calls"] = (
+                [{"index": i, **call} for i, call in enumerate(calls)] if self._request.stream else calls
+            )
+        return message
+
+
+def _completion_logprobs(delta: Delta) -> dict[str, Any]:
+    """Return parallel lists, in which the sampled token is the only one at each place; so does vLLM for 0."""
+    pairs = zip(delta.token_texts, delta.logprobs, strict=True)
+    return {
+        "text_offset": delta.text_offsets,
+        "tokens": delta.token_texts,
+        "token_logprobs": delta.logprobs,
+        "top_logprobs": [{text: logprob} for text, logprob in pairs],
+    }
+
+
+def _chat_logprobs(delta: Delta) -> list[dict[str, Any]]:
+    return [
+        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+        for text, logprob in zip(delta.token_texts, delta.logprobs, strict=True)
+    ]

@@ -1,0 +1,343 @@
+"""Completion requests as groups for the fleet, and their tokens as response bodies.
+
+Consumes: parsed requests, and the chunks of their groups from `CompletionWaiters`.
+Produces: one `GroupRequested` a prompt, response bodies or server-sent events, and saved conversation turns.
+Waits for: the next chunk, in `CompletionWaiters.follow`, which the manager's loop wakes.
+Ends when: all completions of the request have ended, a client disconnects, or no more tokens will come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+import structlog
+
+from rlboost.services.rollout_manager.domain.jobs import Job
+from rlboost.services.rollout_manager.loop import Manager
+from rlboost.services.rollout_manager.serving.answers import Choice, Delta, ResponseFormatter
+from rlboost.services.rollout_manager.serving.schemas import (
+    ChatBody,
+    CompletionBody,
+    error_object,
+    openai_problem,
+)
+from rlboost.services.rollout_manager.serving.text import Conversations, ServedModel, Turn
+from rlboost.services.rollout_manager.serving.tools import CallReader, call_ids
+from rlboost.services.rollout_manager.waiters import (
+    IDLE_S,
+    CompletionChunk,
+    CompletionFailed,
+    CompletionUnavailable,
+    Waiter,
+)
+from rlboost.shared.errors import BusUnavailable, Fenced
+from rlboost.shared.http.problem import Problem
+from rlboost.shared.http.scopes import SYSTEM, Principal
+from rlboost.shared.ids import MAX_REQUESTS, request_group
+from rlboost.shared.messages import GroupRequested, Sampling
+from rlboost.shared.model.tool_calls import CallStyle, opens_thought
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import Append
+from rlboost.shared.wire import I32, pack
+
+log = structlog.get_logger(__name__)
+
+MAX_SAMPLES_IN_FLIGHT = 1024
+"""Samples of clients in flight, of all jobs; beyond it, requests are rejected with 429."""
+KEEP_ALIVE = ": keep-alive\n\n"
+"""A server-sent event without content."""
+TOKENS_OF_TAG = 32
+"""Tokens at the end of a prompt that show whether it opens a thought: a tag may have one for each character."""
+RESERVED_SAMPLES = 64
+"""Further samples that only clients with the system token may request."""
+
+
+@dataclass(slots=True, eq=False)
+class Completion:
+    """One client's request with its prompts as tokens: `start` it, then `collect` or `stream` the response."""
+
+    manager: Manager
+    conversations: Conversations
+    limit_s: float
+    """The fleet ends what takes longer."""
+    body: CompletionBody | ChatBody
+    job: Job
+    model: ServedModel
+    prompts: list[list[int]]
+    principal: Principal
+    """Who sent it."""
+    idempotency_key: str | None = None
+    """With a key, the client may disconnect and request the same completion again."""
+    turn: Turn | None = None
+    """The turn of a conversation."""
+    style: CallStyle | None = None
+    """How the model writes tool calls; None to leave calls in the text."""
+    _response: ResponseFormatter = field(init=False)
+    _waiters: list[Waiter] = field(default_factory=list)
+    """One for each prompt."""
+    _choices: list[Choice] = field(default_factory=list)
+    """The choices of the first prompt, then those of the next."""
+    _deltas: list[Delta] = field(default_factory=list)
+    """All deltas so far of a conversation's turn."""
+
+    async def start(self) -> None:
+        """Request the completions from the fleet.
+
+        Raises:
+            Problem: the request is invalid, conflicts with another one, or cannot be accepted now.
+
+        """
+        self._validate()
+        if not self.model.has_tokenizer:
+            self.body = self.body.model_copy(update={"return_token_ids": True})  # there is no text to return
+        groups = [self._group(i) for i in range(len(self.prompts))]
+        self._waiters = await self._register(groups)
+        of_choice = [prompt for prompt in self.prompts for _ in range(self.body.n)]
+        self._choices = [
+            Choice(i, self.model, prompt, self.body, self._call_reader(prompt, f"{groups[0].group}/{i}"))
+            for i, prompt in enumerate(of_choice)
+        ]
+        self._response = ResponseFormatter(self.body, groups[0].group, self.job.id, self.prompts)
+
+    async def collect(self, is_disconnected: Callable[[], Awaitable[bool]]) -> dict[str, Any] | None:
+        """Return the whole response; None if the client has disconnected.
+
+        Raises:
+            Problem: the completions will not come.
+
+        """
+        collected: dict[int, Delta] = {}
+        checked_at = time.monotonic()
+        try:
+            async with aclosing(self._generated()) as deltas:
+                async for delta in deltas:
+                    if delta is not None:
+                        earlier = collected.get(delta.index)
+                        collected[delta.index] = earlier.merged(delta) if earlier else delta
+                    if time.monotonic() - checked_at > IDLE_S:
+                        checked_at = time.monotonic()
+                        if await is_disconnected():
+                            return None
+        except (CompletionUnavailable, CompletionFailed) as error:
+            raise _problem_of(error) from error
+        return self._response.response([collected[i] for i in sorted(collected)], self._n_tokens)
+
+    async def chunks(self) -> AsyncGenerator[dict[str, Any] | None]:
+        """Yield the chunks of a streamed response; None while there is nothing new.
+
+        Raises:
+            Problem: the rest of the completions will not come.
+
+        """
+        started = set[int]()
+        try:
+            async with aclosing(self._generated()) as deltas:
+                async for delta in deltas:
+                    if delta is None:
+                        yield None
+                        continue
+                    for part in delta.parts():
+                        yield self._response.chunk(part, first=part.index not in started)
+                        started.add(part.index)
+        except (CompletionUnavailable, CompletionFailed) as error:
+            raise _problem_of(error) from error
+        except Exception as error:
+            log.exception("stream_failed", job_id=self.job.id)
+            raise openai_problem(
+                500, "Internal error", "the stream failed: see 'stream_failed' in the manager's log"
+            ) from error
+        if usage := self._response.usage_chunk(self._n_tokens):
+            yield usage
+
+    async def stream(self) -> AsyncGenerator[str]:
+        """Yield the response as server-sent events; an error is the last event."""
+        try:
+            async with aclosing(self.chunks()) as chunks:
+                async for chunk in chunks:
+                    yield KEEP_ALIVE if chunk is None else _event(chunk)
+        except Problem as problem:
+            yield _event({"error": error_object(problem)})
+            return
+        yield "data: [DONE]\n\n"
+
+    def _call_reader(self, prompt: Sequence[int], answer: str) -> CallReader | None:
+        """Return a reader of the tool calls in an answer, None if none are to be read."""
+        if self.style is None or not isinstance(self.body, ChatBody):
+            return None
+        return CallReader(
+            self.style,
+            self.body.tools,
+            call_ids(answer),
+            in_thought=opens_thought(self.model.decode_raw(prompt[-TOKENS_OF_TAG:])),
+            only_first=not self.body.parallel_tool_calls,
+        )
+
+    @property
+    def _n_tokens(self) -> int:
+        """Return the number of tokens of all choices so far."""
+        return sum(choice.n_tokens for choice in self._choices)
+
+    # --- the request ---
+
+    def _validate(self) -> None:
+        """Reject what cannot be generated: raise a `Problem` that names the field."""
+        body, files = self.body, self.model.files
+        param = "prompt" if isinstance(body, CompletionBody) else "messages"
+        for i, prompt in enumerate(self.prompts):
+            if found := _invalid_prompt(prompt, self.model):
+                title, detail = found
+                where = f"prompt {i}: " if len(self.prompts) > 1 else ""
+                raise openai_problem(400, title, where + detail, param=param)
+        requested, n_prompt = body.requested_tokens, max(map(len, self.prompts))
+        if requested is not None and files.max_len is not None and n_prompt + requested > files.max_len:
+            detail = (
+                f"this model's maximum context length is {files.max_len} tokens, and you requested {requested} output "
+                f"tokens after a prompt of {n_prompt}: request {files.max_len - n_prompt} at most"
+            )
+            is_chat = isinstance(body, ChatBody) and body.max_completion_tokens
+            field_name = "max_completion_tokens" if is_chat else "max_tokens"
+            raise openai_problem(400, "Context length exceeded", detail, param=field_name)
+        if (n_samples := len(self.prompts) * body.n) > MAX_SAMPLES_IN_FLIGHT:
+            detail = f"{n_samples} completions in one request: at most {MAX_SAMPLES_IN_FLIGHT} are possible"
+            raise openai_problem(400, "Too many completions", detail, param=param)
+        if body.stops and not self.model.has_tokenizer:
+            detail = "the manager has no tokenizer of this model, which stop strings need: give stop_token_ids"
+            raise openai_problem(400, "Invalid stop", detail, param="stop")
+
+    def _max_tokens(self, prompt: Sequence[int]) -> int:
+        """Return the number of tokens of a prompt's completion: as many as requested, or else up to a default."""
+        if self.body.requested_tokens is not None:
+            return self.body.requested_tokens
+        default = self.body.max_tokens if isinstance(self.body, CompletionBody) else self.job.spec.sampling.max_tokens
+        max_len = self.model.files.max_len
+        return default if max_len is None else min(default, max_len - len(prompt))
+
+    def _group(self, index: int) -> GroupRequested:
+        """Return the group of one of the prompts."""
+        body, job, files, key = self.body, self.job, self.model.files, self.idempotency_key
+        number = secrets.randbelow(MAX_REQUESTS) if key is None else _hashed(f"{index}/{key}") % MAX_REQUESTS
+        group = request_group(job.no, number)
+        seed = number if body.seed is None else body.seed
+        stop_token_ids = () if body.ignore_eos else files.stop_token_ids
+        return GroupRequested(
+            job_id=job.id,
+            group=group,
+            n=body.n,
+            prompt=pack(self.prompts[index], I32),
+            sampling=Sampling(
+                temperature=body.temperature,
+                top_p=body.top_p,
+                max_tokens=self._max_tokens(self.prompts[index]),
+                stop_token_ids=tuple(sorted({*stop_token_ids, *body.stop_token_ids})),
+            ),
+            version=self.manager.world.jobs.committed_version(job.id),
+            # A sample is drawn by the sum of this and its id: the same seed gives the same tokens under any id.
+            seed=(_hashed(str(seed)) - group) & 0x7FFF_FFFF_FFFF_FFFF,
+            expires_at=time.time() + self.limit_s,
+            preferred_worker=self.turn.preferred_worker if self.turn else "",
+            vocab_size=files.vocab_size or 0,
+        )
+
+    async def _register(self, groups: Sequence[GroupRequested]) -> list[Waiter]:
+        """Register waiters and request the groups that no earlier try has requested, if there are not too many."""
+        manager, waiters = self.manager, self.manager.completion_waiters
+        registered, new = [], []
+        for group in groups:
+            known = manager.world.ledger.samples.get(group.group)
+            if known is None:
+                if manager.world.is_known(group):
+                    raise openai_problem(409, "Just ended", "an earlier try has just ended: try again")
+                new.append(group)
+            elif not _is_same(known.request, group):
+                detail = "another request with this Idempotency-Key is in flight: use a new key"
+                raise openai_problem(409, "Key in use", detail)
+            registered.append(known.request if known else group)
+        limit = MAX_SAMPLES_IN_FLIGHT + (RESERVED_SAMPLES if self.principal == SYSTEM else 0)
+        if new and waiters.n_samples + sum(group.n for group in new) > limit:
+            detail = f"{waiters.n_samples} completions of at most {limit} are in flight: try again"
+            raise openai_problem(429, "Too many requests", detail, headers={"Retry-After": "1"})
+        ours = waiters.register(registered, manager.world, resumable=self.idempotency_key is not None)
+        try:
+            if new:
+                await manager.write([Append(names.rollouts_requested(group.job_id), group) for group in new])
+        except (Fenced, BusUnavailable) as error:
+            for waiter in ours:
+                waiters.unregister(waiter)
+            raise openai_problem(503, "Unavailable", f"{error}: try again", headers={"Retry-After": "1"}) from error
+        return ours
+
+    # --- its tokens ---
+
+    async def _generated(self) -> AsyncGenerator[Delta | None]:
+        waiters = self.manager.completion_waiters
+        try:
+            async with aclosing(waiters.follow(self._waiters)) as chunks:
+                async for found in chunks:
+                    await asyncio.sleep(0)  # a long completion comes in many chunks at once after a reconnection
+                    yield None if found is None else await self._delta(*found)
+        finally:
+            for waiter in self._waiters:
+                waiters.unregister(waiter)
+
+    async def _delta(self, prompt: int, chunk: CompletionChunk) -> Delta:
+        waiter = self._waiters[prompt]
+        delta = self._choices[prompt * waiter.request.n + chunk.member].add(chunk)
+        if self.turn is not None:
+            self._deltas.append(delta)
+            if delta.finish:
+                await self._save_turn(self.turn, chunk.worker)
+        if delta.finish and not chunk.finish:  # it ended at a stop string
+            self.manager.completion_waiters.complete(waiter, chunk.member)
+        return delta
+
+    async def _save_turn(self, turn: Turn, worker: str) -> None:
+        """Store a turn before the client receives its end, so that the next turn finds it."""
+        answer: dict[str, Any] = {"role": "assistant", "content": "".join(delta.text for delta in self._deltas)}
+        if calls := [call.public() for delta in self._deltas for call in delta.calls]:
+            answer["tool_calls"] = calls
+        completion = [token for delta in self._deltas for token in delta.tokens]
+        try:
+            await self.conversations.save(turn, answer, completion, worker)
+        except (Fenced, BusUnavailable) as error:
+            raise CompletionUnavailable(f"the conversation could not be stored: {error}") from error
+
+
+def _invalid_prompt(prompt: Sequence[int], model: ServedModel) -> tuple[str, str] | None:
+    """Return title and text of the error about a prompt that the model does not take; None if it takes it."""
+    files = model.files
+    if not prompt:
+        return "Invalid prompt", "the prompt has no tokens"
+    if files.max_len is not None and len(prompt) >= files.max_len:
+        detail = f"a prompt of {len(prompt)} tokens leaves none for a completion: the model takes {files.max_len}"
+        return "Context length exceeded", detail
+    if files.vocab_size is not None and max(prompt) >= files.vocab_size:
+        return "Invalid prompt", f"token id {max(prompt)} is outside the model's 0..{files.vocab_size - 1}"
+    return None
+
+
+def _problem_of(error: CompletionUnavailable | CompletionFailed) -> Problem:
+    if isinstance(error, CompletionFailed):
+        return openai_problem(
+            400, "Cannot be generated", f"{error}: change the request, or its model if the job has ended"
+        )
+    return openai_problem(503, "Unavailable", f"{error}: try again", headers={"Retry-After": "1"})
+
+
+def _event(body: dict[str, Any]) -> str:
+    return f"data: {json.dumps(body)}\n\n"
+
+
+def _is_same(one: GroupRequested, other: GroupRequested) -> bool:
+    return (one.n, one.prompt, one.sampling, one.seed) == (other.n, other.prompt, other.sampling, other.seed)
+
+
+def _hashed(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -1,0 +1,123 @@
+"""A real manager, Redis and weight store, and real workers with the torch engine, for OpenAI's clients."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+from openai import OpenAI
+
+from rlboost.shared.messages import JobReport, Message
+from rlboost.shared.redis.bus import RedisBus
+from rlboost.shared.streams import names
+from rlboost.shared.weights.client import StoreClient
+from tests.support import published_model
+from tests.support.model_folder import write_tokenizer
+from tests.support.redis_server import RedisServer
+from tests.support.service_process import TOKEN, ServiceProcess
+
+WAIT_S = 90.0
+
+
+class System:
+    """Everything but a trainer, which the test plays."""
+
+    def __init__(
+        self, directory: Path, template: str, *, texts: Mapping[int, str] | None = None, ends: Sequence[int] = (2,)
+    ) -> None:
+        """Write the model's folder.
+
+        Args:
+            directory: of all files.
+            template: of chats.
+            texts: of tokens, in place of `t3 t4 ...`.
+            ends: the tokens that end an answer.
+
+        """
+        self.directory = directory
+        self.model = write_tokenizer(directory / "model", texts=texts)
+        config = published_model.config(2).to_dict() | {"eos_token_id": list(ends)}
+        (self.model / "config.json").write_text(json.dumps(config))
+        (self.model / "chat_template.jinja").write_text(template)
+        self.redis = RedisServer(directory / "redis", aof=True)
+        self.redis.start()
+        self.workers: dict[str, ServiceProcess] = {}
+        self.store = self._service("weight_store", "WEIGHT_STORE", DIR=str(directory / "weights"))
+        self.manager = self._service("rollout_manager", "MANAGER", WEIGHT_STORE_URL=self.store.url)
+        self.http = httpx.Client(base_url=self.manager.url, headers={"Authorization": f"Bearer {TOKEN}"})
+        self.openai = OpenAI(base_url=f"{self.manager.url}/v1", api_key=TOKEN, max_retries=0, timeout=WAIT_S)
+
+    def _service(self, name: str, prefix: str, **settings: str) -> ServiceProcess:
+        prefix = f"RLBOOST_{prefix}_"
+        env = {f"{prefix}{key}": value for key, value in settings.items()}
+        return ServiceProcess(name, prefix, self.directory, self.redis.url, env)
+
+    def start(self) -> None:
+        self.manager.start()
+        for name in ("w1", "w2"):
+            self.hire(name)
+        self.store.start()
+        self.job = self.create_job("tiny", str(self.model))
+        self.remote = self.create_job("remote", "some/where/else")
+
+    def hire(self, name: str) -> None:
+        (self.directory / name).mkdir()
+        cache = str(self.directory / name / "cache")
+        self.workers[name] = self._service(
+            "rollout_worker", "WORKER", URL=self.manager.url, NAME=name, SLOTS="8", CACHE_DIR=cache
+        )
+        self.workers[name].launch()
+
+    def create_job(self, name: str, model: str) -> str:
+        spec = {
+            "name": name,
+            "model": model,
+            "data": {"train": "t.jsonl"},
+            "reward": {"function": "a:b"},
+            "steps": 9,
+            "sampling": {"max_tokens": 24},
+        }
+        job: str = self.http.post("/v1/jobs", json=spec).json()["id"]
+        asyncio.run(self._begin(job))
+        return job
+
+    async def _begin(self, job: str) -> None:
+        async with StoreClient(self.store.url, TOKEN) as client:
+            await published_model.publish(client, job, 0, seed=0)
+        await self._send(names.JOB_REPORTS, JobReport(job_id=job, state="running", step=0))
+
+    async def _send(self, stream: str, message: Message) -> None:
+        bus = RedisBus(self.redis.url)
+        await bus.append(stream, message)
+        await bus.close()
+
+    def send(self, stream: str, message: Message) -> None:
+        asyncio.run(self._send(stream, message))
+
+    def audit(self) -> dict[str, Any]:
+        audit: dict[str, Any] = self.http.get(f"/v1/jobs/{self.job}/audit").json()
+        return audit
+
+    def kill_the_worker_that_runs(self) -> None:
+        busy = next(w for w in self.http.get("/v1/workers").json() if w["running"] and w["state"] == "ready")
+        name = next(name for name in self.workers if busy["id"].startswith(name))
+        self.workers.pop(name).kill()
+
+    def close(self) -> None:
+        self.openai.close()
+        self.http.close()
+        for service in (*self.workers.values(), self.manager, self.store):
+            service.kill()
+        self.redis.stop()
+
+
+def until(condition: Any) -> None:
+    limit = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.02)
