@@ -11,6 +11,10 @@ from rlboost.shared.validation import FunctionPath, Section
 
 MAX_USER_PROCESSES = 4096
 """Of one kind; a trainer allows fewer on a small machine."""
+MAX_CONCURRENCY = 65_536
+"""Calls in flight in one process; more would only fill its memory."""
+MAX_THREADS = 1024
+"""Threads of one process that runs environments."""
 RewardStyle = Literal["auto", "trl", "verl"]
 """The calling convention of a reward function; `auto` detects it by the names of the parameters."""
 
@@ -114,4 +118,9 @@ class EnvironmentSpec(Section):
     timeout_s: float = Field(30.0, gt=0)
     """Seconds for one step of the environment."""
     workers: int = Field(1, ge=1, le=MAX_USER_PROCESSES)
-    """Processes that run environments; each answers one conversation at a time. At most 64, or 16 for each CPU."""
+    """Processes that run environments; each serves many conversations. At most 64, or 16 for each CPU."""
+    concurrency: int = Field(1024, ge=1, le=MAX_CONCURRENCY)
+    """Conversations that one process serves at the same time."""
+    threads: int = Field(1, ge=1, le=MAX_THREADS)
+    """Threads of one process that run methods and tools without `async`, which block theirs; with
+    more than one, their code must be thread-safe."""
