@@ -38,7 +38,7 @@ class Waiting:
         assert not self.is_busy, "two calls of a conversation overlap"
         self.is_busy = True
         self.n_heard += 1
-        await self.misbehave()
+        await self.go_wrong()
         Waiting.n_waiting += 1
         if Waiting.n_waiting >= self.row.get("n", 1):
             self.enough.set()
@@ -46,7 +46,7 @@ class Waiting:
         self.is_busy = False
         return Step(f"{self.n_heard}:{text} {os.getpid()}")
 
-    async def misbehave(self) -> None:  # noqa: C901 - one case for each
+    async def go_wrong(self) -> None:  # noqa: C901 - one case for each
         match self.row.get("does"):
             case "wait":
                 await asyncio.sleep(self.row["s"])
@@ -58,6 +58,8 @@ class Waiting:
                     time.sleep(self.row["s"])  # noqa: ASYNC251 - as above
             case "block with the lock of Python":
                 EVIL.match("a" * 60 + "b")
+            case "hang in a lent thread":
+                await asyncio.to_thread(time.sleep, self.row["s"])
             case "block in a callback":
                 asyncio.get_running_loop().call_soon(time.sleep, 3600)
                 await asyncio.sleep(3600)
@@ -164,4 +166,17 @@ class Alone:
         Alone.is_busy = True
         await asyncio.sleep(0.01)
         Alone.is_busy = False
+        return Step(text)
+
+
+class Dying:
+    """Ends its process soon after it was created."""
+
+    def __init__(self) -> None:
+        threading.Timer(0.05, os._exit, (4,)).start()
+
+    async def reset(self, row: dict[str, Any], seed: int) -> None:
+        await asyncio.sleep(3600)
+
+    async def step(self, text: str) -> Step:
         return Step(text)

@@ -32,7 +32,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -48,9 +48,11 @@ from rlboost.shared.user_code.errors import MAX_CHARS, describe_error
 from rlboost.shared.user_code.functions import MAX_REWARD, describe_import_error, has_parameter
 
 _TICK_S = 0.1
-_BEAT_S = 1.0
+_SIGN_S = 1.0
 _CANCEL_S = 1.0
-"""How long async code may take to end once it is cancelled."""
+"""How long async code may take to end once it is cancelled, or block the event loop beyond the limit."""
+_LENT_THREADS = 256
+"""Threads for `asyncio.to_thread`."""
 
 
 def main() -> int:
@@ -73,7 +75,7 @@ def main() -> int:
 
 def reset_once(make: Callable[[], Any], row: dict[str, Any], seed: int) -> dict[str, Any]:
     """Return the answer to a request for the start of a conversation, in the process of a check."""
-    threads, conversation = Threads(1), Conversation()
+    threads, conversation = Threads(1), Conversation(None)
     host = Host(lambda _: None, make, threads, math.inf)
     answers = list[dict[str, Any]]()
 
@@ -153,6 +155,22 @@ class Threads:
         self._queue.put(None)
 
 
+class LentThreads(ThreadPoolExecutor):
+    """Runs what async code of environments passes to `asyncio.to_thread`."""
+
+    def __init__(self) -> None:
+        """Start threads when they are needed."""
+        super().__init__(_LENT_THREADS)
+        self.running: dict[Future[Any], Call | None] = {}
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
+        """See `Executor.submit`."""
+        future = super().submit(function, *arguments, **named)
+        self.running[future] = _CALL.get(None)
+        future.add_done_callback(lambda done: self.running.pop(done, None))
+        return future
+
+
 class ReleasedError(Exception):
     """A conversation was released before its call began."""
 
@@ -161,6 +179,8 @@ class ReleasedError(Exception):
 class Conversation:
     """A conversation and its environment."""
 
+    key: int | None
+    """None: only its start is asked for."""
     environment: Any = None
     row: dict[str, Any] = field(default_factory=dict)
     is_released: bool = False
@@ -211,6 +231,7 @@ class Host:
         self.write = write
         self._make = make
         self._threads = threads
+        self._lent_threads = LentThreads()
         self._timeout_s = timeout_s
         self._tick_s = min(_TICK_S, timeout_s / 10)
         self._n_ticks = 0
@@ -223,6 +244,7 @@ class Host:
     async def serve(self, read: Callable[[], dict[str, Any] | None]) -> None:
         """Answer the requests that `read` returns, until None; then close all environments."""
         self._loop = asyncio.get_running_loop()
+        self._loop.set_default_executor(self._lent_threads)
         PLAIN_RUNNER.set(lambda code: self._threads.call(_CALL.get(), code))
         _start_thread(self._read, read)
         _start_thread(self._watch)
@@ -249,7 +271,9 @@ class Host:
             self._release(request["release"])
             return
         key = request["conversation"]
-        conversation = Conversation() if key is None else self._conversations.setdefault(key, Conversation())
+        conversation = Conversation(key)
+        if key is not None:
+            conversation = self._conversations.setdefault(key, conversation)
         self._start(request["id"], conversation, len(request["turns"]), lambda: self.answer(conversation, request))
 
     def _start(self, number: int | None, conversation: Conversation, n_turns: int, work: Callable[[], Any]) -> None:
@@ -319,7 +343,7 @@ class Host:
         if hasattr(environment, "close"):
             try:
                 await self._run(environment.close)
-            except Exception as error:  # noqa: BLE001 - the user's environment may raise anything
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's environment may raise anything
                 print(f"environment.close: {type(error).__name__}: {error}", file=sys.stderr)
         return {}
 
@@ -332,8 +356,8 @@ class Host:
         return await result if inspect.isawaitable(result) else result
 
     def _forget(self, conversation: Conversation) -> None:
-        for key in [key for key, one in self._conversations.items() if one is conversation]:
-            del self._conversations[key]
+        if conversation.key is not None and self._conversations.get(conversation.key) is conversation:
+            del self._conversations[conversation.key]
 
     # --- time limits ---
 
@@ -375,31 +399,38 @@ class Host:
         print(f"environment: no answer within the time limit\n{where}", file=sys.stderr)
         self._forget(call.conversation)
         stuck = [one for one in list(self._threads.running.values()) if one.is_over]
+        n_lent = sum(one is not None and one.is_over for one in list(self._lent_threads.running.values()))
         if call in stuck:
             faulthandler.dump_traceback()
         elif call not in self._unstoppable:
             self._start(None, call.conversation, 1, lambda: self._close(call.conversation))
         # A thread that is stuck may end later; code that expects to be alone must not run until then.
-        restart = 2 * (len(stuck) + len(self._unstoppable)) > self._threads.n
+        restart = 2 * (len(stuck) + len(self._unstoppable)) > self._threads.n or 2 * n_lent > _LENT_THREADS
         self.write({"id": call.id, "timeout": True, "restart": restart})
 
     def _watch(self) -> None:
         """Write signs of life; report code that blocks the event loop for longer than the limit."""
-        seen, blocked_s, unwritten_s = None, 0.0, _BEAT_S
+        seen: tuple[asyncio.Task[Any] | None, int] | None = None
+        blocked_s, unwritten_s = 0.0, _SIGN_S
         while True:
             before = time.monotonic()
             time.sleep(self._tick_s)
             passed_s = min(time.monotonic() - before, 2 * self._tick_s)
             unwritten_s += passed_s
-            if unwritten_s >= _BEAT_S:
+            if unwritten_s >= _SIGN_S:
                 unwritten_s = 0.0
                 self.write({})
             now = asyncio.current_task(self._loop), self._n_ticks
-            blocked_s, seen = (blocked_s + passed_s if now == seen else 0.0), now
-            if blocked_s > self._timeout_s:
+            if now != seen:
+                seen, blocked_s = now, 0.0
+                continue
+            blocked_s += passed_s
+            call = next((one for one in list(self._calls) if one.task is now[0]), None)
+            if call is not None:  # its own code, whose time `_tick` does not count
+                call.left_s -= passed_s
+            if blocked_s > self._timeout_s + _CANCEL_S:
                 break
         faulthandler.dump_traceback()
-        call = next((one for one in list(self._calls) if one.task is now[0]), None)
         report = {"restart": True, "unknown": call is None}
         self.write(report if call is None else {**report, "id": call.id, "timeout": True})
 

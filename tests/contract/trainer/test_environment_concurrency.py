@@ -65,6 +65,17 @@ async def test_plain_methods_run_in_as_many_threads_as_the_job_allows() -> None:
         await asyncio.gather(*(pool.step(i, {"does": "meet"}, 0, ["a"]) for i in range(8)))
 
 
+async def test_async_code_may_wait_in_many_threads() -> None:
+    async with environment_pool("Waiting", 2.0) as pool:
+        row = {"does": "hang in a lent thread", "s": 1.0}
+        steps = [pool.step(i, {**row, "n": 64}, 0, ["a"]) for i in range(64)]
+        assert len(await asyncio.gather(*steps)) == 64
+        first = process_of(await pool.step(64, {}, 0, ["a"]))
+        hanging = {**row, "s": 3600}
+        assert (await fault_of(pool.step(65, hanging, 0, ["a"]))).reason == "environment_timeout"
+        assert process_of(await pool.step(66, {}, 0, ["a"])) == first
+
+
 async def test_concurrency_of_one_serves_one_conversation_at_a_time() -> None:
     async with environment_pool("Alone", concurrency=1) as pool:
         found = await asyncio.gather(*(pool.step(i, {}, 0, ["a"]) for i in range(8)))
@@ -79,7 +90,7 @@ async def test_await_beyond_the_limit_fails_alone(tmp_path: Path) -> None:
         fault = await fault_of(pool.step(2, {"does": "wait", "s": 3600}, 0, ["a"]))
         assert fault.reason == "environment_timeout"
         assert fault.detail == f"no answer within 1 s; where it was: {log.path}"
-        assert "in misbehave" in log.path.read_text()
+        assert "in go_wrong" in log.path.read_text()
         await eventually(lambda: closed.read_text().splitlines() == ["0", "1"])
         again = await pool.step(1, {}, 0, ["a", "b"])
         assert (text_of(again), process_of(again)) == ("2:b", first)
@@ -138,6 +149,12 @@ async def _outcome(pool: EnvironmentPool, i: int, n: int) -> str:
         return text_of(await pool.step(i, row, 0, ["a"]))
     except EnvironmentFault as fault:
         return fault.reason
+
+
+async def test_process_that_always_ends_fails_all_its_calls() -> None:
+    async with environment_pool("Dying") as pool:
+        calls = (fault_of(pool.step(i, {}, 0, ["a"])) for i in range(4))
+        assert {fault.reason for fault in await asyncio.gather(*calls)} == {"environment_crashed"}
 
 
 async def test_exit_by_an_exception_is_a_fault_of_its_conversation() -> None:
