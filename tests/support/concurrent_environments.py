@@ -46,7 +46,7 @@ class Waiting:
         self.is_busy = False
         return Step(f"{self.n_heard}:{text} {os.getpid()}")
 
-    async def go_wrong(self) -> None:  # noqa: C901 - one case for each
+    async def go_wrong(self) -> None:  # noqa: C901, PLR0912 - one case for each
         match self.row.get("does"):
             case "wait":
                 await asyncio.sleep(self.row["s"])
@@ -58,6 +58,8 @@ class Waiting:
                     time.sleep(self.row["s"])  # noqa: ASYNC251 - as above
             case "block with the lock of Python":
                 EVIL.match("a" * 60 + "b")
+            case "run a program":
+                assert await (await asyncio.create_subprocess_exec("true")).wait() == 0
             case "hang in a lent thread":
                 await asyncio.to_thread(time.sleep, self.row["s"])
             case "block in a callback":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -155,6 +156,38 @@ async def test_process_that_always_ends_fails_all_its_calls() -> None:
     async with environment_pool("Dying") as pool:
         calls = (fault_of(pool.step(i, {}, 0, ["a"])) for i in range(4))
         assert {fault.reason for fault in await asyncio.gather(*calls)} == {"environment_crashed"}
+
+
+@pytest.mark.parametrize("more", [{}, {"threads": 4, "concurrency": 8}, {"workers": 2}])
+async def test_each_bad_conversation_fails_and_no_other_one(more: dict[str, Any]) -> None:
+    bad = {
+        3: ("exit", "environment_crashed"),
+        11: ("ignore", "environment_timeout"),
+        12: ("leave", "environment_raised"),
+        20: ("exit", "environment_crashed"),
+        27: ("block", "environment_timeout"),
+    }
+    async with environment_pool("Waiting", 1.5, **more) as pool:
+        found = await asyncio.gather(*(_converse(pool, i, bad.get(i, ("wait", ""))[0]) for i in range(32)))
+        assert [host.n_calls for host in pool._hosts] == [0] * len(pool._hosts)
+    assert found == [bad[i][1] if i in bad else "3:c" for i in range(32)]
+
+
+async def _converse(pool: EnvironmentPool, i: int, does: str) -> str:
+    row = {"does": does, "s": 0.01 * (i % 7)}
+    try:
+        results = [await pool.step(i, row, 0, ["a", "b", "c"][:n]) for n in (1, 2, 3)]
+        return text_of(results[-1])
+    except EnvironmentFault as fault:
+        return fault.reason
+    finally:
+        pool.release(i)
+
+
+async def test_async_code_may_run_programs() -> None:
+    async with environment_pool("Waiting") as pool:
+        steps = [pool.step(i, {"does": "run a program"}, 0, ["a"]) for i in range(4)]
+        assert {text_of(results) for results in await asyncio.gather(*steps)} == {"1:a"}
 
 
 async def test_exit_by_an_exception_is_a_fault_of_its_conversation() -> None:
