@@ -6,13 +6,14 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ArgsKwargs
 
-from rlboost.shared.job.environment import Message, Step
+from rlboost.shared.job.environment import Message, Step, run_plain
 from rlboost.shared.model.tool_calls import Call, CallStyle, guessed_style, read_calls
 from rlboost.shared.user_code.errors import describe_error
 
@@ -41,8 +42,9 @@ class ToolEnvironment:
         """Register functions whose parameters are typed and can be passed by name.
 
         Args:
-            functions: may be async. The docstring describes the tool up to its first section, and the parameters under
-                `Args:`, as for TRL; `Annotated[int, Field(description=...)]` describes a parameter, too.
+            functions: may be async, so that other conversations continue meanwhile. The docstring describes the tool
+                up to its first section, and the parameters under `Args:`, as for TRL; `Annotated[int,
+                Field(description=...)]` describes a parameter, too.
 
         Raises:
             TypeError: a function has no name, a duplicate name, or a positional-only parameter.
@@ -76,7 +78,7 @@ class ToolEnvironment:
         style = self.call_style or guessed_style(raw, self.tools)
         calls = read_calls(raw, style, self.tools, in_thought=self.in_thought)
         if not calls:
-            return Step(reward=self.score(text), done=True)
+            return Step(reward=await run_plain(partial(self.score, text)), done=True)
         self.n_calls += len(calls)
         self._warning = self._misnamed
         return Step([await self._answer(call, style) for call in calls], warning=self._warning)
@@ -108,6 +110,7 @@ class _Tool:
         if name is None:
             raise TypeError(f"{function!r}: a tool is called by its function's name: wrap this in a function with def")
         self.name: str = name
+        self._is_async = inspect.iscoroutinefunction(function)
         self._call: TypeAdapter[Any] = TypeAdapter(function)
         parameters = self._call.json_schema()
         if parameters.get("type") != "object":
@@ -125,7 +128,8 @@ class _Tool:
         self.schema: dict[str, Any] = {"type": "function", "function": described}
 
     async def call(self, arguments: dict[str, Any]) -> str:
-        result = self._call.validate_python(ArgsKwargs((), arguments))
+        call = partial(self._call.validate_python, ArgsKwargs((), arguments))
+        result = call() if self._is_async else await run_plain(call)
         if inspect.isawaitable(result):
             result = await result
         return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)

@@ -58,10 +58,10 @@ except ConfigError as error:
 """
 _ENVIRONMENT = "environment.function"
 _ENVIRONMENT_SCRIPT = """
-import asyncio, json, sys
+import json, sys
 from pathlib import Path
 import msgpack
-from rlboost.services.trainer.children.environment import Host
+from rlboost.services.trainer.children.environment import reset_once
 from rlboost.jobs.user_code_check import MAY_WORK_THERE
 from rlboost.shared.job.environment import environment_factory
 from rlboost.shared.model.tool_calls import CallStyle
@@ -73,8 +73,8 @@ try:
 except BaseException as error:
     sys.exit("environment.function: " + describe_import_error(spec["function"], "environment", error))
 if start.exists():
-    with asyncio.Runner() as runner:
-        answer = Host(runner, make).answer({"conversation": None, "release": (), **msgpack.unpackb(start.read_bytes())})
+    request = msgpack.unpackb(start.read_bytes())
+    answer = reset_once(make, request["row"], request["seed"])
     if "raised" in answer:
         print(f"{place}: reset of the first row raised {answer['raised'].partition(chr(10))[0]}", file=sys.stderr)
         sys.exit(MAY_WORK_THERE)
@@ -216,7 +216,7 @@ def check_environment(spec: JobSpec, data: Data | None) -> DataFindings:
         start = Path(folder, "start")
         if rows:
             row = {"prompt": rows[0].given, **rows[0].columns}
-            start.write_bytes(msgpack.packb({"row": row, "seed": spec.trainer.seed, "turns": ()}))
+            start.write_bytes(msgpack.packb({"row": row, "seed": spec.trainer.seed}))
         arguments = environment.model_dump_json(), json.dumps(style and asdict(style)), str(start)
         if wrong := complaint(
             _ENVIRONMENT, environment.function, _ENVIRONMENT_SCRIPT, *arguments, more_s=environment.timeout_s

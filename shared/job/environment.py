@@ -9,6 +9,7 @@ import asyncio
 import inspect
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, get_type_hints
@@ -37,6 +38,9 @@ class Step:
 class Environment(Protocol):
     """The environment of one conversation. Both methods may be async.
 
+    Async methods of different conversations run concurrently on one event loop; other ones in `environment.threads`
+    threads. The calls of one conversation never overlap.
+
     Its behavior must depend only on its row, its seed and the texts it gets: after a crash of its process or of the
     trainer, a new environment gets the same texts again. It may have an attribute `tools`, JSON schemas that the chat
     template shows to the model, and a method `close`, which is called when it is no longer needed, even if it was never
@@ -60,6 +64,18 @@ class Environment(Protocol):
 
         With a parameter `text_raw` it gets the same text with special tokens in addition.
         """
+
+
+Plain = Callable[[], Any]
+"""A call of code without `async`."""
+PLAIN_RUNNER: ContextVar[Callable[[Plain], Awaitable[Any]] | None] = ContextVar("plain_runner", default=None)
+"""Set in a process that serves many conversations: runs code that would block them, in a thread for such code."""
+
+
+async def run_plain(call: Plain) -> Any:
+    """Return the result of code without `async`, called from async code."""
+    run = PLAIN_RUNNER.get()
+    return call() if run is None else await run(call)
 
 
 def environment_factory(path: str, arguments: Mapping[str, Any], style: Any = None) -> Callable[[], Any]:

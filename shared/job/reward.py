@@ -14,6 +14,10 @@ REPLACEMENTS = 2
 """Conversations of a group that begin again, unless the job file says otherwise."""
 MAX_USER_PROCESSES = 4096
 """Of one kind; a trainer allows fewer on a small machine."""
+MAX_CONCURRENCY = 65_536
+"""Calls in flight in one process; more would only fill its memory."""
+MAX_THREADS = 1024
+"""Threads of one process that runs environments."""
 RewardStyle = Literal["auto", "trl", "verl"]
 """The calling convention of a reward function; `auto` detects it by the names of the parameters."""
 
@@ -117,14 +121,9 @@ class EnvironmentSpec(Section):
     timeout_s: float = Field(30.0, gt=0)
     """Seconds for one step of the environment."""
     workers: int = Field(1, ge=1, le=MAX_USER_PROCESSES)
-    """Processes that run environments; each answers one conversation at a time. At most 64, or 16 for each CPU."""
-    replacements: int | None = Field(None, ge=0, le=MAX_GROUP_SIZE)
-    """Conversations of each group that begin again in place of one that a fault of the environment ended (it raised,
-    timed out, or its process died). By default 2, or fewer if a step has too many turns for more."""
-    min_group_size: int | None = Field(None, ge=1, le=MAX_GROUP_SIZE)
-    """A training group trains without the samples that were lost for good, if it has at least this many others; else
-    it is dropped. By default half of `algorithm.group_size`, at least two."""
-
-    def least(self, group_size: int) -> int:
-        """Return the least samples with which a training group is trained."""
-        return min(group_size, self.min_group_size or max(2, (group_size + 1) // 2))
+    """Processes that run environments; each serves many conversations. At most 64, or 16 for each CPU."""
+    concurrency: int = Field(1024, ge=1, le=MAX_CONCURRENCY)
+    """Conversations that one process serves at the same time."""
+    threads: int = Field(1, ge=1, le=MAX_THREADS)
+    """Threads of one process that run methods and tools without `async`, which block theirs; with
+    more than one, their code must be thread-safe."""

@@ -1,11 +1,14 @@
 """Runs the user's environments in a pool of processes.
 
-A conversation stays in one process, which holds its environment; each process serves one call at a time.
+A conversation stays in one process, which holds its environment and serves many conversations at the same time. If a
+process ends, `domain.admission` decides which calls are repeated, and which one failed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,12 +17,14 @@ from typing import Any
 
 from rlboost.services.trainer.adapters.tokens import PromptTokenizer
 from rlboost.services.trainer.adapters.user_code import (
+    BROKEN,
     UserCodeFault,
     UserCodeLog,
     UserCodeProcess,
     UserProgram,
     start_all,
 )
+from rlboost.services.trainer.domain.admission import Admission
 from rlboost.services.trainer.ports.samples import EnvironmentFault, ResetResult, StepResult
 from rlboost.shared.data.messages import TEMPLATE_KWARGS, TOOLS, Tools, template_kwargs_of, tools_of
 from rlboost.shared.errors import ConfigError
@@ -93,6 +98,10 @@ _Turn = tuple[str, str, bool]
 
 _CLOSE_LIMIT_S = 5.0
 """How long a process may take to close its environments."""
+_SILENCE_S = 5.0
+"""How much longer than `environment.timeout_s` a process may give no sign of life, which it does every second."""
+_MAX_FRUITLESS = 10
+"""More than the search for one call of 65,536 needs (`domain.admission`)."""
 
 
 class EnvironmentPool:
@@ -127,7 +136,7 @@ class EnvironmentPool:
         texts_raw: Sequence[str] | None = None,
         in_thought: Sequence[bool] | None = None,
     ) -> list[StepResult]:
-        """See `Environments.step`. The time limit starts when the conversation's process takes the call."""
+        """See `Environments.step`. The time limit starts when code of the conversation's environment runs."""
         host = self._host_of.get(conversation)
         if host is None:
             host = self._host_of[conversation] = min(self._hosts, key=lambda host: len(host.conversations))
@@ -140,13 +149,12 @@ class EnvironmentPool:
     def release(self, conversation: int) -> None:
         """See `Environments.release`."""
         if (host := self._host_of.pop(conversation, None)) is not None:
-            host.conversations.discard(conversation)
-            host.released.append(conversation)
+            host.release(conversation)
 
     async def close(self) -> None:
         """See `Environments.close`."""
         async with self._waits.on("the environment", because="open environments close", limit_s=_CLOSE_LIMIT_S + 5):
-            await asyncio.gather(*(host.process.kill(_CLOSE_LIMIT_S) for host in self._hosts))
+            await asyncio.gather(*(host.close() for host in self._hosts))
         if self._log is not None:
             self._log.close()
 
@@ -164,14 +172,37 @@ class _Host:
         self.process = UserCodeProcess(program, log)
         self.conversations: set[int] = set()
         """Conversations assigned to this process."""
-        self.n_calls = 0
-        """Calls that wait or run."""
-        self.released: list[int] = []
-        """Finished conversations, which the next call passes to the process."""
         self._limit_s = spec.timeout_s
         self._n_processed: dict[int, int] = {}
         """Conversation whose environment is in the process -> turns that the environment has processed."""
+        self._ids = itertools.count()
+        self._calls: dict[int, _Call] = {}
+        self._admission = Admission(spec.concurrency)
         self._lock = asyncio.Lock()
+        """Held while the process starts."""
+        self._reader: asyncio.Task[None] | None = None
+        """Reads what the process writes, until it has ended."""
+        self._n_fruitless = 0
+        """How often in a row the process ended without an answer."""
+        self._is_cancelled = False
+        """Whether the process is killed because a caller was cancelled."""
+
+    @property
+    def n_calls(self) -> int:
+        """Return the number of calls that wait or run."""
+        return len(self._calls)
+
+    def release(self, conversation: int) -> None:
+        """Discard a conversation's environment, after the call that runs."""
+        self.conversations.discard(conversation)
+        self._n_processed.pop(conversation, None)
+        self.process.send(self.process.pack({"release": conversation}))
+
+    async def close(self) -> None:
+        """Close the environments and stop the process."""
+        await self.process.kill(_CLOSE_LIMIT_S)
+        if self._reader is not None:
+            await self._reader
 
     async def call(
         self, conversation: int | None, row: dict[str, Any], seed: int, turns: Sequence[_Turn]
@@ -182,39 +213,154 @@ class _Host:
             EnvironmentFault: the environment failed, or the conversation was released before the call started.
 
         """
-        self.n_calls += 1
+        number, call = next(self._ids), _Call(conversation, row, seed, turns)
+        self._calls[number] = call
+        self._admission.enter(number)
+        self._admit()
         try:
-            async with self._lock:
-                if conversation is not None and conversation not in self.conversations:
-                    raise EnvironmentFault("released", "its conversation was released before the call started")
-                return await self._call(conversation, row, seed, turns)
+            while True:
+                await call.admitted
+                async with self._lock:
+                    if not call.admitted.done():  # the process ended in the meantime
+                        continue
+                    await self._run_process()
+                    self._send(number, call)
+                if (answer := await call.answer) is not None:
+                    return self._checked(call, answer)
         except UserCodeFault as fault:
             raise EnvironmentFault(fault.reason, fault.detail) from fault
-        finally:
-            self.n_calls -= 1
-
-    async def _call(
-        self, conversation: int | None, row: dict[str, Any], seed: int, turns: Sequence[_Turn]
-    ) -> dict[str, Any]:
-        if await self.process.restart_if_ended():
-            self._n_processed.clear()
-        released, self.released = self.released, []
-        for finished in released:
-            self._n_processed.pop(finished, None)
-        # Removed until the call succeeds: after a fault the environment is created again.
-        n_processed = None if conversation is None else self._n_processed.pop(conversation, None)
-        unprocessed = list(turns[n_processed or 0 :])
-        request: dict[str, Any] = {"conversation": conversation, "release": released, "turns": unprocessed}
-        if n_processed is None:
-            request |= {"row": row, "seed": seed}
-        try:
-            answer = await self.process.call(request, self._limit_s * max(1, len(unprocessed)))
-        except UserCodeFault as fault:
-            if fault.reason == "unserializable":  # nothing was sent, and the process lives
-                self.released = [*released, *self.released]
-                if conversation is not None and n_processed is not None:
-                    self._n_processed[conversation] = n_processed
+        except asyncio.CancelledError:
+            if call.is_sent:  # calls of a job are cancelled together, and their code may hang
+                self._is_cancelled = True
+                await self.process.kill()
             raise
-        if conversation is not None:
-            self._n_processed[conversation] = len(turns)
+        finally:
+            del self._calls[number]
+            self._admission.leave(number)
+            self._admit()
+
+    def _admit(self) -> None:
+        for number in self._admission.admit():
+            if (call := self._calls.get(number)) is not None and not call.admitted.done():
+                call.admitted.set_result(None)
+
+    async def _run_process(self) -> None:
+        """Start the process if it has ended, and the task that reads its messages."""
+        if self._reader is not None and not self.process.is_running:
+            await asyncio.shield(self._reader)  # it looks after the calls of the ended process
+        if self._reader is None or self._reader.done():
+            await self.process.restart_if_ended()
+            self._n_processed.clear()
+            self._is_cancelled = False
+            self._reader = asyncio.create_task(self._read(), name="environment-answers")
+
+    def _send(self, number: int, call: _Call) -> None:
+        conversation = call.conversation
+        if conversation is not None and conversation not in self.conversations:
+            raise EnvironmentFault("released", "its conversation was released before the call started")
+        n_processed = None if conversation is None else self._n_processed.get(conversation)
+        unprocessed = list(call.turns[n_processed or 0 :])
+        request: dict[str, Any] = {"id": number, "conversation": conversation, "turns": unprocessed}
+        if n_processed is None:
+            request |= {"row": call.row, "seed": call.seed}
+        packed = self.process.pack(request)
+        if conversation is not None:  # until the call succeeds: after a fault the environment is created again
+            self._n_processed.pop(conversation, None)
+        call.is_sent, call.limit_s = True, self._limit_s * max(1, len(unprocessed))
+        self.process.send(packed)
+
+    def _checked(self, call: _Call, answer: dict[str, Any]) -> dict[str, Any]:
+        if "raised" in answer:
+            raise self.process.raised(answer)
+        if "released" in answer:
+            raise EnvironmentFault("released", "its conversation was released before the call started")
+        if "timeout" in answer:
+            killed = "; its process was killed" if answer["restart"] else ""
+            raise UserCodeFault("timeout", f"no answer within {call.limit_s:g} s{killed}{self.process.where()}")
         return answer
+
+    async def _read(self) -> None:
+        reason, detail, blames = "crashed", "", True
+        try:
+            while True:
+                message = await self._receive()
+                self._take(message)
+                if message.get("restart"):
+                    blames = message.get("unknown", False)
+                    reason, detail = "timeout", f"it blocked its process for longer than {self._limit_s:g} s"
+                    await self.process.kill()
+                    return
+        except TimeoutError:
+            try:
+                where = await self.process.write_stack()
+            finally:
+                await self.process.kill()
+            limit_s = self._limit_s + _SILENCE_S
+            reason, detail = "timeout", f"it blocked its process for {limit_s:g} s; the process was killed{where}"
+        except BROKEN as error:
+            detail = await self.process.describe_end(error)
+        finally:
+            self._ended(UserCodeFault(reason, detail), blames=blames and not self._is_cancelled)
+
+    async def _receive(self) -> dict[str, Any]:
+        # In two halves: after a pause of this process, the first may be over although there is a message.
+        half_s = (self._limit_s + _SILENCE_S) / 2
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(half_s):
+                return await self.process.receive()
+        async with asyncio.timeout(half_s):
+            return await self.process.receive()
+
+    def _take(self, message: dict[str, Any]) -> None:
+        call = self._calls.get(message.get("id", -1))
+        if call is None or call.answer.done():
+            return
+        if "begun" in message:
+            call.has_begun = True
+            return
+        self._n_fruitless = 0
+        if "results" in message and call.conversation in self.conversations:
+            self._n_processed[call.conversation] = len(call.turns)
+        call.answer.set_result(message)
+
+    def _ended(self, fault: UserCodeFault, *, blames: bool) -> None:
+        """Let the calls of the ended process fail or be repeated."""
+        self._n_processed.clear()
+        open_calls = {number: call for number, call in self._calls.items() if not call.answer.done()}
+        begun = [number for number, call in open_calls.items() if call.has_begun]
+        culprit = self._admission.process_ended(begun, blames=blames)
+        self._n_fruitless = 0 if culprit is not None else self._n_fruitless + 1
+        for number, call in open_calls.items():
+            if number == culprit or (call.is_sent and self._n_fruitless > _MAX_FRUITLESS):
+                call.answer.set_exception(fault)
+            elif call.admitted.done():
+                call.repeat()
+        self._admit()
+
+
+class _Call:
+    """A call that waits or runs."""
+
+    def __init__(self, conversation: int | None, row: dict[str, Any], seed: int, turns: Sequence[_Turn]) -> None:
+        self.conversation = conversation
+        self.row = row
+        self.seed = seed
+        self.turns = turns
+        self.limit_s = 0.0
+        self._wait()
+
+    def _wait(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.admitted: asyncio.Future[None] = loop.create_future()
+        """Done when the call may run."""
+        self.answer: asyncio.Future[dict[str, Any] | None] = loop.create_future()
+        """What the process answered; None if the call must be repeated."""
+        self.is_sent = False
+        self.has_begun = False
+        """Whether code of its environment runs or has run."""
+
+    def repeat(self) -> None:
+        """Wait to be admitted again."""
+        lost = self.answer
+        self._wait()
+        lost.set_result(None)

@@ -126,6 +126,10 @@ _STACK_LIMIT_S = 0.2
 """How long a process may take to write into its log where it hangs."""
 
 
+BROKEN = (EOFError, OSError, ValueError, msgpack.UnpackException)
+"""What reading from a process raises that has ended, or whose code wrote into the pipe."""
+
+
 class UserProgram(NamedTuple):
     """What a process runs, and how error messages name it."""
 
@@ -163,6 +167,11 @@ class UserCodeProcess:
         self._log = log
         self._process: Process | None = None
 
+    @property
+    def is_running(self) -> bool:
+        """Return True if the process was started and has not ended."""
+        return self._process is not None and self._process.returncode is None
+
     async def start(self) -> bool:
         """Start the process unless it runs; return True if it was started.
 
@@ -170,7 +179,7 @@ class UserCodeProcess:
             ConfigError: the user's code cannot be imported, or is not what the field requires.
 
         """
-        if self._process is not None and self._process.returncode is None:
+        if self.is_running:
             return False
         await self.kill()  # what a process that has ended by itself had started
         module, argument, field, functions = self._program
@@ -185,7 +194,7 @@ class UserCodeProcess:
         )
         try:
             async with asyncio.timeout(IMPORT_LIMIT_S):
-                answer = await self._receive()
+                answer = await self.receive()
         except (TimeoutError, EOFError) as error:
             await self.kill()
             reason = (
@@ -223,34 +232,51 @@ class UserCodeProcess:
                 the process ended.
 
         """
-        try:
-            packed = pack(request)
-        except (OverflowError, TypeError, ValueError) as error:
-            raise UserCodeFault(
-                "unserializable", f"a column cannot be sent to {self._program.functions}: {error}"
-            ) from error
+        packed = self.pack(request)
         try:
             async with asyncio.timeout(limit_s):
-                answer = await self._exchange(packed)
+                self.send(packed)
+                answer = await self.receive()
         except TimeoutError:
             try:
-                where = await self._write_stack()
+                where = await self.write_stack()
             finally:
                 await self.kill()
             raise UserCodeFault("timeout", f"no answer within {limit_s:g} s; its process was killed{where}") from None
-        except (EOFError, OSError, ValueError, msgpack.UnpackException) as error:
-            code = await self.kill(patience_s=_EXIT_LIMIT_S)
-            detail = f"its process ended with code {code} ({type(error).__name__})"
-            raise UserCodeFault("crashed", detail + self._last_output()) from error
+        except BROKEN as error:
+            raise UserCodeFault("crashed", await self.describe_end(error)) from error
         except asyncio.CancelledError:
             # The next call would receive the answer of this one.
             await self.kill()
             raise
         if "raised" in answer:
-            raise UserCodeFault("raised", str(answer["raised"])[:MAX_CHARS] + self._output_file())
+            raise self.raised(answer)
         return answer
 
-    async def _write_stack(self) -> str:
+    def pack(self, request: dict[str, Any]) -> bytes:
+        """Return a request as it is sent.
+
+        Raises:
+            UserCodeFault: it cannot be serialized.
+
+        """
+        try:
+            return pack(request)
+        except (OverflowError, TypeError, ValueError) as error:
+            raise UserCodeFault(
+                "unserializable", f"a column cannot be sent to {self._program.functions}: {error}"
+            ) from error
+
+    def raised(self, answer: dict[str, Any]) -> UserCodeFault:
+        """Return the fault of user code that raised."""
+        return UserCodeFault("raised", str(answer["raised"])[:MAX_CHARS] + self._output_file())
+
+    async def describe_end(self, error: Exception) -> str:
+        """Kill what is left of a process that ended; describe its end, which `error` showed."""
+        code = await self.kill(patience_s=_EXIT_LIMIT_S)
+        return f"its process ended with code {code} ({type(error).__name__})" + self._last_output()
+
+    async def write_stack(self) -> str:
         """Have a process that hangs write its stack into its log; return the end of an error message that says so."""
         if self._log is None or self._process is None:
             return ""
@@ -259,6 +285,12 @@ class UserCodeProcess:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STACK_LIMIT_S):
                 await self._process.wait()
+        return self.where()
+
+    def where(self) -> str:
+        """Return the end of an error message about a call whose stack is in the log."""
+        if self._log is None:
+            return ""
         self._log.drain()
         return f"; where it was: {self._log.path}"
 
@@ -272,18 +304,23 @@ class UserCodeProcess:
     def _output_file(self) -> str:
         return f"\noutput of user code: {self._log.path}" if self._log is not None and self._log.path.exists() else ""
 
-    async def _exchange(self, request: bytes) -> dict[str, Any]:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        self._process.stdin.write(request)
-        await self._process.stdin.drain()
-        return await self._receive()
+    def send(self, packed: bytes) -> None:
+        """Send a request to the running process."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.write(packed)
 
-    async def _receive(self) -> dict[str, Any]:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        head = await self._process.stdout.readexactly(LENGTH_BYTES)
-        body: dict[str, Any] = msgpack.unpackb(await self._process.stdout.readexactly(length_of(head)))
+    async def receive(self) -> dict[str, Any]:
+        """Return the next message of the running process.
+
+        Raises:
+            Exception: those of `BROKEN`, if the process has ended.
+
+        """
+        if self._process is None or self._process.stdout is None:
+            raise EOFError("it was killed")
+        output = self._process.stdout
+        head = await output.readexactly(LENGTH_BYTES)
+        body: dict[str, Any] = msgpack.unpackb(await output.readexactly(length_of(head)))
         return body
 
     async def kill(self, patience_s: float = 0.0) -> int | None:

@@ -36,6 +36,7 @@ class Pipe:
         with open(os.devnull, "rb") as nothing:  # noqa: PTH123 - a device, not a path
             os.dup2(nothing.fileno(), 0)
         os.dup2(2, 1)
+        self._lock = threading.Lock()
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(line_buffering=True)  # else a process that is killed takes its last prints along
         faulthandler.enable()
@@ -52,9 +53,11 @@ class Pipe:
         return None if len(head) < LENGTH_BYTES else self._requests.read(length_of(head))
 
     def write(self, body: dict[str, Any]) -> None:
-        """Send an answer."""
-        self._answers.write(pack(body))
-        self._answers.flush()
+        """Send an answer; from any thread."""
+        packed = pack(body)
+        with self._lock:
+            self._answers.write(packed)
+            self._answers.flush()
 
 
 def unpack(packed: bytes) -> dict[str, Any]:

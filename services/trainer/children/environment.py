@@ -3,30 +3,56 @@
 SPEC is JSON: the fields of `EnvironmentSpec`, and `call_style` with those of `CallStyle`. `child` describes the
 transport. A request is a map:
 
-- `release`: ids of conversations whose environments to discard first.
+- `release`: id of a conversation whose environment to discard after its call; such a request has no other key.
+- `id`: names the request in its answer. Requests of different conversations are answered in any order.
 - `conversation`: None asks for the start of a conversation, with `row` and `seed`. Otherwise the id of one, with
   `turns`, those that its environment has not processed: each its text without special tokens, with them, and whether
   it begins inside of a thought.
   Without an environment for it here, `turns` has all of them, and `row` and `seed` are given, too.
+
+Messages to the trainer are maps, too: an answer, with its `id`; `begun`, when code of a request's environment runs for
+the first time; and an empty one every second. `restart` in one asks for the end of this process, because code in it
+cannot be stopped; with `unknown`, it is not known which request's.
+
+Async code runs on one event loop, in a thread of its own. Other code runs in `environment.threads` threads, one of them
+the main thread, where modules were imported: signals, and what modules created there, work in it as in any program.
+Further threads read requests and watch the event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import inspect
 import json
+import math
+import os
 import sys
-from collections.abc import Callable
+import threading
+import time
+import traceback
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar, copy_context
+from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any
 
 import msgpack
 
 from rlboost.services.trainer.children.child import Pipe
 from rlboost.services.trainer.children.reward import reward_number
-from rlboost.shared.job.environment import Step, close, environment_factory
+from rlboost.shared.job.environment import PLAIN_RUNNER, Plain, Step, environment_factory
 from rlboost.shared.model.tool_calls import CallStyle
 from rlboost.shared.user_code.errors import MAX_CHARS, describe_error
 from rlboost.shared.user_code.functions import MAX_REWARD, describe_import_error, has_parameter
+
+_TICK_S = 0.1
+_SIGN_S = 1.0
+_CANCEL_S = 1.0
+"""How long async code may take to end once it is cancelled, or block the event loop beyond the limit."""
+_LENT_THREADS = 256
+"""Threads for `asyncio.to_thread`."""
 
 
 def main() -> int:
@@ -40,86 +66,373 @@ def main() -> int:
         pipe.write({"failed": describe_import_error(function, "environment", error)})
         return 1
     pipe.write({"ready": True})
-    with asyncio.Runner() as runner:
-        host = Host(runner, make)
-        try:
-            while (request := pipe.read()) is not None:
-                pipe.write(host.answer(request))
-        finally:
-            host.close()
+    threads = Threads(spec["threads"])
+    host = Host(pipe.write, make, threads, spec["timeout_s"])
+    _start_thread(_run_loop, host.serve(pipe.read), threads)
+    threads.run()
     return 0
+
+
+def reset_once(make: Callable[[], Any], row: dict[str, Any], seed: int) -> dict[str, Any]:
+    """Return the answer to a request for the start of a conversation, in the process of a check."""
+    threads, conversation = Threads(1), Conversation(None)
+    host = Host(lambda _: None, make, threads, math.inf)
+    answers = list[dict[str, Any]]()
+
+    async def ask() -> None:
+        _CALL.set(Call(None, conversation, math.inf, host.write))
+        answers.append(await host.answer(conversation, {"conversation": None, "row": row, "seed": seed, "turns": ()}))
+
+    _start_thread(_run_loop, ask(), threads)
+    threads.run()
+    return answers[0]
+
+
+def _run_loop(main: Coroutine[Any, Any, None], threads: Threads) -> None:
+    try:
+        asyncio.run(main)
+    finally:
+        threads.stop()
+
+
+def _start_thread(run: Callable[..., None], *arguments: Any) -> None:
+    def guarded() -> None:
+        try:
+            run(*arguments)
+        except BaseException:  # noqa: BLE001 - without this thread the process would answer nothing
+            traceback.print_exc()
+            os._exit(1)
+
+    # Context variables that modules set when they were imported, such as the precision of decimals.
+    threading.Thread(target=copy_context().run, args=(guarded,), daemon=True).start()
+
+
+class Threads:
+    """Runs code that is not async, in the order of its arrival."""
+
+    def __init__(self, n: int) -> None:
+        """Start all threads but the main one, which calls `run`."""
+        self.n = n
+        self.running: dict[Future[Any], Call] = {}
+        self._queue: SimpleQueue[tuple[Call, Plain, Future[Any]] | None] = SimpleQueue()
+        for _ in range(n - 1):
+            _start_thread(self.run)
+
+    async def call(self, call: Call, code: Plain) -> Any:
+        """Return what the code returns."""
+        future: Future[tuple[Any, BaseException | None]] = Future()
+        call.counts = call.is_expired
+        self._queue.put((call, code, future))
+        try:
+            result, error = await asyncio.wrap_future(future)
+        finally:
+            call.counts = True
+        if isinstance(error, StopIteration):  # which no coroutine can raise
+            raise RuntimeError(f"it raised StopIteration: {error}").with_traceback(error.__traceback__)
+        if error is not None:
+            raise error
+        return result
+
+    def run(self) -> None:
+        """Run code until `stop`."""
+        while (work := self._queue.get()) is not None:
+            call, code, future = work
+            if not future.set_running_or_notify_cancel():
+                continue
+            self.running[future] = call
+            result, error = None, None
+            try:
+                call.begin()
+                result = code()
+            except BaseException as raised:  # noqa: BLE001 - the user's code may raise anything, or exit
+                error = raised
+            del self.running[future]
+            future.set_result((result, error))
+        self.stop()
+
+    def stop(self) -> None:
+        """End the threads that wait for code."""
+        self._queue.put(None)
+
+
+class LentThreads(ThreadPoolExecutor):
+    """Runs what async code of environments passes to `asyncio.to_thread`."""
+
+    def __init__(self) -> None:
+        """Start threads when they are needed."""
+        super().__init__(_LENT_THREADS)
+        self.running: dict[Future[Any], Call | None] = {}
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
+        """See `Executor.submit`."""
+        future = super().submit(function, *arguments, **named)
+        self.running[future] = _CALL.get(None)
+        future.add_done_callback(lambda done: self.running.pop(done, None))
+        return future
+
+
+class ReleasedError(Exception):
+    """A conversation was released before its call began."""
+
+
+@dataclass(eq=False)
+class Conversation:
+    """A conversation and its environment."""
+
+    key: int | None
+    """None: only its start is asked for."""
+    environment: Any = None
+    row: dict[str, Any] = field(default_factory=dict)
+    is_released: bool = False
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by the call that runs."""
+
+
+@dataclass(eq=False)
+class Call:
+    """A request that is being answered, or the end of an environment, which has no id."""
+
+    id: int | None
+    conversation: Conversation
+    left_s: float
+    """Time that is left until its limit. It passes while code of the call runs or awaits something, but not while that
+    waits for a thread or while code of other calls blocks the event loop."""
+    write: Callable[[dict[str, Any]], None]
+    """Sends a message to the trainer."""
+    counts: bool = False
+    """Whether time passes."""
+    has_begun: bool = False
+    is_expired: bool = False
+    is_over: bool = False
+    """Whether it has its answer."""
+    task: asyncio.Task[dict[str, Any]] | None = None
+
+    def begin(self) -> None:
+        """Report the first code that runs, for which the time limit holds."""
+        self.counts = True
+        if self.has_begun or self.id is None:
+            return
+        if self.conversation.is_released:
+            raise ReleasedError
+        self.has_begun = True
+        self.write({"id": self.id, "begun": True})
+
+
+_CALL: ContextVar[Call] = ContextVar("call")
 
 
 class Host:
     """The environments of this process's conversations."""
 
-    def __init__(self, runner: asyncio.Runner, make: Callable[[], Any]) -> None:
-        self._runner = runner
+    def __init__(
+        self, write: Callable[[dict[str, Any]], None], make: Callable[[], Any], threads: Threads, timeout_s: float
+    ) -> None:
+        """Send messages to the trainer with `write`; see `serve`."""
+        self.write = write
         self._make = make
-        self._environments: dict[int, Any] = {}
-        self._rows: dict[int, dict[str, Any]] = {}
-        """Conversation -> its data row."""
+        self._threads = threads
+        self._lent_threads = LentThreads()
+        self._timeout_s = timeout_s
+        self._tick_s = min(_TICK_S, timeout_s / 10)
+        self._n_ticks = 0
+        self._conversations: dict[int, Conversation] = {}
+        self._calls: set[Call] = set()
+        self._unstoppable: set[Call] = set()
+        """Calls whose async code continues although it was cancelled."""
+        self._input_ended = asyncio.Event()
 
-    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+    async def serve(self, read: Callable[[], dict[str, Any] | None]) -> None:
+        """Answer the requests that `read` returns, until None; then close all environments."""
+        self._loop = asyncio.get_running_loop()
+        self._loop.set_default_executor(self._lent_threads)
+        PLAIN_RUNNER.set(lambda code: self._threads.call(_CALL.get(), code))
+        _start_thread(self._read, read)
+        _start_thread(self._watch)
+        ticking = asyncio.create_task(self._tick(), name="time-limits")
+        await self._input_ended.wait()
+        for call in self._calls:
+            if call.task is not None and call.id is not None:
+                call.task.cancel()
+        for conversation in list(self._conversations):
+            self._release(conversation)
+        while tasks := [call.task for call in self._calls if call.task is not None]:
+            await asyncio.wait(tasks, timeout=self._tick_s)
+        ticking.cancel()
+
+    def _read(self, read: Callable[[], dict[str, Any] | None]) -> None:
+        while (request := read()) is not None:
+            self._loop.call_soon_threadsafe(self._accept, request)
+        self._loop.call_soon_threadsafe(self._input_ended.set)
+
+    # --- requests ---
+
+    def _accept(self, request: dict[str, Any]) -> None:
+        if "release" in request:
+            self._release(request["release"])
+            return
+        key = request["conversation"]
+        conversation = Conversation(key)
+        if key is not None:
+            conversation = self._conversations.setdefault(key, conversation)
+        self._start(request["id"], conversation, len(request["turns"]), lambda: self.answer(conversation, request))
+
+    def _start(self, number: int | None, conversation: Conversation, n_turns: int, work: Callable[[], Any]) -> None:
+        call = Call(number, conversation, self._timeout_s * max(1, n_turns), self.write)
+
+        async def run() -> dict[str, Any]:
+            _CALL.set(call)
+            async with conversation.lock:
+                answer: dict[str, Any] = await work()
+            return answer
+
+        call.task = self._loop.create_task(run())
+        self._calls.add(call)
+        call.task.add_done_callback(lambda task: self._finish(call, task))
+
+    def _release(self, key: int) -> None:
+        if (conversation := self._conversations.pop(key, None)) is not None:
+            conversation.is_released = True
+            self._start(None, conversation, 1, lambda: self._close(conversation))
+
+    async def answer(self, conversation: Conversation, request: dict[str, Any]) -> dict[str, Any]:
         """Return the serializable answer to a request."""
-        for conversation in request["release"]:
-            self.release(conversation)
+        key = request["conversation"]
         try:
-            answer = self.reset(request) if request["conversation"] is None else self.step(request)
+            answer = await (self._reset if key is None else self._step)(conversation, request)
             _check_sendable(answer)
-        except Exception as error:  # noqa: BLE001 - the user's environment may raise anything
-            row = request.get("row") or self._rows.get(request["conversation"], {})
+        except ReleasedError:
+            return {"released": True}
+        except BaseException as error:  # the user's environment may raise anything, or exit
+            if _CALL.get().is_expired or self._input_ended.is_set():
+                raise
             last = {"text": request["turns"][-1][0]} if request["turns"] else {}
-            self.release(request["conversation"])
-            return {"raised": describe_error(error, {**row, **last})}
+            answer = {"raised": describe_error(error, {**conversation.row, **last})}
+            self._forget(conversation)
+            await self._close(conversation)
         return answer
 
-    def reset(self, request: dict[str, Any]) -> dict[str, Any]:
+    async def _reset(self, conversation: Conversation, request: dict[str, Any]) -> dict[str, Any]:
         """Return the start of a conversation. Its own environment is created with its first turn."""
-        environment = self._make()
-        try:
-            prompt = self._call(environment.reset, request["row"], request["seed"])
-            tools = list(getattr(environment, "tools", None) or ())
-        finally:
-            close(environment, self._runner.run)
+        prompt = await self._begin(conversation, request)
+        tools = list(getattr(conversation.environment, "tools", None) or ())
+        await self._close(conversation)
         return {"prompt": None if prompt is None else _checked_message(prompt, "reset"), "tools": tools}
 
-    def step(self, request: dict[str, Any]) -> dict[str, Any]:
+    async def _begin(self, conversation: Conversation, request: dict[str, Any]) -> Any:
+        conversation.row = request["row"]
+        conversation.environment = await self._run(self._make)
+        return await self._run(conversation.environment.reset, request["row"], request["seed"])
+
+    async def _step(self, conversation: Conversation, request: dict[str, Any]) -> dict[str, Any]:
         """Return the environment's result for each text."""
         if "row" in request:
-            environment = self._environments[request["conversation"]] = self._make()
-            self._rows[request["conversation"]] = request["row"]
-            self._call(environment.reset, request["row"], request["seed"])
-        environment = self._environments[request["conversation"]]
+            await self._begin(conversation, request)
+        environment = conversation.environment
         pass_raw = has_parameter(environment.step, "text_raw")
         results = []
         for text, raw, in_thought in request["turns"]:
             if hasattr(environment, "in_thought"):
                 environment.in_thought = in_thought
-            results.append(_step_result(self._call(environment.step, text, **({"text_raw": raw} if pass_raw else {}))))
+            named = {"text_raw": raw} if pass_raw else {}
+            results.append(_step_result(await self._run(environment.step, text, **named)))
         return {"results": results}
 
-    def release(self, conversation: int | None) -> None:
-        """Close the environment of a conversation, if it is here."""
-        self._rows.pop(-1 if conversation is None else conversation, None)
-        if conversation is not None and (environment := self._environments.pop(conversation, None)) is not None:
-            close(environment, self._runner.run)
+    async def _close(self, conversation: Conversation) -> dict[str, Any]:
+        """Close a conversation's environment; print an error of it."""
+        environment, conversation.environment = conversation.environment, None
+        if hasattr(environment, "close"):
+            try:
+                await self._run(environment.close)
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's environment may raise anything
+                print(f"environment.close: {type(error).__name__}: {error}", file=sys.stderr)
+        return {}
 
-    def close(self) -> None:
-        """Close all environments."""
-        for conversation in list(self._environments):
-            self.release(conversation)
+    async def _run(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        call = _CALL.get()
+        if inspect.iscoroutinefunction(function):
+            call.begin()
+            return await function(*arguments, **named)
+        result = await self._threads.call(call, lambda: function(*arguments, **named))
+        return await result if inspect.isawaitable(result) else result
 
-    def _call(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        # Called outside the event loop: the environment may run one of its own.
-        result = function(*arguments, **named)
-        if inspect.isawaitable(result):
+    def _forget(self, conversation: Conversation) -> None:
+        if conversation.key is not None and self._conversations.get(conversation.key) is conversation:
+            del self._conversations[conversation.key]
 
-            async def wait() -> Any:
-                return await result
+    # --- time limits ---
 
-            return self._runner.run(wait())
-        return result
+    async def _tick(self) -> None:
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(self._tick_s)
+            passed_s = min(time.monotonic() - before, 2 * self._tick_s)
+            self._n_ticks += 1
+            for call in [one for one in self._calls if one.counts]:
+                call.left_s -= passed_s
+                if call.left_s <= 0 and not call.is_expired and call.task is not None:
+                    call.is_expired = True
+                    call.task.cancel()
+                elif call.left_s <= -_CANCEL_S:
+                    self._calls.discard(call)
+                    self._unstoppable.add(call)
+                    self._expire(call, "its code continues although it was cancelled")
+
+    def _finish(self, call: Call, task: asyncio.Task[dict[str, Any]]) -> None:
+        self._calls.discard(call)
+        self._unstoppable.discard(call)
+        if call.is_over:
+            return
+        if call.is_expired:
+            try:
+                task.result()
+            except BaseException:  # noqa: BLE001 - its own error, or that it was cancelled
+                self._expire(call, traceback.format_exc())
+            else:
+                self._expire(call, "")
+        elif not task.cancelled():
+            call.is_over = True
+            self.write({"id": call.id, **task.result()})
+
+    def _expire(self, call: Call, where: str) -> None:
+        """Answer a call that exceeds its limit, and discard its environment."""
+        call.is_over = True
+        print(f"environment: no answer within the time limit\n{where}", file=sys.stderr)
+        self._forget(call.conversation)
+        stuck = [one for one in list(self._threads.running.values()) if one.is_over]
+        n_lent = sum(one is not None and one.is_over for one in list(self._lent_threads.running.values()))
+        if call in stuck:
+            faulthandler.dump_traceback()
+        elif call not in self._unstoppable:
+            self._start(None, call.conversation, 1, lambda: self._close(call.conversation))
+        # A thread that is stuck may end later; code that expects to be alone must not run until then.
+        restart = 2 * (len(stuck) + len(self._unstoppable)) > self._threads.n or 2 * n_lent > _LENT_THREADS
+        self.write({"id": call.id, "timeout": True, "restart": restart})
+
+    def _watch(self) -> None:
+        """Write signs of life; report code that blocks the event loop for longer than the limit."""
+        seen: tuple[asyncio.Task[Any] | None, int] | None = None
+        blocked_s, unwritten_s = 0.0, _SIGN_S
+        while True:
+            before = time.monotonic()
+            time.sleep(self._tick_s)
+            passed_s = min(time.monotonic() - before, 2 * self._tick_s)
+            unwritten_s += passed_s
+            if unwritten_s >= _SIGN_S:
+                unwritten_s = 0.0
+                self.write({})
+            now = asyncio.current_task(self._loop), self._n_ticks
+            if now != seen:
+                seen, blocked_s = now, 0.0
+                continue
+            blocked_s += passed_s
+            call = next((one for one in list(self._calls) if one.task is now[0]), None)
+            if call is not None:  # its own code, whose time `_tick` does not count
+                call.left_s -= passed_s
+            if blocked_s > self._timeout_s + _CANCEL_S:
+                break
+        faulthandler.dump_traceback()
+        report = {"restart": True, "unknown": call is None}
+        self.write(report if call is None else {**report, "id": call.id, "timeout": True})
 
 
 def _step_result(step: object) -> list[Any]:

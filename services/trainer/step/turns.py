@@ -11,8 +11,8 @@ Consumes: planned groups (`start`); turns without an answer, from `StepCollector
 Produces: with an environment, a `GroupOpened` per group and a `TurnAnswered` per turn in `rollouts.finished`, and a
 `GroupRequested` per further turn in `rollouts.requested`; a conversation that a fault ended begins again there.
 Waits for: `Environments.reset` and `Environments.step`, which return or raise within `environment.timeout_s` per turn
-of when an environment process takes the call.
-Ends when: each conversation has an answer that ends it, was lost, or its group was dropped.
+of when code of the environment begins to run.
+Ends when: each conversation has an answer that ends it, or its group was dropped.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class StepTurns:
 
     async def _open(self, groups: Sequence[PlannedGroup], spec: EnvironmentSpec) -> dict[int, bytes]:
         """Reset the groups' environments; return the prompt of each group that can start, an int32 column."""
-        # Each call has its own limit; in addition, a process may be busy with conversations of earlier steps.
+        # Each call has its own limit; in addition, its thread may be busy with conversations of earlier steps.
         limit_s = self._job.limit_s + spec.timeout_s * len(groups)
         because = f"{len(groups)} groups start"
         try:
