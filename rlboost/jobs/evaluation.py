@@ -10,7 +10,7 @@ from rlboost.shared.job.file import read_override
 from rlboost.shared.job.fleet import EvalSpec
 
 _NAMES = ("name", "model")
-_COPIED = ("environment", "reward", "sampling")
+_COPIED = ("environment", "agent", "reward", "sampling")
 _COPIED_FROM = {
     "data": ("eval", "eval_split", "subset", "prompt_key", "max_prompt_tokens"),
     "trainer": (
@@ -55,7 +55,7 @@ def evaluation_of(job: Mapping[str, Any], model: str | None = None, samples: int
         is_section = isinstance(given, Mapping)
         made[section] = {name: given[name] for name in names if given.get(name) is not None} if is_section else given
     _drop_unneeded_parallelism(made["trainer"])
-    if "reward" not in made and "environment" not in made:
+    if not made.keys() & {"reward", "environment", "agent"}:
         raise ConfigError("there is no reward: give a job file that has one, and --model to evaluate")
     if isinstance(made["data"], dict) and "eval" not in made["data"]:
         raise ConfigError("data.eval is not set: name held-out prompts, such as data.eval=test.jsonl")

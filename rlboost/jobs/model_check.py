@@ -56,6 +56,15 @@ try:
 except ConfigError as error:
     sys.exit(str(error))
 """
+_AGENT_SCRIPT = """
+import json, sys
+from rlboost.shared.job.agent import agent_factory
+from rlboost.shared.user_code.functions import describe_import_error
+try:
+    agent_factory(sys.argv[1], json.loads(sys.argv[2]))
+except BaseException as error:
+    sys.exit("agent.function: " + describe_import_error(sys.argv[1], "agent", error))
+"""
 _ENVIRONMENT = "environment.function"
 _ENVIRONMENT_SCRIPT = """
 import json, sys
@@ -137,6 +146,9 @@ def code_problems(spec: JobSpec) -> list[str]:
         for field, path, arguments, kind in asked
         if path
     ]
+    if spec.agent is not None:
+        arguments = spec.agent.function, json.dumps(spec.agent.arguments)
+        found.append(complaint("agent.function", spec.agent.function, _AGENT_SCRIPT, *arguments))
     return [problem for problem in found if problem and not _needs_torch(problem)]
 
 

@@ -22,6 +22,7 @@ from rlboost.shared.http.access import is_token, issue_store_credential, peer_ke
 from rlboost.shared.http.problem import Problem
 from rlboost.shared.http.scopes import SYSTEM, Principal, TokenScope
 from rlboost.shared.ids import new_token
+from rlboost.shared.job.sessions import session_of_key
 from rlboost.shared.messages import Role
 from rlboost.shared.messages.protocol import PROTOCOL
 from rlboost.shared.redis.bus import RedisBus, as_text
@@ -123,6 +124,8 @@ class TokenTable:
             return SYSTEM
         if is_token(secret, self._join_token):
             return Principal("join token", "worker")
+        if session := session_of_key(self._system_token, secret):
+            return Principal(f"session {session.subject}", "session", str(session))
         return principal_of(secret, await self.tokens(), self._clock()) if secret else None
 
     async def tokens(self) -> tuple[AccessToken, ...]:

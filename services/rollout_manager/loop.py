@@ -539,7 +539,7 @@ class Manager:
         ops = [*operations(effects), *bookkeeping(advanced, changed, closed_streams)]
         ops += self._leadership.renewal(self._now().mono)
         await self._bus.transact(ops, self._leadership.fence)
-        self.completion_waiters.fail(effects)
+        self.completion_waiters.end(effects)
 
     def _forget_ended(self, now: Now) -> list[Effect]:
         effects = forget_ended(self.world.jobs, now.wall)

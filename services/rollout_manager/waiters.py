@@ -12,18 +12,26 @@ ledger do not change, even when the world is rebuilt, so what a client has recei
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rlboost.services.rollout_manager.domain.effects import Effect, Refuse
+from rlboost.services.rollout_manager.domain.effects import Deliver, Effect, Refuse
 from rlboost.services.rollout_manager.domain.frames import TOKEN_BYTES
 from rlboost.services.rollout_manager.domain.tokens import Sample
 from rlboost.services.rollout_manager.domain.world import Clients, World
 from rlboost.shared.errors import Rejected, Retryable
 from rlboost.shared.ids import group_of
-from rlboost.shared.messages import FINISH_NONE, FINISH_STOP, FinishReason, GroupRequested
+from rlboost.shared.messages import (
+    FINISH_NONE,
+    FINISH_STOP,
+    FinishReason,
+    GroupRequested,
+    SampleDropped,
+    SampleFinished,
+)
 from rlboost.shared.wire import I32, floats, ints
 
 MAX_CHUNK_TOKENS = 512
@@ -73,6 +81,8 @@ class Waiter:
     progress: int = -1
     error: Exception | None = None
     """Why no more tokens will come."""
+    delivered: SampleFinished | None = None
+    """The end of a session's turn, which leaves the ledger with it."""
 
     def sample(self, member: int) -> Sample | None:
         """Return a member's sample in the ledger."""
@@ -112,6 +122,8 @@ class CompletionWaiters:
         A client of a resumable request may reconnect, and then needs all completions: they end together, with the last.
         """
         del waiter.open[member]
+        if waiter.request.session:
+            return  # it is delivered to the trainer, whatever its agent needs
         if not waiter.resumable:
             self.clients.satisfied.add(waiter.request.group + member)
         elif not any(one.open for one in waiter.request_waiters):
@@ -140,7 +152,8 @@ class CompletionWaiters:
 
         """
         changed = waiters[0].changed
-        limit = max(waiter.request.expires_at for waiter in waiters) + EXPIRY_SLACK_S
+        # The turn of a session does not expire.
+        limit = max(waiter.request.expires_at or math.inf for waiter in waiters) + EXPIRY_SLACK_S
         while any(waiter.open for waiter in waiters):
             changed.clear()
             chunks = [
@@ -174,7 +187,9 @@ class CompletionWaiters:
             samples = [sample for member in waiter.open if (sample := waiter.sample(member))]
             progress = sum(sample.n_tokens + (sample.finish != FINISH_NONE) for sample in samples)
             waiter.admitted = waiter.admitted or bool(samples)
-            if waiter.admitted:
+            if waiter.delivered is not None:
+                progress = -2
+            elif waiter.admitted:
                 if len(samples) < len(waiter.open):
                     waiter.error = waiter.error or CompletionUnavailable("the request was ended by the manager")
             elif world.jobs.get_active(waiter.request.job_id) is None:
@@ -194,12 +209,21 @@ class CompletionWaiters:
             if group in ledger.open_in_group or (wall < request.expires_at and not world.is_known(request))
         }
 
-    def fail(self, effects: Iterable[Effect]) -> None:
-        """Report refused samples to their clients."""
+    def end(self, effects: Iterable[Effect]) -> None:
+        """Report to clients the samples that were refused, and turns of sessions that were delivered or dropped."""
         for effect in effects:
-            if isinstance(effect, Refuse) and (waiter := self._waiters.get(group_of(effect.sample))):
-                error = CompletionUnavailable if effect.is_retryable else CompletionFailed
-                waiter.error = error(effect.reason)
+            match effect:
+                case Refuse(sample, reason, is_retryable):
+                    if waiter := self._waiters.get(group_of(sample)):
+                        waiter.error = CompletionUnavailable(reason) if is_retryable else CompletionFailed(reason)
+                case Deliver(_, SampleFinished() as end):
+                    if waiter := self._waiters.get(end.sample):
+                        waiter.delivered = end
+                case Deliver(_, SampleDropped() as end):
+                    if waiter := self._waiters.get(end.sample):
+                        waiter.error = CompletionFailed(end.reason)
+                case _:
+                    pass
 
     def close(self, reason: str) -> None:
         """End all requests with an error."""
@@ -213,6 +237,10 @@ class CompletionWaiters:
 def next_chunk(waiter: Waiter, member: int) -> CompletionChunk | None:
     """Return tokens of a member that the client has not received, and count them as received; None if none."""
     sample, n_received = waiter.sample(member), waiter.open[member]
+    if waiter.delivered is not None:
+        chunk = chunk_of(waiter.delivered, n_received)
+        waiter.open[member] += len(chunk.tokens)
+        return chunk
     if sample is None or (sample.n_tokens <= n_received and not sample.finish):
         return None
     part = slice(n_received * TOKEN_BYTES, (n_received + MAX_CHUNK_TOKENS) * TOKEN_BYTES)
@@ -221,6 +249,14 @@ def next_chunk(waiter: Waiter, member: int) -> CompletionChunk | None:
     worker = sample.span_starts[-1][0] if sample.span_starts else ""
     finish = _finish(sample) if waiter.open[member] == sample.n_tokens else None
     return CompletionChunk(member, tokens, logprobs, finish, worker)
+
+
+def chunk_of(turn: SampleFinished, n_received: int = 0) -> CompletionChunk:
+    """Return the next part of a finished turn of a session."""
+    part = slice(n_received, n_received + MAX_CHUNK_TOKENS)
+    tokens, logprobs = ints(turn.tokens), floats(turn.logprobs)
+    finish = turn.finish if part.stop >= len(tokens) else None
+    return CompletionChunk(0, tokens[part], logprobs[part], finish, turn.spans[-1][0] if turn.spans else "")
 
 
 def _finish(sample: Sample) -> Literal["stop", "length"] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 from rlboost.services.trainer.adapters.checkpoint_bucket import CheckpointLocations
@@ -28,6 +29,7 @@ from rlboost.services.trainer.ports.samples import Data
 from rlboost.services.trainer.ports.storage import JobResources
 from rlboost.services.trainer.settings import Settings
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.sessions import session_key
 from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.job.training import TrainerSpec
 from rlboost.shared.model.experts import require_replayable
@@ -79,6 +81,7 @@ def build_resources(
         data=data,
         rewards=_rewards(config, spec, waits, folder, data),
         environments=_environments(spec, waits, folder, data.call_style),
+        session_key=None if spec.agent is None else partial(session_key, token),
         checkpoints=places.store(spec.trainer.checkpoints or config.checkpoints, job_id),
         weights=RanksPublisher(
             client,
@@ -116,6 +119,8 @@ def _rewards(config: Settings, spec: JobSpec, waits: Waits, folder: Path, data: 
 
 
 def _environments(spec: JobSpec, waits: Waits, folder: Path, style: CallStyle) -> EnvironmentPool | None:
+    if spec.agent is not None:
+        return EnvironmentPool(spec.agent, waits, UserCodeLog(folder / "agent.log"), style)
     if spec.environment is None:
         return None
     return EnvironmentPool(spec.environment, waits, UserCodeLog(folder / "environment.log"), style)

@@ -48,10 +48,11 @@ class FailureLimit:
 # and one subject, and reveals nothing about the token.
 
 
-Purpose = Literal["chunk", "leader", "job-command", "metrics", "peers", "weights", "trainer-machine"]
+Purpose = Literal["chunk", "leader", "job-command", "metrics", "peers", "session", "weights", "trainer-machine"]
 """`chunk`: read one blob of weights from a peer, under the peer key; `leader`: be the manager at one URL;
 `job-command`: have a trainer execute one command; `metrics`: read metrics of workers, under the peer key; `peers`: the
-key that all workers share; `weights`: download weights from the store, as one worker and until one time;
+key that all workers share; `session`: call the model in one trainable session; `weights`: download weights from the
+store, as one worker and until one time;
 `trainer-machine`: one end of a connection between a trainer and a machine of its ranks."""
 
 

@@ -7,13 +7,15 @@ from typing import Literal, NamedTuple
 TokenScope = Literal["admin", "job", "read", "worker"]
 """Scope of a token that a user creates: `admin` may do everything, `job` run jobs, `read` see them, `worker` join the
 fleet."""
-Scope = Literal[TokenScope, "weights"]
-"""`weights`: download weights. Only the credentials that the manager issues to workers have it."""
+Scope = Literal[TokenScope, "session", "weights"]
+"""`session`: call the model as one agent; `weights`: download weights. Users do not create tokens of these: a trainer
+issues keys of sessions, and the manager gives workers credentials for weights."""
 
 _GRANTED: dict[Scope, frozenset[Scope]] = {
-    "admin": frozenset({"admin", "job", "read", "worker", "weights"}),
-    "job": frozenset({"job", "read"}),
+    "admin": frozenset({"admin", "job", "read", "session", "worker", "weights"}),
+    "job": frozenset({"job", "read", "session"}),
     "read": frozenset({"read"}),
+    "session": frozenset({"session"}),
     "worker": frozenset({"worker"}),
     "weights": frozenset({"weights"}),
 }
@@ -25,6 +27,8 @@ class Principal(NamedTuple):
     name: str
     """The sender's name in logs; never a secret."""
     scope: Scope
+    subject: str = ""
+    """What a principal of the scope `session` is limited to: a `shared.job.sessions.SessionId`."""
 
     def may(self, needed: Scope) -> bool:
         """Return True if the scope includes the needed one."""

@@ -1,4 +1,4 @@
-"""The reward and environment sections of a job file."""
+"""The reward, environment and agent sections of a job file."""
 
 from __future__ import annotations
 
@@ -109,11 +109,11 @@ class RewardSpec(Section):
         )
 
 
-class EnvironmentSpec(Section):
-    """The environment of multi-turn jobs; see `shared.job.environment`."""
+class ConversationSpec(Section):
+    """What environments and agents have in common."""
 
     function: FunctionPath
-    """`package.module:function`, or a class, that returns a new environment for each conversation."""
+    """`package.module:function`."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function."""
     max_turns: int = Field(8, ge=1)
@@ -121,9 +121,38 @@ class EnvironmentSpec(Section):
     timeout_s: float = Field(30.0, gt=0)
     """Seconds for one step of the environment."""
     workers: int = Field(1, ge=1, le=MAX_USER_PROCESSES)
-    """Processes that run environments; each serves many conversations. At most 64, or 16 for each CPU."""
+    """Processes that run its code. At most 64, or 16 for each CPU."""
     concurrency: int = Field(1024, ge=1, le=MAX_CONCURRENCY)
     """Conversations that one process serves at the same time."""
+    replacements: int | None = Field(None, ge=0, le=MAX_GROUP_SIZE)
+    """Conversations of each group that begin again in place of one that a fault of the environment ended (it raised,
+    timed out, or its process died). By default 2, or fewer if a step has too many turns for more."""
+    min_group_size: int | None = Field(None, ge=1, le=MAX_GROUP_SIZE)
+    """A training group trains without the samples that were lost for good, if it has at least this many others; else
+    it is dropped. By default half of `algorithm.group_size`, at least two."""
+
+    def least(self, group_size: int) -> int:
+        """Return the least samples with which a training group is trained."""
+        return min(group_size, self.min_group_size or max(2, (group_size + 1) // 2))
+
+
+class EnvironmentSpec(ConversationSpec):
+    """The environment of multi-turn jobs; see `shared.job.environment`."""
+
+    function: FunctionPath
+    """`package.module:function`, or a class, that returns a new environment for each conversation."""
     threads: int = Field(1, ge=1, le=MAX_THREADS)
     """Threads of one process that run methods and tools without `async`, which block theirs; with
     more than one, their code must be thread-safe."""
+
+
+class AgentSpec(ConversationSpec):
+    """The agent of a job; see `shared.job.agent`."""
+
+    function: FunctionPath
+    """`package.module:function`, called with a session and the data row, that runs the agent and
+    returns its reward; may be async."""
+    max_turns: int = Field(16, ge=1)
+    """Maximum number of calls of the model in one session, repeated ones not counted."""
+    timeout_s: float = Field(600.0, gt=0)
+    """Seconds for one session."""

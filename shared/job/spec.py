@@ -25,7 +25,7 @@ from rlboost.shared.job.fleet import (
     SftEvalSpec,
     VersionsSpec,
 )
-from rlboost.shared.job.reward import EnvironmentSpec, RewardPart, RewardSpec
+from rlboost.shared.job.reward import AgentSpec, ConversationSpec, EnvironmentSpec, RewardPart, RewardSpec
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec, TrainerSpec
 from rlboost.shared.process.modules import is_installed, pip_install
 from rlboost.shared.user_code import functions
@@ -171,22 +171,30 @@ class _RewardedJob(BaseJob):
 
     environment: EnvironmentSpec | None = None
     """Makes each sample a conversation with an environment, whose rewards are added to those of `reward`, if any."""
+    agent: AgentSpec | None = None
+    """Makes each sample a session of an agent, whose reward is added to that of `reward`, if any."""
     reward: RewardSpec | None = Field(None, validate_default=True)
-    """The reward; may be omitted only with an `environment`."""
+    """The reward; may be omitted only with an `environment` or an `agent`."""
     sampling: SamplingSpec = SamplingSpec()
     """How completions are sampled."""
 
     @property
     def reward_parts(self) -> tuple[RewardPart, ...]:
-        """Return all reward functions; none if only the environment gives rewards."""
+        """Return all reward functions; none if only the environment or the agent gives rewards."""
         return self.reward.parts if self.reward else ()
+
+    @property
+    def conversation(self) -> ConversationSpec | None:
+        """Return the section of the environment or agent; None if a sample is one completion."""
+        return self.environment or self.agent
 
     @field_validator("reward")
     @classmethod
     def _has_a_reward(cls, value: RewardSpec | None, info: ValidationInfo) -> RewardSpec | None:
-        if value is None and info.data.get("environment") is None:
-            raise ValueError(f"a job of kind {info.data.get('kind')} needs it, or an environment")
-        if value is not None and info.data.get("environment") is None and not any(part.weight for part in value.parts):
+        gives_reward = any(info.data.get(section) is not None for section in ("environment", "agent"))
+        if value is None and not gives_reward:
+            raise ValueError(f"a job of kind {info.data.get('kind')} needs it, or an environment or agent")
+        if value is not None and not gives_reward and not any(part.weight for part in value.parts):
             raise ValueError("every function has weight 0 and is only logged: give one of them another weight")
         return value
 
@@ -220,11 +228,18 @@ class RlJob(_TrainingJob, _RewardedJob):
             raise ValueError("algorithm.updates_per_step: more than data.prompts_per_step: lower it")
         if self.data.prompts_per_step * self.algorithm.group_size < 2:
             raise ValueError("algorithm.group_size: a step of one sample has nothing to compare with: raise it")
-        least = None if self.environment is None else self.environment.min_group_size
+        section, conversation = "environment" if self.agent is None else "agent", self.conversation
+        least = None if conversation is None else conversation.min_group_size
         if least is not None and least > self.algorithm.group_size:
-            raise ValueError("environment.min_group_size: more than algorithm.group_size: lower it")
+            raise ValueError(f"{section}.min_group_size: more than algorithm.group_size: lower it")
         if least == 1 < self.algorithm.group_size and self.algorithm.advantage not in GROUPLESS:
-            raise ValueError("environment.min_group_size: a group of one has nothing to compare with: give 2 or more")
+            raise ValueError(f"{section}.min_group_size: a group of one has nothing to compare with: give 2 or more")
+        if self.environment is not None and self.agent is not None:
+            raise ValueError("agent: a sample is a session of an agent or a conversation with an environment: give one")
+        if self.agent is not None and self.trainer.router_replay != "none":
+            raise ValueError(
+                "trainer.router_replay: not supported with an agent, whose turns may branch: set it to none"
+            )
         if self.algorithm.critic is not None and self.trainer.backend == "megatron":
             raise ValueError(
                 "algorithm.advantage: gae trains a critic, which needs trainer.backend: torch, with data_parallel and "
@@ -245,6 +260,8 @@ class SftJob(_TrainingJob):
 
     purpose: ClassVar[str] = "generates nothing"
     environment: ClassVar[None] = None
+    agent: ClassVar[None] = None
+    conversation: ClassVar[None] = None
     reward: ClassVar[None] = None
     reward_parts: ClassVar[tuple[RewardPart, ...]] = ()
     sampling: ClassVar[SamplingSpec] = SamplingSpec()
@@ -330,6 +347,8 @@ def _forbidden_functions(job: JobSpec) -> list[str]:
     ]
     if job.environment is not None:
         named.append(("environment.function", job.environment.function, "environment"))
+    if job.agent is not None:
+        named.append(("agent.function", job.agent.function, "agent"))
     if job.kind == "rl":
         named.append(("algorithm.loss", job.algorithm.loss, "loss function"))
     if (curriculum := job.data.curriculum) is not None:

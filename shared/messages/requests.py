@@ -94,6 +94,8 @@ class GroupRequested(Message):
     """A worker that may have the prompt's prefix in its cache, and gets the samples if it has capacity."""
     vocab_size: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
     """Number of token ids of the model: a worker's token id that is not below it is invalid. 0: not checked."""
+    session: PackedId = 0
+    """The session of an agent that it is a turn of, with which it is stored once it is finished; 0 for none."""
 
 
 @message
@@ -134,6 +136,42 @@ class GroupOpened(Message):
     reason: str = ""
     """Why the group is dropped; empty otherwise."""
     detail: str = ""
+
+
+@message
+class TurnOpened(Message):
+    """Manager -> trainer: an agent's call opened a turn of a session; in one transaction with the turn's request.
+
+    A call that an agent repeats after it was started again opens its turn again.
+    """
+
+    session: PackedId
+    """Id of the session (`shared.job.sessions`)."""
+    sample: PackedId
+    """The sample that is the turn."""
+    parent: PackedId = 0
+    """The turn that it continues; 0 for none."""
+    tokens: Column32 = b""
+    """int32 column: its prompt; with a parent, what follows the parent's prompt and completion in its prompt."""
+    start: str = ""
+    """Which start of the agent called."""
+
+
+@message
+class SessionEnded(Message):
+    """Trainer -> its successor: an agent has ended its session. The first record of a session counts."""
+
+    session: PackedId
+    start: str = ""
+    """Which start of the agent came to this end: only its turns belong to the sample."""
+    reward: float = 0.0
+    over: Literal["done", "cut"] = "done"
+    """`cut`: it ended at a limit."""
+    reason: str = ""
+    """The fault that ended it; empty otherwise."""
+    detail: str = ""
+    replaced_by: PackedId = 0
+    """After a fault: the session that begins in its place, 0 if none does."""
 
 
 @message

@@ -113,6 +113,26 @@ def serving_session(session: str) -> str:
     return f"{PREFIX}serving:session:{session}"
 
 
+def session(job_id: str, sample: int) -> str:
+    """Hash: a trainable session of an agent (`shared.job.sessions`); expires some time after its step."""
+    return f"{PREFIX}job:{job_id}:session:{sample:x}"
+
+
+def session_opened(turn: int) -> str:
+    """Field of a session: a turn as its call asked for it."""
+    return f"opened:{turn:x}"
+
+
+def session_finished(turn: int) -> str:
+    """Field of a session: the end of a turn."""
+    return f"finished:{turn:x}"
+
+
+def session_answer(turn: int) -> str:
+    """Field of a session: the answer of a turn, as its agent has received it."""
+    return f"answer:{turn:x}"
+
+
 def trainer_lease(job_id: str) -> str:
     """Lease: the trainer that runs the job, with its status (JSON)."""
     return f"{PREFIX}job:{job_id}:trainer"

@@ -26,7 +26,7 @@ from rlboost.shared.user_code.errors import place_of
 # run programs and write files. Operators allow an installed package in the setting `RLBOOST_TRAINER_USER_MODULES`.
 
 
-Kind = Literal["reward function", "environment", "loss function", "curriculum function"]
+Kind = Literal["reward function", "environment", "agent", "loss function", "curriculum function"]
 """What a job file names a function for."""
 
 USER_MODULES_SETTING = "RLBOOST_TRAINER_USER_MODULES"
@@ -39,6 +39,7 @@ OUR_FUNCTIONS: Mapping[str, Kind] = {
     "rlboost.rewards.math:score": "reward function",
     "rlboost.examples.countdown.reward:score": "reward function",
     "rlboost.examples.sums.reward:score": "reward function",
+    "rlboost.examples.second_try.agent:run": "agent",
     "rlboost.examples.second_try.environment:SecondTry": "environment",
 }
 """All of rlboost that a job file may name. `tests/unit/shared/test_user_code_allowed.py` walks all that it may not."""

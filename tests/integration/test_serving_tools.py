@@ -15,23 +15,8 @@ from openai import BadRequestError
 
 from tests.support.doc_snippets import blocks_in
 from tests.support.generated_docs import ROOT
-from tests.support.serving_system import System, until
+from tests.support.serving_system import CALLS, ENDS, TEMPLATE, System, until
 from tests.support.tool_model import ADD
-
-TEMPLATE = (
-    "{% for tool in tools or [] %} {{ tool | tojson }}{% endfor %}"
-    "{% for m in messages %} {{ bos_token }} {{ m.role }} {{ m.content }}{% for call in m.tool_calls or [] %} "
-    """<tool_call>{"name": "{{ call.function.name }}", """
-    """"arguments": {{ call.function.arguments | tojson }}}</tool_call>"""
-    "{% endfor %} {{ eos_token }}{% endfor %}{% if add_generation_prompt %} {{ bos_token }}{% endif %}"
-)
-CALLS = {
-    i: json.dumps({"name": "add", "arguments": {"a": i, "b": 1}}, separators=(",", ":")).join(
-        ("<tool_call>", "</tool_call>")
-    )
-    for i in range(10, 50)
-}
-ENDS = (2, *range(50, 96))
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,20 @@ from tests.support.redis_server import RedisServer
 from tests.support.service_process import TOKEN, ServiceProcess
 
 WAIT_S = 90.0
+TEMPLATE = (
+    "{% for tool in tools or [] %} {{ tool | tojson }}{% endfor %}"
+    "{% for m in messages %} {{ bos_token }} {{ m.role }} {{ m.content }}{% for call in m.tool_calls or [] %} "
+    """<tool_call>{"name": "{{ call.function.name }}", """
+    """"arguments": {{ call.function.arguments | tojson }}}</tool_call>"""
+    "{% endfor %} {{ eos_token }}{% endfor %}{% if add_generation_prompt %} {{ bos_token }}{% endif %}"
+)
+CALLS = {
+    i: json.dumps({"name": "add", "arguments": {"a": i, "b": 1}}, separators=(",", ":")).join(
+        ("<tool_call>", "</tool_call>")
+    )
+    for i in range(10, 50)
+}
+ENDS = (2, *range(50, 96))
 
 
 class System:

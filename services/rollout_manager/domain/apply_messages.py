@@ -52,9 +52,11 @@ from rlboost.shared.messages import (
     SampleFinished,
     SeedingEnded,
     SeedingReopened,
+    SessionEnded,
     StepReport,
     TokenFrame,
     TurnAnswered,
+    TurnOpened,
     WeightsCommitted,
     WorkerEvent,
     WorkerHeartbeat,
@@ -242,8 +244,8 @@ def apply_delivered(progress: JobProgress, message: Message) -> None:
         case SeedingReopened():
             if progress.window:
                 progress.window.phase, progress.window.reopened = "open", True
-        case GroupOpened() | TurnAnswered():
-            pass  # notes of the trainer for its own restart
+        case GroupOpened() | SessionEnded() | TurnAnswered() | TurnOpened():
+            pass  # notes for the trainer and its successor
         case _:
             raise Unprocessable(f"a {message.tag} does not belong among finished samples")
 

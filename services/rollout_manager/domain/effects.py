@@ -12,7 +12,17 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rlboost.services.rollout_manager.domain.jobs import Audit, Job, to_json
-from rlboost.shared.messages import ENDED_JOB_RETENTION_S, Closed, Dismissed, Event, Message, WorkerJoined
+from rlboost.shared.messages import (
+    ENDED_JOB_RETENTION_S,
+    Closed,
+    Dismissed,
+    Event,
+    GroupRequested,
+    Message,
+    SampleDropped,
+    SampleFinished,
+    WorkerJoined,
+)
 from rlboost.shared.messages.codec import encode
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Append, Expire, HashDelete, HashSet, Op, Trim, dead_letter_op
@@ -176,6 +186,12 @@ def save_length(job_id: str, prompt: str, length: float | None) -> Store:
     """Store the mean length of a prompt's samples, in tokens; None deletes it."""
     key = names.job_lengths(job_id)
     return Store((HashDelete(key, (prompt,)) if length is None else HashSet(key, {prompt: repr(length)}),))
+
+
+def store_turn(request: GroupRequested, end: SampleFinished | SampleDropped) -> Store:
+    """Store the end of a turn with its session, from which the agent that called for it gets it."""
+    text = encode(end).hex()
+    return Store((HashSet(names.session(request.job_id, request.session), {names.session_finished(end.sample): text}),))
 
 
 def save_worker(joined: WorkerJoined) -> Store:

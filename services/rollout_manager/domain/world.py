@@ -10,7 +10,16 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from rlboost.services.rollout_manager.domain.candidates import CandidatePools
-from rlboost.services.rollout_manager.domain.effects import FAILED, Deliver, Effect, Now, Record, Refuse, save_length
+from rlboost.services.rollout_manager.domain.effects import (
+    FAILED,
+    Deliver,
+    Effect,
+    Now,
+    Record,
+    Refuse,
+    save_length,
+    store_turn,
+)
 from rlboost.services.rollout_manager.domain.jobs import Jobs
 from rlboost.services.rollout_manager.domain.queue import Queues, requirement_of
 from rlboost.services.rollout_manager.domain.tokens import Ledger, Sample
@@ -89,7 +98,8 @@ def deliver_to_trainer(world: World, sample: Sample) -> list[Effect]:
         group_done=group_done,
         routed_experts=sample.routed_experts,
     )
-    return [*closed, Deliver(job_id, message)]
+    stored = [store_turn(sample.request, message)] if sample.request.session else []
+    return [*closed, Deliver(job_id, message), *stored]
 
 
 def deliver_to_client(world: World, sample: Sample) -> list[Effect]:
@@ -122,7 +132,8 @@ def drop(world: World, sample: Sample, cause: str, reason: str = "") -> list[Eff
         return [*revoked, *closed, Refuse(sample.id, reason or cause, is_retryable=is_retryable)]
     audit.dropped[cause] += 1
     message = SampleDropped(sample=sample.id, reason=reason or cause, group_done=group_done)
-    return [*revoked, *closed, Deliver(sample.request.job_id, message)]
+    stored = [store_turn(sample.request, message)] if sample.request.session else []
+    return [*revoked, *closed, Deliver(sample.request.job_id, message), *stored]
 
 
 def apply_closed(world: World, sample_ids: Iterable[int]) -> None:

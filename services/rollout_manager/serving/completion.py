@@ -29,6 +29,7 @@ from rlboost.services.rollout_manager.serving.schemas import (
     error_object,
     openai_problem,
 )
+from rlboost.services.rollout_manager.serving.sessions import Sessions, SessionTurn
 from rlboost.services.rollout_manager.serving.text import Conversations, ServedModel, Turn
 from rlboost.services.rollout_manager.serving.tools import CallReader, call_ids
 from rlboost.services.rollout_manager.waiters import (
@@ -37,15 +38,16 @@ from rlboost.services.rollout_manager.waiters import (
     CompletionFailed,
     CompletionUnavailable,
     Waiter,
+    chunk_of,
 )
 from rlboost.shared.errors import BusUnavailable, Fenced
 from rlboost.shared.http.problem import Problem
 from rlboost.shared.http.scopes import SYSTEM, Principal
 from rlboost.shared.ids import MAX_REQUESTS, request_group
-from rlboost.shared.messages import GroupRequested, Sampling
+from rlboost.shared.messages import GroupRequested, SampleDropped, SampleFinished, Sampling
 from rlboost.shared.model.tool_calls import CallStyle, opens_thought
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import Append
+from rlboost.shared.streams.bus import Append, Op
 from rlboost.shared.wire import I32, pack
 
 log = structlog.get_logger(__name__)
@@ -80,6 +82,10 @@ class Completion:
     """The turn of a conversation."""
     style: CallStyle | None = None
     """How the model writes tool calls; None to leave calls in the text."""
+    session: SessionTurn | None = None
+    """The turn of a trainable session."""
+    sessions: Sessions | None = None
+    """Set with `session`."""
     _response: ResponseFormatter = field(init=False)
     _waiters: list[Waiter] = field(default_factory=list)
     """One for each prompt."""
@@ -98,8 +104,12 @@ class Completion:
         self._validate()
         if not self.model.has_tokenizer:
             self.body = self.body.model_copy(update={"return_token_ids": True})  # there is no text to return
-        groups = [self._group(i) for i in range(len(self.prompts))]
-        self._waiters = await self._register(groups)
+        if self.session is not None:
+            groups = [self.session.request]
+            self._waiters = await self._open_turn(self.session)
+        else:
+            groups = [self._group(i) for i in range(len(self.prompts))]
+            self._waiters = await self._register(groups)
         of_choice = [prompt for prompt in self.prompts for _ in range(self.body.n)]
         self._choices = [
             Choice(i, self.model, prompt, self.body, self._call_reader(prompt, f"{groups[0].group}/{i}"))
@@ -274,10 +284,31 @@ class Completion:
             raise openai_problem(503, "Unavailable", f"{error}: try again", headers={"Retry-After": "1"}) from error
         return ours
 
+    async def _open_turn(self, turn: SessionTurn) -> list[Waiter]:
+        """Open a turn of a session, unless it is open, and wait for it, unless it has ended."""
+        waiters = self.manager.completion_waiters
+        ours = [] if turn.end else waiters.register([turn.request], self.manager.world, resumable=True)
+        try:
+            if turn.ops:
+                await self.manager.write(turn.ops)
+            if ours and self.sessions is not None and not any(_requests(op) for op in turn.ops):
+                turn.end = await self.sessions.end(turn)  # it may have ended before this call waited for it
+        except (Fenced, BusUnavailable) as error:
+            for waiter in ours:
+                waiters.unregister(waiter)
+            raise openai_problem(503, "Unavailable", f"{error}: try again", headers={"Retry-After": "1"}) from error
+        return ours
+
     # --- its tokens ---
 
     async def _generated(self) -> AsyncGenerator[Delta | None]:
         waiters = self.manager.completion_waiters
+        if self.session is not None and self.session.end is not None:
+            for waiter in self._waiters:
+                waiters.unregister(waiter)
+            async for delta in self._ended(self.session.end):
+                yield delta
+            return
         try:
             async with aclosing(waiters.follow(self._waiters)) as chunks:
                 async for found in chunks:
@@ -287,25 +318,42 @@ class Completion:
             for waiter in self._waiters:
                 waiters.unregister(waiter)
 
+    async def _ended(self, end: SampleFinished | SampleDropped) -> AsyncGenerator[Delta]:
+        """Yield the parts of a session's turn that had ended before the call."""
+        if isinstance(end, SampleDropped):
+            raise CompletionFailed(end.reason)
+        n_received, finish = 0, None
+        while finish is None:
+            chunk = chunk_of(end, n_received)
+            n_received, finish = n_received + len(chunk.tokens), chunk.finish
+            delta = self._choices[0].add(chunk)
+            self._deltas.append(delta)
+            if finish:
+                await self._save_turn(chunk.worker)
+            yield delta
+
     async def _delta(self, prompt: int, chunk: CompletionChunk) -> Delta:
         waiter = self._waiters[prompt]
         delta = self._choices[prompt * waiter.request.n + chunk.member].add(chunk)
-        if self.turn is not None:
+        if self.turn is not None or self.session is not None:
             self._deltas.append(delta)
             if delta.finish:
-                await self._save_turn(self.turn, chunk.worker)
+                await self._save_turn(chunk.worker)
         if delta.finish and not chunk.finish:  # it ended at a stop string
             self.manager.completion_waiters.complete(waiter, chunk.member)
         return delta
 
-    async def _save_turn(self, turn: Turn, worker: str) -> None:
+    async def _save_turn(self, worker: str) -> None:
         """Store a turn before the client receives its end, so that the next turn finds it."""
         answer: dict[str, Any] = {"role": "assistant", "content": "".join(delta.text for delta in self._deltas)}
         if calls := [call.public() for delta in self._deltas for call in delta.calls]:
             answer["tool_calls"] = calls
         completion = [token for delta in self._deltas for token in delta.tokens]
         try:
-            await self.conversations.save(turn, answer, completion, worker)
+            if self.turn is not None:
+                await self.conversations.save(self.turn, answer, completion, worker)
+            if self.session is not None and self.sessions is not None:
+                await self.sessions.save_answer(self.session, answer)
         except (Fenced, BusUnavailable) as error:
             raise CompletionUnavailable(f"the conversation could not be stored: {error}") from error
 
@@ -329,6 +377,10 @@ def _problem_of(error: CompletionUnavailable | CompletionFailed) -> Problem:
             400, "Cannot be generated", f"{error}: change the request, or its model if the job has ended"
         )
     return openai_problem(503, "Unavailable", f"{error}: try again", headers={"Retry-After": "1"})
+
+
+def _requests(op: Op) -> bool:
+    return isinstance(op, Append) and isinstance(op.message, GroupRequested)
 
 
 def _event(body: dict[str, Any]) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
@@ -28,11 +30,14 @@ from rlboost.services.rollout_manager.serving.schemas import (
     parse_chat,
     parse_completion,
 )
+from rlboost.services.rollout_manager.serving.sessions import Sessions
 from rlboost.services.rollout_manager.serving.text import Conversations, ServedModel, TextTooLong
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.shared.http.access import needs
 from rlboost.shared.http.guard import MAX_BODY_BYTES, limits_body, principal_of
 from rlboost.shared.http.problem import Problem, Responses, error_responses
+from rlboost.shared.http.scopes import Principal
+from rlboost.shared.job.sessions import SessionId
 from rlboost.shared.model.tool_calls import CallStyle
 from rlboost.shared.streams.bus import Bus
 
@@ -47,6 +52,8 @@ prompts share them."""
 DEFAULT_CONTEXT = 1 << 17
 """Tokens of a model's context, as long as they are not known."""
 MAX_HEADER_CHARACTERS = 255
+RETRY_HEADER = "x-stainless-retry-count"
+"""How OpenAI's library says that it repeats a request."""
 CLIENT_CLOSED_REQUEST = 499
 
 _ERROR_SCHEMA = {"type": "object", "properties": {"error": {"type": "object"}}, "required": ["error"]}
@@ -54,7 +61,7 @@ _ERRORS = error_responses({"application/json": {"schema": _ERROR_SCHEMA}}, 400, 
 _COMPLETION: Responses = _ERRORS | {CLIENT_CLOSED_REQUEST: {"description": "the client has disconnected"}}
 
 IdempotencyKey = Annotated[str | None, Header(alias="Idempotency-Key", max_length=MAX_HEADER_CHARACTERS)]
-SessionId = Annotated[str | None, Header(alias="X-Session-ID", max_length=MAX_HEADER_CHARACTERS)]
+SessionHeader = Annotated[str | None, Header(alias="X-Session-ID", max_length=MAX_HEADER_CHARACTERS)]
 RawBody = Annotated[dict[str, Any], Body()]
 
 
@@ -69,9 +76,10 @@ def add_openai_routes(
 ) -> None:
     """Add the routes to the manager's API."""
     served_models = ModelCache(load_model_files, text)
-    conversations = Conversations(manager, bus)
+    conversations, sessions = Conversations(manager, bus), Sessions(manager, bus)
     completion = partial(Completion, manager, conversations, settings.serve_limit_s)
     body_limit = partial(_body_limit, manager, served_models)
+    chats = _Chats(manager, served_models, conversations, sessions, completion)
 
     @router.get("/models", tags=["serving"], responses=_ERRORS)
     @needs("read")
@@ -97,48 +105,85 @@ def add_openai_routes(
         job = _find_job(manager, body.model)
         served = await served_models.get(job)
         prompts = await _prompt_tokens(served, body)
-        return await _respond(completion(body, job, served, prompts, principal_of(http), idempotency_key), http)
+        made = completion(body, job, served, prompts, principal_of(http), idempotency_key)
+        await made.start()
+        return await _respond(made, http)
 
     @router.post("/chat/completions", tags=["serving"], response_model=None, responses=_COMPLETION)
-    @needs("job")
+    @needs("session")
     @limits_body(body_limit)
     async def chat(
-        raw: RawBody, http: Request, idempotency_key: IdempotencyKey = None, session: SessionId = None
+        raw: RawBody, http: Request, idempotency_key: IdempotencyKey = None, session: SessionHeader = None
     ) -> Response:
-        return await _respond(await chat_completion(parse_chat(raw), http, idempotency_key, session), http)
+        return await _respond(await chats.start(parse_chat(raw), http, idempotency_key, session), http)
 
     @router.post("/responses", tags=["serving"], response_model=None, responses=_COMPLETION)
-    @needs("job")
+    @needs("session")
     @limits_body(body_limit)
     async def responses(
-        raw: RawBody, http: Request, idempotency_key: IdempotencyKey = None, session: SessionId = None
+        raw: RawBody, http: Request, idempotency_key: IdempotencyKey = None, session: SessionHeader = None
     ) -> Response:
         with fields_named(openai_responses.CHAT_NAMES):
             body = parse_chat(openai_responses.chat_of_response(raw))
-            made = await chat_completion(body, http, idempotency_key, session)
+            made = await chats.start(body, http, idempotency_key, session)
             return await _translate(made, openai_responses.ResponseWriter(raw), http)
 
-    async def chat_completion(
-        body: ChatBody, http: Request, idempotency_key: str | None, session: str | None
+
+@dataclass(frozen=True, slots=True)
+class _Chats:
+    """Starts the completions of chats."""
+
+    manager: Manager
+    models: ModelCache
+    conversations: Conversations
+    sessions: Sessions
+    completion: Callable[..., Completion]
+
+    async def start(
+        self, body: ChatBody, http: Request, idempotency_key: str | None, conversation: str | None
     ) -> Completion:
-        if session and body.n > 1:
+        """Return the completion of a chat, started."""
+        principal = principal_of(http)
+        if principal.subject:
+            again = idempotency_key is not None or http.headers.get(RETRY_HEADER, "0") != "0"
+            return await self._start_turn(body, principal, again=again)
+        if conversation and body.n > 1:
             raise openai_problem(400, "Invalid value", "a conversation (X-Session-ID) has one answer a turn", param="n")
-        job = _find_job(manager, body.model)
-        served = await served_models.get(job)
+        job = _find_job(self.manager, body.model)
+        served = await self.models.get(job)
         messages = [message.for_template() for message in body.messages]
         options, turn = TemplateOptions(body.tools, body.chat_template_kwargs), None
         style = await _call_style(served, body)
         try:
-            if session:
-                turn = await conversations.next_turn(job.id, session, served, messages, options)
+            if conversation:
+                turn = await self.conversations.next_turn(job.id, conversation, served, messages, options)
             prompt = turn.prompt if turn else await served.encode_chat(messages, options)
         except TokenizationError as error:
             raise _text_problem(error, "messages") from error
-        return completion(body, job, served, [prompt], principal_of(http), idempotency_key, turn, style)
+        made = self.completion(body, job, served, [prompt], principal, idempotency_key, turn, style)
+        await made.start()
+        return made
+
+    async def _start_turn(self, body: ChatBody, principal: Principal, *, again: bool) -> Completion:
+        """Return the completion of an agent's call in a trainable session, started."""
+        sessions, session = self.sessions, SessionId.parse(principal.subject)
+        job = sessions.job_of(session, body)
+        served = await self.models.get(job)
+        messages = [message.for_template() for message in body.messages]
+        options, style = TemplateOptions(body.tools, body.chat_template_kwargs), await _call_style(served, body)
+        async with sessions.lock(session):
+            try:
+                turn = await sessions.turn(session, body, served, messages, options, again=again)
+            except TokenizationError as error:
+                raise _text_problem(error, "messages") from error
+            made = self.completion(
+                body, job, served, [turn.prompt], principal, style=style, session=turn, sessions=sessions
+            )
+            await made.start()
+        return made
 
 
 async def _respond(completion: Completion, http: Request) -> Response:
-    await completion.start()
     if completion.body.stream:
         return StreamingResponse(completion.stream(), media_type="text/event-stream")
     response = await completion.collect(http.is_disconnected)
@@ -147,7 +192,6 @@ async def _respond(completion: Completion, http: Request) -> Response:
 
 async def _translate(completion: Completion, writer: Writer, http: Request) -> Response:
     """Respond in another API's format."""
-    await completion.start()
     if completion.body.stream:
         return StreamingResponse(translated_stream(completion, writer), media_type="text/event-stream")
     response = await completion.collect(http.is_disconnected)

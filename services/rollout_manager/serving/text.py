@@ -385,10 +385,10 @@ class Conversations:
 
 
 def _same(one: Sequence[Message], other: Sequence[Message]) -> bool:
-    return [_identity(message) for message in one] == [_identity(message) for message in other]
+    return [identity(message) for message in one] == [identity(message) for message in other]
 
 
-def _identity(message: Message) -> Message:
+def identity(message: Message) -> Message:
     """Return what identifies a message.
 
     Client libraries add fields to an answer, write the arguments of its calls anew, and may change ids.

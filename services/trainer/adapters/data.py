@@ -77,6 +77,11 @@ def load_data(spec: JobSpec, model: Path, created: datetime | None = None) -> Da
         raise ConfigError(f"model {model}: tokenizer and config.json cannot be loaded: {error}") from error
     end_ids = _stop_token_ids(model, tokenizer, config)
     tokens = PromptTokenizer(tokenizer, config, end_ids, created)
+    if spec.agent is not None and tokenizer.chat_template is None:
+        raise ConfigError(
+            f"agent: model {model} has no chat template, which an agent's calls need: use a model that has one, or add "
+            "its chat_template.jinja"
+        )
     reader = _Reader(spec, tokens)
     train: list[Prompt] = []
     evaluation: list[Prompt] = []

@@ -1,4 +1,4 @@
-"""Runs the user's environments in a pool of processes.
+"""Runs the user's environments, or agents, in a pool of processes.
 
 A conversation stays in one process, which holds its environment and serves many conversations at the same time. If a
 process ends, `domain.admission` decides which calls are repeated, and which one failed.
@@ -29,7 +29,7 @@ from rlboost.services.trainer.ports.samples import EnvironmentFault, ResetResult
 from rlboost.shared.data.messages import TEMPLATE_KWARGS, TOOLS, Tools, template_kwargs_of, tools_of
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.environment import Message
-from rlboost.shared.job.reward import EnvironmentSpec
+from rlboost.shared.job.reward import AgentSpec, EnvironmentSpec
 from rlboost.shared.model.tool_calls import HERMES, CallStyle
 from rlboost.shared.process.waiting import Waits
 
@@ -105,10 +105,10 @@ _MAX_FRUITLESS = 10
 
 
 class EnvironmentPool:
-    """`Environments` over `environment.workers` processes."""
+    """`Environments` over `environment.workers` processes, or those of an agent."""
 
     def __init__(
-        self, spec: EnvironmentSpec, waits: Waits, log: UserCodeLog | None = None, style: CallStyle = HERMES
+        self, spec: EnvironmentSpec | AgentSpec, waits: Waits, log: UserCodeLog | None = None, style: CallStyle = HERMES
     ) -> None:
         """Start no process yet: see `start`. Their output goes to `log`; the model writes tool calls in `style`."""
         self._waits = waits
@@ -162,11 +162,12 @@ class EnvironmentPool:
 class _Host:
     """One process and its conversations."""
 
-    def __init__(self, spec: EnvironmentSpec, log: UserCodeLog | None, style: CallStyle) -> None:
+    def __init__(self, spec: EnvironmentSpec | AgentSpec, log: UserCodeLog | None, style: CallStyle) -> None:
+        kind = "agent" if isinstance(spec, AgentSpec) else "environment"
         program = UserProgram(
             "rlboost.services.trainer.children.environment",
-            json.dumps({**spec.model_dump(mode="json"), "call_style": asdict(style)}),
-            "environment.function",
+            json.dumps({**spec.model_dump(mode="json"), "kind": kind, "call_style": asdict(style)}),
+            f"{kind}.function",
             spec.function,
         )
         self.process = UserCodeProcess(program, log)

@@ -127,7 +127,7 @@ def check_processes(spec: JobSpec, n_cpus: int) -> None:
 
     """
     most = max(_MIN_USER_PROCESSES, _USER_PROCESSES_PER_CPU * n_cpus)
-    for field, section in (("reward", spec.reward), ("environment", spec.environment)):
+    for field, section in (("reward", spec.reward), ("environment", spec.environment), ("agent", spec.agent)):
         if section is not None and section.workers > most:
             raise ConfigError(
                 f"{field}.workers: {section.workers} processes are too many for the trainer's machine, which has "

@@ -1,6 +1,7 @@
 """A process that runs environments: `python -m rlboost.services.trainer.children.environment SPEC`.
 
-SPEC is JSON: the fields of `EnvironmentSpec`, and `call_style` with those of `CallStyle`. `child` describes the
+SPEC is JSON: the fields of `EnvironmentSpec` or `AgentSpec`, `kind`, and `call_style` with those of `CallStyle`. An
+agent is an environment with one turn (`shared.job.agent`). `child` describes the
 transport. A request is a map:
 
 - `release`: id of a conversation whose environment to discard after its call; such a request has no other key.
@@ -42,6 +43,7 @@ import msgpack
 
 from rlboost.services.trainer.children.child import Pipe
 from rlboost.services.trainer.children.reward import reward_number
+from rlboost.shared.job.agent import agent_factory
 from rlboost.shared.job.environment import PLAIN_RUNNER, Plain, Step, environment_factory
 from rlboost.shared.model.tool_calls import CallStyle
 from rlboost.shared.user_code.errors import MAX_CHARS, describe_error
@@ -59,14 +61,18 @@ def main() -> int:
     """Answer requests until the input ends."""
     pipe = Pipe()
     spec = json.loads(sys.argv[1])
-    function = spec["function"]
+    function, kind = spec["function"], spec["kind"]
+    make: Callable[[], Any]
     try:
-        make = environment_factory(function, spec["arguments"], CallStyle(**spec["call_style"]))
+        if kind == "agent":
+            make = agent_factory(function, spec["arguments"])
+        else:
+            make = environment_factory(function, spec["arguments"], CallStyle(**spec["call_style"]))
     except BaseException as error:  # noqa: BLE001 - importing runs the user's code, which may raise or exit
-        pipe.write({"failed": describe_import_error(function, "environment", error)})
+        pipe.write({"failed": describe_import_error(function, kind, error)})
         return 1
     pipe.write({"ready": True})
-    threads = Threads(spec["threads"])
+    threads = Threads(spec.get("threads", 1))
     host = Host(pipe.write, make, threads, spec["timeout_s"])
     _start_thread(_run_loop, host.serve(pipe.read), threads)
     threads.run()

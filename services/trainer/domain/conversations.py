@@ -58,12 +58,16 @@ class TurnIds:
         """Return the packed id of a turn of the conversation whose first turn, number 0, has the id `first`."""
         if turn == 0:
             return first
+        number, stride = self.later_turns(first)
+        return SampleId.unpack(first)._replace(group=number + (turn - 1) * stride, member=0).pack()
+
+    def later_turns(self, first: int) -> tuple[int, int]:
+        """Return the group number of turn 1 of a conversation, and the distance to that of the next one."""
         found = SampleId.unpack(first)
         if found.group >= self._first_replacement:
-            number = found.group + turn * self.replacements * self.n_groups
-        else:
-            number = self.n_groups + ((turn - 1) * self.n_groups + found.group) * self.group_size + found.member
-        return found._replace(group=number, member=0).pack()
+            stride = self.replacements * self.n_groups
+            return found.group + stride, stride
+        return self.n_groups + found.group * self.group_size + found.member, self.n_groups * self.group_size
 
     def turn_of(self, packed: int) -> tuple[int, int]:
         """Invert `id_of`: return the id of the conversation's first turn, and the number of the turn."""
@@ -103,6 +107,17 @@ class StepTurnIds(NamedTuple):
 # --- One sample's conversation: the model's turns, and the environment's answers --------------------------------------
 
 
+class Row(NamedTuple):
+    """One token sequence of a conversation."""
+
+    prompt: bytes
+    completion: bytes
+    loss_mask: bytes
+    """See `SequenceRow.loss_mask`."""
+    logprobs: bytes
+    """float32 column of the tokens with a loss."""
+
+
 @dataclass(slots=True)
 class Conversation:
     """A conversation so far: turns and answers alternate, and their tokens never change."""
@@ -113,6 +128,8 @@ class Conversation:
     answers: list[TurnAnswered] = field(default_factory=list)
     first: int = 0
     """The id of its first turn: the sample's, unless it began again in place of another."""
+    prompt: bytes = b""
+    """int32 column: what a session of an agent begins with; empty if the group has a prompt."""
 
     def __post_init__(self) -> None:
         """Take the sample's id for that of the first turn, unless another is given."""
@@ -142,6 +159,11 @@ class Conversation:
     def _tokens(self) -> list[tuple[bytes, bytes]]:
         turns = [turn.tokens for turn in self.turns]
         return list(zip_longest(turns, [answer.tokens for answer in self.answers], fillvalue=b""))
+
+    def rows(self, prompt: bytes) -> list[Row]:
+        """Return the token sequences to train on, after the group's prompt, an int32 column."""
+        logprobs = b"".join(turn.logprobs for turn in self.turns)
+        return [Row(prompt, self.completion, self.loss_mask, logprobs)]
 
     def answer(
         self, observation: Sequence[int], reward: float, *, done: bool, max_tokens: int, max_turns: int

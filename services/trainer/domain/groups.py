@@ -18,7 +18,9 @@ from rlboost.shared.messages import (
     SampleFinished,
     SeedingEnded,
     SeedingReopened,
+    SessionEnded,
     TurnAnswered,
+    TurnOpened,
 )
 from rlboost.shared.streams.entries import Entry, position
 from rlboost.shared.wire import F32, I32, length
@@ -452,8 +454,10 @@ class OpenSteps:
 
 def _step_of(message: Message) -> int | None:
     match message:
-        case SampleFinished() | SampleDropped() | TurnAnswered():
+        case SampleFinished() | SampleDropped() | TurnAnswered() | TurnOpened():
             return SampleId.unpack(message.sample).step
+        case SessionEnded():
+            return SampleId.unpack(message.session).step
         case GroupOpened():
             return SampleId.unpack(message.group).step
         case SeedingEnded() | SeedingReopened():

@@ -15,7 +15,7 @@ from rlboost.services.trainer.domain.rewards import all_equal
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.ids import MAX_GROUP_SIZE, MAX_GROUPS_PER_STEP, SampleId, within_job
 from rlboost.shared.job.fleet import EvalSpec
-from rlboost.shared.job.reward import REPLACEMENTS, EnvironmentSpec
+from rlboost.shared.job.reward import REPLACEMENTS
 from rlboost.shared.job.spec import GeneratingJob, RlJob
 from rlboost.shared.job.training import OptimizerSpec
 
@@ -69,16 +69,16 @@ def check(spec: GeneratingJob, n_eval: int) -> None:
             f"algorithm.resample: {spec.data.prompts_per_step} prompts a step, and up to {spec.algorithm.resample} "
             f"more in the place of each, are more than {MAX_GROUPS_PER_STEP}: lower it, or data.prompts_per_step"
         )
-    step_ids = turn_ids(spec, n_eval)
+    step_ids, section = turn_ids(spec, n_eval), "environment" if spec.agent is None else "agent"
     for ids in step_ids:
         if ids is not None and ids.n_numbers > MAX_GROUPS_PER_STEP:
             resamples = spec.algorithm.resample and ids is step_ids.training
             also = " (with those that algorithm.resample may add)" if resamples else ""
             more = f", and {ids.replacements} that may begin again," if ids.replacements else ""
             raise ConfigError(
-                f"environment.max_turns: {ids.n_groups} prompts{also} with {ids.group_size} samples{more} of "
+                f"{section}.max_turns: {ids.n_groups} prompts{also} with {ids.group_size} samples{more} of "
                 f"{ids.max_turns} turns are more than {MAX_GROUPS_PER_STEP} turns a step: lower it, or "
-                "data.prompts_per_step, algorithm.group_size, algorithm.resample, environment.replacements or "
+                f"data.prompts_per_step, algorithm.group_size, algorithm.resample, {section}.replacements or "
                 "eval.samples"
             )
     if spec.eval is None:
@@ -134,19 +134,20 @@ def turn_ids(spec: GeneratingJob, n_eval: int) -> StepTurnIds:
     """Return the ids of a step's turns."""
     training = evaluation = None
     if isinstance(spec, RlJob):
-        training = _with_replacements(TurnIds(n_training_groups(spec), spec.algorithm.group_size, 1), spec.environment)
+        training = _with_replacements(TurnIds(n_training_groups(spec), spec.algorithm.group_size, 1), spec)
     if spec.eval is not None:
         counts = [n for n in eval_group_sizes(spec.eval, n_eval) if n]
-        evaluation = _with_replacements(TurnIds(len(counts), max(counts), 1), spec.environment)
+        evaluation = _with_replacements(TurnIds(len(counts), max(counts), 1), spec)
     return StepTurnIds(training, evaluation)
 
 
-def _with_replacements(ids: TurnIds, environment: EnvironmentSpec | None) -> TurnIds:
-    if environment is None:
+def _with_replacements(ids: TurnIds, spec: GeneratingJob) -> TurnIds:
+    if (conversation := spec.conversation) is None:
         return ids
-    ids = replace(ids, max_turns=environment.max_turns)
-    if environment.replacements is not None:
-        return replace(ids, replacements=environment.replacements)
+    # Each call of an agent is requested alone, as turns after the first are.
+    ids = replace(ids, max_turns=conversation.max_turns + (spec.agent is not None))
+    if conversation.replacements is not None:
+        return replace(ids, replacements=conversation.replacements)
     room = (MAX_GROUPS_PER_STEP - ids.n_numbers) // (ids.n_groups * ids.max_turns)
     return replace(ids, replacements=max(0, min(REPLACEMENTS, room)))
 

@@ -115,7 +115,8 @@ class JobFacts:
         """Return the facts of a job."""
         if not isinstance(spec, RlJob):
             return cls(job_id)
-        turns = f", environment.max_turns {spec.environment.max_turns}" if spec.environment is not None else ""
+        section = "environment" if spec.agent is None else "agent"
+        turns = f", {section}.max_turns {spec.conversation.max_turns}" if spec.conversation is not None else ""
         return cls(
             job_id,
             spec.data.prompts_per_step,
@@ -273,8 +274,8 @@ def _advice_on_dropped(reason: str, job_id: str) -> tuple[str, str]:
         return "the workers' engines reject or fail on these prompts", f"correct the prompts or sampling; {events}"
     if reason == "timeout":
         return "reward.function is too slow", "make it faster, or raise reward.timeout_s or reward.workers"
-    if reason.startswith("environment"):
-        return "environment.function fails", f"correct it; {events}"
+    if reason.startswith(("environment", "agent")):
+        return f"{reason.partition('_')[0]}.function fails", f"correct it; {events}"
     return "reward.function fails on these completions", f"correct it; {events}"
 
 

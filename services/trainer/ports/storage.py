@@ -16,6 +16,7 @@ from rlboost.services.trainer.domain.metrics import UNKNOWN_HARDWARE, TrainingHa
 from rlboost.services.trainer.ports.engine import Critic, PolicyEngine, Snapshot
 from rlboost.services.trainer.ports.samples import Data, Environments, RewardFunction
 from rlboost.shared.job.run_profile import RunProfile
+from rlboost.shared.job.sessions import SessionId
 from rlboost.shared.streams.entries import START
 from rlboost.shared.weights.shards import ChunkCopy, Shard
 from rlboost.shared.wire import RoutedShape
@@ -200,7 +201,9 @@ class JobResources:
     critic: Critic | None = None
     """The engine, if it has a critic."""
     environments: Environments | None = None
-    """Set if samples are conversations."""
+    """Set if samples are conversations; for an agent, one that runs it (`shared.job.agent`)."""
+    session_key: Callable[[SessionId], str] | None = None
+    """Returns the API key of a session of an agent; set if the job has one."""
     predecessor: Callable[[], tuple[TrainState, Path]] | None = None
     """Finds the checkpoint of another job that this one starts from (`trainer.resume` names it). Raises `ConfigError`
     if there is none."""

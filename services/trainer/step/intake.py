@@ -35,10 +35,12 @@ from rlboost.services.trainer.domain.groups import DroppedGroup, GroupOutcome, O
 from rlboost.services.trainer.domain.metrics import RolloutTally
 from rlboost.services.trainer.domain.plan import PlannedGroup, plan_step, turn_ids
 from rlboost.services.trainer.domain.rewards import length_penalties
+from rlboost.services.trainer.domain.sessions import SessionCollector
 from rlboost.services.trainer.job.job import Job
 from rlboost.services.trainer.ports.storage import TrainState
 from rlboost.services.trainer.step.durable import DurableCurriculum, DurableResampling, StepReplacements
-from rlboost.services.trainer.step.scoring import add_environment_rewards, reward_batch, sample_summaries
+from rlboost.services.trainer.step.scoring import add_conversation_rewards, reward_batch, sample_summaries
+from rlboost.services.trainer.step.sessions import StepSessions
 from rlboost.services.trainer.step.turns import StepTurns
 from rlboost.shared.errors import Fatal, Unprocessable, WaitTimedOut
 from rlboost.shared.ids import SampleId
@@ -89,10 +91,16 @@ class StepIntake:
         self._unsent: list[GroupRequested] = []
         """The requests of started groups."""
         sizes, ids = {group.id: group.n for group in planned}, turn_ids(spec, len(data.evaluation))
-        answered = None if spec.environment is None else ids
-        least = None if spec.environment is None else spec.environment.least(spec.algorithm.group_size)
-        self.groups = StepCollector(job.no, step, sizes, spec.elastic.max_staleness, answered, least)
-        self.turns = StepTurns(job, step, self._planned, self.groups, ids, all_steps.scoring)
+        answered = None if spec.conversation is None else ids
+        least = None if spec.conversation is None else spec.conversation.least(spec.algorithm.group_size)
+        self.groups: StepCollector
+        self.turns: StepTurns | StepSessions
+        if spec.agent is None:
+            self.groups = StepCollector(job.no, step, sizes, spec.elastic.max_staleness, answered, least)
+            self.turns = StepTurns(job, step, self._planned, self.groups, ids, all_steps.scoring)
+        else:
+            self.groups = SessionCollector(job.no, step, sizes, spec.elastic.max_staleness, answered, least)
+            self.turns = StepSessions(job, step, self._planned, self.groups, ids, all_steps.scoring)
         self._tally = RolloutTally()
         if spec.eval is not None:
             self._tally.pass_reward = spec.eval.pass_reward
@@ -122,6 +130,7 @@ class StepIntake:
             await self._curriculum.persist(self.step)
         # Evaluation groups start with the others: a predecessor that was killed may have requested them, and their
         # samples are in the log then.
+        self.turns.evaluates = self.turns.evaluates or evaluation
         while self._unstarted:
             some, self._unstarted = self._unstarted[:_GROUPS_PER_TRANSACTION], self._unstarted[_GROUPS_PER_TRANSACTION:]
             self._unsent += await self.turns.start(some)
@@ -164,9 +173,10 @@ class StepIntake:
             await self._drop(outcome.group, outcome.reason, outcome.detail)
             return None
         job, spec, data, began = self._job, self._job.generating_spec, self._job.resources.data, time.monotonic()
-        start = self.turns.requests[planned.id].prompt
+        start = self.turns.prompt_of(planned.id)
         scores = await job.resources.rewards.score(reward_batch(outcome, job.prompt(planned), data))
-        scores = add_environment_rewards(scores, outcome, named=spec.reward is not None)
+        giver = "environment" if spec.agent is None else "agent"
+        scores = add_conversation_rewards(scores, outcome, name=giver if spec.reward is not None else "")
         took_s = time.monotonic() - began
         if not self._was_trained:
             shown = outcome, start, scores, data, self.turns.tools.get(planned.id, ())
@@ -331,6 +341,11 @@ class FinishedLog:
             async with waits.on(what, because=because, limit_s=limit_s, progress=progress, kind="samples"):
                 await self.peek()
 
+    async def is_read(self) -> bool:
+        """Return True if there is no entry that was not taken, for now."""
+        stream = names.rollouts_finished(self._job.id)
+        return not self._ahead and not await self._job.bus.retry(lambda bus: bus.read({stream: self.cursor}, count=1))
+
     async def peek(self) -> Entry:
         """Return the next entry without taking it; wait for it without a limit."""
         while not self._ahead:
@@ -406,6 +421,8 @@ class Intake:
         first = min(self._intakes)
         for number, intake in sorted(self._intakes.items()):
             await intake.request(evaluation=number == first)
+        if self.job.generating_spec.agent is not None and await self._finished.is_read():
+            self._answer_turns()  # sessions begin without an entry that asks for them
 
     @property
     def cursors(self) -> tuple[str, str]:

@@ -168,8 +168,9 @@ class StepRun:
     def _suspect(self, rollouts: RolloutTally) -> str:
         if set(rollouts.dropped) == {"stale"}:
             return "for workers with old weights, or raise elastic.max_staleness"
-        if (environment := self._job.spec.environment) and any("environment" in why for why in rollouts.dropped):
-            return f"environment.function {environment.function}"
+        section = "environment" if self._job.spec.agent is None else "agent"
+        if (conversation := self._job.spec.conversation) and any(section in why for why in rollouts.dropped):
+            return f"{section}.function {conversation.function}"
         return "reward.function " + ", ".join(part.source for part in self._job.spec.reward_parts)
 
     # --- collect ---

@@ -47,24 +47,25 @@ def reward_batch(group: WholeGroup, prompt: Prompt, data: Data) -> RewardBatch:
     return RewardBatch([prompt.given] * len(ids), completions, ids, columns, solutions, raw)
 
 
-def add_environment_rewards(scores: Scores, group: WholeGroup, *, named: bool) -> Scores:
-    """Return scores plus the rewards of the environment; `named`: as one of several parts."""
+def add_conversation_rewards(scores: Scores, group: WholeGroup, *, name: str = "") -> Scores:
+    """Return scores plus the rewards of the environment or agent; with a name, also as one of several parts."""
     if scores.rewards is None or not group.conversations:
         return scores
     given = tuple(conversation.reward for conversation in group.conversations)
     rewards = tuple(total((reward, more)) for reward, more in zip(scores.rewards, given, strict=True))
-    return replace(scores, rewards=rewards, parts={**scores.parts, "environment": given} if named else scores.parts)
+    return replace(scores, rewards=rewards, parts={**scores.parts, name: given} if name else scores.parts)
 
 
 def sample_summaries(
     group: WholeGroup, prompt: bytes, scores: Scores, data: Data, tools: Tools = ()
 ) -> list[dict[str, Any]]:
     """Return the published fields of each sample, texts without special tokens; `prompt` is an int32 column."""
-    prompt_text = _without_middle(data.decode(ints(prompt), skip_special_tokens=True), _TEXT_CHARS)
     rewards = scores.rewards or (None,) * len(group.samples)
     rows = []
     for i, (sample, completion, reward) in enumerate(zip(group.samples, group.completions, rewards, strict=True)):
         sample_id, tokens = SampleId.unpack(sample.sample), ints(completion)
+        own = group.conversations[i].prompt if group.conversations else b""
+        prompt_text = _without_middle(data.decode(ints(own or prompt), skip_special_tokens=True), _TEXT_CHARS)
         rows.append(
             {
                 "sample": str(sample_id),

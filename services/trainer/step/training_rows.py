@@ -200,24 +200,24 @@ class _PreferencePairs(TrainingRows):
 
 
 def _trainable(group: ScoredGroup, scalars: Sequence[float]) -> list[tuple[SequenceRow, float]]:
-    """Return each sample that has a token, with its scalar; an empty list without scalars."""
+    """Return the rows of each sample that has a token, with its scalar; an empty list without scalars."""
     if not scalars:
         return []
-    conversations = group.conversations or (None,) * len(group.samples)
-    return [
-        (
-            SequenceRow(
-                group.prompt,
-                sample.tokens if conversation is None else conversation.completion,
-                sample.logprobs,
-                loss_mask=b"" if conversation is None else conversation.loss_mask,
-                routed_experts=sample.routed_experts,
-            ),
-            scalar,
-        )
-        for sample, conversation, scalar in zip(group.samples, conversations, scalars, strict=True)
-        if sample.tokens
-    ]
+    found: list[tuple[SequenceRow, float]] = []
+    for i, (sample, scalar) in enumerate(zip(group.samples, scalars, strict=True)):
+        if not sample.tokens:
+            continue
+        experts = sample.routed_experts
+        if not group.conversations:
+            found.append((SequenceRow(group.prompt, sample.tokens, sample.logprobs, routed_experts=experts), scalar))
+            continue
+        rows = group.conversations[i].rows(group.prompt)
+        found += [
+            (SequenceRow(row.prompt, row.completion, row.logprobs, row.loss_mask, experts), scalar)
+            for row in rows
+            if row.logprobs
+        ]
+    return found
 
 
 def _flat(groups: Sequence[Sequence[T]]) -> list[T]:

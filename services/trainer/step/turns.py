@@ -12,7 +12,7 @@ Produces: with an environment, a `GroupOpened` per group and a `TurnAnswered` pe
 `GroupRequested` per further turn in `rollouts.requested`; a conversation that a fault ended begins again there.
 Waits for: `Environments.reset` and `Environments.step`, which return or raise within `environment.timeout_s` per turn
 of when code of the environment begins to run.
-Ends when: each conversation has an answer that ends it, or its group was dropped.
+Ends when: each conversation has an answer that ends it, was lost, or its group was dropped.
 """
 
 from __future__ import annotations
@@ -75,6 +75,8 @@ class StepTurns:
         self._groups = groups
         self._ids = ids
         self._tasks = tasks
+        self.evaluates = False
+        """Whether evaluation groups may be generated, too; their requests are sent later."""
         self.requests: dict[int, GroupRequested] = {}
         """Started group -> the request of its first turns, from which those of later turns are derived."""
         self.tools: dict[int, Tools] = {}
@@ -185,6 +187,10 @@ class StepTurns:
                 f"no conversation of step {self._step + 1} could start ({self._last_fault.reason}: "
                 f"{self._last_fault.detail}): fix environment.function {environment.function}"
             )
+
+    def prompt_of(self, group: int) -> bytes:
+        """Return the prompt of a started group, an int32 column."""
+        return self.requests[group].prompt
 
     # --- answer ---
 

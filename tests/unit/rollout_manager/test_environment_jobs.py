@@ -40,7 +40,7 @@ def test_environment_replaces_or_complements_a_reward() -> None:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({}, "reward: a job of kind rl needs it, or an environment"),
+        ({}, "reward: a job of kind rl needs it, or an environment or agent"),
         ({"environment": {"function": "guess"}}, "environment.function"),
         ({"environment": {**GAME, "max_turns": 0}}, "environment.max_turns"),
         ({"environment": {**GAME, "turns": 3}}, "turns"),

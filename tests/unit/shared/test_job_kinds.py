@@ -35,7 +35,7 @@ def test_minimal_job_of_each_kind_parses_and_round_trips(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "changes", "text"),
     [
-        ("rl", {"reward": None}, "reward: a job of kind rl needs it, or an environment"),
+        ("rl", {"reward": None}, "reward: a job of kind rl needs it, or an environment or agent"),
         ("rl", {"steps": 0}, "steps: should be 1 or more, not 0"),
         ("rl", {"data": {}}, "data.train: missing: give it"),
         ("sft", {"steps": 0}, "steps: should be 1 or more, not 0"),
@@ -58,7 +58,7 @@ def test_minimal_job_of_each_kind_parses_and_round_trips(kind: str) -> None:
             "sampling.temperature: should be 0 (greedy), or 0.01 or more, not 1e-09",
         ),
         ("rl", {"sampling": {"temperature": 1e9}}, "sampling.temperature: should be 10 or less, not 1000000000.0"),
-        ("eval", {"reward": None}, "reward: a job of kind eval needs it, or an environment"),
+        ("eval", {"reward": None}, "reward: a job of kind eval needs it, or an environment or agent"),
         (
             "rl",
             {"reward": {"functions": [{"function": "a:b", "weight": 0}]}},

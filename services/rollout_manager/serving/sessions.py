@@ -1,0 +1,318 @@
+"""Trainable sessions: each call of an agent is a turn of its sample, with the tokens of the turns that it continues.
+
+A call continues the longest earlier turn whose messages and answer it begins with, and keeps their tokens as they were
+generated. A call that continues none, such as that of a sub-agent or after the context was compacted, begins a branch.
+A call that is repeated gets the same turn: if its client says that it tries again, or if the agent was started again,
+which then finds the turns of its earlier start.
+
+Consumes: calls, and what Redis has of their session (`shared.job.sessions`).
+Produces: with each new turn, in one transaction, its request, a `TurnOpened` for the trainer, and the session's field.
+Waits for: Redis, and the text processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import accumulate
+from typing import Any
+from weakref import WeakValueDictionary
+
+from pydantic import BaseModel, ConfigDict
+
+from rlboost.services.rollout_manager.domain.jobs import Job
+from rlboost.services.rollout_manager.loop import Manager
+from rlboost.services.rollout_manager.ports import TemplateOptions, TokenizationError
+from rlboost.services.rollout_manager.serving.schemas import ChatBody, openai_problem
+from rlboost.services.rollout_manager.serving.text import Message, ServedModel, identity
+from rlboost.shared.errors import BusUnavailable
+from rlboost.shared.http.problem import Problem
+from rlboost.shared.job.sessions import SESSION, SessionId, SessionRecord
+from rlboost.shared.messages import GroupRequested, SampleDropped, SampleFinished, TurnOpened
+from rlboost.shared.messages.codec import decode
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import Append, Bus, HashSet, Op
+from rlboost.shared.wire import I32, ints, pack
+
+POLICY = "policy"
+"""What an agent may call the model of its session."""
+
+
+class _Opened(BaseModel):
+    """A turn as its call asked for it."""
+
+    model_config = ConfigDict(frozen=True)
+
+    number: int
+    parent: int = 0
+    """Id of the turn that it continues."""
+    start: str
+    """Which start of the agent has called for it last."""
+    call: str
+    """Digest of all that determines the answer."""
+    n_messages: int
+    messages: str
+    """Digest of its messages."""
+    tokens: str
+    """What follows the parent's prompt and completion in its prompt, an int32 column in hexadecimal."""
+    max_tokens: int
+    stop_token_ids: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Turn:
+    """A turn of a session."""
+
+    id: int
+    opened: _Opened
+    prompt: list[int]
+    end: SampleFinished | SampleDropped | None = None
+    answer: Any = None
+    """`identity` of its answer, None before its agent has received it."""
+
+
+@dataclass(slots=True, eq=False)
+class SessionTurn:
+    """The turn that a call asks for."""
+
+    request: GroupRequested
+    prompt: list[int]
+    key: str
+    """Of the session in Redis."""
+    ops: list[Op] = field(default_factory=list)
+    """What opens it; empty if it is open."""
+    end: SampleFinished | SampleDropped | None = None
+    """Its end, if it has ended."""
+
+
+class Sessions:
+    """The sessions of all agents."""
+
+    def __init__(self, manager: Manager, bus: Bus) -> None:
+        self._manager, self._bus = manager, bus
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    def lock(self, session: SessionId) -> asyncio.Lock:
+        """Return the lock under which a turn is found and opened: calls of one agent may be concurrent."""
+        return self._locks.setdefault(session.redis_key, asyncio.Lock())
+
+    def job_of(self, session: SessionId, body: ChatBody) -> Job:
+        """Return the job of a session, which generates now.
+
+        Raises:
+            Problem: it cannot, or the call names another model.
+
+        """
+        job = self._manager.world.jobs.get(session.job_id)
+        if job is None or job.record.ended:
+            raise openai_problem(409, "Session over", f"the job {session.job_id} of this session has ended")
+        if body.model not in (POLICY, job.id, job.record.spec.name):
+            detail = f"this session's key is for the model {POLICY!r}, which is job {job.id}: use this name"
+            raise openai_problem(404, "Model not found", detail, param="model")
+        return job.record
+
+    async def turn(
+        self,
+        session: SessionId,
+        body: ChatBody,
+        model: ServedModel,
+        messages: list[Message],
+        options: TemplateOptions,
+        *,
+        again: bool,
+    ) -> SessionTurn:
+        """Return the turn that a call asks for.
+
+        Args:
+            session: of the call's key.
+            body: the call.
+            model: of the session's job.
+            messages: of the call, as the chat template takes them.
+            options: of the chat template.
+            again: whether the client says that it repeats a call.
+
+        Raises:
+            Problem: the session is over or at a limit, or cannot train on what the call asks for.
+            TokenizationError: see `ServedModel`.
+
+        """
+        record, turns = await self._read(session)
+        _check(body, record)
+        key = session.redis_key
+        digests = _digests(messages, options)
+        call = _digest([digests[-1], body.requested_tokens, sorted(body.stop_token_ids)])
+        same = [turn for turn in turns if turn.opened.call == call]
+        ours = [turn for turn in turns if turn.opened.start == session.start]
+        ids = {0, *(turn.id for turn in ours)}
+        if before := next((turn for turn in same if turn not in ours and turn.opened.parent in ids), None):
+            now = before.opened.model_copy(update={"start": session.start})
+            return self._known(session, record, before, key, _opening(session, before.id, now))
+        if again and same:
+            return self._known(session, record, same[-1], key)
+        if len(turns) >= record.max_turns:
+            detail = f"this session has had its {record.max_turns} turns (agent.max_turns): end it with its reward"
+            raise openai_problem(400, "Session limit", detail, param="messages")
+        parent = _parent(ours, messages, digests)
+        given = _whole(parent) if parent else []
+        try:
+            tokens = await model.extend_chat(given, messages, parent.opened.n_messages, options) if parent else None
+        except TokenizationError:
+            tokens = None  # the template writes the answer anew: this is a branch, and no token is changed
+        if tokens is None:
+            tokens, parent, given = await model.encode_chat(messages, options), None, []
+        new = _Opened(
+            number=len(turns),
+            parent=parent.id if parent else 0,
+            start=session.start,
+            call=call,
+            n_messages=len(messages),
+            messages=digests[-1],
+            tokens=pack(tokens[len(given) :], I32).hex(),
+            max_tokens=_max_tokens(body, record, model, len(tokens)),
+            stop_token_ids=tuple(sorted({*record.sampling.stop_token_ids, *body.stop_token_ids})),
+        )
+        turn = _Turn(record.turn_id(new.number), new, tokens)
+        found = self._known(session, record, turn, key, _opening(session, turn.id, new))
+        found.ops.append(Append(names.rollouts_requested(session.job_id), found.request))
+        return found
+
+    async def end(self, turn: SessionTurn) -> SampleFinished | SampleDropped | None:
+        """Return the end of a turn that was opened by an earlier call, None if it is still generated."""
+        text = await self._bus.hash_get(turn.key, names.session_finished(turn.request.group))
+        return None if text is None else _decoded(text)
+
+    async def save_answer(self, turn: SessionTurn, answer: Message) -> None:
+        """Store a turn's answer as its agent receives it, before the agent does.
+
+        Raises:
+            Fenced: another manager leads.
+            BusUnavailable: it is unknown whether it is stored.
+
+        """
+        await self._manager.write(
+            [HashSet(turn.key, {names.session_answer(turn.request.group): json.dumps(identity(answer))})]
+        )
+
+    async def _read(self, session: SessionId) -> tuple[SessionRecord, list[_Turn]]:
+        try:
+            stored = await self._bus.hash_all(session.redis_key)
+        except BusUnavailable as error:
+            raise openai_problem(503, "Unavailable", f"{error}: try again", headers={"Retry-After": "1"}) from error
+        if SESSION not in stored:
+            raise openai_problem(409, "Session over", "this session is not open: its step is over")
+        record = SessionRecord.model_validate_json(stored[SESSION])
+        if record.is_over:
+            raise openai_problem(409, "Session over", "this session has ended")
+        turns: dict[int, _Turn] = {}
+        for number in range(record.max_turns):
+            turn = record.turn_id(number)
+            if (text := stored.get(names.session_opened(turn))) is None:
+                break
+            end, answer, found = (
+                stored.get(names.session_finished(turn)),
+                stored.get(names.session_answer(turn)),
+                _Opened.model_validate_json(text),
+            )
+            given = _whole(turns[found.parent]) if found.parent else []
+            turns[turn] = _Turn(
+                turn,
+                found,
+                [*given, *ints(bytes.fromhex(found.tokens), I32)],
+                None if end is None else _decoded(end),
+                None if answer is None else json.loads(answer),
+            )
+        return record, list(turns.values())
+
+    def _known(
+        self, session: SessionId, record: SessionRecord, turn: _Turn, key: str, ops: Sequence[Op] = ()
+    ) -> SessionTurn:
+        now, prompt = turn.opened, turn.prompt
+        sampling = record.sampling.model_copy(
+            update={"max_tokens": now.max_tokens, "stop_token_ids": now.stop_token_ids}
+        )
+        request = GroupRequested(
+            job_id=session.job_id,
+            group=turn.id,
+            n=1,
+            prompt=pack(prompt, I32),
+            sampling=sampling,
+            version=record.version,
+            seed=record.seed,
+            max_staleness=record.max_staleness,
+            vocab_size=record.vocab_size,
+            session=session.sample,
+        )
+        return SessionTurn(request, prompt, key, list(ops), turn.end)
+
+
+def _check(body: ChatBody, record: SessionRecord) -> None:
+    """Refuse what would have the turn drawn from another distribution than the one that is trained."""
+    sampling, given = record.sampling, body.model_fields_set
+    own = {"temperature": sampling.temperature, "top_p": sampling.top_p, "n": 1}
+    for name, value in own.items():
+        if name in given and getattr(body, name) != value:
+            detail = f"{name}: this session trains with {value:g}: leave it out, or set sampling.{name} of the job"
+            raise _unsupported(detail if name != "n" else "n: a session has one answer a turn: leave it out", name)
+    for name in ("stop", "ignore_eos", "seed"):
+        if getattr(body, name) not in ([], False, None):
+            raise _unsupported(f"{name}: not supported in a trainable session: leave it out", name)
+
+
+def _unsupported(detail: str, param: str) -> Problem:
+    return openai_problem(400, "Unsupported value", detail, param=param)
+
+
+def _max_tokens(body: ChatBody, record: SessionRecord, model: ServedModel, n_prompt: int) -> int:
+    most = record.sampling.max_tokens
+    if model.files.max_len is not None:
+        most = max(1, min(most, model.files.max_len - n_prompt))
+    return most if body.requested_tokens is None else min(most, body.requested_tokens)
+
+
+def _parent(turns: Sequence[_Turn], messages: Sequence[Message], digests: Sequence[str]) -> _Turn | None:
+    """Return the turn with the most messages that a call continues; the newest of several."""
+    found = [
+        turn
+        for turn in turns
+        if turn.opened.n_messages < len(messages)
+        and turn.opened.messages == digests[turn.opened.n_messages]
+        and turn.answer is not None
+        and isinstance(turn.end, SampleFinished)
+        and turn.answer == json.loads(json.dumps(identity(messages[turn.opened.n_messages])))
+    ]
+    return max(found, key=lambda turn: (turn.opened.n_messages, turn.opened.number), default=None)
+
+
+def _opening(session: SessionId, turn: int, now: _Opened) -> list[Op]:
+    """Return the operations that record a turn as its call asked for it, for the trainer and for later calls."""
+    tokens = bytes.fromhex(now.tokens)
+    message = TurnOpened(session=session.sample, sample=turn, parent=now.parent, tokens=tokens, start=now.start)
+    return [
+        Append(names.rollouts_finished(session.job_id), message),
+        HashSet(session.redis_key, {names.session_opened(turn): now.model_dump_json()}),
+    ]
+
+
+def _whole(turn: _Turn) -> list[int]:
+    """Return prompt and completion of a turn that has ended."""
+    assert isinstance(turn.end, SampleFinished), "only an answered turn is continued"
+    return [*turn.prompt, *ints(turn.end.tokens)]
+
+
+def _decoded(text: str) -> SampleFinished | SampleDropped:
+    end = decode(bytes.fromhex(text))
+    assert isinstance(end, SampleFinished | SampleDropped), "`effects.store_turn` writes no other"
+    return end
+
+
+def _digests(messages: Sequence[Message], options: TemplateOptions) -> list[str]:
+    """Return a digest of the first n messages with the options, for each n from 0 to all."""
+    first = _digest([list(options.tools), dict(options.kwargs)])
+    return list(accumulate(map(identity, messages), lambda before, one: _digest([before, one]), initial=first))
+
+
+def _digest(value: Any) -> str:
+    return blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,214 @@
+"""Sessions of agents: each sample is a tree of calls of the model, and becomes one or more sequences to train on.
+
+A call is a turn, which continues an earlier one or begins a branch. A sample has one row for each turn that no other
+continues; a turn that several rows share is trained in the first of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlboost.services.trainer.domain.conversations import Conversation, Row
+from rlboost.services.trainer.domain.groups import GroupOutcome, StepCollector
+from rlboost.shared.errors import Unprocessable
+from rlboost.shared.ids import SampleId, group_of
+from rlboost.shared.messages import Message, SampleDropped, SampleFinished, SessionEnded, TurnAnswered, TurnOpened
+from rlboost.shared.wire import I32, U8, length, pack
+
+NO_CALL = "agent_made_no_call"
+"""The reason of a sample whose agent has no turn."""
+
+
+@dataclass(slots=True)
+class Node:
+    """One turn of a session."""
+
+    opened: TurnOpened
+    """Its newest record."""
+    turn: SampleFinished | None = None
+
+
+@dataclass(slots=True)
+class Branches(Conversation):
+    """A session that has ended: its turns in the order of their calls."""
+
+    nodes: dict[int, Node] = field(default_factory=dict)
+    """Turn -> its node, parents first."""
+
+    def rows(self, prompt: bytes) -> list[Row]:
+        """See `Conversation.rows`; a session has its own prompts."""
+        del prompt
+        found, trained = list[Row](), set[int]()
+        continued = {node.opened.parent for node in self.nodes.values()}
+        for leaf in self.nodes:
+            if leaf in continued:
+                continue
+            path = [leaf]
+            while (parent := self.nodes[path[-1]].opened.parent) in self.nodes:
+                path.append(parent)
+            path.reverse()
+            found.append(self._row(path, trained))
+            trained.update(path)
+        return found
+
+    def _row(self, path: Sequence[int], trained: Collection[int]) -> Row:
+        completion, mask, logprobs = list[bytes](), list[bytes](), list[bytes]()
+        for place, turn in enumerate(path):
+            node = self.nodes[turn]
+            assert node.turn is not None, "only finished turns are in it"
+            if place:
+                completion.append(node.opened.tokens)
+                mask.append(bytes(length(node.opened.tokens, I32)))
+            n_tokens = length(node.turn.tokens, I32)
+            completion.append(node.turn.tokens)
+            mask.append(bytes(n_tokens) if turn in trained else pack([1] * n_tokens, U8))
+            logprobs.append(b"" if turn in trained else node.turn.logprobs)
+        return Row(self.nodes[path[0]].opened.tokens, b"".join(completion), b"".join(mask), b"".join(logprobs))
+
+
+@dataclass(slots=True)
+class Session:
+    """A session so far."""
+
+    sample: int
+    """The sample of the group that it is."""
+    id: int
+    nodes: dict[int, Node] = field(default_factory=dict)
+    """Turn -> its node, in the order in which they were first opened."""
+    end: SessionEnded | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Return True if the session has ended, and all its turns."""
+        return self.end is not None and all(node.turn is not None for node in self._of_last_start().values())
+
+    def open(self, message: TurnOpened) -> None:
+        """Add a turn, or open it again for a later start of the agent."""
+        if self.end is None:
+            self.nodes.setdefault(message.sample, Node(message)).opened = message
+
+    def result(self) -> Branches | None:
+        """Return the session as a conversation, None without a turn."""
+        assert self.end is not None, "the session has not ended"
+        nodes = self._of_last_start()
+        if not nodes:
+            return None
+        turns = [node.turn for node in nodes.values() if node.turn is not None]
+        read = [*(node.opened.tokens for node in list(nodes.values())[1:]), b""]
+        answers = [TurnAnswered(sample=turn.sample, tokens=tokens) for turn, tokens in zip(turns, read, strict=True)]
+        answers[-1] = answers[-1].model_copy(update={"reward": self.end.reward, "over": self.end.over})
+        prompt = next(iter(nodes.values())).opened.tokens
+        return Branches(self.sample, turns, answers, self.id, prompt, nodes)
+
+    def _of_last_start(self) -> dict[int, Node]:
+        start = self.end.start if self.end is not None else ""
+        return {turn: node for turn, node in self.nodes.items() if node.opened.start == start}
+
+
+class SessionCollector(StepCollector):
+    """Collects one step's groups, each sample of which is a session; the ids of its turns begin with turn 1."""
+
+    def __init__(self, *arguments: Any) -> None:
+        """Take the arguments of `StepCollector`."""
+        super().__init__(*arguments)
+        self._sessions: dict[int, Session] = {}
+        """Sample -> its session, once something is known of it."""
+        self._begun_again: list[int] = []
+        """Samples whose session begins again, and is not started yet."""
+
+    def apply(self, message: Message) -> GroupOutcome | None:
+        """See `StepCollector.apply`."""
+        match message:
+            case TurnOpened():
+                self._open_turn(message)
+                return None
+            case SampleFinished():
+                return self._finish_turn(message)
+            case SampleDropped():
+                return self._drop_turn(message)
+            case SessionEnded():
+                return self._end_session(message)
+            case _:
+                return super().apply(message)
+
+    def session(self, sample: int) -> Session:
+        """Return what is known of a sample's session."""
+        return self._sessions.setdefault(sample, Session(sample, sample))
+
+    def is_awaited(self, sample: int) -> bool:
+        """Return True if a sample's session has not ended, and its group is open."""
+        return self.is_open(group_of(sample)) and sample not in self._seen and self.session(sample).end is None
+
+    def take_begun_again(self) -> list[int]:
+        """Return the samples whose session begins again, each once."""
+        begun_again, self._begun_again = self._begun_again, []
+        return begun_again
+
+    def _open_turn(self, message: TurnOpened) -> None:
+        sample, first, _ = self._turn_of(message.sample)
+        if self._is_late(sample):
+            return
+        self._check_requested(sample)
+        session = self._sessions.setdefault(sample, Session(sample, first))
+        if session.id == first:
+            session.open(message)
+
+    def _finish_turn(self, turn: SampleFinished) -> GroupOutcome | None:
+        sample, first, _ = self._turn_of(turn.sample)
+        if self._is_late(sample):
+            self.duplicates += 1
+            return None
+        self._check_requested(sample)
+        session = self._sessions.get(sample)
+        if session is not None and session.end is not None and turn.sample not in session.nodes:
+            return None  # its agent did not wait for it
+        if session is None or (session.id == first and turn.sample not in session.nodes):
+            raise Unprocessable(f"received turn {SampleId.unpack(turn.sample)}, which no call of its agent opened")
+        if session.id != first or session.nodes[turn.sample].turn is not None:
+            self.duplicates += 1
+            return None
+        if invalid := self._error_of(turn):
+            return self.drop(group_of(sample), "generation", invalid)
+        session.nodes[turn.sample].turn = turn
+        return self._completed_session(session)
+
+    def _drop_turn(self, message: SampleDropped) -> GroupOutcome | None:
+        sample, first, _ = self._turn_of(message.sample)
+        session = self._sessions.get(sample)
+        if session is None or session.id != first or session.nodes.pop(message.sample, None) is None:
+            return None
+        return self._completed_session(session)
+
+    def _end_session(self, message: SessionEnded) -> GroupOutcome | None:
+        first = message.session
+        group = first if self._turns is None else self._turns.of(first).group_of(first)
+        sample = self._replacements.get(group, {}).get(first) or first
+        session = self._sessions.setdefault(sample, Session(sample, first))
+        if session.id != first or session.end is not None:
+            return None  # a repetition
+        session.end = message
+        if not message.reason:
+            return self._completed_session(session)
+        self.lost[message.reason] += 1
+        if message.replaced_by:
+            self.n_begun_again += 1
+            self._replacements.setdefault(group_of(sample), {})[message.replaced_by] = sample
+            self._sessions[sample] = Session(sample, message.replaced_by)
+            self._begun_again.append(sample)
+            return None
+        return self._lose(sample, message.reason, message.detail) if self._is_new(sample) else None
+
+    def _completed_session(self, session: Session) -> GroupOutcome | None:
+        if not session.is_complete or session.end is None or session.end.reason:
+            return None
+        result = session.result()
+        if result is None:
+            return (
+                self._lose(session.sample, NO_CALL, "no turn of its session is left")
+                if self._is_new(session.sample)
+                else None
+            )
+        self._conversations[session.sample] = result
+        return self._add_sample(result.as_sample())

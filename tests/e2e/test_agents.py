@@ -1,0 +1,100 @@
+"""A job whose samples are sessions of an agent on OpenAI's client: worker, manager and trainer are killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.black_box import ROOT, Observer, black_box
+
+pytestmark = pytest.mark.timeout(600)
+
+STEPS, PROMPTS, GROUP = 5, 6, 4
+FAULTS = ("groups/dropped", "conversations/lost", "samples/duplicates")
+
+
+def second_try() -> dict[str, Any]:
+    """Return the example's job, with few prompts a step."""
+    spec: dict[str, Any] = yaml.safe_load((ROOT / "examples/second_try/agent.yaml").read_text())
+    spec["data"]["prompts_per_step"] = PROMPTS
+    spec["algorithm"]["group_size"] = GROUP
+    spec["trainer"]["checkpoint_every"] = 2
+    return {**spec, "steps": STEPS, "eval": {"every": 10, "samples": PROMPTS}}
+
+
+def test_agents_survive_the_death_of_worker_manager_and_trainer(tmp_path: Path) -> None:
+    with black_box(tmp_path / "state", workers=2) as box:
+        job_id = box.submit(second_try())
+        with closing(Observer(box.redis_url, job_id)) as observer:
+            for step, role in enumerate(("preemptible", "manager", "trainer")):
+                box.until_step(job_id, step)
+                assert box.until_busy(job_id)
+                pids = {process["role"]: process["pid"] for process in box.processes()}
+                os.kill(pids[role], signal.SIGKILL)
+            box.until_completed(job_id)
+        n_turns = observer.check()
+        audit = box.get(f"/v1/jobs/{job_id}/audit")
+        assert audit["requested"] == audit["delivered"] == n_turns, audit
+        assert (audit["dropped"], audit["in_flight"]) == ({}, 0)
+        rows = box.get(f"/v1/jobs/{job_id}/metrics")
+        assert [row["step"] for row in rows] == list(range(STEPS + 1))
+        faults = {name: [row.get(name, 0) for row in rows] for name in FAULTS}
+        assert not any(map(any, faults.values())), faults
+        # The trainer computes the log-probabilities of each row again: the tokens are those that were generated.
+        assert max(row["mismatch_kl"] for row in rows[:STEPS] if "mismatch_kl" in row) < 1e-5
+        assert max(row["turns/max"] for row in rows[:STEPS]) == 2
+        shown = box.get(f"/v1/jobs/{job_id}/samples")
+        assert {sample["reward"] for sample in shown} <= {0.0, 0.5, 1.0}
+        assert len({sample["sample"] for sample in shown}) == len(shown) == STEPS * PROMPTS * GROUP + 2 * PROMPTS
+
+
+FAULTY = {
+    "raises": "agent_raised",
+    "nothing": "agent_raised",
+    "not a number": "agent_raised",
+    "hangs": "agent_timeout",
+    "dies": "agent_crashed",
+    "no call": "agent_made_no_call",
+}
+RESULTS = ("calls for ever", "calls for ever, and looks", "edits its history", "", "", "")
+
+
+def test_each_misbehaving_agent_fails_alone_with_its_cause(tmp_path: Path) -> None:
+    """One row of data for each way to misbehave."""
+    faults = [*FAULTY, *RESULTS]
+    rows = [{"prompt": f"{2 + i % 7},3,4>4{i % 10}", "fault": fault} for i, fault in enumerate(faults)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    spec = second_try()
+    del spec["eval"]
+    spec["data"] = {"train": str(tmp_path / "train.jsonl"), "prompts_per_step": len(rows)}
+    spec["agent"] = {"function": "tests.support.agents:run", "max_turns": 3, "timeout_s": 8, "replacements": 1}
+    with black_box(tmp_path / "state", workers=1) as box:
+        job_id = box.submit({**spec, "steps": 1})
+        job = box.until_completed(job_id)
+        (row,) = box.get(f"/v1/jobs/{job_id}/metrics")
+        # In each group one session begins again, and the third that is lost for good leaves too few.
+        lost = dict.fromkeys(FAULTY.values(), 0)
+        for reason in FAULTY.values():
+            lost[reason] += GROUP
+        del lost["agent_made_no_call"]
+        assert {reason: row.get(f"conversations/lost/{reason}", 0) for reason in lost} == lost
+        dropped = {reason: row.get(f"groups/dropped/{reason}", 0) for reason in FAULTY.values()}
+        assert dropped == {"agent_raised": 3, "agent_timeout": 1, "agent_crashed": 1, "agent_made_no_call": 1}
+        shown = box.get(f"/v1/jobs/{job_id}/samples")
+        assert len(shown) == len(RESULTS) * GROUP
+        by_turns = {sample["turns"] for sample in shown}
+        assert by_turns == {1, 2, 3}
+        cut = [sample for sample in shown if sample["turns"] == 3]
+        assert {sample["reward"] for sample in cut} == {0.0, 0.75}
+        assert len(cut) == 2 * GROUP
+        assert row["mismatch_kl"] < 1e-5
+        warned = " ".join(job["warnings"]) + " ".join(str(event) for event in box.events(job_id))
+        for cause in ("the tool server is down", "the agent returned None", "no turn of its session is left"):
+            assert cause in warned

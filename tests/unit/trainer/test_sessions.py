@@ -1,0 +1,176 @@
+"""The pure part of sessions: a tree of calls becomes rows, and sessions become whole groups."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlboost.services.trainer.domain.conversations import Row, StepTurnIds, TurnIds
+from rlboost.services.trainer.domain.groups import DroppedGroup, GroupOutcome, WholeGroup
+from rlboost.services.trainer.domain.sessions import NO_CALL, Branches, SessionCollector
+from rlboost.shared.errors import Unprocessable
+from rlboost.shared.ids import SampleId
+from rlboost.shared.messages import Message, SampleDropped, SampleFinished, SessionEnded, TurnOpened
+from rlboost.shared.wire import F32, I32, floats, ints, pack
+
+IDS = TurnIds(n_groups=2, group_size=2, max_turns=10, replacements=1)
+GROUP = SampleId(1, False, 4, 0, 0).pack()
+
+
+def turn_id(first: int, number: int) -> int:
+    return IDS.id_of(first, number + 1)
+
+
+def opened(number: int, *tokens: int, parent: int | None = None, start: str = "a", first: int = GROUP) -> TurnOpened:
+    return TurnOpened(
+        session=first,
+        sample=turn_id(first, number),
+        parent=0 if parent is None else turn_id(first, parent),
+        tokens=pack(tokens, I32),
+        start=start,
+    )
+
+
+def made(number: int, *tokens: int, first: int = GROUP) -> SampleFinished:
+    return SampleFinished(
+        sample=turn_id(first, number),
+        tokens=pack(tokens, I32),
+        logprobs=pack([-0.5 * token for token in tokens], F32),
+        finish="stop",
+        spans=[("w", 4, len(tokens))],
+        attempts=1,
+        group_done=True,
+    )
+
+
+def ended(reward: float = 1.0, start: str = "a", first: int = GROUP) -> SessionEnded:
+    return SessionEnded(session=first, start=start, reward=reward)
+
+
+def lost(first: int = GROUP, replaced_by: int = 0) -> SessionEnded:
+    return SessionEnded(session=first, reason="agent_raised", detail="no", replaced_by=replaced_by)
+
+
+def collector(n: int = 2) -> SessionCollector:
+    return SessionCollector(1, 4, {GROUP: n}, 0, StepTurnIds(IDS, None), 1)
+
+
+def folded(collecting: SessionCollector, *messages: Message) -> list[GroupOutcome]:
+    return [outcome for message in messages if (outcome := collecting.apply(message)) is not None]
+
+
+def rows_of(*messages: Message) -> list[Row]:
+    (whole,) = folded(collector(1), *messages)
+    assert isinstance(whole, WholeGroup)
+    (session,) = whole.conversations
+    return session.rows(b"")
+
+
+def shown(row: Row) -> tuple[list[int], list[int], list[int], list[float]]:
+    return ints(row.prompt), ints(row.completion), list(row.loss_mask), list(floats(row.logprobs))
+
+
+def test_linear_session_is_one_row_as_a_conversation_is() -> None:
+    messages = [opened(0, 1, 2), made(0, 5, 6), opened(1, 7, parent=0), made(1, 8), ended(0.5)]
+    (row,) = rows_of(*messages)
+    assert shown(row) == ([1, 2], [5, 6, 7, 8], [1, 1, 0, 1], [-2.5, -3.0, -4.0])
+    (whole,) = folded(collector(1), *messages)
+    assert isinstance(whole, WholeGroup)
+    (session,), (sample,) = whole.conversations, whole.samples
+    assert isinstance(session, Branches)
+    assert (session.reward, sample.sample, sample.finish) == (0.5, GROUP, "stop")
+    assert (ints(session.prompt), ints(session.completion), list(session.loss_mask)) == (*shown(row)[:2], shown(row)[2])
+    assert ints(sample.tokens) == [5, 6, 8]
+
+
+def test_branches_are_rows_that_train_each_turn_once() -> None:
+    rows = rows_of(
+        *(opened(0, 1), made(0, 5), opened(1, 2, parent=0), made(1, 6)),
+        *(opened(2, 3, parent=0), made(2, 7), opened(3, 9, 9), made(3, 8), ended()),
+    )
+    assert [shown(row) for row in rows] == [
+        ([1], [5, 2, 6], [1, 0, 1], [-2.5, -3.0]),
+        ([1], [5, 3, 7], [0, 0, 1], [-3.5]),
+        ([9, 9], [8], [1], [-4.0]),
+    ]
+
+
+def test_turns_of_an_earlier_start_are_not_trained_unless_their_calls_are_repeated() -> None:
+    rows = rows_of(
+        *(opened(0, 1), made(0, 5), opened(1, 2, parent=0), made(1, 6)),
+        *(opened(0, 1, start="b"), opened(2, 3, parent=0, start="b"), made(2, 7), ended(start="b")),
+    )
+    assert [shown(row)[1] for row in rows] == [[5, 3, 7]]
+
+
+def test_session_is_complete_with_its_end_and_the_ends_of_its_turns() -> None:
+    collecting = collector(1)
+    assert folded(collecting, opened(0, 1), ended()) == []
+    assert folded(collecting, opened(1, 2, parent=0), made(1, 9)) == [], "opened after the end"
+    assert len(folded(collecting, made(0, 5), made(0, 5), ended())) == 1
+    assert collecting.complete
+
+
+def test_lost_session_begins_again_with_turns_of_its_own() -> None:
+    collecting = collector(1)
+    folded(collecting, opened(0, 1), made(0, 5))
+    again = collecting.reserve_replacement(GROUP)
+    assert again is not None
+    folded(collecting, lost(replaced_by=again), made(0, 5), opened(1, 2, parent=0))
+    assert collecting.take_begun_again() == [GROUP]
+    assert collecting.session(GROUP).id == again
+    messages = [opened(0, 3, first=again), made(0, 6, first=again), ended(first=again)]
+    (whole,) = folded(collecting, *messages)
+    assert isinstance(whole, WholeGroup)
+    assert [shown(row)[:2] for row in whole.conversations[0].rows(b"")] == [([3], [6])]
+    assert [sample.sample for sample in whole.samples] == [GROUP]
+    assert (dict(collecting.lost), collecting.n_begun_again) == ({"agent_raised": 1}, 1)
+
+
+def test_agent_that_makes_no_call_is_left_out() -> None:
+    collecting = collector(2)
+    assert folded(collecting, opened(0, 1), made(0, 5), ended(), ended(first=GROUP + 1)) != []
+    assert collecting.complete
+    collecting = collector(1)
+    (dropped,) = folded(collecting, ended())
+    assert isinstance(dropped, DroppedGroup)
+    assert dropped.reason == NO_CALL
+
+
+def test_turn_that_cannot_be_generated_is_no_turn_of_the_session() -> None:
+    rows = rows_of(
+        *(opened(0, 1), made(0, 5), opened(1, 2, parent=0)),
+        *(SampleDropped(sample=turn_id(GROUP, 1), reason="failed 3 times", group_done=True), ended()),
+    )
+    assert [shown(row)[1] for row in rows] == [[5]]
+
+
+def test_turn_that_no_call_opened_is_rejected() -> None:
+    with pytest.raises(Unprocessable, match="no call of its agent opened"):
+        collector().apply(made(0, 5))
+
+
+@given(st.integers(0, 10_000), st.integers(1, 9))
+def test_rows_of_any_tree_have_each_turn_once_after_what_it_was_given(seed: int, n: int) -> None:
+    random, token = Random(seed), iter(range(1, 1000))
+    contexts: dict[int, list[int]] = {}
+    messages: list[Message] = []
+    for number in range(n):
+        parent = random.choice([None, *contexts]) if contexts else None
+        prompt, tokens = [next(token), next(token)], [next(token) for _ in range(random.randint(1, 3))]
+        contexts[number] = [*([] if parent is None else contexts[parent]), *prompt, *tokens]
+        messages += [opened(number, *prompt, parent=parent), made(number, *tokens)]
+    rows = rows_of(*messages, ended())
+    trained: list[int] = []
+    for row in rows:
+        prompt, completion, mask, logprobs = shown(row)
+        assert [*prompt, *completion] in contexts.values(), "a row is what the model saw and made"
+        of_row = [token for token, is_trained in zip(completion, mask, strict=True) if is_trained]
+        assert logprobs == [-0.5 * token for token in of_row]
+        trained += of_row
+    assert sorted(trained) == sorted(
+        token for m in messages if isinstance(m, SampleFinished) for token in ints(m.tokens)
+    )
