@@ -17,7 +17,7 @@ from typing import Any
 
 from rlboost.shared.job.environment import Step
 from rlboost.shared.job.sessions import key_of_start
-from rlboost.shared.user_code.functions import InvalidUserFunction, load
+from rlboost.shared.user_code.functions import InvalidUserFunction, check_arguments, load
 
 MAX_THREADS = 256
 """Agents without `async` that one process runs at the same time."""
@@ -53,6 +53,7 @@ def agent_factory(path: str, arguments: Mapping[str, Any]) -> Callable[[], Agent
 
     """
     function = load(path, "agent")
+    check_arguments(path, arguments)
     try:
         inspect.signature(function).bind(None, None, **arguments)
     except (TypeError, ValueError) as error:

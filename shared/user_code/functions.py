@@ -34,8 +34,10 @@ USER_MODULES_SETTING = "RLBOOST_TRAINER_USER_MODULES"
 UNISOLATED_SETTING = "RLBOOST_TRAINER_UNISOLATED_PROGRAMS"
 """True allows `isolated: false` of the reward for programs."""
 CODE_REWARD = "rlboost.rewards.code:score"
+PROGRAM_AGENT = "rlboost.agents.program:run"
 OUR_FUNCTIONS: Mapping[str, Kind] = {
     CODE_REWARD: "reward function",
+    PROGRAM_AGENT: "agent",
     "rlboost.rewards.math:score": "reward function",
     "rlboost.examples.countdown.reward:score": "reward function",
     "rlboost.examples.sums.reward:score": "reward function",
@@ -74,17 +76,35 @@ def check_name(path: str, kind: Kind) -> None:
 
 
 def check_arguments(path: str, arguments: Mapping[str, Any]) -> None:
-    """Check that a reward has no arguments that only the operator may allow.
+    """Check that a function of ours has no arguments that only the operator may allow.
 
     Raises:
-        ForbiddenFunction: it has; the text names the setting.
+        ForbiddenFunction: it has; the text says what is allowed.
 
     """
+    if path == PROGRAM_AGENT and "command" in arguments:
+        _check_program(arguments["command"])
     if path == CODE_REWARD and arguments.get("isolated", True) is not True and not unisolated_is_allowed():
         raise ForbiddenFunction(
             f"isolated: {arguments['isolated']} lets generated programs do what the trainer's user may do: remove it, "
             f"or, on a machine that has nothing to protect, start the trainer with {UNISOLATED_SETTING}=true"
         )
+
+
+def _check_program(command: Any) -> None:
+    """Check that a command begins with a program of the operator's, as functions are."""
+    if not isinstance(command, list) or not command or not all(isinstance(part, str) for part in command):
+        raise ForbiddenFunction(
+            f"command: {command!r} should be a list of texts: the program's file, then its arguments"
+        )
+    program = Path(command[0]).absolute()
+    if not _is_below(program.resolve(), _operators()) or not program.is_file():
+        raise ForbiddenFunction(
+            f"command: {command[0]} is no file in the folder in which the trainer was started, or in a folder of "
+            "PYTHONPATH: name such a script, as ./agent.sh, which may start any other program"
+        )
+    if not os.access(program, os.X_OK):
+        raise ForbiddenFunction(f"command: {command[0]} cannot be executed: run chmod +x on it")
 
 
 def unisolated_is_allowed() -> bool:

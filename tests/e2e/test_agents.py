@@ -98,3 +98,16 @@ def test_each_misbehaving_agent_fails_alone_with_its_cause(tmp_path: Path) -> No
         warned = " ".join(job["warnings"]) + " ".join(str(event) for event in box.events(job_id))
         for cause in ("the tool server is down", "the agent returned None", "no turn of its session is left"):
             assert cause in warned
+
+
+def test_agent_that_is_a_program_trains(tmp_path: Path) -> None:
+    spec = second_try()
+    del spec["eval"]
+    command = ["tests/support/agent_program.py"]
+    spec["agent"] = {"function": "rlboost.agents.program:run", "arguments": {"command": command}, "timeout_s": 60}
+    with black_box(tmp_path / "state", workers=1) as box:
+        job_id = box.submit({**spec, "steps": 2})
+        box.until_completed(job_id)
+        rows = box.get(f"/v1/jobs/{job_id}/metrics")
+        assert not any(row.get(name, 0) for row in rows for name in FAULTS)
+        assert {sample["reward"] for sample in box.get(f"/v1/jobs/{job_id}/samples")} <= {0.0, 0.25, 0.5, 0.75, 1.0}

@@ -1,0 +1,96 @@
+"""An agent that is a program: what it is given, what it must print, and what becomes of its processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from rlboost.agents import Session
+from rlboost.agents.program import MAX_OUTPUT_BYTES, run
+from rlboost.shared.job.agent import agent_factory
+from rlboost.shared.user_code.functions import PROGRAM_AGENT, ForbiddenFunction
+from tests.support.eventually import eventually
+
+SESSION = Session("http://manager/v1", "sk-1", "1/2/3/4", 2, is_eval=False)
+
+
+def script(folder: Path, *lines: str) -> list[str]:
+    file = folder / "agent.sh"
+    file.write_text("\n".join(["#!/bin/sh", *lines]) + "\n")
+    file.chmod(0o755)
+    return [str(file)]
+
+
+async def test_program_gets_session_and_row_and_prints_its_reward(tmp_path: Path) -> None:
+    seen = tmp_path / "seen"
+    command = script(
+        tmp_path,
+        f'echo "$OPENAI_BASE_URL $OPENAI_API_KEY $RLBOOST_SAMPLE $1" > {seen}',
+        f"cat >> {seen}",
+        "echo so",
+        "echo 0.5",
+    )
+    assert await run(SESSION, {"prompt": "é"}, [*command, "x"]) == 0.5
+    head, row = seen.read_text().splitlines()
+    assert (head, json.loads(row)) == ("http://manager/v1 sk-1 1/2/3/4 x", {"prompt": "é"})
+
+
+async def test_program_need_not_read_its_row(tmp_path: Path) -> None:
+    assert await run(SESSION, {"prompt": "x" * 1_000_000}, script(tmp_path, "echo 1")) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("exit 3", "ended with code 3"),
+        ("kill -9 $$", "ended with code -9"),
+        ("echo good", "print the reward, a number"),
+        ("true", "print the reward, a number"),
+        (f"head -c {MAX_OUTPUT_BYTES + 1} /dev/zero", "write to standard error"),
+    ],
+)
+async def test_program_without_a_reward_is_an_error_that_says_why(tmp_path: Path, line: str, error: str) -> None:
+    with pytest.raises((RuntimeError, ValueError), match=error):
+        await run(SESSION, {}, script(tmp_path, line))
+
+
+async def test_cancelled_program_takes_its_processes_along(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    command = script(tmp_path, f"sleep 3600 & echo $! > {pid}", "wait")
+    task = asyncio.create_task(run(SESSION, {}, command))
+
+    def started() -> int:
+        return int(pid.read_text() or 0) if pid.exists() else 0
+
+    child = await eventually(started)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+    def is_gone() -> bool:
+        state = Path(f"/proc/{child}/stat")
+        return not state.exists() or state.read_text().split()[2] == "Z"
+
+    assert await eventually(is_gone)
+
+
+@pytest.mark.parametrize(
+    ("command", "error"),
+    [
+        (["/bin/sh", "-c", "true"], "no file in the folder"),
+        (["nothing-here"], "no file in the folder"),
+        ([], "a list of texts"),
+        ("agent.sh", "a list of texts"),
+        (["tests/support/agents.py"], r"chmod \+x"),
+    ],
+)
+def test_job_names_programs_of_the_operator_only(command: object, error: str) -> None:
+    with pytest.raises(ForbiddenFunction, match=error):
+        agent_factory(PROGRAM_AGENT, {"command": command})
+
+
+def test_program_in_the_trainers_folder_is_allowed() -> None:
+    agent_factory(PROGRAM_AGENT, {"command": ["tests/support/agent_program.py"]})
