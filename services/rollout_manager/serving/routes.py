@@ -20,7 +20,7 @@ from rlboost.services.rollout_manager.ports import (
     TextProcessor,
     TokenizationError,
 )
-from rlboost.services.rollout_manager.serving import openai_responses
+from rlboost.services.rollout_manager.serving import anthropic_messages, openai_responses
 from rlboost.services.rollout_manager.serving.completion import Completion
 from rlboost.services.rollout_manager.serving.dialects import Writer, fields_named, translated_stream
 from rlboost.services.rollout_manager.serving.schemas import (
@@ -31,7 +31,7 @@ from rlboost.services.rollout_manager.serving.schemas import (
     parse_completion,
 )
 from rlboost.services.rollout_manager.serving.sessions import Sessions
-from rlboost.services.rollout_manager.serving.text import Conversations, ServedModel, TextTooLong
+from rlboost.services.rollout_manager.serving.text import Conversations, Message, ServedModel, TextTooLong
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.shared.http.access import needs
 from rlboost.shared.http.guard import MAX_BODY_BYTES, limits_body, principal_of
@@ -128,6 +128,26 @@ def add_openai_routes(
             made = await chats.start(body, http, idempotency_key, session)
             return await _translate(made, openai_responses.ResponseWriter(raw), http)
 
+    @router.post("/messages", tags=["serving"], response_model=None, responses=_COMPLETION)
+    @needs("session")
+    @limits_body(body_limit)
+    async def messages(
+        raw: RawBody, http: Request, idempotency_key: IdempotencyKey = None, session: SessionHeader = None
+    ) -> Response:
+        with fields_named(anthropic_messages.CHAT_NAMES):
+            body = parse_chat(anthropic_messages.chat_of_messages(raw))
+            made = await chats.start(body, http, idempotency_key, session)
+            return await _translate(made, anthropic_messages.MessageWriter(len(made.prompts[0])), http)
+
+    @router.post("/messages/count_tokens", tags=["serving"], responses=_ERRORS)
+    @needs("session")
+    @limits_body(body_limit)
+    async def count_tokens(raw: RawBody, http: Request) -> dict[str, int]:
+        """Return the number of tokens of a message's prompt, with the new rendering of all its messages."""
+        with fields_named(anthropic_messages.CHAT_NAMES):
+            body = parse_chat(anthropic_messages.chat_of_messages({"max_tokens": 1, **raw}))
+            return {"input_tokens": await chats.count(body, http)}
+
 
 @dataclass(frozen=True, slots=True)
 class _Chats:
@@ -151,8 +171,8 @@ class _Chats:
             raise openai_problem(400, "Invalid value", "a conversation (X-Session-ID) has one answer a turn", param="n")
         job = _find_job(self.manager, body.model)
         served = await self.models.get(job)
-        messages = [message.for_template() for message in body.messages]
-        options, turn = TemplateOptions(body.tools, body.chat_template_kwargs), None
+        messages, options = _template_input(body)
+        turn = None
         style = await _call_style(served, body)
         try:
             if conversation:
@@ -169,8 +189,8 @@ class _Chats:
         sessions, session = self.sessions, SessionId.parse(principal.subject)
         job = sessions.job_of(session, body)
         served = await self.models.get(job)
-        messages = [message.for_template() for message in body.messages]
-        options, style = TemplateOptions(body.tools, body.chat_template_kwargs), await _call_style(served, body)
+        messages, options = _template_input(body)
+        style = await _call_style(served, body)
         async with sessions.lock(session):
             try:
                 turn = await sessions.turn(session, body, served, messages, options, again=again)
@@ -181,6 +201,18 @@ class _Chats:
             )
             await made.start()
         return made
+
+    async def count(self, body: ChatBody, http: Request) -> int:
+        """Return the number of tokens of a chat's prompt."""
+        subject = principal_of(http).subject
+        job = self.sessions.job_of(SessionId.parse(subject), body) if subject else _find_job(self.manager, body.model)
+        served = await self.models.get(job)
+        messages, options = _template_input(body)
+        await _call_style(served, body)
+        try:
+            return len(await served.encode_chat(messages, options))
+        except TokenizationError as error:
+            raise _text_problem(error, "messages") from error
 
 
 async def _respond(completion: Completion, http: Request) -> Response:
@@ -295,6 +327,11 @@ async def _prompt_tokens(model: ServedModel, body: CompletionBody) -> list[list[
     except TokenizationError as error:
         raise _text_problem(error, "prompt") from error
     return [next(encoded) if isinstance(prompt, str) else prompt for prompt in body.prompt]
+
+
+def _template_input(body: ChatBody) -> tuple[list[Message], TemplateOptions]:
+    messages = [message.for_template() for message in body.messages]
+    return messages, TemplateOptions(body.tools, body.chat_template_kwargs)
 
 
 async def _call_style(model: ServedModel, body: ChatBody) -> CallStyle | None:
