@@ -114,7 +114,7 @@ def _call(block: Mapping[str, Any], place: str) -> dict[str, Any]:
     return {"id": _line(block, "id", place), "type": "function", "function": function}
 
 
-def _of_user(content: list[Any], place: str) -> Iterator[dict[str, Any]]:
+def _of_user(content: Any, place: str) -> Iterator[dict[str, Any]]:
     texts: list[str] = []
     n_results = 0
     for at, block in _blocks(content, place, "messages"):
@@ -186,7 +186,7 @@ def _tool(given: Any, place: str) -> dict[str, Any]:
         raise _invalid(
             "tools", f"{place}: input_schema is {reprlib.repr(schema)}: should be the JSON schema of an object"
         )
-    function = {"name": name, "parameters": schema}
+    function: dict[str, Any] = {"name": name, "parameters": schema}
     for key, kind in (("description", str), ("strict", bool)):
         if not isinstance(value := tool.get(key, kind()), kind):
             words = "text" if kind is str else "true or false"
