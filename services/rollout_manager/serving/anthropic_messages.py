@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from rlboost.services.rollout_manager.serving.completion import KEEP_ALIVE
-from rlboost.services.rollout_manager.serving.schemas import error_object, openai_problem
+from rlboost.services.rollout_manager.serving.schemas import code_of, error_object, openai_problem
 from rlboost.shared.http.problem import Problem
 
 # --- requests ---------------------------------------------------------------------------------------------------------
@@ -26,6 +26,8 @@ _DEFAULTS: Mapping[str, tuple[Any, ...]] = {
 }
 """Unsupported field -> its values that are accepted."""
 _IGNORED = frozenset({"cache_control", "metadata", "service_tier", "user_profile_id"})
+_UNTHREADED = "Thread unsupported request"
+"""Title of the error after which tool runners of Anthropic's library send all messages themselves."""
 CHAT_NAMES = {"stop": "stop_sequences", "parallel_tool_calls": "tool_choice"}
 """Field of a chat -> its name here."""
 
@@ -59,6 +61,10 @@ def chat_of_messages(raw: Mapping[str, Any]) -> dict[str, Any]:
     if "tool_choice" in given:
         body |= _tool_choice(given.pop("tool_choice"))
     messages = _all_messages(given.pop("system", None), given.pop("messages", None))
+    if "thread" in given:
+        raise openai_problem(
+            400, _UNTHREADED, "thread: messages are not stored: send all of them each time", param="thread"
+        )
     for name, value in given.items():
         accepted = _DEFAULTS.get(name, ())
         if value not in accepted:
@@ -263,10 +269,13 @@ def is_messages_path(path: str) -> bool:
     return f"{path.rstrip('/')}/".startswith(("/v1/messages/", "/v1/v1/messages/"))
 
 
-def error_body(status: int, message: str) -> dict[str, Any]:
-    """Return the body of an error."""
+def error_body(status: int, error: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the body of an error from that of OpenAI's format."""
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    own: dict[str, Any] = {"type": kind, "message": error["message"]}
+    if error["code"] == (code := code_of(_UNTHREADED)):
+        own["details"] = {"error_code": code, "unsupported": [error["param"]]}
+    return {"type": "error", "error": own}
 
 
 # --- responses --------------------------------------------------------------------------------------------------------
@@ -326,7 +335,7 @@ class MessageWriter:
 
     def failed(self, problem: Problem) -> dict[str, Any]:
         """Return the event of an error, which the library raises."""
-        return error_body(problem.status, error_object(problem)["message"])
+        return error_body(problem.status, error_object(problem))
 
     @property
     def keep_alive(self) -> str:

@@ -81,6 +81,6 @@ def error_format(own_paths: Collection[str]) -> ErrorFormat:
         if found is None or not anthropic_messages.is_messages_path(path):
             return found
         status, body = found
-        return status, anthropic_messages.error_body(status, body["error"]["message"])
+        return status, anthropic_messages.error_body(status, body["error"])
 
     return format_error

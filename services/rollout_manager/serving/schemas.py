@@ -77,7 +77,12 @@ def openai_error_format(own_paths: Collection[str]) -> ErrorFormat:
 
 def _error(status: int, title: str, detail: str, param: str | None = None) -> dict[str, Any]:
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"message": detail, "type": kind, "param": param, "code": title.lower().replace(" ", "_")}
+    return {"message": detail, "type": kind, "param": param, "code": code_of(title)}
+
+
+def code_of(title: str) -> str:
+    """Return the code of errors with this title."""
+    return title.lower().replace(" ", "_")
 
 
 # --- unsupported fields -----------------------------------------------------------------------------------------------

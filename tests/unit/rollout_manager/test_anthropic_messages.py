@@ -272,6 +272,12 @@ async def test_errors_of_these_routes_only_have_this_format(site: Site) -> None:
     assert other.json().keys() == {"error"}
 
 
+async def test_thread_is_refused_so_that_tool_runners_send_all_messages(site: Site) -> None:
+    error = (await post(site, thread={"type": "create"})).json()["error"]
+    assert error["message"] == "thread: messages are not stored: send all of them each time"
+    assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+
+
 async def test_error_in_a_stream_is_its_last_event(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlboost.services.rollout_manager.serving.completion.Choice.add", None)
     (error,) = await events(site, "ok")
