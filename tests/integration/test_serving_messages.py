@@ -43,7 +43,9 @@ def read(stream: str) -> dict[str, Any]:
     message: dict[str, Any] = {}
     arguments = ""
     for line in stream.splitlines():
-        event = json.loads(line.removeprefix("data: ")) if line.startswith("data: ") else {"type": ""}
+        if not line.startswith("data: "):
+            continue
+        event: dict[str, Any] = json.loads(line.removeprefix("data: "))
         match event["type"]:
             case "message_start":
                 message = event["message"]
