@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from rlboost.services.rollout_manager.serving.anthropic_messages import MessageWriter, chat_of_messages
+from rlboost.services.rollout_manager.serving.dialects import translated_stream
 from tests.support.serving_site import TOKEN, Site, running_site
 from tests.support.tool_model import ADD, call_text, tool_files
 
@@ -285,8 +286,14 @@ async def test_error_in_a_stream_is_its_last_event(site: Site, monkeypatch: pyte
     assert "the stream failed" in error["error"]["message"]
 
 
-def test_stream_is_kept_alive_by_pings_after_its_first_event() -> None:
-    writer = MessageWriter(3)
-    assert writer.keep_alive.startswith(":")
-    assert [event["type"] for event in writer.add({"id": "cmpl-1", "model": "j", "choices": []})] == ["message_start"]
-    assert writer.keep_alive == PING
+async def test_stream_is_kept_alive_by_pings_after_its_first_event() -> None:
+    class Waiting:
+        async def chunks(self) -> AsyncIterator[dict[str, Any] | None]:
+            for chunk in (None, {"id": "cmpl-1", "model": "j", "choices": []}, None):
+                yield chunk
+
+    waiting: Any = Waiting()
+    before, started, after, *_ = [text async for text in translated_stream(waiting, MessageWriter(3))]
+    assert before.startswith(":")
+    assert started.startswith("event: message_start")
+    assert after == PING
