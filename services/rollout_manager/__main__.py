@@ -18,8 +18,8 @@ from rlboost.services.rollout_manager.fleet_loops import FleetScaler, StoreCrede
 from rlboost.services.rollout_manager.leadership import LeaderConnection, manager_record
 from rlboost.services.rollout_manager.loop import Manager
 from rlboost.services.rollout_manager.ports import FleetProvider
+from rlboost.services.rollout_manager.serving.dialects import error_format
 from rlboost.services.rollout_manager.serving.routes import add_openai_routes
-from rlboost.services.rollout_manager.serving.schemas import openai_error_format
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.http import server
@@ -63,7 +63,7 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
     credentials = StoreCredentials(manager, config.token.get_secret_value())
     text = TextProcesses()
     routes = partial(add_openai_routes, load_model_files=load_model_files, text=text)
-    app = build(manager, clients_bus, config, [routes], openai_error_format, scaler)
+    app = build(manager, clients_bus, config, [routes], error_format, scaler)
     add_page(app)
     try:
         http = server.server_loop(app, sock, certificate)

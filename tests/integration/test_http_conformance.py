@@ -21,6 +21,8 @@ RULES_BEYOND_THE_SCHEMA = (
     "POST /v1/completions",  # the model must be that of a running job
     "POST /v1/chat/completions",
     "POST /v1/responses",
+    "POST /v1/messages",
+    "POST /v1/messages/count_tokens",
     "PUT /v1/chunks/{digest}",  # the body must have the digest
     "PUT /v1/models/{job_id}/versions/{version}/parts/{rank}",  # the body must be that rank's part
 )

@@ -156,6 +156,28 @@ def test_streams_and_responses_are_turns_as_well(system: System) -> None:
     assert (whole.choices[0].message.content or "") == text
 
 
+def test_messages_of_anthropic_are_turns_that_continue(system: System) -> None:
+    session = Session(system)
+    asked: dict[str, Any] = {"model": "policy", "max_tokens": 16, "messages": [user("t3")]}
+    asked["tools"] = [{"name": "add", "input_schema": ADD["function"]["parameters"]}]
+    url, headers = f"{system.manager.url}/v1/messages", {"x-api-key": key_of_start(session.key, "one")}
+    made = httpx.post(url, headers=headers, json=asked, timeout=WAIT_S).json()
+    calls = [block for block in made["content"] if block["type"] == "tool_use"]
+    results = [{"type": "tool_result", "tool_use_id": call["id"], "content": "t5"} for call in calls]
+    history = [{"role": "assistant", "content": made["content"]}, user("t4") | ({"content": results} if calls else {})]
+    asked["messages"] = [user("t3"), *history]
+    second = httpx.post(url, headers=headers, json=asked, timeout=WAIT_S).json()
+    assert second["type"] == "message"
+    counted = httpx.post(f"{url}/count_tokens", headers=headers, json=asked, timeout=WAIT_S).json()
+    assert counted["input_tokens"] > 0
+    refused = httpx.post(url, headers=headers, json=asked | {"stop_sequences": ["t9"]}, timeout=WAIT_S)
+    message = refused.json()["error"]["message"]
+    assert message == "stop_sequences: not supported in a trainable session: leave it out"
+    opened, ends = session.turns()
+    assert [one.parent for one in opened] == [0, opened[0].sample]
+    assert len(ends) == 2
+
+
 @pytest.mark.parametrize(
     ("asked", "status", "words"),
     [

@@ -13,8 +13,8 @@ from openai import AsyncOpenAI
 
 from rlboost.services.rollout_manager.api.jobs import build
 from rlboost.services.rollout_manager.ports import ModelFiles
+from rlboost.services.rollout_manager.serving.dialects import error_format
 from rlboost.services.rollout_manager.serving.routes import add_openai_routes
-from rlboost.services.rollout_manager.serving.schemas import openai_error_format
 from rlboost.services.rollout_manager.settings import Settings
 from tests.support.manager_fakes import FakeTokenizer, InlineTextProcessor
 from tests.support.serving_rig import Rig
@@ -40,7 +40,7 @@ class Site(Rig):
                     self.bus,
                     Settings(token=TOKEN),
                     [partial(add_openai_routes, load_model_files=load, text=InlineTextProcessor(load))],
-                    openai_error_format,
+                    error_format,
                 )
             ),
             base_url="http://manager",

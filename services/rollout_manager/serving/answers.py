@@ -33,14 +33,16 @@ class Delta:
     finish: FinishReason | Literal["tool_calls"] | None
     calls: Sequence[ToolCall] = ()
     """All tool calls of the completion, at its end."""
+    stop: str = ""
+    """The stop string that ended the completion, if one has."""
 
     def parts(self) -> Iterator[Delta]:
         """Yield it as clients expect it in a stream: the finish reason after the tool calls."""
         if not self.calls:
             yield self
             return
-        yield replace(self, finish=None)
-        yield Delta(self.index, "", [], [], [], [], self.finish)
+        yield replace(self, finish=None, stop="")
+        yield Delta(self.index, "", [], [], [], [], self.finish, stop=self.stop)
 
     def merged(self, later: Delta) -> Delta:
         """Return this part and the next one as one."""
@@ -53,6 +55,7 @@ class Delta:
             self.text_offsets + later.text_offsets,
             later.finish,
             (*self.calls, *later.calls),
+            later.stop,
         )
 
 
@@ -101,7 +104,7 @@ class Choice:
         offsets = list(accumulate(map(len, texts), initial=self._offset))
         self._offset = offsets.pop()
         logprobs = [max(logprob, MIN_LOGPROB) for logprob in chunk.logprobs[:used]]
-        return Delta(self._index, text, tokens, logprobs, texts, offsets, finish, calls)
+        return Delta(self._index, text, tokens, logprobs, texts, offsets, finish, calls, self._detokenizer.stop)
 
     def _read(self, text: str, token: int | None = None) -> str:
         """Return the part of new text that is certainly outside of tool calls."""
@@ -150,6 +153,8 @@ class ResponseFormatter:
 
     def _choice(self, delta: Delta, *, first: bool) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": delta.index, "finish_reason": delta.finish, "logprobs": None}
+        if delta.stop:
+            choice["stop_reason"] = delta.stop
         if isinstance(self._request, CompletionBody):
             choice["text"] = delta.text
             if self._request.has_logprobs:

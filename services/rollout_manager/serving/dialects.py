@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
-from rlboost.services.rollout_manager.serving.completion import KEEP_ALIVE, Completion
-from rlboost.services.rollout_manager.serving.schemas import error_object, openai_problem
+from rlboost.services.rollout_manager.serving import anthropic_messages
+from rlboost.services.rollout_manager.serving.completion import Completion
+from rlboost.services.rollout_manager.serving.schemas import error_object, openai_error_format, openai_problem
 from rlboost.shared.http.problem import Problem
+from rlboost.shared.http.server import ErrorFormat
 
 Event = dict[str, Any]
 """An event of a stream, with its `type`."""
@@ -27,8 +29,12 @@ class Writer(Protocol):
     def end(self) -> Iterator[Event]:
         """Yield the last events."""
 
-    def failed(self, error: Mapping[str, Any]) -> Event:
-        """Return the event of an error of OpenAI's format, after which none follows."""
+    def failed(self, problem: Problem) -> Event:
+        """Return the event of an error, after which none follows."""
+
+    @property
+    def keep_alive(self) -> str:
+        """Return a server-sent event for a connection on which there is nothing new."""
 
 
 @contextlib.contextmanager
@@ -55,12 +61,26 @@ async def translated_stream(completion: Completion, writer: Writer) -> AsyncGene
     try:
         async with contextlib.aclosing(completion.chunks()) as chunks:
             async for chunk in chunks:
-                yield KEEP_ALIVE if chunk is None else _texts(writer.add(chunk))
+                yield writer.keep_alive if chunk is None else _texts(writer.add(chunk))
     except Problem as problem:
-        yield _texts([writer.failed(error_object(problem))])
+        yield _texts([writer.failed(problem)])
         return
     yield _texts(writer.end())
 
 
 def _texts(events: Iterable[Event]) -> str:
     return "".join(f"event: {event['type']}\ndata: {json.dumps(event)}\n\n" for event in events)
+
+
+def error_format(own_paths: Collection[str]) -> ErrorFormat:
+    """Return a function that gives the errors of each API's routes its format; see `openai_error_format`."""
+    openai_format = openai_error_format(own_paths)
+
+    def format_error(method: str, path: str, document: Mapping[str, Any]) -> tuple[int, dict[str, Any]] | None:
+        found = openai_format(method, path, document)
+        if found is None or not anthropic_messages.is_messages_path(path):
+            return found
+        status, body = found
+        return status, anthropic_messages.error_body(status, body["error"])
+
+    return format_error

@@ -7,7 +7,8 @@ import reprlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlboost.services.rollout_manager.serving.schemas import IGNORED, openai_problem
+from rlboost.services.rollout_manager.serving.completion import KEEP_ALIVE
+from rlboost.services.rollout_manager.serving.schemas import IGNORED, error_object, openai_problem
 from rlboost.shared.http.problem import Problem
 
 # --- requests ---------------------------------------------------------------------------------------------------------
@@ -183,11 +184,15 @@ class ResponseWriter:
         yield from self._end_text()
         yield self._event(f"response.{self._status}", response=self._response(self._status))
 
-    def failed(self, error: Mapping[str, Any]) -> dict[str, Any]:
+    def failed(self, problem: Problem) -> dict[str, Any]:
         """Return the event of an error, which the library raises."""
-        return self._event(
-            "error", code=error["code"], message=error["message"], param=error["param"], error=dict(error)
-        )
+        error = error_object(problem)
+        return self._event("error", code=error["code"], message=error["message"], param=error["param"], error=error)
+
+    @property
+    def keep_alive(self) -> str:
+        """Return an event without content."""
+        return KEEP_ALIVE
 
     @property
     def _status(self) -> str:

@@ -21,7 +21,10 @@ from rlboost.shared.validation import describe
 # The format of OpenAI's API: `{"error": {"message", "type", "param", "code"}}`.
 
 
-ROUTES = "GET /v1/models, GET /v1/models/{model}, and POST /v1/completions, /v1/chat/completions and /v1/responses"
+ROUTES = (
+    "of OpenAI's API, this server has GET /v1/models, GET /v1/models/{model}, and POST /v1/completions, "
+    "/v1/chat/completions and /v1/responses; of Anthropic's, POST /v1/messages and /v1/messages/count_tokens"
+)
 
 _WITHOUT_VERSION = ("/completions", "/chat/completions", "/responses", "/models")
 """What clients request whose base URL lacks the version."""
@@ -59,7 +62,11 @@ def openai_error_format(own_paths: Collection[str]) -> ErrorFormat:
             title = "Invalid API key"
         elif "error" not in document and status in {404, 405}:
             title = "Unknown URL"
-            detail = f"{method} {path} is not supported: of OpenAI's API, this server has {ROUTES}"
+            detail = f"{method} {path} is not supported: {ROUTES}"
+            if rest.startswith("v1/"):
+                detail = (
+                    f"{method} {path} is not supported: leave /v1 out of the client's base_url, for {method} /{rest}"
+                )
         elif fields := document.get("errors"):
             status, detail = 400, "; ".join(f"{item['field']}: {item['error']}" for item in fields)
         error = document.get("error") or _error(status, title, detail)
@@ -70,7 +77,12 @@ def openai_error_format(own_paths: Collection[str]) -> ErrorFormat:
 
 def _error(status: int, title: str, detail: str, param: str | None = None) -> dict[str, Any]:
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"message": detail, "type": kind, "param": param, "code": title.lower().replace(" ", "_")}
+    return {"message": detail, "type": kind, "param": param, "code": code_of(title)}
+
+
+def code_of(title: str) -> str:
+    """Return the code of errors with this title."""
+    return title.lower().replace(" ", "_")
 
 
 # --- unsupported fields -----------------------------------------------------------------------------------------------

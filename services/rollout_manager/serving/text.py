@@ -234,7 +234,13 @@ class Detokenizer:
         self._stops = stops
         self._held = ""
         """The end of the text so far, which may be the beginning of a stop string."""
-        self.stopped = False
+        self.stop = ""
+        """The stop string that ended the text, empty as long as none has."""
+
+    @property
+    def stopped(self) -> bool:
+        """Return True if a stop string has ended the text."""
+        return bool(self.stop)
 
     def add(self, token: int) -> str:
         """Add the next token and return the text that is now certain."""
@@ -261,10 +267,10 @@ class Detokenizer:
 
     def _until_stop(self, new: str) -> str:
         text = self._held + new
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
-            self.stopped, self._held = True, ""
-            return text[: min(found)]
+            (end, self.stop), self._held = min(found), ""
+            return text[:end]
         n_held = max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - n_held :]
         return text[: len(text) - n_held]

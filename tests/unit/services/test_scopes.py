@@ -62,6 +62,8 @@ MANAGER = EVERYWHERE | {
     "POST /v1/completions": "job",
     "POST /v1/chat/completions": "job",
     "POST /v1/responses": "job",
+    "POST /v1/messages": "job",
+    "POST /v1/messages/count_tokens": "job",
 }
 WORKER = EVERYWHERE | {"POST /v1/notice": "admin"}
 ADMITTED = {
