@@ -40,7 +40,7 @@ async def run(session: Session, row: dict[str, Any], command: Sequence[str]) -> 
         **os.environ,
         "OPENAI_BASE_URL": session.base_url,
         "OPENAI_API_KEY": session.key,
-        "RLBOOST_SAMPLE": session.sample,
+        "SESSION_SAMPLE": session.sample,
     }
     starting = asyncio.ensure_future(
         asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, env=environment, start_new_session=True)

@@ -98,8 +98,8 @@ class CompletionWaiters:
 
     @property
     def n_samples(self) -> int:
-        """Return the number of samples that clients wait for."""
-        return sum(len(waiter.open) for waiter in self._waiters.values())
+        """Return the number of samples that clients wait for, other than turns of sessions."""
+        return sum(len(waiter.open) for waiter in self._waiters.values() if not waiter.request.session)
 
     def register(self, groups: Sequence[GroupRequested], world: World, *, resumable: bool) -> list[Waiter]:
         """Wait for groups that are requested next, or were requested before; replaces earlier waiters."""

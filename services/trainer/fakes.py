@@ -197,6 +197,10 @@ class FakeEnvironments:
         """See `Environments.release`."""
         self._held.pop(conversation, None)
 
+    def stop(self, conversation: int) -> None:
+        """See `Environments.stop`; no call runs while this is called."""
+        self.release(conversation)
+
     @property
     def held(self) -> int:
         """Return how many environments are held."""

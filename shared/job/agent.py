@@ -10,17 +10,14 @@ import inspect
 import json
 import secrets
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlboost.shared.job.environment import Step
 from rlboost.shared.job.sessions import key_of_start
-from rlboost.shared.user_code.functions import InvalidUserFunction, check_arguments, load
-
-MAX_THREADS = 256
-"""Agents without `async` that one process runs at the same time."""
+from rlboost.shared.user_code.errors import describe_error
+from rlboost.shared.user_code.functions import MAX_REWARD, InvalidUserFunction, check_arguments, load
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +63,8 @@ def agent_factory(path: str, arguments: Mapping[str, Any]) -> Callable[[], Agent
 class AgentRun:
     """Runs the agent of one session, as an environment with one turn.
 
-    The turn's text has the session, and the step the reward and the name of this start.
+    The turn's text has the session. The step has the reward, and as its observation an `AgentEnd`.
     """
-
-    _threads: ThreadPoolExecutor | None = None
 
     def __init__(self, function: Agent, arguments: Mapping[str, Any]) -> None:
         """Run a function, with these arguments after the session and the row."""
@@ -81,18 +76,39 @@ class AgentRun:
         self._row = row
 
     async def step(self, text: str) -> Step:
-        """Run the agent to its end; return its reward."""
+        """Run the agent to its end."""
         start, given = secrets.token_hex(4), json.loads(text)
         session = Session(**{**given, "key": key_of_start(given["key"], start)})
+        reward, raised = 0.0, ""
+        try:
+            reward = _checked(await self._result(session))
+        except Exception as error:  # noqa: BLE001 - the user's agent may raise anything
+            raised = describe_error(error, self._row)
+        return Step(json.dumps(AgentEnd(start, raised)), reward, done=True)
+
+    async def _result(self, session: Session) -> object:
         call = partial(self._function, session, self._row, **self._arguments)
         if inspect.iscoroutinefunction(self._function):
-            reward = await call()
-        else:
-            if AgentRun._threads is None:
-                AgentRun._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="agent")
-            reward = await asyncio.get_running_loop().run_in_executor(AgentRun._threads, call)
-            if inspect.isawaitable(reward):
-                reward = await reward
-        if reward is None:
-            raise TypeError("the agent returned None: return its reward, a finite number")
-        return Step(start, reward, done=True)
+            return await call()
+        result = await asyncio.get_running_loop().run_in_executor(None, call)
+        return await result if inspect.isawaitable(result) else result
+
+
+class AgentEnd(NamedTuple):
+    """How one start of an agent ended."""
+
+    start: str
+    """Its name, which its API key had."""
+    raised: str
+    """What it raised, for people; empty if it returned a reward."""
+
+
+def _checked(reward: Any) -> float:
+    if reward is None:
+        raise TypeError("the agent returned None: return its reward, a finite number")
+    if isinstance(reward, str | bytes):
+        raise TypeError(f"the agent returned {reward!r}: return its reward, a finite number, as float(...)")
+    number = float(reward)
+    if not abs(number) <= MAX_REWARD:
+        raise ValueError(f"the agent returned the reward {number}: return a finite number, at most {MAX_REWARD:g}")
+    return number

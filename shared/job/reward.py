@@ -10,6 +10,8 @@ from pydantic import AfterValidator, Field, model_validator
 from rlboost.shared.ids import MAX_GROUP_SIZE
 from rlboost.shared.validation import FunctionPath, Section
 
+SPARE_TURNS = 4
+"""Turns of a session beyond `agent.max_turns`, for an agent that is started again and does not repeat its calls."""
 REPLACEMENTS = 2
 """Conversations of a group that begin again, unless the job file says otherwise."""
 MAX_USER_PROCESSES = 4096

@@ -20,8 +20,7 @@ from rlboost.shared.streams import names
 
 SESSION = "session"
 KEY_PREFIX = "sk-rlboost-session-"
-MAX_START = 32
-"""Characters of the name of a start."""
+_KEY = re.compile(re.escape(KEY_PREFIX) + r"(.+-[0-9a-f]{1,16})-([0-9a-f]{64})(?:\.([0-9A-Za-z]{1,32}))?")
 
 
 class SessionRecord(BaseModel):
@@ -39,6 +38,9 @@ class SessionRecord(BaseModel):
     stride: int
     """Distance of the group numbers of its turns."""
     max_turns: int
+    """Of one start of its agent."""
+    n_ids: int
+    """Of turns of all starts."""
     seed: int
     """Of its turns; a turn is drawn by the sum of this and its id."""
     sampling: Sampling
@@ -94,12 +96,9 @@ def key_of_start(key: str, start: str) -> str:
 
 def session_of_key(token: str, key: str) -> SessionId | None:
     """Return the session that a key belongs to, None if it is no valid key."""
-    if not key.startswith(KEY_PREFIX):
+    if (found := _KEY.fullmatch(key)) is None:
         return None
-    signed, _, start = key.removeprefix(KEY_PREFIX).partition(".")
-    if (found := re.fullmatch(r"(.+-[0-9a-f]{1,16})-([0-9a-f]{64})", signed)) is None:
-        return None
-    subject, signature = found.groups()
-    if len(start) > MAX_START or not is_valid_signature(signature, token, "session", subject):
+    subject, signature, start = found.groups(default="")
+    if not is_valid_signature(signature, token, "session", subject):
         return None
     return SessionId.parse(f"{subject}.{start}")

@@ -198,6 +198,12 @@ class _RewardedJob(BaseJob):
             raise ValueError("every function has weight 0 and is only logged: give one of them another weight")
         return value
 
+    @model_validator(mode="after")
+    def _is_environment_or_agent(self) -> Self:
+        if self.environment is not None and self.agent is not None:
+            raise ValueError("agent: a sample is a session of an agent or a conversation with an environment: give one")
+        return self
+
 
 class RlJob(_TrainingJob, _RewardedJob):
     """Reinforcement learning."""
@@ -222,6 +228,24 @@ class RlJob(_TrainingJob, _RewardedJob):
         return value
 
     @model_validator(mode="after")
+    def _supports_an_agent(self) -> Self:
+        if self.agent is None:
+            return self
+        if self.trainer.router_replay != "none":
+            raise ValueError(
+                "trainer.router_replay: not supported with an agent, whose turns may branch: set it to none"
+            )
+        if self.algorithm.overlong_penalty:
+            raise ValueError(
+                "algorithm.overlong_penalty: not supported with an agent, each turn of which has its limit: set it to 0"
+            )
+        if self.algorithm.advantage == "best_worst":
+            raise ValueError(
+                "algorithm.advantage: best_worst compares whole completions, and turns of an agent may branch"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _consistent(self) -> Self:
         require_held_out_rows(self.eval, self.data.eval)
         if self.algorithm.updates_per_step > self.data.prompts_per_step:
@@ -234,12 +258,6 @@ class RlJob(_TrainingJob, _RewardedJob):
             raise ValueError(f"{section}.min_group_size: more than algorithm.group_size: lower it")
         if least == 1 < self.algorithm.group_size and self.algorithm.advantage not in GROUPLESS:
             raise ValueError(f"{section}.min_group_size: a group of one has nothing to compare with: give 2 or more")
-        if self.environment is not None and self.agent is not None:
-            raise ValueError("agent: a sample is a session of an agent or a conversation with an environment: give one")
-        if self.agent is not None and self.trainer.router_replay != "none":
-            raise ValueError(
-                "trainer.router_replay: not supported with an agent, whose turns may branch: set it to none"
-            )
         if self.algorithm.critic is not None and self.trainer.backend == "megatron":
             raise ValueError(
                 "algorithm.advantage: gae trains a critic, which needs trainer.backend: torch, with data_parallel and "

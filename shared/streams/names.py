@@ -128,6 +128,11 @@ def session_finished(turn: int) -> str:
     return f"finished:{turn:x}"
 
 
+def session_limited(start: str) -> str:
+    """Field of a session: a start of its agent called beyond the limit of turns."""
+    return f"limited:{start}"
+
+
 def session_answer(turn: int) -> str:
     """Field of a session: the answer of a turn, as its agent has received it."""
     return f"answer:{turn:x}"

@@ -52,6 +52,7 @@ class Session:
             "first": 1000 + number,
             "stride": 100,
             "max_turns": MAX_TURNS,
+            "n_ids": MAX_TURNS + 2,
             "seed": 5,
             "sampling": sampling,
         }
@@ -85,7 +86,7 @@ class Session:
             await bus.close()
             return [entry.message for entry in found]
 
-        turns = {self.record.turn_id(number) for number in range(MAX_TURNS)}
+        turns = {self.record.turn_id(number) for number in range(self.record.n_ids)}
         return [m for m in asyncio.run(read()) if isinstance(m, TurnOpened | SampleFinished) and m.sample in turns]
 
     def turns(self) -> tuple[list[TurnOpened], dict[int, SampleFinished]]:
@@ -126,9 +127,10 @@ def test_repeated_calls_get_the_turn_that_there_is(system: System) -> None:
     session = Session(system)
     made = session.ask(user("t3"))
     again = session.ask(user("t3"), extra_headers={"x-stainless-retry-count": "1"})
+    assert tokens_of(again) == tokens_of(made)
+    sibling = session.ask(user("t3"), extra_headers={"Idempotency-Key": "x"})
     named = session.ask(user("t3"), extra_headers={"Idempotency-Key": "x"})
-    assert tokens_of(again) == tokens_of(named) == tokens_of(made)
-    sibling = session.ask(user("t3"))
+    assert tokens_of(named) == tokens_of(sibling)
     assert len(session.turns()[0]) == 2
     restarted = session.client("two")
     repeated = [session.ask(user("t3"), agent=restarted) for _ in range(2)]
@@ -200,12 +202,19 @@ def test_what_cannot_be_trained_is_refused_by_name(
 
 
 def test_session_ends_at_its_limit_and_with_its_end(system: System) -> None:
-    session = Session(system, max_turns=2)
+    session = Session(system, max_turns=2, n_ids=4)
     for text in ("t3", "t4"):
         session.ask(user(text))
     with pytest.raises(BadRequestError, match=r"its 2 turns \(agent\.max_turns\)") as refused:
         session.ask(user("t5"))
     assert refused.value.code == "session_limit"
+    restarted = session.client("two")
+    for text in ("t6", "t7"):
+        session.ask(user(text), agent=restarted)
+    with pytest.raises(BadRequestError, match="its 2 turns"):
+        session.ask(user("t8"), agent=restarted)
+    with pytest.raises(APIStatusError, match="made other calls than before"):
+        session.ask(user("t8"), agent=session.client("three"))
     session.store(session.record.model_copy(update={"is_over": True}))
     with pytest.raises(APIStatusError, match="has ended") as over:
         session.ask(user("t3"), extra_headers={"x-stainless-retry-count": "1"})
@@ -223,6 +232,8 @@ def test_key_is_for_calls_of_its_session_only(system: System) -> None:
         session.key[:-1] + ("0" if session.key[-1] != "0" else "1"),
         other.key.replace("-", "_"),
         "sk-rlboost-session-",
+        key_of_start(key_of_start(session.key, "a"), "b"),
+        key_of_start(session.key, ""),
     ):
         refused = httpx.post(
             f"{system.manager.url}/v1/chat/completions",

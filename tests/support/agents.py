@@ -67,9 +67,12 @@ FAULTS: dict[str, Callable[..., Awaitable[Any]]] = {
 }
 
 
-async def run(session: Session, row: dict[str, Any]) -> Any:
+async def run(session: Session, row: dict[str, Any], fault: str | None = None) -> Any:
     """Ask once; then return a reward that depends on the answer, unless something goes wrong."""
-    if row["fault"] == "no call":
+    named = row["fault"] if fault is None else fault
+    if named == "fails at once":
+        raise KeyError(named)
+    if named == "no call":
         return 1.0
     client = AsyncOpenAI(base_url=session.base_url, api_key=session.key, http_client=HTTP, max_retries=10)
 
@@ -79,5 +82,5 @@ async def run(session: Session, row: dict[str, Any]) -> Any:
 
     question = {"role": "user", "content": row["prompt"]}
     text = await ask(question)
-    fault = FAULTS.get(row["fault"])
-    return (len(text) % 5) / 4 if fault is None else await fault(ask, question)
+    go_on = FAULTS.get(named)
+    return (len(text) % 5) / 4 if go_on is None else await go_on(ask, question)

@@ -191,7 +191,8 @@ def save_length(job_id: str, prompt: str, length: float | None) -> Store:
 def store_turn(request: GroupRequested, end: SampleFinished | SampleDropped) -> Store:
     """Store the end of a turn with its session, from which the agent that called for it gets it."""
     text = encode(end).hex()
-    return Store((HashSet(names.session(request.job_id, request.session), {names.session_finished(end.sample): text}),))
+    key = names.session(request.job_id, request.session)
+    return Store((HashSet(key, {names.session_finished(end.sample): text}), Expire(key, ENDED_JOB_RETENTION_S)))
 
 
 def save_worker(joined: WorkerJoined) -> Store:

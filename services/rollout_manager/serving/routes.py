@@ -30,7 +30,7 @@ from rlboost.services.rollout_manager.serving.schemas import (
     parse_chat,
     parse_completion,
 )
-from rlboost.services.rollout_manager.serving.sessions import Sessions
+from rlboost.services.rollout_manager.serving.sessions import Retry, Sessions
 from rlboost.services.rollout_manager.serving.text import Conversations, Message, ServedModel, TextTooLong
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.shared.http.access import needs
@@ -165,8 +165,8 @@ class _Chats:
         """Return the completion of a chat, started."""
         principal = principal_of(http)
         if principal.subject:
-            again = idempotency_key is not None or http.headers.get(RETRY_HEADER, "0") != "0"
-            return await self._start_turn(body, principal, again=again)
+            retry = Retry.of(idempotency_key, http.headers.get(RETRY_HEADER, "0"))
+            return await self._start_turn(body, principal, retry)
         if conversation and body.n > 1:
             raise openai_problem(400, "Invalid value", "a conversation (X-Session-ID) has one answer a turn", param="n")
         job = _find_job(self.manager, body.model)
@@ -184,7 +184,7 @@ class _Chats:
         await made.start()
         return made
 
-    async def _start_turn(self, body: ChatBody, principal: Principal, *, again: bool) -> Completion:
+    async def _start_turn(self, body: ChatBody, principal: Principal, retry: Retry) -> Completion:
         """Return the completion of an agent's call in a trainable session, started."""
         sessions, session = self.sessions, SessionId.parse(principal.subject)
         job = sessions.job_of(session, body)
@@ -193,7 +193,7 @@ class _Chats:
         style = await _call_style(served, body)
         async with sessions.lock(session):
             try:
-                turn = await sessions.turn(session, body, served, messages, options, again=again)
+                turn = await sessions.turn(session, body, served, messages, options, retry=retry)
             except TokenizationError as error:
                 raise _text_problem(error, "messages") from error
             made = self.completion(

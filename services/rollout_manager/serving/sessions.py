@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from pydantic import BaseModel, ConfigDict
@@ -27,7 +27,7 @@ from rlboost.services.rollout_manager.domain.jobs import Job
 from rlboost.services.rollout_manager.loop import Manager
 from rlboost.services.rollout_manager.ports import TemplateOptions, TokenizationError
 from rlboost.services.rollout_manager.serving.schemas import ChatBody, openai_problem
-from rlboost.services.rollout_manager.serving.text import Message, ServedModel, identity
+from rlboost.services.rollout_manager.serving.text import MAX_READS, Message, ServedModel, identity
 from rlboost.shared.errors import BusUnavailable
 from rlboost.shared.http.problem import Problem
 from rlboost.shared.job.sessions import SESSION, SessionId, SessionRecord
@@ -53,6 +53,8 @@ class _Opened(BaseModel):
     """Which start of the agent has called for it last."""
     call: str
     """Digest of all that determines the answer."""
+    key: str = ""
+    """Digest of the `Idempotency-Key`; empty without one."""
     n_messages: int
     messages: str
     """Digest of its messages."""
@@ -88,12 +90,27 @@ class SessionTurn:
     """Its end, if it has ended."""
 
 
+class Retry(NamedTuple):
+    """How a client says that it repeats a call."""
+
+    key: str
+    """Digest of its `Idempotency-Key`; empty without one."""
+    is_again: bool
+    """Whether it says so without a key."""
+
+    @classmethod
+    def of(cls, idempotency_key: str | None, retry_count: str) -> Retry:
+        """Return what the headers say."""
+        return cls("" if idempotency_key is None else _digest(idempotency_key), retry_count != "0")
+
+
 class Sessions:
     """The sessions of all agents."""
 
     def __init__(self, manager: Manager, bus: Bus) -> None:
         self._manager, self._bus = manager, bus
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._reads = asyncio.Semaphore(MAX_READS)
 
     def lock(self, session: SessionId) -> asyncio.Lock:
         """Return the lock under which a turn is found and opened: calls of one agent may be concurrent."""
@@ -122,7 +139,7 @@ class Sessions:
         messages: list[Message],
         options: TemplateOptions,
         *,
-        again: bool,
+        retry: Retry,
     ) -> SessionTurn:
         """Return the turn that a call asks for.
 
@@ -132,7 +149,7 @@ class Sessions:
             model: of the session's job.
             messages: of the call, as the chat template takes them.
             options: of the chat template.
-            again: whether the client says that it repeats a call.
+            retry: how the client says that it repeats a call.
 
         Raises:
             Problem: the session is over or at a limit, or cannot train on what the call asks for.
@@ -144,17 +161,16 @@ class Sessions:
         key = session.redis_key
         digests = _digests(messages, options)
         call = _digest([digests[-1], body.requested_tokens, sorted(body.stop_token_ids)])
-        same = [turn for turn in turns if turn.opened.call == call]
+        # A turn that could not be generated is none: its call is tried anew.
+        same = [turn for turn in turns if turn.opened.call == call and not isinstance(turn.end, SampleDropped)]
         ours = [turn for turn in turns if turn.opened.start == session.start]
         ids = {0, *(turn.id for turn in ours)}
         if before := next((turn for turn in same if turn not in ours and turn.opened.parent in ids), None):
             now = before.opened.model_copy(update={"start": session.start})
             return self._known(session, record, before, key, _opening(session, before.id, now))
-        if again and same:
-            return self._known(session, record, same[-1], key)
-        if len(turns) >= record.max_turns:
-            detail = f"this session has had its {record.max_turns} turns (agent.max_turns): end it with its reward"
-            raise openai_problem(400, "Session limit", detail, param="messages")
+        if repeated := _repeated(same, retry):
+            return self._known(session, record, repeated, key)
+        await self._check_limit(session, record, len(ours), len(turns))
         parent = _parent(ours, messages, digests)
         given = _whole(parent) if parent else []
         try:
@@ -168,6 +184,7 @@ class Sessions:
             parent=parent.id if parent else 0,
             start=session.start,
             call=call,
+            key=retry.key,
             n_messages=len(messages),
             messages=digests[-1],
             tokens=pack(tokens[len(given) :], I32).hex(),
@@ -178,6 +195,16 @@ class Sessions:
         found = self._known(session, record, turn, key, _opening(session, turn.id, new))
         found.ops.append(Append(names.rollouts_requested(session.job_id), found.request))
         return found
+
+    async def _check_limit(self, session: SessionId, record: SessionRecord, n_own: int, n_all: int) -> None:
+        """Refuse a call beyond the limit of turns, and record that it was."""
+        if n_own >= record.max_turns:
+            await self._manager.write([HashSet(session.redis_key, {names.session_limited(session.start): "1"})])
+            detail = f"this session has had its {record.max_turns} turns (agent.max_turns): end it with its reward"
+            raise openai_problem(400, "Session limit", detail, param="messages")
+        if n_all >= record.n_ids:
+            detail = "the agent was started again and made other calls than before: this session has no turns left"
+            raise openai_problem(409, "Session over", detail)
 
     async def end(self, turn: SessionTurn) -> SampleFinished | SampleDropped | None:
         """Return the end of a turn that was opened by an earlier call, None if it is still generated."""
@@ -198,7 +225,8 @@ class Sessions:
 
     async def _read(self, session: SessionId) -> tuple[SessionRecord, list[_Turn]]:
         try:
-            stored = await self._bus.hash_all(session.redis_key)
+            async with self._reads:
+                stored = await self._bus.hash_all(session.redis_key)
         except BusUnavailable as error:
             raise openai_problem(503, "Unavailable", f"{error}: try again", headers={"Retry-After": "1"}) from error
         if SESSION not in stored:
@@ -207,7 +235,7 @@ class Sessions:
         if record.is_over:
             raise openai_problem(409, "Session over", "this session has ended")
         turns: dict[int, _Turn] = {}
-        for number in range(record.max_turns):
+        for number in range(record.n_ids):
             turn = record.turn_id(number)
             if (text := stored.get(names.session_opened(turn))) is None:
                 break
@@ -246,6 +274,15 @@ class Sessions:
             session=session.sample,
         )
         return SessionTurn(request, prompt, key, list(ops), turn.end)
+
+
+def _repeated(same: Sequence[_Turn], retry: Retry) -> _Turn | None:
+    """Return the turn of a call that is repeated, of several the newest that its agent has not received."""
+    if retry.key:
+        return next((turn for turn in same if turn.opened.key == retry.key), None)
+    if not retry.is_again:
+        return None
+    return max(same, key=lambda turn: (turn.answer is None, turn.opened.number), default=None)
 
 
 def _check(body: ChatBody, record: SessionRecord) -> None:

@@ -151,6 +151,11 @@ class EnvironmentPool:
         if (host := self._host_of.pop(conversation, None)) is not None:
             host.release(conversation)
 
+    def stop(self, conversation: int) -> None:
+        """See `Environments.stop`."""
+        if (host := self._host_of.pop(conversation, None)) is not None:
+            host.release(conversation, stop=True)
+
     async def close(self) -> None:
         """See `Environments.close`."""
         async with self._waits.on("the environment", because="open environments close", limit_s=_CLOSE_LIMIT_S + 5):
@@ -193,11 +198,11 @@ class _Host:
         """Return the number of calls that wait or run."""
         return len(self._calls)
 
-    def release(self, conversation: int) -> None:
-        """Discard a conversation's environment, after the call that runs."""
+    def release(self, conversation: int, *, stop: bool = False) -> None:
+        """Discard a conversation's environment, after the call that runs, or stop that."""
         self.conversations.discard(conversation)
         self._n_processed.pop(conversation, None)
-        self.process.send(self.process.pack({"release": conversation}))
+        self.process.send(self.process.pack({"release": conversation, "stop": stop}))
 
     async def close(self) -> None:
         """Close the environments and stop the process."""

@@ -4,7 +4,8 @@ SPEC is JSON: the fields of `EnvironmentSpec` or `AgentSpec`, `kind`, and `call_
 agent is an environment with one turn (`shared.job.agent`). `child` describes the
 transport. A request is a map:
 
-- `release`: id of a conversation whose environment to discard after its call; such a request has no other key.
+- `release`: id of a conversation whose environment to discard after its call, which `stop` ends at once; such a request
+  has no other key.
 - `id`: names the request in its answer. Requests of different conversations are answered in any order.
 - `conversation`: None asks for the start of a conversation, with `row` and `seed`. Otherwise the id of one, with
   `turns`, those that its environment has not processed: each its text without special tokens, with them, and whether
@@ -209,6 +210,8 @@ class Call:
     """Whether time passes."""
     has_begun: bool = False
     is_expired: bool = False
+    is_stopped: bool = False
+    """Whether its conversation was released in its midst."""
     is_over: bool = False
     """Whether it has its answer."""
     task: asyncio.Task[dict[str, Any]] | None = None
@@ -274,7 +277,7 @@ class Host:
 
     def _accept(self, request: dict[str, Any]) -> None:
         if "release" in request:
-            self._release(request["release"])
+            self._release(request["release"], stop=request.get("stop", False))
             return
         key = request["conversation"]
         conversation = Conversation(key)
@@ -295,9 +298,13 @@ class Host:
         self._calls.add(call)
         call.task.add_done_callback(lambda task: self._finish(call, task))
 
-    def _release(self, key: int) -> None:
+    def _release(self, key: int, *, stop: bool = False) -> None:
         if (conversation := self._conversations.pop(key, None)) is not None:
             conversation.is_released = True
+            for call in [one for one in self._calls if stop and one.conversation is conversation]:
+                call.is_stopped = True
+                if call.task is not None:
+                    call.task.cancel()
             self._start(None, conversation, 1, lambda: self._close(conversation))
 
     async def answer(self, conversation: Conversation, request: dict[str, Any]) -> dict[str, Any]:
@@ -309,7 +316,7 @@ class Host:
         except ReleasedError:
             return {"released": True}
         except BaseException as error:  # the user's environment may raise anything, or exit
-            if _CALL.get().is_expired or self._input_ended.is_set():
+            if _CALL.get().is_expired or _CALL.get().is_stopped or self._input_ended.is_set():
                 raise
             last = {"text": request["turns"][-1][0]} if request["turns"] else {}
             answer = {"raised": describe_error(error, {**conversation.row, **last})}
@@ -395,6 +402,9 @@ class Host:
                 self._expire(call, traceback.format_exc())
             else:
                 self._expire(call, "")
+        elif task.cancelled() and call.is_stopped:
+            call.is_over = True
+            self.write({"id": call.id, "released": True})
         elif not task.cancelled():
             call.is_over = True
             self.write({"id": call.id, **task.result()})

@@ -158,6 +158,9 @@ class StepCollector:
         """True between the end of the step's seeding and its reopening."""
         self.engines: Sequence[EngineProfile] = ()
         """Throughput of the workers, as of the end of seeding."""
+        self.n_whole = 0
+        """Number of complete groups."""
+        self.drops: list[DroppedGroup] = []
         self.duplicates = 0
         """Repeated samples, and samples of earlier steps."""
 
@@ -240,7 +243,8 @@ class StepCollector:
             return None
         del self._open[group], self._arrived[group]
         self._unanswered = {turn: one for turn, one in self._unanswered.items() if group_of(one.sample) != group}
-        return DroppedGroup(group, reason, detail)
+        self.drops.append(DroppedGroup(group, reason, detail))
+        return self.drops[-1]
 
     def conversations(self, group: int) -> list[Conversation]:
         """Return the conversations of a group that have a turn."""
@@ -344,6 +348,7 @@ class StepCollector:
         if stale := next((text for text in map(self._staleness, samples) if text), None):
             return DroppedGroup(group, "stale", stale)
         conversations = () if self._turns is None else tuple(self._conversations[one.sample] for one in samples)
+        self.n_whole += 1
         return WholeGroup(group, samples, conversations)
 
     def _add_turn(self, turn: SampleFinished) -> DroppedGroup | None:

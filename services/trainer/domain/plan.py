@@ -15,7 +15,7 @@ from rlboost.services.trainer.domain.rewards import all_equal
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.ids import MAX_GROUP_SIZE, MAX_GROUPS_PER_STEP, SampleId, within_job
 from rlboost.shared.job.fleet import EvalSpec
-from rlboost.shared.job.reward import REPLACEMENTS
+from rlboost.shared.job.reward import REPLACEMENTS, SPARE_TURNS
 from rlboost.shared.job.spec import GeneratingJob, RlJob
 from rlboost.shared.job.training import OptimizerSpec
 
@@ -145,7 +145,7 @@ def _with_replacements(ids: TurnIds, spec: GeneratingJob) -> TurnIds:
     if (conversation := spec.conversation) is None:
         return ids
     # Each call of an agent is requested alone, as turns after the first are.
-    ids = replace(ids, max_turns=conversation.max_turns + (spec.agent is not None))
+    ids = replace(ids, max_turns=conversation.max_turns + (0 if spec.agent is None else 1 + SPARE_TURNS))
     if conversation.replacements is not None:
         return replace(ids, replacements=conversation.replacements)
     room = (MAX_GROUPS_PER_STEP - ids.n_numbers) // (ids.n_groups * ids.max_turns)

@@ -90,10 +90,10 @@ class Session:
             self.nodes.setdefault(message.sample, Node(message)).opened = message
 
     def result(self) -> Branches | None:
-        """Return the session as a conversation, None without a turn."""
+        """Return the session as a conversation, None without a turn, or if one continues a turn that is not known."""
         assert self.end is not None, "the session has not ended"
         nodes = self._of_last_start()
-        if not nodes:
+        if not nodes or any(node.opened.parent and node.opened.parent not in nodes for node in nodes.values()):
             return None
         turns = [node.turn for node in nodes.values() if node.turn is not None]
         read = [*(node.opened.tokens for node in list(nodes.values())[1:]), b""]
@@ -137,9 +137,11 @@ class SessionCollector(StepCollector):
         """Return what is known of a sample's session."""
         return self._sessions.setdefault(sample, Session(sample, sample))
 
-    def is_awaited(self, sample: int) -> bool:
-        """Return True if a sample's session has not ended, and its group is open."""
-        return self.is_open(group_of(sample)) and sample not in self._seen and self.session(sample).end is None
+    def is_awaited(self, session: Session) -> bool:
+        """Return True if a session is the one of its sample and has not ended, and its group is open."""
+        sample = session.sample
+        is_open = self.is_open(group_of(sample)) and sample not in self._seen
+        return is_open and session.end is None and self.session(sample) is session
 
     def take_begun_again(self) -> list[int]:
         """Return the samples whose session begins again, each once."""

@@ -105,6 +105,9 @@ class Environments(Protocol):
     def release(self, conversation: int) -> None:
         """Discard a conversation's environment, if there is one. A queued `step` raises `EnvironmentFault`."""
 
+    def stop(self, conversation: int) -> None:
+        """Discard a conversation's environment, and stop the call that runs: it raises `EnvironmentFault`."""
+
     async def close(self) -> None:
         """Stop the processes that run environments."""
 

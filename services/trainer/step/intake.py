@@ -153,8 +153,7 @@ class StepIntake:
     def take(self, outcome: GroupOutcome) -> None:
         """Start a task that scores a complete group, or reports a dropped one."""
         planned = self._planned[outcome.group]
-        if isinstance(outcome, DroppedGroup):
-            self.turns.release(outcome.group)
+        self.turns.release(outcome.group)
         name = f"score-{outcome.group}"
         if planned.is_eval:
             self._evaluation.append(self._scoring.create_task(self._score(outcome, planned), name=name))
@@ -421,8 +420,7 @@ class Intake:
         first = min(self._intakes)
         for number, intake in sorted(self._intakes.items()):
             await intake.request(evaluation=number == first)
-        if self.job.generating_spec.agent is not None and await self._finished.is_read():
-            self._answer_turns()  # sessions begin without an entry that asks for them
+        await self._begin_sessions()
 
     @property
     def cursors(self) -> tuple[str, str]:
@@ -441,6 +439,12 @@ class Intake:
         except WaitTimedOut as error:
             raise Fatal(f"{error}: check that a worker is ready to generate: 'rlboost worker list'") from error
         self._take()
+        await self._begin_sessions()
+
+    async def _begin_sessions(self) -> None:
+        """Run agents, once the log shows which sessions have ended."""
+        if self.job.generating_spec.agent is not None and self._finished.all_taken and await self._finished.is_read():
+            self._answer_turns()
 
     async def read_ahead(self) -> None:
         """Read entries of later steps until one belongs to a step that is not requested. Cancel it at any time.
@@ -452,7 +456,9 @@ class Intake:
         if len(self._intakes) > 1:
             while self._open.holds((await self._finished.peek()).message):
                 self._take()
-            self._answer_turns()
+            if self.job.generating_spec.agent is None:
+                self._answer_turns()
+            await self._begin_sessions()
 
     def _take(self) -> None:
         before, entry = self._finished.cursor, self._finished.take()
@@ -464,7 +470,7 @@ class Intake:
         if decided is not None:
             step, outcome = decided
             self._intakes[step].take(outcome)
-        if self._finished.all_taken:
+        if self._finished.all_taken and self.job.generating_spec.agent is None:
             self._answer_turns()
 
     def _answer_turns(self) -> None:

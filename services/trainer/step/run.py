@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -21,7 +22,7 @@ from typing import TypeVar
 
 from rlboost.services.trainer.domain.batches import Accumulate, OptimizerStep, TrainingRow, UpdatePlanner
 from rlboost.services.trainer.domain.loss import sums
-from rlboost.services.trainer.domain.metrics import Durations, RolloutTally, StepTally
+from rlboost.services.trainer.domain.metrics import Durations, StepTally
 from rlboost.services.trainer.domain.plan import learning_rate
 from rlboost.services.trainer.job.job import Job
 from rlboost.services.trainer.ports.engine import NotFinite
@@ -159,17 +160,20 @@ class StepRun:
         self._tally.durations = self._durations()
         needed = rollouts.evaluated if self._job.spec.kind == "eval" else rollouts.scored
         if not needed and (self._intake.n_train or self._job.spec.kind == "eval"):
-            raise Fatal(
-                f"no group of step {self._step + 1} could be scored ({dict(rollouts.dropped)}): "
-                f"check {self._suspect(rollouts)}; the first: {rollouts.first_detail or 'no detail'}"
-            )
+            raise self._nothing_scored(rollouts.dropped, rollouts.first_detail)
         return self._tally
 
-    def _suspect(self, rollouts: RolloutTally) -> str:
-        if set(rollouts.dropped) == {"stale"}:
+    def _nothing_scored(self, reasons: Counter[str], detail: str) -> Fatal:
+        return Fatal(
+            f"no group of step {self._step + 1} could be scored ({dict(reasons)}): check {self._suspect(reasons)}; "
+            f"the first: {detail or 'no detail'}"
+        )
+
+    def _suspect(self, reasons: Counter[str]) -> str:
+        if set(reasons) == {"stale"}:
             return "for workers with old weights, or raise elastic.max_staleness"
         section = "environment" if self._job.spec.agent is None else "agent"
-        if (conversation := self._job.spec.conversation) and any(section in why for why in rollouts.dropped):
+        if (conversation := self._job.spec.conversation) and any(section in why for why in reasons):
             return f"{section}.function {conversation.function}"
         return "reward.function " + ", ".join(part.source for part in self._job.spec.reward_parts)
 
@@ -184,6 +188,8 @@ class StepRun:
                 self._idle_before_s = self._turn.idle_s
             if not groups.complete or (self._intake.n_train and not groups.trainer_has_device):
                 progress.update(groups.n_arrived, groups.n_samples)
+                if self._intake.n_train and groups.complete and not groups.n_whole and groups.drops:
+                    raise self._nothing_scored(Counter(drop.reason for drop in groups.drops), groups.drops[0].detail)
                 await self._all_steps.read(subject, groups.arrived_text(), progress.rate_text)
             elif self._intake.n_undecided:
                 await self._read_until_decided()

@@ -24,18 +24,20 @@ from rlboost.services.trainer.domain.sessions import Session, SessionCollector
 from rlboost.services.trainer.job.job import Job
 from rlboost.services.trainer.ports.samples import EnvironmentFault
 from rlboost.services.trainer.step.turns import request_of
-from rlboost.shared.errors import Fatal
+from rlboost.shared.errors import Fatal, WaitTimedOut
 from rlboost.shared.ids import SampleId, group_of
-from rlboost.shared.job.reward import AgentSpec
+from rlboost.shared.job.agent import AgentEnd
+from rlboost.shared.job.reward import SPARE_TURNS, AgentSpec
 from rlboost.shared.job.sessions import SESSION, SessionId, SessionRecord
-from rlboost.shared.messages import GroupRequested, SessionEnded
+from rlboost.shared.messages import ENDED_JOB_RETENTION_S, GroupRequested, SessionEnded
 from rlboost.shared.model.tool_call_formats import Tools
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import Append, Expire, HashSet
+from rlboost.shared.streams.bus import Append, Delete, Expire, HashSet, Op
 
 RETENTION_S = 3600.0
-"""How long a session is kept in Redis after its end, and after twice the time that its agent may take."""
+"""How long Redis has the end of a session."""
 _MANAGER_EVERY_S = 0.5
+_STOPPED = "environment_released"
 
 
 class StepSessions:
@@ -63,12 +65,16 @@ class StepSessions:
         """Empty: agents have their tools themselves."""
         self._waiting: list[int] = []
         """Samples whose session has not begun in this process."""
-        self._running: dict[int, asyncio.Task[None]] = {}
-        """Sample -> the task that runs its agent."""
+        self._running: dict[int, Session] = {}
+        """Sample -> its session, whose agent runs."""
+        self._has_begun = False
+        """Whether the log was read to its end once, so that further groups are in no log."""
 
     async def start(self, groups: Sequence[PlannedGroup]) -> list[GroupRequested]:
         """Note the samples of these groups; their sessions begin once the log shows which have ended."""
         self._waiting += [group.id + member for group in groups for member in range(group.n)]
+        if self._has_begun:
+            self.answer_turns()
         return []
 
     def check_started(self) -> None:
@@ -81,36 +87,36 @@ class StepSessions:
 
     def answer_turns(self) -> None:
         """Begin the sessions of samples that have none here, and those that begin again."""
+        self._has_begun = True
         due = [sample for sample in self._waiting if self.evaluates or not SampleId.unpack(sample).is_eval]
         self._waiting = [sample for sample in self._waiting if SampleId.unpack(sample).is_eval and not self.evaluates]
         for sample in [*due, *self._groups.take_begun_again()]:
-            if self._groups.is_awaited(sample):
-                session = self._groups.session(sample)
-                name = f"session-{SampleId.unpack(sample)}"
-                self._running[sample] = self._tasks.create_task(self._run(session), name=name)
+            session = self._groups.session(sample)
+            if self._groups.is_awaited(session):
+                self._running[sample] = session
+                self._tasks.create_task(self._run(session), name=f"session-{SampleId.unpack(sample)}")
 
     def release(self, group: int) -> None:
-        """Stop the agents of a dropped group."""
+        """Stop the agents of a group that is complete or dropped."""
+        environments = self._job.resources.environments
         for member in range(self._planned[group].n):
-            if (task := self._running.pop(group + member, None)) is not None:
-                task.cancel()
+            if (session := self._running.get(group + member)) is not None and environments is not None:
+                environments.stop(session.id)
 
     async def _run(self, session: Session) -> None:
         """Run the agent of a session, and record how it ended."""
-        id_of = SessionId(self._job.id, session.id)
-        record = await self._open(id_of, session)
-        end = await self._ended(id_of, session, record)
-        if not self._groups.is_awaited(session.sample):
-            return
-        record = record.model_copy(update={"is_over": True})
-        key = id_of.redis_key
-        await self._job.bus.transact(
-            [
-                Append(names.rollouts_finished(self._job.id), end),
-                HashSet(key, {SESSION: record.model_dump_json()}),
-                Expire(key, RETENTION_S),
-            ]
-        )
+        session_id = SessionId(self._job.id, session.id)
+        record = await self._open(session_id, session)
+        end = await self._ended(session_id, session, record)
+        if self._running.get(session.sample) is session:
+            del self._running[session.sample]
+        # Its turns are in the log: what is left refuses further calls.
+        over = record.model_copy(update={"is_over": True}).model_dump_json()
+        key = session_id.redis_key
+        ops: list[Op] = [Delete(key), HashSet(key, {SESSION: over}), Expire(key, RETENTION_S)]
+        if end is not None and self._groups.is_awaited(session):
+            ops.insert(0, Append(names.rollouts_finished(self._job.id), end))
+        await self._job.bus.transact(ops)
 
     async def _open(self, session_id: SessionId, session: Session) -> SessionRecord:
         """Store a session; one that an earlier trainer has opened keeps its turns."""
@@ -125,50 +131,63 @@ class StepSessions:
             first=first,
             stride=stride,
             max_turns=self._spec.max_turns,
+            n_ids=self._spec.max_turns + SPARE_TURNS,
             seed=request.seed,
             sampling=request.sampling,
             vocab_size=request.vocab_size,
         )
-        kept_s = RETENTION_S + 2 * self._spec.timeout_s
-        await self._job.bus.transact([HashSet(key, {SESSION: record.model_dump_json()}), Expire(key, kept_s)])
+        # For as long as the log may be read again.
+        kept = Expire(key, ENDED_JOB_RETENTION_S)
+        await self._job.bus.transact([HashSet(key, {SESSION: record.model_dump_json()}), kept])
         return record
 
-    async def _ended(self, session_id: SessionId, session: Session, record: SessionRecord) -> SessionEnded:
-        environments, session_key = self._job.resources.environments, self._job.resources.session_key
+    async def _ended(self, session_id: SessionId, session: Session, record: SessionRecord) -> SessionEnded | None:
+        """Run an agent; return how its session ended, None if it was stopped."""
+        environments = self._job.resources.environments
         assert environments is not None, "built without the job's agent"
-        assert session_key is not None, "built without the keys of sessions"
+        if not self._groups.is_awaited(session):
+            return None
         group = self._planned[group_of(session.sample)]
         prompt = self._job.prompt(group)
-        text = json.dumps(
-            {
-                "base_url": f"{await self._url()}/v1",
-                "key": session_key(session_id),
-                "sample": str(SampleId.unpack(session.sample)),
-                "step": self._step,
-                "is_eval": group.is_eval,
-            }
-        )
         row: dict[str, Any] = {"prompt": prompt.given, **prompt.columns}
         try:
-            (result,) = await environments.step(session.id, row, group.seed, [text])
-            return SessionEnded(session=session.id, start=str(result.observation), reward=result.reward)
-        except EnvironmentFault as error:
-            reason = f"agent_{error.reason.removeprefix('environment_')}"
-            if (start := await self._start_at_limit(session_id, record)) is not None:
+            (result,) = await environments.step(session.id, row, group.seed, [await self._text_of(session_id, session)])
+            end = AgentEnd(*json.loads(str(result.observation)))
+            if not end.raised:
+                return SessionEnded(session=record.sample, start=end.start, reward=result.reward)
+            if await self._is_at_limit(session_id, end.start):
                 # The model has used up its turns, and its agent could not go on: this is a result, not a fault.
-                return SessionEnded(session=session.id, start=start, over="cut")
+                return SessionEnded(session=record.sample, start=end.start, over="cut")
+            raise EnvironmentFault("raised", end.raised)  # noqa: TRY301 - one way to lose a session
+        except EnvironmentFault as error:
+            if error.reason == _STOPPED or not self._groups.is_awaited(session):
+                return None
             again = self._groups.reserve_replacement(session.sample) if error.may_pass else None
-            end = SessionEnded(session=session.id, reason=reason, detail=error.detail, replaced_by=again or 0)
-            await self._report_lost(session, end)
-            return end
+            reason = f"agent_{error.reason.removeprefix('environment_')}"
+            lost = SessionEnded(session=record.sample, reason=reason, detail=error.detail, replaced_by=again or 0)
+            await self._report_lost(session, lost)
+            return lost
         finally:
             environments.release(session.id)
 
-    async def _start_at_limit(self, session_id: SessionId, record: SessionRecord) -> str | None:
-        """Return the start of the agent that used the last turn of a session, None if there are turns left."""
-        last = names.session_opened(record.turn_id(record.max_turns - 1))
-        stored = await self._job.bus.retry(lambda bus: bus.hash_get(session_id.redis_key, last))
-        return None if stored is None else str(json.loads(stored)["start"])
+    async def _text_of(self, session_id: SessionId, session: Session) -> str:
+        session_key = self._job.resources.session_key
+        assert session_key is not None, "built without the keys of sessions"
+        sample = SampleId.unpack(session.sample)
+        return json.dumps(
+            {
+                "base_url": f"{await self._url()}/v1",
+                "key": session_key(session_id),
+                "sample": str(sample),
+                "step": self._step,
+                "is_eval": sample.is_eval,
+            }
+        )
+
+    async def _is_at_limit(self, session_id: SessionId, start: str) -> bool:
+        """Return True if a further call of this start was refused since it had used its turns."""
+        limited = names.session_limited(start)
+        return await self._job.bus.retry(lambda bus: bus.hash_get(session_id.redis_key, limited)) is not None
 
     async def _report_lost(self, session: Session, end: SessionEnded) -> None:
         name, reason, detail = str(SampleId.unpack(session.sample)), end.reason, end.detail
@@ -181,12 +200,15 @@ class StepSessions:
     async def _url(self) -> str:
         """Return where the leading manager is reached."""
         limit_s = self._job.limit_s
-        async with self._job.waits.on("the rollout manager", because="an agent needs its address", limit_s=limit_s):
-            while True:
-                (held,) = await self._job.bus.retry(lambda bus: bus.lease_values([names.MANAGER_LEASE]))
-                if held is not None and (url := json.loads(held).get("url")):
-                    return str(url)
-                await asyncio.sleep(_MANAGER_EVERY_S)
+        try:
+            async with self._job.waits.on("the rollout manager", because="an agent needs its address", limit_s=limit_s):
+                while True:
+                    (held,) = await self._job.bus.retry(lambda bus: bus.lease_values([names.MANAGER_LEASE]))
+                    if held is not None and (url := json.loads(held).get("url")):
+                        return str(url)
+                    await asyncio.sleep(_MANAGER_EVERY_S)
+        except WaitTimedOut as error:
+            raise Fatal(f"{error}: check that a rollout manager runs") from error
 
     @property
     def _spec(self) -> AgentSpec:

@@ -28,7 +28,7 @@ async def test_program_gets_session_and_row_and_prints_its_reward(tmp_path: Path
     seen = tmp_path / "seen"
     command = script(
         tmp_path,
-        f'echo "$OPENAI_BASE_URL $OPENAI_API_KEY $RLBOOST_SAMPLE $1" > {seen}',
+        f'echo "$OPENAI_BASE_URL $OPENAI_API_KEY $SESSION_SAMPLE $1" > {seen}',
         f"cat >> {seen}",
         "echo so",
         "echo 0.5",

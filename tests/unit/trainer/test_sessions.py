@@ -148,6 +148,26 @@ def test_turn_that_cannot_be_generated_is_no_turn_of_the_session() -> None:
     assert [shown(row)[1] for row in rows] == [[5]]
 
 
+def test_session_with_a_turn_that_continues_an_unknown_one_is_left_out() -> None:
+    collecting = collector(1)
+    messages = [opened(0, 1), made(0, 5), opened(1, 2, parent=0), made(1, 6), opened(0, 1, start="b"), ended()]
+    (dropped,) = folded(collecting, *messages)
+    assert isinstance(dropped, DroppedGroup), "its row would lack the beginning of its prompt"
+
+
+def test_session_is_awaited_until_it_ends_or_is_replaced() -> None:
+    collecting = collector(2)
+    session, other = collecting.session(GROUP), collecting.session(GROUP + 1)
+    assert collecting.is_awaited(session)
+    again = collecting.reserve_replacement(GROUP)
+    assert again is not None
+    folded(collecting, lost(replaced_by=again))
+    assert not collecting.is_awaited(session)
+    assert collecting.is_awaited(collecting.session(GROUP))
+    folded(collecting, opened(0, 1, first=GROUP + 1), made(0, 5, first=GROUP + 1), ended(first=GROUP + 1))
+    assert not collecting.is_awaited(other)
+
+
 def test_turn_that_no_call_opened_is_rejected() -> None:
     with pytest.raises(Unprocessable, match="no call of its agent opened"):
         collector().apply(made(0, 5))
