@@ -6,7 +6,7 @@ import asyncio
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 from rlboost.services.rollout_worker.adapters.manager_http import join
@@ -115,8 +115,8 @@ def drip(url: str, token: str, job_id: str) -> Participant:
 async def _pull(dripping: Membership, victim: Membership, peer_url: str, job_id: str) -> None:
     access = WorkerAccess(victim.store_credential, victim.manifest_key)
     directory = PeerDirectory(victim.bus, victim.worker, "chaos")
-    with tempfile.TemporaryDirectory() as folder:
-        cache, transport = Cache(Path(folder)), PeerTransport(victim.peer_key)
+    with tempfile.TemporaryDirectory() as folder, closing(Cache(Path(folder))) as cache:
+        transport = PeerTransport(victim.peer_key)
         async with StoreClient(victim.weight_store_url, access) as client:
             head = await client.head(job_id)
             if head is None:

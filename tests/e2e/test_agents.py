@@ -129,3 +129,17 @@ def test_step_whose_agents_all_fail_ends_the_job_with_the_cause(tmp_path: Path) 
             {**spec, "name": "dots.are.0.6b", "steps": 1, "agent": {**spec["agent"], "arguments": {"fault": ""}}}
         )
         box.until_completed(job_id)
+
+
+def test_groups_of_equal_rewards_are_replaced_although_agents_end_late(tmp_path: Path) -> None:
+    rows = [{"prompt": f"2,3,4>{20 + i}", "fault": "ends late"} for i in range(8)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    spec = second_try()
+    del spec["eval"]
+    spec["data"] = {"train": str(tmp_path / "train.jsonl"), "prompts_per_step": 2}
+    spec["algorithm"] = {"name": "grpo", "group_size": 2, "resample": 2}
+    spec["agent"] = {"function": "tests.support.agents:run", "max_turns": 1, "timeout_s": 60}
+    with black_box(tmp_path / "state", workers=1) as box:
+        job_id = box.submit({**spec, "steps": 1})
+        box.until_completed(job_id, 120)
+        assert len(box.get(f"/v1/jobs/{job_id}/samples")) == 2 * 2 * (1 + 2)

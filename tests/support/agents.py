@@ -55,6 +55,11 @@ async def edits_its_history(ask: Ask, question: dict[str, str]) -> float:
     return 0.5
 
 
+async def ends_long_after_its_call(*_: Any) -> float:
+    await asyncio.sleep(3)
+    return 1.0
+
+
 FAULTS: dict[str, Callable[..., Awaitable[Any]]] = {
     "raises": raises,
     "nothing": returns_nothing,
@@ -64,6 +69,7 @@ FAULTS: dict[str, Callable[..., Awaitable[Any]]] = {
     "calls for ever": calls_for_ever,
     "calls for ever, and looks": calls_for_ever_and_looks,
     "edits its history": edits_its_history,
+    "ends late": ends_long_after_its_call,
 }
 
 

@@ -51,6 +51,22 @@ async def test_calls_of_one_conversation_do_not_overlap() -> None:
     assert [text_of(results) for results in found] == ["1:a", "2:b", "3:c"]
 
 
+async def test_stopped_conversation_ends_alone_and_at_once() -> None:
+    async with environment_pool("Waiting") as pool:
+        first = process_of(await pool.step(0, {}, 0, ["a"]))
+        hanging = [asyncio.create_task(pool.step(i, {"does": "wait", "s": 3600}, 0, ["a"])) for i in (1, 2)]
+        going_on = asyncio.create_task(pool.step(3, {"does": "wait", "s": 1.0}, 0, ["a"]))
+        await asyncio.sleep(0.2)
+        for i in (1, 2):
+            pool.stop(i)
+        for task in hanging:
+            with pytest.raises(EnvironmentFault) as stopped:
+                await task
+            assert stopped.value.reason == "environment_released"
+        assert process_of(await going_on) == first
+        pool.stop(99)  # there is none
+
+
 async def test_plain_methods_run_in_the_main_thread_one_at_a_time() -> None:
     async with environment_pool("Plain") as pool:
         found = await asyncio.gather(*(pool.step(i, {}, 0, ["a"]) for i in range(8)))
