@@ -125,10 +125,10 @@ class ConversationSpec(Section):
     workers: int = Field(1, ge=1, le=MAX_USER_PROCESSES)
     """Processes that run its code. At most 64, or 16 for each CPU."""
     concurrency: int = Field(1024, ge=1, le=MAX_CONCURRENCY)
-    """Conversations that one process serves at the same time."""
+    """Conversations or sessions that one process serves at the same time."""
     replacements: int | None = Field(None, ge=0, le=MAX_GROUP_SIZE)
-    """Conversations of each group that begin again in place of one that a fault of the environment ended (it raised,
-    timed out, or its process died). By default 2, or fewer if a step has too many turns for more."""
+    """Conversations or sessions of each group that begin again in place of one that a fault ended: user code
+    raised, took too long, or its process died. By default 2, or fewer if a step has too many turns for more."""
     min_group_size: int | None = Field(None, ge=1, le=MAX_GROUP_SIZE)
     """A training group trains without the samples that were lost for good, if it has at least this many others; else
     it is dropped. By default half of `algorithm.group_size`, at least two."""
