@@ -92,6 +92,10 @@ class Closing(Game):
         super().__init__()
         self.file = file
 
+    def reset(self, row: dict[str, Any], seed: int) -> Message | None:
+        time.sleep(row.get("slow_s", 0.0))
+        return super().reset(row, seed)
+
     def close(self) -> None:
         with Path(self.file).open("a") as file:
             file.write(f"{self.heard}\n")

@@ -140,7 +140,7 @@ async def test_ended_process_takes_along_what_it_started(start: Start, tmp_path:
 async def test_step_released_while_queued_does_not_run(start: Start, tmp_path: Path) -> None:
     file = tmp_path / "closed"
     pool = await start("Closing", arguments={"file": str(file)})
-    running = asyncio.create_task(pool.step(1, {}, 0, ["a"]))
+    running = asyncio.create_task(pool.step(1, {"slow_s": 0.5}, 0, ["a"]))
     queued = asyncio.create_task(reason(pool.step(2, {}, 0, ["b"])))
     await asyncio.sleep(0)  # the first call runs, the second is queued
     pool.release(2)
