@@ -420,7 +420,7 @@ class Intake:
         first = min(self._intakes)
         for number, intake in sorted(self._intakes.items()):
             await intake.request(evaluation=number == first)
-        await self._begin_sessions()
+        await self._answer_turns()
 
     @property
     def cursors(self) -> tuple[str, str]:
@@ -434,17 +434,13 @@ class Intake:
             Fatal: no entry came within the limit, or the stream is inconsistent.
 
         """
+        await self._answer_turns()  # `read_ahead` may have been cancelled before it did
         try:
             await self._finished.wait(what, because, progress)
         except WaitTimedOut as error:
             raise Fatal(f"{error}: check that a worker is ready to generate: 'rlboost worker list'") from error
         self._take()
-        await self._begin_sessions()
-
-    async def _begin_sessions(self) -> None:
-        """Run agents, once the log shows which sessions have ended."""
-        if self.job.generating_spec.agent is not None and self._finished.all_taken and await self._finished.is_read():
-            self._answer_turns()
+        await self._answer_turns()
 
     async def read_ahead(self) -> None:
         """Read entries of later steps until one belongs to a step that is not requested. Cancel it at any time.
@@ -456,9 +452,7 @@ class Intake:
         if len(self._intakes) > 1:
             while self._open.holds((await self._finished.peek()).message):
                 self._take()
-            if self.job.generating_spec.agent is None:
-                self._answer_turns()
-            await self._begin_sessions()
+                await self._answer_turns()
 
     def _take(self) -> None:
         before, entry = self._finished.cursor, self._finished.take()
@@ -470,10 +464,13 @@ class Intake:
         if decided is not None:
             step, outcome = decided
             self._intakes[step].take(outcome)
-        if self._finished.all_taken and self.job.generating_spec.agent is None:
-            self._answer_turns()
 
-    def _answer_turns(self) -> None:
-        # Only once all entries at hand, which may contain answers, were read.
+    async def _answer_turns(self) -> None:
+        """Answer turns, or begin sessions, once all entries at hand, which may contain answers and ends, were read."""
+        if not self._finished.all_taken:
+            return
+        # An agent acts on more than its own conversation: one that has ended must not run again.
+        if self.job.generating_spec.agent is not None and not await self._finished.is_read():
+            return
         for intake in self._intakes.values():
             intake.turns.answer_turns()
