@@ -16,14 +16,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from rlboost.services.trainer.domain.conversations import StepTurnIds
 from rlboost.services.trainer.domain.plan import PlannedGroup
 from rlboost.services.trainer.domain.sessions import Session, SessionCollector
 from rlboost.services.trainer.job.job import Job
 from rlboost.services.trainer.ports.samples import EnvironmentFault
-from rlboost.services.trainer.step.turns import request_of
+from rlboost.services.trainer.step.turns import columns_of, report_lost, request_of
 from rlboost.shared.errors import Fatal, WaitTimedOut
 from rlboost.shared.ids import SampleId, group_of
 from rlboost.shared.job.agent import AgentEnd
@@ -148,8 +147,7 @@ class StepSessions:
         if not self._groups.is_awaited(session):
             return None
         group = self._planned[group_of(session.sample)]
-        prompt = self._job.prompt(group)
-        row: dict[str, Any] = {"prompt": prompt.given, **prompt.columns}
+        row = columns_of(self._job.prompt(group))
         try:
             (result,) = await environments.step(session.id, row, group.seed, [await self._text_of(session_id, session)])
             end = AgentEnd(*json.loads(str(result.observation)))
@@ -165,7 +163,7 @@ class StepSessions:
             again = self._groups.reserve_replacement(session.sample) if error.may_pass else None
             reason = f"agent_{error.reason.removeprefix('environment_')}"
             lost = SessionEnded(session=record.sample, reason=reason, detail=error.detail, replaced_by=again or 0)
-            await self._report_lost(session, lost)
+            await report_lost(self._job, self._step, session.sample, len(session.nodes), lost)
             return lost
         finally:
             environments.release(session.id)
@@ -188,14 +186,6 @@ class StepSessions:
         """Return True if a further call of this start was refused since it had used its turns."""
         limited = names.session_limited(start)
         return await self._job.bus.retry(lambda bus: bus.hash_get(session_id.redis_key, limited)) is not None
-
-    async def _report_lost(self, session: Session, end: SessionEnded) -> None:
-        name, reason, detail = str(SampleId.unpack(session.sample)), end.reason, end.detail
-        turn, again = len(session.nodes), end.replaced_by > 0
-        await self._job.emit_event(
-            "conversation_lost", sample=name, turn=turn, reason=reason, detail=detail, begins_again=again
-        )
-        await self._job.warn(self._job.faults.on_conversation_lost(self._step, reason, detail))
 
     async def _url(self) -> str:
         """Return where the leading manager is reached."""

@@ -38,7 +38,7 @@ from rlboost.shared.errors import Fatal, WaitTimedOut
 from rlboost.shared.ids import JOB_SHIFT, SampleId, group_of
 from rlboost.shared.job.environment import Message as ChatMessage
 from rlboost.shared.job.reward import EnvironmentSpec
-from rlboost.shared.messages import GroupOpened, GroupRequested, Sampling, TurnAnswered
+from rlboost.shared.messages import GroupOpened, GroupRequested, Sampling, SessionEnded, TurnAnswered
 from rlboost.shared.model.tool_call_formats import Tools
 from rlboost.shared.model.tool_calls import opens_thought
 from rlboost.shared.streams import names
@@ -147,7 +147,7 @@ class StepTurns:
         n_left = self._ids.of(group.id).replacements
         while True:
             try:
-                return await self._environments.reset(_columns(row), group.seed)
+                return await self._environments.reset(columns_of(row), group.seed)
             except EnvironmentFault as error:
                 if not error.may_pass or n_left == 0:
                     raise
@@ -232,21 +232,13 @@ class StepTurns:
             first = self._groups.reserve_replacement(conversation.sample) if error.may_pass else None
             answer = TurnAnswered(sample=turn, reason=error.reason, detail=error.detail, replaced_by=first or 0)
             request = None if first is None else self.requests[group].model_copy(update={"group": first, "n": 1})
-            await self._report_lost(conversation, answer)
+            await report_lost(self._job, self._step, conversation.sample, len(conversation.turns), answer)
         if answer.over or answer.reason:
             self._environments.release(conversation.first)
         ops: list[Op] = [Append(names.rollouts_finished(self._job.id), answer)]
         if request is not None:
             ops.append(Append(names.rollouts_requested(self._job.id), request))
         await self._job.bus.transact(ops)
-
-    async def _report_lost(self, conversation: Conversation, answer: TurnAnswered) -> None:
-        name, reason, detail = str(SampleId.unpack(conversation.sample)), answer.reason, answer.detail
-        turn, again = len(conversation.turns), answer.replaced_by > 0
-        await self._job.emit_event(
-            "conversation_lost", sample=name, turn=turn, reason=reason, detail=detail, begins_again=again
-        )
-        await self._job.warn(self._job.faults.on_conversation_lost(self._step, reason, detail))
 
     async def _step_environment(self, conversation: Conversation) -> list[StepResult]:
         group, decode = self._planned[group_of(conversation.sample)], self._job.resources.data.decode
@@ -256,7 +248,7 @@ class StepTurns:
         # The longest tag that opens a thought has fewer tokens.
         before = [self.requests[group.id].prompt, *(answer.tokens for answer in conversation.answers)][: len(turns)]
         thoughts = [opens_thought(decode(ints(tokens)[-64:], skip_special_tokens=False)) for tokens in before]
-        row = _columns(self._job.prompt(group))
+        row = columns_of(self._job.prompt(group))
         return await self._environments.step(conversation.first, row, group.seed, texts, raw, thoughts)
 
     def _to_answer(self, conversation: Conversation, results: Sequence[StepResult]) -> TurnAnswered:
@@ -301,8 +293,18 @@ class StepTurns:
         )
 
 
-def _columns(row: Prompt) -> dict[str, Any]:
+def columns_of(row: Prompt) -> dict[str, Any]:
+    """Return the data row that environments and agents get."""
     return {"prompt": row.given, **row.columns}
+
+
+async def report_lost(job: Job, step: int, sample: int, turn: int, end: TurnAnswered | SessionEnded) -> None:
+    """Report that a fault ended a sample's conversation or session, after this many turns of the model."""
+    name, again = str(SampleId.unpack(sample)), end.replaced_by > 0
+    await job.emit_event(
+        "conversation_lost", sample=name, turn=turn, reason=end.reason, detail=end.detail, begins_again=again
+    )
+    await job.warn(job.faults.on_conversation_lost(step, end.reason, end.detail))
 
 
 def request_of(job: Job, step: int, group: PlannedGroup, prompt: bytes) -> GroupRequested:
