@@ -237,7 +237,7 @@ class RlJob(_TrainingJob, _RewardedJob):
             )
         if self.algorithm.overlong_penalty:
             raise ValueError(
-                "algorithm.overlong_penalty: not supported with an agent, each turn of which has its limit: set it to 0"
+                "algorithm.overlong_penalty: not supported with an agent: each of its turns has a limit: set it to 0"
             )
         if self.algorithm.advantage == "best_worst":
             raise ValueError(

@@ -98,8 +98,7 @@ def deliver_to_trainer(world: World, sample: Sample) -> list[Effect]:
         group_done=group_done,
         routed_experts=sample.routed_experts,
     )
-    stored = [store_turn(sample.request, message)] if sample.request.session else []
-    return [*closed, Deliver(job_id, message), *stored]
+    return [*closed, *_to_trainer(sample.request, message)]
 
 
 def deliver_to_client(world: World, sample: Sample) -> list[Effect]:
@@ -132,8 +131,13 @@ def drop(world: World, sample: Sample, cause: str, reason: str = "") -> list[Eff
         return [*revoked, *closed, Refuse(sample.id, reason or cause, is_retryable=is_retryable)]
     audit.dropped[cause] += 1
     message = SampleDropped(sample=sample.id, reason=reason or cause, group_done=group_done)
-    stored = [store_turn(sample.request, message)] if sample.request.session else []
-    return [*revoked, *closed, Deliver(sample.request.job_id, message), *stored]
+    return [*revoked, *closed, *_to_trainer(sample.request, message)]
+
+
+def _to_trainer(request: GroupRequested, end: SampleFinished | SampleDropped) -> list[Effect]:
+    """Tell the trainer how a sample ended; the end of a turn is stored with its session, too."""
+    delivered = Deliver(request.job_id, end)
+    return [delivered, store_turn(request, end)] if request.session else [delivered]
 
 
 def apply_closed(world: World, sample_ids: Iterable[int]) -> None:

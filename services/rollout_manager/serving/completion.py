@@ -279,8 +279,7 @@ class Completion:
             if new:
                 await manager.write([Append(names.rollouts_requested(group.job_id), group) for group in new])
         except (Fenced, BusUnavailable) as error:
-            for waiter in ours:
-                waiters.unregister(waiter)
+            self._unregister(ours)
             raise openai_problem(503, "Unavailable", f"{error}: try again", headers={"Retry-After": "1"}) from error
         return ours
 
@@ -294,29 +293,31 @@ class Completion:
             if ours and self.sessions is not None and not any(_requests(op) for op in turn.ops):
                 turn.end = await self.sessions.end(turn)  # it may have ended before this call waited for it
         except (Fenced, BusUnavailable) as error:
-            for waiter in ours:
-                waiters.unregister(waiter)
+            self._unregister(ours)
             raise openai_problem(503, "Unavailable", f"{error}: try again", headers={"Retry-After": "1"}) from error
-        return ours
+        if turn.end is None:
+            return ours
+        self._unregister(ours)
+        return []
+
+    def _unregister(self, waiters: Sequence[Waiter]) -> None:
+        for waiter in waiters:
+            self.manager.completion_waiters.unregister(waiter)
 
     # --- its tokens ---
 
     async def _generated(self) -> AsyncGenerator[Delta | None]:
-        waiters = self.manager.completion_waiters
         if self.session is not None and self.session.end is not None:
-            for waiter in self._waiters:
-                waiters.unregister(waiter)
             async for delta in self._ended(self.session.end):
                 yield delta
             return
         try:
-            async with aclosing(waiters.follow(self._waiters)) as chunks:
+            async with aclosing(self.manager.completion_waiters.follow(self._waiters)) as chunks:
                 async for found in chunks:
                     await asyncio.sleep(0)  # a long completion comes in many chunks at once after a reconnection
                     yield None if found is None else await self._delta(*found)
         finally:
-            for waiter in self._waiters:
-                waiters.unregister(waiter)
+            self._unregister(self._waiters)
 
     async def _ended(self, end: SampleFinished | SampleDropped) -> AsyncGenerator[Delta]:
         """Yield the parts of a session's turn that had ended before the call."""
@@ -326,21 +327,22 @@ class Completion:
         while finish is None:
             chunk = chunk_of(end, n_received)
             n_received, finish = n_received + len(chunk.tokens), chunk.finish
-            delta = self._choices[0].add(chunk)
-            self._deltas.append(delta)
-            if finish:
-                await self._save_turn(chunk.worker)
-            yield delta
+            yield await self._added(self._choices[0], chunk)
 
     async def _delta(self, prompt: int, chunk: CompletionChunk) -> Delta:
         waiter = self._waiters[prompt]
-        delta = self._choices[prompt * waiter.request.n + chunk.member].add(chunk)
+        delta = await self._added(self._choices[prompt * waiter.request.n + chunk.member], chunk)
+        if delta.finish and not chunk.finish:  # it ended at a stop string
+            self.manager.completion_waiters.complete(waiter, chunk.member)
+        return delta
+
+    async def _added(self, choice: Choice, chunk: CompletionChunk) -> Delta:
+        """Add a chunk to a choice; store the turn of a conversation or session with its last one."""
+        delta = choice.add(chunk)
         if self.turn is not None or self.session is not None:
             self._deltas.append(delta)
             if delta.finish:
                 await self._save_turn(chunk.worker)
-        if delta.finish and not chunk.finish:  # it ended at a stop string
-            self.manager.completion_waiters.complete(waiter, chunk.member)
         return delta
 
     async def _save_turn(self, worker: str) -> None:

@@ -46,7 +46,6 @@ class _Opened(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    number: int
     parent: int = 0
     """Id of the turn that it continues."""
     start: str
@@ -82,12 +81,15 @@ class SessionTurn:
 
     request: GroupRequested
     prompt: list[int]
-    key: str
-    """Of the session in Redis."""
     ops: list[Op] = field(default_factory=list)
     """What opens it; empty if it is open."""
     end: SampleFinished | SampleDropped | None = None
     """Its end, if it has ended."""
+
+    @property
+    def redis_key(self) -> str:
+        """Return the key of its session."""
+        return names.session(self.request.job_id, self.request.session)
 
 
 class Retry(NamedTuple):
@@ -158,7 +160,6 @@ class Sessions:
         """
         record, turns = await self._read(session)
         _check(body, record)
-        key = session.redis_key
         digests = _digests(messages, options)
         call = _digest([digests[-1], body.requested_tokens, sorted(body.stop_token_ids)])
         # A turn that could not be generated is none: its call is tried anew.
@@ -167,9 +168,9 @@ class Sessions:
         ids = {0, *(turn.id for turn in ours)}
         if before := next((turn for turn in same if turn not in ours and turn.opened.parent in ids), None):
             now = before.opened.model_copy(update={"start": session.start})
-            return self._known(session, record, before, key, _opening(session, before.id, now))
+            return _asked(session, record, before, _opening(session, before.id, now))
         if repeated := _repeated(same, retry):
-            return self._known(session, record, repeated, key)
+            return _asked(session, record, repeated)
         await self._check_limit(session, record, len(ours), len(turns))
         parent = _parent(ours, messages, digests)
         given = _whole(parent) if parent else []
@@ -180,7 +181,6 @@ class Sessions:
         if tokens is None:
             tokens, parent, given = await model.encode_chat(messages, options), None, []
         new = _Opened(
-            number=len(turns),
             parent=parent.id if parent else 0,
             start=session.start,
             call=call,
@@ -191,8 +191,8 @@ class Sessions:
             max_tokens=_max_tokens(body, record, model, len(tokens)),
             stop_token_ids=tuple(sorted({*record.sampling.stop_token_ids, *body.stop_token_ids})),
         )
-        turn = _Turn(record.turn_id(new.number), new, tokens)
-        found = self._known(session, record, turn, key, _opening(session, turn.id, new))
+        turn = _Turn(record.turn_id(len(turns)), new, tokens)
+        found = _asked(session, record, turn, _opening(session, turn.id, new))
         found.ops.append(Append(names.rollouts_requested(session.job_id), found.request))
         return found
 
@@ -208,7 +208,7 @@ class Sessions:
 
     async def end(self, turn: SessionTurn) -> SampleFinished | SampleDropped | None:
         """Return the end of a turn that was opened by an earlier call, None if it is still generated."""
-        text = await self._bus.hash_get(turn.key, names.session_finished(turn.request.group))
+        text = await self._bus.hash_get(turn.redis_key, names.session_finished(turn.request.group))
         return None if text is None else _decoded(text)
 
     async def save_answer(self, turn: SessionTurn, answer: Message) -> None:
@@ -219,9 +219,8 @@ class Sessions:
             BusUnavailable: it is unknown whether it is stored.
 
         """
-        await self._manager.write(
-            [HashSet(turn.key, {names.session_answer(turn.request.group): json.dumps(identity(answer))})]
-        )
+        stored = {names.session_answer(turn.request.group): json.dumps(identity(answer))}
+        await self._manager.write([HashSet(turn.redis_key, stored)])
 
     async def _read(self, session: SessionId) -> tuple[SessionRecord, list[_Turn]]:
         try:
@@ -239,11 +238,8 @@ class Sessions:
             turn = record.turn_id(number)
             if (text := stored.get(names.session_opened(turn))) is None:
                 break
-            end, answer, found = (
-                stored.get(names.session_finished(turn)),
-                stored.get(names.session_answer(turn)),
-                _Opened.model_validate_json(text),
-            )
+            found = _Opened.model_validate_json(text)
+            end, answer = (stored.get(field_of(turn)) for field_of in (names.session_finished, names.session_answer))
             given = _whole(turns[found.parent]) if found.parent else []
             turns[turn] = _Turn(
                 turn,
@@ -254,26 +250,23 @@ class Sessions:
             )
         return record, list(turns.values())
 
-    def _known(
-        self, session: SessionId, record: SessionRecord, turn: _Turn, key: str, ops: Sequence[Op] = ()
-    ) -> SessionTurn:
-        now, prompt = turn.opened, turn.prompt
-        sampling = record.sampling.model_copy(
-            update={"max_tokens": now.max_tokens, "stop_token_ids": now.stop_token_ids}
-        )
-        request = GroupRequested(
-            job_id=session.job_id,
-            group=turn.id,
-            n=1,
-            prompt=pack(prompt, I32),
-            sampling=sampling,
-            version=record.version,
-            seed=record.seed,
-            max_staleness=record.max_staleness,
-            vocab_size=record.vocab_size,
-            session=session.sample,
-        )
-        return SessionTurn(request, prompt, key, list(ops), turn.end)
+
+def _asked(session: SessionId, record: SessionRecord, turn: _Turn, ops: Sequence[Op] = ()) -> SessionTurn:
+    """Return the turn that a call asks for, with what opens it."""
+    own = {"max_tokens": turn.opened.max_tokens, "stop_token_ids": turn.opened.stop_token_ids}
+    request = GroupRequested(
+        job_id=session.job_id,
+        group=turn.id,
+        n=1,
+        prompt=pack(turn.prompt, I32),
+        sampling=record.sampling.model_copy(update=own),
+        version=record.version,
+        seed=record.seed,
+        max_staleness=record.max_staleness,
+        vocab_size=record.vocab_size,
+        session=session.sample,
+    )
+    return SessionTurn(request, turn.prompt, list(ops), turn.end)
 
 
 def _repeated(same: Sequence[_Turn], retry: Retry) -> _Turn | None:
@@ -282,17 +275,18 @@ def _repeated(same: Sequence[_Turn], retry: Retry) -> _Turn | None:
         return next((turn for turn in same if turn.opened.key == retry.key), None)
     if not retry.is_again:
         return None
-    return max(same, key=lambda turn: (turn.answer is None, turn.opened.number), default=None)
+    return max(reversed(same), key=lambda turn: turn.answer is None, default=None)
 
 
 def _check(body: ChatBody, record: SessionRecord) -> None:
     """Refuse what would have the turn drawn from another distribution than the one that is trained."""
     sampling, given = record.sampling, body.model_fields_set
-    own = {"temperature": sampling.temperature, "top_p": sampling.top_p, "n": 1}
-    for name, value in own.items():
+    for name, value in (("temperature", sampling.temperature), ("top_p", sampling.top_p)):
         if name in given and getattr(body, name) != value:
             detail = f"{name}: this session trains with {value:g}: leave it out, or set sampling.{name} of the job"
-            raise _unsupported(detail if name != "n" else "n: a session has one answer a turn: leave it out", name)
+            raise _unsupported(detail, name)
+    if body.n > 1:
+        raise _unsupported("n: a session has one answer a turn: leave it out", "n")
     for name in ("stop", "ignore_eos", "seed"):
         if getattr(body, name) not in ([], False, None):
             raise _unsupported(f"{name}: not supported in a trainable session: leave it out", name)
@@ -320,7 +314,7 @@ def _parent(turns: Sequence[_Turn], messages: Sequence[Message], digests: Sequen
         and isinstance(turn.end, SampleFinished)
         and turn.answer == json.loads(json.dumps(identity(messages[turn.opened.n_messages])))
     ]
-    return max(found, key=lambda turn: (turn.opened.n_messages, turn.opened.number), default=None)
+    return max(reversed(found), key=lambda turn: turn.opened.n_messages, default=None)
 
 
 def _opening(session: SessionId, turn: int, now: _Opened) -> list[Op]:

@@ -81,8 +81,9 @@ class Session:
 
     @property
     def is_complete(self) -> bool:
-        """Return True if the session has ended, and all its turns."""
-        return self.end is not None and all(node.turn is not None for node in self._of_last_start().values())
+        """Return True if the session has ended by itself, and all its turns."""
+        has_ended = self.end is not None and not self.end.reason
+        return has_ended and all(node.turn is not None for node in self._of_last_start().values())
 
     def open(self, message: TurnOpened) -> None:
         """Add a turn, or open it again for a later start of the agent."""
@@ -108,7 +109,7 @@ class Session:
 
 
 class SessionCollector(StepCollector):
-    """Collects one step's groups, each sample of which is a session; the ids of its turns begin with turn 1."""
+    """Collects one step's groups, whose samples are sessions; the ids of a session's turns begin with turn 1."""
 
     def __init__(self, *arguments: Any) -> None:
         """Take the arguments of `StepCollector`."""
@@ -200,17 +201,15 @@ class SessionCollector(StepCollector):
             self._sessions[sample] = Session(sample, message.replaced_by)
             self._begun_again.append(sample)
             return None
-        return self._lose(sample, message.reason, message.detail) if self._is_new(sample) else None
+        return self._lose_once(sample, message.reason, message.detail)
 
     def _completed_session(self, session: Session) -> GroupOutcome | None:
-        if not session.is_complete or session.end is None or session.end.reason:
+        if not session.is_complete:
             return None
-        result = session.result()
-        if result is None:
-            return (
-                self._lose(session.sample, NO_CALL, "no turn of its session is left")
-                if self._is_new(session.sample)
-                else None
-            )
-        self._conversations[session.sample] = result
-        return self._add_sample(result.as_sample())
+        if (result := session.result()) is not None:
+            self._conversations[session.sample] = result
+            return self._add_sample(result.as_sample())
+        return self._lose_once(session.sample, NO_CALL, "no turn of its session is left")
+
+    def _lose_once(self, sample: int, reason: str, detail: str) -> GroupOutcome | None:
+        return self._lose(sample, reason, detail) if self._is_new(sample) else None
