@@ -143,3 +143,22 @@ def test_groups_of_equal_rewards_are_replaced_although_agents_end_late(tmp_path:
         job_id = box.submit({**spec, "steps": 1})
         box.until_completed(job_id, 120)
         assert len(box.get(f"/v1/jobs/{job_id}/samples")) == 2 * 2 * (1 + 2)
+
+
+def test_sessions_of_steps_that_are_generated_ahead_begin_again(tmp_path: Path) -> None:
+    """Half of the rows have an agent that fails the first time."""
+    rows = [{"prompt": f"2,3,4>{20 + i}", "fault": "" if i % 2 else f"fails once {tmp_path}"} for i in range(12)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    spec = second_try()
+    del spec["eval"]
+    spec["data"] = {"train": str(tmp_path / "train.jsonl"), "prompts_per_step": 3}
+    spec["agent"] = {"function": "tests.support.agents:run", "max_turns": 1, "timeout_s": 60}
+    spec["elastic"] = {"seeding": 1.0, "max_staleness": 1}
+    with black_box(tmp_path / "state", workers=1) as box:
+        job_id = box.submit({**spec, "steps": 4})
+        box.until_completed(job_id)
+        rows_of_steps = box.get(f"/v1/jobs/{job_id}/metrics")
+        n_lost = sum(row.get("conversations/lost", 0) for row in rows_of_steps)
+        assert n_lost == sum(row.get("conversations/begun_again", 0) for row in rows_of_steps) > 0
+        assert not any(row["groups/dropped"] for row in rows_of_steps)
+        assert len(box.get(f"/v1/jobs/{job_id}/samples")) == 4 * 3 * GROUP

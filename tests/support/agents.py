@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient, OpenAIError
@@ -73,11 +74,19 @@ FAULTS: dict[str, Callable[..., Awaitable[Any]]] = {
 }
 
 
+def fail_once(failed: Path) -> None:
+    if not failed.exists():
+        failed.touch()
+        raise RuntimeError("the first time")
+
+
 async def run(session: Session, row: dict[str, Any], fault: str | None = None) -> Any:
     """Ask once; then return a reward that depends on the answer, unless something goes wrong."""
     named = row["fault"] if fault is None else fault
     if named == "fails at once":
         raise KeyError(named)
+    if named.startswith("fails once"):
+        fail_once(Path(named.removeprefix("fails once "), f"{row['prompt'].replace('>', '-')}.failed"))
     if named == "no call":
         return 1.0
     client = AsyncOpenAI(base_url=session.base_url, api_key=session.key, http_client=HTTP, max_retries=10)
