@@ -217,9 +217,8 @@ class StepCollector:
             case SampleDropped(sample=turn, reason=reason):
                 sample, first, _ = self._turn_of(turn)
                 conversation = self._conversations.get(sample)
-                if (conversation is not None and conversation.first != first) or not self._is_new(sample):
-                    return None
-                return self._lose(sample, "generation", reason)
+                is_replaced = conversation is not None and conversation.first != first
+                return None if is_replaced else self._lose(sample, "generation", reason)
             case GroupOpened():
                 return self._open_group(message)
             case TurnAnswered():
@@ -262,7 +261,9 @@ class StepCollector:
         return first
 
     def _lose(self, sample: int, reason: str, detail: str) -> GroupOutcome | None:
-        """Continue a group without a sample, if enough are left."""
+        """Continue a group without a sample, if enough are left; once for each sample."""
+        if not self._is_new(sample):
+            return None
         group = group_of(sample)
         lost = self._lost.setdefault(group, set())
         lost.add(sample)
@@ -397,7 +398,7 @@ class StepCollector:
             self._replacements.setdefault(group_of(sample), {})[message.replaced_by] = sample
             self._conversations[sample] = Conversation(sample, first=message.replaced_by)
             return None
-        return self._lose(sample, message.reason, message.detail) if self._is_new(sample) else None
+        return self._lose(sample, message.reason, message.detail)
 
 
 # --- The open steps: the one being trained, and those whose groups are requested ahead of it -------------------------

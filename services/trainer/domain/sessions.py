@@ -201,7 +201,7 @@ class SessionCollector(StepCollector):
             self._sessions[sample] = Session(sample, message.replaced_by)
             self._begun_again.append(sample)
             return None
-        return self._lose_once(sample, message.reason, message.detail)
+        return self._lose(sample, message.reason, message.detail)
 
     def _completed_session(self, session: Session) -> GroupOutcome | None:
         if not session.is_complete:
@@ -209,7 +209,4 @@ class SessionCollector(StepCollector):
         if (result := session.result()) is not None:
             self._conversations[session.sample] = result
             return self._add_sample(result.as_sample())
-        return self._lose_once(session.sample, NO_CALL, "no turn of its session is left")
-
-    def _lose_once(self, sample: int, reason: str, detail: str) -> GroupOutcome | None:
-        return self._lose(sample, reason, detail) if self._is_new(sample) else None
+        return self._lose(session.sample, NO_CALL, "no turn of its session is left")
