@@ -328,13 +328,13 @@ class Tokens:
     def __init__(self, client: Client) -> None:
         self._client = client
 
-    def create(self, scope: str, *, name: str = "", expires_s: float | None = None) -> Json:
+    def create(self, scope: str, *, job: str = "", name: str = "", expires_s: float | None = None) -> Json:
         """Create a token that expires after a time, None for never; return it with its `secret`.
 
-        `scope` is `admin`, `job`, `read` or `worker`.
+        `scope` is `admin`, `job`, `read`, `worker`, or `trainer`, which is for one external `job`.
         """
         # A repeated request replaces the token of the first one, whose secret was lost with its response.
-        body = {"id": new_token(8), "scope": scope, "name": name, "expires_s": expires_s}
+        body = {"id": new_token(8), "scope": scope, "job": job, "name": name, "expires_s": expires_s}
         token: Json = self._client.request("POST", "/tokens", json=body).json()
         return token
 

@@ -15,7 +15,7 @@ from rlboost.shared.errors import RLBoostError
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.redis.bus import RedisBus
 from rlboost.shared.streams import names
-from rlboost.shared.weights.access import WorkerAccess
+from rlboost.shared.weights.access import IssuedAccess
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.peers.directory import PeerDirectory
@@ -113,7 +113,7 @@ def drip(url: str, token: str, job_id: str) -> Participant:
 
 
 async def _pull(dripping: Membership, victim: Membership, peer_url: str, job_id: str) -> None:
-    access = WorkerAccess(victim.store_credential, victim.manifest_key)
+    access = IssuedAccess(victim.store_credential, victim.manifest_key)
     directory = PeerDirectory(victim.bus, victim.worker, "chaos")
     with tempfile.TemporaryDirectory() as folder, closing(Cache(Path(folder))) as cache:
         transport = PeerTransport(victim.peer_key)

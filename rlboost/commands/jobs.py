@@ -233,7 +233,7 @@ def _status_rows(
 ) -> list[tuple[str, str]]:
     from rlboost.job_lines import activity_line, cost_line, moment, remaining  # noqa: PLC0415 - keeps --help quick
 
-    rows = [("state", job["state"]), ("step", f"{job['step']} of {job['steps']}")]
+    rows = [("state", job["state"]), ("step", f"{job['step']} of {job['steps']}" if job["steps"] else str(job["step"]))]
     if left := remaining(job, recent):
         rows.append(("time", left))
     rows += [(name, moment(job[f"{name}_at"], now)) for name in ("created", "started", "finished") if job[f"{name}_at"]]
@@ -337,7 +337,7 @@ def _print_jobs(jobs: list[dict[str, Any]]) -> None:
         (
             job["id"],
             job["state"],
-            f"{job['step']}/{job['steps']}",
+            f"{job['step']}/{job['steps'] or '-'}",
             job["created_at"],
             (job["error"] or _activity(job)).partition("\n")[0],
         )

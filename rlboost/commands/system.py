@@ -59,7 +59,9 @@ def up(  # noqa: PLR0913, PLR0917 - the options of a command
         int | None,
         typer.Option(help="Autoscale spot workers up to this number: add one only if it shortens steps."),
     ] = None,
-    trainers: Annotated[int | None, typer.Option(help="Trainers, default 1; each runs one job at a time.")] = None,
+    trainers: Annotated[
+        int | None, typer.Option(help="Trainers, default 1; each runs one job at a time. 0: only trainers of your own.")
+    ] = None,
     engine: Annotated[EngineName | None, typer.Option(help="Inference engine; default torch, on GPUs vllm.")] = None,
     gpus: GpusOption = None,
     trainer_gpus: Annotated[
@@ -123,7 +125,7 @@ def up(  # noqa: PLR0913, PLR0917 - the options of a command
     options = local_options(spec_file.load(spec_file.SystemSpec, file, {**given, "standby": standby or None}), state)
     schedule = _schedule(chaos, options) if chaos else []
     if not as_json:
-        _warn_of_fleet(options.reserved, options.workers)
+        _warn_of_fleet(options)
     if detach:
         arguments = [str(file)] if file else []
         arguments += [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
@@ -158,10 +160,10 @@ def require_packages(*packages: str, extra: str = "local") -> None:
         raise ConfigError(f"this needs {', '.join(missing)}: {pip_install(extra)}")
 
 
-def _warn_of_fleet(reserved: int, workers: int) -> None:
-    if reserved == workers == 0:
+def _warn_of_fleet(options: LocalOptions) -> None:
+    if options.reserved == options.workers == 0:
         echo("rlboost: warning: no workers: jobs wait until one joins ('rlboost worker join')", err=True)
-    elif reserved == 0:
+    elif options.reserved == 0 < options.trainers:
         echo("rlboost: warning: no reserved worker: jobs wait whenever no spot worker is there", err=True)
 
 

@@ -31,6 +31,7 @@ class TokenScope(StrEnum):
     ADMIN = "admin"
     JOB = "job"
     READ = "read"
+    TRAINER = "trainer"
     WORKER = "worker"
 
 
@@ -41,8 +42,12 @@ app = new_app("Access tokens of limited scope.")
 def create(
     scope: Annotated[
         TokenScope,
-        typer.Option(help="worker = join the fleet; read = see everything; job = also run jobs; admin = everything."),
+        typer.Option(
+            help="worker = join the fleet; read = see everything; job = also run jobs; trainer = train one external "
+            "job; admin = everything."
+        ),
     ],
+    job: Annotated[str, typer.Option(help="With --scope trainer: id of the job.")] = "",
     name: Annotated[str, typer.Option(help="What it is for, shown by 'token list'.")] = "",
     expires: Annotated[str, typer.Option(help="When it expires, such as 30d, 12h or 45m; never if not given.")] = "",
     state: StateOption = DEFAULT_STATE,
@@ -51,7 +56,7 @@ def create(
     """Create an access token and print its secret, once: the system stores only a digest of it."""
     expires_s = _seconds(expires) if expires else None
     with connect(state) as client:
-        created = client.tokens.create(scope.value, name=name, expires_s=expires_s)
+        created = client.tokens.create(scope.value, job=job, name=name, expires_s=expires_s)
     if as_json:
         print_json(created)
         return

@@ -168,6 +168,8 @@ def groups_of(gpus: Sequence[Gpu], tensor_parallel: int, memory_fraction: float 
 
 
 def _trainers(gpus: Sequence[Gpu], trainers: Sequence[str]) -> dict[str, Placement]:
+    if not trainers:
+        return {}
     if not gpus:
         raise ConfigError("the spot workers leave no GPU to the trainer: lower --workers, or give more --gpus")
     each, left = divmod(len(gpus), len(trainers))

@@ -8,10 +8,10 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import yaml
-from pydantic import ConfigDict, Field, ValidationError, field_validator
+from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from rlboost.local import layout
 from rlboost.local.machine import Gpu, list_gpus, select
@@ -82,12 +82,12 @@ class SystemSpec(MachineSpec):
 
     trainer_gpus: str = ""
     """GPUs of the trainers; empty: those that no spot worker uses."""
-    trainers: int = Field(1, ge=1)
-    """Trainers; each runs one job at a time."""
+    trainers: int = Field(1, ge=0)
+    """Trainers; each runs one job at a time. 0: the jobs have trainers of your own, outside of this system."""
     reserved: int | None = Field(None, ge=0)
     """Workers that share a trainer's device; by default 1, on GPUs one per `tensor_parallel` GPUs of the trainers."""
     workers: int | None = Field(None, ge=0)
-    """Preemptible workers; by default 3, on GPUs none."""
+    """Preemptible workers; by default 3, on GPUs none, or as many as fit if there is no trainer."""
     autoscale: int = Field(0, ge=0)
     """Most spot workers: their number follows the number worth having. 0: it stays as it is."""
     host: str = ""
@@ -100,6 +100,13 @@ class SystemSpec(MachineSpec):
     """Port of Redis; 0 takes a free one, with `host` 6379."""
     standby: bool = False
     """A second manager, which takes over from the first."""
+
+    @model_validator(mode="after")
+    def _uses_trainers_that_it_has(self) -> Self:
+        for name, given in (("reserved", self.reserved), ("trainer_gpus", self.trainer_gpus)):
+            if self.trainers == 0 and given:
+                raise ValueError(f"{name}: with trainers 0 there is no trainer whose device is shared: remove it")
+        return self
 
     @field_validator("host")
     @classmethod
@@ -228,7 +235,7 @@ def placed(spec: SystemSpec, state: Path, gpus: Sequence[Gpu]) -> LocalOptions:
     """
     options = LocalOptions(
         state_dir=state,
-        reserved=1 if spec.reserved is None else spec.reserved,
+        reserved=min(1, spec.trainers) if spec.reserved is None else spec.reserved,
         workers=initial_workers(spec.workers, spec.autoscale),
         engine=spec.engine_name,
         host=spec.host or LOOPBACK,
@@ -249,11 +256,15 @@ def placed(spec: SystemSpec, state: Path, gpus: Sequence[Gpu]) -> LocalOptions:
         return options
     usable = select(spec.gpus, list(gpus), "--gpus")
     workers = spec.workers or 0
-    if spec.trainer_gpus:
+    if spec.workers is None and not (spec.trainers or spec.autoscale):
+        workers = len(usable) // spec.tensor_parallel
+    if spec.trainers == 0:
+        trainer_gpus = []
+    elif spec.trainer_gpus:
         trainer_gpus = select(spec.trainer_gpus, usable, "--trainer-gpus")
     else:
         trainer_gpus = usable[: max(len(usable) - max(workers, spec.autoscale) * spec.tensor_parallel, 0)]
-    n_groups = len(trainer_gpus) // spec.trainers // spec.tensor_parallel * spec.trainers
+    n_groups = len(trainer_gpus) // max(1, spec.trainers) // spec.tensor_parallel * spec.trainers
     options = replace(options, workers=workers, reserved=n_groups if spec.reserved is None else spec.reserved)
     planned = layout.plan(
         usable,

@@ -44,6 +44,8 @@ class AccessToken(BaseModel):
 
     id: str
     scope: TokenScope
+    job_id: str = ""
+    """The job that a token of scope `trainer` is for; empty in other scopes."""
     name: str
     sha256: str
     """SHA-256 of the secret, in hexadecimal. A secret has 256 random bits, so it cannot be found by trying."""
@@ -70,7 +72,7 @@ def principal_of(secret: str, tokens: Iterable[AccessToken], now: float) -> Prin
     digest = digest_of_secret(secret)
     for token in tokens:
         if token.sha256 == digest:
-            return Principal(f"token {token.id}", token.scope) if token.is_valid(now) else None
+            return Principal(f"token {token.id}", token.scope, token.job_id) if token.is_valid(now) else None
     return None
 
 

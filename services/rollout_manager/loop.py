@@ -26,7 +26,12 @@ import structlog
 from pydantic import ValidationError
 
 from rlboost.services.rollout_manager.access import WorkerIdentities
-from rlboost.services.rollout_manager.domain.apply_messages import apply_frames, apply_message, apply_order
+from rlboost.services.rollout_manager.domain.apply_messages import (
+    apply_frames,
+    apply_message,
+    apply_order,
+    pause_without_trainer,
+)
 from rlboost.services.rollout_manager.domain.decide import compact, decide, forget_ended
 from rlboost.services.rollout_manager.domain.effects import Effect, Now, bookkeeping, event, operations, save_job
 from rlboost.services.rollout_manager.domain.jobs import Job
@@ -169,7 +174,7 @@ async def check_trainers(bus: Bus, world: World, now: Now) -> list[Effect]:
             log.warning("trainer_status_unreadable", job=job.id, reason=str(error))
             continue
         job.progress.on_trainer_status(status, now.wall)
-    effects: list[Effect] = []
+    effects: list[Effect] = pause_without_trainer(world, now)
     for job_id, wait in overdue_waits(world.jobs, world.fleet, now):
         subject, because = wait["for"], wait["because"]
         effects.append(event("wait_limit_exceeded", now, job_id, subject=subject, because=because, limit_s=OVERDUE_S))
@@ -408,15 +413,15 @@ class Manager:
             self._leadership.invalidate(fence)  # the loop notices at its next commit
             raise
 
-    async def create_job(self, job: Job, command: Op) -> None:
-        """Write a new job's record and the command that creates it; the world has the job when this returns.
+    async def create_job(self, job: Job, commands: Sequence[Op]) -> None:
+        """Write a new job's record and the commands of its trainer; the world has the job when this returns.
 
         Raises:
             Fenced: see `write`.
             BusUnavailable: see `write`.
 
         """
-        await self.write([*operations([save_job(job)]), command])
+        await self.write([*operations([save_job(job)]), *commands])
         async with self._turning:  # a turn that runs now reads the command
             if self.leads and job.id not in self.world.jobs:
                 self.world.jobs.add(job)

@@ -31,7 +31,7 @@ from rlboost.shared.errors import ConfigError
 from rlboost.shared.process.lifecycle import Loop, run_service
 from rlboost.shared.process.system import bind_to_cpus, run_in_thread
 from rlboost.shared.process.waiting import Waits
-from rlboost.shared.weights.access import WorkerAccess
+from rlboost.shared.weights.access import IssuedAccess
 from rlboost.shared.weights.cache import Cache, open_cache
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.peers.directory import PeerDirectory
@@ -52,7 +52,7 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
     token, name = settings.token.get_secret_value(), settings.worker_name
     first = await join(settings.url, token, name, settings.role)
     waits = Waits()
-    access = WorkerAccess(first.store_credential, first.manifest_key)
+    access = IssuedAccess(first.store_credential, first.manifest_key)
     store = StoreClient(first.weight_store_url, access)
     cache = open_cache(_cache_dir(settings), name)
     transport = PeerTransport(first.peer_key)

@@ -291,11 +291,13 @@ class MemoryWeights:
         shards: Iterable[Shard],
         *,
         expect: int,
+        epoch: int | None = None,
         base_version: int | None = None,
         adapter_json: str = "",
         parity_json: str = "",
     ) -> None:
         """See `WeightPublisher.publish`."""
+        del epoch
         if await self.head() != expect:
             raise Conflict(f"the head is {await self.head()}, not {expect}")
         self.versions[version] = _copies(shards)

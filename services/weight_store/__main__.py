@@ -27,6 +27,7 @@ from rlboost.shared.process.waiting import Waits
 from rlboost.shared.redis.bus import connect
 from rlboost.shared.streams.job_logs import log_sender
 from rlboost.shared.streams.state_protocol import check_leader, leader_check
+from rlboost.shared.weights.access import ManifestKey
 
 NAME = "weight_store"
 
@@ -51,14 +52,22 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
             chunks = DerivedChunks(limited or origin.chunks)
             deltas = Deltas(chunks, documents, metrics, keep=settings.keep_deltas, clock=_clock)
             composer = DeltaComposer(deltas, chunks, documents, metrics, clock=_clock)
+            token = settings.token.get_secret_value()
             store = WeightStore(
-                chunks, documents, deltas, bus, waits, metrics, keep_versions=settings.keep_versions, clock=_clock
+                chunks,
+                documents,
+                deltas,
+                bus,
+                waits,
+                metrics,
+                sign=ManifestKey(token).sign,
+                keep_versions=settings.keep_versions,
+                clock=_clock,
             )
             await store.load()
             if limited is not None:
                 await limited.measure()
                 limited.reclaim = store.collector.tidy
-            token = settings.token.get_secret_value()
             app = create(
                 store,
                 guard=Guard(store_authenticator(token, time.time)),
@@ -68,7 +77,7 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
                 metrics=metrics,
             )
             find = find_chunk(origin.open_chunk, partial(may_download, token=token, clock=time.time))
-            uploads = chunk_receiver(store, metrics, partial(may_upload, token=token))
+            uploads = chunk_receiver(store, metrics, partial(may_upload, token=token, clock=time.time))
             transfers = TransferServer(find, metrics.bytes_out, uploads=uploads)
             structlog.get_logger(__name__).info("serving", host=settings.host, port=sock.getsockname()[1])
             loops = {

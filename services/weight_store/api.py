@@ -16,8 +16,8 @@ from rlboost.services.weight_store.domain.versions import JobVersions, Version, 
 from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.ports import ChunkLocation, LocalFile, Proxied, Redirect, StoreFull
 from rlboost.shared.errors import NotFound
-from rlboost.shared.http.access import needs
-from rlboost.shared.http.guard import Guard
+from rlboost.shared.http.access import Publishing, needs
+from rlboost.shared.http.guard import Guard, principal_of
 from rlboost.shared.http.problem import GUARDED_ERRORS, PROBLEM, Problem, problems, success
 from rlboost.shared.http.server import create_app
 from rlboost.shared.http.transfer_server import BodyReceiver, Find, FoundFile, TransferRequest
@@ -175,6 +175,7 @@ def _add_chunks(router: APIRouter, store: WeightStore, metrics: Metrics) -> None
         return ChunkState(intact=await store.damaged.verify(digest))
 
     @router.put("/{digest}", status_code=204, responses=problems(507))
+    @needs("publish")
     async def put(digest: Digest, request: Request) -> None:
         blocks = await _body(request)
         await store.put_chunk(digest, blocks)
@@ -187,10 +188,12 @@ def _add_chunks(router: APIRouter, store: WeightStore, metrics: Metrics) -> None
         return await chunk_response(await store.source(digest), digest, request, metrics)
 
     @router.post("/missing")
+    @needs("publish")
     async def missing(body: ChunkList) -> MissingChunks:
         return MissingChunks(missing=tuple(await store.missing(body.chunks)))
 
     @router.post("/apply")
+    @needs("publish")
     async def apply(body: EdgeBatch) -> MissingChunks:
         """Derive chunks from uploaded deltas; return those that cannot be derived, to be uploaded whole."""
         return MissingChunks(missing=tuple(await store.apply(body.edges)))
@@ -228,8 +231,9 @@ def _add_versions(router: APIRouter, store: WeightStore) -> None:
         await store.delete(job_id)
 
     @router.get("/{job_id}/head")
-    @needs("weights")
-    async def head(job_id: JobId) -> VersionInfo:
+    @needs("publish")
+    async def head(job_id: JobId, request: Request) -> VersionInfo:
+        _epoch_on(job_id, request)
         job = store.versions_of(job_id)
         return _version_info(job, job.versions[-1])
 
@@ -247,11 +251,16 @@ def _add_versions(router: APIRouter, store: WeightStore) -> None:
 
 def _add_publishing(router: APIRouter, store: WeightStore) -> None:
     @router.put("/{job_id}/versions/{version}/parts/{rank}", status_code=204, responses=problems(507))
+    @needs("publish")
     async def put_part(job_id: JobId, version: Number, rank: Number, request: Request) -> None:
+        _epoch_on(job_id, request)
         await store.put_part(job_id, version, rank, await request.body())
 
     @router.post("/{job_id}/versions/{version}/commit", responses=problems(507))
-    async def commit(job_id: JobId, version: Number, body: CommitRequest) -> VersionInfo:
+    @needs("publish")
+    async def commit(job_id: JobId, version: Number, body: CommitRequest, request: Request) -> VersionInfo:
+        if (epoch := _epoch_on(job_id, request)) is not None:
+            body = body.model_copy(update={"epoch": epoch})
         committed = await store.commit(job_id, version, body)
         return _version_info(store.versions_of(job_id), committed)
 
@@ -262,6 +271,22 @@ def _add_publishing(router: APIRouter, store: WeightStore) -> None:
     @router.delete("/{job_id}/versions/{version}/pin", status_code=204)
     async def unpin(job_id: JobId, version: Number) -> None:
         await store.unpin(job_id, version)
+
+
+def _epoch_on(job_id: str, request: Request) -> int | None:
+    """Return the epoch of an external trainer that publishes, None for other clients.
+
+    Raises:
+        Problem: 403, its credential is for another job.
+
+    """
+    principal = principal_of(request)
+    if principal.scope != "publish":
+        return None
+    publishing = Publishing.parse(principal.subject)
+    if publishing.job_id != job_id:
+        raise Problem(403, "Forbidden", f"this credential publishes weights of job {publishing.job_id} only")
+    return publishing.epoch
 
 
 async def _body(request: Request) -> list[bytes]:

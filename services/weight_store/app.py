@@ -24,6 +24,7 @@ from rlboost.services.weight_store.versions import Announcements, VersionTable, 
 from rlboost.shared.errors import Conflict, NotFound, Undecodable
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams.bus import Bus
+from rlboost.shared.streams.names import trainer_epoch
 from rlboost.shared.weights.delta_graph import Edge
 from rlboost.shared.weights.manifest import ChunkRef, Manifest, Part, digest_of
 from rlboost.shared.weights.rest_models import CommitRequest
@@ -34,7 +35,7 @@ log = structlog.get_logger(__name__)
 class WeightStore:
     """The weights of all jobs."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - its ports and limits
         self,
         chunks: DerivedChunks,
         documents: Documents,
@@ -43,10 +44,26 @@ class WeightStore:
         waits: Waits,
         metrics: Metrics,
         *,
+        sign: Callable[[bytes], str],
         keep_versions: int,
         clock: Callable[[], float],
     ) -> None:
-        """Read nothing before `load`; `clock` returns Unix seconds, rounded to microseconds."""
+        """Read nothing before `load`.
+
+        Args:
+            chunks: the chunks.
+            documents: manifests, parts and the versions of each job.
+            deltas: the deltas between chunks.
+            bus: where commits are announced, and who holds a job.
+            waits: registry of waits.
+            metrics: the service's metrics.
+            sign: returns the signature of a manifest's statement.
+            keep_versions: how many versions of a job are retained.
+            clock: returns Unix seconds, rounded to microseconds.
+
+        """
+        self._bus = bus
+        self._sign = sign
         self._chunks = chunks
         self._documents = documents
         self._deltas = deltas
@@ -154,7 +171,8 @@ class WeightStore:
 
         Raises:
             Conflict: the head is not the expected one, the version exists with other content, a part or a chunk is
-                missing, or the shards do not cover whole tensors.
+                missing, the shards do not cover whole tensors, or its trainer no longer holds the job.
+            BusUnavailable: Redis, which knows who holds it, does not answer.
             StoreFull: the disk is full.
             Undecodable: a list of edges is invalid.
 
@@ -183,8 +201,10 @@ class WeightStore:
             if found := job.find(version):
                 await self._check_same(job_id, found, request)
                 return found
+            await self._check_epoch(job_id, request.epoch)
             versions.check_commit(job, version, request.expect, request.base_version)
             manifest = await assemble(self._documents, job_id, version, request)
+            manifest = manifest.model_copy(update={"signature": self._sign(manifest.statement())})
             hop = await self._deltas.uploaded_hop(version, manifest)
             now = self._clock()
             refs = list(manifest.chunks())
@@ -231,6 +251,12 @@ class WeightStore:
             await self._deltas.forget(job_id, await self._documents.edge_versions(job_id))
             await self._versions.save(versions.retire_all(job))
         log.info("model_deleted", job=job_id, versions=len(job.versions))
+
+    async def _check_epoch(self, job_id: str, epoch: int | None) -> None:
+        """Check that the trainer that commits still holds the job; None: it does not say that it does."""
+        if epoch is not None and (now := await self._bus.counter(trainer_epoch(job_id))) != epoch:
+            why = f"another trainer has taken it (epoch {now})" if now else "it has ended"
+            raise Conflict(f"a trainer of epoch {epoch} publishes weights of job {job_id}, but {why}")
 
     async def _check_same(self, job_id: str, found: Version, request: CommitRequest) -> None:
         data = await self._documents.manifest(job_id, found.version)

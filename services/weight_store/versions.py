@@ -110,7 +110,6 @@ async def assemble(documents: Documents, job_id: str, version: int, request: Com
             base_version=request.base_version,
             adapter_json=request.adapter_json,
             parity_json=request.parity_json,
-            signature=request.signature,
         )
     except ValidationError as error:
         reason = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")

@@ -8,7 +8,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from rlboost.shared.http.scopes import SYSTEM, Principal, Scope
 
@@ -48,11 +48,14 @@ class FailureLimit:
 # and one subject, and reveals nothing about the token.
 
 
-Purpose = Literal["chunk", "leader", "job-command", "metrics", "peers", "session", "weights", "trainer-machine"]
+Purpose = Literal[
+    "chunk", "leader", "job-command", "metrics", "peers", "publish", "session", "weights", "trainer-machine"
+]
 """`chunk`: read one blob of weights from a peer, under the peer key; `leader`: be the manager at one URL;
 `job-command`: have a trainer execute one command; `metrics`: read metrics of workers, under the peer key; `peers`: the
-key that all workers share; `session`: call the model in one trainable session; `weights`: download weights from the
-store, as one worker and until one time;
+key that all workers share; `publish`: publish weights of one job, as one holder of its lease and until one time;
+`session`: call the model in one trainable session; `weights`: download weights from the store, as one worker and until
+one time;
 `trainer-machine`: one end of a connection between a trainer and a machine of its ranks."""
 
 
@@ -130,36 +133,68 @@ def system_token(token: str) -> Authenticator:
     return authenticate
 
 
-# --- Short-lived credentials with which a worker downloads weights: signed by the manager, checked by the weight store
-# The store keeps no list of them: a credential names its worker and its expiry, under a signature.
+# --- Short-lived credentials for the weight store: workers download with one, external trainers publish ---------------
+# The manager signs them, the store checks them.
+# The store keeps no list of them: a credential names its holder and its expiry, under a signature.
 
 
 STORE_CREDENTIAL_LIFE_S = 3600.0
-_PREFIX = "weights"
+
+
+class Publishing(NamedTuple):
+    """What an external trainer's credential is limited to."""
+
+    job_id: str
+    epoch: int
+    """Of the trainer's lease on the job: once another trainer has taken it, nothing is published."""
+
+    def __str__(self) -> str:
+        """Return it as the subject of a credential."""
+        return f"{self.job_id}:{self.epoch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Publishing:
+        """Invert `str`."""
+        job_id, _, epoch = text.rpartition(":")
+        return cls(job_id, int(epoch))
 
 
 def issue_store_credential(token: str, worker_id: str, now: float, life_s: float = STORE_CREDENTIAL_LIFE_S) -> str:
     """Return a credential for one worker, under the system's token; `now` is Unix seconds."""
-    subject = f"{worker_id}:{int(now + life_s)}"
-    return f"{_PREFIX}:{subject}:{sign(token, 'weights', subject)}"
+    return _issue(token, "weights", worker_id, now + life_s)
 
 
-def credential_holder(credential: str, token: str, now: float) -> str | None:
-    """Return the worker that a credential was issued to, None if it is invalid or has expired."""
+def issue_publishing_credential(
+    token: str, publishing: Publishing, now: float, life_s: float = STORE_CREDENTIAL_LIFE_S
+) -> str:
+    """Return a credential for one external trainer, under the system's token; `now` is Unix seconds."""
+    return _issue(token, "publish", str(publishing), now + life_s)
+
+
+def _issue(token: str, purpose: Purpose, holder: str, expires_at: float) -> str:
+    subject = f"{holder}:{int(expires_at)}"
+    return f"{purpose}:{subject}:{sign(token, purpose, subject)}"
+
+
+def credential_holder(credential: str, token: str, now: float, purpose: Purpose = "weights") -> str | None:
+    """Return the holder that a credential was issued to for a purpose, None if it is invalid or has expired."""
     prefix, _, rest = credential.partition(":")
     subject, _, signature = rest.rpartition(":")
-    if prefix != _PREFIX or not is_valid_signature(signature, token, "weights", subject):
+    if prefix != purpose or not is_valid_signature(signature, token, purpose, subject):
         return None
-    worker_id, _, expires_at = subject.rpartition(":")
-    return worker_id if now < int(expires_at) else None
+    holder, _, expires_at = subject.rpartition(":")
+    return holder if now < int(expires_at) else None
 
 
 def store_principal(given: str, token: str, now: float) -> Principal | None:
-    """Return whose bearer token this is: the system's for everything, a credential to download weights; else None."""
+    """Return who sent a request to the store: the holder of the system's token or of a credential; else None."""
     if is_token(given, token):
-        return Principal("system", "admin")
-    worker_id = credential_holder(given, token, now)
-    return None if worker_id is None else Principal(worker_id, "weights")
+        return SYSTEM
+    if worker_id := credential_holder(given, token, now):
+        return Principal(worker_id, "weights")
+    if subject := credential_holder(given, token, now, "publish"):
+        return Principal(f"trainer of {Publishing.parse(subject).job_id}", "publish", subject)
+    return None
 
 
 def store_authenticator(token: str, clock: Callable[[], float]) -> Authenticator:
@@ -177,6 +212,7 @@ def may_download(authorization: str, token: str, clock: Callable[[], float]) -> 
     return principal is not None and principal.may("weights")
 
 
-def may_upload(authorization: str, token: str) -> bool:
+def may_upload(authorization: str, token: str, clock: Callable[[], float]) -> bool:
     """Return True if a request with this `Authorization` header may upload weights."""
-    return is_token(bearer_token(authorization), token)
+    principal = store_principal(bearer_token(authorization), token, clock())
+    return principal is not None and principal.may("publish")

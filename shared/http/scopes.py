@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-TokenScope = Literal["admin", "job", "read", "worker"]
-"""Scope of a token that a user creates: `admin` may do everything, `job` run jobs, `read` see them, `worker` join the
-fleet."""
-Scope = Literal[TokenScope, "session", "weights"]
-"""`session`: call the model as one agent; `weights`: download weights. Users do not create tokens of these: a trainer
-issues keys of sessions, and the manager gives workers credentials for weights."""
+TokenScope = Literal["admin", "job", "read", "trainer", "worker"]
+"""Scope of a token that a user creates: `admin` may do everything, `job` run jobs, `read` see them, `trainer` train one
+external job, `worker` join the fleet."""
+Scope = Literal[TokenScope, "publish", "session", "weights"]
+"""`publish`: upload and commit weights of one job; `session`: call the model as one agent; `weights`: download weights.
+Users do not create tokens of these: a trainer issues keys of sessions, and the manager gives external trainers and
+workers credentials for weights."""
 
 _GRANTED: dict[Scope, frozenset[Scope]] = {
-    "admin": frozenset({"admin", "job", "read", "session", "worker", "weights"}),
-    "job": frozenset({"job", "read", "session"}),
+    "admin": frozenset({"admin", "job", "publish", "read", "session", "trainer", "worker", "weights"}),
+    "job": frozenset({"job", "read", "session", "trainer"}),
     "read": frozenset({"read"}),
+    "publish": frozenset({"publish"}),
     "session": frozenset({"session"}),
+    "trainer": frozenset({"trainer"}),
     "worker": frozenset({"worker"}),
     "weights": frozenset({"weights"}),
 }
@@ -28,7 +31,8 @@ class Principal(NamedTuple):
     """The sender's name in logs; never a secret."""
     scope: Scope
     subject: str = ""
-    """What a principal of the scope `session` is limited to: a `shared.job.sessions.SessionId`."""
+    """What it is limited to: in the scope `session` a `shared.job.sessions.SessionId`, in `trainer` a job, in `publish`
+    a `shared.http.access.Publishing`."""
 
     def may(self, needed: Scope) -> bool:
         """Return True if the scope includes the needed one."""

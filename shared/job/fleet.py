@@ -66,16 +66,21 @@ class VersionsSpec(Section):
     the model; or, with an adapter that is trained in place of the model (section `lora`), as that adapter."""
 
 
-class _FleetSpec(Section):
-    """How workers are shared out."""
+class _ShareSpec(Section):
+    """How spot workers are shared out."""
 
-    seeding: Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal["auto", "off"] = "auto"
-    """Seconds that the reserved workers generate at the start of a step while there are spot workers. `auto`:
-    the manager learns it for each fleet size; `off`: not at all."""
     share: float = Field(1.0, gt=0, allow_inf_nan=False)
     """Share of the spot workers, relative to those of other jobs."""
     max_dollars: float | None = Field(None, gt=0, allow_inf_nan=False)
     """Budget: spot workers are drained before the job has cost this much. Reserved ones continue."""
+
+
+class _FleetSpec(_ShareSpec):
+    """How workers are used."""
+
+    seeding: Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal["auto", "off"] = "auto"
+    """Seconds that the reserved workers generate at the start of a step while there are spot workers. `auto`:
+    the manager learns it for each fleet size; `off`: not at all."""
 
     @field_validator("seeding", mode="before")
     @classmethod
@@ -108,6 +113,15 @@ class EvalElasticSpec(_FleetSpec):
     weights: ClassVar[Literal["full"]] = "full"
     max_staleness: ClassVar[int] = 0
     in_flight: ClassVar[InFlightPolicy] = "recompute"
+
+
+class ExternalElasticSpec(_ShareSpec):
+    """How the job uses workers. Its trainer's device is its own, and each request has its own staleness."""
+
+    seeding: ClassVar[Literal["off"]] = "off"
+    in_flight: InFlightPolicy = "recompute"
+    """What running samples that may have more than one version do when their worker gets new weights. They continue
+    with a recomputed KV cache, continue with the cache they have, or finish under the old weights first."""
 
 
 class SftEvalSpec(Section):

@@ -148,6 +148,11 @@ def trainer_epoch(job_id: str) -> str:
     return f"{PREFIX}job:{job_id}:trainer.epoch"
 
 
+def external_trainer(job_id: str) -> str:
+    """Hash: of a job of kind `external`, its trainer (JSON), and the cursor up to which samples are released."""
+    return f"{PREFIX}job:{job_id}:external"
+
+
 def weight_peer(peer: str) -> str:
     """Lease: a worker that serves weights to others, where, and which (JSON)."""
     return f"{PREFIX}weights:peer:{peer}"

@@ -1,6 +1,7 @@
 """Access to the weight store, and the key pair that signs manifests.
 
-A worker has a credential in place of the system's token: it can check a manifest, and cannot make one.
+The store signs a version when it is committed. A worker or an external trainer has a credential in place of the
+system's token: it can check a manifest, and cannot make one.
 """
 
 from __future__ import annotations
@@ -34,9 +35,6 @@ class Access(Protocol):
     def manifest_key(self) -> str:
         """The public key under which manifests are signed: see `ManifestKey`."""
 
-    def sign(self, statement: bytes, what: str) -> str:
-        """Return the signature of a version's statement; raises `ConfigError`, which says `what`, without a key."""
-
 
 @dataclass(frozen=True, slots=True)
 class SystemToken:
@@ -62,26 +60,16 @@ class SystemToken:
         """See `Access`."""
         return ManifestKey(self.credential).public
 
-    def sign(self, statement: bytes, what: str) -> str:
-        """See `Access`."""
-        del what
-        return ManifestKey(self.credential).sign(statement)
-
 
 @dataclass(slots=True)
-class WorkerAccess:
-    """A worker's access, for downloads only; the manager replaces the credential before it expires."""
+class IssuedAccess:
+    """Access to download weights, or to publish those of a job; the manager replaces the credential before its end."""
 
     credential: str = field(repr=False)
     """The bearer token: see `shared.http.access`."""
     manifest_key: str
     """The public key under which manifests are signed: see `ManifestKey`."""
     is_renewed: ClassVar[bool] = True
-
-    def sign(self, statement: bytes, what: str) -> str:
-        """See `Access`."""
-        del statement
-        raise ConfigError(f"{what} cannot be signed without the system's token")
 
 
 _PURPOSE = b"rlboost manifest signing key"
@@ -90,7 +78,7 @@ _PURPOSE = b"rlboost manifest signing key"
 class ManifestKey:
     """Signs what a manifest says, with the key of one system.
 
-    The private key is derived from the system's token, so every holder of the token has it and none needs to store it.
+    The private key is derived from the system's token, so the store has it and need not keep it.
     """
 
     def __init__(self, token: str) -> None:
@@ -125,5 +113,5 @@ def check_manifest(manifest: Manifest, public_key: str) -> None:
     except (InvalidSignature, ValueError) as error:
         raise BadSignature(
             f"the manifest of version {manifest.version} of job {manifest.job_id} is not signed by this system's "
-            "trainer: its weights are not loaded"
+            "weight store: its weights are not loaded"
         ) from error

@@ -70,7 +70,7 @@ class StoreClient:
 
         Args:
             url: the store's URL.
-            access: the system's token, or what a worker has in its place.
+            access: the system's token, or what the manager has issued in its place.
 
         Raises:
             ConfigError: the URL or the token is malformed.
@@ -202,15 +202,12 @@ class StoreClient:
         await self._request("PUT", f"/v1/models/{job_id}/versions/{version}/parts/{part.rank}", part.encode())
 
     async def commit(self, job_id: str, version: int, request: CommitRequest) -> VersionInfo:
-        """Sign the version and make it visible.
+        """Make the version visible.
 
         Raises:
-            Conflict: the head is not the expected one, or the parts are incomplete.
-            ConfigError: this client has no token to sign with.
+            Conflict: the head is not the expected one, the parts are incomplete, or its trainer lost the job.
 
         """
-        signature = self._access.sign(request.statement(job_id, version), f"version {version} of job {job_id}")
-        request = request.model_copy(update={"signature": signature})
         path = f"/v1/models/{job_id}/versions/{version}/commit"
         answer = await self._request("POST", path, request.model_dump_json().encode(), _JSON)
         return VersionInfo.model_validate_json(answer.body)

@@ -163,14 +163,13 @@ class Manifest(Document):
     parity_json: str = ""
     """A `ParityReference`: the trainer's log-probabilities of canary prompts under these weights."""
     signature: str = ""
-    """The trainer's signature of `statement`: see `access`."""
+    """The weight store's signature of `statement`: see `access`."""
 
     def statement(self) -> bytes:
-        """Return what the trainer signs: everything, each part by its digest."""
+        """Return what the weight store signs when it commits: everything, each part by its digest."""
         parts = [part.digest for part in self.parts]
-        return statement(
-            self.job_id, self.version, parts, self.config_json, self.base_version, self.adapter_json, self.parity_json
-        )
+        fields = [self.job_id, self.version, parts, self.config_json, self.base_version, self.adapter_json]
+        return json.dumps(["rlboost manifest", *fields, self.parity_json]).encode()
 
     def encode(self) -> bytes:
         """Return canonical JSON without the fields that do not apply to the version."""
@@ -203,20 +202,6 @@ class Manifest(Document):
     def chunks(self) -> Iterator[ChunkRef]:
         """Yield every distinct chunk once, in order of first use."""
         yield from dict.fromkeys(chunk for part in self.parts for chunk in part.chunks)
-
-
-def statement(
-    job_id: str,
-    version: int,
-    part_digests: Sequence[str],
-    config_json: str,
-    base_version: int | None,
-    adapter_json: str,
-    parity_json: str,
-) -> bytes:
-    """Return what the trainer signs of a manifest; see `Manifest`."""
-    fields = [job_id, version, list(part_digests), config_json, base_version, adapter_json, parity_json]
-    return json.dumps(["rlboost manifest", *fields]).encode()
 
 
 def check_coverage(shards: Iterable[TensorEntry]) -> None:

@@ -127,7 +127,7 @@ class Publisher:
         if self._encoder:
             self._encoder.reset()
 
-    async def commit(
+    async def commit(  # noqa: PLR0913 - by keyword
         self,
         job_id: str,
         version: int,
@@ -135,6 +135,7 @@ class Publisher:
         expect: int,
         part_digests: Iterable[str],
         config_json: str,
+        epoch: int | None = None,
         base_version: int | None = None,
         adapter_json: str = "",
         parity_json: str = "",
@@ -147,12 +148,14 @@ class Publisher:
             expect: the version that must be the current head.
             part_digests: `Part.digest` of every rank, in rank order.
             config_json: the model's Hugging Face configuration.
+            epoch: of the trainer's lease on the job, which it must still hold; None: not checked.
             base_version: for an adapter: the version of the model that it belongs to.
             adapter_json: for an adapter: PEFT's `adapter_config.json`.
             parity_json: `Manifest.parity_json`.
 
         Raises:
-            Conflict: the head is another version, the parts do not cover whole tensors, or the base is not retained.
+            Conflict: the head is another version, the parts do not cover whole tensors, the base is not retained, or
+                another trainer holds the job.
             WaitTimedOut: the store was unavailable for too long.
 
         """
@@ -160,6 +163,7 @@ class Publisher:
             expect=expect,
             parts=tuple(part_digests),
             config_json=config_json,
+            epoch=epoch,
             base_version=base_version,
             adapter_json=adapter_json,
             parity_json=parity_json,

@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
 from rlboost.shared.weights.delta_graph import Edge
-from rlboost.shared.weights.manifest import ChunkRef, Digest, statement
+from rlboost.shared.weights.manifest import ChunkRef, Digest
 
 NONCE_FILE = "nonce"
 
@@ -79,14 +79,8 @@ class CommitRequest(_Body):
     """As in `Manifest`."""
     parity_json: str = ""
     """As in `Manifest`."""
-    signature: str = ""
-    """As in `Manifest`; set by `StoreClient.commit`."""
-
-    def statement(self, job_id: str, version: int) -> bytes:
-        """Return what `Manifest.statement` of the committed version returns."""
-        return statement(
-            job_id, version, self.parts, self.config_json, self.base_version, self.adapter_json, self.parity_json
-        )
+    epoch: int | None = None
+    """Of the committing trainer's lease on the job, which it must still hold; None: not checked."""
 
 
 class VersionInfo(_Body):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import torch
 
 from rlboost.shared.weights.cache import PulledVersion
 from rlboost.shared.weights.manifest import TensorEntry, digest_of
+from rlboost.shared.weights.shards import Shard
 
 
 def tensors(pulled: PulledVersion, names: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -17,6 +19,41 @@ def tensors(pulled: PulledVersion, names: Container[str] | None = None) -> Itera
         # torch.frombuffer rejects an empty buffer.
         flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
         yield whole.name, flat.view(whole.shape)
+
+
+def named_shards(weights: torch.nn.Module | Mapping[str, torch.Tensor] | str | Path) -> Iterator[Shard]:
+    """Yield whole tensors as shards, each copied to the CPU when it is due.
+
+    Args:
+        weights: a module, of which tied tensors are taken once; tensors by name; or a folder with safetensors.
+
+    """
+    if isinstance(weights, torch.nn.Module):
+        found: Iterable[tuple[str, torch.Tensor]] = _of_module(weights)
+    elif isinstance(weights, str | Path):
+        found = _of_folder(Path(weights))
+    else:
+        found = weights.items()
+    for name, tensor in found:
+        data = tensor.detach().cpu().contiguous()
+        shape = tuple(data.shape)
+        raw = data.reshape(-1).view(torch.uint8).numpy().data if data.numel() else b""
+        yield Shard(name, str(data.dtype).removeprefix("torch."), shape, (0,) * len(shape), shape, raw)
+
+
+def _of_module(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    yield from module.named_parameters()
+    yield from ((name, tensor) for name, tensor in module.state_dict().items() if name not in parameters)
+
+
+def _of_folder(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    from safetensors import safe_open  # noqa: PLC0415 - a library of those who load models
+
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 - it is no mapping
+                yield name, file.get_tensor(name)
 
 
 def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:

@@ -35,7 +35,7 @@ from rlboost.shared.redis.bus import RedisBus
 from rlboost.shared.streams.bus import HashSet
 from rlboost.shared.streams.entries import START
 from rlboost.shared.streams.names import JOBS, WEIGHTS_COMMITTED
-from rlboost.shared.weights.access import ManifestKey, WorkerAccess
+from rlboost.shared.weights.access import IssuedAccess, ManifestKey
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.manifest import CHUNK_BYTES, digest_of
@@ -290,7 +290,7 @@ async def test_worker_with_an_expired_credential_waits_for_a_new_one(
 ) -> None:
     weights = make_weights(1)
     await publish(publisher, 0, weights)
-    access = WorkerAccess(issue_store_credential(TOKEN, "w-1", time.time() - 60, life_s=30), ManifestKey(TOKEN).public)
+    access = IssuedAccess(issue_store_credential(TOKEN, "w-1", time.time() - 60, life_s=30), ManifestKey(TOKEN).public)
     waits = Waits()
     async with StoreClient(store.url, access) as client:
         with pytest.raises(StoreUnavailable, match="waits for a new credential"):
@@ -309,10 +309,10 @@ async def test_worker_refuses_weights_that_another_system_signed(
     store: ServiceProcess, publisher: Publisher, tmp_path: Path
 ) -> None:
     await publish(publisher, 0, make_weights(1))
-    access = WorkerAccess(issue_store_credential(TOKEN, "w-1", time.time()), ManifestKey("another").public)
+    access = IssuedAccess(issue_store_credential(TOKEN, "w-1", time.time()), ManifestKey("another").public)
     async with StoreClient(store.url, access) as client:
         puller = Puller(client, Cache(tmp_path / "worker"), Waits(), limit_s=60)
-        with pytest.raises(BadSignature, match="not signed by this system's trainer"):
+        with pytest.raises(BadSignature, match="not signed by this system's weight store"):
             await puller.pull(JOB, 0)
         assert puller.last.from_store == 0
         puller.close()

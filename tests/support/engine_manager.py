@@ -24,7 +24,7 @@ from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Append, Bus
 from rlboost.shared.streams.entries import START
-from rlboost.shared.weights.access import WorkerAccess
+from rlboost.shared.weights.access import IssuedAccess
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.puller import Puller, PullStats
@@ -99,7 +99,7 @@ class EngineManager:
         """Pull, load and verify a version, as a worker does."""
         if version in self.transfers:
             return
-        staged = await StoreWeights(self._puller, WorkerAccess("", "")).pull(self.weights_of, version)
+        staged = await StoreWeights(self._puller, IssuedAccess("", "")).pull(self.weights_of, version)
         self.transfers[version] = self._puller.last
         await self._generator.replace_weights(staged, version, lambda: None)
         await self._generator.resume("loading")

@@ -37,6 +37,7 @@ EVENTS: Mapping[str, str] = {
     "job_quarantined": "a trainer cannot read the job",
     "job_resumed": "the trainer continued from a checkpoint, of another job if `begins_with` is present",
     "job_state_changed": "the job's state changed",
+    "trainer_missing": "an external job was without a trainer for `pause_after_s`, and is paused",
     "model_saved": "the model of a completed job is in its folder",
     "parity_check_failed": "a worker's engine disagrees with the trainer, or with itself; it generates nothing",
     "prompts_filtered": "rows beyond the job's length limits were left out",
@@ -215,7 +216,7 @@ def _values(field: Mapping[str, Any]) -> str:
     if "anyOf" in field:
         return " or ".join(text for part in field["anyOf"] if (text := _values(part)) != "null")
     words = field.get("enum", [field["const"]] if "const" in field else [])
-    return " or ".join(f"`{word}`" for word in words) or field["type"]
+    return " or ".join(f"`{word}`" for word in words) or field.get("type", "object")
 
 
 @dataclass(frozen=True, slots=True, order=True)

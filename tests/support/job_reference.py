@@ -29,7 +29,12 @@ OTHERS_PAGE = ROOT / "docs" / "coming-from.md"
 BLOCK = "job keys"
 OTHERS_BLOCK = "names"
 _TYPES = {bool: "`true`, `false`", int: "whole number", float: "number", str: "text", tuple: "list", dict: "mapping"}
-_KINDS: dict[str, type[BaseModel]] = {"rl": job_spec.RlJob, "sft": job_spec.SftJob, "eval": job_spec.EvalJob}
+_KINDS: dict[str, type[BaseModel]] = {
+    "rl": job_spec.RlJob,
+    "sft": job_spec.SftJob,
+    "eval": job_spec.EvalJob,
+    "external": job_spec.ExternalJob,
+}
 
 
 class Key(NamedTuple):

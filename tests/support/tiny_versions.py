@@ -13,6 +13,7 @@ from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.ports import Chunks, Documents
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams.fakes import MemoryBus
+from rlboost.shared.weights.access import ManifestKey
 from rlboost.shared.weights.delta_graph import Edge, lists_of
 from rlboost.shared.weights.manifest import ChunkRef, Part, TensorEntry, digest_of
 from rlboost.shared.weights.rest_models import CommitRequest
@@ -35,6 +36,7 @@ def store_on(chunks: Chunks, documents: Documents, *, keep_versions: int = 1, no
         MemoryBus(),
         Waits(),
         metrics,
+        sign=ManifestKey("token").sign,
         keep_versions=keep_versions,
         clock=now,
     )

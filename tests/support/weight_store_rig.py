@@ -17,6 +17,7 @@ from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams.entries import START
 from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.streams.names import WEIGHTS_COMMITTED
+from rlboost.shared.weights.access import ManifestKey
 from rlboost.shared.weights.manifest import ChunkRef, Part, TensorEntry, digest_of
 from rlboost.shared.weights.rest_models import CommitRequest
 
@@ -43,6 +44,7 @@ class World:
             self.bus,
             self.waits,
             metrics,
+            sign=ManifestKey("token").sign,
             keep_versions=keep,
             clock=lambda: self.now,
         )

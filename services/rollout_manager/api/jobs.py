@@ -15,7 +15,7 @@ from fastapi.routing import APIRoute
 from fastapi.staticfiles import StaticFiles
 
 from rlboost.services.rollout_manager.access import TokenTable
-from rlboost.services.rollout_manager.api import fleet, history
+from rlboost.services.rollout_manager.api import external, fleet, history
 from rlboost.services.rollout_manager.api import tokens as access_tokens
 from rlboost.services.rollout_manager.api.leader import (
     AsLeader,
@@ -39,7 +39,7 @@ from rlboost.shared.http.problem import GUARDED_ERRORS, Problem, Responses, prob
 from rlboost.shared.http.server import ErrorFormat, create_app
 from rlboost.shared.ids import MAX_JOBS, new_token
 from rlboost.shared.job.command_signature import signed
-from rlboost.shared.job.spec import InvalidJob, JobSpec, parse
+from rlboost.shared.job.spec import AnyJob, InvalidJob, parse_any
 from rlboost.shared.job.spec import to_json as spec_to_json
 from rlboost.shared.messages import JobCommand
 from rlboost.shared.page.files import STATIC
@@ -118,7 +118,7 @@ def build(
         responses=GUARDED_ERRORS | _STANDBY,
         dependencies=[Depends(leader_only)],
     )
-    for module in (sys.modules[__name__], history, fleet, access_tokens):
+    for module in (sys.modules[__name__], history, external, fleet, access_tokens):
         module.ROUTES.add_to(router)
     own_paths = {route.path.split("/")[2] for route in router.routes if isinstance(route, APIRoute)}
     for add_routes in extensions:
@@ -131,6 +131,7 @@ def build(
     app.state.scaler = scaler or FleetScaler(manager, bus, settings)
     app.state.followers = history.EventFollowers(bus)
     app.state.creating = asyncio.Lock()
+    app.state.external_reads = asyncio.Semaphore(external.MAX_READS)
     app.include_router(router)
     return app
 
@@ -225,15 +226,15 @@ def control(job: Job, action: Action, token: str) -> Op:
     return Append(names.JOB_CONTROLS, signed(command, token), JOB_CONTROLS_MAX_LEN)
 
 
-def _validated(raw: dict[str, Any]) -> JobSpec:
+def _validated(raw: dict[str, Any]) -> AnyJob:
     try:
-        return parse(raw)
+        return parse_any(raw)
     except InvalidJob as error:
         fields = [{"field": field, "error": text} for field, text in error.fields]
         raise Problem(422, "Invalid job", str(error), errors=fields) from error
 
 
-async def _create(manager: Manager, bus: Bus, token: str, job_id: str, spec: JobSpec) -> Job:
+async def _create(manager: Manager, bus: Bus, token: str, job_id: str, spec: AnyJob) -> Job:
     no = await bus.increment(names.JOB_COUNTER)
     while manager.world.jobs.numbered(no) is not None:  # Redis has lost its data since that job was numbered
         no = await bus.increment(names.JOB_COUNTER)
@@ -244,7 +245,9 @@ async def _create(manager: Manager, bus: Bus, token: str, job_id: str, spec: Job
     command = JobCommand(
         command_id=new_token(8), action="create", job_id=job_id, job_no=no, spec_json=spec_to_json(spec)
     )
-    await as_leader(manager.create_job(job, Append(names.JOB_COMMANDS, signed(command, token))))
+    # Trainers of the service take the jobs that are commanded; an external one attaches to a job that exists.
+    commands = [] if spec.kind == "external" else [Append(names.JOB_COMMANDS, signed(command, token))]
+    await as_leader(manager.create_job(job, commands))
     known = manager.world.jobs.get(job_id)
     return known.record if known else job
 

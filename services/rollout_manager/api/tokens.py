@@ -9,7 +9,7 @@ from fastapi import Path as PathParameter
 from pydantic import BaseModel, ConfigDict, Field
 
 from rlboost.services.rollout_manager.access import SECRET_BYTES, AccessToken, TokenTable, digest_of_secret
-from rlboost.services.rollout_manager.api.leader import AsLeader, Routes, of_app
+from rlboost.services.rollout_manager.api.leader import AsLeader, Routes, TheManager, find_job, of_app
 from rlboost.shared.http.problem import Problem, problems
 from rlboost.shared.http.scopes import TokenScope
 from rlboost.shared.ids import new_token
@@ -26,6 +26,7 @@ class TokenBody(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     scope: TokenScope
+    job: str = Field("", max_length=128, description="of scope trainer: id of the external job that it is for")
     name: str = Field("", max_length=100, description="what it is for, shown in lists")
     expires_s: float | None = Field(None, gt=0, description="seconds until it expires; null = never")
     id: str | None = Field(None, pattern=_ID, description="replaces a token of this id; null = a new id")
@@ -35,13 +36,18 @@ Table = Annotated[TokenTable, of_app("tokens")]
 ROUTES = Routes()
 
 
-@ROUTES("POST", "/tokens", "admin", "tokens", status_code=201)
-async def create_token(body: TokenBody, table: Table, write: AsLeader) -> dict[str, Any]:
+@ROUTES("POST", "/tokens", "admin", "tokens", status_code=201, responses=problems(404, 409))
+async def create_token(body: TokenBody, table: Table, manager: TheManager, write: AsLeader) -> dict[str, Any]:
     """Create an access token of a scope. The answer is the only one that has its secret."""
+    if (body.scope == "trainer") != bool(body.job):
+        raise Problem(422, "Invalid token", "job: name the job of a token of scope trainer, and of no other scope")
+    if body.job and find_job(manager.world.jobs, body.job).spec.kind != "external":
+        raise Problem(409, "Not an external job", f"job {body.job} is not of kind external: it needs no trainer token")
     secret, now = f"rlb_{new_token(SECRET_BYTES)}", time.time()
     token = AccessToken(
         id=body.id or new_token(8),
         scope=body.scope,
+        job_id=body.job,
         name=body.name,
         sha256=digest_of_secret(secret),
         created_at=now,

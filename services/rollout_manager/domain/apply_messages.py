@@ -32,7 +32,7 @@ from rlboost.services.rollout_manager.domain.workers import Fleet
 from rlboost.services.rollout_manager.domain.world import World, apply_closed, drop, remove_sample
 from rlboost.shared.errors import ConfigError, Unprocessable
 from rlboost.shared.ids import is_served, job_of
-from rlboost.shared.job.spec import JobSpec, parse_stored
+from rlboost.shared.job.spec import AnyJob, parse_stored
 from rlboost.shared.messages import (
     ENDED,
     Admitted,
@@ -347,12 +347,15 @@ def _on_command(world: World, command: JobCommand, now: Now) -> list[Effect]:
         return []
     job.record.newest_control = command.action
     effects: list[Effect] = [save_job(job.record)]
-    if command.action == "cancel":  # after a pause or a resume, the trainer reports the state
+    if command.action == "cancel":
         effects += enter_state(world, job, "cancelled", now)
+    elif job.record.spec.kind == "external" and job.record.started_at is not None:
+        effects += enter_state(world, job, "paused" if command.action == "pause" else "running", now)
+    # The trainer service reports the state itself.
     return effects
 
 
-def _spec_in(command: JobCommand) -> JobSpec:
+def _spec_in(command: JobCommand) -> AnyJob:
     try:
         return parse_stored(json.loads(command.spec_json))
     except (ValueError, ConfigError) as error:
@@ -381,6 +384,22 @@ def enter_state(world: World, job: JobEntry, state: JobState, now: Now, error: s
         for sample in [s for s in world.ledger.samples.values() if s.request.job_id == job.id]:
             effects += drop(world, sample, f"job {job.record.state}")
         job.on_ended()
+    return effects
+
+
+def pause_without_trainer(world: World, now: Now) -> list[Effect]:
+    """Pause external jobs that have been without a trainer for too long; the next request of one resumes them."""
+    effects: list[Effect] = []
+    for job in world.jobs.active():
+        spec, progress = job.record.spec, job.progress
+        if spec.kind != "external" or job.record.state != "running" or progress.trainer is not None:
+            continue
+        if progress.trainer_renewed_at is None or now.wall - progress.trainer_renewed_at < spec.pause_after_s:
+            continue
+        effects.append(
+            event("trainer_missing", now, job.id, trainer=job.record.trainer, pause_after_s=spec.pause_after_s)
+        )
+        effects += enter_state(world, job, "paused", now)
     return effects
 
 

@@ -25,7 +25,7 @@ from rlboost.shared.messages import (
 )
 from rlboost.shared.messages.codec import encode
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import Append, Expire, HashDelete, HashSet, Op, Trim, dead_letter_op
+from rlboost.shared.streams.bus import Append, Delete, Expire, HashDelete, HashSet, Op, Trim, dead_letter_op
 from rlboost.shared.streams.job_logs import log_ops
 
 FAILED = "failed"
@@ -166,8 +166,12 @@ def log_lines(job_id: str, worker: str, lines: Sequence[tuple[float, str]]) -> S
 
 def save_job(job: Job) -> Store:
     """Store the job's record as it is now: after its last change of the turn. What an ended job has stored expires."""
-    save = HashSet(names.JOBS, {job.id: to_json(job)})
-    return Store((save, *(Expire(key(job.id), ENDED_JOB_RETENTION_S) for key in _JOB_KEYS if job.ended)))
+    ops: list[Op] = [HashSet(names.JOBS, {job.id: to_json(job)})]
+    if job.ended:
+        ops += [Expire(key(job.id), ENDED_JOB_RETENTION_S) for key in _JOB_KEYS]
+        if job.spec.kind == "external":  # whose trainer may be gone: from now on it is superseded
+            ops += [Delete(key(job.id)) for key in (names.trainer_lease, names.trainer_epoch, names.external_trainer)]
+    return Store(tuple(ops))
 
 
 def forget_job(job_id: str) -> Store:

@@ -204,9 +204,10 @@ class Job:
         return {
             "id": self.id,
             "name": self.spec.name,
+            "kind": self.spec.kind,
             "state": self.state,
             "step": self.step,
-            "steps": self.spec.steps,
+            "steps": 0 if self.spec.kind == "external" else self.spec.steps,
             "created_at": self.created_at,
             "started_at": self.started_at,
             "finished_at": self.finished_at,

@@ -30,9 +30,14 @@ def job_wait_status(jobs: Jobs, fleet: Fleet, job: JobEntry) -> dict[str, Any] |
     progress = job.progress
     if progress.trainer_renewed_at is None:
         return None  # this manager has not read the trainer's lease yet
-    if (trainer := _present_trainer(progress)) is None:
-        because = "it does not renew its lease on this job: it died, cannot reach Redis, or cannot read the job: "
-        return public_wait("the trainer", because + "look at its log", progress.trainer_renewed_at, kind="trainer")
+    if (trainer := _present_trainer(job)) is None:
+        because = (
+            "it does not renew its lease on this job: it died, cannot reach Redis, or cannot read the job: look at "
+        )
+        because += "its log"
+        if job.record.spec.kind == "external":
+            because = "none is attached: start it again, or end the job with 'rlboost cancel'"
+        return public_wait("the trainer", because, progress.trainer_renewed_at, kind="trainer")
     if progress.stalled_since_unix_s is not None:
         because = f"samples are queued and no worker can take them: {_why_none(fleet)}"
         if job.audit.cost.budget_reached:
@@ -78,17 +83,18 @@ def job_phase(job: JobEntry) -> dict[str, Any] | None:
     Its fields are `name`; `step`, from 0; `since` (Unix seconds); and `last_s`, how long it took in the last step, None
     where that is not measured.
     """
-    if job.record.ended or (status := _present_trainer(job.progress)) is None:
+    if job.record.ended or (status := _present_trainer(job)) is None:
         return None
     name, step = status.phase, status.step
     latest = job.record.latest if step >= job.record.step else {}  # the step has just ended: these are its own metrics
     return {"name": name, "step": step, "since": status.phase_since, "last_s": _last_duration_s(name, latest)}
 
 
-def _present_trainer(progress: JobProgress) -> TrainerStatus | None:
-    """Return the status of the trainer that holds the job and renews its lease."""
-    if progress.trainer is None or progress.trainer_renewed_at is None:
-        return None
+def _present_trainer(job: JobEntry) -> TrainerStatus | None:
+    """Return the status of the trainer that holds the job and renews its lease, an external one at its own pace."""
+    progress = job.progress
+    if progress.trainer is None or progress.trainer_renewed_at is None or job.record.spec.kind == "external":
+        return progress.trainer
     is_renewed = progress.trainer_checked_at - progress.trainer_renewed_at <= TRAINER_SILENCE_S
     return progress.trainer if is_renewed else None
 
@@ -146,6 +152,8 @@ def _wait_of_pending(jobs: Jobs, pending: JobEntry) -> dict[str, Any]:
     """Return the wait of a pending job: for a resume, or for the jobs that hold the trainers, by state."""
     if pending.record.newest_control == "pause":
         return public_wait("a resume", "the job was paused before a trainer took it", pending.record.created_at)
+    if pending.record.spec.kind == "external":
+        return public_wait("its trainer", "none has attached yet", pending.record.created_at, kind="trainer")
     holders = [job for job in jobs.active() if job.record.state != "pending"]
     if not holders:
         because = f"no trainer has taken it: check 'rlboost ps'; 'rlboost logs {pending.id}' shows if none can read it"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from rlboost.shared.weights.access import WorkerAccess
+from rlboost.shared.weights.access import IssuedAccess
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.cached_version import cached_version
 from rlboost.shared.weights.manifest import Manifest, Part, TensorEntry
@@ -103,7 +103,7 @@ def _bytes(entry: TensorEntry, found: Any) -> bytes:
 class StoreWeights:
     """`ports.WeightSource` on one weight store."""
 
-    def __init__(self, puller: Puller, access: WorkerAccess) -> None:
+    def __init__(self, puller: Puller, access: IssuedAccess) -> None:
         """Use a puller whose client has this access."""
         self._puller = puller
         self._access = access

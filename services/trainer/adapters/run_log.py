@@ -21,7 +21,7 @@ import structlog
 
 from rlboost.services.trainer.adapters.wandb_child import STARTED
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.job.spec import BaseJob, WandbSpec, missing_log_libraries
+from rlboost.shared.job.spec import ServiceJob, WandbSpec, missing_log_libraries
 from rlboost.shared.settings import environment_without_settings
 
 log = structlog.get_logger(__name__)
@@ -160,7 +160,7 @@ class Wandb:
     If a step is trained again, W&B keeps the first row: its steps only increase.
     """
 
-    def __init__(self, wandb: WandbSpec, spec: BaseJob, job_id: str, folder: Path) -> None:
+    def __init__(self, wandb: WandbSpec, spec: ServiceJob, job_id: str, folder: Path) -> None:
         """Start or resume the run; its files are in `folder`.
 
         Raises:
@@ -230,7 +230,7 @@ class Wandb:
 # --- The loggers of a job file's `log` section: TensorBoard and Weights & Biases --------------------------------------
 
 
-def openers(spec: BaseJob, job_id: str, folder: Path) -> dict[str, Opener]:
+def openers(spec: ServiceJob, job_id: str, folder: Path) -> dict[str, Opener]:
     """Return the functions that create a job's loggers, by name; `folder` is the run's folder.
 
     Raises:

@@ -22,7 +22,7 @@ from rlboost.services.trainer.domain.plan import PlannedGroup
 from rlboost.services.trainer.domain.warnings import FaultWarnings
 from rlboost.services.trainer.ports.samples import Prompt
 from rlboost.services.trainer.ports.storage import JobResources
-from rlboost.shared.errors import BusUnavailable, DiskFull, Fatal, Fenced, WaitTimedOut
+from rlboost.shared.errors import BusUnavailable, ConfigError, DiskFull, Fatal, Fenced, WaitTimedOut
 from rlboost.shared.job.spec import GeneratingJob, JobSpec, SftJob, parse_stored
 from rlboost.shared.messages import Event, JobReport, JobState
 from rlboost.shared.process.waiting import Waits, retry_while
@@ -158,7 +158,10 @@ class Job:
             ConfigError, ValueError: this version cannot parse it.
 
         """
-        return parse_stored(json.loads(self.spec_json))
+        spec = parse_stored(json.loads(self.spec_json))
+        if spec.kind == "external":
+            raise ConfigError("a job of kind external is not run by the trainer service")
+        return spec
 
     @property
     def generating_spec(self) -> GeneratingJob:

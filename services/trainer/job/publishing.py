@@ -125,16 +125,17 @@ class VersionPublisher:
         return build_reference(canaries, await self._job.device.run(lambda: self._engine.logprobs([rows]))).encode()
 
     async def _commit(self, version: int, what: Exported, parity_json: str) -> None:
-        shards = self._engine.export_shards(what)
+        shards, epoch = self._engine.export_shards(what), self._job.lease.epoch
         if what == "adapter":
             await self._weights.publish(
                 version,
                 shards,
                 expect=self.head,
+                epoch=epoch,
                 base_version=BASE,
                 adapter_json=self._engine.adapter_json,
                 parity_json=parity_json,
             )
         else:
-            await self._weights.publish(version, shards, expect=self.head, parity_json=parity_json)
+            await self._weights.publish(version, shards, expect=self.head, epoch=epoch, parity_json=parity_json)
         self.head = version

@@ -90,6 +90,7 @@ class WeightPublisher(Protocol):
         shards: Iterable[Shard],
         *,
         expect: int,
+        epoch: int | None = None,
         base_version: int | None = None,
         adapter_json: str = "",
         parity_json: str = "",
@@ -100,12 +101,13 @@ class WeightPublisher(Protocol):
             version: the weight version.
             shards: the tensors.
             expect: the head before the commit.
+            epoch: of the trainer's lease on the job, which it must still hold; None: not checked.
             base_version: for an adapter, the version of its base model, which is retained as long as this one.
             adapter_json: for an adapter, PEFT's `adapter_config.json`.
             parity_json: what workers must reproduce, see `shared.model.parity_reference`.
 
         Raises:
-            Conflict: another version is the head.
+            Conflict: another version is the head, or another trainer holds the job.
 
         """
 

@@ -151,7 +151,7 @@ function drawJobLinks(jobs) {
 
 function drawJobs(jobs) {
   table($("job-table"), ["job", "state", "step", "reward", "now"], jobs.toReversed().map((job) => [
-    el("a", { href: `#/jobs/${encodeURIComponent(job.id)}` }, job.id), job.state, `${job.step} of ${job.steps ?? "-"}`,
+    el("a", { href: `#/jobs/${encodeURIComponent(job.id)}` }, job.id), job.state, `${job.step} of ${job.steps || "-"}`,
     number(job.latest?.["reward/mean"]), job.waiting ? `waiting for ${job.waiting.for}` : job.phase ? phaseName(job.phase) : ""]), "No job yet: 'rlboost run JOB.yaml' starts one.");
 }
 
@@ -235,10 +235,10 @@ function selectByKey(event) {
 function drawCards(job, rows, fleet, audit, cost, preempted, now) {
   const latest = (names) => curve(rows, names).points.at(-1)?.[1];
   const steps = timedSteps(rows, job).slice(-5), evaluations = curve(rows, CURVES.evaluation).points;
-  const left = steps.length ? ((job.steps - job.step) * steps.reduce((sum, row) => sum + row["time/step_s"], 0)) / steps.length : null;
+  const left = steps.length && job.steps ? ((job.steps - job.step) * steps.reduce((sum, row) => sum + row["time/step_s"], 0)) / steps.length : null;
   const end = job.finished_at ? Date.parse(job.finished_at) : now, saved = preempted.reduce((total, one) => total + one.tokens, 0);
   const cards = [
-    ["step", `${job.step} of ${job.steps}`],
+    ["step", job.steps ? `${job.step} of ${job.steps}` : number(job.step)],
     [TITLES[curve(rows, CURVES.reward).name].toLowerCase(), number(latest(CURVES.reward))],
     [`evaluation${evaluations.length > 1 ? `, from ${number(evaluations[0][1])}` : ""}`, number(evaluations.at(-1)?.[1])],
     ...(ENDED.includes(job.state) ? [["tokens/s", number(curve(timedSteps(rows, job), CURVES.throughput).points.at(-1)?.[1])]] : [["tokens/s now", number(fleet?.tokens_per_s)]]),

@@ -23,6 +23,7 @@ RUN_ELSEWHERE = (
     "from rlboost.environments import",  # tests/unit/repository/test_docs.py
     "from games import",  # tests/unit/repository/test_docs.py
     "client.",  # tests/integration/test_serving.py
+    "with Fleet(",  # tests/integration/test_external_trainers.py
 )
 """Texts in blocks that other tests run."""
 LOSS, SKIP = "batch: TokenBatch", "def skip("

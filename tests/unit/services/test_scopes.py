@@ -40,6 +40,13 @@ MANAGER = EVERYWHERE | {
     "POST /v1/jobs/{job_id}/pause": "job",
     "POST /v1/jobs/{job_id}/resume": "job",
     "POST /v1/jobs/{job_id}/cancel": "job",
+    "POST /v1/jobs/{job_id}/trainer": "trainer",
+    "PUT /v1/jobs/{job_id}/trainer": "trainer",
+    "DELETE /v1/jobs/{job_id}/trainer": "trainer",
+    "POST /v1/jobs/{job_id}/groups": "trainer",
+    "GET /v1/jobs/{job_id}/finished": "trainer",
+    "POST /v1/jobs/{job_id}/steps": "trainer",
+    "POST /v1/jobs/{job_id}/end": "trainer",
     "GET /v1/jobs/{job_id}/audit": "read",
     "GET /v1/jobs/{job_id}/cost": "read",
     "GET /v1/jobs/{job_id}/metrics": "read",
@@ -70,9 +77,10 @@ ADMITTED = {
     "admin": {"admin"},
     "job": {"admin", "job"},
     "read": {"admin", "job", "read"},
+    "trainer": {"admin", "job", "trainer"},
     "worker": {"admin", "worker"},
 }
-SCOPES: tuple[TokenScope, ...] = ("admin", "job", "read", "worker")
+SCOPES: tuple[TokenScope, ...] = ("admin", "job", "read", "trainer", "worker")
 _CLIENTS = itertools.count()
 
 

@@ -14,12 +14,15 @@ from rlboost.services.rollout_manager.fleet_loops import StoreCredentials
 from rlboost.services.rollout_manager.loop import Manager
 from rlboost.services.weight_store import api as store_api
 from rlboost.shared.http.access import (
+    Publishing,
     credential_holder,
+    issue_publishing_credential,
     issue_store_credential,
     may_download,
     may_upload,
     sign,
     store_authenticator,
+    store_principal,
 )
 from rlboost.shared.http.guard import Guard
 from rlboost.shared.messages import StoreCredential
@@ -39,7 +42,6 @@ DOWNLOADS = {
     "POST /v1/chunks/{digest}/verify",
     "GET /v1/models",
     "GET /v1/models/{job_id}",
-    "GET /v1/models/{job_id}/head",
     "GET /v1/models/{job_id}/versions/{version}",
     "GET /v1/models/{job_id}/versions/{version}/route",
 }
@@ -51,6 +53,7 @@ OTHERS = {
     "POST /v1/chunks/apply",
     "GET /v1/damaged-chunks",
     "DELETE /v1/models/{job_id}",
+    "GET /v1/models/{job_id}/head",
     "PUT /v1/models/{job_id}/versions/{version}/parts/{rank}",
     "POST /v1/models/{job_id}/versions/{version}/commit",
     "POST /v1/models/{job_id}/versions/{version}/pin",
@@ -179,6 +182,24 @@ def test_files_are_sent_to_holders_of_a_valid_token_only() -> None:
     assert not any(may(authorization) for authorization in ("", "Bearer ", CREDENTIAL, "Bearer other"))
 
 
-def test_files_are_received_from_holders_of_the_systems_token_only() -> None:
-    assert may_upload(f"Bearer {TOKEN}", TOKEN)
-    assert not any(may_upload(given, TOKEN) for given in (f"Bearer {CREDENTIAL}", "", "Bearer ", TOKEN, "Bearer other"))
+def test_files_are_received_from_trainers_only() -> None:
+    def may(authorization: str, now: float = NOW) -> bool:
+        return may_upload(authorization, TOKEN, lambda: now)
+
+    publishing = issue_publishing_credential(TOKEN, Publishing("sums-1", 3), NOW, LIFE_S)
+    assert may(f"Bearer {TOKEN}")
+    assert may(f"Bearer {publishing}")
+    assert not may(f"Bearer {publishing}", NOW + LIFE_S)
+    assert not may(f"Bearer {publishing.replace(':3:', ':4:')}")
+    assert not any(may(given) for given in (f"Bearer {CREDENTIAL}", "", "Bearer ", TOKEN, "Bearer other"))
+
+
+def test_publishing_credential_names_its_job_and_epoch_and_grants_nothing_else() -> None:
+    credential = issue_publishing_credential(TOKEN, Publishing("sums-1", 3), NOW, LIFE_S)
+    principal = store_principal(credential, TOKEN, NOW)
+    assert principal is not None
+    assert Publishing.parse(principal.subject) == ("sums-1", 3)
+    assert principal.may("publish")
+    assert not any(
+        principal.may(scope) for scope in ("admin", "job", "read", "session", "trainer", "weights", "worker")
+    )

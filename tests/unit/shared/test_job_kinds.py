@@ -65,8 +65,8 @@ def test_minimal_job_of_each_kind_parses_and_round_trips(kind: str) -> None:
             "reward: every function has weight 0 and is only logged: give one of them another weight",
         ),
         ("eval", {"eval": None}, "eval: should be a section with the keys every, samples, pass_reward"),
-        ("eval", {"kind": "test"}, "kind: 'test' is unknown: use 'rl', 'sft' or 'eval'"),
-        ("eval", {"kind": ["sft"]}, "kind: should be 'rl', 'sft' or 'eval'"),
+        ("eval", {"kind": "test"}, "kind: 'test' is unknown: use 'rl', 'sft', 'eval' or 'external'"),
+        ("eval", {"kind": ["sft"]}, "kind: should be 'rl', 'sft', 'eval' or 'external'"),
     ],
 )
 def test_missing_setting_of_a_kind_is_named(kind: str, changes: dict[str, Any], text: str) -> None:

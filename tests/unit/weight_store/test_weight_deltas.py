@@ -19,6 +19,7 @@ from rlboost.services.weight_store.ports import StoreFull
 from rlboost.shared.errors import NotFound, Undecodable
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams.fakes import MemoryBus
+from rlboost.shared.weights.access import ManifestKey
 from rlboost.shared.weights.delta_graph import Route, VersionEdges, lists_of, plan
 from rlboost.shared.weights.manifest import ChunkRef, Part, TensorEntry, digest_of
 from rlboost.shared.weights.publisher import Delta, DeltaEncoder
@@ -70,6 +71,7 @@ class World:
             MemoryBus(),
             Waits(),
             metrics,
+            sign=ManifestKey("token").sign,
             keep_versions=2,
             clock=lambda: self.now,
         )

@@ -25,6 +25,7 @@ from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import HashSet
 from rlboost.shared.streams.fakes import MemoryBus
+from rlboost.shared.weights.access import ManifestKey
 from rlboost.shared.weights.delta import encode_delta
 from rlboost.shared.weights.delta_graph import Edge, lists_of
 from rlboost.shared.weights.manifest import ChunkRef, Part, TensorEntry, digest_of
@@ -72,6 +73,7 @@ class World:
             self.bus,
             Waits(),
             metrics,
+            sign=ManifestKey("token").sign,
             keep_versions=1,
             clock=lambda: self.now,
         )

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from rlboost.shared.errors import BadSignature, ConfigError
-from rlboost.shared.weights.access import ManifestKey, WorkerAccess, check_manifest
+from rlboost.shared.weights.access import IssuedAccess, ManifestKey, check_manifest
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.manifest import ChunkRef, Manifest, Part, TensorEntry, digest_of
-from rlboost.shared.weights.rest_models import CommitRequest
 
 KEY = ManifestKey("token")
 A, B = digest_of(b"a"), digest_of(b"b")
@@ -52,7 +51,7 @@ def test_key_depends_on_the_token_alone() -> None:
     ],
 )
 def test_changed_manifest_is_refused(change: dict[str, object]) -> None:
-    with pytest.raises(BadSignature, match="not signed by this system's trainer"):
+    with pytest.raises(BadSignature, match="not signed by this system's weight store"):
         check_manifest(SIGNED.model_copy(update=change), KEY.public)
 
 
@@ -61,21 +60,9 @@ def test_malformed_public_key_is_a_setting_error() -> None:
         check_manifest(SIGNED, "00")
 
 
-def test_commit_states_what_the_manifest_states() -> None:
-    request = CommitRequest(expect=2, parts=(part(A).digest,), config_json="{}", parity_json="[]")
-    assert request.statement("job", 3) == UNSIGNED.statement()
-
-
 def test_client_refuses_the_manifest_of_another_version() -> None:
-    client = StoreClient("http://store", WorkerAccess("credential", KEY.public))
+    client = StoreClient("http://store", IssuedAccess("credential", KEY.public))
     assert client._verified(SIGNED.encode(), "job", 3) == SIGNED
     for job_id, version in (("job", 4), ("another", 3)):
         with pytest.raises(BadSignature, match="that of version 3 of job job"):
             client._verified(SIGNED.encode(), job_id, version)
-
-
-async def test_worker_cannot_commit() -> None:
-    client = StoreClient("http://store", WorkerAccess("credential", KEY.public))
-    request = CommitRequest(expect=-1, parts=(part(A).digest,), config_json="{}")
-    with pytest.raises(ConfigError, match="without the system's token"):
-        await client.commit("job", 0, request)

@@ -1,0 +1,557 @@
+"""A fleet of spot workers for a trainer of your own.
+
+    with Fleet("http://manager:8700", token, job="sums", model="Qwen/Qwen3-0.6B") as fleet:
+        for step in range(fleet.version + 1, 100):
+            fleet.publish(model)
+            for group in fleet.generate(prompts, n=8, max_tokens=512):
+                batch.add(group)
+            update(model, batch)
+            fleet.complete_step({"loss": loss})
+
+`Fleet` blocks, `AsyncFleet` is the same with `async` and `await`. A trainer that is started again with the same job
+gets the same samples for the same calls of `generate` in a step, without generating them again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections import defaultdict
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+from urllib.parse import quote
+
+import msgpack
+
+from rlboost.client import Client, ClientError
+from rlboost.shared.errors import ConfigError, Conflict, RLBoostError
+from rlboost.shared.ids import new_token
+from rlboost.shared.process.waiting import Waits
+from rlboost.shared.streams.entries import position
+from rlboost.shared.weights.access import IssuedAccess
+from rlboost.shared.weights.client import StoreClient
+from rlboost.shared.weights.publisher import Publisher
+from rlboost.shared.wire import I32, floats, ints, pack
+
+T = TypeVar("T")
+
+LEASE_S = 30.0
+_NOT_FOUND = 404
+_CONFLICT = 409
+_MSGPACK = "application/msgpack"
+_WAIT_S = 20.0
+"""How long one request waits for the next sample."""
+_GROUPS_PER_REQUEST = 256
+
+
+class Superseded(RLBoostError):
+    """Another trainer has attached to the job, or the job has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One completion."""
+
+    tokens: list[int]
+    """With its stop token when there is one."""
+    logprobs: list[float]
+    """Of each token, in nats, under the weights that generated it and the sampling temperature."""
+    finish: str
+    """`stop`, or `length` for a completion that was cut off."""
+    spans: list[tuple[str, int, int]]
+    """(worker, weight version, number of tokens), in order."""
+    attempts: int
+    """Times that it was placed on a worker."""
+
+
+@dataclass(slots=True)
+class Group:
+    """The completions of one prompt."""
+
+    index: int
+    """Of its prompt among those of the call."""
+    samples: list[Sample]
+    """In the order of their ids."""
+    dropped: list[str]
+    """Why samples are missing; one text each."""
+
+
+@dataclass(slots=True)
+class _Open:
+    """A group that is being generated; by member."""
+
+    n: int = 0
+    """0: it was not requested since this trainer attached."""
+    samples: dict[int, Sample] = field(default_factory=dict)
+    dropped: dict[int, str] = field(default_factory=dict)
+    read_after: str = ""
+    """A position before its first sample; empty before that was read."""
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def check_done(self) -> None:
+        if self.n and len(self.samples) + len(self.dropped) >= self.n:
+            self.done.set()
+
+
+class _Attachment:
+    """One trainer's hold of its job: calls of the REST API, and a thread that renews the lease."""
+
+    def __init__(self, client: Client, job_id: str, options: Mapping[str, Any]) -> None:
+        self.client, self.job_id = client, job_id
+        self.path = f"/jobs/{quote(job_id, safe='')}"
+        self.attached = client.request("POST", f"{self.path}/trainer", json=dict(options)).json()
+        self.epoch: int = self.attached["epoch"]
+        self.access = IssuedAccess(self.attached["store_credential"], "")
+        self.lost: RLBoostError | None = None
+        self.phase = "training"
+        self._stop = threading.Event()
+        self._renewing = threading.Thread(target=self._renew, args=(options["lease_s"] / 4,), daemon=True)
+        self._renewing.start()
+
+    def call(self, method: str, part: str, body: Mapping[str, Any] | None = None, **options: Any) -> Any:
+        """Return the answer to a request below the job, which names the epoch.
+
+        Raises:
+            Superseded: this trainer no longer has the job.
+            ClientError: the request is rejected, or the manager does not answer.
+
+        """
+        if self.lost:
+            raise self.lost
+        if body is not None:
+            options["json"] = {"epoch": self.epoch, **body}
+        try:
+            return self.client.request(method, f"{self.path}/{part}", **options)
+        except ClientError as error:
+            if error.status == _CONFLICT and error.title in {"Superseded", "Job over"}:
+                self.lost = Superseded(error.detail)
+                raise self.lost from error
+            raise
+
+    def _renew(self, every_s: float) -> None:
+        while not self._stop.wait(every_s):
+            with suppress(RLBoostError):  # the next call of the trainer says why
+                answer = self.call("PUT", "trainer", {"phase": self.phase}).json()
+                self.access.credential = answer["store_credential"]
+            if self.lost:
+                return
+
+    def close(self) -> None:
+        """Let another trainer attach at once."""
+        self._stop.set()
+        self._renewing.join()
+        with suppress(RLBoostError):
+            self.call("DELETE", "trainer", params={"epoch": self.epoch})
+
+
+class AsyncFleet:
+    """The trainer of one job of kind `external`.
+
+    Args:
+        url: of the manager, without `/v1`.
+        token: the system's, or one of scope `job`; or of scope `trainer` for a job that exists.
+        job: name of the job, which is created if there is none, or its id.
+        model: folder or Hugging Face id, whose tokenizer and template the endpoint uses; to create the job.
+        trainer: this trainer's name; by default this machine's.
+        replace: attach also if another trainer is attached, which then fails with `Superseded`.
+        deltas: publish lossless deltas, which costs host memory for one copy of the model.
+        retry_for_s: how long to retry while the manager or the weight store is unavailable.
+        price_per_hour: dollars for this trainer's machines, which count in the job's cost.
+        lease_s: how long this trainer may be silent until another may attach.
+        spec: further keys of the job file, such as `elastic` and `pause_after_s`, to create the job.
+
+    """
+
+    def __init__(  # noqa: PLR0913 - by keyword
+        self,
+        url: str,
+        token: str,
+        *,
+        job: str,
+        model: str = "",
+        trainer: str = "",
+        replace: bool = False,
+        deltas: bool = False,
+        retry_for_s: float = 300.0,
+        price_per_hour: float = 0.0,
+        lease_s: float = LEASE_S,
+        **spec: Any,
+    ) -> None:
+        """Connect when it is entered."""
+        self._client = Client(url, token, retry_for_s=retry_for_s, read_timeout_s=_WAIT_S + 20.0)
+        self._job, self._spec = job, {"kind": "external", "name": job, "model": model, **spec}
+        self._options = {
+            "trainer": f"{trainer or socket.gethostname()[:40].strip('.-_') or 'trainer'}-{new_token()}",
+            "replace": replace,
+            "price_per_hour": price_per_hour,
+            "lease_s": lease_s,
+        }
+        self._deltas, self._retry_for_s = deltas, retry_for_s
+        self._open: defaultdict[tuple[int, int], _Open] = defaultdict(_Open)
+        """(step, number) -> the group."""
+        self._numbers: defaultdict[int, int] = defaultdict(int)
+        """Step -> groups that were requested."""
+        self._reading: asyncio.Task[None] | None = None
+        self._attachment: _Attachment | None = None
+        self._store: StoreClient | None = None
+        self._config_json = ""
+
+    # --- attaching ---
+
+    async def __aenter__(self) -> Self:
+        """Attach to the job; create it if there is none."""
+        try:
+            self._attachment = await asyncio.to_thread(self._attach)
+            await self._begin(self._at.attached)
+        except BaseException:
+            await self.__aexit__(None, None, None)
+            raise
+        return self
+
+    async def _begin(self, attached: Mapping[str, Any]) -> None:
+        self._cursor: str = attached["checkpoint"]["cursor"]
+        self._checkpointed: int = attached["checkpoint"]["step"]
+        self._store = StoreClient(attached["weight_store_url"], self._at.access)
+        self._publisher = Publisher(self._store, Waits(), limit_s=self._retry_for_s, deltas=self._deltas)
+        head = await self._publisher.head(self.job_id)
+        self.version: int = -1 if head is None else head.version
+        """The newest version; -1 before the first."""
+        self._may_have_newest = self.version >= 0
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        """Leave the job as it is; another trainer can attach at once."""
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.wait([self._reading])
+        if self._store is not None:
+            await self._store.close()
+        if self._attachment is not None:
+            await asyncio.to_thread(self._attachment.close)
+        self._client.close()
+
+    def _attach(self) -> _Attachment:
+        try:
+            return self._attach_to(self._job)  # a token of scope `trainer` may do nothing else
+        except ClientError as error:
+            if error.status != _NOT_FOUND:
+                raise
+        found = [
+            job["id"]
+            for job in self._client.jobs.list()
+            if job["name"] == self._job and job["kind"] == "external" and not job["finished_at"]
+        ]
+        if not found and not self._spec["model"]:
+            raise ConfigError(f"there is no external job {self._job!r}: give model, with which it is created")
+        return self._attach_to(found[-1] if found else self._client.jobs.create(self._spec)["id"])
+
+    def _attach_to(self, job_id: str) -> _Attachment:
+        return _Attachment(self._client, job_id, self._options)
+
+    @property
+    def _at(self) -> _Attachment:
+        if self._attachment is None:
+            raise ConfigError("the fleet is not attached to a job: use it in a 'with' block")
+        return self._attachment
+
+    @property
+    def job_id(self) -> str:
+        """Id of the job, with which a successor finds it."""
+        return self._at.job_id
+
+    # --- weights ---
+
+    async def publish(self, weights: Any, *, config: Mapping[str, Any] | str | Path | None = None) -> int:
+        """Publish weights as the next version, and return its number; workers pull it from then on.
+
+        The first time after it was attached, a trainer that has the newest version's weights publishes nothing and gets
+        its number: one that was started again continues its step.
+
+        Args:
+            weights: a `torch.nn.Module`, a mapping of Hugging Face names to tensors, or a folder with safetensors. They
+                must not change until this returns.
+            config: the model's Hugging Face configuration: a mapping, or a folder with `config.json`. By default that
+                of the module or folder, or that of the version before.
+
+        Raises:
+            Superseded: another trainer holds the job, or has published.
+            ConfigError: the configuration is not known.
+
+        """
+        self._config_json = await asyncio.to_thread(_config_json, weights, config) or self._config_json
+        if not self._config_json:
+            raise ConfigError("give config: the configuration of the model (config.json) with the first version")
+        before, self._at.phase = self._at.phase, "publishing"
+        try:
+            if self._may_have_newest:
+                self._may_have_newest = False
+                with suppress(Conflict):  # the newest version has other weights
+                    await self._commit(self.version, weights)
+                    return self.version
+            await self._commit(self.version + 1, weights)
+        except Conflict as error:
+            raise Superseded(str(error)) from error
+        finally:
+            self._at.phase = before
+        self.version += 1
+        return self.version
+
+    async def _commit(self, version: int, weights: Any) -> None:
+        from rlboost.shared.weights.torch_tensors import named_shards  # noqa: PLC0415 - imports torch
+
+        part = await self._publisher.publish(self.job_id, version, 0, named_shards(weights))
+        await self._publisher.commit(
+            self.job_id,
+            version,
+            expect=self.version,
+            part_digests=[part.digest],
+            config_json=self._config_json,
+        )
+
+    # --- samples ---
+
+    async def generate(  # noqa: PLR0913 - by keyword
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        n: int = 1,
+        max_tokens: int = 256,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        stop_token_ids: Sequence[int] = (),
+        max_staleness: int = 0,
+        seed: int = 0,
+        step: int | None = None,
+    ) -> AsyncGenerator[Group, None]:
+        """Yield a group of `n` completions of each prompt, in the order in which they are complete.
+
+        Args:
+            prompts: token ids of each.
+            n: completions of each.
+            max_tokens: most tokens of a completion.
+            temperature: of sampling; 0 is greedy.
+            top_p: of sampling; log-probabilities stay those of the whole distribution.
+            stop_token_ids: tokens that end a completion.
+            max_staleness: how many versions older than the newest a token's may be.
+            seed: of the draws.
+            step: to which the groups belong; by default the newest version. The calls of a step are known by their
+                order: a trainer that repeats them gets the same samples.
+
+        Raises:
+            Superseded: another trainer has attached, or the job has ended.
+            ClientError: a request is rejected.
+
+        """
+        step = self.version if step is None else step
+        sampling = {
+            "temperature": temperature,
+            "top_p": top_p,
+            "max_tokens": max_tokens,
+            "stop_token_ids": list(stop_token_ids),
+        }
+        first = self._numbers[step]
+        self._numbers[step] += len(prompts)
+        groups = [
+            {
+                "step": step,
+                "number": first + i,
+                "prompt": pack(prompt, I32),
+                "n": n,
+                "sampling": sampling,
+                "version": self.version,
+                "max_staleness": max_staleness,
+                "seed": seed,
+            }
+            for i, prompt in enumerate(prompts)
+        ]
+        for at in range(0, len(groups), _GROUPS_PER_REQUEST):
+            body = msgpack.packb({"epoch": self._at.epoch, "groups": groups[at : at + _GROUPS_PER_REQUEST]})
+            await self._call("POST", "groups", content=body, headers={"Content-Type": _MSGPACK})
+        for i in range(len(prompts)):
+            group = self._open[step, first + i]
+            group.n = n
+            group.check_done()
+        async for index in self._completed(step, first, len(prompts)):
+            group = self._open[step, first + index]
+            samples, dropped = dict(sorted(group.samples.items())), dict(sorted(group.dropped.items()))
+            group.samples, group.dropped = {}, {}
+            yield Group(index, list(samples.values()), list(dropped.values()))
+
+    async def _completed(self, step: int, first: int, n: int) -> AsyncIterator[int]:
+        """Yield the indexes of groups as they are complete."""
+        waiting = {
+            asyncio.create_task(self._open[step, first + i].done.wait(), name=f"group-{step}-{first + i}"): i
+            for i in range(n)
+        }
+        before, self._at.phase = self._at.phase, "generating"
+        try:
+            while waiting:
+                reading = self._ensure_reading()
+                await asyncio.wait([*waiting, reading], return_when=asyncio.FIRST_COMPLETED)
+                for task in [task for task in waiting if task.done()]:
+                    yield waiting.pop(task)
+                if reading.done() and waiting:
+                    reading.result()  # its error
+        finally:
+            self._at.phase = before
+            for task in waiting:
+                task.cancel()
+
+    def _ensure_reading(self) -> asyncio.Task[None]:
+        if self._reading is None or self._reading.done():
+            self._reading = asyncio.create_task(self._read(), name="finished-samples")
+        return self._reading
+
+    async def _read(self) -> None:
+        """Read finished samples while a requested group is incomplete."""
+        while any(group.n and not group.done.is_set() for group in self._open.values()):
+            query = {"epoch": self._at.epoch, "after": self._cursor, "wait_s": _WAIT_S, "limit": 4096}
+            answer = msgpack.unpackb(
+                (await self._call("GET", "finished", params=query, headers={"Accept": _MSGPACK})).content
+            )
+            for one in answer["samples"]:
+                self._add(one)
+            self._cursor = answer["cursor"]
+
+    def _add(self, one: Mapping[str, Any]) -> None:
+        if one["step"] < self._checkpointed:
+            return
+        group = self._open[one["step"], one["number"]]
+        group.read_after = group.read_after or self._cursor
+        if "dropped" in one:
+            group.dropped[one["member"]] = one["dropped"]
+        else:
+            spans = [(span["worker"], span["version"], span["tokens"]) for span in one["spans"]]
+            group.samples[one["member"]] = Sample(
+                ints(one["tokens"]), floats(one["logprobs"]), one["finish"], spans, one["attempts"]
+            )
+        group.check_done()
+
+    # --- steps ---
+
+    async def complete_step(self, metrics: Mapping[str, float] | None = None, *, step: int | None = None) -> None:
+        """Report a step as complete, with metrics for the job's page; by default that of the newest version."""
+        body = {"step": self.version if step is None else step, "metrics": dict(metrics or {})}
+        await self._call("POST", "steps", body)
+
+    async def checkpointed(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
+        """Release the samples of this and earlier steps: a checkpoint of your own has what was learned from them.
+
+        A successor continues with step `step + 1`.
+        """
+        later = [group.read_after for (of, _), group in self._open.items() if of > step and group.read_after]
+        cursor = min([self._cursor, *later], key=position)
+        body = {"step": step, "metrics": dict(metrics or {}), "checkpoint": {"step": step + 1, "cursor": cursor}}
+        await self._call("POST", "steps", body)
+        self._checkpointed = max(self._checkpointed, step + 1)
+        for key in [key for key in self._open if key[0] <= step]:
+            del self._open[key]
+        for of in [of for of in self._numbers if of <= step]:
+            del self._numbers[of]
+
+    async def end(self, error: str = "") -> None:
+        """End the job: as complete, or as failed with an error."""
+        await self._call("POST", "end", {"error": error})
+
+    async def _call(self, *arguments: Any, **options: Any) -> Any:
+        return await asyncio.to_thread(self._at.call, *arguments, **options)
+
+
+class Fleet:
+    """`AsyncFleet` with methods that block: its arguments, attributes and methods."""
+
+    def __init__(self, url: str, token: str, **options: Any) -> None:
+        """Connect when it is entered, or with `open`."""
+        self._fleet = AsyncFleet(url, token, **options)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="fleet", daemon=True)
+
+    def open(self) -> Self:
+        """Attach to the job."""
+        self._thread.start()
+        try:
+            self._run(self._fleet.__aenter__())
+        except BaseException:
+            self._end_loop()
+            raise
+        return self
+
+    def close(self) -> None:
+        """Leave the job as it is; another trainer can attach at once."""
+        try:
+            self._run(self._fleet.__aexit__(None, None, None))
+        finally:
+            self._end_loop()
+
+    def __enter__(self) -> Self:
+        """Attach to the job."""
+        return self.open()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Leave the job as it is."""
+        self.close()
+
+    @property
+    def job_id(self) -> str:
+        """Id of the job."""
+        return self._fleet.job_id
+
+    @property
+    def version(self) -> int:
+        """The newest version; -1 before the first."""
+        return self._fleet.version
+
+    def publish(self, weights: Any, **options: Any) -> int:
+        """See `AsyncFleet.publish`."""
+        return self._run(self._fleet.publish(weights, **options))
+
+    def generate(self, prompts: Sequence[Sequence[int]], **options: Any) -> Iterator[Group]:
+        """See `AsyncFleet.generate`."""
+        groups = self._fleet.generate(prompts, **options)
+
+        async def following() -> Group | None:
+            return await anext(groups, None)
+
+        try:
+            while (group := self._run(following())) is not None:
+                yield group
+        finally:
+            if not self._loop.is_closed():
+                self._run(groups.aclose())
+
+    def complete_step(self, metrics: Mapping[str, float] | None = None, *, step: int | None = None) -> None:
+        """See `AsyncFleet.complete_step`."""
+        self._run(self._fleet.complete_step(metrics, step=step))
+
+    def checkpointed(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
+        """See `AsyncFleet.checkpointed`."""
+        self._run(self._fleet.checkpointed(step, metrics))
+
+    def end(self, error: str = "") -> None:
+        """See `AsyncFleet.end`."""
+        self._run(self._fleet.end(error))
+
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def _end_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+def _config_json(weights: Any, config: Mapping[str, Any] | str | Path | None) -> str:
+    """Return a model's configuration as JSON, empty if it is not given."""
+    if isinstance(config, Mapping):
+        return json.dumps(config)
+    if config is None and hasattr(weights, "config"):
+        return str(weights.config.to_json_string(use_diff=False))
+    folder = config or (weights if isinstance(weights, str | Path) else None)
+    return "" if folder is None else Path(folder, "config.json").read_text(encoding="utf-8")

@@ -1,0 +1,483 @@
+"""`/v1/jobs/{job}/trainer` and below: the trainer of a job of kind `external`, outside of this system.
+
+A trainer attaches to its job, which gives it the next epoch of the lease that trainers hold on jobs. Every later
+request names the epoch, renews the lease, and is rejected once another trainer has attached. What the trainer service
+writes to Redis is written here on behalf of the trainer, fenced by its epoch: the groups that it requests, and its
+reports. It uploads weights to the weight store itself, with a credential of the same epoch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+import msgpack
+from fastapi import Depends, Query, Request, Response
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from rlboost.services.rollout_manager.api.leader import OneJob, Routes, TheBus, TheManager, TheSettings, of_app
+from rlboost.services.rollout_manager.domain.jobs import Job
+from rlboost.services.rollout_manager.loop import Manager
+from rlboost.services.rollout_manager.settings import Settings
+from rlboost.shared.errors import Fenced
+from rlboost.shared.http.access import STORE_CREDENTIAL_LIFE_S, Publishing, issue_publishing_credential
+from rlboost.shared.http.guard import limits_body, principal_of
+from rlboost.shared.http.problem import Problem, Responses, problems, success
+from rlboost.shared.ids import MAX_GROUP_SIZE, MAX_GROUPS_PER_STEP, MAX_STEPS, SampleId
+from rlboost.shared.job.fleet import MAX_STALENESS, MIN_TEMPERATURE
+from rlboost.shared.messages import (
+    GroupRequested,
+    JobReport,
+    JobState,
+    SampleDropped,
+    SampleFinished,
+    Sampling,
+    StepReport,
+    TrainerStatus,
+)
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import Append, Bus, Delete, Fence, HashSet, Op, Renew, Trim
+from rlboost.shared.streams.entries import START, after, position
+from rlboost.shared.streams.fenced_lease import FencedLease
+from rlboost.shared.validation import describe
+from rlboost.shared.wire import I32, floats, ints, pack
+
+MSGPACK = "application/msgpack"
+MAX_BODY_BYTES = 64 << 20
+MAX_READS = 8
+"""Concurrent reads of finished samples; each takes one of the bus's connections."""
+BLOCK_S = 0.25
+"""How long one read of finished samples waits."""
+COMMIT_WAIT_S = 10.0
+"""How long a request for groups of a version waits for the announcement of its commit."""
+NAME_PREFIX = "external:"
+"""Before the name of a trainer, so that no reserved worker of a trainer service of that name serves its jobs."""
+
+ROUTES = Routes()
+_ERRORS: Responses = problems(403, 404, 409, 422)
+_TRAINER, _RELEASED = "trainer", "released"
+"""Fields of `names.external_trainer`."""
+_CURSOR = r"^\d{1,20}-\d{1,20}$"
+_B = TypeVar("_B", bound=BaseModel)
+Epoch = Annotated[int, Field(ge=1, description="of this trainer: what attaching returned")]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True)
+
+
+class AttachBody(_Body):
+    """A trainer that attaches to its job."""
+
+    trainer: str = Field(
+        min_length=1,
+        max_length=100,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="name of its process: one that attaches again under its name takes its own place",
+    )
+    lease_s: float = Field(30.0, ge=2, le=120, description="how long the trainer may be silent until it counts as gone")
+    replace: bool = Field(
+        False, description="attach also if another trainer is present, which is rejected from then on"
+    )
+    price_per_hour: float = Field(0.0, ge=0, description="dollars for the trainer's machines, for the cost of the job")
+
+
+class RenewBody(_Body):
+    """A trainer that is alive."""
+
+    epoch: Epoch
+    phase: str = Field("training", min_length=1, max_length=40, description="what it does, shown to people")
+
+
+class SamplingBody(_Body):
+    """How samples are drawn. Log-probabilities are of the whole distribution at the temperature, or at 1 if it is 0."""
+
+    temperature: float = Field(1.0, ge=0, le=10)
+    top_p: float = Field(1.0, gt=0, le=1)
+    max_tokens: int = Field(256, ge=1, lt=1 << 24)
+    stop_token_ids: tuple[Annotated[int, Field(ge=0, lt=1 << 31)], ...] = Field((), max_length=64)
+
+    def resolved(self) -> Sampling:
+        """Return the sampling of a request, whose tokens are trained on."""
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            detail = f"sampling.temperature: should be 0 (greedy), or {MIN_TEMPERATURE} or more"
+            raise Problem(422, "Invalid group", detail)
+        return Sampling(**self.model_dump(), whole_logprobs=True)
+
+
+def _column(given: Any) -> bytes:
+    """Return token ids as an int32 column."""
+    if isinstance(given, bytes):
+        if len(given) % 4:
+            raise ValueError("should be an int32 column")
+        return given
+    if not isinstance(given, list) or not all(type(token) is int and 0 <= token < 1 << 31 for token in given):
+        raise ValueError("should be a list of token ids")
+    return pack(given, I32)
+
+
+class GroupBody(_Body):
+    """A group of samples of one prompt. Its step and number name it: a repeated request is the same group."""
+
+    step: int = Field(ge=0, lt=MAX_STEPS)
+    number: int = Field(ge=0, lt=MAX_GROUPS_PER_STEP, description="within the step")
+    prompt: Annotated[bytes, BeforeValidator(_column)] = Field(
+        min_length=4, description="token ids: a list, or in msgpack also an int32 column"
+    )
+    n: int = Field(1, ge=1, le=MAX_GROUP_SIZE)
+    sampling: SamplingBody = SamplingBody()
+    version: int | None = Field(None, ge=0, description="newest weight version that may generate it; null = the newest")
+    max_staleness: int = Field(0, ge=0, le=MAX_STALENESS, description="how many versions older its tokens may be")
+    seed: int = Field(0, ge=0, lt=1 << 63, description="of the draws, together with the sample's own id")
+
+
+class GroupsBody(_Body):
+    """Groups to generate."""
+
+    epoch: Epoch
+    groups: tuple[GroupBody, ...] = Field(min_length=1, max_length=4096)
+
+
+class Checkpoint(_Body):
+    """What a trainer has stored: it never asks again for earlier samples."""
+
+    step: int = Field(ge=0, le=MAX_STEPS, description="groups of earlier steps are not requested again")
+    cursor: str = Field(pattern=_CURSOR, description="finished samples up to it are not read again")
+
+
+class StepBody(_Body):
+    """A step that is complete."""
+
+    epoch: Epoch
+    step: int = Field(ge=0, lt=MAX_STEPS)
+    metrics: dict[str, float] = Field({}, max_length=500)
+    wait_s: float = Field(0.0, ge=0, description="how long it waited for samples")
+    train_s: float = Field(0.0, ge=0, description="how long it trained")
+    checkpoint: Checkpoint | None = None
+
+
+class EndBody(_Body):
+    """A job that ends."""
+
+    epoch: Epoch
+    error: str = Field("", max_length=10_000, description="why it failed; empty if it is complete")
+
+
+# --- the trainer that is attached -------------------------------------------------------------------------------------
+
+
+class _Trainer(BaseModel):
+    """The stored record of the trainer that attached last: a field of `names.external_trainer`."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    epoch: int
+    lease_s: float
+    price_per_hour: float
+    phase: str = "training"
+    phase_since: float
+    """Unix seconds."""
+
+    def status(self, job: Job) -> str:
+        """Return the value of its lease, which each renewal changes."""
+        status = TrainerStatus(
+            trainer=self.name,
+            phase=self.phase,
+            step=job.step,
+            phase_since=self.phase_since,
+            price_per_hour=self.price_per_hour,
+            waiting=None,
+            at=time.time(),
+        )
+        return status.model_dump_json()
+
+    def report(self, job: Job, state: JobState, error: str = "") -> Op:
+        """Return the operation that reports the job's state."""
+        report = JobReport(job_id=job.id, state=state, step=job.step, error=error, trainer=NAME_PREFIX + self.name)
+        return Append(names.JOB_REPORTS, report)
+
+
+class _Job(NamedTuple):
+    """The job in the path, and what Redis has of its trainer."""
+
+    record: Job
+    bus: Bus
+
+    async def trainer(self, epoch: int) -> _Trainer:
+        """Return the trainer that attached last.
+
+        Raises:
+            Problem: it has another epoch.
+
+        """
+        text = await self.bus.hash_get(names.external_trainer(self.record.id), _TRAINER)
+        found = _Trainer.model_validate_json(text) if text else None
+        if found is None or found.epoch != epoch:
+            raise self.superseded(epoch)
+        return found
+
+    async def write(self, trainer: _Trainer, ops: Sequence[Op] = ()) -> None:
+        """Renew the trainer's lease and apply its operations, in one transaction; a job that was left alone runs again.
+
+        Raises:
+            Problem: another trainer has attached; nothing was written.
+
+        """
+        job = self.record
+        is_left_alone = job.state == "paused" and job.newest_control != "pause"
+        resumed = [trainer.report(job, "running")] if is_left_alone else []
+        renewal = Renew(names.trainer_lease(job.id), trainer.status(job), trainer.lease_s)
+        try:
+            await self.bus.transact([renewal, *resumed, *ops], Fence(names.trainer_epoch(job.id), trainer.epoch))
+        except Fenced as error:
+            raise self.superseded(trainer.epoch) from error
+
+    def superseded(self, epoch: int) -> Problem:
+        """Return the error of a trainer that does not hold the job."""
+        detail = f"the trainer of epoch {epoch} does not hold job {self.record.id}: another one has attached since"
+        return Problem(409, "Superseded", detail)
+
+
+async def _external_job(job: OneJob, request: Request, bus: TheBus) -> _Job:
+    principal = principal_of(request)
+    if principal.scope == "trainer" and principal.subject != job.id:
+        raise Problem(403, "Forbidden", f"this token is for the trainer of job {principal.subject} only")
+    if job.spec.kind != "external":
+        detail = f"job {job.id} is of kind {job.spec.kind}: only jobs of kind external have a trainer of their own"
+        raise Problem(409, "Not an external job", detail)
+    if job.ended:
+        raise Problem(409, "Job over", f"job {job.id} has ended ({job.state}): create another one")
+    return _Job(job, bus)
+
+
+ExternalJob = Annotated[_Job, Depends(_external_job)]
+
+
+@ROUTES("POST", "/jobs/{job_id}/trainer", "trainer", "external", status_code=201, responses=_ERRORS)
+async def attach(job: ExternalJob, body: AttachBody, manager: TheManager, settings: TheSettings) -> dict[str, Any]:
+    """Take the job as its trainer: return the epoch, the newest version, and how to publish weights."""
+    record, bus = job
+    lease = FencedLease(bus, names.trainer_lease(record.id), names.trainer_epoch(record.id), body.lease_s)
+    trainer = _Trainer(
+        name=body.trainer,
+        epoch=0,
+        lease_s=body.lease_s,
+        price_per_hour=body.price_per_hour,
+        phase_since=time.time(),
+    )
+    holder = await lease.holder()
+    present = TrainerStatus.model_validate_json(holder).trainer if holder else ""
+    replacing = holder if body.replace or present == body.trainer else None
+    if not await lease.acquire(trainer.status(record), replacing=replacing):
+        detail = (
+            f"job {record.id} has a trainer, {present}: end it and try again once its lease has run out, or attach "
+            "with replace, after which its requests are rejected"
+        )
+        raise Problem(409, "Job has a trainer", detail, headers={"Retry-After": "5"})
+    trainer = trainer.model_copy(update={"epoch": lease.epoch})
+    is_paused = record.newest_control == "pause"
+    stored = HashSet(names.external_trainer(record.id), {_TRAINER: trainer.model_dump_json()})
+    await job.write(trainer, [stored, trainer.report(record, "paused" if is_paused else "running")])
+    released = await bus.hash_get(names.external_trainer(record.id), _RELEASED)
+    return {
+        "epoch": trainer.epoch,
+        "version": manager.world.jobs.committed_version(record.id),
+        "step": record.step,
+        "checkpoint": {"step": record.checkpointed_step, "cursor": released or START},
+        **_publishing(record, trainer, settings),
+    }
+
+
+def _publishing(job: Job, trainer: _Trainer, settings: Settings) -> dict[str, Any]:
+    """Return what a trainer needs to publish weights."""
+    token = settings.token.get_secret_value()
+    return {
+        "weight_store_url": settings.weight_store_url,
+        "store_credential": issue_publishing_credential(token, Publishing(job.id, trainer.epoch), time.time()),
+        "credential_expires_s": STORE_CREDENTIAL_LIFE_S,
+        "state": job.state,
+    }
+
+
+@ROUTES("PUT", "/jobs/{job_id}/trainer", "trainer", "external", responses=_ERRORS)
+async def renew(job: ExternalJob, body: RenewBody, settings: TheSettings) -> dict[str, Any]:
+    """Renew the trainer's lease; return a new credential to publish weights, and the job's state."""
+    trainer = await job.trainer(body.epoch)
+    ops: list[Op] = []
+    if body.phase != trainer.phase:
+        trainer = trainer.model_copy(update={"phase": body.phase, "phase_since": time.time()})
+        ops.append(HashSet(names.external_trainer(job.record.id), {_TRAINER: trainer.model_dump_json()}))
+    await job.write(trainer, ops)
+    return _publishing(job.record, trainer, settings)
+
+
+@ROUTES("DELETE", "/jobs/{job_id}/trainer", "trainer", "external", status_code=204, responses=_ERRORS)
+async def detach(job: ExternalJob, epoch: Annotated[int, Query(ge=1)]) -> None:
+    """Give the job up, so that another trainer can attach at once; it stays as it is."""
+    trainer = await job.trainer(epoch)
+    await job.write(trainer, [Delete(names.trainer_lease(job.record.id))])
+
+
+@ROUTES("POST", "/jobs/{job_id}/end", "trainer", "external", status_code=202, responses=_ERRORS)
+async def end(job: ExternalJob, body: EndBody) -> dict[str, Any]:
+    """End the job, as complete or with an error."""
+    trainer = await job.trainer(body.epoch)
+    state: JobState = "failed" if body.error else "completed"
+    await job.write(trainer, [trainer.report(job.record, state, body.error)])
+    return {"id": job.record.id, "state": state}
+
+
+# --- samples ----------------------------------------------------------------------------------------------------------
+
+
+@ROUTES("POST", "/jobs/{job_id}/groups", "trainer", "external", status_code=202, responses=_ERRORS)
+@limits_body(lambda: MAX_BODY_BYTES)
+async def request_groups(job: ExternalJob, request: Request, manager: TheManager) -> dict[str, Any]:
+    """Request groups of samples, as JSON or msgpack (`GroupsBody`); those that were requested before are no error."""
+    body = await _parsed(request, GroupsBody)
+    record = job.record
+    trainer = await job.trainer(body.epoch)
+    if record.newest_control == "pause" and record.state == "paused":
+        detail = f"job {record.id} is paused: 'rlboost resume {record.id}' or POST /v1/jobs/{record.id}/resume"
+        raise Problem(409, "Paused", detail)
+    newest = await _committed(manager, record, max(group.version or 0 for group in body.groups))
+    requests = [_request(record, group, newest) for group in body.groups]
+    await job.write(trainer, [Append(names.rollouts_requested(record.id), each) for each in requests])
+    return {"accepted": len(requests), "version": newest}
+
+
+def _request(job: Job, group: GroupBody, newest: int) -> GroupRequested:
+    if group.step < job.checkpointed_step:
+        detail = f"groups of step {group.step} were generated: a checkpoint covers all before {job.checkpointed_step}"
+        raise Problem(409, "Checkpointed", detail)
+    return GroupRequested(
+        job_id=job.id,
+        group=SampleId(job.no, False, group.step, group.number, 0).pack(),
+        n=group.n,
+        prompt=group.prompt,
+        sampling=group.sampling.resolved(),
+        version=newest if group.version is None else group.version,
+        seed=group.seed,
+        max_staleness=group.max_staleness,
+    )
+
+
+async def _committed(manager: Manager, job: Job, version: int) -> int:
+    """Return the newest version, waiting for the announcement of the commit of `version`.
+
+    Raises:
+        Problem: there is no such version.
+
+    """
+    limit = time.monotonic() + COMMIT_WAIT_S
+    while (newest := manager.world.jobs.committed_version(job.id)) < version:
+        if time.monotonic() > limit:
+            has = f"its newest is {newest}" if newest >= 0 else "it has none"
+            detail = f"version {version} of job {job.id} is not published: {has}. Publish it first"
+            raise Problem(409, "No such version", detail)
+        await asyncio.sleep(0.02)
+    return newest
+
+
+@ROUTES("GET", "/jobs/{job_id}/finished", "trainer", "external", responses=_ERRORS | success(MSGPACK))
+async def finished(
+    job: ExternalJob,
+    request: Request,
+    reads: Annotated[asyncio.Semaphore, of_app("external_reads")],
+    epoch: Annotated[int, Query(ge=1)],
+    after_cursor: Annotated[str, Query(alias="after", pattern=_CURSOR)] = START,
+    limit: Annotated[int, Query(ge=1, le=4096)] = 512,
+    wait_s: Annotated[float, Query(ge=0, le=60)] = 30.0,
+) -> Response:
+    """Return finished samples after a cursor, waiting for the first: as JSON, or as columns in msgpack by `Accept`."""
+    record, bus = job
+    trainer = await job.trainer(epoch)
+    released = await bus.hash_get(names.external_trainer(record.id), _RELEASED) or START
+    if START != after_cursor != released and position(after_cursor) < position(released):
+        detail = f"samples up to {released} were released by a checkpoint: read on from there"
+        raise Problem(409, "Released", detail)
+    stream, cursor = names.rollouts_finished(record.id), max(after_cursor, released, key=position)
+    until, found = time.monotonic() + wait_s, list[dict[str, Any]]()
+    await job.write(trainer)
+    while True:
+        async with reads:
+            entries = await bus.read({stream: cursor}, count=limit, block_s=BLOCK_S)
+        for entry in entries:
+            cursor = entry.id
+            if isinstance(entry.message, SampleFinished | SampleDropped):
+                found.append(_sample(entry.message))
+        if found or time.monotonic() >= until or await request.is_disconnected():
+            break
+    answer = {"cursor": cursor, "samples": found}
+    if MSGPACK in request.headers.get("Accept", ""):
+        return Response(msgpack.packb(answer), media_type=MSGPACK)
+    return Response(await asyncio.to_thread(_as_json, answer), media_type="application/json")
+
+
+def _sample(message: SampleFinished | SampleDropped) -> dict[str, Any]:
+    sample = SampleId.unpack(message.sample)
+    named = {"step": sample.step, "number": sample.group, "member": sample.member, "group_done": message.group_done}
+    if isinstance(message, SampleDropped):
+        return {**named, "dropped": message.reason}
+    return {
+        **named,
+        "tokens": message.tokens,
+        "logprobs": message.logprobs,
+        "finish": message.finish,
+        "spans": [{"worker": worker, "version": version, "tokens": n} for worker, version, n in message.spans],
+        "attempts": message.attempts,
+    }
+
+
+def _as_json(answer: dict[str, Any]) -> bytes:
+    """Return JSON, with the columns as lists."""
+    for sample in answer["samples"]:
+        if "tokens" in sample:
+            sample |= {"tokens": ints(sample["tokens"]), "logprobs": floats(sample["logprobs"])}
+    return json.dumps(answer).encode()
+
+
+@ROUTES("POST", "/jobs/{job_id}/steps", "trainer", "external", status_code=202, responses=_ERRORS)
+async def complete_step(job: ExternalJob, body: StepBody) -> dict[str, Any]:
+    """Report a step as complete, with its metrics; a checkpoint releases the samples before it."""
+    trainer = await job.trainer(body.epoch)
+    record, checkpoint = job.record, body.checkpoint
+    report = StepReport(
+        job_id=record.id,
+        step=body.step,
+        metrics=body.metrics,
+        checkpointed_step=checkpoint.step if checkpoint else 0,
+        wait_s=body.wait_s,
+        train_s=body.train_s,
+    )
+    ops: list[Op] = [Append(names.JOB_REPORTS, report)]
+    if checkpoint:
+        ops.append(Trim(names.rollouts_finished(record.id), after(checkpoint.cursor)))
+        ops.append(HashSet(names.external_trainer(record.id), {_RELEASED: checkpoint.cursor}))
+    await job.write(trainer, ops)
+    return {"step": body.step}
+
+
+async def _parsed(request: Request, kind: type[_B]) -> _B:
+    """Return a body in JSON or msgpack, parsed in a thread, since it may be large.
+
+    Raises:
+        Problem: 422, it is invalid.
+
+    """
+    body, is_msgpack = await request.body(), request.headers.get("Content-Type", "").startswith(MSGPACK)
+
+    def parse() -> _B:
+        return kind.model_validate(msgpack.unpackb(body) if is_msgpack else json.loads(body))
+
+    try:
+        return await asyncio.to_thread(parse)
+    except ValidationError as error:
+        raise Problem(422, "Invalid request", "; ".join(describe(error, kind, "the body"))) from error
+    except (ValueError, msgpack.UnpackException, RecursionError) as error:
+        form = "msgpack" if is_msgpack else "JSON"
+        raise Problem(422, "Invalid request", f"the body is no {form}: {error}") from error

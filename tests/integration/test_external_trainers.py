@@ -1,0 +1,306 @@
+"""Jobs of kind external: a trainer outside of the system publishes and samples over HTTP, whatever dies."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from rlboost.client import Client, ClientError
+from rlboost.fleet import Fleet, Group, Superseded
+from tests.support import published_model, tiny_models
+from tests.support.doc_snippets import blocks_in
+from tests.support.generated_docs import ROOT
+from tests.support.service_process import TOKEN
+from tests.support.serving_system import TEMPLATE, WAIT_S, System, until
+
+LOOP = next(block for block in blocks_in(ROOT / "docs/own-trainer.md", "python") if "with Fleet(" in block)
+PROMPTS = [[5 + i, 7, 9, 11 + i] for i in range(12)]
+N = 4
+
+
+@pytest.fixture(scope="module")
+def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    system = System(tmp_path_factory.mktemp("external"), TEMPLATE)
+    try:
+        system.manager.start()
+        for name in ("w1", "w2"):
+            system.hire(name)
+        system.store.start()
+        yield system
+    finally:
+        system.close()
+
+
+def fleet_of(system: System, job: str, **options: Any) -> Fleet:
+    return Fleet(system.manager.url, TOKEN, job=job, **({"model": str(system.model), "retry_for_s": WAIT_S} | options))
+
+
+def model(seed: int) -> torch.nn.Module:
+    made: torch.nn.Module = tiny_models.make(published_model.config(2), seed).eval()
+    return made
+
+
+def by_index(groups: Sequence[Group]) -> list[Group]:
+    return sorted(groups, key=lambda group: group.index)
+
+
+def recomputed(policy: torch.nn.Module, prompt: list[int], tokens: list[int]) -> list[float]:
+    """Return the log-probabilities of a completion under a policy."""
+    with torch.no_grad():
+        logits = policy(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
+    found = torch.log_softmax(logits, -1)[range(len(tokens)), tokens]
+    return [float(one) for one in found]
+
+
+def audit(system: System, job_id: str) -> dict[str, Any]:
+    found: dict[str, Any] = system.http.get(f"/v1/jobs/{job_id}/audit").json()
+    return found
+
+
+def test_samples_have_the_tokens_and_logprobs_of_the_published_weights(system: System) -> None:
+    with fleet_of(system, "exact") as fleet:
+        for version in range(2):
+            policy = model(version)
+            assert fleet.publish(policy) == version == fleet.version
+            groups = by_index(list(fleet.generate(PROMPTS, n=N, max_tokens=12)))
+            assert [group.index for group in groups] == list(range(len(PROMPTS)))
+            for group in groups:
+                assert not group.dropped
+                assert len(group.samples) == N
+                for sample in group.samples:
+                    assert {span[1] for span in sample.spans} == {version}
+                    assert sum(span[2] for span in sample.spans) == len(sample.tokens) == 12
+                    expected = recomputed(policy, PROMPTS[group.index], sample.tokens)
+                    assert sample.logprobs == pytest.approx(expected, abs=1e-4)
+            fleet.complete_step({"reward": 0.5})
+        found = audit(system, fleet.job_id)
+        assert found["requested"] == found["delivered"] == 2 * len(PROMPTS) * N
+        until(lambda: system.http.get(f"/v1/jobs/{fleet.job_id}").json()["step"] == 2)
+        fleet.end()
+        until(lambda: system.http.get(f"/v1/jobs/{fleet.job_id}").json()["state"] == "completed")
+        with pytest.raises(Superseded, match="has ended"):
+            fleet.complete_step()
+
+
+def test_shown_loop_trains(system: System) -> None:
+    class Batch(list[Any]):
+        def add(self, *sample: Any) -> None:
+            self.append(sample)
+
+    batch, saved = Batch(), list[int]()
+    given = {
+        "token": TOKEN,
+        "first": 0,
+        "last": 2,
+        "model": model(0),
+        "prompts": PROMPTS,
+        "eos": 2,
+        "batch": batch,
+        "reward": 0.5,
+        "update": lambda policy, _: [parameter.data.mul_(1.01) for parameter in policy.parameters()],
+        "save": lambda _, step: saved.append(step),
+    }
+    shown = LOOP.replace("http://10.0.0.5:8700", system.manager.url).replace("Qwen/Qwen3-0.6B", str(system.model))
+    exec(shown.replace('job="sums"', 'job="shown"').replace("max_tokens=512", "max_tokens=8"), given)
+    assert saved == [0, 1]
+    assert len(batch) == 2 * 8 * len(PROMPTS)
+    found = next(job for job in system.http.get("/v1/jobs").json() if job["name"] == "shown")
+    until(lambda: system.http.get(f"/v1/jobs/{found['id']}").json()["state"] == "completed")
+    rows = system.http.get(f"/v1/jobs/{found['id']}/metrics").json()
+    assert [(row["step"], row["reward"]) for row in rows] == [(0, 0.5), (1, 0.5)]
+
+
+def test_nothing_is_lost_or_generated_twice_when_worker_manager_and_store_are_killed(system: System) -> None:
+    with fleet_of(system, "kills") as fleet:
+        fleet.publish(model(0))
+        found: list[Group] = []
+
+        def generate() -> None:
+            found.extend(fleet.generate(PROMPTS * 4, n=N, max_tokens=96))
+
+        collecting = threading.Thread(target=generate)
+        collecting.start()
+        until(lambda: audit(system, fleet.job_id)["tokens_generated"] > 500)
+        system.kill_the_worker_that_runs()
+        system.hire("w3")
+        system.manager.kill()
+        time.sleep(1.0)
+        system.manager.start()
+        until(lambda: len(found) > 4)
+        system.store.kill()
+        system.store.start()
+        collecting.join(WAIT_S)
+        assert fleet.publish(model(1)) == 1
+        counts = audit(system, fleet.job_id)
+    assert sorted(group.index for group in found) == list(range(len(PROMPTS) * 4))
+    assert all(len(group.samples) == N and not group.dropped for group in found)
+    assert any(len(sample.spans) > 1 for group in found for sample in group.samples), "no sample has migrated"
+    policy = model(0)
+    for group in found:
+        for sample in group.samples:
+            expected = recomputed(policy, PROMPTS[group.index % len(PROMPTS)], sample.tokens)
+            assert sample.logprobs == pytest.approx(expected, abs=1e-4)
+    assert counts["requested"] == counts["delivered"] == len(PROMPTS) * 4 * N
+    assert counts["dropped"] == {}
+
+
+def test_successor_of_a_killed_trainer_gets_the_same_samples(system: System) -> None:
+    first = fleet_of(system, "succession").open()
+    first.publish(model(0))
+    before = by_index(list(first.generate(PROMPTS, n=N, max_tokens=24)))
+    following = first.generate(PROMPTS[:4], n=N, max_tokens=200)
+    next(following)  # it dies while it collects these
+    generated = audit(system, first.job_id)["requested"]
+    with pytest.raises(ClientError, match="has a trainer"):
+        fleet_of(system, "succession").open()
+    with fleet_of(system, "succession", replace=True) as successor:
+        assert successor.job_id == first.job_id
+        assert successor.version == 0
+        again = by_index(list(successor.generate(PROMPTS, n=N, max_tokens=24)))
+        assert again == before
+        assert len(list(successor.generate(PROMPTS[:4], n=N, max_tokens=200))) == 4
+        counts = audit(system, first.job_id)
+        assert counts["requested"] == generated == counts["delivered"]
+
+        # The first one comes back: whatever it asks for is rejected.
+        with pytest.raises(Superseded, match="another one has attached"):
+            list(first.generate(PROMPTS))
+        with pytest.raises(Superseded, match="epoch"):
+            first.publish(model(5))
+        with pytest.raises(Superseded):
+            first.complete_step()
+        assert successor.publish(model(1)) == 1
+        successor.checkpointed(0)
+        with pytest.raises(ClientError, match="a checkpoint covers all before 1"):
+            list(successor.generate(PROMPTS, step=0))
+        assert len(list(successor.generate(PROMPTS, n=2, max_tokens=4))) == len(PROMPTS)
+    first.close()
+
+
+def test_checkpoint_keeps_the_samples_of_later_steps_for_a_successor(system: System) -> None:
+    with fleet_of(system, "ahead") as fleet:
+        fleet.publish(model(0))
+        ahead = by_index(list(fleet.generate(PROMPTS, n=2, max_tokens=8, step=1)))  # for the step after the next
+        list(fleet.generate(PROMPTS, n=2, max_tokens=8, step=0))
+        fleet.checkpointed(0)
+    with fleet_of(system, "ahead") as fleet:
+        assert by_index(list(fleet.generate(PROMPTS, n=2, max_tokens=8, step=1))) == ahead
+        counts = audit(system, fleet.job_id)
+        assert counts["requested"] == counts["delivered"] == 2 * 2 * len(PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def raw(system: System) -> Iterator[Any]:
+    """Return a function that sends requests of an attached trainer of a job with one version."""
+    with fleet_of(system, "raw") as fleet:
+        fleet.publish(model(0))
+        at = fleet._fleet._at
+
+        def send(method: str, part: str, **options: Any) -> httpx.Response:
+            return system.http.request(method, f"/v1{at.path}/{part}", **options)
+
+        send.epoch = at.epoch  # type: ignore[attr-defined]
+        send.job = at.job_id  # type: ignore[attr-defined]
+        yield send
+
+
+GROUP = {"step": 0, "number": 0, "prompt": [3, 4]}
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "text"),
+    [
+        ({"prompt": []}, 422, "groups.0.prompt"),
+        ({"prompt": [1, -2]}, 422, "a list of token ids"),
+        ({"prompt": "abc"}, 422, "a list of token ids"),
+        ({"n": 257}, 422, "groups.0.n: should be 256 or less"),
+        ({"number": 1 << 16}, 422, "groups.0.number"),
+        ({"version": 7}, 409, "version 7 of job .* is not published: its newest is 0"),
+        ({"sampling": {"temperature": 0.001}}, 422, "sampling.temperature"),
+        ({"sampling": {"top_k": 3}}, 422, "groups.0.sampling.top_k: unknown key"),
+        ({"max_staleness": 99}, 422, "groups.0.max_staleness"),
+    ],
+)
+def test_invalid_groups_are_rejected_by_name(raw: Any, change: dict[str, Any], status: int, text: str) -> None:
+    answer = raw("POST", "groups", json={"epoch": raw.epoch, "groups": [GROUP | change]}, timeout=30)
+    assert answer.status_code == status
+    assert re.search(text, answer.json()["detail"]), answer.json()["detail"]
+
+
+def test_requests_that_fit_no_job_are_rejected_by_name(system: System, raw: Any) -> None:
+    assert raw("POST", "groups", content=b"\xc1", headers={"Content-Type": "application/msgpack"}).status_code == 422
+    assert raw("POST", "groups", content=b"{", headers={"Content-Type": "application/json"}).status_code == 422
+    late = raw("POST", "groups", json={"epoch": raw.epoch + 1, "groups": [GROUP]})
+    assert (late.status_code, late.json()["title"]) == (409, "Superseded")
+    assert raw("GET", "finished", params={"epoch": raw.epoch, "after": "x"}).status_code == 422
+    own = system.create_job("ours", str(system.model))
+    answer = system.http.post(f"/v1/jobs/{own}/trainer", json={"trainer": "t"})
+    assert answer.status_code == 409
+    assert "only jobs of kind external" in answer.json()["detail"]
+    assert system.http.post("/v1/jobs/none/trainer", json={"trainer": "t"}).status_code == 404
+    system.http.post(f"/v1/jobs/{raw.job}/pause")
+    until(lambda: system.http.get(f"/v1/jobs/{raw.job}").json()["state"] == "paused")
+    paused = raw("POST", "groups", json={"epoch": raw.epoch, "groups": [GROUP]})
+    assert (paused.status_code, paused.json()["title"]) == (409, "Paused")
+    system.http.post(f"/v1/jobs/{raw.job}/resume")
+    until(lambda: system.http.get(f"/v1/jobs/{raw.job}").json()["state"] == "running")
+    assert raw("POST", "groups", json={"epoch": raw.epoch, "groups": [GROUP]}).status_code == 202
+
+
+def test_samples_are_returned_as_json_and_released_by_a_checkpoint(raw: Any) -> None:
+    prompt = {"step": 3, "number": 1, "prompt": [3, 4], "n": 2, "sampling": {"max_tokens": 4}}
+    assert raw("POST", "groups", json={"epoch": raw.epoch, "groups": [prompt]}).status_code == 202
+    cursor, found = "0-0", list[dict[str, Any]]()
+    while len(found) < 2:
+        answer = raw("GET", "finished", params={"epoch": raw.epoch, "after": cursor, "wait_s": 5}, timeout=30).json()
+        found += [sample for sample in answer["samples"] if sample["step"] == 3]
+        cursor = answer["cursor"]
+    assert sorted(sample["member"] for sample in found) == [0, 1]
+    assert all(len(sample["tokens"]) == len(sample["logprobs"]) == 4 for sample in found)
+    report = {"epoch": raw.epoch, "step": 3, "checkpoint": {"step": 4, "cursor": cursor}}
+    assert raw("POST", "steps", json=report).status_code == 202
+    old = raw("GET", "finished", params={"epoch": raw.epoch, "after": "1-0"})
+    assert (old.status_code, old.json()["title"]) == (409, "Released")
+
+
+def test_trainer_token_is_for_its_own_job_only(system: System) -> None:
+    with fleet_of(system, "mine") as fleet, fleet_of(system, "other") as other:
+        fleet.publish(model(0))
+        with Client(system.manager.url, TOKEN) as admin:
+            token = admin.tokens.create("trainer", job=fleet.job_id)["secret"]
+            with pytest.raises(ClientError, match="name the job"):
+                admin.tokens.create("trainer")
+        job, others = fleet.job_id, other.job_id
+    with Fleet(system.manager.url, token, job=job) as fleet:
+        assert fleet.publish(model(1)) == 1
+        assert len(list(fleet.generate(PROMPTS, max_tokens=4))) == len(PROMPTS)
+    with pytest.raises(ClientError, match="is for the trainer of job mine-"):
+        Fleet(system.manager.url, token, job=others).open()
+    headers = {"Authorization": f"Bearer {token}"}
+    for path in ("jobs", f"jobs/{job}", f"jobs/{job}/samples", "workers", "weights", "tokens"):
+        assert httpx.get(f"{system.manager.url}/v1/{path}", headers=headers).status_code == 403
+    assert httpx.get(f"{system.store.url}/v1/models", headers=headers).status_code == 401
+
+
+def test_publishing_credential_is_for_its_own_job_only(system: System) -> None:
+    with fleet_of(system, "writer") as fleet, fleet_of(system, "reader") as other:
+        credential = fleet._fleet._at.access.credential
+        headers = {"Authorization": f"Bearer {credential}"}
+        for method, path, status in (
+            ("PUT", f"{other.job_id}/versions/0/parts/0", 403),
+            ("POST", f"{other.job_id}/versions/0/commit", 403),
+            ("GET", f"{other.job_id}/head", 403),
+            ("GET", f"{fleet.job_id}/versions/0", 403),
+            ("DELETE", fleet.job_id, 403),
+            ("POST", f"{fleet.job_id}/versions/0/pin", 403),
+        ):
+            body = {"expect": -1, "parts": ["0" * 64], "config_json": "{}"}
+            answer = httpx.request(method, f"{system.store.url}/v1/models/{path}", headers=headers, json=body)
+            assert answer.status_code == status, (method, path, answer.text)
