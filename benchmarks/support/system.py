@@ -39,18 +39,19 @@ class System:
         self.client = redis.Redis.from_url(self.url)
         self._wait_for("redis", self._redis_answers)
 
-    def start_manager(self) -> int:
-        """Start `python -m rlboost.services.rollout_manager`; return its process id when it is ready."""
+    def start_manager(self, module: str = "rlboost.services.rollout_manager", **environment: str) -> int:
+        """Start `python -m` a module that is the manager; return its process id when it is ready."""
         port = self._ports.of("manager")
         self.manager_url = f"http://127.0.0.1:{port}"
         self.manager = self._start(
             "manager",
-            [sys.executable, "-m", "rlboost.services.rollout_manager"],
+            [sys.executable, "-m", module],
             RLBOOST_REDIS_URL=self.url,
             RLBOOST_TOKEN=TOKEN,
             RLBOOST_MANAGER_PORT=str(port),
             RLBOOST_MANAGER_REDIS_DURABILITY="off",
             OMP_NUM_THREADS="1",
+            **environment,
         )
         self._wait_for("manager", lambda: _is_ready(port))
         return self.manager.pid

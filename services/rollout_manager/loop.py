@@ -192,6 +192,8 @@ TURN_S = 0.01
 TRIM_EVERY_S = 1.0
 TRAINER_CHECK_EVERY_S = 0.5
 BATCH = 1024
+FIRST_ENTRY_S = 1e-4
+"""Assumed time of one entry, before the first large read."""
 MIN_BATCH = 16
 """The least that one read takes of each stream of small entries, however many workers there are."""
 
@@ -218,6 +220,9 @@ class _Observed(NamedTuple):
     """Silent workers whose lease has run out."""
     mismatched: list[str]
     """Workers that have missed commands."""
+    n_entries: int
+    applied_s: float
+    """How long the world took to take the entries."""
 
 
 class Manager:
@@ -273,7 +278,7 @@ class Manager:
         """When the current turn began (Unix seconds), None between turns. While this manager leads, only a slow Redis
         makes a turn long."""
         self._cursors: dict[str, str] = {}
-        self._read_size = ReadSize(BATCH)
+        self._read_size = ReadSize(BATCH, FIRST_ENTRY_S)
         self._audit_texts: dict[str, str] = {}
         self._closed_streams: list[str] = []
         """Streams whose stored cursors are to be deleted."""
@@ -448,7 +453,9 @@ class Manager:
             log.warning("world_rebuilt", reason=str(found))
             await self.try_lead()
             return
+        began = time.perf_counter()
         effects = [*seen.effects, *self._decide(seen)]
+        self._read_size.took(seen.n_entries, seen.applied_s + time.perf_counter() - began)
         await self._trim()  # what the previous turn found due: the cursors that allow it are stored by now
         effects += await self._maintain(seen.now)
         await self._commit(effects, seen.advanced)
@@ -458,8 +465,9 @@ class Manager:
     async def _observe(self, block_s: float) -> _Observed:
         """Read and apply new entries, and the leases of trainers and of silent workers."""
         batch = await self._read(block_s)
-        now = self._now()
+        now, began = self._now(), time.perf_counter()
         effects = self._apply(batch.entries, now)
+        applied_s = time.perf_counter() - began
         if now.mono - self._trainers_checked_at >= TRAINER_CHECK_EVERY_S:
             self._trainers_checked_at = now.mono
             effects += await check_trainers(self._bus, self.world, now)
@@ -469,7 +477,7 @@ class Manager:
         dead = [worker for worker, lease in zip(silent, leases, strict=True) if lease is None or worker in vanished]
         mismatched = await self._mismatched(caught_up=batch.is_caught_up)
         advanced = {entry.stream: self._cursors[entry.stream] for entry in batch.entries}
-        return _Observed(now, advanced, effects, dead, mismatched)
+        return _Observed(now, advanced, effects, dead, mismatched, len(batch.entries), applied_s)
 
     def _decide(self, seen: _Observed) -> list[Effect]:
         changes, self._changes = self._changes, []

@@ -62,6 +62,10 @@ class TokenizationError(RLBoostError):
     """A text or a conversation cannot be tokenized; the text says why and what to do."""
 
 
+class InvalidJson(RLBoostError):
+    """A text is no JSON, or has what no request needs; the text says where."""
+
+
 class TextProcessesBusy(Retryable):
     """Other requests are tokenized: try again later."""
 
@@ -124,10 +128,19 @@ class ModelFiles:
 
 
 class TextProcessor(Protocol):
-    """Tokenizes texts and renders conversations of models where this cannot stop the manager's loop."""
+    """Parses and tokenizes texts and renders conversations of models where this cannot stop the manager's loop."""
 
-    async def encode(self, model: str, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-        """Return the token ids of each text, by the tokenizer in the model's folder.
+    async def parse(self, body: bytes) -> Any:
+        """Return the value of a JSON text, in which a `prompt` of token ids is a column (`shared.wire.I32`).
+
+        Raises:
+            InvalidJson: it is none, or not one of a request.
+            TextProcessesBusy: too many requests wait.
+
+        """
+
+    async def encode(self, model: str, texts: Sequence[str], *, add_special_tokens: bool) -> list[bytes]:
+        """Return the token ids of each text as a column, by the tokenizer in the model's folder.
 
         Raises:
             TokenizationError: the tokenizer has no tokens for a text, or takes too much time or memory.

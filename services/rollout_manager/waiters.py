@@ -32,9 +32,10 @@ from rlboost.shared.messages import (
     SampleDropped,
     SampleFinished,
 )
+from rlboost.shared.process.stalls import Turnstile
 from rlboost.shared.wire import I32, floats, ints
 
-MAX_CHUNK_TOKENS = 512
+MAX_CHUNK_TOKENS = 128
 """A chunk is detokenized at once, which blocks the manager's loop."""
 IDLE_S = 1.0
 """How often `follow` yields None while there is nothing new."""
@@ -95,6 +96,7 @@ class CompletionWaiters:
     def __init__(self) -> None:
         self.clients = Clients()
         self._waiters: dict[int, Waiter] = {}
+        self._turnstile = Turnstile()
 
     @property
     def n_samples(self) -> int:
@@ -155,6 +157,7 @@ class CompletionWaiters:
         # The turn of a session does not expire.
         limit = max(waiter.request.expires_at or math.inf for waiter in waiters) + EXPIRY_SLACK_S
         while any(waiter.open for waiter in waiters):
+            await self._turnstile.enter()
             changed.clear()
             chunks = [
                 (i, chunk)

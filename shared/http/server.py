@@ -21,6 +21,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rlboost.shared.errors import ConfigError, NotFound, Rejected, Retryable, RLBoostError, Unprocessable
 from rlboost.shared.http.access import needs
@@ -30,6 +31,7 @@ from rlboost.shared.http.problem import GUARDED_ERRORS, PROBLEM, Problem, proble
 from rlboost.shared.http.server_url import server_url
 from rlboost.shared.http.transfer_server import TransferServer
 from rlboost.shared.process.lifecycle import Loop
+from rlboost.shared.process.stalls import Stalls, Turnstile
 from rlboost.shared.process.system import raise_open_files_limit
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.tls import ServerCertificate
@@ -87,6 +89,7 @@ def create_app(
 
     """
     app = FastAPI(title=title, openapi_url=None)
+    app.add_middleware(_Paced)
 
     @app.get("/healthz", tags=["health"])
     async def healthz() -> dict[str, str]:
@@ -103,16 +106,18 @@ def create_app(
             raise Problem(503, "Not ready", missing, **state)
         return state
 
-    wait_registry = CollectorRegistry()  # of this app: the process's registry takes each collector once
+    own_registry = CollectorRegistry()  # of this app: the process's registry takes each collector once
+    app.state.stalls = Stalls()
+    own_registry.register(app.state.stalls)
     if waits:
-        wait_registry.register(WaitMetrics(waits))
+        own_registry.register(WaitMetrics(waits))
     guarded = guard.router(tags=["health"], responses=GUARDED_ERRORS)
 
     @guarded.get("/metrics", response_class=PlainTextResponse)
     @needs("read")
     async def metrics() -> Response:
         """Return metrics for Prometheus."""
-        text = generate_latest(REGISTRY) + generate_latest(wait_registry)
+        text = generate_latest(REGISTRY) + generate_latest(own_registry)
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     if metrics_path:
@@ -128,6 +133,18 @@ def create_app(
 
     _add_problem_handlers(app, error_format)
     return app
+
+
+class _Paced:
+    """Begins some of the requests that arrive together, then lets the event loop continue with what else is ready."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._turnstile = Turnstile()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._turnstile.enter()
+        await self._app(scope, receive, send)
 
 
 def _problem_response(
@@ -276,6 +293,8 @@ def server_loop(
         serving = asyncio.create_task(server.serve(sockets=[sock]), name="uvicorn")
         stopping = asyncio.create_task(stop.wait(), name="uvicorn-stop")
         sweeping = asyncio.create_task(connections.keep_swept(), name="sweep-connections")
+        stalls: Stalls = app.state.stalls
+        measuring = asyncio.create_task(stalls.run(stop), name="measure-stalls")
         try:
             await asyncio.wait({serving, stopping, sweeping}, return_when=asyncio.FIRST_COMPLETED)
             server.should_exit = True
@@ -287,6 +306,7 @@ def server_loop(
         finally:
             stopping.cancel()
             sweeping.cancel()
+            measuring.cancel()
 
     return loop
 

@@ -328,6 +328,10 @@ class RedisBus:
         value = await self._call(cast("Awaitable[Any]", self._redis.hget(key, field)))
         return None if value is None else as_text(value)
 
+    async def hash_some(self, key: str, fields: Sequence[str]) -> list[str | None]:
+        """See `Bus.hash_some`."""
+        return _as_texts(await self._call(cast("Awaitable[list[Any]]", self._redis.hmget(key, list(fields)))))
+
     async def hash_all(self, key: str) -> dict[str, str]:
         """See `Bus.hash_all`."""
         fields = await self._call(cast("Awaitable[dict[Any, Any]]", self._redis.hgetall(key)))

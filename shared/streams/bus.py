@@ -21,7 +21,7 @@ from rlboost.shared.streams.entries import Entry, RawEntry
 
 log = structlog.get_logger(__name__)
 
-# --- Bounds the memory of one read from streams whose entries take from 100 bytes to 64 MiB ---------------------------
+# --- Bounds memory and time of one read from streams whose entries take from 100 bytes to 64 MiB ----------------------
 
 
 MAX_BYTES = 64 << 20
@@ -30,26 +30,43 @@ _FIRST_BYTES = 1 << 20
 """Assumed size of the entries of the first read."""
 _DECAY = 0.75
 """Factor by which each read of smaller entries lowers the assumed size."""
+WORK_S = 0.02
+"""Target time of what is done with the entries of one read."""
+_MANY = 64
+"""Entries of a read that show what one costs; also the least that are read for the sake of time."""
 
 
 class ReadSize:
-    """How many entries to read at once, so that a read of entries like the recent ones takes about `MAX_BYTES`."""
+    """How many entries to read at once, so that entries like the recent ones take about `MAX_BYTES` and `WORK_S`."""
 
-    def __init__(self, max_entries: int) -> None:
-        """Read at most `max_entries` at once, however small they are."""
+    def __init__(self, max_entries: int, first_entry_s: float = 0.0) -> None:
+        """Read at most `max_entries` at once, however small they are.
+
+        Args:
+            max_entries: the limit.
+            first_entry_s: assumed time of the work with one entry, until it is known; 0 to read without regard to time.
+
+        """
         self._max_entries = max_entries
         self._entry_bytes = float(_FIRST_BYTES)
+        self._entry_s = first_entry_s
 
     @property
     def count(self) -> int:
         """Return the number of entries for the next read, at least 1."""
-        return max(1, min(self._max_entries, int(MAX_BYTES / self._entry_bytes)))
+        in_time = max(_MANY, int(WORK_S / self._entry_s)) if self._entry_s else self._max_entries
+        return max(1, min(self._max_entries, in_time, int(MAX_BYTES / self._entry_bytes)))
 
     def update(self, *reads: Iterable[Entry | RawEntry]) -> None:
         """Take the sizes of the entries that have been read."""
         largest = max((entry.n_bytes for entries in reads for entry in entries), default=0)
         if largest:
             self._entry_bytes = max(_DECAY * self._entry_bytes, largest)
+
+    def took(self, n_entries: int, seconds: float) -> None:
+        """Take how long the work with the entries of one read took."""
+        if n_entries >= _MANY:
+            self._entry_s = max(_DECAY * self._entry_s, seconds / n_entries)
 
 
 # --- The bus ----------------------------------------------------------------------------------------------------------
@@ -216,6 +233,9 @@ class Bus(Protocol):
 
     async def hash_get(self, key: str, field: str) -> str | None:
         """Return one field of a hash."""
+
+    async def hash_some(self, key: str, fields: Sequence[str]) -> list[str | None]:
+        """Return these fields of a hash, in their order."""
 
     async def hash_all(self, key: str) -> dict[str, str]:
         """Return all fields of a hash."""

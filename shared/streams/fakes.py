@@ -275,6 +275,11 @@ class MemoryBus:
         self._check()
         return self._hashes[key].get(field)
 
+    async def hash_some(self, key: str, fields: Sequence[str]) -> list[str | None]:
+        """See `Bus.hash_some`."""
+        self._check()
+        return [self._hashes[key].get(field) for field in fields]
+
     async def hash_all(self, key: str) -> dict[str, str]:
         """See `Bus.hash_all`."""
         self._check()

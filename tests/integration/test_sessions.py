@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from openai import APIStatusError, BadRequestError, OpenAI
+from redis import Redis
 
 from rlboost.shared.ids import SampleId
 from rlboost.shared.job.sessions import SESSION, SessionId, SessionRecord, key_of_start, session_key
@@ -93,6 +94,10 @@ class Session:
         entries = self.entries()
         ends = {m.sample: m for m in entries if isinstance(m, SampleFinished)}
         return [m for m in entries if isinstance(m, TurnOpened)], ends
+
+
+def redis_of(system: System) -> Redis:
+    return Redis.from_url(system.redis.url)
 
 
 def user(text: str) -> dict[str, str]:
@@ -267,6 +272,37 @@ def test_concurrent_calls_are_turns_of_their_own(system: System) -> None:
     assert (
         {one.sample for one in opened} == set(ends) == {session.record.turn_id(number) for number in range(MAX_TURNS)}
     )
+
+
+def test_calls_read_what_is_new_of_their_session_only(system: System) -> None:
+    session = Session(system, max_turns=8, n_ids=10)
+
+    def n_whole_reads() -> int:
+        with redis_of(system) as redis:
+            counted: Any = redis.info("commandstats")
+        return int(counted.get("cmdstat_hgetall", {"calls": 0})["calls"])
+
+    history = [user("t3")]
+    history.append(session.ask(*history).choices[0].message.model_dump())
+    n_before = n_whole_reads()
+    for number in range(6):
+        history.append(user(f"t{4 + number}"))
+        history.append(session.ask(*history).choices[0].message.model_dump())
+    assert n_whole_reads() - n_before <= 2  # of tokens, once in two seconds
+    opened, _ = session.turns()
+    assert [one.parent for one in opened] == [0, *(one.sample for one in opened[:-1])]
+
+
+def test_session_that_begins_anew_has_no_turn_of_before(system: System) -> None:
+    session = Session(system)
+    made = session.ask(user("t3"))
+    with redis_of(system) as redis:
+        redis.delete(session.id.redis_key)
+    session.record = session.record.model_copy(update={"first": session.record.first + 50})
+    session.store(session.record)
+    session.ask(user("t3"), made.choices[0].message.model_dump(), user("t4"), agent=session.client("two"))
+    (opened,), _ = session.turns()
+    assert (opened.parent, opened.sample) == (0, session.record.turn_id(0))
 
 
 def test_turn_survives_the_death_of_manager_and_worker(system: System) -> None:

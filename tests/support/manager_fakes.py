@@ -7,9 +7,11 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from rlboost.services.rollout_manager.adapters.request_bodies import parse_json
 from rlboost.services.rollout_manager.adapters.text import call_style_of
 from rlboost.services.rollout_manager.ports import NO_OPTIONS, LoadModelFiles, ProviderFailed, TemplateOptions
 from rlboost.shared.model.tool_calls import CallStyle
+from rlboost.shared.wire import I32, pack
 
 
 class FakeWorkerUsers:
@@ -86,11 +88,15 @@ class InlineTextProcessor:
     def __init__(self, load: LoadModelFiles) -> None:
         self.load = load
 
-    async def encode(self, model: str, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+    async def parse(self, body: bytes) -> Any:
+        """See `TextProcessor.parse`."""
+        return parse_json(body)
+
+    async def encode(self, model: str, texts: Sequence[str], *, add_special_tokens: bool) -> list[bytes]:
         """See `TextProcessor.encode`."""
         tokenizer = self.load(model).tokenizer
         assert tokenizer is not None
-        return [tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+        return [pack(tokenizer.encode(text, add_special_tokens=add_special_tokens), I32) for text in texts]
 
     async def render(
         self, model: str, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = NO_OPTIONS

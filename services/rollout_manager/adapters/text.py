@@ -1,10 +1,11 @@
-"""Tokenizes texts and renders conversations in processes of their own, which a request can neither block nor bloat.
+"""Parses and tokenizes texts and renders conversations in processes of their own, which no request blocks or bloats.
 
-A tokenizer holds Python's lock and takes hundreds of bytes for each character of a text, and a chat template is a
-program. In the manager's process either could stop the loop that renews the leader's lease.
+A tokenizer holds Python's lock and takes hundreds of bytes for each character of a text, a chat template is a program,
+and parsing JSON takes up to 40 ms for each megabyte. In the manager's process each could stop the loop that renews the
+leader's lease.
 
-Consumes: texts and conversations of clients.
-Produces: tokens and rendered texts.
+Consumes: bodies, texts and conversations of clients.
+Produces: values, tokens and rendered texts.
 Waits for: a free process, for at most `QUEUE_LIMIT_S`, its start, for at most `START_LIMIT_S`, and its answer, for at
     most `LIMIT_S`.
 Ends when: `close` is called; a process also ends after a timeout, or when it retains too much memory.
@@ -13,13 +14,13 @@ Ends when: `close` is called; a process also ends after a timeout, or when it re
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import re
 import resource
 import signal
+import socket
+import subprocess
 import sys
-from asyncio.subprocess import PIPE, Process
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
@@ -28,8 +29,16 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from rlboost.services.rollout_manager.adapters.request_bodies import (
+    NOT_PACKED,
+    SMALL_BODY_BYTES,
+    packed_value,
+    parse_json,
+    unpacked_value,
+)
 from rlboost.services.rollout_manager.ports import (
     NO_OPTIONS,
+    InvalidJson,
     ModelFiles,
     TemplateOptions,
     TextProcessesBusy,
@@ -42,6 +51,7 @@ from rlboost.shared.model.folder import merge_eos_ids
 from rlboost.shared.model.tool_calls import CallStyle, style_of_turns
 from rlboost.shared.process.waiting import count_timeout
 from rlboost.shared.settings import environment_without_settings
+from rlboost.shared.wire import I32, pack
 
 if TYPE_CHECKING:
     import tokenizers
@@ -292,10 +302,19 @@ class TextProcesses:
         self._processes: set[Process] = set()
         """All that may still run."""
 
-    async def encode(self, model: str, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+    async def parse(self, body: bytes) -> Any:
+        """See `TextProcessor.parse`. Only a large body is parsed in another process."""
+        if len(body) <= SMALL_BODY_BYTES:
+            return parse_json(body)
+        try:
+            return await self._call({"json": body}, "the request")
+        except TokenizationError as error:
+            raise InvalidJson(str(error)) from error
+
+    async def encode(self, model: str, texts: Sequence[str], *, add_special_tokens: bool) -> list[bytes]:
         """See `TextProcessor.encode`."""
         request = {"model": model, "texts": texts, "add_special_tokens": add_special_tokens}
-        tokens: list[list[int]] = await self._call(request, "the text")
+        tokens: list[bytes] = await self._call(request, "the text")
         return tokens
 
     async def render(
@@ -312,10 +331,14 @@ class TextProcesses:
     async def close(self) -> None:
         """End all processes."""
         for process in self._processes:
-            _kill(process)
+            process.kill()
         await asyncio.gather(*(process.wait() for process in self._processes))
 
     async def _call(self, request: Mapping[str, Any], what: str) -> Any:
+        try:
+            packed = packed_value(request)
+        except (OverflowError, ValueError) as error:
+            raise TokenizationError(f"{what} {NOT_PACKED}") from error
         try:
             async with asyncio.timeout(self._queue_limit_s):
                 await self._places.acquire()
@@ -324,7 +347,7 @@ class TextProcesses:
             count_timeout("a text process", because, self._queue_limit_s)
             raise TextProcessesBusy(f"waited {self._queue_limit_s:g} s for a text process: {because}") from error
         try:
-            return await self._answer(json.dumps(request).encode(), what)
+            return await self._answer(packed, what)
         finally:
             self._places.release()
 
@@ -333,7 +356,7 @@ class TextProcesses:
         answer: dict[str, Any] = {"ends": True}
         try:
             async with asyncio.timeout(self._limit_s):
-                answer = await _exchange(process, request)
+                answer = await process.exchange(request)
         except TimeoutError as error:
             count_timeout("a text process", what, self._limit_s)
             raise TokenizationError(f"{what} took longer than {self._limit_s:g} s: shorten the request") from error
@@ -342,7 +365,7 @@ class TextProcesses:
             raise TokenizationError(f"{reason}: shorten the request") from error
         finally:
             if answer["ends"]:
-                _kill(process)
+                process.kill()
             else:
                 self._idle.append(process)
         if "error" in answer:
@@ -355,44 +378,86 @@ class TextProcesses:
         while self._idle:
             if (process := self._idle.pop()).returncode is None:
                 return process
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", __name__),
-            stdin=PIPE,
-            stdout=PIPE,
-            env={**environment_without_settings(), "TOKENIZERS_PARALLELISM": "false"},
-        )
+        process = await Process.start([sys.executable, "-m", __name__])
         self._processes.add(process)
         is_ready = False
         try:
             async with asyncio.timeout(START_LIMIT_S):
-                await _receive(process)
+                await process.receive()
             is_ready = True
         except (TimeoutError, EOFError) as error:
             count_timeout("the start of a text process", "it loads its libraries", START_LIMIT_S)
             raise TextProcessesBusy(f"a text process did not start within {START_LIMIT_S:g} s") from error
         finally:
             if not is_ready:
-                _kill(process)
+                process.kill()
         return process
 
 
-def _kill(process: Process) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        process.kill()
+class Process:
+    """A program that answers requests on its standard input.
+
+    It is started in a thread: uvloop would fork this process, which takes 50 ms and more where it has much memory.
+    """
+
+    def __init__(
+        self, program: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Take a program whose standard input and output are one connection."""
+        self._program, self._reader, self._writer = program, reader, writer
+
+    @classmethod
+    async def start(cls, command: Sequence[str]) -> Process:
+        """Start a program."""
+        starting = asyncio.ensure_future(asyncio.to_thread(_started, command))
+        try:
+            program, sock = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            starting.add_done_callback(_end_unused)
+            raise
+        return cls(program, *await asyncio.open_connection(sock=sock))
+
+    @property
+    def returncode(self) -> int | None:
+        """Return its exit code, None while it runs."""
+        return self._program.poll()
+
+    def kill(self) -> None:
+        """End it now."""
+        self._program.kill()
+        self._writer.close()
+
+    async def wait(self) -> None:
+        """Wait until it has ended."""
+        await asyncio.to_thread(self._program.wait)
+
+    async def exchange(self, request: bytes) -> dict[str, Any]:
+        """Return the answer to a request."""
+        self._writer.write(len(request).to_bytes(4, "big"))
+        self._writer.write(request)
+        await self._writer.drain()
+        return await self.receive()
+
+    async def receive(self) -> dict[str, Any]:
+        """Return the next answer."""
+        n_bytes = int.from_bytes(await self._reader.readexactly(4), "big")
+        answer: dict[str, Any] = unpacked_value(await self._reader.readexactly(n_bytes))
+        return answer
 
 
-async def _exchange(process: Process, request: bytes) -> dict[str, Any]:
-    assert process.stdin is not None
-    process.stdin.write(len(request).to_bytes(4, "big") + request)
-    await process.stdin.drain()
-    return await _receive(process)
+def _end_unused(starting: asyncio.Future[tuple[subprocess.Popen[bytes], socket.socket]]) -> None:
+    if not starting.cancelled() and starting.exception() is None:
+        program, sock = starting.result()
+        program.kill()
+        sock.close()
 
 
-async def _receive(process: Process) -> dict[str, Any]:
-    assert process.stdout is not None
-    n_bytes = int.from_bytes(await process.stdout.readexactly(4), "big")
-    answer: dict[str, Any] = json.loads(await process.stdout.readexactly(n_bytes))
-    return answer
+def _started(command: Sequence[str]) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    ours, theirs = socket.socketpair()
+    environment = {**environment_without_settings(), "TOKENIZERS_PARALLELISM": "false"}
+    with theirs:
+        end = theirs.fileno()
+        return subprocess.Popen(command, stdin=end, stdout=end, env=environment), ours  # noqa: S603 - our own
 
 
 # --- in the process ---------------------------------------------------------------------------------------------------
@@ -407,18 +472,21 @@ def main() -> None:
     n_bytes_with_models = _memory_bytes()
     _send(sys.stdout.buffer, {})  # it has started
     while head := sys.stdin.buffer.read(4):
-        request = json.loads(sys.stdin.buffer.read(int.from_bytes(head, "big")))
+        request = unpacked_value(sys.stdin.buffer.read(int.from_bytes(head, "big")))
         signal.alarm(int(2 * LIMIT_S))  # ends this process if the manager has died
         try:
-            if request["model"] not in models:
-                models[request["model"]] = _loaded(request["model"])
-                n_bytes_with_models = _memory_bytes()
-            answer: dict[str, Any] = {"result": process_request(models[request["model"]], request)}
-        except TokenizationError as error:
+            if "json" in request:
+                answer: dict[str, Any] = {"result": parse_json(request["json"])}
+            else:
+                if request["model"] not in models:
+                    models[request["model"]] = _loaded(request["model"])
+                    n_bytes_with_models = _memory_bytes()
+                answer = {"result": process_request(models[request["model"]], request)}
+        except (TokenizationError, InvalidJson) as error:
             answer = {"error": str(error)}
         except MemoryError:
             answer = {"error": f"more than {MAX_MEMORY_BYTES >> 30} GiB of memory are needed: shorten the request"}
-        del request
+        request.clear()
         while len(models) > MODELS_CACHED:
             models.popitem(last=False)
         answer["ends"] = _memory_bytes() > n_bytes_with_models + MAX_GROWTH_BYTES
@@ -435,7 +503,7 @@ def _loaded(name: str) -> ModelFiles:
         raise TokenizationError(f"the files of model {name} cannot be read ({reason}): correct them") from error
 
 
-def process_request(files: ModelFiles, request: Mapping[str, Any]) -> list[list[int]] | str | dict[str, Any]:
+def process_request(files: ModelFiles, request: Mapping[str, Any]) -> list[bytes] | str | dict[str, Any]:
     """Return the tokens of a request's texts, the text of its conversation, or the fields of its model's `CallStyle`.
 
     Raises:
@@ -454,11 +522,12 @@ def process_request(files: ModelFiles, request: Mapping[str, Any]) -> list[list[
         return asdict(call_style_of(files))
     if files.tokenizer is None:
         raise TokenizationError(f"model {files.name} has no tokenizer")
-    return [files.tokenizer.encode(text, add_special_tokens=request["add_special_tokens"]) for text in request["texts"]]
+    named = {"add_special_tokens": request["add_special_tokens"]}
+    return [pack(files.tokenizer.encode(text, **named), I32) for text in request["texts"]]
 
 
 def _send(file: BinaryIO, answer: Mapping[str, Any]) -> None:
-    body = json.dumps(answer).encode()
+    body = packed_value(answer)
     file.write(len(body).to_bytes(4, "big") + body)
     file.flush()
 

@@ -9,10 +9,11 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from rlboost.services.rollout_manager.serving.schemas import ChatBody, CompletionBody
-from rlboost.services.rollout_manager.serving.text import Detokenizer, ServedModel
+from rlboost.services.rollout_manager.serving.text import CONTEXT_TOKENS, Detokenizer, ServedModel
 from rlboost.services.rollout_manager.serving.tools import CallReader, ToolCall
 from rlboost.services.rollout_manager.waiters import CompletionChunk
 from rlboost.shared.messages import FinishReason
+from rlboost.shared.wire import I32, ints, length
 
 MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON has no number for; vLLM's."""
@@ -66,13 +67,14 @@ class Choice:
         self,
         index: int,
         model: ServedModel,
-        prompt: Sequence[int],
+        prompt: bytes,
         body: CompletionBody | ChatBody,
         calls: CallReader | None = None,
     ) -> None:
-        """Start after a prompt; `calls` reads the tool calls, None to leave them in the text."""
+        """Start after a prompt, a column of tokens; `calls` reads the tool calls, None to leave them in the text."""
         self._index, self._model, self._calls = index, model, calls
-        self._detokenizer = Detokenizer(model.decode if calls is None else model.decode_raw, prompt, body.stops)
+        last = ints(prompt[-CONTEXT_TOKENS * I32.itemsize :])
+        self._detokenizer = Detokenizer(model.decode if calls is None else model.decode_raw, last, body.stops)
         self._has_logprobs = body.has_logprobs
         self._offset = 0
         """The number of characters of all single tokens so far."""
@@ -116,7 +118,7 @@ class Choice:
 class ResponseFormatter:
     """Builds OpenAI's response objects for one request."""
 
-    def __init__(self, body: CompletionBody | ChatBody, group: int, job_id: str, prompts: Sequence[list[int]]) -> None:
+    def __init__(self, body: CompletionBody | ChatBody, group: int, job_id: str, prompts: Sequence[bytes]) -> None:
         """Derive the response's id from its first group, so that a repeated request has the same id."""
         self._request, self._prompts = body, prompts
         self._chat = isinstance(body, ChatBody)
@@ -128,14 +130,14 @@ class ResponseFormatter:
         """Return the response to a request that is not streamed."""
         body = {**self._body([self._choice(delta, first=True) for delta in deltas]), "usage": self._usage(n_tokens)}
         if self._chat and self._request.return_token_ids:
-            body["prompt_token_ids"] = self._prompts[0]
+            body["prompt_token_ids"] = ints(self._prompts[0])
         return body
 
     def chunk(self, delta: Delta, *, first: bool) -> dict[str, Any]:
         """Return one chunk of a streamed response."""
         body = self._body([self._choice(delta, first=first)])
         if first and self._chat and self._request.return_token_ids:
-            body["prompt_token_ids"] = self._prompts[0]
+            body["prompt_token_ids"] = ints(self._prompts[0])
         return body
 
     def usage_chunk(self, n_tokens: int) -> dict[str, Any] | None:
@@ -148,7 +150,7 @@ class ResponseFormatter:
         return {**self._head, "object": self._object, "choices": choices}
 
     def _usage(self, n_tokens: int) -> dict[str, int]:
-        n_prompt = sum(map(len, self._prompts))
+        n_prompt = sum(map(length, self._prompts))
         return {"prompt_tokens": n_prompt, "completion_tokens": n_tokens, "total_tokens": n_prompt + n_tokens}
 
     def _choice(self, delta: Delta, *, first: bool) -> dict[str, Any]:
@@ -160,7 +162,7 @@ class ResponseFormatter:
             if self._request.has_logprobs:
                 choice["logprobs"] = _completion_logprobs(delta)
             if self._request.return_token_ids and first:
-                choice["prompt_token_ids"] = self._prompts[delta.index // self._request.n]
+                choice["prompt_token_ids"] = ints(self._prompts[delta.index // self._request.n])
         else:
             choice["delta" if self._request.stream else "message"] = self._message(delta, first=first)
             if self._request.logprobs:

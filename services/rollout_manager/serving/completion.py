@@ -48,7 +48,7 @@ from rlboost.shared.messages import GroupRequested, SampleDropped, SampleFinishe
 from rlboost.shared.model.tool_calls import CallStyle, opens_thought
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Append, Op
-from rlboost.shared.wire import I32, pack
+from rlboost.shared.wire import I32, ints, length, pack, unpack
 
 log = structlog.get_logger(__name__)
 
@@ -73,7 +73,8 @@ class Completion:
     body: CompletionBody | ChatBody
     job: Job
     model: ServedModel
-    prompts: list[list[int]]
+    prompts: list[bytes]
+    """Columns of token ids."""
     principal: Principal
     """Who sent it."""
     idempotency_key: str | None = None
@@ -178,7 +179,7 @@ class Completion:
             return
         yield "data: [DONE]\n\n"
 
-    def _call_reader(self, prompt: Sequence[int], answer: str) -> CallReader | None:
+    def _call_reader(self, prompt: bytes, answer: str) -> CallReader | None:
         """Return a reader of the tool calls in an answer, None if none are to be read."""
         if self.style is None or not isinstance(self.body, ChatBody):
             return None
@@ -186,7 +187,7 @@ class Completion:
             self.style,
             self.body.tools,
             call_ids(answer),
-            in_thought=opens_thought(self.model.decode_raw(prompt[-TOKENS_OF_TAG:])),
+            in_thought=opens_thought(self.model.decode_raw(ints(prompt[-TOKENS_OF_TAG * I32.itemsize :]))),
             only_first=not self.body.parallel_tool_calls,
         )
 
@@ -206,7 +207,7 @@ class Completion:
                 title, detail = found
                 where = f"prompt {i}: " if len(self.prompts) > 1 else ""
                 raise openai_problem(400, title, where + detail, param=param)
-        requested, n_prompt = body.requested_tokens, max(map(len, self.prompts))
+        requested, n_prompt = body.requested_tokens, max(map(length, self.prompts))
         if requested is not None and files.max_len is not None and n_prompt + requested > files.max_len:
             detail = (
                 f"this model's maximum context length is {files.max_len} tokens, and you requested {requested} output "
@@ -222,13 +223,13 @@ class Completion:
             detail = "the manager has no tokenizer of this model, which stop strings need: give stop_token_ids"
             raise openai_problem(400, "Invalid stop", detail, param="stop")
 
-    def _max_tokens(self, prompt: Sequence[int]) -> int:
+    def _max_tokens(self, prompt: bytes) -> int:
         """Return the number of tokens of a prompt's completion: as many as requested, or else up to a default."""
         if self.body.requested_tokens is not None:
             return self.body.requested_tokens
         default = self.body.max_tokens if isinstance(self.body, CompletionBody) else self.job.spec.sampling.max_tokens
         max_len = self.model.files.max_len
-        return default if max_len is None else min(default, max_len - len(prompt))
+        return default if max_len is None else min(default, max_len - length(prompt))
 
     def _group(self, index: int) -> GroupRequested:
         """Return the group of one of the prompts."""
@@ -241,7 +242,7 @@ class Completion:
             job_id=job.id,
             group=group,
             n=body.n,
-            prompt=pack(self.prompts[index], I32),
+            prompt=self.prompts[index],
             sampling=Sampling(
                 temperature=body.temperature,
                 top_p=body.top_p,
@@ -350,7 +351,7 @@ class Completion:
         answer: dict[str, Any] = {"role": "assistant", "content": "".join(delta.text for delta in self._deltas)}
         if calls := [call.public() for delta in self._deltas for call in delta.calls]:
             answer["tool_calls"] = calls
-        completion = [token for delta in self._deltas for token in delta.tokens]
+        completion = pack([token for delta in self._deltas for token in delta.tokens], I32)
         try:
             if self.turn is not None:
                 await self.conversations.save(self.turn, answer, completion, worker)
@@ -360,16 +361,16 @@ class Completion:
             raise CompletionUnavailable(f"the conversation could not be stored: {error}") from error
 
 
-def _invalid_prompt(prompt: Sequence[int], model: ServedModel) -> tuple[str, str] | None:
+def _invalid_prompt(prompt: bytes, model: ServedModel) -> tuple[str, str] | None:
     """Return title and text of the error about a prompt that the model does not take; None if it takes it."""
-    files = model.files
+    files, n_tokens = model.files, length(prompt)
     if not prompt:
         return "Invalid prompt", "the prompt has no tokens"
-    if files.max_len is not None and len(prompt) >= files.max_len:
-        detail = f"a prompt of {len(prompt)} tokens leaves none for a completion: the model takes {files.max_len}"
+    if files.max_len is not None and n_tokens >= files.max_len:
+        detail = f"a prompt of {n_tokens} tokens leaves none for a completion: the model takes {files.max_len}"
         return "Context length exceeded", detail
-    if files.vocab_size is not None and max(prompt) >= files.vocab_size:
-        return "Invalid prompt", f"token id {max(prompt)} is outside the model's 0..{files.vocab_size - 1}"
+    if files.vocab_size is not None and (highest := int(unpack(prompt, I32).max())) >= files.vocab_size:
+        return "Invalid prompt", f"token id {highest} is outside the model's 0..{files.vocab_size - 1}"
     return None
 
 

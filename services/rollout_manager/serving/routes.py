@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Header, Request, Response
+from fastapi import APIRouter, Depends, Header, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from rlboost.services.rollout_manager.domain.jobs import Job
 from rlboost.services.rollout_manager.loop import Manager
 from rlboost.services.rollout_manager.ports import (
+    InvalidJson,
     LoadModelFiles,
     TemplateOptions,
     TextProcessor,
@@ -40,6 +42,7 @@ from rlboost.shared.http.scopes import Principal
 from rlboost.shared.job.sessions import SessionId
 from rlboost.shared.model.tool_calls import CallStyle
 from rlboost.shared.streams.bus import Bus
+from rlboost.shared.wire import length
 
 # --- routes -----------------------------------------------------------------------------------------------------------
 
@@ -62,7 +65,7 @@ _COMPLETION: Responses = _ERRORS | {CLIENT_CLOSED_REQUEST: {"description": "the 
 
 IdempotencyKey = Annotated[str | None, Header(alias="Idempotency-Key", max_length=MAX_HEADER_CHARACTERS)]
 SessionHeader = Annotated[str | None, Header(alias="X-Session-ID", max_length=MAX_HEADER_CHARACTERS)]
-RawBody = Annotated[dict[str, Any], Body()]
+JSON_BODY = {"requestBody": {"content": {"application/json": {"schema": {"type": "object"}}}, "required": True}}
 
 
 def add_openai_routes(
@@ -80,6 +83,12 @@ def add_openai_routes(
     completion = partial(Completion, manager, conversations, settings.serve_limit_s)
     body_limit = partial(_body_limit, manager, served_models)
     chats = _Chats(manager, served_models, conversations, sessions, completion)
+    post = partial(router.post, tags=["serving"], openapi_extra=JSON_BODY)
+
+    async def parsed(http: Request) -> dict[str, Any]:
+        return await _parsed_body(http, text)
+
+    body_of_request: Any = Depends(parsed)
 
     @router.get("/models", tags=["serving"], responses=_ERRORS)
     @needs("read")
@@ -97,10 +106,12 @@ def add_openai_routes(
         job = _find_job(manager, model)
         return _model_object(manager, job, await served_models.max_len(job))
 
-    @router.post("/completions", tags=["serving"], response_model=None, responses=_COMPLETION)
+    @post("/completions", response_model=None, responses=_COMPLETION)
     @needs("job")
     @limits_body(body_limit)
-    async def completions(raw: RawBody, http: Request, idempotency_key: IdempotencyKey = None) -> Response:
+    async def completions(
+        http: Request, raw: dict[str, Any] = body_of_request, idempotency_key: IdempotencyKey = None
+    ) -> Response:
         body = parse_completion(raw)
         job = _find_job(manager, body.model)
         served = await served_models.get(job)
@@ -109,40 +120,49 @@ def add_openai_routes(
         await made.start()
         return await _respond(made, http)
 
-    @router.post("/chat/completions", tags=["serving"], response_model=None, responses=_COMPLETION)
+    @post("/chat/completions", response_model=None, responses=_COMPLETION)
     @needs("session")
     @limits_body(body_limit)
     async def chat(
-        raw: RawBody, http: Request, idempotency_key: IdempotencyKey = None, session: SessionHeader = None
+        http: Request,
+        raw: dict[str, Any] = body_of_request,
+        idempotency_key: IdempotencyKey = None,
+        session: SessionHeader = None,
     ) -> Response:
         return await _respond(await chats.start(parse_chat(raw), http, idempotency_key, session), http)
 
-    @router.post("/responses", tags=["serving"], response_model=None, responses=_COMPLETION)
+    @post("/responses", response_model=None, responses=_COMPLETION)
     @needs("session")
     @limits_body(body_limit)
     async def responses(
-        raw: RawBody, http: Request, idempotency_key: IdempotencyKey = None, session: SessionHeader = None
+        http: Request,
+        raw: dict[str, Any] = body_of_request,
+        idempotency_key: IdempotencyKey = None,
+        session: SessionHeader = None,
     ) -> Response:
         with fields_named(openai_responses.CHAT_NAMES):
             body = parse_chat(openai_responses.chat_of_response(raw))
             made = await chats.start(body, http, idempotency_key, session)
             return await _translate(made, openai_responses.ResponseWriter(raw), http)
 
-    @router.post("/messages", tags=["serving"], response_model=None, responses=_COMPLETION)
+    @post("/messages", response_model=None, responses=_COMPLETION)
     @needs("session")
     @limits_body(body_limit)
     async def messages(
-        raw: RawBody, http: Request, idempotency_key: IdempotencyKey = None, session: SessionHeader = None
+        http: Request,
+        raw: dict[str, Any] = body_of_request,
+        idempotency_key: IdempotencyKey = None,
+        session: SessionHeader = None,
     ) -> Response:
         with fields_named(anthropic_messages.CHAT_NAMES):
             body = parse_chat(anthropic_messages.chat_of_messages(raw))
             made = await chats.start(body, http, idempotency_key, session)
-            return await _translate(made, anthropic_messages.MessageWriter(len(made.prompts[0])), http)
+            return await _translate(made, anthropic_messages.MessageWriter(length(made.prompts[0])), http)
 
-    @router.post("/messages/count_tokens", tags=["serving"], responses=_ERRORS)
+    @post("/messages/count_tokens", responses=_ERRORS)
     @needs("session")
     @limits_body(body_limit)
-    async def count_tokens(raw: RawBody, http: Request) -> dict[str, int]:
+    async def count_tokens(http: Request, raw: dict[str, Any] = body_of_request) -> dict[str, int]:
         """Return the number of tokens of a message's prompt, with the new rendering of all its messages."""
         with fields_named(anthropic_messages.CHAT_NAMES):
             body = parse_chat(anthropic_messages.chat_of_messages({"max_tokens": 1, **raw}))
@@ -197,7 +217,7 @@ class _Chats:
             except TokenizationError as error:
                 raise _text_problem(error, "messages") from error
             made = self.completion(
-                body, job, served, [turn.prompt], principal, style=style, session=turn, sessions=sessions
+                body, job, served, [turn.request.prompt], principal, style=style, session=turn, sessions=sessions
             )
             await made.start()
         return made
@@ -210,7 +230,7 @@ class _Chats:
         messages, options = _template_input(body)
         await _call_style(served, body)
         try:
-            return len(await served.encode_chat(messages, options))
+            return length(await served.encode_chat(messages, options))
         except TokenizationError as error:
             raise _text_problem(error, "messages") from error
 
@@ -317,10 +337,25 @@ def _find_job(manager: Manager, model: str) -> Job:
     raise openai_problem(409, "Model not served", f"job {job.id} is {job.state}: {advice}", param="model")
 
 
-# --- the prompt -------------------------------------------------------------------------------------------------------
+# --- the body and the prompt ------------------------------------------------------------------------------------------
 
 
-async def _prompt_tokens(model: ServedModel, body: CompletionBody) -> list[list[int]]:
+async def _parsed_body(http: Request, text: TextProcessor) -> dict[str, Any]:
+    """Return the JSON object of a request, as FastAPI would, which parses it in the manager's loop."""
+    given = http.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    body = await http.body()
+    if given != "application/json" and not (given.startswith("application/") and given.endswith("+json")):
+        raise RequestValidationError([{"loc": ("body",), "input": body[:1], "msg": "not JSON", "type": "json_type"}])
+    try:
+        value = await text.parse(body)
+    except InvalidJson as error:
+        raise RequestValidationError([{"loc": ("body",), "msg": str(error), "type": "json_invalid"}]) from error
+    if not isinstance(value, dict):
+        raise RequestValidationError([{"loc": ("body",), "msg": "should be a JSON object", "type": "dict_type"}])
+    return value
+
+
+async def _prompt_tokens(model: ServedModel, body: CompletionBody) -> list[bytes]:
     texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
     try:
         encoded = iter(await model.encode(texts, add_special_tokens=True) if texts else ())

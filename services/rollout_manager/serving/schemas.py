@@ -15,6 +15,7 @@ from rlboost.shared.errors import ConfigError
 from rlboost.shared.http.problem import Problem
 from rlboost.shared.http.server import ErrorFormat
 from rlboost.shared.validation import describe
+from rlboost.shared.wire import I32, pack
 
 # --- errors -----------------------------------------------------------------------------------------------------------
 #
@@ -191,9 +192,9 @@ Line = Annotated[str, Field(min_length=1)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 
 
-def _prompts(value: object) -> list[str | list[int]]:
-    """Return the prompts: the value is one text, one list of token ids, or a list of them."""
-    if isinstance(value, str):
+def _prompts(value: object) -> list[str | bytes]:
+    """Return the prompts: the value is one text, one list of token ids, or a list of them; token ids as a column."""
+    if isinstance(value, str | bytes):
         return [_prompt(value)]
     if not isinstance(value, list) or not value:
         raise ValueError("should be text, a list of token ids, or a list of these, and not empty")
@@ -202,9 +203,9 @@ def _prompts(value: object) -> list[str | list[int]]:
     return [_prompt(prompt, f"entry {i} ") for i, prompt in enumerate(value)]
 
 
-def _prompt(prompt: Any, entry: str = "") -> str | list[int]:
+def _prompt(prompt: Any, entry: str = "") -> str | bytes:
     """Return one prompt; `entry` names its place in a list of several."""
-    if not isinstance(prompt, str | list):
+    if not isinstance(prompt, str | bytes | list):
         # A TypeError would not become an error of the field.
         raise ValueError(f"{entry}is {reprlib.repr(prompt)}: should be text or a list of token ids")  # noqa: TRY004
     if not prompt:
@@ -218,6 +219,7 @@ def _prompt(prompt: Any, entry: str = "") -> str | list[int]:
                 else (f"entry {at} is {reprlib.repr(prompt[at])}")
             )
             raise ValueError(f"{where}: should be a token id from 0 to 2147483647")
+        return pack(prompt, I32)
     return prompt
 
 
@@ -275,8 +277,8 @@ class _CompletionBase(_Body):
 class CompletionBody(_CompletionBase):
     """`POST /v1/completions`."""
 
-    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]
-    """One prompt or more, each as text or as token ids."""
+    prompt: Annotated[list[str | bytes], PlainValidator(_prompts)]
+    """One prompt or more, each as text or as a column of token ids."""
     max_tokens: Count = 16
     logprobs: int | None = Field(None, ge=0, le=1)
 

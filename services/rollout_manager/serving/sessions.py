@@ -8,26 +8,30 @@ which then finds the turns of its earlier start.
 Consumes: calls, and what Redis has of their session (`shared.job.sessions`).
 Produces: with each new turn, in one transaction, its request, a `TurnOpened` for the trainer, and the session's field.
 Waits for: Redis, and the text processes.
+
+Each turn is stored with what it adds to its parent's tokens. A manager remembers what it has read of a session, so that
+a call costs no more in a long session than in a short one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import accumulate
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from pydantic import BaseModel, ConfigDict
 
 from rlboost.services.rollout_manager.domain.jobs import Job
+from rlboost.services.rollout_manager.domain.world import World
 from rlboost.services.rollout_manager.loop import Manager
 from rlboost.services.rollout_manager.ports import TemplateOptions, TokenizationError
 from rlboost.services.rollout_manager.serving.schemas import ChatBody, openai_problem
-from rlboost.services.rollout_manager.serving.text import MAX_READS, Message, ServedModel, identity
+from rlboost.services.rollout_manager.serving.text import MAX_READS, Message, ServedModel, digest_with, digests
 from rlboost.shared.errors import BusUnavailable
 from rlboost.shared.http.problem import Problem
 from rlboost.shared.job.sessions import SESSION, SessionId, SessionRecord
@@ -35,10 +39,19 @@ from rlboost.shared.messages import GroupRequested, SampleDropped, SampleFinishe
 from rlboost.shared.messages.codec import decode
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Append, Bus, HashSet, Op
-from rlboost.shared.wire import I32, ints, pack
+from rlboost.shared.wire import length
 
 POLICY = "policy"
 """What an agent may call the model of its session."""
+READ_AHEAD = 2
+"""Turns after the last known one that are read with it; at least one, which tells that there are more."""
+MAX_SESSIONS = 4096
+"""Sessions of which a manager remembers what it has read; of others, a call reads all turns."""
+MAX_BYTES = 256 << 20
+"""Maximum size of what it remembers."""
+TURN_BYTES = 4096
+"""About the memory of a turn besides its tokens."""
+_ENDS = (names.session_finished, names.session_answer)
 
 
 class _Opened(BaseModel):
@@ -69,10 +82,75 @@ class _Turn:
 
     id: int
     opened: _Opened
-    prompt: list[int]
     end: SampleFinished | SampleDropped | None = None
-    answer: Any = None
-    """`identity` of its answer, None before its agent has received it."""
+    answer: str | None = None
+    """Digest of its messages and its answer, None before its agent has received it."""
+
+    @property
+    def misses(self) -> list[str]:
+        """Return the fields of the session that it may get."""
+        if self.end is None:
+            return [names.session_finished(self.id), names.session_answer(self.id)]
+        return [names.session_answer(self.id)] if self.answer is None and isinstance(self.end, SampleFinished) else []
+
+    def add(self, stored: Mapping[str, str | None]) -> None:
+        """Add what is stored of it."""
+        if self.end is None and (text := stored.get(names.session_finished(self.id))) is not None:
+            self.end = _decoded(text)
+        self.answer = self.answer or stored.get(names.session_answer(self.id))
+
+
+@dataclass(slots=True)
+class _Known:
+    """What has been read of a session. Only the leader writes turns: what it has read once does not change."""
+
+    world: World
+    """Of the manager when it was read: it gets another one whenever it becomes the leader."""
+    record: SessionRecord
+    turns: dict[int, _Turn] = field(default_factory=dict)
+    """Turn -> itself, in the order of their ids."""
+
+    @property
+    def missing(self) -> list[str]:
+        """Return the fields that may be new, and one that only a session that was over has lost."""
+        n = len(self.turns)
+        ids = [self.record.turn_id(number) for number in range(n, min(n + READ_AHEAD, self.record.n_ids))]
+        ahead = [of(turn) for turn in ids for of in (names.session_opened, *_ENDS)]
+        return [SESSION, self.last, *(name for turn in self.turns.values() for name in turn.misses), *ahead]
+
+    @property
+    def last(self) -> str:
+        """Return the field of its last turn; it has one."""
+        return names.session_opened(next(reversed(self.turns)))
+
+    def add(self, stored: Mapping[str, str | None]) -> int:
+        """Add what is stored; return the number of turns that are new."""
+        n_before = len(self.turns)
+        for number in range(n_before, self.record.n_ids):
+            turn = self.record.turn_id(number)
+            if (text := stored.get(names.session_opened(turn))) is None:
+                break
+            self.turns[turn] = _Turn(turn, _Opened.model_validate_json(text))
+        for found in self.turns.values():
+            if found.misses:
+                found.add(stored)
+        return len(self.turns) - n_before
+
+    def prompt(self, turn: _Turn) -> bytes:
+        """Return the prompt of a turn, a column of tokens."""
+        parts = [bytes.fromhex(turn.opened.tokens)]
+        while turn.opened.parent:
+            turn = self.turns[turn.opened.parent]
+            assert isinstance(turn.end, SampleFinished), "only an answered turn is continued"
+            parts += [turn.end.tokens, bytes.fromhex(turn.opened.tokens)]
+        return b"".join(reversed(parts))
+
+    @property
+    def n_bytes(self) -> int:
+        """Return about how much memory it needs."""
+        ends = [turn.end for turn in self.turns.values()]
+        sizes = [2 * len(end.tokens) for end in ends if isinstance(end, SampleFinished)]
+        return sum(sizes) + sum(len(turn.opened.tokens) + TURN_BYTES for turn in self.turns.values())
 
 
 @dataclass(slots=True, eq=False)
@@ -80,7 +158,8 @@ class SessionTurn:
     """The turn that a call asks for."""
 
     request: GroupRequested
-    prompt: list[int]
+    messages: str
+    """Digest of its messages."""
     ops: list[Op] = field(default_factory=list)
     """What opens it; empty if it is open."""
     end: SampleFinished | SampleDropped | None = None
@@ -113,6 +192,9 @@ class Sessions:
         self._manager, self._bus = manager, bus
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._reads = asyncio.Semaphore(MAX_READS)
+        self._known: OrderedDict[str, tuple[_Known, int]] = OrderedDict()
+        """Key of a session -> what is known of it, with its size; least recently used first."""
+        self._n_bytes = 0
 
     def lock(self, session: SessionId) -> asyncio.Lock:
         """Return the lock under which a turn is found and opened: calls of one agent may be concurrent."""
@@ -158,43 +240,46 @@ class Sessions:
             TokenizationError: see `ServedModel`.
 
         """
-        record, turns = await self._read(session)
+        known = await self._read(session)
+        record = known.record
         _check(body, record)
-        digests = _digests(messages, options)
-        call = _digest([digests[-1], body.requested_tokens, sorted(body.stop_token_ids)])
+        found = await digests(messages, options)
+        turns = list(known.turns.values())
+        call = _digest([found[-1], body.requested_tokens, sorted(body.stop_token_ids)])
         # A turn that could not be generated is none: its call is tried anew.
         same = [turn for turn in turns if turn.opened.call == call and not isinstance(turn.end, SampleDropped)]
         ours = [turn for turn in turns if turn.opened.start == session.start]
         ids = {0, *(turn.id for turn in ours)}
         if before := next((turn for turn in same if turn not in ours and turn.opened.parent in ids), None):
             now = before.opened.model_copy(update={"start": session.start})
-            return _asked(session, record, before, _opening(session, before.id, now))
+            self._forget(session.redis_key)
+            return _asked(session, record, before, known.prompt(before), _opening(session, before.id, now))
         if repeated := _repeated(same, retry):
-            return _asked(session, record, repeated)
+            return _asked(session, record, repeated, known.prompt(repeated))
         await self._check_limit(session, record, len(ours), len(turns))
-        parent = _parent(ours, messages, digests)
-        given = _whole(parent) if parent else []
+        parent = _parent(ours, found)
+        given = _whole(known, parent) if parent else b""
         try:
             tokens = await model.extend_chat(given, messages, parent.opened.n_messages, options) if parent else None
         except TokenizationError:
             tokens = None  # the template writes the answer anew: this is a branch, and no token is changed
         if tokens is None:
-            tokens, parent, given = await model.encode_chat(messages, options), None, []
+            tokens, parent, given = await model.encode_chat(messages, options), None, b""
         new = _Opened(
             parent=parent.id if parent else 0,
             start=session.start,
             call=call,
             key=retry.key,
             n_messages=len(messages),
-            messages=digests[-1],
-            tokens=pack(tokens[len(given) :], I32).hex(),
-            max_tokens=_max_tokens(body, record, model, len(tokens)),
+            messages=found[-1],
+            tokens=tokens[len(given) :].hex(),
+            max_tokens=_max_tokens(body, record, model, length(tokens)),
             stop_token_ids=tuple(sorted({*record.sampling.stop_token_ids, *body.stop_token_ids})),
         )
-        turn = _Turn(record.turn_id(len(turns)), new, tokens)
-        found = _asked(session, record, turn, _opening(session, turn.id, new))
-        found.ops.append(Append(names.rollouts_requested(session.job_id), found.request))
-        return found
+        turn = _Turn(record.turn_id(len(turns)), new)
+        asked = _asked(session, record, turn, tokens, _opening(session, turn.id, new))
+        asked.ops.append(Append(names.rollouts_requested(session.job_id), asked.request))
+        return asked
 
     async def _check_limit(self, session: SessionId, record: SessionRecord, n_own: int, n_all: int) -> None:
         """Refuse a call beyond the limit of turns, and record that it was."""
@@ -219,46 +304,69 @@ class Sessions:
             BusUnavailable: it is unknown whether it is stored.
 
         """
-        stored = {names.session_answer(turn.request.group): json.dumps(identity(answer))}
+        stored = {names.session_answer(turn.request.group): await digest_with(turn.messages, answer)}
         await self._manager.write([HashSet(turn.redis_key, stored)])
 
-    async def _read(self, session: SessionId) -> tuple[SessionRecord, list[_Turn]]:
+    async def _read(self, session: SessionId) -> _Known:
+        """Return a session with its turns, of which those that are known are not read again."""
+        key, known = session.redis_key, self._forget(session.redis_key)
         try:
             async with self._reads:
-                stored = await self._bus.hash_all(session.redis_key)
+                if known is None or not await self._add_new(key, known):
+                    world, stored = self._manager.world, await self._bus.hash_all(key)
+                    known = _Known(world, _record_of(stored))
+                    known.add(stored)
         except BusUnavailable as error:
             raise openai_problem(503, "Unavailable", f"{error}: try again", headers={"Retry-After": "1"}) from error
-        if SESSION not in stored:
-            raise openai_problem(409, "Session over", "this session is not open: its step is over")
-        record = SessionRecord.model_validate_json(stored[SESSION])
-        if record.is_over:
-            raise openai_problem(409, "Session over", "this session has ended")
-        turns: dict[int, _Turn] = {}
-        for number in range(record.n_ids):
-            turn = record.turn_id(number)
-            if (text := stored.get(names.session_opened(turn))) is None:
-                break
-            found = _Opened.model_validate_json(text)
-            end, answer = (stored.get(field_of(turn)) for field_of in (names.session_finished, names.session_answer))
-            given = _whole(turns[found.parent]) if found.parent else []
-            turns[turn] = _Turn(
-                turn,
-                found,
-                [*given, *ints(bytes.fromhex(found.tokens), I32)],
-                None if end is None else _decoded(end),
-                None if answer is None else json.loads(answer),
-            )
-        return record, list(turns.values())
+        self._remember(key, known)
+        return known
+
+    async def _add_new(self, key: str, known: _Known) -> bool:
+        """Add what is new of a session; return False if what is known of it may be out of date."""
+        n_new = READ_AHEAD
+        while n_new >= READ_AHEAD:
+            if not known.turns or known.world is not self._manager.world:
+                return False
+            fields, last = known.missing, known.last
+            stored = dict(zip(fields, await self._bus.hash_some(key, fields), strict=True))
+            if _record_of(stored) != known.record or stored[last] is None:
+                return False  # it was over, and begins anew
+            n_new = known.add(stored)
+        return True
+
+    def _forget(self, key: str) -> _Known | None:
+        known, n_bytes = self._known.pop(key, (None, 0))
+        self._n_bytes -= n_bytes
+        return known
+
+    def _remember(self, key: str, known: _Known) -> None:
+        self._known[key] = known, known.n_bytes
+        self._n_bytes += known.n_bytes
+        while len(self._known) > MAX_SESSIONS or self._n_bytes > MAX_BYTES:
+            _, (_, n_bytes) = self._known.popitem(last=False)
+            self._n_bytes -= n_bytes
 
 
-def _asked(session: SessionId, record: SessionRecord, turn: _Turn, ops: Sequence[Op] = ()) -> SessionTurn:
+def _record_of(stored: Mapping[str, str | None]) -> SessionRecord:
+    text = stored.get(SESSION)
+    if text is None:
+        raise openai_problem(409, "Session over", "this session is not open: its step is over")
+    record = SessionRecord.model_validate_json(text)
+    if record.is_over:
+        raise openai_problem(409, "Session over", "this session has ended")
+    return record
+
+
+def _asked(
+    session: SessionId, record: SessionRecord, turn: _Turn, prompt: bytes, ops: Sequence[Op] = ()
+) -> SessionTurn:
     """Return the turn that a call asks for, with what opens it."""
     own = {"max_tokens": turn.opened.max_tokens, "stop_token_ids": turn.opened.stop_token_ids}
     request = GroupRequested(
         job_id=session.job_id,
         group=turn.id,
         n=1,
-        prompt=pack(turn.prompt, I32),
+        prompt=prompt,
         sampling=record.sampling.model_copy(update=own),
         version=record.version,
         seed=record.seed,
@@ -266,7 +374,7 @@ def _asked(session: SessionId, record: SessionRecord, turn: _Turn, ops: Sequence
         vocab_size=record.vocab_size,
         session=session.sample,
     )
-    return SessionTurn(request, turn.prompt, list(ops), turn.end)
+    return SessionTurn(request, turn.opened.messages, list(ops), turn.end)
 
 
 def _repeated(same: Sequence[_Turn], retry: Retry) -> _Turn | None:
@@ -303,18 +411,22 @@ def _max_tokens(body: ChatBody, record: SessionRecord, model: ServedModel, n_pro
     return most if body.requested_tokens is None else min(most, body.requested_tokens)
 
 
-def _parent(turns: Sequence[_Turn], messages: Sequence[Message], digests: Sequence[str]) -> _Turn | None:
-    """Return the turn with the most messages that a call continues; the newest of several."""
-    found = [
+def _parent(turns: Sequence[_Turn], found: Sequence[str]) -> _Turn | None:
+    """Return the turn with the most messages that a call continues; the newest of several.
+
+    Args:
+        turns: those that it may continue.
+        found: the `digests` of its messages.
+
+    """
+    continued = [
         turn
         for turn in turns
-        if turn.opened.n_messages < len(messages)
-        and turn.opened.messages == digests[turn.opened.n_messages]
-        and turn.answer is not None
+        if turn.opened.n_messages + 1 < len(found)
+        and turn.answer == found[turn.opened.n_messages + 1]
         and isinstance(turn.end, SampleFinished)
-        and turn.answer == json.loads(json.dumps(identity(messages[turn.opened.n_messages])))
     ]
-    return max(reversed(found), key=lambda turn: turn.opened.n_messages, default=None)
+    return max(reversed(continued), key=lambda turn: turn.opened.n_messages, default=None)
 
 
 def _opening(session: SessionId, turn: int, now: _Opened) -> list[Op]:
@@ -327,22 +439,16 @@ def _opening(session: SessionId, turn: int, now: _Opened) -> list[Op]:
     ]
 
 
-def _whole(turn: _Turn) -> list[int]:
+def _whole(known: _Known, turn: _Turn) -> bytes:
     """Return prompt and completion of a turn that has ended."""
     assert isinstance(turn.end, SampleFinished), "only an answered turn is continued"
-    return [*turn.prompt, *ints(turn.end.tokens)]
+    return known.prompt(turn) + turn.end.tokens
 
 
 def _decoded(text: str) -> SampleFinished | SampleDropped:
     end = decode(bytes.fromhex(text))
     assert isinstance(end, SampleFinished | SampleDropped), "`effects.store_turn` writes no other"
     return end
-
-
-def _digests(messages: Sequence[Message], options: TemplateOptions) -> list[str]:
-    """Return a digest of the first n messages with the options, for each n from 0 to all."""
-    first = _digest([list(options.tools), dict(options.kwargs)])
-    return list(accumulate(map(identity, messages), lambda before, one: _digest([before, one]), initial=first))
 
 
 def _digest(value: Any) -> str:

@@ -25,7 +25,7 @@ from rlboost.shared.model.chat_template import ANSWER_PLACEHOLDER, text_after_an
 from rlboost.shared.model.tool_calls import CallStyle, end_of_call
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Bus, Delete, Expire, HashSet, Op
-from rlboost.shared.wire import I32, ints, pack
+from rlboost.shared.wire import I32, ints
 
 # --- served model -----------------------------------------------------------------------------------------------------
 
@@ -48,8 +48,8 @@ class ServedModel:
         """Return True if the model takes and returns text."""
         return self.files.tokenizer is not None
 
-    async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-        """Return the tokens of each text.
+    async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[bytes]:
+        """Return the tokens of each text, as columns.
 
         Raises:
             TextTooLong: a text cannot fit into the model's context.
@@ -98,10 +98,8 @@ class ServedModel:
             self._styles.append(await self.text.call_style(self.files.name))
         return self._styles[0]
 
-    async def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = NO_OPTIONS
-    ) -> list[int]:
-        """Return the tokens of a conversation, up to where the assistant's next answer begins.
+    async def encode_chat(self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = NO_OPTIONS) -> bytes:
+        """Return the tokens of a conversation as a column, up to where the assistant's next answer begins.
 
         Raises:
             TokenizationError: there is no chat template, or it rejects the messages; see also `encode`.
@@ -111,15 +109,15 @@ class ServedModel:
 
     async def extend_chat(
         self,
-        tokens: Sequence[int],
+        tokens: bytes,
         messages: Sequence[Mapping[str, Any]],
         answer: int,
         options: TemplateOptions = NO_OPTIONS,
-    ) -> list[int]:
+    ) -> bytes:
         """Return the tokens of a conversation that continues after an answer, without tokenizing the answer again.
 
         Args:
-            tokens: the prompt and the answer, as they were given and generated.
+            tokens: the prompt and the answer, as they were given and generated: a column, as what is returned.
             messages: the whole conversation.
             answer: the index of the answer in `messages`; the template sees neither its text nor the arguments of its
                 tool calls.
@@ -131,7 +129,8 @@ class ServedModel:
 
         """
         before, after = messages[:answer], messages[answer + 1 :]
-        end_token = self.token_text(tokens[-1]) if tokens[-1] in self.files.stop_token_ids else ""
+        (last,) = ints(tokens[-I32.itemsize :])
+        end_token = self.token_text(last) if last in self.files.stop_token_ids else ""
         if calls := messages[answer].get("tool_calls"):
             rendered = await self._render([*before, _with_placeholders(calls), *after], options)
             at = rendered.rfind(ANSWER_PLACEHOLDER)
@@ -142,9 +141,9 @@ class ServedModel:
             suffix = text_after_answer(await self._render([*before, placeholder, *after], options), end_token)
         if suffix is None:
             raise TokenizationError("the chat template does not render each answer once: leave out X-Session-ID")
-        return [*tokens, *await self._encode_rendered(suffix)]
+        return tokens + await self._encode_rendered(suffix)
 
-    async def _encode_rendered(self, text: str) -> list[int]:
+    async def _encode_rendered(self, text: str) -> bytes:
         (tokens,) = await self.encode([text], add_special_tokens=False)
         return tokens
 
@@ -293,8 +292,12 @@ MAX_BYTES = 256 << 20
 """Maximum size of the conversations that one manager retains, with the same rule."""
 MAX_READS = 4
 """Reads of Redis at once. However many clients wait, few connections are opened: a busy loop opens many too slowly."""
-_FIELD = "turn"
-_NO_TURN: dict[str, Any] = {"messages": [], "prompt": "", "completion": "", "worker": "", "options": ""}
+MESSAGES_AT_ONCE = 64
+"""Messages of which digests are computed before the manager's loop continues."""
+LONG_CHARACTERS = 1 << 20
+"""A longer text is hashed in a thread."""
+_FIELD = "last"
+_NO_TURN: dict[str, Any] = {"n_messages": 0, "before": "", "whole": "", "prompt": "", "completion": "", "worker": ""}
 
 Message = dict[str, Any]
 
@@ -304,12 +307,13 @@ class Turn:
     """One requested turn of a conversation."""
 
     key: str
-    messages: list[Message]
-    prompt: list[int]
+    n_messages: int
+    messages: str
+    """A digest of its messages and of the options of the chat template."""
+    prompt: bytes
+    """A column of token ids."""
     preferred_worker: str
     """The worker that generated the previous turn; empty without one."""
-    options: str = ""
-    """A digest of the options of the chat template; empty without any."""
 
 
 class Conversations:
@@ -344,25 +348,24 @@ class Conversations:
         async with self._reads:
             stored = await self._bus.hash_get(key, _FIELD)
         last: dict[str, Any] = json.loads(stored) if stored else _NO_TURN
-        form = _digest(options)
-        previous = last["messages"] if last.get("options", "") == form else []
-        n = len(previous)
-        prompt, completion = (ints(bytes.fromhex(last[name]), I32) for name in ("prompt", "completion"))
-        if n and _same(messages, previous[:-1]):
+        found = await digests(messages, options)
+        n = last["n_messages"]
+        prompt = bytes.fromhex(last["prompt"])
+        if len(messages) == n and found[n] == last["before"]:
             tokens = prompt
-        elif n and len(messages) > n and _same(messages[:n], previous):
-            tokens = await model.extend_chat([*prompt, *completion], messages, n - 1, options)
+        elif len(messages) > n + 1 and found[n + 1] == last["whole"]:
+            tokens = await model.extend_chat(prompt + bytes.fromhex(last["completion"]), messages, n, options)
         else:
             tokens = await model.encode_chat(messages, options)
-        return Turn(key, messages, tokens, last["worker"], form)
+        return Turn(key, len(messages), found[-1], tokens, last["worker"])
 
-    async def save(self, turn: Turn, answer: Message, completion: Sequence[int], worker: str) -> None:
+    async def save(self, turn: Turn, answer: Message, completion: bytes, worker: str) -> None:
         """Store a turn with its answer.
 
         Args:
             turn: the turn.
             answer: the message that the client receives.
-            completion: the answer's tokens.
+            completion: the answer's tokens, a column.
             worker: the worker that generated the last of them.
 
         Raises:
@@ -371,11 +374,12 @@ class Conversations:
 
         """
         last = {
-            "messages": [*turn.messages, answer],
-            "prompt": pack(turn.prompt, I32).hex(),
-            "completion": pack(completion, I32).hex(),
+            "n_messages": turn.n_messages,
+            "before": turn.messages,
+            "whole": await digest_with(turn.messages, answer),
+            "prompt": turn.prompt.hex(),
+            "completion": completion.hex(),
             "worker": worker,
-            "options": turn.options,
         }
         stored = json.dumps(last)
         ops: list[Op] = [HashSet(turn.key, {_FIELD: stored}), Expire(turn.key, CONVERSATION_TTL_S)]
@@ -390,8 +394,33 @@ class Conversations:
         return sum(self._written.values())
 
 
-def _same(one: Sequence[Message], other: Sequence[Message]) -> bool:
-    return [identity(message) for message in one] == [identity(message) for message in other]
+async def digests(messages: Sequence[Message], options: TemplateOptions) -> list[str]:
+    """Return a digest of the options and the first n messages, for each n from 0 to all."""
+    found = [_hashed(json.dumps([list(options.tools), dict(options.kwargs)], sort_keys=True).encode())]
+    for n_hashed, message in enumerate(messages, 1):
+        found.append(await digest_with(found[-1], message))
+        if n_hashed % MESSAGES_AT_ONCE == 0:
+            await asyncio.sleep(0)
+    return found
+
+
+async def digest_with(before: str, message: Message) -> str:
+    """Return the digest of some messages, of which `before` is the digest, and one more."""
+    one = identity(message)
+    content = one.get("content")
+    text = content if isinstance(content, str) else json.dumps(content, sort_keys=True)
+    others = json.dumps([before, {name: value for name, value in one.items() if name != "content"}], sort_keys=True)
+    hashed = [others.encode(), b"\0", text.encode(errors="surrogatepass")]
+    if len(text) > LONG_CHARACTERS:
+        return await asyncio.to_thread(_hashed, *hashed)
+    return _hashed(*hashed)
+
+
+def _hashed(*parts: bytes) -> str:
+    digest = blake2b(digest_size=16)
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
 
 
 def identity(message: Message) -> Message:
@@ -418,9 +447,3 @@ def _identity_of_call(call: Any) -> object:
             arguments = json.loads(arguments or "{}")
     # As text, since True == 1 == 1.0 in Python.
     return [function.get("name"), json.dumps(arguments, sort_keys=True)]
-
-
-def _digest(options: TemplateOptions) -> str:
-    if options == NO_OPTIONS:
-        return ""
-    return blake2b(json.dumps([list(options.tools), dict(options.kwargs)]).encode(), digest_size=16).hexdigest()

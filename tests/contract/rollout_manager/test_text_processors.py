@@ -9,8 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from rlboost.services.rollout_manager.adapters.request_bodies import MAX_VALUES, SMALL_BODY_BYTES
 from rlboost.services.rollout_manager.adapters.text import PROCESSES, TextProcesses, load_model_files
-from rlboost.services.rollout_manager.ports import TemplateOptions, TextProcessesBusy, TextProcessor, TokenizationError
+from rlboost.services.rollout_manager.ports import (
+    InvalidJson,
+    TemplateOptions,
+    TextProcessesBusy,
+    TextProcessor,
+    TokenizationError,
+)
+from rlboost.shared.wire import I32, ints, pack
 from tests.support import tool_model
 from tests.support.manager_fakes import InlineTextProcessor
 from tests.support.model_folder import write_tokenizer
@@ -42,9 +50,56 @@ def text(request: pytest.FixtureRequest, processes: TextProcesses) -> TextProces
 
 
 async def test_texts_become_tokens_and_conversations_text(text: TextProcessor, folder: str) -> None:
-    assert await text.encode(folder, ["t3 t4", "t5"], add_special_tokens=True) == [[1, 3, 4], [1, 5]]
-    assert await text.encode(folder, ["t3"], add_special_tokens=False) == [[3]]
+    columns = await text.encode(folder, ["t3 t4", "t5"], add_special_tokens=True)
+    assert list(map(ints, columns)) == [[1, 3, 4], [1, 5]]
+    assert await text.encode(folder, ["t3"], add_special_tokens=False) == [pack([3], I32)]
     assert await text.render(folder, [{"role": "user", "content": "t3 \u6f22"}]) == "t3 \u6f22"
+
+
+FILLER = "x" * SMALL_BODY_BYTES
+
+
+@pytest.mark.parametrize("filler", ["", FILLER], ids=["small", "large"])
+async def test_bodies_become_values_and_token_ids_columns(text: TextProcessor, filler: str) -> None:
+    given = {"text": "t3 \u6f22", "half": "\ud800", "n": [1, -2, 0.5, None, True], "filler": filler}
+    assert await text.parse(json.dumps(given).encode()) == given
+    column = pack([3, 4], I32)
+    for prompt, parsed in (
+        ([3, 4], column),
+        ([[3, 4], "t3", []], [column, "t3", []]),
+        ("t3", "t3"),
+        ([3, True], [3, True]),
+        ([-1], [-1]),
+        ([1 << 31], [1 << 31]),
+        ([], []),
+    ):
+        assert await text.parse(json.dumps({"prompt": prompt, "filler": filler}).encode()) == {
+            "prompt": parsed,
+            "filler": filler,
+        }
+    assert await text.parse(b"[3]") == [3]
+
+
+@pytest.mark.parametrize("filler", ["", FILLER], ids=["small", "large"])
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b'{"a": 3', "JSON decode error: Expecting ',' delimiter: line 1 column"),
+        (b'{"a": "\xff', "the text is not UTF-8"),
+        (b'{"a": ' + b"[" * 100_000, "too many levels"),
+    ],
+)
+async def test_body_that_is_no_json_is_refused(text: TextProcessor, filler: str, body: bytes, words: str) -> None:
+    with pytest.raises(InvalidJson, match=words):
+        await text.parse(body + filler.encode())
+
+
+async def test_large_body_of_too_many_or_too_large_values_is_refused(text: TextProcessor) -> None:
+    with pytest.raises(InvalidJson, match=f"more than {MAX_VALUES} values"):
+        await text.parse(json.dumps({"stop_token_ids": [1] * MAX_VALUES}).encode())
+    with pytest.raises(InvalidJson, match="a number of more than 64 bits"):
+        await text.parse(json.dumps({"filler": FILLER, "n": 1 << 64}).encode())
+    assert len((await text.parse(json.dumps({"prompt": [1] * MAX_VALUES}).encode()))["prompt"]) == 4 * MAX_VALUES
 
 
 async def test_tools_are_rendered_and_the_style_of_calls_is_that_of_the_template(
@@ -129,11 +184,11 @@ async def test_process_with_much_memory_is_replaced(processes: TextProcesses, fo
     (first,) = processes._idle
     await processes.encode(folder, ["t3 " * 500_000], add_special_tokens=True)
     await first.wait()
-    assert await processes.encode(folder, ["t3"], add_special_tokens=True) == [[1, 3]]
+    assert await processes.encode(folder, ["t3"], add_special_tokens=True) == [pack([1, 3], I32)]
 
 
 async def test_abandoned_request_leaves_no_answer_to_the_next(processes: TextProcesses, folder: str) -> None:
     abandoned = asyncio.create_task(processes.encode(folder, ["t3 " * 300_000], add_special_tokens=True), name="a")
     await asyncio.sleep(0.3)
     abandoned.cancel()
-    assert await processes.encode(folder, ["t4"], add_special_tokens=True) == [[1, 4]]
+    assert await processes.encode(folder, ["t4"], add_special_tokens=True) == [pack([1, 4], I32)]

@@ -208,6 +208,7 @@ async def test_counters_and_hash_fields(bus: Bus) -> None:
     await bus.transact([HashSet("h", {"k": "first"})])
     assert await bus.hash_get("h", "k") == "first"
     assert await bus.hash_get("h", "none") is None
+    assert await bus.hash_some("h", ["none", "k", "k"]) == [None, "first", "first"]
 
 
 async def test_lease_expires_without_renewal(bus: Bus) -> None:

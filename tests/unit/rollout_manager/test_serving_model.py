@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 from rlboost.services.rollout_manager.adapters.text import load_model_files
 from rlboost.services.rollout_manager.ports import TokenizationError
 from rlboost.services.rollout_manager.serving.text import ServedModel
+from rlboost.shared.wire import I32, ints, pack
 from tests.support.manager_fakes import InlineTextProcessor
 from tests.support.model_folder import write_tokenizer
 
@@ -35,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 async def test_served_model_encodes_and_decodes_text(folder: Path) -> None:
     model = load(folder)
-    assert await model.encode(["t3 t4"], add_special_tokens=True) == [[1, 3, 4]]
+    assert await model.encode(["t3 t4"], add_special_tokens=True) == [pack([1, 3, 4], I32)]
     assert model.decode([1, 3, 4, 2]) == "t3 t4"
     assert [model.token_text(token) for token in (3, 2)] == ["t3", "<eos>"]
     assert (model.files.stop_token_ids, model.files.vocab_size, model.files.max_len) == ((2, 5), 96, 8)
@@ -50,9 +51,9 @@ async def test_encode_chat_matches_transformers(folder: Path, tmp_path: Path) ->
         theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
             messages, add_generation_prompt=True, chat_template=TEMPLATE, return_dict=True
         )["input_ids"]
-        assert await load(tmp_path).encode_chat(messages) == theirs == [1, 3, 2, 1, 4, 5, 2, 7]
+        assert ints(await load(tmp_path).encode_chat(messages)) == theirs == [1, 3, 2, 1, 4, 5, 2, 7]
     (tmp_path / "chat_template.jinja").write_text("t9 {% for m in messages %}{{ m.content }} {% endfor %}")
-    assert await load(tmp_path).encode_chat(messages) == [9, 3, 4, 5]
+    assert ints(await load(tmp_path).encode_chat(messages)) == [9, 3, 4, 5]
 
 
 async def test_extend_chat_keeps_the_tokens_of_the_answer(folder: Path, tmp_path: Path) -> None:
@@ -63,10 +64,11 @@ async def test_extend_chat_keeps_the_tokens_of_the_answer(folder: Path, tmp_path
     messages.append({"role": "user", "content": "t5"})
     # The answer's tokens stay although no tokenizer yields them; the end token occurs once, generated or not.
     for completion in ([40, 41], [40, 41, 2]):
-        assert await model.extend_chat([1, 3, 2, *completion], messages, 1) == [1, 3, 2, 40, 41, 2, 1, 5, 2, 7]
+        tokens = await model.extend_chat(pack([1, 3, 2, *completion], I32), messages, 1)
+        assert ints(tokens) == [1, 3, 2, 40, 41, 2, 1, 5, 2, 7]
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
     with pytest.raises(TokenizationError, match=r"message 2 \(assistant\): the chat template does not show"):
-        await load(tmp_path).extend_chat([1], messages, 1)
+        await load(tmp_path).extend_chat(pack([1], I32), messages, 1)
 
 
 async def test_served_model_errors_name_the_problem(folder: Path, tmp_path: Path) -> None:
