@@ -18,7 +18,7 @@ import asyncio
 import json
 import socket
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -201,6 +201,8 @@ class AsyncFleet:
         self._attachment: _Attachment | None = None
         self._store: StoreClient | None = None
         self._config_json = ""
+        self.dtype = ""
+        """Of most of the bytes that were published last, such as `bfloat16`; empty before."""
 
     # --- attaching ---
 
@@ -307,6 +309,10 @@ class AsyncFleet:
         from rlboost.shared.weights.torch_tensors import named_shards  # noqa: PLC0415 - imports torch
 
         part = await self._publisher.publish(self.job_id, version, 0, named_shards(weights))
+        sizes = Counter[str]()
+        for tensor in part.tensors:
+            sizes[tensor.dtype] += tensor.n_bytes
+        self.dtype = max(sizes, key=sizes.__getitem__, default="")
         await self._publisher.commit(
             self.job_id,
             version,

@@ -12,8 +12,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+
+import httpx
 
 from rlboost.fleet import Fleet, Sample
 from rlboost.shared.errors import ConfigError, Fatal
@@ -127,3 +131,55 @@ def _tokenized(prompts: list[Any], trainer: Any) -> list[list[int]]:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+class WeightTransfer:
+    """The `weight_transfer` of TRL's `AsyncGRPOTrainer`, for `rlboost gateway` as its `vllm_server_base_url`.
+
+    It writes the weights to a folder that the gateway reads: both run on one machine, or share the folder.
+
+    Args:
+        url: of the gateway.
+        folder: where the weights are written; by default a temporary folder.
+        timeout_s: limit of one update.
+
+    """
+
+    def __init__(self, url: str, folder: str | Path = "", timeout_s: float = 1800.0) -> None:
+        """Write nothing yet."""
+        self._temporary = None if folder else TemporaryDirectory(prefix="rlboost-weights-")
+        self._folder = Path(folder or getattr(self._temporary, "name", ""))
+        self._http = httpx.Client(base_url=url, timeout=timeout_s)
+
+    def init_weight_transfer(self) -> None:
+        """Check that the gateway answers."""
+        self._http.get("/health").raise_for_status()
+
+    def send_weights(self, iterator: Iterable[tuple[str, Any]]) -> None:
+        """Publish the tensors as the next version."""
+        from safetensors.torch import save_file  # noqa: PLC0415 - imports torch
+
+        self._folder.mkdir(parents=True, exist_ok=True)
+        # Of tensors that share memory, save_file takes none.
+        found = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in iterator}
+        save_file(found, self._folder / "model.safetensors")
+        self._post("/update_weights", {"update_info": {"path": str(self._folder.absolute())}})
+
+    def pause(self) -> None:
+        """Hold new requests; samples in flight continue while workers pull the weights."""
+        self._post("/pause")
+
+    def resume(self) -> None:
+        """Let requests begin."""
+        self._post("/resume")
+
+    def destroy(self) -> None:
+        """Remove the folder, if it is temporary."""
+        self._http.close()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    def _post(self, path: str, body: Mapping[str, Any] | None = None) -> None:
+        answer = self._http.post(path, json=body)
+        if answer.is_error:
+            raise Fatal(f"{self._http.base_url}{path.removeprefix('/')}: {answer.text[:500]}")

@@ -23,7 +23,9 @@ from rlboost.commands.common import (
 )
 from rlboost.commands.job_files import NoCheckOption, require_sound
 from rlboost.commands.jobs import connect_to_follow, print_change
+from rlboost.commands.system import SERVICE_PACKAGES, require_packages
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.secrets import clean_secret
 from rlboost.terminal import echo
 
 if TYPE_CHECKING:
@@ -204,6 +206,41 @@ def export(  # noqa: PLR0913, PLR0917 - the command's options
             echo(f"rlboost: warning: {request.job_id} failed: these are its last weights, not its result", err=True)
 
 
+def gateway(
+    model: Annotated[str, typer.Argument(help="Folder or Hugging Face id of the model; clients use this name.")],
+    job: Annotated[str, typer.Option(help="Name of the external job, created if there is none, or its id.")],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; vLLM's default.")] = 8000,
+    replace: Annotated[bool, typer.Option("--replace", help="Take the job from another trainer.")] = False,
+    state: StateOption = DEFAULT_STATE,
+) -> None:
+    """Make the fleet look like one vLLM server, to a trainer that knows vLLM.
+
+    It publishes the folders with weights that the trainer names, so run it where the trainer runs.
+    RLBOOST_GATEWAY_API_KEY is the key that clients need; without one, only this machine may connect.
+    """
+    require_packages(*SERVICE_PACKAGES)
+    import uvicorn  # noqa: PLC0415 - keeps --help quick
+
+    from rlboost.fleet import AsyncFleet  # noqa: PLC0415 - likewise
+    from rlboost.gateway import Gateway, create_app  # noqa: PLC0415 - likewise
+
+    api_key = clean_secret("RLBOOST_GATEWAY_API_KEY", os.environ.get("RLBOOST_GATEWAY_API_KEY", ""))
+    if host not in {"127.0.0.1", "::1", "localhost"} and not api_key:
+        raise ConfigError(
+            f"--host {host} lets other machines connect: set RLBOOST_GATEWAY_API_KEY, which they need then"
+        )
+    url, token = endpoint(state)
+    fleet = AsyncFleet(url, token, job=job, model=model, replace=replace, trainer="gateway")
+    uvicorn.run(
+        create_app(Gateway(fleet, url, token, model), api_key),
+        host=host,
+        port=port,
+        log_level="warning",
+        timeout_keep_alive=75,
+    )
+
+
 # --- Registration -----------------------------------------------------------------------------------------------------
 
 
@@ -211,3 +248,4 @@ def register(app: typer.Typer) -> None:
     """Add the commands."""
     app.command("eval")(evaluate)
     app.command()(export)
+    app.command()(gateway)

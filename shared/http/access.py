@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import hmac
 import json
 import math
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeVar
 
@@ -109,8 +111,15 @@ def needed_scope(endpoint: Callable[..., object]) -> Scope:
 
 
 def bearer_token(authorization: str) -> str:
-    """Return the token in an `Authorization` header, empty if there is none."""
+    """Return the token in an `Authorization` header, empty if there is none.
+
+    Clients that cannot send one have it as the password of their URL (`http://any:TOKEN@host`), which they send as
+    Basic credentials (RFC 7617).
+    """
     scheme, _, given = authorization.partition(" ")
+    if scheme.lower() == "basic":
+        with suppress(ValueError):
+            return base64.b64decode(given, validate=True).decode().partition(":")[2]
     return given.strip() if scheme.lower() == "bearer" else ""
 
 

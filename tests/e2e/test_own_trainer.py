@@ -1,8 +1,9 @@
-"""TRL's `GRPOTrainer`, unmodified, on a fleet whose worker, manager, store and own process are killed."""
+"""TRL's trainers, unmodified, on a fleet whose worker, manager and store are killed, and a trainer too."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -10,9 +11,11 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.support.black_box import RLBOOST, ROOT, BlackBox, Observer, black_box
+from tests.support.ports import reserved_port
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.long]
 
@@ -22,12 +25,13 @@ STEPS, SAMPLES = 14, 256
 class Trl:
     """The program of a user, and what it has printed."""
 
-    def __init__(self, box: BlackBox, folder: Path) -> None:
-        program = [sys.executable, "-m", "tests.support.trl_trainer"]
-        options = [box.url, box.token, str(folder), "sums", str(STEPS), str(folder / "checkpoints")]
-        log = (folder / "trl.log").open("ab")
-        self.process = subprocess.Popen([*program, *options], cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True)
-        log.close()
+    def __init__(self, module: str, folder: Path, *options: str) -> None:
+        program = [sys.executable, "-m", f"tests.support.{module}", *options]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)]), "OMP_NUM_THREADS": "1"}
+        with (folder / "trl.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                program, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=log, text=True
+            )
         self.said: list[dict[str, Any]] = []
         self._thread = threading.Thread(target=self._read)
         self._thread.start()
@@ -56,11 +60,17 @@ class Trl:
         self.end()
 
 
-def test_trl_trains_on_a_fleet_whatever_dies(tmp_path: Path) -> None:
+def folder_of_sums(tmp_path: Path) -> Path:
     folder = tmp_path / "sums"
     subprocess.run([*RLBOOST, "init", str(folder)], check=True, capture_output=True)
+    return folder
+
+
+def test_trl_trains_on_a_fleet_whatever_dies(tmp_path: Path) -> None:
+    folder = folder_of_sums(tmp_path)
     with black_box(tmp_path / "state", workers=2, trainers=0) as box:
-        first = Trl(box, folder)
+        options = [box.url, box.token, str(folder), "sums", str(STEPS), str(folder / "checkpoints")]
+        first = Trl("trl_trainer", folder, *options)
         try:
             box.until(lambda: len(first.rollouts()) >= 2, "two rollouts")
             job_id = first.rollouts()[0]["job"]
@@ -71,7 +81,7 @@ def test_trl_trains_on_a_fleet_whatever_dies(tmp_path: Path) -> None:
                 at = first.rollouts()[-1]["step"]
                 box.until((folder / f"checkpoints/checkpoint-{at}").exists, "a checkpoint")
                 first.kill()
-                second = Trl(box, folder)
+                second = Trl("trl_trainer", folder, *options)
                 assert second.end() == 0, (folder / "trl.log").read_text()[-3000:]
             samples = observer.check()
         finally:
@@ -93,3 +103,38 @@ def test_trl_trains_on_a_fleet_whatever_dies(tmp_path: Path) -> None:
     rewards = second.said[-1]["rewards"]
     assert len(rewards) == STEPS
     assert sum(rewards[-4:]) > sum(rewards[:4])
+
+
+def test_async_trl_trains_by_one_url_while_worker_and_manager_die(tmp_path: Path) -> None:
+    folder = folder_of_sums(tmp_path)
+    with reserved_port() as port, black_box(tmp_path / "state", workers=2, trainers=0) as box:
+        url = f"http://127.0.0.1:{port}"
+        gateway = box.start("gateway", str(folder / "model"), "--job", "sums", "--port", str(port))
+        trl = None
+        try:
+            box.until(lambda: answers(url), "the gateway")
+            trl = Trl("trl_async_trainer", folder, url, str(folder), "8")
+            (job,) = box.get("/v1/jobs")
+            for version, role in ((1, "preemptible"), (3, "manager")):
+                box.until_step(job["id"], version)
+                box.kill(role)
+            assert trl.end() == 0, (folder / "trl.log").read_text()[-3000:]
+            audit = box.get(f"/v1/jobs/{job['id']}/audit")["serving"]
+        finally:
+            gateway.kill()
+            gateway.communicate()
+            if trl is not None:
+                trl.process.kill()
+    assert audit["requested"] == audit["delivered"] + sum(audit["dropped"].values())
+    assert all(reason.startswith("the client") for reason in audit["dropped"]), audit  # TRL's last requests
+    logged = trl.said[-1]["logged"]
+    assert len(logged) == 8
+    assert logged[0]["kl"] < 1e-6  # the weights are those that sampled
+    assert sum(row["reward"] for row in logged[-2:]) > sum(row["reward"] for row in logged[:2])
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health").is_success
+    except httpx.TransportError:
+        return False

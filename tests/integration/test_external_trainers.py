@@ -10,13 +10,13 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 
 from rlboost.client import Client, ClientError
 from rlboost.fleet import Fleet, Group, Superseded
-from tests.support import published_model, tiny_models
+from tests.support import tiny_models
 from tests.support.doc_snippets import blocks_in
 from tests.support.generated_docs import ROOT
+from tests.support.published_model import policy as model
 from tests.support.service_process import TOKEN
 from tests.support.serving_system import TEMPLATE, WAIT_S, System, until
 
@@ -42,21 +42,8 @@ def fleet_of(system: System, job: str, **options: Any) -> Fleet:
     return Fleet(system.manager.url, TOKEN, job=job, **({"model": str(system.model), "retry_for_s": WAIT_S} | options))
 
 
-def model(seed: int) -> torch.nn.Module:
-    made: torch.nn.Module = tiny_models.make(published_model.config(2), seed).eval()
-    return made
-
-
 def by_index(groups: Sequence[Group]) -> list[Group]:
     return sorted(groups, key=lambda group: group.index)
-
-
-def recomputed(policy: torch.nn.Module, prompt: list[int], tokens: list[int]) -> list[float]:
-    """Return the log-probabilities of a completion under a policy."""
-    with torch.no_grad():
-        logits = policy(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
-    found = torch.log_softmax(logits, -1)[range(len(tokens)), tokens]
-    return [float(one) for one in found]
 
 
 def audit(system: System, job_id: str) -> dict[str, Any]:
@@ -77,7 +64,7 @@ def test_samples_have_the_tokens_and_logprobs_of_the_published_weights(system: S
                 for sample in group.samples:
                     assert {span[1] for span in sample.spans} == {version}
                     assert sum(span[2] for span in sample.spans) == len(sample.tokens) == 12
-                    expected = recomputed(policy, PROMPTS[group.index], sample.tokens)
+                    expected = tiny_models.logprobs(policy, PROMPTS[group.index], sample.tokens)
                     assert sample.logprobs == pytest.approx(expected, abs=1e-4)
             fleet.complete_step({"reward": 0.5})
         found = audit(system, fleet.job_id)
@@ -104,7 +91,7 @@ def test_shown_loop_trains(system: System) -> None:
         "eos": 2,
         "batch": batch,
         "reward": 0.5,
-        "update": lambda policy, _: [parameter.data.mul_(1.01) for parameter in policy.parameters()],
+        "update": lambda trained, _: [parameter.data.mul_(1.01) for parameter in trained.parameters()],
         "save": lambda _, step: saved.append(step),
     }
     shown = LOOP.replace("http://10.0.0.5:8700", system.manager.url).replace("Qwen/Qwen3-0.6B", str(system.model))
@@ -145,7 +132,7 @@ def test_nothing_is_lost_or_generated_twice_when_worker_manager_and_store_are_ki
     policy = model(0)
     for group in found:
         for sample in group.samples:
-            expected = recomputed(policy, PROMPTS[group.index % len(PROMPTS)], sample.tokens)
+            expected = tiny_models.logprobs(policy, PROMPTS[group.index % len(PROMPTS)], sample.tokens)
             assert sample.logprobs == pytest.approx(expected, abs=1e-4)
     assert counts["requested"] == counts["delivered"] == len(PROMPTS) * 4 * N
     assert counts["dropped"] == {}

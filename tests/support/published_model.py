@@ -34,6 +34,12 @@ def config(layers: int, vocabulary: int = tiny_models.VOCABULARY) -> Qwen3Config
     )
 
 
+def policy(seed: int) -> torch.nn.Module:
+    """Return a random model with two layers."""
+    made: torch.nn.Module = tiny_models.make(config(2), seed).eval()
+    return made
+
+
 def shards(layers: int, seed: int, vocabulary: int = tiny_models.VOCABULARY) -> list[Shard]:
     """Return the whole tensors of a random model, as one rank publishes them."""
     found = []
