@@ -284,6 +284,8 @@ def create_app(gateway: Gateway, api_key: str = "") -> FastAPI:
 
     @app.middleware("http")
     async def authorized(request: Request, answer: Any) -> Response:
+        if "Origin" in request.headers:
+            return _error(403, "a web page has sent this: only programs may use the gateway")
         if api_key and request.url.path != "/health" and not _has_key(request, api_key):
             return _error(401, "the API key is missing or wrong: send it as bearer token, or as http://key:KEY@host")
         response: Response = await answer(request)

@@ -163,6 +163,12 @@ def test_what_cannot_be_done_is_refused_by_name(
     assert (answer.status_code, text in answer.json()["error"]["message"]) == (status, True), answer.text
 
 
+def test_web_pages_are_no_clients(served: Served) -> None:
+    headers = {"Origin": "http://evil.example", "Content-Type": "text/plain"}
+    answer = served.http.post("/update_weights", content=b'{"weight_dir": "/"}', headers=headers)
+    assert answer.status_code == 403
+
+
 def test_bodies_that_are_no_objects_are_refused(served: Served) -> None:
     for content in (b"{", b"[1]"):
         assert served.http.post("/v1/completions", content=content).status_code == 400
