@@ -23,6 +23,7 @@ from rlboost.jobs.model_path import is_hub_id, nearest
 from rlboost.jobs.user_code_check import MissingHere, complaint
 from rlboost.local.layout import DeviceSummary
 from rlboost.shared.data.examples import examples_of, prompt_of
+from rlboost.services.trainer.adapters.agent_rows import rows_of
 from rlboost.shared.data.rows import BadRow, Row, is_messages, is_remote, read_rows
 from rlboost.shared.data.shards import Source, exists_locally, format_source, names_of
 from rlboost.shared.errors import ConfigError
@@ -300,7 +301,7 @@ def _data(spec: JobSpec, rows: Rows, seen: _Seen) -> str | None:
 
 def _rows(spec: JobSpec, source: Source, split: str, seen: _Seen) -> str | None:
     chat, n_rows = "", 0
-    for n_rows, row in enumerate(read_rows(source, split, spec.data.subset), 1):
+    for n_rows, row in enumerate(read_rows(source, split, spec.data.subset, rows_of(spec.agent)), 1):
         if n_rows <= _MAX_REWARD_ROWS:
             seen.rows.append(row)
         try:

@@ -147,8 +147,8 @@ def code_problems(spec: JobSpec) -> list[str]:
         if path
     ]
     if spec.agent is not None:
-        arguments = spec.agent.function, json.dumps(spec.agent.arguments)
-        found.append(complaint("agent.function", spec.agent.function, _AGENT_SCRIPT, *arguments))
+        arguments, limit_s = (spec.agent.function, json.dumps(spec.agent.arguments)), spec.agent.timeout_s
+        found.append(complaint("agent.function", spec.agent.function, _AGENT_SCRIPT, *arguments, more_s=limit_s))
     return [problem for problem in found if problem and not _needs_torch(problem)]
 
 

@@ -24,7 +24,7 @@ class DataSpec(Section):
     """The source of rows, for all kinds of jobs; additional columns are passed to the reward.
 
     `.jsonl` files with one problem a line, `.jsonl.gz` and `.parquet` files, patterns and folders of such files,
-    folders or ids of Hugging Face datasets; or a list of these.
+    folders or ids of Hugging Face datasets; or a list of these. `agent:rows` are the rows of the job's agent.
     """
 
     subset: str | None = None
