@@ -47,7 +47,7 @@ class Environment:
             if isinstance(missing := error.__cause__, ImportError):
                 raise ModuleNotFoundError(f"{error} ({missing})", name=missing.name) from error
             raise
-        if self._environment.requires_group_rollouts:
+        if getattr(self._environment, "requires_group_rollouts", False):  # since 0.1.14
             raise ValueError(
                 f"{env_id} has a reward for all rollouts of a group together, and sessions are rewarded alone: use its "
                 "other reward functions"
@@ -77,13 +77,13 @@ class Environment:
             "policy",
             dict(self._environment.sampling_args),
         )
-        if (error := output.get("error")) and not self._is_of_model(error["error_chain_str"].split(" -> ")):
+        if (error := output.get("error")) and not self.is_of_model(error["error_chain_str"].split(" -> ")):
             raise RuntimeError(error["error_chain_repr"])
         if output.get("stop_condition") == "timeout_reached":
             raise RuntimeError(f"the environment's timeout_seconds ({self._environment.timeout_seconds:g}) have passed")
         return float(output["reward"])
 
-    def _is_of_model(self, chain: list[str]) -> bool:
+    def is_of_model(self, chain: list[str]) -> bool:
         """Return True if an error, given as the names of its class and those of its causes, is the model's doing."""
         vf = self._vf
         if any(name in _names(vf.InfraError) for name in chain):

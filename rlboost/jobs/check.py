@@ -22,8 +22,8 @@ from rlboost.jobs.model_check import (
 from rlboost.jobs.model_path import is_hub_id, nearest
 from rlboost.jobs.user_code_check import MissingHere, complaint
 from rlboost.local.layout import DeviceSummary
-from rlboost.shared.data.examples import examples_of, prompt_of
 from rlboost.services.trainer.adapters.agent_rows import rows_of
+from rlboost.shared.data.examples import examples_of, prompt_of
 from rlboost.shared.data.rows import BadRow, Row, is_messages, is_remote, read_rows
 from rlboost.shared.data.shards import Source, exists_locally, format_source, names_of
 from rlboost.shared.errors import ConfigError

@@ -198,9 +198,7 @@ class UserCodeProcess:
                 answer = await self.receive()
         except (TimeoutError, EOFError) as error:
             await self.kill()
-            reason = (
-                f"took longer than {limit_s:g} s" if isinstance(error, TimeoutError) else "ended its process"
-            )
+            reason = f"took longer than {limit_s:g} s" if isinstance(error, TimeoutError) else "ended its process"
             raise ConfigError(f"{field}: importing {functions} {reason}") from error
         except asyncio.CancelledError:
             # A later call would take its first message for an answer.
