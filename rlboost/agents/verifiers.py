@@ -11,7 +11,7 @@ from typing import Any
 
 from rlboost.agents import Session
 
-PACKAGE = "verifiers>=0.1.11,<0.4"
+PACKAGE = "verifiers>=0.1.14,<0.4"
 MAX_RETRIES = 10
 """Of a call of the model: they outlast a restart of the rollout manager."""
 
@@ -47,7 +47,7 @@ class Environment:
             if isinstance(missing := error.__cause__, ImportError):
                 raise ModuleNotFoundError(f"{error} ({missing})", name=missing.name) from error
             raise
-        if getattr(self._environment, "requires_group_rollouts", False):  # since 0.1.14
+        if self._environment.requires_group_rollouts:
             raise ValueError(
                 f"{env_id} has a reward for all rollouts of a group together, and sessions are rewarded alone: use its "
                 "other reward functions"

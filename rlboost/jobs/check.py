@@ -11,6 +11,7 @@ from typing import NamedTuple
 from rlboost.jobs.device_check import Fit, fit
 from rlboost.jobs.model_check import (
     DataFindings,
+    agent_rows,
     check_data,
     check_environment,
     code_problems,
@@ -22,7 +23,6 @@ from rlboost.jobs.model_check import (
 from rlboost.jobs.model_path import is_hub_id, nearest
 from rlboost.jobs.user_code_check import MissingHere, complaint
 from rlboost.local.layout import DeviceSummary
-from rlboost.services.trainer.adapters.agent_rows import rows_of
 from rlboost.shared.data.examples import examples_of, prompt_of
 from rlboost.shared.data.rows import BadRow, Row, is_messages, is_remote, read_rows
 from rlboost.shared.data.shards import Source, exists_locally, format_source, names_of
@@ -301,7 +301,7 @@ def _data(spec: JobSpec, rows: Rows, seen: _Seen) -> str | None:
 
 def _rows(spec: JobSpec, source: Source, split: str, seen: _Seen) -> str | None:
     chat, n_rows = "", 0
-    for n_rows, row in enumerate(read_rows(source, split, spec.data.subset, rows_of(spec.agent)), 1):
+    for n_rows, row in enumerate(read_rows(source, split, spec.data.subset, agent_rows(spec)), 1):
         if n_rows <= _MAX_REWARD_ROWS:
             seen.rows.append(row)
         try:

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgpack
 
 from rlboost.jobs.user_code_check import complaint
+from rlboost.services.trainer.adapters.agent_rows import rows_of
 from rlboost.services.trainer.adapters.megatron import model_shape as megatron
 from rlboost.services.trainer.adapters.named_paths import check_named_paths
 from rlboost.services.trainer.adapters.torch.ranks import Layout, require_divisible_heads
 from rlboost.services.trainer.ports.samples import EnvironmentFault
 from rlboost.services.trainer.settings import Settings
-from rlboost.shared.data.rows import is_remote
+from rlboost.shared.data.rows import Row, is_remote
 from rlboost.shared.data.shards import names_of
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import JobSpec, missing_log_libraries
@@ -160,6 +161,11 @@ def missing_libraries(spec: JobSpec) -> list[str]:
     if not is_installed("torch", "transformers"):
         return []
     return [*missing_log_libraries(spec.log), *_other_libraries(spec)]
+
+
+def agent_rows(spec: JobSpec) -> Callable[[str], Iterator[Row]] | None:
+    """Return what yields the rows of the job's agent for a split; None without an agent."""
+    return rows_of(spec.agent)
 
 
 class DataFindings(NamedTuple):

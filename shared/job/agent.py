@@ -71,9 +71,10 @@ def load_agent(path: str, arguments: Mapping[str, Any]) -> Agent:
         raise InvalidUserFunction(f"it is called with ({called}): {error}") from error
     if not isinstance(function, type):
         return partial(function, **arguments)
-    if not callable(agent := function(**arguments)):
+    if not any("__call__" in vars(base) for base in function.__mro__):  # before its code runs
         raise InvalidUserFunction("its instances cannot be called: give it a method __call__(self, session, row)")
-    return agent  # type: ignore[no-any-return]
+    agent: Agent = function(**arguments)
+    return agent
 
 
 class AgentRun:

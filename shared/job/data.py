@@ -24,7 +24,7 @@ class DataSpec(Section):
     """The source of rows, for all kinds of jobs; additional columns are passed to the reward.
 
     `.jsonl` files with one problem a line, `.jsonl.gz` and `.parquet` files, patterns and folders of such files,
-    folders or ids of Hugging Face datasets; or a list of these. `agent:rows` are the rows of the job's agent.
+    folders or ids of Hugging Face datasets; or a list of these.
     """
 
     subset: str | None = None
@@ -53,7 +53,8 @@ class TrainDataSpec(DataSpec):
     """Training data."""
 
     train: Source
-    """Training rows: a file, a pattern, a folder, the id of a Hugging Face dataset, or a list of these."""
+    """Training rows: a file, a pattern, a folder, the id of a Hugging Face dataset, `agent:rows` for those that the
+    job's agent has, or a list of these."""
     eval: Source | None = None
     """Held-out rows, for the job's evaluations and for `rlboost eval` with its job file."""
     train_split: str = "train"

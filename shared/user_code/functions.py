@@ -280,6 +280,8 @@ def describe_import_error(path: str, kind: str, error: BaseException) -> str:
     module = path.partition(":")[0]
     place = place_of(error)
     problem = f"{path} cannot be imported: {type(error).__name__}: {reason}" + (f" ({place})" if place else "")
+    if path in OUR_FUNCTIONS:
+        return problem
     if not isinstance(error, ModuleNotFoundError):
         return f"{problem}; fix {module}"
     if not f"{module}.".startswith(f"{error.name}."):

@@ -88,7 +88,7 @@ async def test_only_faults_of_the_model_are_results() -> None:
         (["TunnelError"], False),
     ],
 )
-def test_errors_are_told_apart_by_their_causes(chain: list[str], *, is_result: bool) -> None:
+def test_error_of_a_rollout_is_a_result_or_a_fault_by_its_causes(chain: list[str], *, is_result: bool) -> None:
     assert Environment(ENVIRONMENTS).is_of_model(chain) == is_result
 
 
