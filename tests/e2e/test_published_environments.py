@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,24 @@ STEPS, PROMPTS, GROUP = 10, 8, 8
 VERIFIERS = "rlboost.agents.verifiers:Environment"
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_calling_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlackBox]:
+    with black_box(tmp_path_factory.mktemp("system") / "state", workers=2) as started:
+        yield started
+
+
 def job(model: Path, **sections: Any) -> dict[str, Any]:
     return {
         "name": "published",
         "model": str(model),
         "algorithm": {"name": "grpo", "group_size": GROUP, "updates_per_step": 4},
         "sampling": {"max_tokens": 8},
-        "optimizer": {"lr": 3e-3, "warmup_steps": 4},
+        "optimizer": {"lr": 1.5e-3, "warmup_steps": 2},
         "steps": STEPS,
         **sections,
     }
@@ -66,28 +77,24 @@ def trained(box: BlackBox, spec: dict[str, Any], fault: Callable[[], None] = lam
     # A step whose rewards are all equal has none.
     assert max(row.get("mismatch_kl", 0) for row in rows) < 1e-5
     curve = [row["reward/mean"] for row in rows]
-    assert sum(curve[-3:]) / 3 > curve[0] + 0.2, curve
+    assert sum(curve[-3:]) / 3 > curve[0] + 0.15, curve
     return rows
 
 
 @pytest.mark.parametrize("kind", ["single", "tools"])
-def test_environment_of_verifiers_trains(tmp_path: Path, kind: str) -> None:
-    model = write_calling_model(tmp_path / "model")
-    with black_box(tmp_path / "state", workers=2) as box:
-        rows = trained(box, verifiers_job(model, kind=kind))
+def test_environment_of_verifiers_trains(box: BlackBox, model: Path, kind: str) -> None:
+    rows = trained(box, verifiers_job(model, kind=kind))
     assert not any(row.get("conversations/lost") for row in rows)
     assert max(row["turns/max"] for row in rows) == (3 if kind == "tools" else 1)
 
 
-def test_agent_of_openai_agents_with_a_tool_trains(tmp_path: Path) -> None:
+def test_agent_of_openai_agents_with_a_tool_trains(box: BlackBox, model: Path, tmp_path: Path) -> None:
     spec = job(
-        write_calling_model(tmp_path / "model"),
+        model,
         data={"train": rows_file(tmp_path), "prompts_per_step": PROMPTS},
         agent={"function": "tests.support.openai_agent:run", "timeout_s": 60},
     )
-    with black_box(tmp_path / "state", workers=2) as box:
-        rows = trained(box, spec)
-    assert not any(row.get("conversations/lost") for row in rows)
+    assert not any(row.get("conversations/lost") for row in trained(box, spec))
 
 
 def kill_mcp_server(box: BlackBox) -> None:
@@ -97,32 +104,32 @@ def kill_mcp_server(box: BlackBox) -> None:
     server.kill()
 
 
-def test_tool_of_an_mcp_server_trains_although_the_server_dies(tmp_path: Path) -> None:
+def test_tool_of_an_mcp_server_trains_although_the_server_dies(box: BlackBox, model: Path, tmp_path: Path) -> None:
     spec = job(
-        write_calling_model(tmp_path / "model"),
+        model,
         data={"train": rows_file(tmp_path), "prompts_per_step": PROMPTS},
         environment={"function": "tests.support.mcp_environment:Adds", "max_turns": 3},
         sampling={"max_tokens": 64},
     )
-    with black_box(tmp_path / "state", workers=2) as box:
-        rows = trained(box, spec, lambda: kill_mcp_server(box))
+    rows = trained(box, spec, lambda: kill_mcp_server(box))
     assert max(row["turns/max"] for row in rows) == 3
 
 
-def test_fault_of_a_verifiers_environment_loses_its_sessions_only(tmp_path: Path) -> None:
-    """Two of sixteen rows fail each time; a setting that a session refuses fails a whole job, with the cause."""
-    model = write_calling_model(tmp_path / "model")
-    with black_box(tmp_path / "state", workers=1) as box:
-        spec = verifiers_job(model, kind="broken")
-        spec["data"]["prompts_per_step"] = 16
-        job_id = box.submit({**spec, "steps": 1})
-        box.until_completed(job_id)
-        (row,) = box.get(f"/v1/jobs/{job_id}/metrics")
-        assert row["groups/dropped/agent_raised"] == 2
-        assert len(box.get(f"/v1/jobs/{job_id}/samples")) == 14 * GROUP
-        causes = " ".join(str(event) for event in box.events(job_id))
-        assert "SandboxError('no machine is left')" in causes
-        assert "KeyError" in causes
-        job_id = box.submit(verifiers_job(model, sampling_args={"temperature": 0.3}))
-        box.until(lambda: box.get(f"/v1/jobs/{job_id}")["state"] == "failed", "the job has failed")
-        assert "temperature: this session trains with 1" in box.get(f"/v1/jobs/{job_id}")["error"]
+def test_fault_of_a_verifiers_environment_loses_its_sessions_only(box: BlackBox, model: Path) -> None:
+    """Two of sixteen rows fail each time."""
+    spec = verifiers_job(model, kind="broken")
+    spec["data"]["prompts_per_step"] = 16
+    job_id = box.submit({**spec, "steps": 1})
+    box.until_completed(job_id)
+    (row,) = box.get(f"/v1/jobs/{job_id}/metrics")
+    assert row["groups/dropped/agent_raised"] == 2
+    assert len(box.get(f"/v1/jobs/{job_id}/samples")) == 14 * GROUP
+    causes = " ".join(str(event) for event in box.events(job_id))
+    assert "no machine is left" in causes
+    assert "KeyError" in causes
+
+
+def test_sampling_that_a_session_refuses_fails_the_job_with_its_name(box: BlackBox, model: Path) -> None:
+    job_id = box.submit(verifiers_job(model, sampling_args={"temperature": 0.3}))
+    box.until(lambda: box.get(f"/v1/jobs/{job_id}")["state"] == "failed", "the job has failed")
+    assert "temperature: this session trains with 1" in box.get(f"/v1/jobs/{job_id}")["error"]

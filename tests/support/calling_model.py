@@ -16,13 +16,13 @@ from tokenizers import AddedToken
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from tests.support.chat_tokenizers import byte_tokenizer
-from tests.support.tool_model import TEMPLATE, call_text
+from tests.support.tool_model import ADD, TEMPLATE, call_text
 
 CALL = call_text().replace("<tool_call>\n", "<tool_call>")
 """As the chat template writes it, so that a history with it is the same tokens."""
 MAX_LEN = 1024
 DIGITS = "0123"
-_STEPS, _BATCH = 60, 16
+_STEPS, _BATCH, _LR = 120, 8, 5e-3
 
 
 def write_calling_model(directory: Path, call: str = CALL, prompts: Sequence[str] = ("3+4?", "1+2?")) -> Path:
@@ -60,17 +60,25 @@ def write_calling_model(directory: Path, call: str = CALL, prompts: Sequence[str
 
 
 def _teach_form(model: Any, tokenizer: Any, answers: Sequence[str], prompts: Sequence[str]) -> None:
-    """Train the model to answer anything with a random one of the answers, and to end the turn after it."""
+    """Train the model to answer any chat with a random one of the answers, and to end the turn after it."""
     draw = random.Random(0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    end = [tokenizer.eos_token_id]
-    for _ in range(_STEPS):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_LR)
+    for step in range(_STEPS):
+        optimizer.param_groups[0]["lr"] = _LR * (1 - step / _STEPS)
         rows = []
         for _ in range(_BATCH):
-            before = f"{'<tools>' * draw.randrange(2)}<|im_start|>user\n{draw.choice(prompts)}<|im_end|>\n"
-            tool = f"<|im_start|>tool\n{draw.choice(DIGITS)}<|im_end|>\n" * draw.randrange(2)
-            ids = tokenizer.encode(f"{before}{tool}<|im_start|>assistant\n", add_special_tokens=False)
-            rows.append((ids, [*tokenizer.encode(draw.choice(answers), add_special_tokens=False), *end]))
+            messages = [{"role": "user", "content": draw.choice(prompts)}]
+            if draw.random() < 0.5:
+                messages.insert(0, {"role": "system", "content": draw.choice(("Answer.", "Use add."))})
+            for _ in range(draw.randrange(3)):
+                messages.append({"role": "assistant", "content": draw.choice(answers)})
+                messages.append({"role": "tool", "content": draw.choice(DIGITS)})
+            text = tokenizer.apply_chat_template(
+                messages, tools=draw.choice(([ADD], None)), tokenize=False, add_generation_prompt=True
+            )
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            answer = tokenizer.encode(draw.choice(answers), add_special_tokens=False)
+            rows.append((ids, [*answer, tokenizer.eos_token_id]))
         length = max(len(ids) + len(answer) for ids, answer in rows)
         inputs = torch.zeros(len(rows), length, dtype=torch.long)
         labels = torch.full((len(rows), length), -100)
