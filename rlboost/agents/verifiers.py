@@ -7,11 +7,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import cycle
 from typing import Any
 
 from rlboost.agents import Session
 
 PACKAGE = "verifiers>=0.1.14,<0.4"
+_N_POOLS = 16
+"""Of connections: httpx looks at all connections of a pool for each request."""
 MAX_RETRIES = 10
 """Of a call of the model: they outlast a restart of the rollout manager."""
 
@@ -52,7 +55,7 @@ class Environment:
                 f"{env_id} has a reward for all rollouts of a group together, and sessions are rewarded alone: use its "
                 "other reward functions"
             )
-        self._http = DefaultAsyncHttpxClient()
+        self._http = cycle(DefaultAsyncHttpxClient() for _ in range(_N_POOLS))
 
     def rows(self, split: str) -> Iterator[dict[str, Any]]:
         """Yield the rows of the training data set, or, for another split than `train`, of the one for evaluations."""
@@ -67,9 +70,8 @@ class Environment:
             RuntimeError: something else than the model failed, so that the rollout says nothing about it.
 
         """
-        # The rubric decides what a cut or an empty answer is worth; an environment's tools answer a wrong call.
         client = self._openai(
-            base_url=session.base_url, api_key=session.key, http_client=self._http, max_retries=MAX_RETRIES
+            base_url=session.base_url, api_key=session.key, http_client=next(self._http), max_retries=MAX_RETRIES
         )
         output = await self._environment.run_rollout(
             {"example_id": 0, **row},
@@ -88,8 +90,8 @@ class Environment:
         vf = self._vf
         if any(name in _names(vf.InfraError) for name in chain):
             return False
-        return chain[0] in {name for kind in (vf.EmptyModelResponseError, vf.OverlongPromptError, vf.ToolError)
-                            for name in _names(kind)}  # fmt: skip
+        of_model = (vf.EmptyModelResponseError, vf.OverlongPromptError, vf.ToolError)
+        return any(chain[0] in _names(kind) for kind in of_model)
 
 
 def _names(kind: type) -> set[str]:
