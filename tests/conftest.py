@@ -147,6 +147,7 @@ _LONG_FILES = (
     *("test_compiled_layers.py", "test_command_line.py", "test_vllm_engine.py", "test_multi_node.py"),
     *("test_expert_parallel.py", "test_two_jobs.py", "test_ranks_offload.py", "test_local_system.py"),
     *("test_megatron.py", "test_gpu_layout.py", "test_evaluation.py", "test_soak.py", "test_upgrades.py"),
+    *("test_published_environments.py", "test_verifiers_agent.py"),
     *("test_conversations.py", "test_real_fleet.py", "test_vllm_models.py", "test_rollout_manager.py"),
     *("test_rollout_worker.py", "test_ranks_weights.py", "test_launcher.py", "test_succession.py", "test_trainer.py"),
     *("test_weight_store.py", "test_megatron_policy.py", "test_trainer_engine_contract.py"),

@@ -1,11 +1,12 @@
-"""An environment whose tools are plain functions, called in the format that the model's chat template writes."""
+"""An environment whose tools are plain functions, or have a schema of their own, called as the chat template writes."""
 
 from __future__ import annotations
 
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -16,6 +17,30 @@ from pydantic_core import ArgsKwargs
 from rlboost.shared.job.environment import Message, Step, run_plain
 from rlboost.shared.model.tool_calls import Call, CallStyle, guessed_style, read_calls
 from rlboost.shared.user_code.errors import describe_error
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A tool that has its schema already, such as one of an MCP server."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+    """JSON schema of an object."""
+    call: Callable[[dict[str, Any]], Awaitable[str]]
+    """Returns the result for the model. What it raises is shown to the model, except `ToolUnavailable`."""
+    misnamed: str = ""
+    """What is wrong with its description, for the user."""
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """Return the tool as a chat template takes it."""
+        described = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": described}
+
+
+class ToolUnavailable(Exception):
+    """A tool cannot be called, whatever the model writes: its conversation is lost, and another one begins."""
 
 
 class ToolEnvironment:
@@ -38,8 +63,8 @@ class ToolEnvironment:
     in_thought = False
     """Whether the turn begins inside of a thought that the prompt opened. A job sets it before each turn."""
 
-    def __init__(self, functions: Sequence[Callable[..., Any]]) -> None:
-        """Register functions whose parameters are typed and can be passed by name.
+    def __init__(self, functions: Sequence[Callable[..., Any] | Tool]) -> None:
+        """Register functions whose parameters are typed and can be passed by name, and tools.
 
         Args:
             functions: may be async, so that other conversations continue meanwhile. The docstring describes the tool
@@ -50,9 +75,9 @@ class ToolEnvironment:
             TypeError: a function has no name, a duplicate name, or a positional-only parameter.
 
         """
-        self._tools: dict[str, _Tool] = {}
+        self._tools: dict[str, Tool] = {}
         for function in functions:
-            tool = _Tool(function)
+            tool = function if isinstance(function, Tool) else _tool_of(function)
             if tool.name in self._tools:
                 raise TypeError(f"{tool.name}: two tools have this name: rename one of the functions")
             self._tools[tool.name] = tool
@@ -99,40 +124,39 @@ class ToolEnvironment:
         except ValidationError as error:
             wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
             return _message(call, f"error: {wrong}")
+        except ToolUnavailable:
+            raise
         except Exception as error:  # noqa: BLE001 - a tool that fails is something for the model to learn from
             self._warning = f"the tool {name} raised {describe_error(error, {'arguments': call.arguments})}"
             return _message(call, f"error: {type(error).__name__}: {error}")
 
 
-class _Tool:
-    def __init__(self, function: Any) -> None:
-        name = getattr(function, "__name__", None)
-        if name is None:
-            raise TypeError(f"{function!r}: a tool is called by its function's name: wrap this in a function with def")
-        self.name: str = name
-        self._is_async = inspect.iscoroutinefunction(function)
-        self._call: TypeAdapter[Any] = TypeAdapter(function)
-        parameters = self._call.json_schema()
-        if parameters.get("type") != "object":
-            raise TypeError(f"{name}: a tool's parameters are given by name: let none be positional only")
-        about = _documentation_of(function)
-        known = parameters.get("properties") or {}
-        for parameter, text in about.parameters.items():
-            if parameter in known:
-                _describe(known[parameter], text)
-        unknown = sorted(set(about.parameters) - set(known))
-        self.misnamed = f"the docstring of the tool {name} describes {', '.join(unknown)}: no such parameter"
-        self.misnamed = self.misnamed if unknown and parameters.get("additionalProperties") is False else ""
-        """What the docstring says about parameters that do not exist; empty if nothing."""
-        described = {"name": name, "description": about.text, "parameters": parameters}
-        self.schema: dict[str, Any] = {"type": "function", "function": described}
+def _tool_of(function: Any) -> Tool:
+    name = getattr(function, "__name__", None)
+    if name is None:
+        raise TypeError(f"{function!r}: a tool is called by its function's name: wrap this in a function with def")
+    arguments: TypeAdapter[Any] = TypeAdapter(function)
+    parameters = arguments.json_schema()
+    if parameters.get("type") != "object":
+        raise TypeError(f"{name}: a tool's parameters are given by name: let none be positional only")
+    about = _documentation_of(function)
+    known = parameters.get("properties") or {}
+    for parameter, text in about.parameters.items():
+        if parameter in known:
+            _describe(known[parameter], text)
+    unknown = sorted(set(about.parameters) - set(known))
+    misnamed = f"the docstring of the tool {name} describes {', '.join(unknown)}: no such parameter"
+    is_async = inspect.iscoroutinefunction(function)
 
-    async def call(self, arguments: dict[str, Any]) -> str:
-        call = partial(self._call.validate_python, ArgsKwargs((), arguments))
-        result = call() if self._is_async else await run_plain(call)
+    async def call(given: dict[str, Any]) -> str:
+        validated = partial(arguments.validate_python, ArgsKwargs((), given))
+        result = validated() if is_async else await run_plain(validated)
         if inspect.isawaitable(result):
             result = await result
         return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+
+    is_misnamed = unknown and parameters.get("additionalProperties") is False
+    return Tool(name, about.text, parameters, call, misnamed if is_misnamed else "")
 
 
 def _describe(schema: dict[str, Any], text: str) -> None:

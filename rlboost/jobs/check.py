@@ -11,6 +11,7 @@ from typing import NamedTuple
 from rlboost.jobs.device_check import Fit, fit
 from rlboost.jobs.model_check import (
     DataFindings,
+    agent_rows,
     check_data,
     check_environment,
     code_problems,
@@ -300,7 +301,7 @@ def _data(spec: JobSpec, rows: Rows, seen: _Seen) -> str | None:
 
 def _rows(spec: JobSpec, source: Source, split: str, seen: _Seen) -> str | None:
     chat, n_rows = "", 0
-    for n_rows, row in enumerate(read_rows(source, split, spec.data.subset), 1):
+    for n_rows, row in enumerate(read_rows(source, split, spec.data.subset, agent_rows(spec)), 1):
         if n_rows <= _MAX_REWARD_ROWS:
             seen.rows.append(row)
         try:

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgpack
 
 from rlboost.jobs.user_code_check import complaint
+from rlboost.services.trainer.adapters.agent_rows import rows_of
 from rlboost.services.trainer.adapters.megatron import model_shape as megatron
 from rlboost.services.trainer.adapters.named_paths import check_named_paths
 from rlboost.services.trainer.adapters.torch.ranks import Layout, require_divisible_heads
 from rlboost.services.trainer.ports.samples import EnvironmentFault
 from rlboost.services.trainer.settings import Settings
-from rlboost.shared.data.rows import is_remote
+from rlboost.shared.data.rows import Row, is_remote
 from rlboost.shared.data.shards import names_of
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import JobSpec, missing_log_libraries
@@ -147,8 +148,8 @@ def code_problems(spec: JobSpec) -> list[str]:
         if path
     ]
     if spec.agent is not None:
-        arguments = spec.agent.function, json.dumps(spec.agent.arguments)
-        found.append(complaint("agent.function", spec.agent.function, _AGENT_SCRIPT, *arguments))
+        arguments, limit_s = (spec.agent.function, json.dumps(spec.agent.arguments)), spec.agent.timeout_s
+        found.append(complaint("agent.function", spec.agent.function, _AGENT_SCRIPT, *arguments, more_s=limit_s))
     return [problem for problem in found if problem and not _needs_torch(problem)]
 
 
@@ -160,6 +161,11 @@ def missing_libraries(spec: JobSpec) -> list[str]:
     if not is_installed("torch", "transformers"):
         return []
     return [*missing_log_libraries(spec.log), *_other_libraries(spec)]
+
+
+def agent_rows(spec: JobSpec) -> Callable[[str], Iterator[Row]] | None:
+    """Return what yields the rows of the job's agent for a split; None without an agent."""
+    return rows_of(spec.agent)
 
 
 class DataFindings(NamedTuple):

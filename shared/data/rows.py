@@ -7,11 +7,11 @@ import json
 import re
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
-from rlboost.shared.data.shards import FILE_KINDS, Source, names_of, shards
+from rlboost.shared.data.shards import AGENT_ROWS, FILE_KINDS, Source, names_of, shards
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.process.modules import pip_install
 
@@ -56,19 +56,28 @@ def is_messages(prompt: object) -> TypeGuard[list[dict[str, Any]]]:
     return isinstance(prompt, list) and bool(prompt) and all(isinstance(m, dict) and "role" in m for m in prompt)
 
 
-def read_rows(source: Source, split: str = "train", subset: str | None = None) -> Iterator[Row]:
+def read_rows(
+    source: Source,
+    split: str = "train",
+    subset: str | None = None,
+    agent_rows: Callable[[str], Iterator[Row]] | None = None,
+) -> Iterator[Row]:
     """Yield the rows of a source, in the order of its names and of the shards of each.
 
     Args:
         source: a file, a pattern, a folder, or an id such as `openai/gsm8k`; or several.
-        split: which part, of Hugging Face datasets only.
+        split: which part, of Hugging Face datasets and of an agent's rows only.
         subset: which configuration of a dataset, for those that have several.
+        agent_rows: returns the rows of the job's agent, for a split.
 
     Raises:
         ConfigError: it cannot be read, or a library for it is missing; `BadRow` names the row.
 
     """
     for name in names_of(source):
+        if name == AGENT_ROWS and agent_rows is not None:
+            yield from agent_rows(split)
+            continue
         for shard in shards(name):
             yield from _read(shard, split, subset)
 

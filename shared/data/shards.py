@@ -11,6 +11,8 @@ from pydantic import BeforeValidator
 
 from rlboost.shared.errors import ConfigError
 
+AGENT_ROWS = "agent:rows"
+"""Names the rows that the job's agent has itself."""
 FILE_KINDS = (".jsonl", ".jsonl.gz", ".parquet")
 _SPLIT = re.compile(
     r"(?:^|[\W_\d])(?:train|training|test|testing|eval|evaluation|valid|validation|val|dev)(?:[\W_\d]|$)", re.IGNORECASE

@@ -37,27 +37,44 @@ class Session:
     """Whether the sample is for an evaluation."""
 
 
-Agent = Callable[..., Any]
-"""`f(session, row, **arguments)` returns the reward, or an awaitable of it."""
+Agent = Callable[[Session, dict[str, Any]], Any]
+"""`agent(session, row)` returns the reward, or an awaitable of it. It may have a method `rows(split)`, which returns
+its own data rows."""
 
 
 def agent_factory(path: str, arguments: Mapping[str, Any]) -> Callable[[], AgentRun]:
-    """Return what makes the runs of a job file's agent; this imports the user's code.
+    """Return what makes the runs of a job file's agent; see `load_agent`."""
+    return partial(AgentRun, load_agent(path, arguments))
+
+
+def load_agent(path: str, arguments: Mapping[str, Any]) -> Agent:
+    """Return a job file's agent; this runs the user's code.
+
+    Args:
+        path: `package.module:function`, called with a session, a row and the arguments; or a class, whose one instance
+            for the process is made with the arguments and called with a session and a row.
+        arguments: keyword arguments.
 
     Raises:
         ForbiddenFunction: a job file may not name it; nothing was imported.
-        InvalidUserFunction: it does not take a session, a row and the arguments.
+        InvalidUserFunction: it does not take these arguments.
+        Exception: whatever the user's code raises.
 
     """
     function = load(path, "agent")
     check_arguments(path, arguments)
+    given = () if isinstance(function, type) else ("session", "row")
     try:
-        inspect.signature(function).bind(None, None, **arguments)
+        inspect.signature(function).bind(*given, **arguments)
     except (TypeError, ValueError) as error:
-        raise InvalidUserFunction(
-            f"it is called with (session, row{''.join(f', {name}=...' for name in arguments)}): {error}"
-        ) from error
-    return partial(AgentRun, function, arguments)
+        called = ", ".join((*given, *(f"{name}=..." for name in arguments)))
+        raise InvalidUserFunction(f"it is called with ({called}): {error}") from error
+    if not isinstance(function, type):
+        return partial(function, **arguments)
+    if not any("__call__" in vars(base) for base in function.__mro__):  # before its code runs
+        raise InvalidUserFunction("its instances cannot be called: give it a method __call__(self, session, row)")
+    agent: Agent = function(**arguments)
+    return agent
 
 
 class AgentRun:
@@ -66,9 +83,9 @@ class AgentRun:
     The turn's text has the session. The step has the reward, and as its observation an `AgentEnd`.
     """
 
-    def __init__(self, function: Agent, arguments: Mapping[str, Any]) -> None:
-        """Run a function, with these arguments after the session and the row."""
-        self._function, self._arguments = function, arguments
+    def __init__(self, agent: Agent) -> None:
+        """Run an agent."""
+        self._agent = agent
 
     async def reset(self, row: dict[str, Any], seed: int) -> None:
         """Take the data row."""
@@ -87,8 +104,8 @@ class AgentRun:
         return Step(json.dumps(AgentEnd(start, raised)), reward, done=True)
 
     async def _result(self, session: Session) -> object:
-        call = partial(self._function, session, self._row, **self._arguments)
-        if inspect.iscoroutinefunction(self._function):
+        call = partial(self._agent, session, self._row)
+        if inspect.iscoroutinefunction(self._agent) or inspect.iscoroutinefunction(type(self._agent).__call__):
             return await call()
         result = await asyncio.get_running_loop().run_in_executor(None, call)
         return await result if inspect.isawaitable(result) else result

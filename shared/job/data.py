@@ -53,7 +53,8 @@ class TrainDataSpec(DataSpec):
     """Training data."""
 
     train: Source
-    """Training rows: a file, a pattern, a folder, the id of a Hugging Face dataset, or a list of these."""
+    """Training rows: a file, a pattern, a folder, the id of a Hugging Face dataset, `agent:rows` for those that the
+    job's agent has, or a list of these."""
     eval: Source | None = None
     """Held-out rows, for the job's evaluations and for `rlboost eval` with its job file."""
     train_split: str = "train"

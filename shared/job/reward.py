@@ -153,7 +153,7 @@ class AgentSpec(ConversationSpec):
 
     function: FunctionPath
     """`package.module:function`, called with a session and the data row, that runs the agent and
-    returns its reward; may be async."""
+    returns its reward; may be async. Or a class: its one instance for each process is called so."""
     max_turns: int = Field(16, ge=1)
     """Maximum number of calls of the model in one session, repeated ones not counted."""
     timeout_s: float = Field(600.0, gt=0)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, cast, get_args
 
 from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from rlboost.shared.data.shards import Source
+from rlboost.shared.data.shards import AGENT_ROWS, Source, names_of
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.ids import MAX_STEPS
 from rlboost.shared.job import other_trainers
@@ -102,6 +102,13 @@ class ServiceJob(BaseJob):
     """How the trainer runs."""
     log: LogSpec = LogSpec()
     """Where metrics are logged, in addition to `metrics.jsonl`."""
+
+    @model_validator(mode="after")
+    def _has_the_agent_of_its_rows(self) -> Self:
+        for rows in self.data.rows:
+            if AGENT_ROWS in names_of(rows.source) and getattr(self, "agent", None) is None:
+                raise ValueError(f"{rows.field}: {AGENT_ROWS} are the rows of the job's agent, and it has none")
+        return self
 
     @model_validator(mode="after")
     def _replays_only_generated_samples(self) -> Self:

@@ -35,9 +35,11 @@ UNISOLATED_SETTING = "RLBOOST_TRAINER_UNISOLATED_PROGRAMS"
 """True allows `isolated: false` of the reward for programs."""
 CODE_REWARD = "rlboost.rewards.code:score"
 PROGRAM_AGENT = "rlboost.agents.program:run"
+VERIFIERS_AGENT = "rlboost.agents.verifiers:Environment"
 OUR_FUNCTIONS: Mapping[str, Kind] = {
     CODE_REWARD: "reward function",
     PROGRAM_AGENT: "agent",
+    VERIFIERS_AGENT: "agent",
     "rlboost.rewards.math:score": "reward function",
     "rlboost.examples.countdown.reward:score": "reward function",
     "rlboost.examples.sums.reward:score": "reward function",
@@ -84,11 +86,18 @@ def check_arguments(path: str, arguments: Mapping[str, Any]) -> None:
     """
     if path == PROGRAM_AGENT and "command" in arguments:
         _check_program(arguments["command"])
+    if path == VERIFIERS_AGENT and "env_id" in arguments:
+        check_module(verifiers_module(str(arguments["env_id"])))
     if path == CODE_REWARD and arguments.get("isolated", True) is not True and not unisolated_is_allowed():
         raise ForbiddenFunction(
             f"isolated: {arguments['isolated']} lets generated programs do what the trainer's user may do: remove it, "
             f"or, on a machine that has nothing to protect, start the trainer with {UNISOLATED_SETTING}=true"
         )
+
+
+def verifiers_module(env_id: str) -> str:
+    """Return the module that an id of verifiers' environments names, as `verifiers.load_environment` does."""
+    return env_id.replace("-", "_").rpartition("/")[2]
 
 
 def _check_program(command: Any) -> None:
@@ -167,7 +176,7 @@ def check_function(path: str, found: Any, kind: Kind) -> None:
         found = found.func
     if path not in OUR_FUNCTIONS:
         check_module(getattr(found, "__module__", None) or type(found).__module__)
-    if isinstance(found, type) and kind != "environment":
+    if isinstance(found, type) and kind not in ("environment", "agent"):
         raise ForbiddenFunction(f"it is a class: name a {kind}, or write one that calls the class")
 
 
@@ -271,6 +280,8 @@ def describe_import_error(path: str, kind: str, error: BaseException) -> str:
     module = path.partition(":")[0]
     place = place_of(error)
     problem = f"{path} cannot be imported: {type(error).__name__}: {reason}" + (f" ({place})" if place else "")
+    if path in OUR_FUNCTIONS:
+        return problem
     if not isinstance(error, ModuleNotFoundError):
         return f"{problem}; fix {module}"
     if not f"{module}.".startswith(f"{error.name}."):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,20 @@ def fail_once(failed: Path) -> None:
     if not failed.exists():
         failed.touch()
         raise RuntimeError("the first time")
+
+
+class Dies:
+    """An agent whose process dies while it returns its rows."""
+
+    def __init__(self, values: Sequence[Any] = ({},)) -> None:
+        self._values = values
+
+    def rows(self, split: str) -> Iterator[Any]:
+        yield from [*self._values] * 256
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    async def __call__(self, session: Session, row: dict[str, Any]) -> float:
+        return 1.0
 
 
 async def run(session: Session, row: dict[str, Any], fault: str | None = None) -> Any:

@@ -15,6 +15,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
+from rlboost.services.trainer.adapters.agent_rows import rows_of
 from rlboost.services.trainer.adapters.environment_pool import TokenizerChatFormatter
 from rlboost.services.trainer.adapters.tokens import PromptTokenizer
 from rlboost.services.trainer.domain.conversations import Decode
@@ -118,13 +119,14 @@ class _Reader:
         self._row: Callable[[Row, str], list[Prompt | None]] = (
             partial(self._examples, spec.data) if spec.kind == "sft" else lambda row, place: [self._prompt(row, place)]
         )
+        self._agent_rows = rows_of(spec.agent)
         self._max_tokens = spec.sampling.max_tokens
         self._tokens = tokens
 
     def read(self, source: Source, split: str) -> tuple[list[Prompt], int]:
         """Return the prompts of a source, and the number of rows left out for their length."""
         found, n_long = [], 0
-        for row in read_rows(source, split, self._spec.subset):
+        for row in read_rows(source, split, self._spec.subset, self._agent_rows):
             prompts = self._row(row, f"{row.source}, {row.place}")
             n_long += prompts.count(None)
             found += [prompt for prompt in prompts if prompt is not None]

@@ -18,6 +18,7 @@ from typing import Any
 from rlboost.services.trainer.adapters.tokens import PromptTokenizer
 from rlboost.services.trainer.adapters.user_code import (
     BROKEN,
+    IMPORT_LIMIT_S,
     UserCodeFault,
     UserCodeLog,
     UserCodeProcess,
@@ -174,6 +175,8 @@ class _Host:
             json.dumps({**spec.model_dump(mode="json"), "kind": kind, "call_style": asdict(style)}),
             f"{kind}.function",
             spec.function,
+            # The class of an agent may load data.
+            IMPORT_LIMIT_S + (spec.timeout_s if kind == "agent" else 0),
         )
         self.process = UserCodeProcess(program, log)
         self.conversations: set[int] = set()

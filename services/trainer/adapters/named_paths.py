@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from rlboost.shared.data.rows import is_remote
-from rlboost.shared.data.shards import names_of, shards
+from rlboost.shared.data.shards import AGENT_ROWS, names_of, shards
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import JobSpec
 
@@ -52,7 +52,7 @@ def _named(spec: JobSpec) -> Iterator[tuple[str, str]]:
         yield "model", spec.model
     for rows in spec.data.rows:
         for name in names_of(rows.source):
-            if not is_remote(name):
+            if name != AGENT_ROWS and not is_remote(name):
                 yield rows.field, _without_pattern(name)
                 yield from ((rows.field, shard) for shard in _shards(name))
     if spec.trainer.checkpoints and "://" not in spec.trainer.checkpoints:

@@ -140,6 +140,7 @@ class UserProgram(NamedTuple):
     """The job file's field."""
     functions: str
     """The user's functions, as the field names them."""
+    import_limit_s: float = IMPORT_LIMIT_S
 
 
 class UserCodeFault(Exception):
@@ -182,7 +183,7 @@ class UserCodeProcess:
         if self.is_running:
             return False
         await self.kill()  # what a process that has ended by itself had started
-        module, argument, field, functions = self._program
+        module, argument, field, functions, limit_s = self._program
         # Its own process group, to kill what the user's code has started; and no secrets in its environment.
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", module, argument),
@@ -193,13 +194,11 @@ class UserCodeProcess:
             env=environment_without_settings(USER_MODULES_SETTING, UNISOLATED_SETTING),
         )
         try:
-            async with asyncio.timeout(IMPORT_LIMIT_S):
+            async with asyncio.timeout(limit_s):
                 answer = await self.receive()
         except (TimeoutError, EOFError) as error:
             await self.kill()
-            reason = (
-                f"took longer than {IMPORT_LIMIT_S:g} s" if isinstance(error, TimeoutError) else "ended its process"
-            )
+            reason = f"took longer than {limit_s:g} s" if isinstance(error, TimeoutError) else "ended its process"
             raise ConfigError(f"{field}: importing {functions} {reason}") from error
         except asyncio.CancelledError:
             # A later call would take its first message for an answer.

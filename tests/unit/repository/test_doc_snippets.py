@@ -26,7 +26,7 @@ RUN_ELSEWHERE = (
     "with Fleet(",  # tests/integration/test_external_trainers.py
 )
 """Texts in blocks that other tests run."""
-LOSS, SKIP = "batch: TokenBatch", "def skip("
+LOSS, SKIP, AGENT = "batch: TokenBatch", "def skip(", "from agents import"
 PYTHON = [(doc.name, block) for doc in DOCS for block in blocks_in(doc, "python")]
 
 
@@ -38,7 +38,7 @@ def defined_in(block: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("page", "block"), PYTHON, ids=[page for page, _ in PYTHON])
 def test_python_block_is_run_by_a_test(page: str, block: str) -> None:
-    assert any(text in block for text in (LOSS, SKIP, *RUN_ELSEWHERE)), f"no test runs this block of {page}"
+    assert any(text in block for text in (LOSS, SKIP, AGENT, *RUN_ELSEWHERE)), f"no test runs this block of {page}"
     compile(block, page, "exec")
 
 
@@ -63,6 +63,12 @@ def test_shown_curricula_decide_for_a_prompt() -> None:
         skip = defined_in(block)["skip"]
         assert skip([0.5], 10, {"difficulty": 1}) in (True, False)
         assert skip([], 0, {}) in (True, False)
+
+
+def test_shown_agents_are_defined_with_their_packages() -> None:
+    shown = [block for _, block in PYTHON if AGENT in block]
+    assert shown
+    assert all("run" in defined_in(block) for block in shown)
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
+import sys
 from collections.abc import Callable
 from graphlib import TopologicalSorter
 from importlib.util import find_spec
@@ -294,8 +295,14 @@ def test_shown_reward_functions_score_each_completion() -> None:
 
 
 def test_shown_environments_end_at_the_right_answer() -> None:
-    shown = [block for doc in DOCS for block in blocks_in(doc, "python") if "rlboost.environments" in block]
-    assert len(shown) > 1
+    here = f'{sys.executable!r}, "-m", "tests.support.mcp_server"'
+    shown = [
+        block.replace('"uvx", "mcp-server-time"', here).replace("convert_time", "add")
+        for doc in DOCS
+        for block in blocks_in(doc, "python")
+        if "rlboost.environments" in block
+    ]
+    assert len(shown) > 2
     for block in shown:
         module: dict[str, Any] = {"__name__": "shown"}
         exec(block, module)
