@@ -17,11 +17,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import httpx
-
 from rlboost.fleet import Fleet, Sample
 from rlboost.shared.errors import ConfigError, Fatal
+from rlboost.shared.http.clients import http_client
 from rlboost.shared.ids import MAX_GROUP_SIZE
+from rlboost.shared.proxies import internal
 
 RolloutFunc = Callable[[list[Any], Any], dict[str, list[Any]]]
 """TRL's: from the prompts of this process and the trainer to prompt ids, completion ids and log-probabilities."""
@@ -149,7 +149,7 @@ class WeightTransfer:
         """Write nothing yet."""
         self._temporary = None if folder else TemporaryDirectory(prefix="rlboost-weights-")
         self._folder = Path(folder or getattr(self._temporary, "name", ""))
-        self._http = httpx.Client(base_url=url, timeout=timeout_s)
+        self._http = http_client(internal, base_url=url, timeout=timeout_s)
 
     def init_weight_transfer(self) -> None:
         """Check that the gateway answers."""
