@@ -17,6 +17,8 @@ U32 = np.dtype("<u4")
 U8 = np.dtype("u1")
 I32 = np.dtype("<i4")
 F32 = np.dtype("<f4")
+TOP = np.dtype([("token", "<i4"), ("logprob", "<f4")])
+"""One of the most likely tokens at a position."""
 
 Array = npt.NDArray[np.generic]
 

@@ -16,7 +16,9 @@ import math
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
 
 from rlboost.services.rollout_manager.domain.effects import Deliver, Effect, Refuse
 from rlboost.services.rollout_manager.domain.frames import TOKEN_BYTES
@@ -33,7 +35,7 @@ from rlboost.shared.messages import (
     SampleFinished,
 )
 from rlboost.shared.process.stalls import Turnstile
-from rlboost.shared.wire import I32, floats, ints
+from rlboost.shared.wire import I32, TOP, floats, ints
 
 MAX_CHUNK_TOKENS = 128
 """A chunk is detokenized at once, which blocks the manager's loop."""
@@ -62,6 +64,8 @@ class CompletionChunk:
     """Set in the last chunk."""
     worker: str
     """The worker that generated the last of the tokens."""
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    """(Token id, log-probability) of the most likely tokens at each position; empty if not requested."""
 
 
 @dataclass(slots=True, eq=False)
@@ -251,7 +255,7 @@ def next_chunk(waiter: Waiter, member: int) -> CompletionChunk | None:
     waiter.open[member] = n_received + len(tokens)
     worker = sample.span_starts[-1][0] if sample.span_starts else ""
     finish = _finish(sample) if waiter.open[member] == sample.n_tokens else None
-    return CompletionChunk(member, tokens, logprobs, finish, worker)
+    return CompletionChunk(member, tokens, logprobs, finish, worker, _top_logprobs(sample, n_received, len(tokens)))
 
 
 def chunk_of(turn: SampleFinished, n_received: int = 0) -> CompletionChunk:
@@ -260,6 +264,14 @@ def chunk_of(turn: SampleFinished, n_received: int = 0) -> CompletionChunk:
     tokens, logprobs = ints(turn.tokens), floats(turn.logprobs)
     finish = turn.finish if part.stop >= len(tokens) else None
     return CompletionChunk(0, tokens[part], logprobs[part], finish, turn.spans[-1][0] if turn.spans else "")
+
+
+def _top_logprobs(sample: Sample, start: int, n: int) -> list[list[tuple[int, float]]]:
+    if not (n_bytes := sample.top_bytes):
+        return []
+    found = np.frombuffer(bytes(sample.top_logprobs[start * n_bytes : (start + n) * n_bytes]), TOP)
+    entries: Any = found.reshape(n, -1).tolist()
+    return list[list[tuple[int, float]]](entries)
 
 
 def _finish(sample: Sample) -> Literal["stop", "length"] | None:

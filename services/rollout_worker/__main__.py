@@ -6,11 +6,12 @@ import asyncio
 import os
 import socket
 import sys
+from functools import partial
 from pathlib import Path
 
 import structlog
 
-from rlboost.services.rollout_worker.adapters.manager_http import join
+from rlboost.services.rollout_worker.adapters.manager_http import fetch_tokenizer, join
 from rlboost.services.rollout_worker.adapters.memory import MemoryProbe
 from rlboost.services.rollout_worker.adapters.peer_address import listen_address, peer_url
 from rlboost.services.rollout_worker.adapters.preemption import Aws, Azure, Google, Metadata, NoticeFile
@@ -85,6 +86,7 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
         access.credential = membership.store_credential
         return membership
 
+    weights = StoreWeights(puller, access, partial(fetch_tokenizer, settings.url, token))
     memory = MemoryProbe(settings.device)
     connection = ManagerConnection(first, join_again, generator, identity, settings.lease_s, waits, memory)
     options = WorkerOptions(
@@ -93,7 +95,7 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
         settings.grace_s,
         drain_on_rebalance=settings.rebalance == "drain",
     )
-    worker = WorkerApp(stop, connection, generator, StoreWeights(puller, access), options, waits, startup)
+    worker = WorkerApp(stop, connection, generator, weights, options, waits, startup)
     metadata = Metadata(settings.metadata_url)
     try:
         serve = _http(settings, connection, generator, worker, waits, cache, peers, first.peer_key)

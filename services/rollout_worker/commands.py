@@ -193,6 +193,7 @@ class WeightUpdates:
             self._generator.replace_weights,
             version=pull.version,
             on_unloaded=self._connection.session.on_weights_unloaded,
+            tokenizer_json=await self._source.tokenizer_json(pull.job_id),
             keep_kv=pull.in_flight == "keep",
             around=partial(self._around_stage, weights),
         )

@@ -63,6 +63,7 @@ class FakeEngine:
         self._new_table = partial(RequestTable, slots, max_len, vocabulary, capacity)
         self._table = self._new_table()
         self.returns_routed_experts = self._table.returns_routed_experts
+        self.sampling_options = self._table.options
         self._tensors: dict[str, torch.Tensor] = {}
         self._suspended = False
         self._interval_s = interval_s
@@ -200,8 +201,9 @@ class FakeEngineFactory:
     def prepare(self) -> None:
         """See `EngineFactory`."""
 
-    def build(self, config_json: str) -> FakeEngine:
+    def build(self, config_json: str, tokenizer_json: str = "") -> FakeEngine:
         """See `EngineFactory`."""
+        del tokenizer_json
         self.built.append(config_json)
         self.engine = self._make()
         return self.engine
@@ -262,6 +264,11 @@ class FakeWeights:
     def verify_cache_again(self) -> None:
         """See `WeightSource`."""
         self.verified_again += 1
+
+    async def tokenizer_json(self, job_id: str) -> str:
+        """See `WeightSource`."""
+        del job_id
+        return ""
 
     def renew_access(self, credential: str) -> None:
         """See `WeightSource`."""

@@ -114,6 +114,7 @@ class Generator:
         self._hang_detector = HangDetector()
         self._prepared: asyncio.Future[None] | None = None
         self._config_json = ""
+        self._tokenizer_json = ""
         self._building: asyncio.Future[Engine] | None = None
         self._engine: Engine | None = None
         self._untaken: list[Emission] = []
@@ -185,6 +186,7 @@ class Generator:
             "kv_block_tokens": engine.kv_block_tokens,
             "max_request_tokens": engine.max_request_tokens,
             "returns_routed_experts": engine.returns_routed_experts,
+            "sampling_options": tuple(sorted(engine.sampling_options)),
         }
 
     def running(self) -> set[RequestKey]:
@@ -259,6 +261,7 @@ class Generator:
         version: int,
         on_unloaded: Callable[[], None],
         *,
+        tokenizer_json: str = "",
         keep_kv: bool = False,
         around: AroundStage = lambda _: nullcontext(),
     ) -> float:
@@ -273,6 +276,7 @@ class Generator:
             weights: to load.
             version: the version number that new tokens carry.
             on_unloaded: called once the engine has paused, before its current weights are overwritten.
+            tokenizer_json: see `EngineFactory.build`.
             keep_kv: let running requests continue with their current KV cache.
             around: see `AroundStage`.
 
@@ -283,7 +287,7 @@ class Generator:
 
         """
         async with around("load"):
-            engine = await self._engine_for(weights.config_json, on_unloaded)
+            engine = await self._engine_for(weights.config_json, tokenizer_json, on_unloaded)
             await self.pause("loading", keep_kv=keep_kv)
             on_unloaded()
             self._loading = asyncio.create_task(self._load(engine, weights, version, keep_kv=keep_kv), name="load")
@@ -389,18 +393,18 @@ class Generator:
         took_s = round(time.monotonic() - began, 3)
         log.info("sampling_check_passed", version=version, mean=verdict.mean, worst=verdict.worst, took_s=took_s)
 
-    async def _engine_for(self, config_json: str, on_unloaded: Callable[[], None]) -> Engine:
+    async def _engine_for(self, config_json: str, tokenizer_json: str, on_unloaded: Callable[[], None]) -> Engine:
         """Return the engine of this model; build it if there is none yet, or one of another model."""
-        if self._building is None or self._config_json != config_json:
+        if self._building is None or (self._config_json, self._tokenizer_json) != (config_json, tokenizer_json):
             on_unloaded()
             await self._close_old_engine()
             if self._prepared is not None:
                 await asyncio.shield(self._prepared)
-            self._config_json = config_json
+            self._config_json, self._tokenizer_json = config_json, tokenizer_json
             self._pause.on_decoding()
             self._loaded_contents, self._unchecked = {}, None
             self._sampling_checked.clear()
-            self._building = run_in_thread("engine-build", lambda: self._engines.build(config_json))
+            self._building = run_in_thread("engine-build", lambda: self._engines.build(config_json, tokenizer_json))
         self._engine = await asyncio.shield(self._building)
         return self._engine
 

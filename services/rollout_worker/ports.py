@@ -45,6 +45,9 @@ class Engine(Protocol):
     """Longest accepted request, prompt and `max_tokens` together; 0 = no limit."""
     returns_routed_experts: bool
     """True if requests may ask for the experts of each token."""
+    sampling_options: frozenset[str]
+    """The `SamplingOption`s that requests may have, and `RESUMES_GRAMMAR` unless the engine releases a request that
+    has both tokens and a grammar."""
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests. None starts while no weights are loaded or while the engine is suspended.
@@ -150,8 +153,13 @@ class EngineFactory(Protocol):
 
         """
 
-    def build(self, config_json: str) -> Engine:
+    def build(self, config_json: str, tokenizer_json: str = "") -> Engine:
         """Return an engine without weights for the model of a Hugging Face `config.json`.
+
+        Args:
+            config_json: the model's configuration.
+            tokenizer_json: its tokenizer in the format of the library tokenizers, without which the engine supports no
+                grammars.
 
         Raises:
             ConfigError: the engine does not support this model, or not on this device.
@@ -230,6 +238,9 @@ class WeightSource(Protocol):
             Fatal: the cache's disk is full, or the source rejected the request for another reason.
 
         """
+
+    async def tokenizer_json(self, job_id: str) -> str:
+        """Return the tokenizer of a job's model, empty if none is known; always the same for a job."""
 
     def verify_cache_again(self) -> None:
         """Verify the digests of all blobs on this machine again in the next pull, which fetches what is damaged."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field, Strict
 
@@ -52,13 +52,18 @@ class EngineProfile(Message):
 
 
 FinishReason = Literal["stop", "length"]
+MAX_TOP_LOGPROBS = 20
+SamplingOption = Literal["top_k", "min_p", "min_tokens", "logit_bias", "top_logprobs", "grammar"]
+"""A field of `Sampling` that only clients set, and that not every engine supports."""
+RESUMES_GRAMMAR = "resumes_grammar"
+"""What an engine supports, besides options, that continues a completion with a grammar from its tokens."""
 
 
 class Sampling(Message):
     """Sampling parameters.
 
-    The returned `logprobs` are of the whole distribution at this temperature, or at 1 if it is 0: `top_p` narrows only
-    what is drawn.
+    The returned `logprobs` are of the whole distribution at this temperature, or at 1 if it is 0: `top_p` and the
+    options of clients change only what is drawn.
     """
 
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
@@ -70,6 +75,26 @@ class Sampling(Message):
     whole_logprobs: bool = False
     """True if the tokens are trained on: an engine that cannot report the log-probabilities described above fails the
     sample. Without it, such an engine reports those within the nucleus."""
+    top_k: Count = 0
+    """Sample from this many of the most likely tokens; 0: from all."""
+    min_p: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Sample from the tokens that are at least this fraction as likely as the most likely one."""
+    min_tokens: Count = 0
+    """Sample no stop token before this many tokens."""
+    logit_bias: Annotated[tuple[Annotated[tuple[Count, Finite], Strict(False)], ...], Strict(False)] = ()
+    """(Token id, what is added to its logit)."""
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+    """Return this many of the most likely tokens at each position with their log-probabilities."""
+    grammar: str = ""
+    """What the completion must match, as a structural tag of xgrammar in JSON; empty for any text."""
+
+    @property
+    def options(self) -> frozenset[SamplingOption]:
+        """Return the options that are set: a worker that does not support one would ignore it."""
+        return frozenset(name for name in SAMPLING_OPTIONS if getattr(self, name))
+
+
+SAMPLING_OPTIONS: tuple[SamplingOption, ...] = get_args(SamplingOption)
 
 
 @message

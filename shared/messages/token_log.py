@@ -72,6 +72,11 @@ class TokenFrame(Message):
     the request asks for them; all others have none."""
     routed_bytes: bytes = b""
     """uint32 column: the row's bytes of `routed_experts`; empty if no row has any."""
+    top_logprobs: bytes = b""
+    """Entries of `shared.wire.TOP`: for each token of a row whose request asks for `Sampling.top_logprobs`, that many,
+    the most likely token first."""
+    top_bytes: bytes = b""
+    """uint32 column: the row's bytes of `top_logprobs`; empty if no row has any."""
 
 
 @message
@@ -118,3 +123,5 @@ class Restated(Message):
     """The worker of the current attempt, also after it lost the sample; empty if it has none."""
     failed_at: Annotated[int, Field(ge=0)] = 0
     """How many tokens it had at its last failure."""
+    top_logprobs: bytes = b""
+    """As in `TokenFrame`, for all tokens."""

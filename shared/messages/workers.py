@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, Strict
 
 from rlboost.shared.messages.fields import (
     Attempt,
@@ -213,6 +213,9 @@ class WorkerHeartbeat(Message):
     returns_routed_experts: bool = True
     """Whether the engine accepts samples that ask for routed experts; True of releases that did not say it, and before
     there is an engine."""
+    sampling_options: Annotated[tuple[str, ...], Strict(False)] = ()
+    """The `SamplingOption`s that the engine supports, and `RESUMES_GRAMMAR` if it does; none of releases that did not
+    say it."""
 
 
 @message

@@ -171,7 +171,7 @@ class Factory:
     def prepare(self) -> None:
         """See `EngineFactory`."""
 
-    def build(self, config_json: str) -> Engine:
+    def build(self, config_json: str, _tokenizer_json: str = "") -> Engine:
         return self._engine
 
 

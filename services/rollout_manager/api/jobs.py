@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Depends, FastAPI, Header, Request
@@ -185,6 +186,15 @@ async def job_file(job: OneJob) -> dict[str, Any]:
         raise Problem(409, "Unreadable job", job.error)
     found: dict[str, Any] = json.loads(spec_to_json(job.spec))
     return found
+
+
+@ROUTES("GET", "/jobs/{job_id}/tokenizer", "worker", "jobs", responses=_JOB)
+async def tokenizer(job: OneJob) -> FileResponse:
+    """Return the `tokenizer.json` of the job's model, with which workers follow the grammars of structured outputs."""
+    file = Path(job.spec.model) / "tokenizer.json"
+    if not await asyncio.to_thread(file.is_file):
+        raise Problem(404, "No tokenizer", f"there is no file {file} on the manager's machine")
+    return FileResponse(file, media_type="application/json")
 
 
 async def _act(job: OneJob, settings: TheSettings, write: AsLeader) -> Callable[[Action], Awaitable[dict[str, Any]]]:

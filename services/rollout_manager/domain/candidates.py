@@ -13,6 +13,7 @@ from rlboost.services.rollout_manager.domain.queue import Requirement, max_token
 from rlboost.services.rollout_manager.domain.tokens import Sample
 from rlboost.services.rollout_manager.domain.workers import Fleet, Serving, Worker
 from rlboost.shared.ids import worker_name
+from rlboost.shared.messages import RESUMES_GRAMMAR
 
 # --- rebalance --------------------------------------------------------------------------------------------------------
 #
@@ -174,7 +175,17 @@ def admits(worker: Worker, sample: Sample) -> bool:
     """Return True if the worker's engine accepts a sample: its maximum length, and the outputs that it asks for."""
     if sample.request.sampling.routed_experts and not worker.returns_routed_experts:
         return False
+    if not supports(worker, sample):
+        return False
     return not worker.max_request_tokens or max_tokens_of(sample) <= worker.max_request_tokens
+
+
+def supports(worker: Worker, sample: Sample) -> bool:
+    """Return True if the worker's engine does what a client asks for; another one would ignore it."""
+    sampling = sample.request.sampling
+    if sampling.grammar and sample.n_tokens and RESUMES_GRAMMAR not in worker.sampling_options:
+        return False
+    return sampling.options <= worker.sampling_options
 
 
 def least_loaded(workers: Iterable[Worker]) -> Worker | None:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from rlboost.shared.errors import Unprocessable
 from rlboost.shared.ids import JOB_SHIFT, is_served
 from rlboost.shared.messages import FINISH_NONE, FINISH_RELEASED, GroupRequested, TokenFrame
-from rlboost.shared.wire import F32, I32, U8, U32, U64, RoutedShape, ints
+from rlboost.shared.wire import F32, I32, TOP, U8, U32, U64, RoutedShape, ints
 
 # --- frame decoder ----------------------------------------------------------------------------------------------------
 #
@@ -44,6 +44,8 @@ class FrameRows(NamedTuple):
     logprobs: npt.NDArray[np.float32]
     routed_bytes: Ints
     """How many bytes of routed experts each row has."""
+    top_bytes: Ints
+    """How many bytes of top log-probabilities each row has."""
     invalid: Ints
     """Rows with a negative token id, a log-probability not finite or above `MAX_LOGPROB`, or an unknown finish."""
 
@@ -81,7 +83,8 @@ def decode_frames(frames: Sequence[TokenFrame]) -> FrameRows:
         starts=ends - counts,
         tokens=tokens,
         logprobs=logprobs,
-        routed_bytes=_routed_bytes(frames, n_rows),
+        routed_bytes=_row_bytes(frames, "routed_bytes", n_rows),
+        top_bytes=_row_bytes(frames, "top_bytes", n_rows),
         invalid=_invalid_rows(counts, tokens, logprobs, finish),
     )
 
@@ -105,14 +108,17 @@ def _columns_match(frame: TokenFrame) -> bool:
         and len(frame.tokens) % TOKEN_BYTES == 0
         and len(frame.routed_bytes) in {0, n * U32.itemsize}
         and sum(ints(frame.routed_bytes, U32)) == len(frame.routed_experts)
+        and len(frame.top_bytes) in {0, n * U32.itemsize}
+        and sum(ints(frame.top_bytes, U32)) == len(frame.top_logprobs)
     )
 
 
-def _routed_bytes(frames: Sequence[TokenFrame], n_rows: Ints) -> Ints:
-    if not any(frame.routed_bytes for frame in frames):
+def _row_bytes(frames: Sequence[TokenFrame], name: str, n_rows: Ints) -> Ints:
+    columns = [getattr(frame, name) for frame in frames]
+    if not any(columns):
         return np.zeros(int(n_rows.sum()), np.int64)
-    columns = [frame.routed_bytes or bytes(n * U32.itemsize) for frame, n in zip(frames, n_rows.tolist(), strict=True)]
-    return np.frombuffer(b"".join(columns), U32).astype(np.int64)
+    whole = [column or bytes(n * U32.itemsize) for column, n in zip(columns, n_rows.tolist(), strict=True)]
+    return np.frombuffer(b"".join(whole), U32).astype(np.int64)
 
 
 def _mismatch(frame: TokenFrame) -> Unprocessable:
@@ -159,6 +165,8 @@ class Limits(NamedTuple):
     experts_per_token: int = 0
     experts: int = 0
     """The `RoutedShape`, zeros if the request does not ask for routed experts."""
+    top_logprobs: int = 0
+    """How many top log-probabilities each token has."""
 
 
 UNLIMITED = Limits(1 << 31, 1 << 32, 0, NO_VERSION - 1)
@@ -168,7 +176,8 @@ def limits_of(request: GroupRequested) -> Limits:
     """Return what the rows of a request's samples may contain; any version may generate a client's request."""
     vocab_size, max_tokens = request.vocab_size or UNLIMITED.vocab_size, request.sampling.max_tokens
     if is_served(request.group):
-        return Limits(vocab_size, max_tokens, UNLIMITED.oldest_version, UNLIMITED.newest_version)
+        versions = UNLIMITED.oldest_version, UNLIMITED.newest_version
+        return Limits(vocab_size, max_tokens, *versions, top_logprobs=request.sampling.top_logprobs)
     oldest, shape = max(0, request.version - request.max_staleness), request.sampling.routed_experts
     return Limits(
         vocab_size, max_tokens, oldest, request.version, *(shape if len(shape) == len(RoutedShape._fields) else ())
@@ -186,6 +195,7 @@ class Row(NamedTuple):
     logprobs: memoryview
     finish: int
     routed_experts: bytes
+    top_logprobs: bytes
 
 
 class Selection(NamedTuple):
@@ -201,6 +211,8 @@ class Selection(NamedTuple):
     """(Slot, finish) in the log's order."""
     routed: list[tuple[int, bytes]]
     """(Slot, routed experts) of those that ended with some."""
+    top_logprobs: list[tuple[int, bytes]]
+    """(Slot, top log-probabilities) of the rows in `appends` that have some, in the log's order."""
     irregular: list[Row]
     """All rows of samples where some row repeats tokens, leaves a gap or comes after the end; in the log's order."""
     refused: list[tuple[int, int]]
@@ -292,12 +304,15 @@ class ExpectedRows:
 
     def _beyond_limits(self, rows: FrameRows, slots: Ints) -> Ints:
         """Return the rows with tokens that their samples' requests do not allow."""
-        vocab_size, max_tokens, oldest_version, newest_version, *_ = self._limits[slots].T
+        vocab_size, max_tokens, oldest_version, newest_version, *_, top_logprobs = self._limits[slots].T
         beyond = rows.offsets + rows.counts > max_tokens
+        beyond |= rows.top_bytes != rows.counts * top_logprobs * TOP.itemsize
         beyond |= (rows.counts > 0) & ((rows.versions < oldest_version) | (rows.versions > newest_version))
         found = np.flatnonzero(beyond)
         if rows.routed_bytes.any():
             found = np.union1d(found, self._with_invalid_routing(rows, slots))
+        if rows.top_bytes.any():
+            found = np.union1d(found, _with_invalid_top_logprobs(rows, vocab_size))
         if len(rows.tokens) and rows.tokens.max() >= vocab_size.min():
             unknown = rows.tokens >= np.repeat(vocab_size, rows.counts)
             found = np.union1d(found, np.repeat(np.arange(len(slots)), rows.counts)[unknown])
@@ -307,7 +322,7 @@ class ExpectedRows:
         """Return the rows whose routed experts do not fit a completion of the requested shape that ends there."""
         invalid = []
         for row in np.flatnonzero(rows.routed_bytes).tolist():
-            shape = RoutedShape(*self._limits[slots[row]][-len(RoutedShape._fields) :].tolist())
+            shape = RoutedShape(*Limits(*self._limits[slots[row]].tolist())[4:-1])
             n_tokens = int(rows.offsets[row] + rows.counts[row])
             ends = _is_end(rows.finish[row : row + 1])[0]
             if not (ends and shape.experts and shape.is_valid(_routed_experts_of(rows, row), n_tokens)):
@@ -351,6 +366,10 @@ class ExpectedRows:
                 (int(slots[row]), _routed_experts_of(rows, row))
                 for row in ending[rows.routed_bytes[ending] > 0].tolist()
             ],
+            top_logprobs=[
+                (int(slots[row]), _top_logprobs_of(rows, row))
+                for row in extending[rows.top_bytes[extending] > 0].tolist()
+            ],
             irregular=irregular,
             refused=refused,
             invalid=invalid,
@@ -389,7 +408,8 @@ class ExpectedRows:
 def _row(rows: FrameRows, row: int, slot: int) -> Row:
     tokens, logprobs = _gather(rows, np.array([row]))
     version, offset, finish = int(rows.versions[row]), int(rows.offsets[row]), int(rows.finish[row])
-    return Row(slot, _worker_of(rows, row), version, offset, tokens, logprobs, finish, _routed_experts_of(rows, row))
+    columns = _routed_experts_of(rows, row), _top_logprobs_of(rows, row)
+    return Row(slot, _worker_of(rows, row), version, offset, tokens, logprobs, finish, *columns)
 
 
 def _worker_of(rows: FrameRows, row: int) -> str:
@@ -411,6 +431,25 @@ def _routed_experts_of(rows: FrameRows, row: int) -> bytes:
     number = int(np.searchsorted(rows.first_rows, row, "right")) - 1
     start = int(rows.routed_bytes[rows.first_rows[number] : row].sum())
     return rows.frames[number].routed_experts[start : start + int(rows.routed_bytes[row])]
+
+
+def _top_logprobs_of(rows: FrameRows, row: int) -> bytes:
+    """Return the top log-probabilities of a row, empty if it has none."""
+    number = int(np.searchsorted(rows.first_rows, row, "right")) - 1
+    start = int(rows.top_bytes[rows.first_rows[number] : row].sum())
+    return rows.frames[number].top_logprobs[start : start + int(rows.top_bytes[row])]
+
+
+def _with_invalid_top_logprobs(rows: FrameRows, vocab_size: Ints) -> Ints:
+    """Return the rows whose top log-probabilities have a token id or a number that no engine sends."""
+    invalid = []
+    for row in np.flatnonzero(rows.top_bytes).tolist():
+        column = _top_logprobs_of(rows, row)
+        top = np.frombuffer(column, TOP) if len(column) % TOP.itemsize == 0 else np.full(1, (-1, 0), TOP)
+        valid = (top["token"] >= 0) & (top["token"] < vocab_size[row]) & (top["logprob"] <= MAX_LOGPROB)
+        if not valid.all():  # NaN compares as false
+            invalid.append(row)
+    return np.array(invalid, np.int64)
 
 
 def _is_end(finish: npt.NDArray[np.uint8]) -> Bools:

@@ -13,6 +13,7 @@ from rlboost.services.rollout_manager.domain.candidates import (
     has_capacity,
     least_loaded,
     select_migrations,
+    supports,
     worker_for_retry,
 )
 from rlboost.services.rollout_manager.domain.effects import Effect, Now, Record, Send, event
@@ -80,7 +81,8 @@ def _select_worker(
 ) -> Worker | None:
     """Return the worker for a sample, None to postpone it.
 
-    A sample that no engine accepts goes to the best worker all the same: its engine reports the reason.
+    A sample that no engine accepts goes to the best worker all the same: its engine reports the reason. One with an
+    option of a client waits for a worker that supports it.
     """
     if not sample.failed_on:
         prefers = sample.request.preferred_worker
@@ -89,11 +91,13 @@ def _select_worker(
             worker = _another(pools, worker, sample)
         if admits(worker, sample):
             return worker
-    members = [fleet.workers[i] for pool in pools for i in pool.members]
+    members = [worker for pool in pools for i in pool.members if supports(worker := fleet.workers[i], sample)]
     admitting = [worker for worker in members if admits(worker, sample)]
     if sample.failed_on:
         return worker_for_retry(sample, admitting or members)
-    return least_loaded(filter(has_capacity, admitting)) if admitting else best
+    if not admitting:
+        return best if best in members else least_loaded(members)
+    return least_loaded(filter(has_capacity, admitting))
 
 
 def _another(pools: Sequence[CandidatePool], worker: Worker, sample: Sample) -> Worker:
@@ -198,7 +202,7 @@ def _running(jobs: Jobs, worker: Worker, now: Now) -> Iterable[RunningSample]:
         return  # the worker still serves a job that has ended
     lengths = job.progress.lengths
     for sample in worker.in_order():
-        if not sample.finish:
+        if not sample.finish and not sample.request.sampling.grammar:  # few engines continue one
             yield RunningSample(
                 id=sample.id,
                 remaining_tokens=lengths.remaining_tokens(sample),

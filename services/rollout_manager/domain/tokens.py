@@ -36,7 +36,7 @@ from rlboost.shared.messages import (
     SampleFailed,
     TokenFrame,
 )
-from rlboost.shared.wire import F32, I32, U32, U64, ints, length
+from rlboost.shared.wire import F32, I32, TOP, U32, U64, ints, length
 
 # --- sample -----------------------------------------------------------------------------------------------------------
 #
@@ -88,11 +88,18 @@ class Sample:
     """The column of `shared.wire` of the whole completion, once it has ended."""
     attempt_worker: str = ""
     """The worker of the current attempt, whose tokens count even after it lost the sample; empty if it has none."""
+    top_logprobs: bytearray = field(default_factory=bytearray)
+    """Entries of `shared.wire.TOP`: the request's number of them for each token."""
 
     @property
     def n_tokens(self) -> int:
         """Return how many completion tokens the ledger holds."""
         return len(self.tokens) // TOKEN_BYTES
+
+    @property
+    def top_bytes(self) -> int:
+        """Return the size of one token's `top_logprobs`."""
+        return self.request.sampling.top_logprobs * TOP.itemsize
 
     @property
     def past_failure(self) -> bool:
@@ -120,6 +127,7 @@ class Sample:
         gone = self.n_tokens - n_tokens
         if gone > 0:
             del self.tokens[n_tokens * TOKEN_BYTES :], self.logprobs[n_tokens * TOKEN_BYTES :]
+            del self.top_logprobs[n_tokens * self.top_bytes :]
             self.span_starts = [span for span in self.span_starts if span[2] < n_tokens]
             self.finish, self.routed_experts = FINISH_NONE, b""
         return max(0, gone)
@@ -172,7 +180,7 @@ class Ledger:
         self.failed: dict[int, str] = {}
         """Samples whose worker reported a failure of the sample itself, to be placed again or dropped."""
         self.tokens_in_log = 0
-        """Tokens written to the log since the fold began; routed experts count as `LOG_TOKEN_BYTES` per token."""
+        """Tokens written to the log since the fold began; other columns count as `LOG_TOKEN_BYTES` per token."""
         self.tokens_live = 0
         self._by_slot: dict[int, Sample] = {}
         self._expected = ExpectedRows()
@@ -274,9 +282,10 @@ class Ledger:
 
         """
         selection = self._expected.select(frames)
-        # The log is bounded in tokens, so routed experts count as tokens of the same size.
+        # The log is bounded in tokens, so other columns count as tokens of the same size.
         self.tokens_in_log += sum(len(frame.tokens) for frame in frames) // TOKEN_BYTES
-        self.tokens_in_log += sum(len(frame.routed_experts) for frame in frames) // LOG_TOKEN_BYTES
+        n_bytes = sum(len(frame.routed_experts) + len(frame.top_logprobs) for frame in frames)
+        self.tokens_in_log += n_bytes // LOG_TOKEN_BYTES
         return self._apply(selection)
 
     def _apply(self, rows: Selection) -> FrameOutcome:
@@ -297,6 +306,8 @@ class Ledger:
             self._finish(self._by_slot[slot], finish, out)
         for slot, column in rows.routed:
             self._by_slot[slot].routed_experts = column
+        for slot, column in rows.top_logprobs:
+            self._by_slot[slot].top_logprobs += column
         for row in rows.irregular:
             self._apply_irregular(self._by_slot[row.slot], row, out)
         for slot, worker, count in rows.invalid:
@@ -322,6 +333,7 @@ class Ledger:
             sample.begin_span(row.worker, row.version, have)
             sample.tokens += row.tokens[known * TOKEN_BYTES :]
             sample.logprobs += row.logprobs[known * TOKEN_BYTES :]
+            sample.top_logprobs += row.top_logprobs[known * sample.top_bytes :]
             self.tokens_live += count - known
             out.grown[sample.worker] += count - known
             out.accepted[job] = out.accepted.get(job, 0) + count - known
@@ -384,13 +396,14 @@ class Ledger:
             raise Unprocessable(f"sample {message.sample} is not one of the {request.n} of group {request.group}")
         n_tokens, n_logprobs = length(message.tokens), length(message.logprobs)
         spanned = sum(n for _, _, n in message.spans)
-        if not n_tokens == n_logprobs == spanned:
+        n_top = len(message.top_logprobs)
+        if not n_tokens == n_logprobs == spanned or n_top != n_tokens * request.sampling.top_logprobs * TOP.itemsize:
             raise Unprocessable(
-                f"sample {message.sample} is restated with {n_tokens} tokens, {n_logprobs} log-probabilities and spans "
-                f"over {spanned}"
+                f"sample {message.sample} is restated with {n_tokens} tokens, {n_logprobs} log-probabilities, {n_top} "
+                f"bytes of top log-probabilities and spans over {spanned}"
             )
         tokens_before = self.tokens_in_log
-        self.tokens_in_log += n_tokens
+        self.tokens_in_log += n_tokens + n_top // LOG_TOKEN_BYTES
         sample = self.samples.get(message.sample)
         if sample is None:
             sample = Sample(
@@ -405,6 +418,7 @@ class Ledger:
                 failed_on=list(message.failed_on),
                 failed_at=message.failed_at,
                 attempt_worker=message.attempt_worker or message.worker,
+                top_logprobs=bytearray(message.top_logprobs),
             )
             start = 0
             for worker, version, n in message.spans:
@@ -432,6 +446,7 @@ class Ledger:
             failed_on=list(sample.failed_on),
             attempt_worker=sample.attempt_worker,
             failed_at=sample.failed_at,
+            top_logprobs=bytes(sample.top_logprobs),
         )
 
     def oldest_entry(self, read_to: str) -> str:

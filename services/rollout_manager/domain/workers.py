@@ -95,6 +95,8 @@ class Worker:
     """Longest sample, prompt included, that its engine accepts; 0 where it accepts any."""
     returns_routed_experts: bool = True
     """True if its engine accepts samples that ask for the experts of each token."""
+    sampling_options: frozenset[str] = frozenset()
+    """See `WorkerHeartbeat`."""
     disturbed_at: float = -math.inf
     """When it was last assigned samples that need a long prefill (manager's clock)."""
     waiting: Wait | None = None
@@ -258,6 +260,7 @@ class Worker:
         self.kv.capacity, self.kv.block_tokens = heartbeat.kv_tokens or self.joined.kv_tokens, heartbeat.kv_block_tokens
         self.max_request_tokens = heartbeat.max_request_tokens
         self.returns_routed_experts = heartbeat.returns_routed_experts
+        self.sampling_options = frozenset(heartbeat.sampling_options)
         self.waiting = heartbeat.waiting
         drains = self.noticed or self.drain_commanded
         self.state = "draining" if drains else heartbeat.state

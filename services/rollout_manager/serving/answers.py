@@ -31,6 +31,8 @@ class Delta:
     """The text of each single token; only with logprobs."""
     text_offsets: list[int]
     """Where each of these begins in the completion."""
+    top_logprobs: list[list[tuple[str, float]]]
+    """(Text, log-probability) of the most likely tokens at each of their positions; empty lists if not requested."""
     finish: FinishReason | Literal["tool_calls"] | None
     calls: Sequence[ToolCall] = ()
     """All tool calls of the completion, at its end."""
@@ -43,7 +45,7 @@ class Delta:
             yield self
             return
         yield replace(self, finish=None, stop="")
-        yield Delta(self.index, "", [], [], [], [], self.finish, stop=self.stop)
+        yield Delta(self.index, "", [], [], [], [], [], self.finish, stop=self.stop)
 
     def merged(self, later: Delta) -> Delta:
         """Return this part and the next one as one."""
@@ -54,6 +56,7 @@ class Delta:
             self.logprobs + later.logprobs,
             self.token_texts + later.token_texts,
             self.text_offsets + later.text_offsets,
+            self.top_logprobs + later.top_logprobs,
             later.finish,
             (*self.calls, *later.calls),
             later.stop,
@@ -106,7 +109,11 @@ class Choice:
         offsets = list(accumulate(map(len, texts), initial=self._offset))
         self._offset = offsets.pop()
         logprobs = [max(logprob, MIN_LOGPROB) for logprob in chunk.logprobs[:used]]
-        return Delta(self._index, text, tokens, logprobs, texts, offsets, finish, calls, self._detokenizer.stop)
+        top = [
+            [(self._model.token_text(token), max(logprob, MIN_LOGPROB)) for token, logprob in one]
+            for one in chunk.top_logprobs[:used]
+        ] or [[] for _ in texts]
+        return Delta(self._index, text, tokens, logprobs, texts, offsets, top, finish, calls, self._detokenizer.stop)
 
     def _read(self, text: str, token: int | None = None) -> str:
         """Return the part of new text that is certainly outside of tool calls."""
@@ -183,18 +190,23 @@ class ResponseFormatter:
 
 
 def _completion_logprobs(delta: Delta) -> dict[str, Any]:
-    """Return parallel lists, in which the sampled token is the only one at each place; so does vLLM for 0."""
-    pairs = zip(delta.token_texts, delta.logprobs, strict=True)
+    """Return parallel lists; the sampled token is among the most likely ones at each place, and alone for 0."""
+    places = zip(delta.token_texts, delta.logprobs, delta.top_logprobs, strict=True)
     return {
         "text_offset": delta.text_offsets,
         "tokens": delta.token_texts,
         "token_logprobs": delta.logprobs,
-        "top_logprobs": [{text: logprob} for text, logprob in pairs],
+        "top_logprobs": [{text: logprob, **dict(top)} for text, logprob, top in places],
     }
 
 
 def _chat_logprobs(delta: Delta) -> list[dict[str, Any]]:
+    places = zip(delta.token_texts, delta.logprobs, delta.top_logprobs, strict=True)
     return [
-        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, logprob in zip(delta.token_texts, delta.logprobs, strict=True)
+        {**_chat_logprob(text, logprob), "top_logprobs": [_chat_logprob(*one) for one in top]}
+        for text, logprob, top in places
     ]
+
+
+def _chat_logprob(text: str, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}

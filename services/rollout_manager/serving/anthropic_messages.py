@@ -14,29 +14,24 @@ from rlboost.shared.http.problem import Problem
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
-_SAME = ("model", "max_tokens", "stream", "temperature", "top_p")
+_SAME = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k")
 """Fields that chat completions have, too."""
 _DEFAULTS: Mapping[str, tuple[Any, ...]] = {
     "context_management": ({},),
     "mcp_servers": ([],),
-    "output_config": ({},),
     "speed": ("standard",),
     "thinking": ({"type": "disabled"},),
-    "top_k": (-1, 0),
 }
 """Unsupported field -> its values that are accepted."""
 _IGNORED = frozenset({"cache_control", "metadata", "service_tier", "user_profile_id"})
 _UNTHREADED = "Thread unsupported request"
 """Title of the error after which tool runners of Anthropic's library send all messages themselves."""
-CHAT_NAMES = {"stop": "stop_sequences", "parallel_tool_calls": "tool_choice"}
+CHAT_NAMES = {"stop": "stop_sequences", "parallel_tool_calls": "tool_choice", "response_format": "output_config"}
 """Field of a chat -> its name here."""
 
 _TOOL_DEFAULTS: Mapping[str, tuple[Any, ...]] = {"allowed_callers": (["direct"],), "defer_loading": (False,)}
 _TOOL_KEYS = {"type", "name", "description", "input_schema", "strict", "cache_control", "eager_input_streaming"}
-_FORCED = (
-    'not supported: no sampling here guarantees that the model calls a tool, or which one: give {"type": "auto"} or '
-    '{"type": "none"}'
-)
+_TOOL_CHOICES = {"auto": "auto", "none": "none", "any": "required"}
 
 
 def chat_of_messages(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,19 +53,24 @@ def chat_of_messages(raw: Mapping[str, Any]) -> dict[str, Any]:
     if "tools" in given:
         tools = _list(given.pop("tools"), "tools", "tools")
         body["tools"] = [_tool(tool, f"tools: entry {i}") for i, tool in enumerate(tools)]
-    if "tool_choice" in given:
-        body |= _tool_choice(given.pop("tool_choice"))
+    for name, read in (("tool_choice", _tool_choice), ("output_config", _output)):
+        if name in given:
+            body |= read(given.pop(name))
     messages = _all_messages(given.pop("system", None), given.pop("messages", None))
     if "thread" in given:
         raise openai_problem(
             400, _UNTHREADED, "thread: messages are not stored: send all of them each time", param="thread"
         )
+    _check_defaults(given)
+    return {**body, "messages": messages}
+
+
+def _check_defaults(given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         accepted = _DEFAULTS.get(name, ())
         if value not in accepted:
             only = f", except for {' or '.join(map(json.dumps, accepted))}" if accepted else ""
             raise _invalid(name, f"{name}: not supported{only}: remove it")
-    return {**body, "messages": messages}
 
 
 def _all_messages(system: Any, given: Any) -> list[dict[str, Any]]:
@@ -204,14 +204,29 @@ def _tool(given: Any, place: str) -> dict[str, Any]:
 def _tool_choice(given: Any) -> dict[str, Any]:
     choice = _object(given, "tool_choice", "tool_choice", 'an object such as {"type": "auto"}')
     kind = choice.get("type")
-    if kind not in ("auto", "none"):
-        raise _invalid("tool_choice", f"tool_choice: the type {reprlib.repr(kind)} is {_FORCED}")
-    _known(choice, "tool_choice", "tool_choice", {"type", "disable_parallel_tool_use"})
+    if kind != "tool" and kind not in _TOOL_CHOICES:
+        detail = f"tool_choice: the type is {reprlib.repr(kind)}: should be 'auto', 'none', 'any' or 'tool'"
+        raise _invalid("tool_choice", detail)
+    keys = {"type", "disable_parallel_tool_use"} | ({"name"} if kind == "tool" else set())
+    _known(choice, "tool_choice", "tool_choice", keys)
     single = choice.get("disable_parallel_tool_use", False)
     if not isinstance(single, bool):
         detail = f"tool_choice: disable_parallel_tool_use is {reprlib.repr(single)}: should be true or false"
         raise _invalid("tool_choice", detail)
-    return {"tool_choice": kind, "parallel_tool_calls": not single}
+    named = {"type": "function", "function": {"name": choice.get("name")}}
+    return {"tool_choice": _TOOL_CHOICES.get(kind, named), "parallel_tool_calls": not single}
+
+
+def _output(given: Any) -> dict[str, Any]:
+    """Return the form of the answer as chats have it."""
+    config = _object(given, "output_config", "output_config", "an object with format")
+    _known(config, "output_config", "output_config", {"format"})
+    if "format" not in config:
+        return {}
+    form = _object(config["format"], "output_config: format", "output_config", "an object with type and schema")
+    if form.get("type") != "json_schema":
+        raise _invalid("output_config", f"output_config: format is {reprlib.repr(form)}: only 'json_schema' is known")
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": form.get("schema")}}}
 
 
 def _list(given: Any, place: str, what: str, param: str = "") -> list[Any]:

@@ -30,6 +30,7 @@ from rlboost.services.rollout_manager.serving.schemas import (
     openai_problem,
 )
 from rlboost.services.rollout_manager.serving.sessions import Sessions, SessionTurn
+from rlboost.services.rollout_manager.serving.structured import grammar, has_json_arguments
 from rlboost.services.rollout_manager.serving.text import Conversations, ServedModel, Turn
 from rlboost.services.rollout_manager.serving.tools import CallReader, call_ids
 from rlboost.services.rollout_manager.waiters import (
@@ -45,7 +46,7 @@ from rlboost.shared.http.problem import Problem
 from rlboost.shared.http.scopes import SYSTEM, Principal
 from rlboost.shared.ids import MAX_REQUESTS, request_group
 from rlboost.shared.messages import GroupRequested, SampleDropped, SampleFinished, Sampling
-from rlboost.shared.model.tool_calls import CallStyle, opens_thought
+from rlboost.shared.model.tool_calls import HERMES, CallStyle, opens_thought
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Append, Op
 from rlboost.shared.wire import I32, ints, length, pack, unpack
@@ -87,6 +88,8 @@ class Completion:
     """The turn of a trainable session."""
     sessions: Sessions | None = None
     """Set with `session`."""
+    _grammar: str = ""
+    """What the answer must be; empty for any text."""
     _response: ResponseFormatter = field(init=False)
     _waiters: list[Waiter] = field(default_factory=list)
     """One for each prompt."""
@@ -102,7 +105,9 @@ class Completion:
             Problem: the request is invalid, conflicts with another one, or cannot be accepted now.
 
         """
+        self._grammar = self._required_form()
         self._validate()
+        self._check_options()
         if not self.model.has_tokenizer:
             self.body = self.body.model_copy(update={"return_token_ids": True})  # there is no text to return
         if self.session is not None:
@@ -185,9 +190,10 @@ class Completion:
             return None
         return CallReader(
             self.style,
-            self.body.tools,
+            self.body.callable_tools,
             call_ids(answer),
-            in_thought=opens_thought(self.model.decode_raw(ints(prompt[-TOKENS_OF_TAG * I32.itemsize :]))),
+            in_thought=not self.body.must_call
+            and opens_thought(self.model.decode_raw(ints(prompt[-TOKENS_OF_TAG * I32.itemsize :]))),
             only_first=not self.body.parallel_tool_calls,
         )
 
@@ -222,6 +228,45 @@ class Completion:
         if body.stops and not self.model.has_tokenizer:
             detail = "the manager has no tokenizer of this model, which stop strings need: give stop_token_ids"
             raise openai_problem(400, "Invalid stop", detail, param="stop")
+        if files.vocab_size is not None and body.logit_bias and body.logit_bias[-1][0] >= files.vocab_size:
+            detail = f"logit_bias: token id {body.logit_bias[-1][0]} is outside the model's 0..{files.vocab_size - 1}"
+            raise openai_problem(400, "Invalid value", detail, param="logit_bias")
+        if self._grammar and (body.ignore_eos or body.min_tokens or not files.stop_token_ids):
+            detail = "a structured output ends with a stop token: "
+            detail += "leave out ignore_eos and min_tokens" if files.stop_token_ids else "the model has none"
+            raise openai_problem(400, "Invalid value", f"{self._grammar_field}: {detail}", param=self._grammar_field)
+
+    @property
+    def _grammar_field(self) -> str:
+        """Return the field that asks for the grammar."""
+        assert isinstance(self.body, ChatBody), "no other one has such a field"
+        if self.body.must_call:
+            return "tool_choice"
+        return "response_format" if self.body.structured_outputs is None else "structured_outputs"
+
+    def _required_form(self) -> str:
+        """Return the grammar of the answer; raises a `Problem` if none can guarantee what is requested."""
+        if not isinstance(self.body, ChatBody):
+            return ""
+        schema, style = self.body.schema_of_answer, self.style
+        if schema is None and not self.body.must_call:
+            return ""
+        if style is not None and not has_json_arguments(style):
+            detail = f"{self._grammar_field}: no grammar is known for this model's tool calls: leave out "
+            detail += "response_format or the tools" if schema is not None else "tool_choice, or give 'auto'"
+            raise openai_problem(400, "Unsupported value", detail, param=self._grammar_field)
+        return grammar(None if self.body.must_call else schema, self.body.callable_tools, style or HERMES)
+
+    def _check_options(self) -> None:
+        """Reject what no worker of the job supports: a `Problem` that names the field."""
+        job = self.job.id
+        workers = [worker for worker in self.manager.world.fleet.workers.values() if worker.job_id == job]
+        known = {option for worker in workers for option in worker.sampling_options}
+        for option in sorted(self._sampling(self.prompts[0]).options - known) if workers else ():
+            param = self._grammar_field if option == "grammar" else option
+            advice = "install xgrammar on workers, or leave it out" if option == "grammar" else "leave it out"
+            detail = f"{param}: no worker of this job supports it: {advice}"
+            raise openai_problem(400, "Unsupported parameter", detail, param=param)
 
     def _max_tokens(self, prompt: bytes) -> int:
         """Return the number of tokens of a prompt's completion: as many as requested, or else up to a default."""
@@ -231,24 +276,34 @@ class Completion:
         max_len = self.model.files.max_len
         return default if max_len is None else min(default, max_len - length(prompt))
 
+    def _sampling(self, prompt: bytes) -> Sampling:
+        body = self.body
+        stop_token_ids = () if body.ignore_eos else self.model.files.stop_token_ids
+        return Sampling(
+            temperature=body.temperature,
+            top_p=body.top_p,
+            max_tokens=self._max_tokens(prompt),
+            stop_token_ids=tuple(sorted({*stop_token_ids, *body.stop_token_ids})),
+            top_k=body.top_k,
+            min_p=body.min_p,
+            min_tokens=body.min_tokens,
+            logit_bias=body.logit_bias,
+            top_logprobs=body.n_top_logprobs,
+            grammar=self._grammar,
+        )
+
     def _group(self, index: int) -> GroupRequested:
         """Return the group of one of the prompts."""
         body, job, files, key = self.body, self.job, self.model.files, self.idempotency_key
         number = secrets.randbelow(MAX_REQUESTS) if key is None else _hashed(f"{index}/{key}") % MAX_REQUESTS
         group = request_group(job.no, number)
         seed = number if body.seed is None else body.seed
-        stop_token_ids = () if body.ignore_eos else files.stop_token_ids
         return GroupRequested(
             job_id=job.id,
             group=group,
             n=body.n,
             prompt=self.prompts[index],
-            sampling=Sampling(
-                temperature=body.temperature,
-                top_p=body.top_p,
-                max_tokens=self._max_tokens(self.prompts[index]),
-                stop_token_ids=tuple(sorted({*stop_token_ids, *body.stop_token_ids})),
-            ),
+            sampling=self._sampling(self.prompts[index]),
             version=self.manager.world.jobs.committed_version(job.id),
             # A sample is drawn by the sum of this and its id: the same seed gives the same tokens under any id.
             seed=(_hashed(str(seed)) - group) & 0x7FFF_FFFF_FFFF_FFFF,

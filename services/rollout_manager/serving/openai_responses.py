@@ -14,21 +14,20 @@ from rlboost.shared.http.problem import Problem
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
-_SAME = ("model", "stream", "temperature", "top_p", "tool_choice", "parallel_tool_calls")
+_SAME = ("model", "stream", "temperature", "top_p", "parallel_tool_calls")
 """Fields that chat completions have, too."""
 _DEFAULTS: Mapping[str, tuple[Any, ...]] = {
     "background": (False,),
     "include": ([], ["reasoning.encrypted_content"]),  # of reasoning items, which no answer here has
     "reasoning": ({},),
     "store": (False,),
-    "text": ({}, {"format": {"type": "text"}}),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
 """Unsupported field -> its values that are accepted."""
 _IGNORED = (IGNORED - {"store"}) | {"stream_options"}
 _TEXT_PARTS = ("input_text", "output_text", "text")
-CHAT_NAMES = {"messages": "input", "max_tokens": "max_output_tokens"}
+CHAT_NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}
 """Field of a chat -> its name here."""
 
 
@@ -47,6 +46,10 @@ def chat_of_response(raw: Mapping[str, Any]) -> dict[str, Any]:
         body["max_tokens"] = given.pop("max_output_tokens")
     if "tools" in given:
         body["tools"] = _tools(given.pop("tools"))
+    if "tool_choice" in given:
+        body["tool_choice"] = _tool_choice(given.pop("tool_choice"))
+    if "text" in given:
+        body |= _format(given.pop("text"))
     messages = _messages(given.pop("input", []))
     if (instructions := given.pop("instructions", None)) is not None:
         messages.insert(0, {"role": "system", "content": _text(instructions, "instructions", "instructions")})
@@ -125,6 +128,24 @@ def _tools(given: Any) -> Any:
         else tool
         for tool in given
     ]
+
+
+def _tool_choice(given: Any) -> Any:
+    """Return the choice as chats have it, where a function is an object of its own."""
+    if isinstance(given, dict) and given.get("type") == "function":
+        return {"type": "function", "function": {"name": given.get("name")}}
+    return given
+
+
+def _format(given: Any) -> dict[str, Any]:
+    """Return the form of the answer as chats have it, where a schema is in an object of its own."""
+    text = {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else None
+    if text is None or text.keys() - {"format"}:
+        raise _invalid("text", f"text is {reprlib.repr(given)}: only its format is supported")
+    form = text.get("format", {"type": "text"})
+    if isinstance(form, dict) and form.get("type") == "json_schema":
+        form = {"type": "json_schema", "json_schema": {name: value for name, value in form.items() if name != "type"}}
+    return {} if form == {"type": "text"} else {"response_format": form}
 
 
 def _invalid(param: str, detail: str) -> Problem:
@@ -274,7 +295,7 @@ class ResponseWriter:
             "previous_response_id": None,
             "store": False,
             "temperature": raw.get("temperature", 1.0),
-            "text": {"format": {"type": "text"}},
+            "text": {"format": (raw.get("text") or {}).get("format") or {"type": "text"}},
             "tool_choice": raw.get("tool_choice", "auto"),
             "tools": raw.get("tools", []),
             "top_p": raw.get("top_p", 1.0),

@@ -5,15 +5,26 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
+from rlboost.services.rollout_manager.serving.structured import schema_of_format, schema_of_vllm
 from rlboost.services.rollout_manager.serving.tools import tools_of_request
 from rlboost.shared.data.messages import ASSISTANT, template_kwargs_of
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.http.problem import Problem
 from rlboost.shared.http.server import ErrorFormat
+from rlboost.shared.messages import MAX_TOP_LOGPROBS
 from rlboost.shared.validation import describe
 from rlboost.shared.wire import I32, pack
 
@@ -113,7 +124,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "logit_bias": ({},),
     "modalities": (["text"],),
     "moderation": (),
     "parallel_tool_calls": (True, False),
@@ -141,14 +151,11 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
     "logits_processors": (),
-    "min_p": (0,),
-    "min_tokens": (0,),
     "priority": (0,),
     "prompt_logprobs": (),
     "repetition_penalty": (1,),
     "skip_special_tokens": (True,),
     "structured_outputs": (),
-    "top_k": (-1, 0),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
@@ -183,6 +190,8 @@ def _unsupported(name: str, defaults: tuple[Any, ...]) -> Problem:
 
 MAX_N = 128
 MAX_STOPS = 16
+MAX_BIAS = 100
+MAX_BIASES = 1024
 MAX_STOP_CHARACTERS = 1024
 """The end of a completion's text is compared with each beginning of a stop string, at each token."""
 
@@ -233,12 +242,36 @@ def _template_kwargs(value: object) -> dict[str, Any]:
 
 
 def _tool_choice(value: object) -> object:
-    if value not in ("none", "auto"):
-        raise ValueError(
-            f"{reprlib.repr(value)} is not supported: no sampling here guarantees that the model calls a tool, or "
-            "which one: give 'auto' or 'none'"
-        )
-    return value
+    """Return 'none', 'auto', 'required', or the name of the function that must be called in a list of its own."""
+    if value in ("none", "auto", "required"):
+        return value
+    if isinstance(value, dict) and value.get("type") == "function":
+        name = value["function"].get("name") if isinstance(value.get("function"), dict) else None
+        if isinstance(name, str):
+            return [name]
+    raise ValueError(
+        f"{reprlib.repr(value)} should be 'none', 'auto', 'required' or "
+        '{"type": "function", "function": {"name": NAME}}'
+    )
+
+
+def _top_k(value: object) -> object:
+    return 0 if value == -1 else value
+
+
+def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{reprlib.repr(value)} should be an object of token ids and biases")  # noqa: TRY004
+    biases = {}
+    for token, bias in value.items():
+        if not token.isdecimal() or not token.isascii() or int(token) >= 1 << 31:
+            raise ValueError(f"{reprlib.repr(token)} should be a token id, as text")
+        if type(bias) not in (int, float) or not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise ValueError(f"the bias of {token} is {reprlib.repr(bias)}: should be from -{MAX_BIAS} to {MAX_BIAS}")
+        biases[int(token)] = float(bias)
+    if len(biases) > MAX_BIASES:
+        raise ValueError(f"{len(biases)} token ids: at most {MAX_BIASES} are possible")
+    return tuple(sorted(biases.items()))
 
 
 class _Body(BaseModel):
@@ -267,6 +300,12 @@ class _CompletionBase(_Body):
     stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOPS)] = []
     ignore_eos: bool = False
     return_token_ids: bool = False
+    top_k: Annotated[int, Field(ge=0, lt=1 << 31), BeforeValidator(_top_k)] = 0
+    """0: all tokens."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    min_tokens: int = Field(0, ge=0, le=1 << 24)
+    logit_bias: Annotated[tuple[tuple[int, float], ...], PlainValidator(_logit_bias)] = ()
+    """(Token id, bias), sorted."""
 
     @property
     def stops(self) -> Sequence[str]:
@@ -280,12 +319,18 @@ class CompletionBody(_CompletionBase):
     prompt: Annotated[list[str | bytes], PlainValidator(_prompts)]
     """One prompt or more, each as text or as a column of token ids."""
     max_tokens: Count = 16
-    logprobs: int | None = Field(None, ge=0, le=1)
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    """How many of the most likely tokens at each position are requested, besides the sampled one."""
 
     @property
     def has_logprobs(self) -> bool:
         """Return True if the log-probabilities of the sampled tokens are requested: 0 requests no others."""
         return self.logprobs is not None
+
+    @property
+    def n_top_logprobs(self) -> int:
+        """Return how many of the most likely tokens at each position are requested."""
+        return self.logprobs or 0
 
     @property
     def requested_tokens(self) -> int | None:
@@ -323,9 +368,15 @@ class ChatBody(_CompletionBase):
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
+    response_format: Annotated[dict[str, Any] | None, PlainValidator(schema_of_format)] = None
+    """The JSON schema of the answer; None for text."""
+    structured_outputs: Annotated[dict[str, Any] | None, PlainValidator(schema_of_vllm)] = None
+    """The same, by vLLM's name for it."""
     tools: Annotated[list[dict[str, Any]], PlainValidator(tools_of_request)] = []
     """As the chat template takes them."""
-    tool_choice: Annotated[Literal["none", "auto"], PlainValidator(_tool_choice)] = "auto"
+    tool_choice: Annotated[str | list[str], PlainValidator(_tool_choice)] = "auto"
+    """As in a request, or the name of the function to call in a list."""
     parallel_tool_calls: bool = True
     """Whether an answer may have more than one tool call."""
     chat_template_kwargs: Annotated[dict[str, Any], PlainValidator(_template_kwargs)] = {}
@@ -336,14 +387,50 @@ class ChatBody(_CompletionBase):
         return self.logprobs
 
     @property
+    def n_top_logprobs(self) -> int:
+        """Return how many of the most likely tokens at each position are requested."""
+        return self.top_logprobs
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """Return the JSON schema that the answer must match; None for any text."""
+        return self.response_format if self.response_format is not None else self.structured_outputs
+
+    @property
+    def must_call(self) -> bool:
+        """Return True if the answer must be a tool call."""
+        return self.tool_choice not in ("none", "auto")
+
+    @property
+    def callable_tools(self) -> list[dict[str, Any]]:
+        """Return the tools that the answer may call."""
+        if isinstance(self.tool_choice, list):
+            return [tool for tool in self.tools if tool["function"]["name"] in self.tool_choice]
+        return [] if self.tool_choice == "none" else self.tools
+
+    @property
     def reads_calls(self) -> bool:
         """Return True if tool calls are read from the answers."""
-        return bool(self.tools) and self.tool_choice == "auto"
+        return bool(self.callable_tools)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise _conflict("top_logprobs", "give logprobs: true with it")
+        if self.must_call and not self.callable_tools:
+            raise _conflict("tool_choice", "tools has no function that it allows")
+        if self.structured_outputs is not None and self.response_format is not None:
+            raise _conflict("structured_outputs", "give it or response_format, not both")
+        return self
 
     @property
     def requested_tokens(self) -> int | None:
         """Return the number of tokens that the client asks for, None if it leaves it to us."""
         return self.max_completion_tokens or self.max_tokens
+
+
+def _conflict(param: str, text: str) -> PydanticCustomError:
+    return PydanticCustomError("conflict", "{text}", {"text": text, "param": param})
 
 
 Body = TypeVar("Body", CompletionBody, ChatBody)
@@ -368,6 +455,10 @@ def _parse(body: type[Body], raw: dict[str, Any]) -> Body:
     try:
         return body.model_validate(supported_fields(raw, body.model_fields))
     except ValidationError as error:
-        field = str(error.errors()[0]["loc"][0])
+        first = error.errors()[0]
+        if not first["loc"]:
+            param = str(first["ctx"]["param"])
+            raise openai_problem(400, "Invalid value", f"{param}: {first['msg']}", param=param) from error
+        field = str(first["loc"][0])
         lines = [line for line in describe(error, body) if line.partition(":")[0].partition(".")[0] == field]
         raise openai_problem(400, "Invalid value", "; ".join(lines), param=field) from error

@@ -386,6 +386,13 @@ def _repeated(same: Sequence[_Turn], retry: Retry) -> _Turn | None:
     return max(reversed(same), key=lambda turn: turn.answer is None, default=None)
 
 
+_NOT_TRAINED = (
+    *("stop", "ignore_eos", "seed", "top_k", "min_p", "min_tokens", "logit_bias", "top_logprobs"),
+    *("response_format", "structured_outputs"),
+)
+"""Fields that a call in a session cannot have."""
+
+
 def _check(body: ChatBody, record: SessionRecord) -> None:
     """Refuse what would have the turn drawn from another distribution than the one that is trained."""
     sampling, given = record.sampling, body.model_fields_set
@@ -395,9 +402,13 @@ def _check(body: ChatBody, record: SessionRecord) -> None:
             raise _unsupported(detail, name)
     if body.n > 1:
         raise _unsupported("n: a session has one answer a turn: leave it out", "n")
-    for name in ("stop", "ignore_eos", "seed"):
-        if getattr(body, name) not in ([], False, None):
+    for name in _NOT_TRAINED:
+        if getattr(body, name):
             raise _unsupported(f"{name}: not supported in a trainable session: leave it out", name)
+    if body.must_call:
+        raise _unsupported(
+            "tool_choice: a trainable session draws all answers alike: give 'auto' or 'none'", "tool_choice"
+        )
 
 
 def _unsupported(detail: str, param: str) -> Problem:

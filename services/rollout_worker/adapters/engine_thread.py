@@ -173,6 +173,7 @@ class ThreadedEngine(ABC):
         self.kv_block_tokens = kv_block_tokens
         self.max_request_tokens = table.capacity.max_request_tokens if table.capacity else 0
         self.returns_routed_experts = table.returns_routed_experts
+        self.sampling_options = table.options
         self._thread = thread
         self._table = table
         self._suspended = False
@@ -263,7 +264,7 @@ class ThreadedEngine(ABC):
         return self._table.any_aborted or self._can_decode()
 
     def _can_decode(self) -> bool:
-        return not self._suspended and self._table.version >= 0 and (self._table.n > 0 or len(self._table.pending) > 0)
+        return not self._suspended and self._table.version >= 0 and not self._table.is_idle
 
     @abstractmethod
     def _round(self) -> None:

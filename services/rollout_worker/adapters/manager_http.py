@@ -1,12 +1,14 @@
-"""Joins the manager: the worker's only HTTP request to it, repeated when it must become a new incarnation."""
+"""The worker's HTTP requests to the manager: to join, also as a new incarnation, and for the tokenizer of a model."""
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 from collections.abc import Set
 
 import httpx
 import stamina
+import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rlboost.services.rollout_worker.ports import Membership
@@ -20,8 +22,12 @@ from rlboost.shared.redis.bus import connect
 from rlboost.shared.secrets import bearer
 from rlboost.shared.streams import names
 
+log = structlog.get_logger(__name__)
+
 JOIN_LIMIT_S = 300.0
 """How long a worker retries while the manager does not answer."""
+TOKENIZER_LIMIT_S = 30.0
+"""How long the tokenizer of a job's model may take, some MiB."""
 _TIMEOUT_S = 5.0
 _PASSING = frozenset({408, 429, 500, 502, 503, 504})
 """Status codes that are retried."""
@@ -77,6 +83,29 @@ async def join(
     )
 
 
+async def fetch_tokenizer(url: str, token: str, job_id: str, limit_s: float = TOKENIZER_LIMIT_S) -> str:
+    """Return the tokenizer of a job's model; empty if the manager has none, or does not answer within the limit.
+
+    The engine then supports no structured outputs, which is no reason not to train.
+    """
+    address = f"{url.rstrip('/')}/v1/jobs/{job_id}/tokenizer"
+    headers = {"Authorization": bearer("RLBOOST_TOKEN", token)}
+    try:
+        async with asyncio.timeout(limit_s), async_http_client(internal, timeout=limit_s, headers=headers) as client:
+            async for attempt in stamina.retry_context(
+                on=(httpx.TransportError, _ManagerUnavailable), attempts=None, timeout=limit_s, wait_max=2.0
+            ):
+                with attempt:
+                    response = await _get(client, address)
+        if response.status_code == httpx.codes.NOT_FOUND:  # it has none, or is of an older release
+            return ""
+        response.raise_for_status()
+    except (httpx.HTTPError, ConfigError, _ManagerUnavailable, TimeoutError) as error:
+        log.warning("tokenizer_unavailable", job=job_id, reason=str(error) or type(error).__name__)
+        return ""
+    return response.text
+
+
 async def _request(url: str, token: str, body: dict[str, str], limit_s: float, passing: Set[int]) -> _Answer:
     address = f"{url.rstrip('/')}/v1/join"
     headers = {"Authorization": bearer("RLBOOST_TOKEN", token), PROTOCOL_HEADER: str(PROTOCOL)}
@@ -105,9 +134,16 @@ async def _request(url: str, token: str, body: dict[str, str], limit_s: float, p
         raise ConfigError(f"{address} is not a rollout manager's; set RLBOOST_WORKER_URL to its URL") from error
 
 
+async def _get(client: httpx.AsyncClient, address: str) -> httpx.Response:
+    response = await _to_leader(client, "GET", address)
+    if response.status_code in _PASSING:
+        raise _ManagerUnavailable(f"manager at {address}: status {response.status_code}")
+    return response
+
+
 async def _post(client: httpx.AsyncClient, address: str, body: dict[str, str], passing: Set[int]) -> httpx.Response:
     try:
-        response = await _post_to_leader(client, address, body)
+        response = await _to_leader(client, "POST", address, body)
     except httpx.UnsupportedProtocol as error:
         raise ConfigError(f"manager URL: {error}; give http://host:port") from error
     except httpx.TransportError as error:
@@ -156,10 +192,12 @@ def _detail(response: httpx.Response) -> str:
         return f"status {response.status_code}; is RLBOOST_WORKER_URL right?"
 
 
-async def _post_to_leader(client: httpx.AsyncClient, address: str, body: dict[str, str]) -> httpx.Response:
+async def _to_leader(
+    client: httpx.AsyncClient, method: str, address: str, body: dict[str, str] | None = None
+) -> httpx.Response:
     target = address
     for _ in range(1 + MAX_REDIRECTS):
-        response = await client.post(target, json=body)
+        response = await client.request(method, target, json=body)
         try:
             origin = redirected_origin(target, response.status_code, response.headers.get("location", ""))
         except Conflict as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,14 +103,22 @@ def _bytes(entry: TensorEntry, found: Any) -> bytes:
 class StoreWeights:
     """`ports.WeightSource` on one weight store."""
 
-    def __init__(self, puller: Puller, access: IssuedAccess) -> None:
-        """Use a puller whose client has this access."""
+    def __init__(self, puller: Puller, access: IssuedAccess, fetch_tokenizer: Callable[[str], Awaitable[str]]) -> None:
+        """Use a puller whose client has this access, and what fetches the tokenizer of a job."""
         self._puller = puller
         self._access = access
+        self._fetch_tokenizer = fetch_tokenizer
+        self._tokenizers: dict[str, str] = {}
 
     async def pull(self, job_id: str, version: int) -> StagedWeights:
         """See `WeightSource`."""
         return cached_version(await self._puller.pull(job_id, version))
+
+    async def tokenizer_json(self, job_id: str) -> str:
+        """See `WeightSource`."""
+        if job_id not in self._tokenizers:
+            self._tokenizers = {job_id: await self._fetch_tokenizer(job_id)}  # a change of jobs is a new engine anyway
+        return self._tokenizers[job_id]
 
     def verify_cache_again(self) -> None:
         """See `WeightSource`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
@@ -21,7 +21,14 @@ from rlboost.services.rollout_worker.domain.requests import (
     require_new,
     validation_error,
 )
-from rlboost.shared.messages import FINISH_NONE, FINISH_RELEASED, Message, SampleFailed, Sampling, TokenFrame
+from rlboost.shared.messages import (
+    FINISH_NONE,
+    FINISH_RELEASED,
+    Message,
+    SampleFailed,
+    Sampling,
+    TokenFrame,
+)
 from rlboost.shared.wire import F32, I32, U8, U32, U64, RoutedShape, pack
 
 # --- Plans which slots copy keys and values from other slots instead of prefilling the same tokens again --------------
@@ -119,9 +126,10 @@ class _Columns:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     routed: list[bytes] = field(default_factory=list)
+    top: list[bytes] = field(default_factory=list)
     n_bytes: int = 0
 
-    def add(self, emission: Emission, start: int, end: int, routed: bytes) -> None:
+    def add(self, emission: Emission, start: int, end: int, routed: bytes, n_bytes: int) -> None:
         finish = emission.finish if end == len(emission.tokens) else FINISH_NONE
         self.rows.append(
             (emission.sample, emission.attempt, emission.offset + start, end - start, emission.version, finish)
@@ -129,7 +137,8 @@ class _Columns:
         self.tokens += emission.tokens[start:end]
         self.logprobs += emission.logprobs[start:end]
         self.routed.append(routed)
-        self.n_bytes += _ROW_BYTES + (end - start) * _TOKEN_BYTES + len(routed)
+        self.top.append(emission.top_of(start, end))
+        self.n_bytes += n_bytes
 
     def frame(self, worker: str, seq: int) -> TokenFrame:
         samples, attempts, offsets, counts, versions, finish = zip(*self.rows, strict=True)
@@ -145,8 +154,14 @@ class _Columns:
             tokens=pack(self.tokens, I32),
             logprobs=pack(self.logprobs, F32),
             routed_experts=b"".join(self.routed),
-            routed_bytes=pack([len(one) for one in self.routed], U32) if any(self.routed) else b"",
+            routed_bytes=_sizes(self.routed),
+            top_logprobs=b"".join(self.top),
+            top_bytes=_sizes(self.top),
         )
+
+
+def _sizes(columns: list[bytes]) -> bytes:
+    return pack([len(one) for one in columns], U32) if any(columns) else b""
 
 
 def frames(
@@ -156,19 +171,20 @@ def frames(
 
     An emission too long for one frame continues in the next; only its last row carries the finish.
     """
-    max_tokens = max(1, (max_bytes - _ROW_BYTES) // _TOKEN_BYTES)
     columns, seq = _Columns(), first_seq
     for emission in emissions:
         if not emission.tokens and emission.finish == FINISH_NONE:
             continue
+        token_bytes = _TOKEN_BYTES + len(emission.top_of(0, 1))
+        max_tokens = max(1, (max_bytes - _ROW_BYTES) // token_bytes)
         for start in range(0, max(1, len(emission.tokens)), max_tokens):
             end = min(start + max_tokens, len(emission.tokens))
             routed = emission.routed_experts if end == len(emission.tokens) else b""
-            n_bytes = _ROW_BYTES + (end - start) * _TOKEN_BYTES + len(routed)
+            n_bytes = _ROW_BYTES + (end - start) * token_bytes + len(routed)
             if columns.rows and columns.n_bytes + n_bytes > max_bytes:
                 yield columns.frame(worker, seq)
                 columns, seq = _Columns(), seq + 1
-            columns.add(emission, start, end, routed)
+            columns.add(emission, start, end, routed, n_bytes)
     if columns.rows:
         yield columns.frame(worker, seq)
 
@@ -199,6 +215,7 @@ class UnsentQueue:
                 len(frame.tokens)
                 + len(frame.logprobs)
                 + len(frame.routed_experts)
+                + len(frame.top_logprobs)
                 + _ROW_BYTES * (len(frame.samples) // U64.itemsize),
             )
         for emission in emissions:
@@ -240,6 +257,8 @@ class LiveRequest:
     """All completion tokens, those of earlier attempts included."""
     logprobs: list[float] = field(default_factory=list)
     """Log-probabilities of the last tokens of `tokens`, which were not taken yet."""
+    top_logprobs: bytearray = field(default_factory=bytearray)
+    """Of these tokens: see `Emission`."""
     is_started: bool = False
     """True once the engine has been given the request."""
 
@@ -253,6 +272,7 @@ class StreamedRequests:
         vocabulary: token ids are 0..vocabulary-1.
         shape: shape of the routed experts that the engine returns; None if it returns none.
         logprobs_error: returns why the engine cannot report the log-probabilities of the whole distribution.
+        options: those that the engine supports.
 
     """
 
@@ -263,6 +283,7 @@ class StreamedRequests:
         vocabulary: int,
         shape: RoutedShape | None = None,
         logprobs_error: Callable[[Sampling], str] = lambda _: "",
+        options: Collection[str] = (),
     ) -> None:
         self.vocabulary = vocabulary
         self.version = -1
@@ -271,6 +292,7 @@ class StreamedRequests:
         self._max_len = max_len
         self._shape = shape
         self._logprobs_error = logprobs_error
+        self._options = options
         self._live: dict[RequestKey, LiveRequest] = {}
         self._emissions: list[Emission] = []
 
@@ -288,14 +310,16 @@ class StreamedRequests:
         """Return all requests to generate, in order of submission; end those with nothing to generate."""
         for live in [live for live in self._live.values() if not live.is_started]:
             live.is_started = True
-            error = validation_error(live.request, self._max_len, self.vocabulary, self._shape)
+            error = validation_error(live.request, self._max_len, self.vocabulary, self._shape, self._options)
             if not error and live.request.sampling.whole_logprobs:
                 error = self._logprobs_error(live.request.sampling)
             if error or (finish := finish_at_start(live.request)):
                 self._end(live, finish=FINISH_NONE if error else finish, error=error)
         return list(self._live.values())
 
-    def extend(self, live: LiveRequest, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+    def extend(
+        self, live: LiveRequest, tokens: Sequence[int], logprobs: Sequence[float], top_logprobs: bytes = b""
+    ) -> None:
         """Append generated tokens; a request with a log-probability that is not a number ends with an error."""
         if not self.is_live(live):
             return
@@ -304,6 +328,7 @@ class StreamedRequests:
             return
         live.tokens += tokens
         live.logprobs += logprobs
+        live.top_logprobs += top_logprobs
         self.generated_total += len(tokens)
 
     def end(
@@ -382,6 +407,7 @@ class StreamedRequests:
                 finish=finish,
                 error=error,
                 routed_experts=routed_experts,
+                top_logprobs=bytes(live.top_logprobs),
             )
             self._emissions.append(emission)
-            live.logprobs = []
+            live.logprobs, live.top_logprobs = [], bytearray()

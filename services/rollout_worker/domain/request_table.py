@@ -7,8 +7,8 @@ one moves to its slot. Other per-slot state (the KV cache) must repeat the `Slot
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ from rlboost.services.rollout_worker.domain.requests import (
     require_new,
     validation_error,
 )
-from rlboost.shared.messages import FINISH_LENGTH, FINISH_NONE, FINISH_RELEASED, FINISH_STOP
+from rlboost.shared.messages import FINISH_LENGTH, FINISH_NONE, FINISH_RELEASED, FINISH_STOP, SamplingOption
 from rlboost.shared.wire import RoutedShape
 
 Ints = npt.NDArray[np.int64]
@@ -38,12 +38,29 @@ _SLOT_DTYPE = np.dtype(
         ("limit", "i8"),  # the length at which the request ends
         ("temperature", "f4"),
         ("top_p", "f8"),
+        ("top_k", "i8"),
+        ("min_p", "f8"),
+        ("top_logprobs", "i8"),
+        ("restricted", "?"),  # some tokens may not be drawn, or are drawn more or less often
         ("aborted", "?"),
     ],
     align=True,
 )
 NO_TOKEN = -1
 """Stands for no token."""
+
+
+_RESTRICTING: frozenset[SamplingOption] = frozenset({"min_tokens", "logit_bias", "grammar"})
+
+
+class Matcher(Protocol):
+    """What a grammar allows after the tokens of one request."""
+
+    def accept(self, tokens: Sequence[int]) -> bool:
+        """Advance to the end of a completion, which continues the one before; return False if it does not match."""
+
+    def allowed(self) -> npt.NDArray[np.bool_]:
+        """Return which tokens [vocabulary] may follow; only stop tokens may at the end."""
 
 
 class SlotMoves:
@@ -68,6 +85,7 @@ class RequestTable:
         vocabulary: token ids are 0..vocabulary-1.
         capacity: limits of the KV cache; requests that do not fit are queued. None = unlimited.
         shape: shape of the model's routed experts; None if the engine does not return them.
+        options: those that the engine supports; with "grammar", `set_grammar` must be called for each request with one.
 
     """
 
@@ -78,6 +96,7 @@ class RequestTable:
         vocabulary: int,
         capacity: KvCapacity | None = None,
         shape: RoutedShape | None = None,
+        options: Collection[str] = (),
     ) -> None:
         self.pending: deque[Request] = deque()
         self.requests: list[Request] = []
@@ -96,6 +115,14 @@ class RequestTable:
         self._shape = shape
         self._routed: npt.NDArray[Any] | None = None
         """Experts of each position, [slots, max_len, layers, experts per token]; None until a request asks for them."""
+        self.options = frozenset(options)
+        """Those that the engine supports."""
+        self._without_grammar: set[RequestKey] = set()
+        """Queued requests that wait for `set_grammar`."""
+        self._matchers: dict[RequestKey, Matcher | str] = {}
+        """Of requests with a grammar; text: why there is none."""
+        self._top_logprobs: dict[RequestKey, bytearray] = {}
+        """Of tokens that have not been taken; of requests that ask for them."""
 
     # --- model inputs: arrays [n], one entry per running request ------------------------------------------------------
 
@@ -118,6 +145,35 @@ class RequestTable:
     def top_p(self) -> npt.NDArray[np.float64]:
         """Each slot's top-p."""
         return self._slot_state["top_p"][: self.n]
+
+    @property
+    def top_k(self) -> Ints:
+        """Each slot's top-k; 0: all tokens."""
+        return self._slot_state["top_k"][: self.n]
+
+    @property
+    def min_p(self) -> npt.NDArray[np.float64]:
+        """Each slot's min-p."""
+        return self._slot_state["min_p"][: self.n]
+
+    @property
+    def top_logprobs(self) -> Ints:
+        """How many of the most likely tokens each slot's request asks for."""
+        return self._slot_state["top_logprobs"][: self.n]
+
+    @property
+    def restricted(self) -> Ints:
+        """The slots with a grammar, a logit bias or a minimum of tokens: an array [at most n]."""
+        return np.flatnonzero(self._slot_state["restricted"][: self.n])
+
+    def allowed(self, slot: int) -> npt.NDArray[np.bool_] | None:
+        """Return which tokens [vocabulary] the grammar of a slot allows next; None without one."""
+        request = self.requests[slot]
+        matcher = self._matchers.get(request.key)
+        if matcher is None or isinstance(matcher, str):
+            return None
+        matcher.accept(self.tokens(slot)[len(request.prompt) :].tolist())
+        return matcher.allowed()
 
     @property
     def positions(self) -> Ints:
@@ -156,11 +212,29 @@ class RequestTable:
         """
         require_new(requests, {request.key for request in (*self.pending, *self.requests)})
         self.pending.extend(requests)
+        if "grammar" in self.options:
+            self._without_grammar.update(request.key for request in requests if request.sampling.grammar)
+
+    def set_grammar(self, key: RequestKey, matcher: Matcher | str) -> None:
+        """Let a queued request start with its grammar, or end with why there is none; ignored if it has ended."""
+        if key in self._without_grammar:
+            self._without_grammar.discard(key)
+            self._matchers[key] = matcher
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no request runs or can start."""
+        return self.n == 0 and len(self.pending) <= len(self._without_grammar)
+
+    def _next(self) -> Request | None:
+        """Return the queued request that starts next."""
+        return next((request for request in self.pending if request.key not in self._without_grammar), None)
 
     def admit(self, budget_tokens: int) -> range:
         """Admit queued requests into free slots, which are returned; end those with nothing to generate.
 
-        Requests are admitted in order of submission: while the first one does not fit, all are queued.
+        Requests are admitted in order of submission, but for those without their grammar: while the first one does not
+        fit, all are queued.
 
         Args:
             budget_tokens: stop once the admitted prefixes, equal ones counted once, have this many tokens.
@@ -168,11 +242,12 @@ class RequestTable:
         """
         first = self.n
         prefixes: set[bytes] = set()
-        while self.pending and self.n < self._slots and budget_tokens > 0 and self._fits(self.pending[0]):
-            request = self.pending.popleft()
+        while self.n < self._slots and budget_tokens > 0 and (request := self._next()) and self._fits(request):
+            self.pending.remove(request)
             ids = np.array(request.prompt + request.tokens, np.int64)
             error, finish = self._validation_error(request), finish_at_start(request)
             if error or finish:
+                self._matchers.pop(request.key, None)
                 self._emissions.append(request.emission_without_tokens(self._reported_version, finish, error))
                 continue
             self._start(request, ids)
@@ -193,8 +268,13 @@ class RequestTable:
         return self.capacity.fits(self.n + 1, longest)
 
     def _validation_error(self, request: Request) -> str:
-        if error := validation_error(request, self._max_len, self._vocabulary, self._shape):
+        if error := validation_error(request, self._max_len, self._vocabulary, self._shape, self.options):
             return error
+        match self._matchers.get(request.key):
+            case str(error):
+                return error
+            case matcher if matcher is not None and not finish_at_start(request) and not matcher.accept(request.tokens):
+                return "its tokens so far do not match its grammar"
         if self.capacity is not None and not self.capacity.fits(1, self._limit(request)):
             return (
                 f"the sample may reach {self._limit(request)} tokens, and the KV cache holds "
@@ -206,7 +286,10 @@ class RequestTable:
         slot, sampling = self.n, request.sampling
         self._tokens[slot, : ids.size] = ids
         numbers = (as_u64(request.seed), len(request.prompt), ids.size, ids.size, self._limit(request))
-        self._slot_state[slot] = (*numbers, sampling.temperature, sampling.top_p, False)
+        narrowing = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, sampling.top_logprobs)
+        self._slot_state[slot] = (*numbers, *narrowing, not _RESTRICTING.isdisjoint(sampling.options), False)
+        if sampling.top_logprobs:
+            self._top_logprobs[request.key] = bytearray()
         stops = sampling.stop_token_ids
         if len(stops) > self._stops.shape[1]:
             more = np.full((self._slots, len(stops) - self._stops.shape[1]), NO_TOKEN, np.int32)
@@ -260,7 +343,9 @@ class RequestTable:
 
     # --- decoding -----------------------------------------------------------------------------------------------------
 
-    def commit(self, tokens: Ints, logprobs: npt.NDArray[np.float32]) -> SlotMoves:
+    def commit(
+        self, tokens: Ints, logprobs: npt.NDArray[np.float32], top_logprobs: Mapping[int, bytes] | None = None
+    ) -> SlotMoves:
         """Append the token that a decode step has generated for each slot, and remove requests that end with it.
 
         `NO_TOKEN` appends nothing, nor does a slot that was aborted during the step. A request whose logprob is not a
@@ -269,6 +354,7 @@ class RequestTable:
         Args:
             tokens: [n], token ids or `NO_TOKEN`.
             logprobs: [n].
+            top_logprobs: of the slots that ask for them: entries of `shared.wire.TOP`.
 
         """
         state = self._slot_state[: self.n]
@@ -278,6 +364,10 @@ class RequestTable:
         self._tokens[slots, at] = tokens[slots]
         self._logprobs[slots, at] = logprobs[slots]
         state["length"][slots] += 1
+        if top_logprobs:
+            for slot in slots.tolist():
+                if slot in top_logprobs:
+                    self._top_logprobs[self.requests[slot].key] += top_logprobs[slot]
         self.generated_total += slots.size
         stopped = (self._stops[: self.n] == tokens[:, None]).any(axis=1) & (tokens != NO_TOKEN)
         ended = state["aborted"] | failed | stopped | (state["length"] >= state["limit"])
@@ -291,6 +381,10 @@ class RequestTable:
     def abort(self, keys: Iterable[RequestKey]) -> None:
         """Drop queued requests; mark running ones, which get no more tokens until `remove_aborted` removes them."""
         aborted = set(keys)
+        for request in self.pending:
+            if request.key in aborted:
+                self._without_grammar.discard(request.key)
+                self._matchers.pop(request.key, None)
         self.pending = deque(request for request in self.pending if request.key not in aborted)
         for slot, request in enumerate(self.requests):
             if request.key in aborted:
@@ -356,6 +450,7 @@ class RequestTable:
         if begin == end and finish == FINISH_NONE and not error:
             return
         tokens, logprobs = (array[slot, begin:end].tolist() for array in (self._tokens, self._logprobs))
+        top = self._top_logprobs.get(request.key, b"")
         emission = Emission(
             sample=request.sample,
             attempt=request.attempt,
@@ -366,13 +461,18 @@ class RequestTable:
             finish=finish,
             error=error,
             routed_experts=self._routed_experts(slot) if finish in {FINISH_STOP, FINISH_LENGTH} else b"",
+            top_logprobs=bytes(top),
         )
         self._emissions.append(emission)
+        if top:
+            self._top_logprobs[request.key] = bytearray()
         state["taken"] = end
 
     def _remove(self, ended: npt.NDArray[np.bool_]) -> SlotMoves:
         for slot in np.flatnonzero(ended).tolist():
             self._emit(slot)
+            self._matchers.pop(self.requests[slot].key, None)
+            self._top_logprobs.pop(self.requests[slot].key, None)
         moves = SlotMoves(ended)
         if moves:
             self._slot_state[moves.targets] = self._slot_state[moves.sources]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -112,6 +112,13 @@ class Emission:
     """Why the request cannot be generated; the emission is then its last. Empty if it can."""
     routed_experts: bytes = b""
     """At the end of a request that asks for it: the column of `shared.wire` of the whole completion."""
+    top_logprobs: bytes = b""
+    """Of each token, if the request asks for them: see `TokenFrame`."""
+
+    def top_of(self, start: int, end: int) -> bytes:
+        """Return the `top_logprobs` of some of the tokens."""
+        width = len(self.top_logprobs) // max(1, len(self.tokens))
+        return self.top_logprobs[start * width : end * width]
 
 
 def require_new(requests: Iterable[Request], known: set[RequestKey]) -> None:
@@ -127,14 +134,21 @@ def require_new(requests: Iterable[Request], known: set[RequestKey]) -> None:
         known.add(request.key)
 
 
-def validation_error(request: Request, max_len: int, vocabulary: int, shape: RoutedShape | None = None) -> str:
-    """Return why no engine can generate a request; empty if one can.
+def validation_error(
+    request: Request,
+    max_len: int,
+    vocabulary: int,
+    shape: RoutedShape | None = None,
+    options: Collection[str] = (),
+) -> str:
+    """Return why the engine cannot generate a request; empty if it can.
 
     Args:
         request: not validated.
         max_len: maximum length of prompt and completion together.
         vocabulary: token ids are 0..vocabulary-1.
         shape: shape of the routed experts that the engine returns; None if it returns none.
+        options: those that the engine supports.
 
     """
     ids, sampling = request.prompt + request.tokens, request.sampling
@@ -146,7 +160,21 @@ def validation_error(request: Request, max_len: int, vocabulary: int, shape: Rou
         return f"a token id is outside the model's 0..{vocabulary - 1}"
     if not (sampling.temperature >= 0 and 0 < sampling.top_p <= 1):
         return f"temperature {sampling.temperature} or top_p {sampling.top_p} is outside [0, inf) or (0, 1]"
+    if error := _option_error(sampling, vocabulary, options):
+        return error
     return _routing_error(sampling.routed_experts, shape) if sampling.routed_experts else ""
+
+
+def _option_error(sampling: Sampling, vocabulary: int, options: Collection[str]) -> str:
+    if unsupported := sorted(sampling.options.difference(options)):
+        return f"this worker does not support {', '.join(unsupported)}"
+    if sampling.min_p > 1:
+        return f"min_p {sampling.min_p} is outside [0, 1]"
+    if sampling.top_logprobs > vocabulary:
+        return f"top_logprobs {sampling.top_logprobs} are more than the model's {vocabulary} tokens"
+    if any(token >= vocabulary for token, _ in sampling.logit_bias):
+        return f"a token id of logit_bias is outside the model's 0..{vocabulary - 1}"
+    return ""
 
 
 def _routing_error(requested: tuple[int, ...], shape: RoutedShape | None) -> str:

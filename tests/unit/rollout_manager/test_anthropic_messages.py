@@ -11,6 +11,7 @@ import pytest
 
 from rlboost.services.rollout_manager.serving.anthropic_messages import MessageWriter, chat_of_messages
 from rlboost.services.rollout_manager.serving.dialects import translated_stream
+from rlboost.services.rollout_manager.serving.schemas import parse_chat
 from tests.support.serving_site import TOKEN, Site, running_site
 from tests.support.tool_model import ADD, call_text, tool_files
 
@@ -115,7 +116,7 @@ def test_tool_choice_is_that_of_a_chat(given: dict[str, Any], choice: str, paral
 def test_field_that_changes_no_answer_is_accepted() -> None:
     for more in (
         {"metadata": {"user_id": "a"}, "service_tier": "auto", "cache_control": {"type": "ephemeral"}},
-        {"thinking": {"type": "disabled"}, "top_k": -1, "mcp_servers": [], "output_config": {}},
+        {"thinking": {"type": "disabled"}, "mcp_servers": [], "output_config": {}},
         {"container": None, "system": None},
     ):
         assert chat_of_messages(ASKED | more) == chat_of_messages(ASKED)
@@ -204,6 +205,21 @@ async def test_counted_tokens_are_those_of_the_prompt(site: Site) -> None:
     assert (refused.status_code, refused.json()["error"]["type"]) == (404, "not_found_error")
 
 
+def json_output(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"output_config": {"format": {"type": "json_schema", "schema": schema}}}
+
+
+def test_form_of_the_answer_is_that_of_a_chat() -> None:
+    more = json_output({"type": "object"}) | {
+        "tools": [TOOL],
+        "tool_choice": {"type": "tool", "name": "add"},
+        "top_k": 3,
+    }
+    body = parse_chat(chat_of_messages(ASKED | more))
+    assert (body.schema_of_answer, body.tool_choice, body.top_k) == ({"type": "object"}, ["add"], 3)
+    assert parse_chat(chat_of_messages(ASKED | more | {"tool_choice": {"type": "any"}})).must_call
+
+
 def block(**content: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": [content]}]}
 
@@ -215,15 +231,19 @@ def block(**content: Any) -> dict[str, Any]:
         ({"max_tokens": 0}, "max_tokens: "),
         ({"temperature": 9}, "temperature: "),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking: not supported"),
-        ({"top_k": 5}, "top_k: not supported"),
+        ({"top_k": -5}, "top_k: "),
+        ({"output_config": {"effort": "low"}}, "output_config: the key 'effort' is not supported"),
+        ({"output_config": {"format": {"type": "json"}}}, "output_config: format is"),
+        (json_output({"type": "tuple"}), "output_config: schema: type is 'tuple'"),
         ({"mcp_servers": [{"url": "u"}]}, "mcp_servers: not supported"),
         ({"container": "c"}, "container: not supported"),
         ({"wrong": 1}, "wrong: not supported"),
         ({"stop_sequences": "x"}, "stop_sequences: 'x' is no list"),
         ({"stop_sequences": ["x"] * 17}, "stop_sequences"),
         ({"stop_sequences": [""]}, "stop_sequences"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice: the type 'any' is not supported"),
-        ({"tool_choice": {"type": "tool", "name": "add"}}, "tool_choice: the type 'tool' is not supported"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice: tools has no function that it allows"),
+        ({"tool_choice": {"type": "tool", "name": "sub"}}, "tool_choice: tools has no function that it allows"),
+        ({"tool_choice": {"type": "some"}}, "tool_choice: the type is 'some'"),
         ({"tool_choice": "auto"}, "tool_choice is 'auto'"),
         ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": 1}}, "tool_choice: disable_parallel_tool_use"),
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "entry 0 has the type 'web_search_20250305'"),

@@ -10,6 +10,8 @@ import pytest
 from openai import APIError, BadRequestError
 
 from rlboost.services.rollout_manager.serving.openai_responses import chat_of_response
+from rlboost.services.rollout_manager.serving.schemas import parse_chat
+from rlboost.services.rollout_manager.serving.structured import ANY_OBJECT
 from tests.support.serving_site import BEARER, Site, running_site
 from tests.support.tool_model import ADD, call_text, tool_files
 
@@ -65,6 +67,17 @@ def test_items_become_the_messages_of_a_chat() -> None:
     ]
     assert body["max_tokens"] == 5
     assert body["tools"][0]["function"] == {**ADD["function"], "strict": True}
+
+
+def test_form_of_the_answer_is_that_of_a_chat() -> None:
+    form = {"type": "json_schema", "name": "a", "schema": {"type": "object"}, "strict": True}
+    choice = {"type": "function", "name": "add"}
+    raw = {"model": "j", "input": "a", "text": {"format": form}, "tools": [TOOL], "tool_choice": choice}
+    body = parse_chat(chat_of_response(raw))
+    assert (body.schema_of_answer, body.tool_choice) == ({"type": "object"}, ["add"])
+    assert (
+        parse_chat(chat_of_response(raw | {"text": {"format": {"type": "json_object"}}})).schema_of_answer == ANY_OBJECT
+    )
 
 
 async def test_response_has_text_then_calls(site: Site) -> None:
@@ -130,10 +143,12 @@ async def test_agent_loop_continues_with_its_session(site: Site) -> None:
         ({"previous_response_id": "resp_1"}, "give all items as input", "previous_response_id"),
         ({"include": ["message.output_text.logprobs"]}, "include: not supported", "include"),
         ({"background": True}, "background: not supported", "background"),
-        ({"text": {"format": {"type": "json_object"}}}, "text: not supported", "text"),
+        ({"text": {"verbosity": "low"}}, "only its format is supported", "text"),
+        ({"text": {"format": {"type": "json_schema", "name": "a", "schema": 1}}}, "should be a JSON schema", "text"),
         ({"reasoning": {"effort": "low"}}, "reasoning: not supported", "reasoning"),
         ({"tools": [{"type": "web_search"}]}, "entry 0 has the type 'web_search'", "tools"),
-        ({"tool_choice": "required"}, "'required' is not supported", "tool_choice"),
+        ({"tool_choice": "required"}, "tools has no function that it allows", "tool_choice"),
+        ({"tool_choice": "some"}, "should be 'none', 'auto', 'required'", "tool_choice"),
         ({"input": []}, "input: give text", "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input: item 0 is", "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "item 0: content: part 0", "input"),

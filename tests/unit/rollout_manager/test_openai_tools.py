@@ -101,8 +101,9 @@ async def test_one_call_only_leaves_the_others_in_the_text(site: Site) -> None:
 @pytest.mark.parametrize(
     ("more", "text", "param"),
     [
-        ({"tool_choice": "required"}, "tool_choice: 'required' is not supported", "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "add"}}}, "is not supported", "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice: no worker of this job supports it", "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "sub"}}}, "has no function that", "tool_choice"),
+        ({"tool_choice": "some"}, "should be 'none', 'auto', 'required'", "tool_choice"),
         ({"tools": [ADD, ADD]}, "tools: entry 1 has the name 'add'", "tools"),
         ({"tools": "add"}, "tools: 'add' should be a list", "tools"),
         ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "parallel_tool_calls"),

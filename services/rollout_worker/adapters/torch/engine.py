@@ -12,10 +12,12 @@ common with another slot's are copied from that slot: the prompt of a group is p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +35,12 @@ from rlboost.services.rollout_worker.domain.request_table import Ints, RequestTa
 from rlboost.services.rollout_worker.domain.requests import Emission, Request, RequestKey, uniforms
 from rlboost.services.rollout_worker.ports import Sequences
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.messages import RESUMES_GRAMMAR, SAMPLING_OPTIONS
 from rlboost.shared.model.experts import FAMILIES, require_routing, routers_of, shape_of_routing
+from rlboost.shared.wire import TOP
+
+if TYPE_CHECKING:
+    from rlboost.services.rollout_worker.adapters.torch.grammar import GrammarCompiler, GrammarMatcher
 
 # --- Records the experts that a model's routers select in a forward pass ----------------------------------------------
 
@@ -83,7 +90,14 @@ Floats = npt.NDArray[np.floating]
 
 
 def sample(
-    logits: torch.Tensor, temperature: Floats, top_p: Floats, uniform: Floats
+    logits: torch.Tensor,
+    temperature: Floats,
+    top_p: Floats,
+    uniform: Floats,
+    *,
+    top_k: Ints | None = None,
+    min_p: Floats | None = None,
+    restricted: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample a token for each request.
 
@@ -93,6 +107,9 @@ def sample(
         top_p: [n], in (0, 1]: sample from the smallest set of most likely tokens whose probabilities add up to at least
             this. Ignored at temperature 0.
         uniform: [n], in [0, 1).
+        top_k: [n]; sample from this many of the most likely tokens, before `top_p`; 0: from all.
+        min_p: [n]; sample from the tokens that are at least this fraction as likely as the most likely one.
+        restricted: [n, vocabulary], the logits to draw from, if they differ from `logits`.
 
     Returns:
         Tokens [n] (int64), and the log-probability [n] (float32) of each under the whole distribution at its
@@ -100,32 +117,61 @@ def sample(
         numbers, neither is the log-probability.
 
     """
-    logits = logits.float()
     greedy = temperature == 0
-    if (temperature != 1).any():
-        logits = logits / _column(np.where(greedy, 1, temperature), logits)
-    logprobs = torch.log_softmax(logits, dim=-1)
-    weights = logprobs.exp()
-    narrowed = np.flatnonzero((top_p < 1) & ~greedy)
+    logprobs = _log_softmax(logits, temperature)
+    drawn = logprobs if restricted is None else _log_softmax(restricted, temperature)
+    weights = drawn.exp()
+    top_k = np.zeros_like(top_p, np.int64) if top_k is None else top_k
+    min_p = np.zeros_like(top_p) if min_p is None else min_p
+    narrowed = np.flatnonzero(((top_p < 1) | (top_k > 0) | (min_p > 0)) & ~greedy)
     if narrowed.size:
         indices = torch.from_numpy(narrowed).to(logits.device)
-        weights[indices] = _nucleus(weights[indices], _column(top_p[narrowed], logits))
+        limits = [_column(limit[narrowed], logits) for limit in (top_p, top_k, min_p)]
+        weights[indices] = _narrowed(weights[indices], *limits)
     # float64: over a large vocabulary, the rounding error of a float32 sum would bias the tail.
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     target = torch.from_numpy(uniform).to(logits.device)[:, None] * cumulative[:, -1:]
     # right=True: the first entry strictly above the target, which is never one of probability zero.
     tokens = torch.searchsorted(cumulative, target, right=True).clamp_(max=logits.shape[-1] - 1)
     if greedy.any():
-        tokens = torch.where(_column(greedy, logits), logprobs.argmax(dim=-1, keepdim=True), tokens)
+        tokens = torch.where(_column(greedy, logits), drawn.argmax(dim=-1, keepdim=True), tokens)
     return tokens[:, 0], logprobs.gather(1, tokens)[:, 0]
 
 
-def _nucleus(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Return the probabilities [n, vocabulary] with 0 outside each nucleus."""
+def top_logprobs(logits: torch.Tensor, temperature: Floats, counts: Ints) -> dict[int, bytes]:
+    """Return the most likely tokens of each row that asks for some, as entries of `shared.wire.TOP`.
+
+    Args:
+        logits: [n, vocabulary], any float dtype.
+        temperature: [n]; see `sample`.
+        counts: [n], how many tokens to return.
+
+    """
+    rows = np.flatnonzero(counts)
+    if not rows.size:
+        return {}
+    own = _log_softmax(logits[torch.from_numpy(rows).to(logits.device)], temperature[rows])
+    best = own.topk(int(counts.max()), dim=-1)
+    entries = np.empty(best.values.shape, TOP)
+    entries["token"], entries["logprob"] = best.indices.cpu().numpy(), best.values.cpu().numpy()
+    return {row: entries[i, : counts[row]].tobytes() for i, row in enumerate(rows.tolist())}
+
+
+def _log_softmax(logits: torch.Tensor, temperature: Floats) -> torch.Tensor:
+    logits = logits.float()
+    if (temperature != 1).any():
+        logits = logits / _column(np.where(temperature == 0, 1, temperature), logits)
+    return torch.log_softmax(logits, dim=-1)
+
+
+def _narrowed(weights: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """Return the probabilities [n, vocabulary] with 0 for the tokens that the limits exclude, in vLLM's order."""
     ranked, order = weights.sort(dim=-1, descending=True, stable=True)
-    mass = ranked.double()
-    outside = mass.cumsum(dim=-1) - mass >= top_p
-    return weights.scatter(1, order, ranked.masked_fill(outside, 0.0))
+    rank = torch.arange(ranked.shape[-1], device=ranked.device)
+    excluded = (ranked < min_p * ranked[:, :1]) | ((rank >= top_k) & (top_k > 0))
+    mass = ranked.double().masked_fill(excluded, 0.0)
+    excluded |= mass.cumsum(dim=-1) - mass >= top_p * mass.sum(dim=-1, keepdim=True)
+    return weights.scatter(1, order, ranked.masked_fill(excluded, 0.0))
 
 
 def _column(values: npt.NDArray[np.generic], like: torch.Tensor) -> torch.Tensor:
@@ -197,6 +243,7 @@ class TorchEngine(ThreadedEngine):
             do not fit are queued. 0 = 0.7 of the free memory on a GPU, or 1 GiB on a CPU.
         gpu_memory_utilization: fraction of the GPU's memory for weights, cache and passes, if `kv_cache_bytes` is 0;
             0 = no limit but the free memory.
+        tokenizer_json: see `EngineFactory.build`.
 
     Raises:
         ConfigError: the directory or the model is not supported, or the cache is too small.
@@ -212,6 +259,7 @@ class TorchEngine(ThreadedEngine):
         dtype: Literal["float32", "bfloat16"] = "float32",
         kv_cache_bytes: int = 0,
         gpu_memory_utilization: float = 0.0,
+        tokenizer_json: str = "",
     ) -> None:
         self._device = torch.device(device)
         self._model = torch_model.build(directory, DTYPES[dtype], self._device)
@@ -229,13 +277,36 @@ class TorchEngine(ThreadedEngine):
         """Tokens that went through the model to fill the cache, without those copied from other slots."""
         self._routing = RoutingRecorder(self._model)
         vocabulary = self._model.get_input_embeddings().num_embeddings
-        self._new_table = partial(RequestTable, slots, max_len, vocabulary, capacity, self._routing.shape)
+        self._grammars = _grammar_compiler(tokenizer_json, vocabulary)
+        options = {*SAMPLING_OPTIONS, RESUMES_GRAMMAR} - ({"grammar"} if self._grammars is None else set())
+        self._new_table = partial(RequestTable, slots, max_len, vocabulary, capacity, self._routing.shape, options)
         super().__init__(EngineThread("torch-engine"), self._new_table(), slots=slots)
 
     @property
     def kv_cache_bytes(self) -> int:
         """The current size of the KV cache."""
         return self._cache.tokens * self._token_bytes
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """See `ports.Engine`. A request with a grammar is queued until the grammar is compiled."""
+        super().submit(requests)
+        if self._grammars is not None:
+            for request in requests:
+                if request.sampling.grammar:
+                    compiled = self._grammars.compile(request.sampling)
+                    compiled.add_done_callback(partial(self._on_compiled, request.key))
+
+    def _on_compiled(self, key: RequestKey, compiled: Future[GrammarMatcher]) -> None:
+        error = compiled.exception()
+        with self._thread.lock:
+            self._table.set_grammar(key, compiled.result() if error is None else str(error))
+            self._thread.lock.notify()
+
+    async def close(self) -> None:
+        """See `ports.Engine`."""
+        await super().close()
+        if self._grammars is not None:
+            await self._grammars.close()
 
     def loaded_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `ThreadedEngine.loaded_tensors`."""
@@ -351,14 +422,48 @@ class TorchEngine(ThreadedEngine):
         if table.records_routing:
             n = len(positions)
             table.record_routing(np.arange(n), positions, np.ones(n, np.int64), experts(n))
-        sampled = sample(logits, table.temperature, table.top_p, uniforms(table.seeds, table.offsets))
+        sampled = sample(
+            logits,
+            table.temperature,
+            table.top_p,
+            uniforms(table.seeds, table.offsets),
+            top_k=table.top_k,
+            min_p=table.min_p,
+            restricted=_restricted(table, logits),
+        )
         tokens, logprobs = (tensor.cpu().numpy() for tensor in sampled)
+        most_likely = top_logprobs(logits, table.temperature, table.top_logprobs)
         with self._thread.lock:
-            moves = table.commit(tokens, logprobs)
+            moves = table.commit(tokens, logprobs, most_likely)
         self._cache.move(moves)
         if not np.isfinite(logprobs).all():
             # NaN may be in the cache, where even a masked column would affect the slot's next request.
             self._cache_is_stale = True
+
+
+def _grammar_compiler(tokenizer_json: str, vocabulary: int) -> GrammarCompiler | None:
+    """Return what compiles grammars, None without a tokenizer or the library for it."""
+    if not tokenizer_json or find_spec("xgrammar") is None:
+        return None
+    from rlboost.services.rollout_worker.adapters.torch.grammar import GrammarCompiler  # noqa: PLC0415 - optional
+
+    return GrammarCompiler(tokenizer_json, vocabulary)
+
+
+def _restricted(table: RequestTable, logits: torch.Tensor) -> torch.Tensor | None:
+    """Return the logits to draw from, None if no request changes them."""
+    if not (slots := table.restricted).size:
+        return None
+    changed = logits.to(torch.float32, copy=True)
+    for slot in slots.tolist():
+        sampling, row = table.requests[slot].sampling, changed[slot]
+        for token, bias in sampling.logit_bias:
+            row[token] += bias
+        if table.offsets[slot] < sampling.min_tokens:
+            row[[token for token in sampling.stop_token_ids if token < len(row)]] = -torch.inf
+        if (allowed := table.allowed(slot)) is not None:
+            row.masked_fill_(torch.from_numpy(~allowed).to(row.device), -torch.inf)
+    return changed
 
 
 def _default_kv_cache_bytes(device: torch.device, utilization: float) -> int:

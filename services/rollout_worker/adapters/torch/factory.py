@@ -31,7 +31,7 @@ class TorchFactory:
 
         require_device(self.device, "RLBOOST_WORKER_DEVICE")
 
-    def build(self, config_json: str) -> Engine:
+    def build(self, config_json: str, tokenizer_json: str = "") -> Engine:
         """See `EngineFactory`."""
         from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine  # noqa: PLC0415 - it imports torch
 
@@ -44,4 +44,5 @@ class TorchFactory:
                 dtype=self.dtype,
                 kv_cache_bytes=self.kv_cache_bytes,
                 gpu_memory_utilization=self.gpu_memory_utilization,
+                tokenizer_json=tokenizer_json,
             )

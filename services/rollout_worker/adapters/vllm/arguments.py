@@ -13,7 +13,7 @@ from typing import Any
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from vllm import AsyncEngineArgs, envs
 from vllm import __version__ as vllm_version
-from vllm.config import WeightTransferConfig
+from vllm.config import StructuredOutputsConfig, WeightTransferConfig
 from vllm.platforms import current_platform
 
 from rlboost.services.rollout_worker.adapters.vllm import plugin
@@ -24,27 +24,37 @@ from rlboost.shared.files import replace_file
 # --- The folder that vLLM reads a model's `config.json` from ----------------------------------------------------------
 
 
-def model_folder(config: dict[str, Any]) -> Path:
+TOKENIZER_FILE = "tokenizer.json"
+_TOKENIZER_CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast"}
+"""With which transformers takes all of a tokenizer from `tokenizer.json`, whatever the model."""
+
+
+def model_folder(config: dict[str, Any], tokenizer_json: str = "") -> Path:
     """Return a folder with this `config.json` in vLLM's cache: equal configs get the same folder.
 
     vLLM's compilation cache depends on the model's path: with a new path per start, every worker would compile again.
 
     Args:
         config: the model's `config.json`.
+        tokenizer_json: its tokenizer in the format of the library tokenizers; empty for none.
 
     Raises:
         ConfigError: the configuration names no model, or the cache cannot be written.
 
     """
     named = {**config, "architectures": _architectures(config)}
-    text = json.dumps(named, sort_keys=True)
-    folder = Path(envs.VLLM_CACHE_ROOT) / "rlboost_models" / hashlib.sha256(text.encode()).hexdigest()[:16]
-    file = folder / "config.json"
+    files = {"config.json": json.dumps(named, sort_keys=True)}
+    if tokenizer_json:
+        files |= {TOKENIZER_FILE: tokenizer_json, "tokenizer_config.json": json.dumps(_TOKENIZER_CONFIG)}
+    digest = hashlib.sha256("\0".join(files.values()).encode()).hexdigest()
+    folder = Path(envs.VLLM_CACHE_ROOT) / "rlboost_models" / digest[:16]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if not file.exists() or file.read_bytes() != text.encode():  # a machine that lost power may have damaged it
-            # Several workers may start at the same time.
-            replace_file(file, text)
+        for name, text in files.items():
+            file = folder / name
+            if not file.exists() or file.read_bytes() != text.encode():  # a machine that lost power may have damaged it
+                # Several workers may start at the same time.
+                replace_file(file, text)
     except OSError as error:
         raise ConfigError(f"vllm's cache cannot be written ({error}): set VLLM_CACHE_ROOT to one that can") from error
     return folder
@@ -133,7 +143,8 @@ def _own_arguments(directory: Path, options: VllmOptions) -> dict[str, Any]:
         "model": str(directory),
         "load_format": "dummy",  # weights come through `load`
         "dtype": options.dtype,
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not (directory / TOKENIZER_FILE).exists(),  # only grammars need it
+        "structured_outputs_config": StructuredOutputsConfig(backend="xgrammar"),  # without another one to fall back to
         "generation_config": "vllm",
         "max_num_seqs": options.slots,
         "gpu_memory_utilization": options.gpu_memory_utilization or AsyncEngineArgs.gpu_memory_utilization,

@@ -18,31 +18,34 @@ from functools import partial
 from itertools import count
 from typing import Any, Literal, TypeVar
 
+import numpy as np
 from vllm import SamplingParams
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-from vllm.sampling_params import RequestOutputKind
+from vllm.exceptions import VLLMValidationError
+from vllm.logprobs import FlatLogprobs
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from rlboost.services.rollout_worker.adapters.vllm.arguments import check_device, engine_args, model_folder
 from rlboost.services.rollout_worker.adapters.vllm.load_errors import decode_load_error
-from rlboost.services.rollout_worker.adapters.vllm.options import VllmOptions, logprobs_error
+from rlboost.services.rollout_worker.adapters.vllm.options import VllmOptions, logprobs_error, supported_options
 from rlboost.services.rollout_worker.domain.frames import LiveRequest, StreamedRequests
 from rlboost.services.rollout_worker.domain.load import EngineStats
 from rlboost.services.rollout_worker.domain.requests import Emission, Request, RequestKey, stream_seed
 from rlboost.services.rollout_worker.ports import EngineFailed, Sequences, StagedWeights
 from rlboost.shared.errors import ConfigError, Fatal, leaves
-from rlboost.shared.messages import FINISH_LENGTH, FINISH_STOP
+from rlboost.shared.messages import FINISH_LENGTH, FINISH_RELEASED, FINISH_STOP
 from rlboost.shared.model.folder import require_unquantized
 from rlboost.shared.process.system import run_in_thread
-from rlboost.shared.wire import RoutedShape
+from rlboost.shared.wire import TOP, RoutedShape
 
 T = TypeVar("T")
 
 _FINISH = {"stop": FINISH_STOP, "length": FINISH_LENGTH}
 
 
-def start(config_json: str, options: VllmOptions) -> AsyncLLM:
+def start(config_json: str, options: VllmOptions, tokenizer_json: str = "") -> AsyncLLM:
     """Start vLLM with dummy weights; blocks for seconds.
 
     Raises:
@@ -53,7 +56,7 @@ def start(config_json: str, options: VllmOptions) -> AsyncLLM:
     config = json.loads(config_json)
     require_unquantized(config)
     try:
-        args = engine_args(model_folder(config), options)
+        args = engine_args(model_folder(config, tokenizer_json), options)
         return AsyncLLM.from_engine_args(args)
     except (ValueError, OSError, NotImplementedError, RuntimeError) as error:
         raise ConfigError(f"vllm cannot run this model on this machine: {error}") from error
@@ -61,6 +64,17 @@ def start(config_json: str, options: VllmOptions) -> AsyncLLM:
 
 def _routed_shape(model: Any) -> RoutedShape:
     return RoutedShape(model.get_total_num_hidden_layers(), model.get_num_experts_per_tok(), model.get_num_experts())
+
+
+def _logprobs(found: FlatLogprobs, n_top: int) -> tuple[list[float], bytes]:
+    """Return the log-probabilities of sampled tokens, and the most likely ones as entries of `shared.wire.TOP`."""
+    if not n_top:
+        return found.logprobs, b""
+    # Of each position first the sampled token, then the most likely ones.
+    top = np.empty((len(found), n_top), TOP)
+    top["token"] = np.reshape(found.token_ids, (len(found), n_top + 1))[:, 1:]
+    top["logprob"] = np.reshape(found.logprobs, (len(found), n_top + 1))[:, 1:]
+    return [found.logprobs[start] for start in found.start_indices], top.tobytes()
 
 
 class VllmEngine:
@@ -79,6 +93,8 @@ class VllmEngine:
         self.kv_block_tokens = int(cache.block_size) if cache.enable_prefix_caching else 0
         self.max_request_tokens = 0
         self.returns_routed_experts = bool(options.vllm_args.get("enable_return_routed_experts"))
+        has_tokenizer = not llm.model_config.skip_tokenizer_init
+        self.sampling_options = supported_options(options.vllm_args, has_tokenizer=has_tokenizer)
         self.llm = llm
         """Used by benchmarks."""
         self._can_sleep = options.enable_sleep
@@ -89,6 +105,7 @@ class VllmEngine:
             int(llm.model_config.get_vocab_size()),
             _routed_shape(llm.model_config) if self.returns_routed_experts else None,
             partial(logprobs_error, options.logprobs_mode),
+            self.sampling_options,
         )
         self._requests = self._new_requests()
         self._streams: dict[LiveRequest, asyncio.Task[None]] = {}
@@ -160,23 +177,38 @@ class VllmEngine:
     async def _stream(self, live: LiveRequest, requests: StreamedRequests) -> None:
         """Generate the tokens of a request into `requests`."""
         request, sampling = live.request, live.request.sampling
+        if sampling.grammar and live.tokens:
+            requests.end(live, finish=FINISH_RELEASED)  # vLLM begins a grammar with the first token that it generates
+            return
         vocabulary = requests.vocabulary
         params = SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p if sampling.temperature else 1.0,
+            top_k=min(sampling.top_k, vocabulary),
+            min_p=sampling.min_p,
+            min_tokens=max(0, min(sampling.min_tokens, sampling.max_tokens) - len(live.tokens)),
+            logit_bias=dict(sampling.logit_bias) or None,
+            structured_outputs=(StructuredOutputsParams(structural_tag=sampling.grammar) if sampling.grammar else None),
             max_tokens=sampling.max_tokens - len(live.tokens),
             stop_token_ids=[token for token in sampling.stop_token_ids if 0 <= token < vocabulary],
             ignore_eos=True,
             seed=stream_seed(request.seed, len(live.tokens)),
-            logprobs=0,
+            logprobs=sampling.top_logprobs,
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
             # With those of earlier tokens, which vLLM computes again: it returns none of a request that it aborts.
             routed_experts_prompt_start=len(request.prompt) - 1 if sampling.routed_experts else 0,
         )
+        try:
+            await self._follow(live, requests, params)
+        except VLLMValidationError as error:
+            requests.end(live, error=f"vllm rejects the request: {error}")
+
+    async def _follow(self, live: LiveRequest, requests: StreamedRequests, params: SamplingParams) -> None:
+        request, sampling = live.request, live.request.sampling
         async for completion in self._generate([*request.prompt, *live.tokens], params):
-            requests.extend(live, completion.token_ids, completion.logprobs.logprobs)
+            requests.extend(live, completion.token_ids, *_logprobs(completion.logprobs, sampling.top_logprobs))
             if completion.finish_reason in _FINISH:
                 routed = completion.routed_experts if sampling.routed_experts else None
                 requests.end(
@@ -184,6 +216,8 @@ class VllmEngine:
                     finish=_FINISH[completion.finish_reason],
                     routed_experts=b"" if routed is None else routed.tobytes(),
                 )
+            elif completion.finish_reason == "error" and sampling.grammar:
+                requests.end(live, error="vllm cannot compile the structured output: see its messages in the log")
             elif completion.finish_reason is not None and self._is_decoding:
                 raise RuntimeError(f"vllm ended a request: {completion.finish_reason}")
             elif not requests.is_live(live):

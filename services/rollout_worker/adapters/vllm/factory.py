@@ -72,12 +72,12 @@ class VllmFactory:
         arguments.check_device(self._options.device)
         arguments.check_arguments(self._options.vllm_args)
 
-    def build(self, config_json: str) -> Engine:
+    def build(self, config_json: str, tokenizer_json: str = "") -> Engine:
         """See `EngineFactory`."""
         from rlboost.services.rollout_worker.adapters.vllm.engine import VllmEngine, start  # noqa: PLC0415 - it imports vllm
 
         with engine_core_environment():
-            llm = start(config_json, self._options)
+            llm = start(config_json, self._options, tokenizer_json)
         return VllmEngine(llm, self._options)
 
 

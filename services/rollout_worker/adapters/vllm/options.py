@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rlboost.shared.messages import Sampling
+from rlboost.shared.messages import SAMPLING_OPTIONS, Sampling
 
 LOGPROBS_MODES = ("processed_logprobs", "raw_logprobs")
 """Values of vLLM's `logprobs_mode` that are log-probabilities of the whole distribution for some requests: the first,
@@ -82,6 +82,14 @@ def argument_error(name: str, value: object) -> str:
         return f"logprobs_mode {value!r} has no log-probabilities to train on: use {' or '.join(LOGPROBS_MODES)}"
     reason = REFUSED_ARGUMENTS.get(name, "")
     return f"{name} is refused: {reason}: remove it" if reason and value else ""
+
+
+def supported_options(vllm_args: Mapping[str, Any], *, has_tokenizer: bool) -> frozenset[str]:
+    """Return the options of clients that vLLM supports with these engine arguments."""
+    without = {"grammar"} if not has_tokenizer else set[str]()
+    if vllm_args.get("speculative_config") or vllm_args.get("spec_method"):
+        without |= {"grammar", "logit_bias", "min_p", "min_tokens"}  # vLLM ignores them, or changes what it accepts
+    return frozenset(SAMPLING_OPTIONS).difference(without)
 
 
 def logprobs_error(mode: str, sampling: Sampling) -> str:

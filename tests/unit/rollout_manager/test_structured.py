@@ -1,0 +1,121 @@
+"""Which JSON schemas answers can be held to, and the grammars of answers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+import pytest
+from pydantic import BaseModel
+
+from rlboost.services.rollout_manager.serving.structured import (
+    ANY_OBJECT,
+    MAX_DEPTH,
+    checked_schema,
+    grammar,
+    has_json_arguments,
+    schema_of_format,
+    schema_of_vllm,
+)
+from rlboost.shared.model.tool_calls import HERMES, CallStyle
+from tests.support.tool_model import ADD
+
+
+class Cat(BaseModel):
+    kind: Literal["cat"]
+    lives: int
+
+
+class Dog(BaseModel):
+    kind: Literal["dog"]
+    name: str | None = None
+
+
+class Tree(BaseModel):
+    value: float
+    children: list[Tree] = []
+
+
+class Answer(BaseModel):
+    """As agents define it."""
+
+    pets: list[Cat | Dog]
+    tree: Tree
+    labels: dict[str, int]
+
+
+def test_schemas_of_pydantic_are_accepted() -> None:
+    schema = Answer.model_json_schema()
+    assert checked_schema(schema) == schema
+    strict: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "schema": schema}}
+    assert schema_of_format(strict) == schema
+    assert schema_of_vllm({"json": json.dumps(schema)}) == schema_of_vllm({"json": schema}) == schema
+    assert schema_of_format({"type": "json_object"}) == schema_of_vllm({"json_object": True}) == ANY_OBJECT
+
+
+def nested(depth: int) -> dict[str, Any]:
+    return {"type": "array", "items": nested(depth - 1)} if depth else {"type": "null"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ([], "should be a JSON schema"),
+        ({"type": "tuple"}, "schema: type is 'tuple'"),
+        ({"type": ["string", 3]}, "schema: type is 3"),
+        (
+            {"type": "object", "properties": {"a": {"type": "integer", "multipleOf": 2}}},
+            "schema.properties.a: multipleOf",
+        ),
+        ({"type": "object", "properties": {"a": 1}}, "schema.properties.a is 1"),
+        ({"type": "object", "properties": []}, "properties is .*: should be an object"),
+        ({"type": "object", "required": "a"}, "required is 'a'"),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems is not supported"),
+        ({"minimum": 3}, "minimum is only supported with its type"),
+        ({"anyOf": [{"type": "null"}], "minimum": 3}, "minimum is not supported next to anyOf"),
+        ({"anyOf": []}, "anyOf is .*: should be a list of schemas"),
+        ({"anyOf": [{"type": "null"}], "enum": [1]}, "anyOf and enum: give one"),
+        ({"oneOf": [{"type": "null"}]}, "oneOf is not supported without a discriminator"),
+        ({"allOf": [{"type": "null"}, {"type": "null"}]}, "allOf with several"),
+        ({"not": {"type": "null"}}, "not is not supported"),
+        ({"$ref": "#/$defs/a"}, "\\$ref is '#/\\$defs/a': should name a schema of this one"),
+        ({"$ref": "http://a/b"}, "should name a schema of this one"),
+        ({"enum": []}, "enum is .*: should be a list of values"),
+        ({"type": "integer", "minimum": "3"}, "minimum is '3': should be a number"),
+        ({"type": "integer", "minimum": 4, "maximum": 3}, "minimum is above maximum"),
+        ({"type": "string", "maxLength": 1 << 20}, "maxLength is 1048576: should be from 0 to 1024"),
+        ({"type": "string", "pattern": "a", "maxLength": 3}, "give one of pattern, format and a length"),
+        ({"type": "string", "pattern": "("}, "pattern is '\\('"),
+        ({"type": "string", "pattern": "a(?=b)"}, "pattern .* is not supported"),
+        ({"type": "string", "format": "color"}, "format is 'color'"),
+        (nested(MAX_DEPTH), "is nested more than"),
+        ({"enum": ["a" * (1 << 16)]}, "more than 65536 characters"),
+    ],
+)
+def test_schema_that_no_grammar_enforces_is_refused_by_place(schema: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        checked_schema(schema)
+
+
+@pytest.mark.parametrize(
+    "given", ["json", {}, {"type": "regex"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": {}}]
+)
+def test_unknown_format_is_refused(given: Any) -> None:
+    with pytest.raises(ValueError, match="should be"):
+        schema_of_format(given)
+
+
+@pytest.mark.parametrize("given", ["json", {}, {"regex": "a"}, {"json": "{"}, {"json": {}, "json_object": True}])
+def test_other_constraints_of_vllm_are_refused(given: Any) -> None:
+    with pytest.raises(ValueError, match=r"only json|no JSON"):
+        schema_of_vllm(given)
+
+
+def test_answer_is_json_or_a_call_in_the_style_of_the_model() -> None:
+    both = json.loads(grammar(ANY_OBJECT, [ADD]))["format"]
+    assert [form["type"] for form in both["elements"]] == ["json_schema", "tag"]
+    call = json.loads(grammar(None, [ADD]))["format"]
+    assert (call["begin"], call["end"]) == ('<tool_call>\n{"name": "add", "arguments": ', "}\n</tool_call>")
+    assert call["content"]["json_schema"] == ADD["function"]["parameters"]
+    assert has_json_arguments(HERMES)
+    assert not has_json_arguments(CallStyle("qwen3_coder", "<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>"))
