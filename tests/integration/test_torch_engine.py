@@ -199,19 +199,29 @@ async def test_parity_check_finds_one_wrong_layer_in_bfloat16(tmp_path: Path, *,
     assert (verdict.mean < 0.5 * verdict.mean_tolerance) is not wrong_layer, "the tolerance has room"
 
 
-@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.6, 1.0), (1.0, 0.8), (1.4, 0.5)])
-def test_sampled_frequencies_are_those_of_the_distribution(temperature: float, top_p: float) -> None:
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "top_k", "min_p"),
+    [
+        *((1.0, 1.0, 0, 0.0), (0.6, 1.0, 0, 0.0), (1.0, 0.8, 0, 0.0), (1.4, 0.5, 0, 0.0)),
+        *((1.0, 1.0, 5, 0.0), (1.0, 1.0, 0, 0.3), (0.7, 0.6, 5, 0.0), (1.0, 0.8, 0, 0.2), (1.0, 1.0, 50, 1.0)),
+    ],
+)
+def test_sampled_frequencies_are_those_of_the_distribution(
+    temperature: float, top_p: float, top_k: int, min_p: float
+) -> None:
     n, vocabulary = 60_000, 20
     logits = torch.linspace(-2, 2, vocabulary).roll(7)
-    probabilities = torch.softmax(logits.double() / temperature, -1)
-    order = probabilities.argsort(descending=True)
-    before = probabilities[order].cumsum(0) - probabilities[order]
-    whole = probabilities.clone()
-    probabilities[order[before >= top_p]] = 0
-    probabilities /= probabilities.sum()
+    whole = torch.softmax(logits.double() / temperature, -1)
+    ranked = whole.argsort(descending=True)
+    kept = ranked[whole[ranked] >= min_p * whole.max()][: top_k or vocabulary]
+    kept = kept[whole[kept].cumsum(0) - whole[kept] < top_p * whole[kept].sum()]
+    probabilities = torch.zeros_like(whole)
+    probabilities[kept] = whole[kept] / whole[kept].sum()
 
     uniform = uniforms(np.arange(n, dtype=np.uint64), np.full(n, 5))
-    tokens, logprobs = sample(logits.expand(n, -1), np.full(n, temperature, np.float32), np.full(n, top_p), uniform)
+    limits = {"top_k": np.full(n, top_k), "min_p": np.full(n, min_p)}
+    settings = np.full(n, temperature, np.float32), np.full(n, top_p)
+    tokens, logprobs = sample(logits.expand(n, -1), *settings, uniform, **limits)
     counts = torch.bincount(tokens, minlength=vocabulary).double()
     possible = probabilities > 0
     assert counts[~possible].sum() == 0

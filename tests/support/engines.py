@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from rlboost.services.rollout_worker.domain.requests import Emission, Request, RequestKey
 from rlboost.services.rollout_worker.ports import Engine
@@ -25,8 +25,9 @@ def request(
     attempt: int = 1,
     routed_experts: Iterable[int] = (),
     whole_logprobs: bool = False,
+    **options: Any,
 ) -> Request:
-    """Return a request; its seed is its sample number unless given."""
+    """Return a request; its seed is its sample number unless given, and `options` are those of clients."""
     sampling = Sampling(
         temperature=temperature,
         top_p=top_p,
@@ -34,6 +35,7 @@ def request(
         stop_token_ids=tuple(stop),
         routed_experts=tuple(routed_experts),
         whole_logprobs=whole_logprobs,
+        **options,
     )
     seed = sample if seed is None else seed
     return Request(sample, attempt, list(prompt), list(tokens), sampling, seed)
@@ -51,6 +53,7 @@ class Collected:
     finish: int = FINISH_NONE
     error: str = ""
     routed_experts: bytes = b""
+    top_logprobs: bytes = b""
 
     @property
     def ended(self) -> bool:
@@ -83,6 +86,7 @@ class Collector:
             made.versions += [emission.version] * len(emission.tokens)
             made.finish, made.error = emission.finish, emission.error
             made.routed_experts = emission.routed_experts
+            made.top_logprobs += emission.top_logprobs
         return emissions
 
     def made(self, sample: int, attempt: int = 1) -> int:

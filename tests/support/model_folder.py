@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM, CTRLConfig, PreTrainedTokenizerFast
 
 from tests.support.tiny_models import CONFIGS, MIXTURES, VOCABULARY
@@ -29,6 +29,19 @@ def write_unmarked_model(directory: Path) -> Path:
     config = CTRLConfig(vocab_size=VOCABULARY, n_positions=160, n_embd=32, dff=48, n_layer=2, n_head=4)
     model: Any = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(directory)
+    return directory
+
+
+def write_character_tokenizer(directory: Path) -> Path:
+    """Write a tokenizer of `VOCABULARY` tokens, one for nearly each printable character, and return the directory."""
+    characters = [chr(code) for code in range(32, 127) if chr(code) not in "`~"]
+    vocabulary = [PAD, BOS, EOS, *characters]
+    assert len(vocabulary) == VOCABULARY
+    tokenizer = Tokenizer(models.WordLevel({text: i for i, text in enumerate(vocabulary)}, unk_token=PAD))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    special = {"bos_token": BOS, "pad_token": PAD, "eos_token": EOS}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(directory)
     return directory
 
 

@@ -97,6 +97,7 @@ class SimWorker:
     kv_block_tokens: int = 0
     max_request_tokens: int = 0
     returns_routed_experts: bool = True
+    sampling_options: tuple[str, ...] = ()
     tokens_per_s: float = 0.0
     cursor: str = START
     state: WorkerState = "joining"
@@ -155,6 +156,7 @@ class SimWorker:
             kv_block_tokens=self.kv_block_tokens,
             max_request_tokens=self.max_request_tokens,
             returns_routed_experts=self.returns_routed_experts,
+            sampling_options=self.sampling_options,
             command_digest=self.command_digest(),
             last_command=self.cursor,
             batch=running if self.tokens_per_s else 0.0,

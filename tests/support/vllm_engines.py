@@ -83,7 +83,7 @@ def _fork_engine_cores() -> None:
     utils.get_mp_context = get_mp_context
 
 
-async def start(config: Any, *, slots: int) -> VllmEngine:
+async def start(config: Any, *, slots: int, tokenizer_json: str = "") -> VllmEngine:
     """Return an engine without weights over the vLLM that runs this model; one of another model is ended first.
 
     The tests that share it must share an event loop: `pytest.mark.asyncio(loop_scope="module")`.
@@ -91,10 +91,12 @@ async def start(config: Any, *, slots: int) -> VllmEngine:
     from rlboost.services.rollout_worker.adapters.vllm.engine import VllmEngine  # noqa: PLC0415 - see require
 
     options = _options(slots)
-    key = f"{slots} {config.to_json_string()}"
+    key = f"{slots} {config.to_json_string()} {tokenizer_json}"
     if key not in _shared or _shared[key].errored:
         end_shared()
-        _shared[key] = await run_in_thread("vllm-start", lambda: _started(config.to_json_string(), options))
+        _shared[key] = await run_in_thread(
+            "vllm-start", lambda: _started(config.to_json_string(), options, tokenizer_json)
+        )
     llm = _shared[key]
     await llm.pause_generation(mode="abort", clear_cache=True)
     await llm.wake_up()  # which also lets it decode again
@@ -105,13 +107,13 @@ def _options(slots: int) -> VllmOptions:
     return VllmOptions(slots=slots, kv_cache_bytes=_KV_CACHE_BYTES, enable_sleep=True)
 
 
-def _started(config_json: str, options: Any) -> Any:
+def _started(config_json: str, options: Any, tokenizer_json: str) -> Any:
     """Return a vLLM that outlives its engines."""
     from rlboost.services.rollout_worker.adapters.vllm import engine  # noqa: PLC0415 - see require
 
     with warnings.catch_warnings(), engine_core_environment():
         warnings.simplefilter("ignore")  # see require
-        llm = engine.start(config_json, options)
+        llm = engine.start(config_json, options, tokenizer_json)
     llm.shutdown = lambda: None
     return llm
 

@@ -50,6 +50,7 @@ NO_TOKEN = -1
 """Stands for no token."""
 
 
+_MISMATCH = "its tokens so far do not match its grammar"
 _RESTRICTING: frozenset[SamplingOption] = frozenset({"min_tokens", "logit_bias", "grammar"})
 
 
@@ -172,7 +173,9 @@ class RequestTable:
         matcher = self._matchers.get(request.key)
         if matcher is None or isinstance(matcher, str):
             return None
-        matcher.accept(self.tokens(slot)[len(request.prompt) :].tolist())
+        if not matcher.accept(self.tokens(slot)[len(request.prompt) :].tolist()):
+            self._matchers[request.key] = _MISMATCH  # `commit` ends it
+            return None
         return matcher.allowed()
 
     @property
@@ -274,7 +277,7 @@ class RequestTable:
             case str(error):
                 return error
             case matcher if matcher is not None and not finish_at_start(request) and not matcher.accept(request.tokens):
-                return "its tokens so far do not match its grammar"
+                return _MISMATCH
         if self.capacity is not None and not self.capacity.fits(1, self._limit(request)):
             return (
                 f"the sample may reach {self._limit(request)} tokens, and the KV cache holds "
@@ -358,7 +361,12 @@ class RequestTable:
 
         """
         state = self._slot_state[: self.n]
-        failed = ~np.isfinite(logprobs)
+        errors = dict.fromkeys(np.flatnonzero(~np.isfinite(logprobs)).tolist(), NOT_A_NUMBER)
+        for slot in self.restricted.tolist():
+            if isinstance(error := self._matchers.get(self.requests[slot].key), str):
+                errors[slot] = error
+        failed = np.zeros(self.n, np.bool_)
+        failed[list(errors)] = True
         slots = np.flatnonzero(~(state["aborted"] | failed | (tokens == NO_TOKEN)))
         at = state["length"][slots]
         self._tokens[slots, at] = tokens[slots]
@@ -373,7 +381,7 @@ class RequestTable:
         ended = state["aborted"] | failed | stopped | (state["length"] >= state["limit"])
         for slot in np.flatnonzero(ended & ~state["aborted"]).tolist():
             if failed[slot]:
-                self._emit(slot, error=NOT_A_NUMBER)
+                self._emit(slot, error=errors[slot])
             else:
                 self._emit(slot, finish=FINISH_STOP if stopped[slot] else FINISH_LENGTH)
         return self._remove(ended)

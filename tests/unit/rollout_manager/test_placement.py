@@ -32,7 +32,7 @@ from rlboost.services.rollout_manager.domain.queue import OLDEST_GROUP_EVERY, Sa
 from rlboost.services.rollout_manager.domain.tokens import Sample
 from rlboost.services.rollout_manager.domain.workers import Worker
 from rlboost.shared.ids import SampleId
-from rlboost.shared.messages import Sampling
+from rlboost.shared.messages import RESUMES_GRAMMAR, Sampling
 from rlboost.shared.wire import I32, pack
 from tests.support.builders import group_requested, samples_of, worker_joined
 
@@ -159,6 +159,17 @@ def test_samples_with_routed_experts_need_an_engine_that_returns_them() -> None:
     one.returns_routed_experts = False
     assert not admits(one, replayed)
     assert admits(one, sample(8))
+
+
+def test_options_of_clients_need_an_engine_that_supports_them() -> None:
+    one, asked = worker("a", 8), sample(8, top_k=5, grammar="{}")
+    assert not admits(one, asked)
+    one.sampling_options = frozenset({"top_k", "grammar", "min_p"})
+    assert admits(one, asked)
+    asked.tokens += bytes(4)
+    assert not admits(one, asked), "vLLM cannot continue it"
+    one.sampling_options |= {RESUMES_GRAMMAR}
+    assert admits(one, asked)
 
 
 @given(st.lists(st.tuples(st.integers(1, 64), st.integers(0, 80)), max_size=6), st.integers(0, 200))

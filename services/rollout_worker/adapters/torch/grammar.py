@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from rlboost.services.rollout_worker.adapters.engine_thread import EngineThread
+from rlboost.services.rollout_worker.domain.grammar_tokens import without_special_tokens
 from rlboost.shared.errors import Rejected
 from rlboost.shared.messages import Sampling
 
@@ -31,7 +32,7 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer_json: str, vocabulary: int) -> None:
         self._vocabulary = vocabulary
-        info = _tokenizer_info(Tokenizer.from_str(tokenizer_json), vocabulary)
+        info = _tokenizer_info(Tokenizer.from_str(without_special_tokens(tokenizer_json)), vocabulary)
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=_CACHE_BYTES)
         self._thread = EngineThread("grammar-compiler")
 
@@ -77,19 +78,14 @@ class GrammarMatcher:
 
 
 def _tokenizer_info(tokenizer: Tokenizer, vocabulary: int) -> xgrammar.TokenizerInfo:
-    """Return the tokens without the special ones, which have no text for a client and so match nothing."""
+    """Return the texts of tokens, without stop tokens: each request has its own."""
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
     kind = xgrammar.TokenizerInfo.from_huggingface(wrapped, vocab_size=vocabulary, stop_token_ids=[0])
     texts = [""] * vocabulary
     for text, token in tokenizer.get_vocab(with_added_tokens=True).items():
         if token < vocabulary:
             texts[token] = text
-    for token, added in tokenizer.get_added_tokens_decoder().items():
-        if added.special and token < vocabulary:
-            texts[token] = ""
-    return xgrammar.TokenizerInfo(
-        texts, kind.vocab_type, vocab_size=vocabulary, stop_token_ids=[0], add_prefix_space=kind.add_prefix_space
-    )
+    return xgrammar.TokenizerInfo(texts, kind.vocab_type, vocab_size=vocabulary, add_prefix_space=kind.add_prefix_space)
 
 
 def _cause(error: Exception) -> str:

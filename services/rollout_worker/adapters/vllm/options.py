@@ -84,9 +84,9 @@ def argument_error(name: str, value: object) -> str:
     return f"{name} is refused: {reason}: remove it" if reason and value else ""
 
 
-def supported_options(vllm_args: Mapping[str, Any], *, has_tokenizer: bool) -> frozenset[str]:
+def supported_options(vllm_args: Mapping[str, Any], *, has_grammars: bool) -> frozenset[str]:
     """Return the options of clients that vLLM supports with these engine arguments."""
-    without = {"grammar"} if not has_tokenizer else set[str]()
+    without = {"grammar"} if not has_grammars else set[str]()
     if vllm_args.get("speculative_config") or vllm_args.get("spec_method"):
         without |= {"grammar", "logit_bias", "min_p", "min_tokens"}  # vLLM ignores them, or changes what it accepts
     return frozenset(SAMPLING_OPTIONS).difference(without)
