@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterator
 from typing import Any, Literal
 
-import httpx
 import pytest
 from openai import BadRequestError
 from pydantic import BaseModel, Field
 
+from rlboost.services.rollout_worker.adapters.manager_http import fetch_tokenizer
 from tests.support.model_folder import write_character_tokenizer
 from tests.support.service_process import TOKEN
 from tests.support.serving_system import TEMPLATE, System, until
@@ -87,8 +87,9 @@ def test_any_object_is_an_object(system: System, form: Any) -> None:
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
 def test_forced_call_is_made(system: System, choice: Any) -> None:
     other = {"type": "function", "function": {"name": "stop"}}
-    made = system.openai.chat.completions.create(
-        model="tiny", messages=MESSAGES, tools=[ADD, other], tool_choice=choice, max_tokens=400, seed=1
+    tools: Any = [ADD, other]
+    made: Any = system.openai.chat.completions.create(
+        model="tiny", messages=MESSAGES, tools=tools, tool_choice=choice, max_tokens=400, seed=1
     ).choices[0]
     (call,) = made.message.tool_calls or []
     arguments = json.loads(call.function.arguments)
@@ -98,13 +99,13 @@ def test_forced_call_is_made(system: System, choice: Any) -> None:
 
 
 def test_answer_with_tools_is_a_call_or_the_json(system: System) -> None:
-    kinds = set()
+    kinds, tools = set(), list[Any]([ADD])
     for seed in range(8):
         message = (
             system.openai.chat.completions.create(
                 model="tiny",
                 messages=MESSAGES,
-                tools=[ADD],
+                tools=tools,
                 response_format=json_schema(Friend.model_json_schema()),
                 max_tokens=400,
                 seed=seed,
@@ -173,8 +174,7 @@ def test_schema_that_cannot_be_enforced_is_refused_before_any_worker(system: Sys
     assert system.audit()["serving"]["requested"] == before
 
 
-def test_workers_get_the_tokenizer_that_the_manager_has(system: System) -> None:
-    url = f"{system.manager.url}/v1/jobs/{system.remote}/tokenizer"
-    headers = {"Authorization": f"Bearer {TOKEN}"}
-    assert httpx.get(url, headers=headers).status_code == 404
-    assert httpx.get(url.replace(system.remote, system.job), headers=headers).json()["model"]["type"] == "WordLevel"
+async def test_tokenizer_that_cannot_be_fetched_is_empty(system: System) -> None:
+    for url, job in ((system.manager.url, system.remote), ("http://127.0.0.1:1", system.job)):
+        assert await fetch_tokenizer(url, TOKEN, job, limit_s=1.0) == ""
+    assert json.loads(await fetch_tokenizer(system.manager.url, TOKEN, system.job))["model"]["type"] == "WordLevel"

@@ -219,9 +219,9 @@ def test_sampled_frequencies_are_those_of_the_distribution(
     probabilities[kept] = whole[kept] / whole[kept].sum()
 
     uniform = uniforms(np.arange(n, dtype=np.uint64), np.full(n, 5))
-    limits = {"top_k": np.full(n, top_k), "min_p": np.full(n, min_p)}
     settings = np.full(n, temperature, np.float32), np.full(n, top_p)
-    tokens, logprobs = sample(logits.expand(n, -1), *settings, uniform, **limits)
+    limits = np.full(n, top_k), np.full(n, min_p)
+    tokens, logprobs = sample(logits.expand(n, -1), *settings, uniform, top_k=limits[0], min_p=limits[1])
     counts = torch.bincount(tokens, minlength=vocabulary).double()
     possible = probabilities > 0
     assert counts[~possible].sum() == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -14,9 +14,7 @@ from pydantic import (
     Field,
     PlainValidator,
     ValidationError,
-    model_validator,
 )
-from pydantic_core import PydanticCustomError
 
 from rlboost.services.rollout_manager.serving.structured import schema_of_format, schema_of_vllm
 from rlboost.services.rollout_manager.serving.tools import tools_of_request
@@ -413,25 +411,6 @@ class ChatBody(_CompletionBase):
         """Return True if tool calls are read from the answers."""
         return bool(self.callable_tools)
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
-        if self.top_logprobs and not self.logprobs:
-            raise _conflict("top_logprobs", "give logprobs: true with it")
-        if self.must_call and not self.callable_tools:
-            raise _conflict("tool_choice", "tools has no function that it allows")
-        if self.structured_outputs is not None and self.response_format is not None:
-            raise _conflict("structured_outputs", "give it or response_format, not both")
-        return self
-
-    @property
-    def requested_tokens(self) -> int | None:
-        """Return the number of tokens that the client asks for, None if it leaves it to us."""
-        return self.max_completion_tokens or self.max_tokens
-
-
-def _conflict(param: str, text: str) -> PydanticCustomError:
-    return PydanticCustomError("conflict", "{text}", {"text": text, "param": param})
-
 
 Body = TypeVar("Body", CompletionBody, ChatBody)
 
@@ -448,17 +427,24 @@ def parse_completion(raw: dict[str, Any]) -> CompletionBody:
 
 def parse_chat(raw: dict[str, Any]) -> ChatBody:
     """Return the request in a body; see `parse_completion`."""
-    return _parse(ChatBody, raw)
+    body = _parse(ChatBody, raw)
+    if body.top_logprobs and not body.logprobs:
+        raise _conflict("top_logprobs", "give logprobs: true with it")
+    if body.must_call and not body.callable_tools:
+        raise _conflict("tool_choice", "tools has no function that it allows")
+    if body.structured_outputs is not None and body.response_format is not None:
+        raise _conflict("structured_outputs", "give it or response_format, not both")
+    return body
+
+
+def _conflict(param: str, detail: str) -> Problem:
+    return openai_problem(400, "Invalid value", f"{param}: {detail}", param=param)
 
 
 def _parse(body: type[Body], raw: dict[str, Any]) -> Body:
     try:
         return body.model_validate(supported_fields(raw, body.model_fields))
     except ValidationError as error:
-        first = error.errors()[0]
-        if not first["loc"]:
-            param = str(first["ctx"]["param"])
-            raise openai_problem(400, "Invalid value", f"{param}: {first['msg']}", param=param) from error
-        field = str(first["loc"][0])
+        field = str(error.errors()[0]["loc"][0])
         lines = [line for line in describe(error, body) if line.partition(":")[0].partition(".")[0] == field]
         raise openai_problem(400, "Invalid value", "; ".join(lines), param=field) from error
