@@ -87,9 +87,9 @@ def test_agent_by_responses_continues_with_its_session(system: System) -> None:
     assert n_calls
 
 
-def test_wrong_tools_and_forced_calls_are_refused_by_name(system: System) -> None:
+def test_wrong_tools_are_refused_by_name(system: System) -> None:
     wrong: list[tuple[str, dict[str, Any]]] = [
-        ("tool_choice", {"tools": [ADD], "tool_choice": "required"}),
+        ("tool_choice", {"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}}),
         ("tools", {"tools": [ADD, ADD]}),
         ("chat_template_kwargs", {"extra_body": {"chat_template_kwargs": {"messages": []}}}),
     ]
@@ -97,6 +97,13 @@ def test_wrong_tools_and_forced_calls_are_refused_by_name(system: System) -> Non
         with pytest.raises(BadRequestError) as caught:
             system.openai.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "t3"}], **more)
         assert caught.value.param == param
+
+
+def test_call_that_no_token_of_the_model_can_begin_is_refused(system: System) -> None:
+    with pytest.raises(BadRequestError, match="allows none of the model's tokens"):
+        system.openai.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "t3"}], tools=[ADD], tool_choice="required"
+        )
 
 
 def test_models_have_their_context_where_the_manager_can_read_it(system: System) -> None:
@@ -112,7 +119,7 @@ def test_documented_agent_runs(system: System, tmp_path: Path, monkeypatch: pyte
     (tmp_path / ".rlboost" / "config.json").write_text('{"url": "", "token": ""}')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("openai.OpenAI", lambda **_: system.openai)
-    (block,) = blocks_in(ROOT / "docs" / "agents.md", "python")
+    block = blocks_in(ROOT / "docs" / "agents.md", "python")[0]
     module: dict[str, Any] = {}
     for _ in range(12):
         exec(block.replace('model="agent"', 'model="tiny"'), module)

@@ -192,6 +192,10 @@ def test_messages_of_anthropic_are_turns_that_continue(system: System) -> None:
         ({"n": 2}, 400, "one answer a turn"),
         ({"stop": "t9"}, 400, "stop: not supported in a trainable session"),
         ({"seed": 3}, 400, "seed: not supported"),
+        ({"logit_bias": {"5": 1}}, 400, "logit_bias: not supported"),
+        ({"logprobs": True, "top_logprobs": 2}, 400, "top_logprobs: not supported"),
+        ({"response_format": {"type": "json_object"}}, 400, "response_format: not supported"),
+        ({"tools": [ADD], "tool_choice": "required"}, 400, "tool_choice: a trainable session draws"),
         ({"model": "gpt-9"}, 404, "'policy'"),
     ],
 )

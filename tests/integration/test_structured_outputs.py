@@ -11,6 +11,8 @@ from openai import BadRequestError
 from pydantic import BaseModel, Field
 
 from rlboost.services.rollout_worker.adapters.manager_http import fetch_tokenizer
+from tests.support.doc_snippets import blocks_in
+from tests.support.generated_docs import ROOT
 from tests.support.model_folder import write_character_tokenizer
 from tests.support.service_process import TOKEN
 from tests.support.serving_system import TEMPLATE, System, until
@@ -172,6 +174,13 @@ def test_schema_that_cannot_be_enforced_is_refused_before_any_worker(system: Sys
     with pytest.raises(BadRequestError, match="top_logprobs: give logprobs"):
         system.openai.chat.completions.create(model="tiny", messages=MESSAGES, top_logprobs=3)
     assert system.audit()["serving"]["requested"] == before
+
+
+def test_documented_answer_is_an_object(system: System) -> None:
+    block = blocks_in(ROOT / "docs" / "agents.md", "python")[1]
+    module: dict[str, Any] = {"client": system.openai, "messages": MESSAGES}
+    exec(block.replace('model="agent"', 'model="tiny", max_tokens=900, seed=3'), module)
+    assert isinstance(module["parsed"].choices[0].message.parsed, module["Guess"])
 
 
 async def test_tokenizer_that_cannot_be_fetched_is_empty(system: System) -> None:

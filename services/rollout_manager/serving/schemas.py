@@ -411,6 +411,11 @@ class ChatBody(_CompletionBase):
         """Return True if tool calls are read from the answers."""
         return bool(self.callable_tools)
 
+    @property
+    def requested_tokens(self) -> int | None:
+        """Return the number of tokens that the client asks for, None if it leaves it to us."""
+        return self.max_completion_tokens or self.max_tokens
+
 
 Body = TypeVar("Body", CompletionBody, ChatBody)
 

@@ -176,7 +176,10 @@ class RequestTable:
         if not matcher.accept(self.tokens(slot)[len(request.prompt) :].tolist()):
             self._matchers[request.key] = _MISMATCH  # `commit` ends it
             return None
-        return matcher.allowed()
+        allowed = matcher.allowed()
+        if not allowed.any():
+            self._matchers[request.key] = "its grammar allows none of the model's tokens"
+        return allowed
 
     @property
     def positions(self) -> Ints:
