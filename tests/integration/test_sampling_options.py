@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("xgrammar")
 
 from rlboost.services.rollout_manager.serving.structured import grammar  # noqa: E402 - only where torch is
+from rlboost.services.rollout_worker.adapters.grammar_tokens import tokenizer_for_grammars  # noqa: E402
 from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine  # noqa: E402
 from rlboost.services.rollout_worker.ports import Engine  # noqa: E402
 from rlboost.shared.messages import (  # noqa: E402
@@ -63,7 +64,8 @@ def model() -> Any:
 
 @pytest.fixture(scope="module")
 def tokenizer_json(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return (write_character_tokenizer(tmp_path_factory.mktemp("tokenizer")) / "tokenizer.json").read_text()
+    folder = write_character_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    return tokenizer_for_grammars((folder / "tokenizer.json").read_text())
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", autouse=True)
@@ -91,6 +93,11 @@ def distribution(prompt: list[int], tokens: list[int]) -> Any:
     """Return the log-probabilities [tokens, vocabulary] of a plain forward pass."""
     logits = model()(input_ids=torch.tensor([prompt + tokens]), use_cache=False).logits[0, len(prompt) - 1 : -1]
     return torch.log_softmax(logits.float(), -1)
+
+
+async def test_unusable_tokenizer_is_none() -> None:
+    for text in ("", "{", "[]", '{"model": {"type": "BPE"}}'):
+        assert tokenizer_for_grammars(text) == ""
 
 
 async def test_both_engines_support_all_options(engine: Engine) -> None:

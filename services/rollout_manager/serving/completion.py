@@ -49,7 +49,7 @@ from rlboost.shared.messages import GroupRequested, SampleDropped, SampleFinishe
 from rlboost.shared.model.tool_calls import HERMES, CallStyle, opens_thought
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Append, Op
-from rlboost.shared.wire import I32, ints, length, pack, unpack
+from rlboost.shared.wire import I32, MAX_SAMPLE_BYTES, TOP, ints, length, pack, unpack
 
 log = structlog.get_logger(__name__)
 
@@ -231,6 +231,11 @@ class Completion:
         if files.vocab_size is not None and body.logit_bias and body.logit_bias[-1][0] >= files.vocab_size:
             detail = f"logit_bias: token id {body.logit_bias[-1][0]} is outside the model's 0..{files.vocab_size - 1}"
             raise openai_problem(400, "Invalid value", detail, param="logit_bias")
+        most = max(map(self._max_tokens, self.prompts)) * n_samples * body.n_top_logprobs * TOP.itemsize
+        if most > MAX_SAMPLE_BYTES:
+            field_name = "logprobs" if isinstance(body, CompletionBody) else "top_logprobs"
+            detail = f"{field_name}: up to {most >> 20} MiB, and {MAX_SAMPLE_BYTES >> 20} MiB is the limit of a request"
+            raise openai_problem(400, "Invalid value", f"{detail}: request fewer, or fewer tokens", param=field_name)
         if self._grammar and (body.ignore_eos or body.min_tokens or not files.stop_token_ids):
             detail = "a structured output ends with a stop token: "
             detail += "leave out ignore_eos and min_tokens" if files.stop_token_ids else "the model has none"

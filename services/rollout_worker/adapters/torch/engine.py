@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -243,7 +242,7 @@ class TorchEngine(ThreadedEngine):
             do not fit are queued. 0 = 0.7 of the free memory on a GPU, or 1 GiB on a CPU.
         gpu_memory_utilization: fraction of the GPU's memory for weights, cache and passes, if `kv_cache_bytes` is 0;
             0 = no limit but the free memory.
-        tokenizer_json: see `EngineFactory.build`.
+        tokenizer_json: a `tokenizer_for_grammars`; empty for none.
 
     Raises:
         ConfigError: the directory or the model is not supported, or the cache is too small.
@@ -442,8 +441,8 @@ class TorchEngine(ThreadedEngine):
 
 
 def _grammar_compiler(tokenizer_json: str, vocabulary: int) -> GrammarCompiler | None:
-    """Return what compiles grammars, None without a tokenizer or the library for it."""
-    if not tokenizer_json or find_spec("xgrammar") is None:
+    """Return what compiles grammars, None without a tokenizer."""
+    if not tokenizer_json:
         return None
     from rlboost.services.rollout_worker.adapters.torch.grammar import GrammarCompiler  # noqa: PLC0415 - optional
 

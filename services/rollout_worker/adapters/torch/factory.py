@@ -33,6 +33,7 @@ class TorchFactory:
 
     def build(self, config_json: str, tokenizer_json: str = "") -> Engine:
         """See `EngineFactory`."""
+        from rlboost.services.rollout_worker.adapters.grammar_tokens import tokenizer_for_grammars  # noqa: PLC0415 - slow
         from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine  # noqa: PLC0415 - it imports torch
 
         with TemporaryDirectory(prefix="rlboost-model-") as directory:
@@ -44,5 +45,5 @@ class TorchFactory:
                 dtype=self.dtype,
                 kv_cache_bytes=self.kv_cache_bytes,
                 gpu_memory_utilization=self.gpu_memory_utilization,
-                tokenizer_json=tokenizer_json,
+                tokenizer_json=tokenizer_for_grammars(tokenizer_json),
             )

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import xgrammar
-from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from rlboost.services.rollout_worker.adapters.engine_thread import EngineThread
-from rlboost.services.rollout_worker.domain.grammar_tokens import without_special_tokens
+from rlboost.services.rollout_worker.adapters.grammar_tokens import loaded
 from rlboost.shared.errors import Rejected
 from rlboost.shared.messages import Sampling
 
@@ -25,14 +24,14 @@ class GrammarCompiler:
     """Compiles the grammars of requests in a thread of its own, one after the other: some take seconds.
 
     Args:
-        tokenizer_json: the tokenizer of the model, in the format of the library tokenizers.
+        tokenizer_json: a `tokenizer_for_grammars`.
         vocabulary: the model's number of token ids, of which the last ones may have no token.
 
     """
 
     def __init__(self, tokenizer_json: str, vocabulary: int) -> None:
         self._vocabulary = vocabulary
-        info = _tokenizer_info(Tokenizer.from_str(without_special_tokens(tokenizer_json)), vocabulary)
+        info = _tokenizer_info(loaded(tokenizer_json), vocabulary)
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=_CACHE_BYTES)
         self._thread = EngineThread("grammar-compiler")
 
@@ -77,12 +76,11 @@ class GrammarMatcher:
         return bits[: self._vocabulary].astype(np.bool_)
 
 
-def _tokenizer_info(tokenizer: Tokenizer, vocabulary: int) -> xgrammar.TokenizerInfo:
+def _tokenizer_info(tokenizer: PreTrainedTokenizerFast, vocabulary: int) -> xgrammar.TokenizerInfo:
     """Return the texts of tokens, without stop tokens: each request has its own."""
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-    kind = xgrammar.TokenizerInfo.from_huggingface(wrapped, vocab_size=vocabulary, stop_token_ids=[0])
+    kind = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocabulary, stop_token_ids=[0])
     texts = [""] * vocabulary
-    for text, token in tokenizer.get_vocab(with_added_tokens=True).items():
+    for text, token in tokenizer.get_vocab().items():
         if token < vocabulary:
             texts[token] = text
     return xgrammar.TokenizerInfo(texts, kind.vocab_type, vocab_size=vocabulary, add_prefix_space=kind.add_prefix_space)

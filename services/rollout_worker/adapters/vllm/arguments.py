@@ -18,7 +18,6 @@ from vllm.platforms import current_platform
 
 from rlboost.services.rollout_worker.adapters.vllm import plugin
 from rlboost.services.rollout_worker.adapters.vllm.options import VllmOptions, argument_error
-from rlboost.services.rollout_worker.domain.grammar_tokens import without_special_tokens
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.files import replace_file
 
@@ -37,7 +36,7 @@ def model_folder(config: dict[str, Any], tokenizer_json: str = "") -> Path:
 
     Args:
         config: the model's `config.json`.
-        tokenizer_json: its tokenizer in the format of the library tokenizers; empty for none.
+        tokenizer_json: a `tokenizer_for_grammars`; empty for none.
 
     Raises:
         ConfigError: the configuration names no model, or the cache cannot be written.
@@ -47,7 +46,7 @@ def model_folder(config: dict[str, Any], tokenizer_json: str = "") -> Path:
     files = {"config.json": json.dumps(named, sort_keys=True)}
     if tokenizer_json:
         files |= {
-            TOKENIZER_FILE: without_special_tokens(tokenizer_json),
+            TOKENIZER_FILE: tokenizer_json,
             "tokenizer_config.json": json.dumps(_TOKENIZER_CONFIG),
         }
     digest = hashlib.sha256("\0".join(files.values()).encode()).hexdigest()

@@ -74,10 +74,11 @@ class VllmFactory:
 
     def build(self, config_json: str, tokenizer_json: str = "") -> Engine:
         """See `EngineFactory`."""
+        from rlboost.services.rollout_worker.adapters.grammar_tokens import tokenizer_for_grammars  # noqa: PLC0415 - likewise
         from rlboost.services.rollout_worker.adapters.vllm.engine import VllmEngine, start  # noqa: PLC0415 - it imports vllm
 
         with engine_core_environment():
-            llm = start(config_json, self._options, tokenizer_json)
+            llm = start(config_json, self._options, tokenizer_for_grammars(tokenizer_json))
         return VllmEngine(llm, self._options)
 
 
