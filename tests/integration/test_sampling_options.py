@@ -83,6 +83,7 @@ async def engine(request: pytest.FixtureRequest, tokenizer_json: str, tmp_path: 
         engine = TorchEngine(folder, slots=SLOTS, tokenizer_json=tokenizer_json)
     else:
         vllm_engines.require()
+        vllm_engines.require_installed("lmformatenforcer")
         engine = await vllm_engines.start(model().config, slots=SLOTS, tokenizer_json=tokenizer_json)
     await engine.load_weights(0, Staged(tiny_models.weights(model())))
     yield engine

@@ -100,10 +100,9 @@ def test_wrong_tools_are_refused_by_name(system: System) -> None:
 
 
 def test_call_that_no_token_of_the_model_can_begin_is_refused(system: System) -> None:
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "t3"}], "tools": [ADD]}
     with pytest.raises(BadRequestError, match="allows none of the model's tokens"):
-        system.openai.chat.completions.create(
-            model="tiny", messages=[{"role": "user", "content": "t3"}], tools=[ADD], tool_choice="required"
-        )
+        system.openai.chat.completions.create(model="tiny", tool_choice="required", **asked)
 
 
 def test_models_have_their_context_where_the_manager_can_read_it(system: System) -> None:

@@ -41,10 +41,10 @@ def config(*, tied: bool = True) -> Any:
     return changed
 
 
-def require_installed() -> None:
-    """Skip where vLLM is not installed; fail in CI."""
-    if importlib.util.find_spec("vllm") is None:
-        why = "vllm is not installed: make install-vllm"
+def require_installed(module: str = "vllm") -> None:
+    """Skip where vLLM, or a module that it needs, is not installed; fail in CI."""
+    if importlib.util.find_spec(module) is None:
+        why = f"{module} is not installed: make install-vllm"
         if os.environ.get("CI") == "true":
             pytest.fail(why)
         pytest.skip(why)

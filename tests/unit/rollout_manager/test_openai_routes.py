@@ -324,6 +324,12 @@ async def test_logprobs_are_parallel_lists_streamed_or_not(site: Site) -> None:
     assert plain.logprobs is None
 
 
+async def test_more_logprobs_than_the_manager_holds_are_refused(site: Site) -> None:
+    with pytest.raises(BadRequestError, match="up to 80 MiB, and 64 MiB is the limit") as caught:
+        await site.client().completions.create(model="j", prompt="a", logprobs=20, max_tokens=1 << 19)
+    assert caught.value.param == "logprobs"
+
+
 async def test_requests_for_one_more_than_all_places_leave_some_to_the_system(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
