@@ -37,6 +37,7 @@ MANAGER = EVERYWHERE | {
     "GET /v1/jobs": "read",
     "GET /v1/jobs/{job_id}": "read",
     "GET /v1/jobs/{job_id}/spec": "read",
+    "GET /v1/jobs/{job_id}/tokenizer": "worker",
     "POST /v1/jobs/{job_id}/pause": "job",
     "POST /v1/jobs/{job_id}/resume": "job",
     "POST /v1/jobs/{job_id}/cancel": "job",
