@@ -45,7 +45,7 @@ from rlboost.shared.errors import BusUnavailable, Fenced
 from rlboost.shared.http.problem import Problem
 from rlboost.shared.http.scopes import SYSTEM, Principal
 from rlboost.shared.ids import MAX_REQUESTS, request_group
-from rlboost.shared.messages import GroupRequested, SampleDropped, SampleFinished, Sampling
+from rlboost.shared.messages import GroupRequested, SampleDropped, SampleFinished, Sampling, SamplingOption
 from rlboost.shared.model.tool_calls import HERMES, CallStyle, opens_thought
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Append, Op
@@ -233,18 +233,25 @@ class Completion:
             raise openai_problem(400, "Invalid value", detail, param="logit_bias")
         most = max(map(self._max_tokens, self.prompts)) * n_samples * body.n_top_logprobs * TOP.itemsize
         if most > MAX_SAMPLE_BYTES:
-            field_name = "logprobs" if isinstance(body, CompletionBody) else "top_logprobs"
+            field_name = self._field_of("top_logprobs")
             detail = f"{field_name}: up to {most >> 20} MiB, and {MAX_SAMPLE_BYTES >> 20} MiB is the limit of a request"
             raise openai_problem(400, "Invalid value", f"{detail}: request fewer, or fewer tokens", param=field_name)
-        if self._grammar and (body.ignore_eos or body.min_tokens or not files.stop_token_ids):
-            detail = "a structured output ends with a stop token: "
-            detail += "leave out ignore_eos and min_tokens" if files.stop_token_ids else "the model has none"
-            raise openai_problem(400, "Invalid value", f"{self._grammar_field}: {detail}", param=self._grammar_field)
+        if body.min_tokens > (shortest := min(map(self._max_tokens, self.prompts))):
+            detail = f"min_tokens: {body.min_tokens} are more than the {shortest} tokens that a completion may have"
+            raise openai_problem(400, "Invalid value", detail, param="min_tokens")
+        has_end = bool(files.stop_token_ids or body.stop_token_ids)
+        if self._grammar and (body.ignore_eos or body.min_tokens or not has_end):
+            param = self._field_of("grammar")
+            detail = "leave out ignore_eos and min_tokens" if has_end else "the model has none"
+            detail = f"{param}: a structured output ends with a stop token: {detail}"
+            raise openai_problem(400, "Invalid value", detail, param=param)
 
-    @property
-    def _grammar_field(self) -> str:
-        """Return the field that asks for the grammar."""
-        assert isinstance(self.body, ChatBody), "no other one has such a field"
+    def _field_of(self, option: SamplingOption) -> str:
+        """Return the field that asks for an option."""
+        if isinstance(self.body, CompletionBody):
+            return "logprobs" if option == "top_logprobs" else option
+        if option != "grammar":
+            return option
         if self.body.must_call:
             return "tool_choice"
         return "response_format" if self.body.structured_outputs is None else "structured_outputs"
@@ -257,18 +264,20 @@ class Completion:
         if schema is None and not self.body.must_call:
             return ""
         if style is not None and not has_json_arguments(style):
-            detail = f"{self._grammar_field}: no grammar is known for this model's tool calls: leave out "
-            detail += "response_format or the tools" if schema is not None else "tool_choice, or give 'auto'"
-            raise openai_problem(400, "Unsupported value", detail, param=self._grammar_field)
+            param = self._field_of("grammar")
+            advice = "tool_choice, or give 'auto'" if self.body.must_call else f"{param} or the tools"
+            detail = f"{param}: no grammar is known for this model's tool calls: leave out {advice}"
+            raise openai_problem(400, "Unsupported value", detail, param=param)
         return grammar(None if self.body.must_call else schema, self.body.callable_tools, style or HERMES)
 
     def _check_options(self) -> None:
         """Reject what no worker of the job supports: a `Problem` that names the field."""
-        job = self.job.id
-        workers = [worker for worker in self.manager.world.fleet.workers.values() if worker.job_id == job]
-        known = {option for worker in workers for option in worker.sampling_options}
-        for option in sorted(self._sampling(self.prompts[0]).options - known) if workers else ():
-            param = self._grammar_field if option == "grammar" else option
+        options, workers = self._sampling(self.prompts[0]).options, self.manager.world.fleet.workers.values()
+        # One without weights has no engine yet, and may support all of them.
+        engines = [worker for worker in workers if worker.job_id == self.job.id and worker.version >= 0]
+        missing = min((options - worker.sampling_options for worker in engines), key=len, default=frozenset())
+        for option in sorted(missing):
+            param = self._field_of(option)
             advice = "install xgrammar on workers, or leave it out" if option == "grammar" else "leave it out"
             detail = f"{param}: no worker of this job supports it: {advice}"
             raise openai_problem(400, "Unsupported parameter", detail, param=param)

@@ -324,6 +324,21 @@ async def test_logprobs_are_parallel_lists_streamed_or_not(site: Site) -> None:
     assert plain.logprobs is None
 
 
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [({"logprobs": 2}, "logprobs"), ({"extra_body": {"top_k": 3}}, "top_k"), ({"logit_bias": {"5": 1}}, "logit_bias")],
+)
+async def test_option_that_no_worker_supports_is_refused_by_name(site: Site, more: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadRequestError, match=f"{param}: no worker of this job supports it") as caught:
+        await site.client().completions.create(model="j", prompt="a", **more)
+    assert caught.value.param == param
+
+
+async def test_min_tokens_above_max_tokens_are_refused(site: Site) -> None:
+    with pytest.raises(BadRequestError, match="min_tokens: 9 are more than the 8 tokens"):
+        await site.client().completions.create(model="j", prompt="a", max_tokens=8, extra_body={"min_tokens": 9})
+
+
 async def test_more_logprobs_than_the_manager_holds_are_refused(site: Site) -> None:
     with pytest.raises(BadRequestError, match="up to 80 MiB, and 64 MiB is the limit") as caught:
         await site.client().completions.create(model="j", prompt="a", logprobs=20, max_tokens=1 << 19)
