@@ -240,8 +240,10 @@ class Gateway:
         given = {name: value for name, value in (body.get("sampling_params") or {}).items() if value is not None}
         given = {name: value for name, value in given.items() if name not in {"detokenize", "output_kind", *_IGNORED}}
         for_model = self.for_manager({"model": body.get("model")})
-        asked = {"logprobs": 1, **given, **for_model, "prompt": body["token_ids"], "return_token_ids": True}
-        asked["logprobs"] = max(1, int(asked["logprobs"] or 0))
+        if int(given.get("logprobs", 0)) > 1:
+            raise Refused(400, "logprobs: only those of the sampled tokens are returned here: use /v1/completions")
+        # 0 has those of the sampled tokens, and no others.
+        asked = {**given, **for_model, "prompt": body["token_ids"], "return_token_ids": True, "logprobs": 0}
         status, answer = await self.complete("/v1/completions", asked)
         made = json.loads(answer)
         if status != 200:

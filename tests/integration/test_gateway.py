@@ -153,6 +153,7 @@ def test_pause_holds_new_requests_and_wait_ends_those_in_flight(served: Served) 
         ("/v1/completions", {"model": "other", "prompt": PROMPT}, 404, "'other' does not exist"),
         ("/v1/completions", {"prompt": PROMPT, "prompt_logprobs": 1}, 400, "prompt_logprobs"),
         ("/inference/v1/generate", {"token_ids": PROMPT, "stream": True}, 400, "stream"),
+        ("/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": {"logprobs": 2}}, 400, "logprobs"),
         ("/inference/v1/generate", {"token_ids": PROMPT, "features": {"a": 1}}, 400, "text only"),
     ],
 )

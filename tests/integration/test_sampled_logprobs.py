@@ -231,7 +231,11 @@ def top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 async def test_engine_that_samples_wrongly_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch, wrong: Callable[[Any, Any], tuple[Any, Any]]
 ) -> None:
-    monkeypatch.setattr(torch_engine_module, "sample", lambda logits, *rest: wrong(sample(logits, *rest), logits))
+
+    def sample_wrongly(logits: Tensor, *settings: Any, **limits: Any) -> tuple[Tensor, Tensor]:
+        return wrong(sample(logits, *settings, **limits), logits)
+
+    monkeypatch.setattr(torch_engine_module, "sample", sample_wrongly)
     engine = TorchEngine(folder, slots=16)
     with pytest.raises(ParityCheckFailed, match=r"version 1: .*Remove OPTION"):
         await load(engine, referenced(folder), suspects="Remove OPTION.")
