@@ -331,7 +331,7 @@ class Tokens:
     def create(self, scope: str, *, job: str = "", name: str = "", expires_s: float | None = None) -> Json:
         """Create a token that expires after a time, None for never; return it with its `secret`.
 
-        `scope` is `admin`, `job`, `read`, `worker`, or `trainer`, which is for one external `job`.
+        `scope` is `admin`, `agent`, `job`, `read`, `worker`, or `trainer`, which is for one external `job`.
         """
         # A repeated request replaces the token of the first one, whose secret was lost with its response.
         body = {"id": new_token(8), "scope": scope, "job": job, "name": name, "expires_s": expires_s}

@@ -29,6 +29,7 @@ class TokenScope(StrEnum):
     """Scope of a token."""
 
     ADMIN = "admin"
+    AGENT = "agent"
     JOB = "job"
     READ = "read"
     TRAINER = "trainer"
@@ -43,8 +44,8 @@ def create(
     scope: Annotated[
         TokenScope,
         typer.Option(
-            help="worker = join the fleet; read = see everything; job = also run jobs; trainer = train one external "
-            "job; admin = everything."
+            help="worker = join the fleet; agent = run agents of jobs; read = see everything; job = also run jobs; "
+            "trainer = train one external job; admin = everything."
         ),
     ],
     job: Annotated[str, typer.Option(help="With --scope trainer: id of the job.")] = "",

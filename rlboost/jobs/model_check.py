@@ -147,7 +147,7 @@ def code_problems(spec: JobSpec) -> list[str]:
         for field, path, arguments, kind in asked
         if path
     ]
-    if spec.agent is not None:
+    if spec.agent is not None and spec.agent.function is not None:
         arguments, limit_s = (spec.agent.function, json.dumps(spec.agent.arguments)), spec.agent.timeout_s
         found.append(complaint("agent.function", spec.agent.function, _AGENT_SCRIPT, *arguments, more_s=limit_s))
     return [problem for problem in found if problem and not _needs_torch(problem)]

@@ -336,6 +336,11 @@ class Manager:
             self._leadership.replace_dead(leader)
 
     @property
+    def url(self) -> str:
+        """Return where clients reach this manager."""
+        return self._leadership.record.url
+
+    @property
     def leads(self) -> bool:
         """Return True if this manager leads and has recovered the world."""
         return self.recovered and self._leadership.leads

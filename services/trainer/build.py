@@ -119,6 +119,8 @@ def _rewards(config: Settings, spec: JobSpec, waits: Waits, folder: Path, data: 
 
 
 def _environments(spec: JobSpec, waits: Waits, folder: Path, style: CallStyle) -> EnvironmentPool | None:
+    if spec.agent is not None and spec.agent.remote:
+        return None
     if spec.agent is not None:
         return EnvironmentPool(spec.agent, waits, UserCodeLog(folder / "agent.log"), style)
     if spec.environment is None:

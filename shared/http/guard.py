@@ -7,7 +7,7 @@ service hold and parse a body of any size.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 import structlog
@@ -36,6 +36,8 @@ _DOCUMENTED = Depends(HTTPBearer(auto_error=False))
 """Shows in the OpenAPI document that a route needs a token; the route itself checks it."""
 
 _PRINCIPAL_KEY = "rlboost.principal"
+TOKEN_SCOPES: Mapping[Scope, Scope] = {"models": "read", "session": "job"}
+"""Scope for which users create no tokens -> the least that includes it."""
 
 
 _Handler = Callable[[Request], Coroutine[Any, Any, Response]]
@@ -127,8 +129,9 @@ class Guard:
         if principal is None:
             raise self._unauthorized(request, given)
         if not principal.may(scope):
+            needed = TOKEN_SCOPES.get(scope, scope)
             detail = (
-                f"this route needs a token of scope {scope!r}, and this one has {principal.scope!r}: an administrator "
+                f"this route needs a token of scope {needed!r}, and this one has {principal.scope!r}: an administrator "
                 f"creates one with 'rlboost token create'"
             )
             raise Problem(403, "Forbidden", detail)

@@ -31,6 +31,7 @@ _MEANINGS = {
     403: "the token does not permit this request",
     404: "there is no such job, worker or other resource",
     409: "the current state forbids it",
+    410: "it has ended",
     413: "the body is too large",
     416: "the range starts after the end",
     422: "a value is invalid: see `errors` and `detail`",

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
-TokenScope = Literal["admin", "job", "read", "trainer", "worker"]
+TokenScope = Literal["admin", "agent", "job", "read", "trainer", "worker"]
 """Scope of a token that a user creates: `admin` may do everything, `job` run jobs, `read` see them, `trainer` train one
-external job, `worker` join the fleet."""
-Scope = Literal[TokenScope, "publish", "session", "weights"]
-"""`publish`: upload and commit weights of one job; `session`: call the model as one agent; `weights`: download weights.
-Users do not create tokens of these: a trainer issues keys of sessions, and the manager gives external trainers and
-workers credentials for weights."""
+external job, `worker` join the fleet, `agent` take the sessions of remote agents."""
+Scope = Literal[TokenScope, "models", "publish", "session", "weights"]
+"""`models`: see which models are served; `publish`: upload and commit weights of one job; `session`: call the model as
+one agent; `weights`: download weights. Users do not create tokens of these: a trainer issues keys of sessions, and the
+manager gives external trainers and workers credentials for weights."""
 
 _GRANTED: dict[Scope, frozenset[Scope]] = {
-    "admin": frozenset({"admin", "job", "publish", "read", "session", "trainer", "worker", "weights"}),
-    "job": frozenset({"job", "read", "session", "trainer"}),
-    "read": frozenset({"read"}),
+    "admin": frozenset(get_args(Scope)),
+    "agent": frozenset({"agent"}),
+    "job": frozenset({"agent", "job", "models", "read", "session", "trainer"}),
+    "models": frozenset({"models"}),
     "publish": frozenset({"publish"}),
-    "session": frozenset({"session"}),
+    "read": frozenset({"models", "read"}),
+    "session": frozenset({"models", "session"}),
     "trainer": frozenset({"trainer"}),
     "worker": frozenset({"worker"}),
     "weights": frozenset({"weights"}),

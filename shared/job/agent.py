@@ -95,13 +95,15 @@ class AgentRun:
     async def step(self, text: str) -> Step:
         """Run the agent to its end."""
         start, given = secrets.token_hex(4), json.loads(text)
-        session = Session(**{**given, "key": key_of_start(given["key"], start)})
-        reward, raised = 0.0, ""
-        try:
-            reward = _checked(await self._result(session))
-        except Exception as error:  # noqa: BLE001 - the user's agent may raise anything
-            raised = describe_error(error, self._row)
+        reward, raised = await self.run(Session(**{**given, "key": key_of_start(given["key"], start)}))
         return Step(json.dumps(AgentEnd(start, raised)), reward, done=True)
+
+    async def run(self, session: Session) -> tuple[float, str]:
+        """Run the agent; return its reward, and what it raised, empty if it returned a reward."""
+        try:
+            return _checked(await self._result(session)), ""
+        except Exception as error:  # noqa: BLE001 - the user's agent may raise anything
+            return 0.0, describe_error(error, self._row)
 
     async def _result(self, session: Session) -> object:
         call = partial(self._agent, session, self._row)

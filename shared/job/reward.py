@@ -114,7 +114,7 @@ class RewardSpec(Section):
 class ConversationSpec(Section):
     """What environments and agents have in common."""
 
-    function: FunctionPath
+    function: FunctionPath | None = None
     """`package.module:function`."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function."""
@@ -151,10 +151,24 @@ class EnvironmentSpec(ConversationSpec):
 class AgentSpec(ConversationSpec):
     """The agent of a job; see `shared.job.agent`."""
 
-    function: FunctionPath
+    function: FunctionPath | None = None
     """`package.module:function`, called with a session and the data row, that runs the agent and
     returns its reward; may be async. Or a class: its one instance for each process is called so."""
+    remote: bool = False
+    """Hosts elsewhere take the sessions and run the agents (`rlboost agents`), in place of `function`."""
     max_turns: int = Field(16, ge=1)
     """Maximum number of calls of the model in one session, repeated ones not counted."""
+    max_tokens: int | None = Field(None, ge=1)
+    """Maximum number of tokens that the model generates in one session; no limit by default."""
     timeout_s: float = Field(600.0, gt=0)
     """Seconds for one session."""
+
+    @model_validator(mode="after")
+    def _runs_in_one_place(self) -> Self:
+        if self.remote == (self.function is not None):
+            raise ValueError("give either function, or remote: true if hosts elsewhere run the agents")
+        defaults = type(self).model_fields
+        changed = [name for name in ("workers", "concurrency") if getattr(self, name) != defaults[name].default]
+        if self.remote and changed:
+            raise ValueError(f"{changed[0]}: a host of agents has its own: remove it, and see 'rlboost agents --help'")
+        return self

@@ -9,7 +9,7 @@ under `names.session_opened`, and each one that has ended under `names.session_f
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
@@ -19,6 +19,12 @@ from rlboost.shared.messages import Sampling
 from rlboost.shared.streams import names
 
 SESSION = "session"
+TASK = "task"
+"""Field of a session: what the host of a remote agent gets (`SessionTask`)."""
+LEASED = "leased"
+"""Field of a session: the start of its agent that a host runs; calls of earlier ones are refused."""
+REWARDED = "rewarded"
+"""Field of a session: how its host has ended it (a `SessionRewarded` as JSON); further calls are refused."""
 KEY_PREFIX = "sk-rlboost-session-"
 _KEY = re.compile(re.escape(KEY_PREFIX) + r"(.+-[0-9a-f]{1,16})-([0-9a-f]{64})(?:\.([0-9A-Za-z]{1,32}))?")
 
@@ -46,12 +52,44 @@ class SessionRecord(BaseModel):
     sampling: Sampling
     """Of its turns; `max_tokens` is the most of one turn."""
     vocab_size: int = 0
+    max_tokens: int = 0
+    """Of one start of its agent, generated in all its turns; 0 for no limit."""
     is_over: bool = False
     """True once its agent has ended: further calls are refused."""
 
     def turn_id(self, number: int) -> int:
         """Return the packed id of a turn, counted from 0."""
         return SampleId.unpack(self.sample)._replace(group=self.first + number * self.stride, member=0).pack()
+
+
+class SessionTask(BaseModel):
+    """What the host of a remote agent gets with its session."""
+
+    model_config = ConfigDict(frozen=True)
+
+    row: dict[str, Any]
+    """The data row, with the prompt under `prompt`."""
+    arguments: dict[str, Any] = {}
+    """Further arguments of the agent."""
+    sample: str
+    """Name of the sample, as in events and on the page."""
+    step: int
+    is_eval: bool
+    timeout_s: float
+
+
+class Offer(BaseModel):
+    """A session that hosts may take, and the host that has taken it last."""
+
+    model_config = ConfigDict(frozen=True)
+
+    start: str = ""
+    """Name of the start of its agent; empty before the first."""
+    until: float = 0.0
+    """When its lease ends, unless the host renews it (Unix seconds)."""
+    expires_at: float = 0.0
+    """When the session's time is over (Unix seconds)."""
+    n_starts: int = 0
 
 
 class SessionId(NamedTuple):

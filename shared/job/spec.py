@@ -106,8 +106,10 @@ class ServiceJob(BaseJob):
     @model_validator(mode="after")
     def _has_the_agent_of_its_rows(self) -> Self:
         for rows in self.data.rows:
-            if AGENT_ROWS in names_of(rows.source) and getattr(self, "agent", None) is None:
-                raise ValueError(f"{rows.field}: {AGENT_ROWS} are the rows of the job's agent, and it has none")
+            agent: AgentSpec | None = getattr(self, "agent", None)
+            if AGENT_ROWS in names_of(rows.source) and (agent is None or agent.function is None):
+                has = "it has none" if agent is None else "a remote agent has none here"
+                raise ValueError(f"{rows.field}: {AGENT_ROWS} are the rows of the job's agent, and {has}")
         return self
 
     @model_validator(mode="after")
@@ -205,7 +207,8 @@ class _RewardedJob(ServiceJob):
     @field_validator("reward")
     @classmethod
     def _has_a_reward(cls, value: RewardSpec | None, info: ValidationInfo) -> RewardSpec | None:
-        gives_reward = any(info.data.get(section) is not None for section in ("environment", "agent"))
+        # An invalid section is missing here, and has an error of its own.
+        gives_reward = any(info.data.get(section, "invalid") is not None for section in ("environment", "agent"))
         if value is None and not gives_reward:
             raise ValueError(f"a job of kind {info.data.get('kind')} needs it, or an environment or agent")
         if value is not None and not gives_reward and not any(part.weight for part in value.parts):

@@ -42,6 +42,7 @@ from rlboost.shared.messages.requests import (
     SeedingEnded,
     SeedingReopened,
     SessionEnded,
+    SessionRewarded,
     TurnAnswered,
     TurnOpened,
 )
@@ -123,6 +124,7 @@ __all__ = [
     "SeedingEnded",
     "SeedingReopened",
     "SessionEnded",
+    "SessionRewarded",
     "StepReport",
     "StoreCredential",
     "Suspend",

@@ -200,6 +200,19 @@ class SessionEnded(Message):
 
 
 @message
+class SessionRewarded(Message):
+    """Manager -> trainer: the host of an agent has ended its session. The first record of a session counts."""
+
+    session: PackedId
+    start: str = ""
+    """Which start of the agent came to this end."""
+    reward: float = 0.0
+    reason: Literal["", "infrastructure", "timeout", "crashed"] = ""
+    """Why it has no reward; empty otherwise."""
+    detail: str = ""
+
+
+@message
 class TurnAnswered(Message):
     """Trainer -> its successor: an environment's reply to one turn. The first record of a sample counts.
 

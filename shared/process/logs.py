@@ -27,6 +27,8 @@ MAX_CHARACTERS = 2_000
 _HIDDEN = "***"
 _URL_LOGIN = re.compile(r"(?<=://)[^/\s@]*:[^/\s@]*(?=@)")
 _ACCESS_TOKEN = re.compile(r"\brlb_[\w.-]+")
+IN_EVENTS = "_in_events"
+"""Marks a line of an event that is also appended to the job's events, which its log shows, too."""
 _OMITTED = frozenset({"event", "level", "timestamp", "service", "job"})
 
 
@@ -51,7 +53,9 @@ class LogBuffer:
         self._secrets = tuple(secret for secret in secrets if secret)
 
     def __call__(self, _logger: Any, _method: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-        """Retain a line, and return it unchanged."""
+        """Retain a line, unless it is of an event that the job's log has anyway; return it without that mark."""
+        if line.pop(IN_EVENTS, False):
+            return line
         fields = " ".join(f"{name}={value}" for name, value in line.items() if name not in _OMITTED)
         text = self.without_secrets(f"{line.get('level', 'info')} {line.get('event', '')} {fields}".rstrip())
         if len(self._lines) == MAX_BUFFERED:

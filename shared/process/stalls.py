@@ -16,7 +16,7 @@ TICK_S = 0.01
 WINDOW_S = 60.0
 LONG_S = 0.01
 """A `Turnstile` lets fewer coroutines continue at once where an iteration of the loop takes longer than this."""
-MAX_AT_ONCE = 8
+MAX_AT_ONCE = 4
 
 
 class Stalls(Collector):

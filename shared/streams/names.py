@@ -118,6 +118,11 @@ def session(job_id: str, sample: int) -> str:
     return f"{PREFIX}job:{job_id}:session:{sample:x}"
 
 
+def job_offers(job_id: str) -> str:
+    """Hash: session of a remote agent -> the host that runs it, and until when (JSON), as long as hosts may take it."""
+    return f"{PREFIX}job:{job_id}:session.offers"
+
+
 def session_opened(turn: int) -> str:
     """Field of a session: a turn as its call asked for it."""
     return f"opened:{turn:x}"

@@ -9,10 +9,11 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 
-from tests.support.black_box import ROOT, Observer, black_box
+from tests.support.black_box import ROOT, BlackBox, Observer, black_box, start_forked
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -53,6 +54,85 @@ def test_agents_survive_the_death_of_worker_manager_and_trainer(tmp_path: Path) 
         shown = box.get(f"/v1/jobs/{job_id}/samples")
         assert {sample["reward"] for sample in shown} <= {0.0, 0.5, 1.0}
         assert len({sample["sample"] for sample in shown}) == len(shown) == STEPS * PROMPTS * GROUP + 2 * PROMPTS
+
+
+class Host:
+    """`rlboost agents`, with a token of its scope only."""
+
+    def __init__(self, box: BlackBox, log: Path, job: str, function: str, *options: str) -> None:
+        token = httpx.post(
+            f"{box.url}/v1/tokens", json={"scope": "agent"}, headers={"Authorization": f"Bearer {box.token}"}
+        ).json()["secret"]
+        arguments = (job, function, "--url", box.url, "--token", token, *options)
+        self.log = log
+        self.process = start_forked("agents", *arguments, log=log)
+
+    def kill(self) -> None:
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def end(self) -> str:
+        """Return what it has printed, once it ends by itself."""
+        assert self.process.wait(60) == 0, self.log.read_text()
+        return self.log.read_text()
+
+
+def test_remote_agents_survive_the_death_of_host_manager_and_trainer(tmp_path: Path) -> None:
+    """Two hosts share the sessions; each step, something dies while they run."""
+    spec = second_try()
+    function = spec["agent"].pop("function")
+    spec["agent"]["remote"] = True
+    with black_box(tmp_path / "state", workers=2) as box:
+        job_id = box.submit(spec)
+        hosts = [Host(box, tmp_path / f"host-{i}.log", job_id, function) for i in range(2)]
+        with closing(Observer(box.redis_url, job_id)) as observer:
+            for step, role in enumerate(("host", "manager", "trainer")):
+                box.until_step(job_id, step)
+                assert box.until_busy(job_id)
+                if role == "host":
+                    hosts.pop().kill()
+                    hosts.append(Host(box, tmp_path / "host-2.log", job_id, function))
+                else:
+                    pids = {process["role"]: process["pid"] for process in box.processes()}
+                    os.kill(pids[role], signal.SIGKILL)
+            box.until_completed(job_id)
+        n_turns = observer.check()
+        printed = [host.end() for host in hosts]
+        assert all("sessions ended here, 0 of them without a reward" in text for text in printed), printed
+        audit = box.get(f"/v1/jobs/{job_id}/audit")
+        assert audit["requested"] == audit["delivered"] == n_turns, audit
+        assert (audit["dropped"], audit["in_flight"]) == ({}, 0)
+        rows = box.get(f"/v1/jobs/{job_id}/metrics")
+        faults = {name: [row.get(name, 0) for row in rows] for name in FAULTS}
+        assert not any(map(any, faults.values())), faults
+        assert max(row["mismatch_kl"] for row in rows[:STEPS] if "mismatch_kl" in row) < 1e-5
+        shown = box.get(f"/v1/jobs/{job_id}/samples")
+        assert {sample["reward"] for sample in shown} <= {0.0, 0.5, 1.0}
+        assert len({sample["sample"] for sample in shown}) == len(shown) == STEPS * PROMPTS * GROUP + 2 * PROMPTS
+
+
+def test_each_misbehaving_remote_agent_fails_alone_with_its_cause(tmp_path: Path) -> None:
+    faults = {"raises": "agent_infrastructure", "not a number": "agent_infrastructure", "hangs": "agent_infrastructure"}
+    results = ["calls for ever", "edits its history", "", ""]
+    rows = [{"prompt": f"{2 + i},3,4>4{i}", "fault": fault} for i, fault in enumerate([*faults, *results])]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    spec = second_try()
+    del spec["eval"]
+    spec["data"] = {"train": str(tmp_path / "train.jsonl"), "prompts_per_step": len(rows)}
+    spec["agent"] = {"remote": True, "max_turns": 3, "timeout_s": 8, "replacements": 1}
+    with black_box(tmp_path / "state", workers=1) as box:
+        job_id = box.submit({**spec, "steps": 1})
+        host = Host(box, tmp_path / "host.log", "second-try-agent", "tests.support.agents:run")
+        job = box.until_completed(job_id)
+        assert "the tool server is down" in host.end()
+        (row,) = box.get(f"/v1/jobs/{job_id}/metrics")
+        assert row["groups/dropped/agent_infrastructure"] == len(faults)
+        shown = box.get(f"/v1/jobs/{job_id}/samples")
+        assert len(shown) == len(results) * GROUP
+        assert {sample["reward"] for sample in shown if sample["turns"] == 3} == {0.0}
+        warned = " ".join(job["warnings"]) + " ".join(str(event) for event in box.events(job_id))
+        for cause in ("the tool server is down", "the agent returned the reward nan", "no reward within 8 s"):
+            assert cause in warned
 
 
 FAULTY = {

@@ -208,7 +208,7 @@ def _body(route: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
         return "a job file"
     fields = schemas[schema["$ref"].rpartition("/")[2]]
     shown = {name: f"`{name}`: {_values(field)}" for name, field in fields["properties"].items()}
-    return ", ".join(text if name in fields["required"] else f"[{text}]" for name, text in shown.items())
+    return ", ".join(text if name in fields.get("required", ()) else f"[{text}]" for name, text in shown.items())
 
 
 def _values(field: Mapping[str, Any]) -> str:

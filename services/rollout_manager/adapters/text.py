@@ -307,9 +307,11 @@ class TextProcesses:
         if len(body) <= SMALL_BODY_BYTES:
             return parse_json(body)
         try:
-            return await self._call({"json": body}, "the request")
+            value = await self._call({"json": body}, "the request")
         except TokenizationError as error:
             raise InvalidJson(str(error)) from error
+        await asyncio.sleep(0)  # what comes next takes long, too
+        return value
 
     async def encode(self, model: str, texts: Sequence[str], *, add_special_tokens: bool) -> list[bytes]:
         """See `TextProcessor.encode`."""

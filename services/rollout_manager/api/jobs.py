@@ -16,7 +16,7 @@ from fastapi.routing import APIRoute
 from fastapi.staticfiles import StaticFiles
 
 from rlboost.services.rollout_manager.access import TokenTable
-from rlboost.services.rollout_manager.api import external, fleet, history
+from rlboost.services.rollout_manager.api import agents, external, fleet, history
 from rlboost.services.rollout_manager.api import tokens as access_tokens
 from rlboost.services.rollout_manager.api.leader import (
     AsLeader,
@@ -34,6 +34,7 @@ from rlboost.services.rollout_manager.domain.jobs import Job
 from rlboost.services.rollout_manager.domain.wait_status import job_phase, job_wait_status, redis_wait
 from rlboost.services.rollout_manager.fleet_loops import FleetScaler
 from rlboost.services.rollout_manager.loop import Manager
+from rlboost.services.rollout_manager.session_offers import SessionOffers
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.problem import GUARDED_ERRORS, Problem, Responses, problems
@@ -119,7 +120,7 @@ def build(
         responses=GUARDED_ERRORS | _STANDBY,
         dependencies=[Depends(leader_only)],
     )
-    for module in (sys.modules[__name__], history, external, fleet, access_tokens):
+    for module in (sys.modules[__name__], history, external, fleet, agents, access_tokens):
         module.ROUTES.add_to(router)
     own_paths = {route.path.split("/")[2] for route in router.routes if isinstance(route, APIRoute)}
     for add_routes in extensions:
@@ -129,6 +130,7 @@ def build(
         "RLBoost", guard=guard, not_ready_reason=lambda: not_leading_reason(manager), error_format=error_format
     )
     app.state.manager, app.state.bus, app.state.settings, app.state.tokens = manager, bus, settings, tokens
+    app.state.offers = SessionOffers(manager, bus, settings.token.get_secret_value())
     app.state.scaler = scaler or FleetScaler(manager, bus, settings)
     app.state.followers = history.EventFollowers(bus)
     app.state.creating = asyncio.Lock()

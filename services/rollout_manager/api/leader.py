@@ -25,6 +25,7 @@ from rlboost.shared.http.scopes import Scope
 from rlboost.shared.streams.bus import Bus
 
 _Endpoint = TypeVar("_Endpoint", bound=Callable[..., Any])
+_Result = TypeVar("_Result")
 
 
 class Routes:
@@ -122,10 +123,10 @@ async def leader_only(request: Request, manager: TheManager, settings: TheSettin
     raise Problem(307, "Not the leader", f"{leader.url} leads: send the request there", headers=headers)
 
 
-async def as_leader(writing: Awaitable[None]) -> None:
+async def as_leader(writing: Awaitable[_Result]) -> _Result:
     """Await a client's write; raises `Problem` 503 if this manager does not lead."""
     try:
-        await writing
+        return await writing
     except Fenced as error:
         raise _no_leader(str(error)) from error
 

@@ -53,6 +53,7 @@ from rlboost.shared.messages import (
     SeedingEnded,
     SeedingReopened,
     SessionEnded,
+    SessionRewarded,
     StepReport,
     TokenFrame,
     TurnAnswered,
@@ -244,7 +245,7 @@ def apply_delivered(progress: JobProgress, message: Message) -> None:
         case SeedingReopened():
             if progress.window:
                 progress.window.phase, progress.window.reopened = "open", True
-        case GroupOpened() | SessionEnded() | TurnAnswered() | TurnOpened():
+        case GroupOpened() | SessionEnded() | SessionRewarded() | TurnAnswered() | TurnOpened():
             pass  # notes for the trainer and its successor
         case _:
             raise Unprocessable(f"a {message.tag} does not belong among finished samples")

@@ -44,6 +44,7 @@ _JOB_KEYS = (
     names.job_lengths,
     names.job_curriculum,
     names.job_resampled,
+    names.job_offers,
     names.job_metrics,
     names.job_audit,
 )

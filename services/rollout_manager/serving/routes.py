@@ -32,7 +32,7 @@ from rlboost.services.rollout_manager.serving.schemas import (
     parse_chat,
     parse_completion,
 )
-from rlboost.services.rollout_manager.serving.sessions import Retry, Sessions
+from rlboost.services.rollout_manager.serving.sessions import POLICY, Retry, Sessions
 from rlboost.services.rollout_manager.serving.text import Conversations, Message, ServedModel, TextTooLong
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.shared.http.access import needs
@@ -90,21 +90,7 @@ def add_openai_routes(
 
     body_of_request: Any = Depends(parsed)
 
-    @router.get("/models", tags=["serving"], responses=_ERRORS)
-    @needs("read")
-    async def models() -> dict[str, Any]:
-        """List the jobs whose weights are served."""
-        jobs = _served_jobs(manager)
-        return {
-            "object": "list",
-            "data": [_model_object(manager, job, await served_models.max_len(job)) for job in jobs],
-        }
-
-    @router.get("/models/{model:path}", tags=["serving"], responses=_ERRORS)
-    @needs("read")
-    async def model(model: str) -> dict[str, Any]:
-        job = _find_job(manager, model)
-        return _model_object(manager, job, await served_models.max_len(job))
+    _add_model_routes(router, manager, served_models, sessions)
 
     @post("/completions", response_model=None, responses=_COMPLETION)
     @needs("job")
@@ -169,6 +155,28 @@ def add_openai_routes(
             return {"input_tokens": await chats.count(body, http)}
 
 
+def _add_model_routes(router: APIRouter, manager: Manager, served_models: ModelCache, sessions: Sessions) -> None:
+    async def shown(job: Job) -> dict[str, Any]:
+        return _model_object(manager, job, await served_models.max_len(job))
+
+    async def policy(subject: str, name: str) -> dict[str, Any]:
+        return await shown(sessions.job_of(SessionId.parse(subject), name)) | {"id": POLICY}
+
+    @router.get("/models", tags=["serving"], responses=_ERRORS)
+    @needs("models")
+    async def models(http: Request) -> dict[str, Any]:
+        """List the jobs whose weights are served; with the key of a session, its policy."""
+        if subject := principal_of(http).subject:
+            return {"object": "list", "data": [await policy(subject, POLICY)]}
+        return {"object": "list", "data": [await shown(job) for job in _served_jobs(manager)]}
+
+    @router.get("/models/{model:path}", tags=["serving"], responses=_ERRORS)
+    @needs("models")
+    async def model(model: str, http: Request) -> dict[str, Any]:
+        subject = principal_of(http).subject
+        return await (policy(subject, model) if subject else shown(_find_job(manager, model)))
+
+
 @dataclass(frozen=True, slots=True)
 class _Chats:
     """Starts the completions of chats."""
@@ -191,6 +199,7 @@ class _Chats:
             raise openai_problem(400, "Invalid value", "a conversation (X-Session-ID) has one answer a turn", param="n")
         job = _find_job(self.manager, body.model)
         served = await self.models.get(job)
+        await asyncio.sleep(0)  # a body may have many messages, each of which was looked at
         messages, options = _template_input(body)
         turn = None
         style = await _call_style(served, body)
@@ -207,7 +216,7 @@ class _Chats:
     async def _start_turn(self, body: ChatBody, principal: Principal, retry: Retry) -> Completion:
         """Return the completion of an agent's call in a trainable session, started."""
         sessions, session = self.sessions, SessionId.parse(principal.subject)
-        job = sessions.job_of(session, body)
+        job = sessions.job_of(session, body.model)
         served = await self.models.get(job)
         messages, options = _template_input(body)
         style = await _call_style(served, body)
@@ -225,7 +234,11 @@ class _Chats:
     async def count(self, body: ChatBody, http: Request) -> int:
         """Return the number of tokens of a chat's prompt."""
         subject = principal_of(http).subject
-        job = self.sessions.job_of(SessionId.parse(subject), body) if subject else _find_job(self.manager, body.model)
+        job = (
+            self.sessions.job_of(SessionId.parse(subject), body.model)
+            if subject
+            else _find_job(self.manager, body.model)
+        )
         served = await self.models.get(job)
         messages, options = _template_input(body)
         await _call_style(served, body)
@@ -344,6 +357,7 @@ async def _parsed_body(http: Request, text: TextProcessor) -> dict[str, Any]:
     """Return the JSON object of a request, as FastAPI would, which parses it in the manager's loop."""
     given = http.headers.get("Content-Type", "").partition(";")[0].strip().lower()
     body = await http.body()
+    await asyncio.sleep(0)  # a large body was copied, and is copied again
     if given != "application/json" and not (given.startswith("application/") and given.endswith("+json")):
         raise RequestValidationError([{"loc": ("body",), "input": body[:1], "msg": "not JSON", "type": "json_type"}])
     try:

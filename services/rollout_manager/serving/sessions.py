@@ -32,9 +32,10 @@ from rlboost.services.rollout_manager.loop import Manager
 from rlboost.services.rollout_manager.ports import TemplateOptions, TokenizationError
 from rlboost.services.rollout_manager.serving.schemas import ChatBody, openai_problem
 from rlboost.services.rollout_manager.serving.text import MAX_READS, Message, ServedModel, digest_with, digests
+from rlboost.services.rollout_manager.session_offers import check_leased
 from rlboost.shared.errors import BusUnavailable
 from rlboost.shared.http.problem import Problem
-from rlboost.shared.job.sessions import SESSION, SessionId, SessionRecord
+from rlboost.shared.job.sessions import LEASED, REWARDED, SESSION, SessionId, SessionRecord
 from rlboost.shared.messages import GroupRequested, SampleDropped, SampleFinished, TurnOpened
 from rlboost.shared.messages.codec import decode
 from rlboost.shared.streams import names
@@ -116,7 +117,14 @@ class _Known:
         n = len(self.turns)
         ids = [self.record.turn_id(number) for number in range(n, min(n + READ_AHEAD, self.record.n_ids))]
         ahead = [of(turn) for turn in ids for of in (names.session_opened, *_ENDS)]
-        return [SESSION, self.last, *(name for turn in self.turns.values() for name in turn.misses), *ahead]
+        return [
+            SESSION,
+            LEASED,
+            REWARDED,
+            self.last,
+            *(name for turn in self.turns.values() for name in turn.misses),
+            *ahead,
+        ]
 
     @property
     def last(self) -> str:
@@ -200,7 +208,7 @@ class Sessions:
         """Return the lock under which a turn is found and opened: calls of one agent may be concurrent."""
         return self._locks.setdefault(session.redis_key, asyncio.Lock())
 
-    def job_of(self, session: SessionId, body: ChatBody) -> Job:
+    def job_of(self, session: SessionId, model: str) -> Job:
         """Return the job of a session, which generates now.
 
         Raises:
@@ -210,7 +218,7 @@ class Sessions:
         job = self._manager.world.jobs.get(session.job_id)
         if job is None or job.record.ended:
             raise openai_problem(409, "Session over", f"the job {session.job_id} of this session has ended")
-        if body.model not in (POLICY, job.id, job.record.spec.name):
+        if model not in (POLICY, job.id, job.record.spec.name):
             detail = f"this session's key is for the model {POLICY!r}, which is job {job.id}: use this name"
             raise openai_problem(404, "Model not found", detail, param="model")
         return job.record
@@ -256,7 +264,7 @@ class Sessions:
             return _asked(session, record, before, known.prompt(before), _opening(session, before.id, now))
         if repeated := _repeated(same, retry):
             return _asked(session, record, repeated, known.prompt(repeated))
-        await self._check_limit(session, record, len(ours), len(turns))
+        await self._check_limit(session, record, ours, len(turns))
         parent = _parent(ours, found)
         given = _whole(known, parent) if parent else b""
         try:
@@ -273,7 +281,7 @@ class Sessions:
             n_messages=len(messages),
             messages=found[-1],
             tokens=tokens[len(given) :].hex(),
-            max_tokens=_max_tokens(body, record, model, length(tokens)),
+            max_tokens=_max_tokens(body, record, model, length(tokens), _n_generated(ours)),
             stop_token_ids=tuple(sorted({*record.sampling.stop_token_ids, *body.stop_token_ids})),
         )
         turn = _Turn(record.turn_id(len(turns)), new)
@@ -281,11 +289,15 @@ class Sessions:
         asked.ops.append(Append(names.rollouts_requested(session.job_id), asked.request))
         return asked
 
-    async def _check_limit(self, session: SessionId, record: SessionRecord, n_own: int, n_all: int) -> None:
-        """Refuse a call beyond the limit of turns, and record that it was."""
-        if n_own >= record.max_turns:
-            await self._manager.write([HashSet(session.redis_key, {names.session_limited(session.start): "1"})])
+    async def _check_limit(self, session: SessionId, record: SessionRecord, own: Sequence[_Turn], n_all: int) -> None:
+        """Refuse a call beyond the limits of one start, and record that it was."""
+        detail = ""
+        if len(own) >= record.max_turns:
             detail = f"this session has had its {record.max_turns} turns (agent.max_turns): end it with its reward"
+        elif record.max_tokens and _n_generated(own) >= record.max_tokens:
+            detail = f"this session has had its {record.max_tokens} tokens (agent.max_tokens): end it with its reward"
+        if detail:
+            await self._manager.write([HashSet(session.redis_key, {names.session_limited(session.start): "1"})])
             raise openai_problem(400, "Session limit", detail, param="messages")
         if n_all >= record.n_ids:
             detail = "the agent was started again and made other calls than before: this session has no turns left"
@@ -312,24 +324,24 @@ class Sessions:
         key, known = session.redis_key, self._forget(session.redis_key)
         try:
             async with self._reads:
-                if known is None or not await self._add_new(key, known):
+                if known is None or not await self._add_new(session, known):
                     world, stored = self._manager.world, await self._bus.hash_all(key)
-                    known = _Known(world, _record_of(stored))
+                    known = _Known(world, _open_record(stored, session))
                     known.add(stored)
         except BusUnavailable as error:
             raise openai_problem(503, "Unavailable", f"{error}: try again", headers={"Retry-After": "1"}) from error
         self._remember(key, known)
         return known
 
-    async def _add_new(self, key: str, known: _Known) -> bool:
+    async def _add_new(self, session: SessionId, known: _Known) -> bool:
         """Add what is new of a session; return False if what is known of it may be out of date."""
         n_new = READ_AHEAD
         while n_new >= READ_AHEAD:
             if not known.turns or known.world is not self._manager.world:
                 return False
             fields, last = known.missing, known.last
-            stored = dict(zip(fields, await self._bus.hash_some(key, fields), strict=True))
-            if _record_of(stored) != known.record or stored[last] is None:
+            stored = dict(zip(fields, await self._bus.hash_some(session.redis_key, fields), strict=True))
+            if _open_record(stored, session) != known.record or stored[last] is None:
                 return False  # it was over, and begins anew
             n_new = known.add(stored)
         return True
@@ -347,14 +359,11 @@ class Sessions:
             self._n_bytes -= n_bytes
 
 
-def _record_of(stored: Mapping[str, str | None]) -> SessionRecord:
-    text = stored.get(SESSION)
-    if text is None:
-        raise openai_problem(409, "Session over", "this session is not open: its step is over")
-    record = SessionRecord.model_validate_json(text)
-    if record.is_over:
-        raise openai_problem(409, "Session over", "this session has ended")
-    return record
+def _open_record(stored: Mapping[str, str | None], session: SessionId) -> SessionRecord:
+    try:
+        return check_leased(stored, session)
+    except Problem as problem:
+        raise openai_problem(problem.status, problem.title, problem.detail) from problem
 
 
 def _asked(
@@ -415,8 +424,14 @@ def _unsupported(detail: str, param: str) -> Problem:
     return openai_problem(400, "Unsupported value", detail, param=param)
 
 
-def _max_tokens(body: ChatBody, record: SessionRecord, model: ServedModel, n_prompt: int) -> int:
+def _n_generated(turns: Sequence[_Turn]) -> int:
+    return sum(length(turn.end.tokens) for turn in turns if isinstance(turn.end, SampleFinished))
+
+
+def _max_tokens(body: ChatBody, record: SessionRecord, model: ServedModel, n_prompt: int, n_generated: int) -> int:
     most = record.sampling.max_tokens
+    if record.max_tokens:
+        most = min(most, record.max_tokens - n_generated)
     if model.files.max_len is not None:
         most = max(1, min(most, model.files.max_len - n_prompt))
     return most if body.requested_tokens is None else min(most, body.requested_tokens)

@@ -113,6 +113,7 @@ class EnvironmentPool:
     ) -> None:
         """Start no process yet: see `start`. Their output goes to `log`; the model writes tool calls in `style`."""
         self._waits = waits
+        self._what = "the agent" if isinstance(spec, AgentSpec) else "the environment"
         self._log = log
         self._hosts = [_Host(spec, log, style) for _ in range(spec.workers)]
         self._host_of: dict[int, _Host] = {}
@@ -120,7 +121,7 @@ class EnvironmentPool:
 
     async def start(self) -> None:
         """See `Environments.start`."""
-        await start_all((host.process for host in self._hosts), self._waits, "the environment")
+        await start_all((host.process for host in self._hosts), self._waits, self._what)
 
     async def reset(self, row: dict[str, Any], seed: int) -> ResetResult:
         """See `Environments.reset`."""
@@ -159,7 +160,7 @@ class EnvironmentPool:
 
     async def close(self) -> None:
         """See `Environments.close`."""
-        async with self._waits.on("the environment", because="open environments close", limit_s=_CLOSE_LIMIT_S + 5):
+        async with self._waits.on(self._what, because="what is open closes", limit_s=_CLOSE_LIMIT_S + 5):
             await asyncio.gather(*(host.close() for host in self._hosts))
         if self._log is not None:
             self._log.close()
@@ -174,7 +175,7 @@ class _Host:
             "rlboost.services.trainer.children.environment",
             json.dumps({**spec.model_dump(mode="json"), "kind": kind, "call_style": asdict(style)}),
             f"{kind}.function",
-            spec.function,
+            spec.function or "",
             # The class of an agent may load data.
             IMPORT_LIMIT_S + (spec.timeout_s if kind == "agent" else 0),
         )

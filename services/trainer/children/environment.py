@@ -74,7 +74,7 @@ def main() -> int:
         return 1
     pipe.write({"ready": True})
     threads = Threads(spec.get("threads", 1))
-    host = Host(pipe.write, make, threads, spec["timeout_s"])
+    host = Host(pipe.write, make, threads, spec["timeout_s"], kind)
     _start_thread(_run_loop, host.serve(pipe.read), threads)
     threads.run()
     return 0
@@ -234,10 +234,16 @@ class Host:
     """The environments of this process's conversations."""
 
     def __init__(
-        self, write: Callable[[dict[str, Any]], None], make: Callable[[], Any], threads: Threads, timeout_s: float
+        self,
+        write: Callable[[dict[str, Any]], None],
+        make: Callable[[], Any],
+        threads: Threads,
+        timeout_s: float,
+        kind: str = "environment",
     ) -> None:
-        """Send messages to the trainer with `write`; see `serve`."""
+        """Send messages to the trainer with `write`; see `serve`. The log calls the user's code by its `kind`."""
         self.write = write
+        self._kind = kind
         self._make = make
         self._threads = threads
         self._lent_threads = LentThreads()
@@ -357,7 +363,7 @@ class Host:
             try:
                 await self._run(environment.close)
             except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's environment may raise anything
-                print(f"environment.close: {type(error).__name__}: {error}", file=sys.stderr)
+                print(f"{self._kind}.close: {type(error).__name__}: {error}", file=sys.stderr)
         return {}
 
     async def _run(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
@@ -412,7 +418,7 @@ class Host:
     def _expire(self, call: Call, where: str) -> None:
         """Answer a call that exceeds its limit, and discard its environment."""
         call.is_over = True
-        print(f"environment: no answer within the time limit\n{where}", file=sys.stderr)
+        print(f"{self._kind}: no answer within the time limit\n{where}", file=sys.stderr)
         self._forget(call.conversation)
         stuck = [one for one in list(self._threads.running.values()) if one.is_over]
         n_lent = sum(one is not None and one.is_over for one in list(self._lent_threads.running.values()))

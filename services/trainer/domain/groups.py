@@ -19,6 +19,7 @@ from rlboost.shared.messages import (
     SeedingEnded,
     SeedingReopened,
     SessionEnded,
+    SessionRewarded,
     TurnAnswered,
     TurnOpened,
 )
@@ -462,7 +463,7 @@ def _step_of(message: Message) -> int | None:
     match message:
         case SampleFinished() | SampleDropped() | TurnAnswered() | TurnOpened():
             return SampleId.unpack(message.sample).step
-        case SessionEnded():
+        case SessionEnded() | SessionRewarded():
             return SampleId.unpack(message.session).step
         case GroupOpened():
             return SampleId.unpack(message.group).step

@@ -14,7 +14,15 @@ from rlboost.services.trainer.domain.conversations import Conversation, Row
 from rlboost.services.trainer.domain.groups import GroupOutcome, StepCollector
 from rlboost.shared.errors import Unprocessable
 from rlboost.shared.ids import SampleId, group_of
-from rlboost.shared.messages import Message, SampleDropped, SampleFinished, SessionEnded, TurnAnswered, TurnOpened
+from rlboost.shared.messages import (
+    Message,
+    SampleDropped,
+    SampleFinished,
+    SessionEnded,
+    SessionRewarded,
+    TurnAnswered,
+    TurnOpened,
+)
 from rlboost.shared.wire import I32, U8, length, pack
 
 NO_CALL = "agent_made_no_call"
@@ -77,6 +85,8 @@ class Session:
     id: int
     nodes: dict[int, Node] = field(default_factory=dict)
     """Turn -> its node, in the order in which they were first opened."""
+    rewarded: SessionRewarded | None = None
+    """How the host of a remote agent has ended it."""
     end: SessionEnded | None = None
 
     @property
@@ -118,6 +128,7 @@ class SessionCollector(StepCollector):
         """Sample -> its session, once something is known of it."""
         self._begun_again: list[int] = []
         """Samples whose session begins again, and is not started yet."""
+        self._rewarded: list[Session] = []
 
     def apply(self, message: Message) -> GroupOutcome | None:
         """See `StepCollector.apply`."""
@@ -129,6 +140,9 @@ class SessionCollector(StepCollector):
                 return self._finish_turn(message)
             case SampleDropped():
                 return self._drop_turn(message)
+            case SessionRewarded():
+                self._reward_session(message)
+                return None
             case SessionEnded():
                 return self._end_session(message)
             case _:
@@ -148,6 +162,11 @@ class SessionCollector(StepCollector):
         """Return the samples whose session begins again, each once."""
         begun_again, self._begun_again = self._begun_again, []
         return begun_again
+
+    def take_rewarded(self) -> list[Session]:
+        """Return the sessions that hosts of remote agents have ended, each once."""
+        rewarded, self._rewarded = self._rewarded, []
+        return rewarded
 
     def _open_turn(self, message: TurnOpened) -> None:
         sample, first, _ = self._turn_of(message.sample)
@@ -184,11 +203,22 @@ class SessionCollector(StepCollector):
             return None
         return self._completed_session(session)
 
-    def _end_session(self, message: SessionEnded) -> GroupOutcome | None:
-        first = message.session
+    def _reward_session(self, message: SessionRewarded) -> None:
+        session = self._named(message.session)
+        if session.id == message.session and session.rewarded is None and session.end is None:
+            session.rewarded = message
+            self._rewarded.append(session)
+
+    def _named(self, first: int) -> Session:
+        """Return the session of a sample, which begins with this id unless another one has replaced it."""
         group = first if self._turns is None else self._turns.of(first).group_of(first)
         sample = self._replacements.get(group, {}).get(first) or first
-        session = self._sessions.setdefault(sample, Session(sample, first))
+        return self._sessions.setdefault(sample, Session(sample, first))
+
+    def _end_session(self, message: SessionEnded) -> GroupOutcome | None:
+        first = message.session
+        session = self._named(first)
+        sample = session.sample
         if session.id != first or session.end is not None:
             return None  # a repetition
         session.end = message

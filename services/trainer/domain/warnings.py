@@ -274,6 +274,8 @@ def _advice_on_dropped(reason: str, job_id: str) -> tuple[str, str]:
         return "the workers' engines reject or fail on these prompts", f"correct the prompts or sampling; {events}"
     if reason == "timeout":
         return "reward.function is too slow", "make it faster, or raise reward.timeout_s or reward.workers"
+    if reason == "agent_infrastructure":
+        return "the hosts of agents report faults of their own", f"look at their logs; {events}"
     if reason.startswith(("environment", "agent")):
         return f"{reason.partition('_')[0]}.function fails", f"correct it; {events}"
     return "reward.function fails on these completions", f"correct it; {events}"

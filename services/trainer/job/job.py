@@ -25,6 +25,7 @@ from rlboost.services.trainer.ports.storage import JobResources
 from rlboost.shared.errors import BusUnavailable, ConfigError, DiskFull, Fatal, Fenced, WaitTimedOut
 from rlboost.shared.job.spec import GeneratingJob, JobSpec, SftJob, parse_stored
 from rlboost.shared.messages import Event, JobReport, JobState
+from rlboost.shared.process.logs import IN_EVENTS
 from rlboost.shared.process.waiting import Waits, retry_while
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Append, Bus, Op
@@ -225,7 +226,7 @@ class Job:
 
     async def emit_event(self, kind: str, **fields: Any) -> None:
         """Log an event and append it to the job's events."""
-        log.info(kind, **fields)
+        log.info(kind, **{IN_EVENTS: True}, **fields)
         await self._append([Append(names.job_events(self.id), _event(kind, fields), names.MAX_EVENTS)])
 
     async def warn(self, *texts: str) -> None:

@@ -21,6 +21,7 @@ class EnvironmentFault(Exception):
 
         Args:
             reason: `raised`, `timeout`, `crashed`, `unserializable`, `unformattable`, `too_long` or `nondeterministic`;
+                `infrastructure`, of a remote agent;
                 or `released`: the conversation was released before the call started.
             detail: for people.
 
@@ -28,7 +29,7 @@ class EnvironmentFault(Exception):
         super().__init__(detail)
         self.reason = f"environment_{reason}"
         self.detail = detail
-        self.may_pass = reason in {"raised", "timeout", "crashed", "nondeterministic"}
+        self.may_pass = reason in {"raised", "timeout", "crashed", "nondeterministic", "infrastructure"}
         """True if the same row may do better in another conversation."""
 
 

@@ -438,7 +438,10 @@ class Intake:
         try:
             await self._finished.wait(what, because, progress)
         except WaitTimedOut as error:
-            raise Fatal(f"{error}: check that a worker is ready to generate: 'rlboost worker list'") from error
+            agent = self.job.generating_spec.agent
+            hosts = f", and a host of agents runs: 'rlboost agents {self.job.id}'" if agent and agent.remote else ""
+            advice = f"check that a worker is ready to generate: 'rlboost worker list'{hosts}"
+            raise Fatal(f"{error}: {advice}") from error
         self._take()
         await self._answer_turns()
 

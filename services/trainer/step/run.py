@@ -174,7 +174,7 @@ class StepRun:
             return "for workers with old weights, or raise elastic.max_staleness"
         section = "environment" if self._job.spec.agent is None else "agent"
         if (conversation := self._job.spec.conversation) and any(section in why for why in reasons):
-            return f"{section}.function {conversation.function}"
+            return f"{section}.function {conversation.function}" if conversation.function else "the hosts of agents"
         return "reward.function " + ", ".join(part.source for part in self._job.spec.reward_parts)
 
     # --- collect ---

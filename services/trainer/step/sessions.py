@@ -5,9 +5,13 @@ into `rollouts.finished`, first that it was opened and then its end; the trainer
 trainer that resumes after a kill reads ended sessions from the log. It runs the agents of the others again: the manager
 answers calls that an agent repeats with the turns of its earlier start, and other turns of that start are not trained.
 
+The sessions of a remote agent are offered to hosts in the transaction that opens them, and the manager writes into the
+log how a host has ended one. A trainer that resumes offers none again that is offered, and reads how the others ended.
+
 Consumes: planned groups (`start`), and what begins again, from `SessionCollector` (`answer_turns`).
-Produces: the hash of each session, and a `SessionEnded` in `rollouts.finished`.
-Waits for: `Environments.step`, which runs an agent for at most `agent.timeout_s`; the leading manager, in `_url`.
+Produces: the hash of each session, offers, and a `SessionEnded` in `rollouts.finished`.
+Waits for: `Environments.step`, which runs an agent for at most `agent.timeout_s`; the leading manager, in `_url`; the
+    end of a remote session, for which the job waits as for samples.
 Ends when: each session has ended or was lost, or its group was dropped.
 """
 
@@ -16,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from rlboost.services.trainer.domain.conversations import StepTurnIds
 from rlboost.services.trainer.domain.plan import PlannedGroup
@@ -25,18 +30,27 @@ from rlboost.services.trainer.ports.samples import EnvironmentFault
 from rlboost.services.trainer.step.turns import columns_of, report_lost, request_of
 from rlboost.shared.errors import Fatal, WaitTimedOut
 from rlboost.shared.ids import SampleId, group_of
-from rlboost.shared.job.agent import AgentEnd
 from rlboost.shared.job.reward import SPARE_TURNS, AgentSpec
-from rlboost.shared.job.sessions import SESSION, SessionId, SessionRecord
-from rlboost.shared.messages import ENDED_JOB_RETENTION_S, GroupRequested, SessionEnded
+from rlboost.shared.job.sessions import REWARDED, SESSION, TASK, SessionId, SessionRecord, SessionTask
+from rlboost.shared.messages import ENDED_JOB_RETENTION_S, GroupRequested, SessionEnded, SessionRewarded
 from rlboost.shared.model.tool_call_formats import Tools
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import Append, Delete, Expire, HashSet, Op
+from rlboost.shared.streams.bus import Append, Delete, Expire, HashDelete, HashSet, Op
 
 RETENTION_S = 3600.0
 """How long Redis has the end of a session."""
 _MANAGER_EVERY_S = 0.5
 _STOPPED = "environment_released"
+
+
+class _End(NamedTuple):
+    """How one start of an agent ended."""
+
+    start: str
+    raised: str
+    """What it raised; empty if it has a reward."""
+    reward: float
+    reason: str = "raised"
 
 
 class StepSessions:
@@ -66,6 +80,8 @@ class StepSessions:
         """Samples whose session has not begun in this process."""
         self._running: dict[int, Session] = {}
         """Sample -> its session, whose agent runs."""
+        self._ends: dict[int, asyncio.Future[SessionRewarded | None]] = {}
+        """Session that hosts may take or have taken -> how it ends; None if it was stopped."""
         self._has_begun = False
         """Whether the log was read to its end once, so that further groups are in no log."""
 
@@ -87,6 +103,8 @@ class StepSessions:
     def answer_turns(self) -> None:
         """Begin the sessions of samples that have none here, and those that begin again."""
         self._has_begun = True
+        for rewarded in self._groups.take_rewarded():
+            self._end_remote(rewarded.id, rewarded.rewarded)
         due = [sample for sample in self._waiting if self.evaluates or not SampleId.unpack(sample).is_eval]
         self._waiting = [sample for sample in self._waiting if SampleId.unpack(sample).is_eval and not self.evaluates]
         for sample in [*due, *self._groups.take_begun_again()]:
@@ -99,8 +117,15 @@ class StepSessions:
         """Stop the agents of a group that is complete or dropped."""
         environments = self._job.resources.environments
         for member in range(self._planned[group].n):
-            if (session := self._running.get(group + member)) is not None and environments is not None:
+            if (session := self._running.get(group + member)) is None:
+                continue
+            if environments is not None:
                 environments.stop(session.id)
+            self._end_remote(session.id, None)
+
+    def _end_remote(self, session: int, end: SessionRewarded | None) -> None:
+        if (future := self._ends.get(session)) is not None and not future.done():
+            future.set_result(end)
 
     async def _run(self, session: Session) -> None:
         """Run the agent of a session, and record how it ended."""
@@ -110,9 +135,13 @@ class StepSessions:
         if self._running.get(session.sample) is session:
             del self._running[session.sample]
         # Its turns are in the log: what is left refuses further calls.
-        over = record.model_copy(update={"is_over": True}).model_dump_json()
+        over = {SESSION: record.model_copy(update={"is_over": True}).model_dump_json()}
+        if session.rewarded is not None:  # its host may not know yet
+            over[REWARDED] = session.rewarded.model_dump_json()
         key = session_id.redis_key
-        ops: list[Op] = [Delete(key), HashSet(key, {SESSION: over}), Expire(key, RETENTION_S)]
+        ops: list[Op] = [Delete(key), HashSet(key, over), Expire(key, RETENTION_S)]
+        if self._spec.remote:
+            ops.append(HashDelete(names.job_offers(self._job.id), (f"{session.id:x}",)))
         if end is not None and self._groups.is_awaited(session):
             ops.insert(0, Append(names.rollouts_finished(self._job.id), end))
         await self._job.bus.transact(ops)
@@ -134,29 +163,41 @@ class StepSessions:
             seed=request.seed,
             sampling=request.sampling,
             vocab_size=request.vocab_size,
+            max_tokens=self._spec.max_tokens or 0,
         )
+        fields, ops = {SESSION: record.model_dump_json()}, list[Op]()
+        if self._spec.remote and session.rewarded is None:
+            fields[TASK] = self._task(session, group).model_dump_json()
+            offers, field = names.job_offers(self._job.id), f"{session.id:x}"
+            if await self._job.bus.retry(lambda bus: bus.hash_get(offers, field)) is None:
+                ops = [HashSet(offers, {field: ""}), Expire(offers, ENDED_JOB_RETENTION_S)]
         # For as long as the log may be read again.
-        kept = Expire(key, ENDED_JOB_RETENTION_S)
-        await self._job.bus.transact([HashSet(key, {SESSION: record.model_dump_json()}), kept])
+        await self._job.bus.transact([HashSet(key, fields), Expire(key, ENDED_JOB_RETENTION_S), *ops])
         return record
+
+    def _task(self, session: Session, group: PlannedGroup) -> SessionTask:
+        sample, spec = SampleId.unpack(session.sample), self._spec
+        return SessionTask(
+            row=columns_of(self._job.prompt(group)),
+            arguments=spec.arguments,
+            sample=str(sample),
+            step=self._step,
+            is_eval=sample.is_eval,
+            timeout_s=spec.timeout_s,
+        )
 
     async def _ended(self, session_id: SessionId, session: Session, record: SessionRecord) -> SessionEnded | None:
         """Run an agent; return how its session ended, None if it was stopped."""
-        environments = self._job.resources.environments
-        assert environments is not None, "built without the job's agent"
         if not self._groups.is_awaited(session):
             return None
-        group = self._planned[group_of(session.sample)]
-        row = columns_of(self._job.prompt(group))
         try:
-            (result,) = await environments.step(session.id, row, group.seed, [await self._text_of(session_id, session)])
-            end = AgentEnd(*json.loads(str(result.observation)))
+            end = await (self._elsewhere(session) if self._spec.remote else self._here(session_id, session))
             if not end.raised:
-                return SessionEnded(session=record.sample, start=end.start, reward=result.reward)
+                return SessionEnded(session=record.sample, start=end.start, reward=end.reward)
             if await self._is_at_limit(session_id, end.start):
                 # The model has used up its turns, and its agent could not go on: this is a result, not a fault.
                 return SessionEnded(session=record.sample, start=end.start, over="cut")
-            raise EnvironmentFault("raised", end.raised)  # noqa: TRY301 - one way to lose a session
+            raise EnvironmentFault(end.reason, end.raised)  # noqa: TRY301 - one way to lose a session
         except EnvironmentFault as error:
             if error.reason == _STOPPED or not self._groups.is_awaited(session):
                 return None
@@ -165,8 +206,32 @@ class StepSessions:
             lost = SessionEnded(session=record.sample, reason=reason, detail=error.detail, replaced_by=again or 0)
             await report_lost(self._job, self._step, session.sample, len(session.nodes), lost)
             return lost
+
+    async def _here(self, session_id: SessionId, session: Session) -> _End:
+        """Run an agent in a process of this trainer."""
+        environments = self._job.resources.environments
+        assert environments is not None, "built without the job's agent"
+        group = self._planned[group_of(session.sample)]
+        row = columns_of(self._job.prompt(group))
+        try:
+            (result,) = await environments.step(session.id, row, group.seed, [await self._text_of(session_id, session)])
+            start, raised = json.loads(str(result.observation))
+            return _End(start, raised, result.reward)
         finally:
             environments.release(session.id)
+
+    async def _elsewhere(self, session: Session) -> _End:
+        """Wait until a host has ended a session."""
+        end = self._ends[session.id] = asyncio.get_running_loop().create_future()
+        if session.rewarded is not None:
+            end.set_result(session.rewarded)
+        try:
+            rewarded = await end
+        finally:
+            del self._ends[session.id]
+        if rewarded is None:
+            raise EnvironmentFault("released", "its group is complete or dropped")
+        return _End(rewarded.start, rewarded.detail, rewarded.reward, rewarded.reason or "raised")
 
     async def _text_of(self, session_id: SessionId, session: Session) -> str:
         session_key = self._job.resources.session_key

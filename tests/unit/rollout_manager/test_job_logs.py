@@ -14,7 +14,7 @@ from rlboost.services.rollout_manager.settings import Settings
 from rlboost.shared.ids import WeightsRef
 from rlboost.shared.messages import Event, WorkerLog
 from rlboost.shared.process import logs
-from rlboost.shared.process.logs import BUFFER, MAX_BUFFERED, MAX_CHARACTERS, MAX_TAKEN, LogBuffer
+from rlboost.shared.process.logs import BUFFER, IN_EVENTS, MAX_BUFFERED, MAX_CHARACTERS, MAX_TAKEN, LogBuffer
 from rlboost.shared.streams import names
 from rlboost.shared.streams.entries import START, Entry
 from rlboost.shared.streams.fakes import MemoryBus
@@ -48,6 +48,13 @@ def test_line_has_level_event_and_fields_without_secrets() -> None:
     assert lines_of(buffer) == [
         "info redis_unavailable error=redis://***@10.0.0.5:6379/0 refused *** and *** during=flush"
     ]
+
+
+def test_line_of_an_event_is_left_to_the_events_of_the_job() -> None:
+    buffer = LogBuffer()
+    logged(buffer, "a")
+    assert buffer(None, "info", {"event": "b", IN_EVENTS: True}) == {"event": "b"}
+    assert len(lines_of(buffer)) == 1
 
 
 def test_buffer_drops_the_oldest_lines_and_counts_them() -> None:

@@ -72,16 +72,20 @@ MANAGER = EVERYWHERE | {
     "POST /v1/responses": "job",
     "POST /v1/messages": "job",
     "POST /v1/messages/count_tokens": "job",
+    "POST /v1/jobs/{job_id}/sessions/next": "agent",
+    "POST /v1/jobs/{job_id}/sessions/renew": "agent",
+    "POST /v1/sessions/{session}/reward": "job",
 }
 WORKER = EVERYWHERE | {"POST /v1/notice": "admin"}
 ADMITTED = {
     "admin": {"admin"},
+    "agent": {"admin", "agent", "job"},
     "job": {"admin", "job"},
     "read": {"admin", "job", "read"},
     "trainer": {"admin", "job", "trainer"},
     "worker": {"admin", "worker"},
 }
-SCOPES: tuple[TokenScope, ...] = ("admin", "job", "read", "trainer", "worker")
+SCOPES: tuple[TokenScope, ...] = ("admin", "agent", "job", "read", "trainer", "worker")
 _CLIENTS = itertools.count()
 
 

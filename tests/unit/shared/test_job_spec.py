@@ -144,3 +144,30 @@ def test_unknown_key_error_suggests_a_key_of_its_section(override: str, told: st
     with pytest.raises(InvalidJob) as caught:
         parse(raw)
     assert told in caught.value.problems
+
+
+def agent_job(agent: object) -> dict[str, object]:
+    return {"model": "m", "data": {"train": "t"}, "steps": 1, "agent": agent}
+
+
+@pytest.mark.parametrize(
+    ("agent", "told"),
+    [
+        ({"functon": "a:b"}, "agent.functon: unknown key: did you mean function?"),
+        ({"function": "a:b", "max_turns": 0}, "agent.max_turns: "),
+        ({}, "agent: give either function, or remote: true if hosts elsewhere run the agents"),
+        ({"function": "a:b", "remote": True}, "agent: give either function, or remote: true"),
+        ({"remote": True, "workers": 2}, "agent: workers: a host of agents has its own: remove it"),
+    ],
+)
+def test_invalid_agent_has_no_error_about_a_missing_reward(agent: object, told: str) -> None:
+    with pytest.raises(InvalidJob) as caught:
+        parse(agent_job(agent))
+    assert any(problem.startswith(told) for problem in caught.value.problems)
+    assert not any(problem.startswith("reward") for problem in caught.value.problems)
+
+
+def test_job_with_a_remote_agent_survives_the_resolved_job_file() -> None:
+    job = parse(agent_job({"remote": True, "max_tokens": 100}))
+    assert job.agent is not None
+    assert parse(json.loads(to_json(job))) == job

@@ -13,7 +13,7 @@ from rlboost.services.trainer.domain.groups import DroppedGroup, GroupOutcome, W
 from rlboost.services.trainer.domain.sessions import NO_CALL, Branches, SessionCollector
 from rlboost.shared.errors import Unprocessable
 from rlboost.shared.ids import SampleId
-from rlboost.shared.messages import Message, SampleDropped, SampleFinished, SessionEnded, TurnOpened
+from rlboost.shared.messages import Message, SampleDropped, SampleFinished, SessionEnded, SessionRewarded, TurnOpened
 from rlboost.shared.wire import F32, I32, floats, ints, pack
 
 IDS = TurnIds(n_groups=2, group_size=2, max_turns=10, replacements=1)
@@ -194,3 +194,20 @@ def test_rows_of_any_tree_have_each_turn_once_after_what_it_was_given(seed: int,
     assert sorted(trained) == sorted(
         token for m in messages if isinstance(m, SampleFinished) for token in ints(m.tokens)
     )
+
+
+def test_rewards_of_hosts_are_taken_once_and_of_the_present_session() -> None:
+    collecting = collector()
+    first = SessionRewarded(session=GROUP, start="a", reward=0.5)
+    folded(collecting, first, SessionRewarded(session=GROUP, start="b", reward=1.0))
+    (session,) = collecting.take_rewarded()
+    assert (session.sample, session.rewarded) == (GROUP, first)
+    assert collecting.take_rewarded() == []
+    # One that another has replaced, or that has ended, waits for nothing.
+    again = collecting.reserve_replacement(GROUP)
+    assert again is not None
+    folded(collecting, lost(replaced_by=again), SessionRewarded(session=GROUP, reward=1.0))
+    assert collecting.take_rewarded() == []
+    folded(collecting, SessionRewarded(session=again, start="c", reason="infrastructure", detail="no disk"))
+    (session,) = collecting.take_rewarded()
+    assert (session.sample, session.id) == (GROUP, again)
