@@ -1,12 +1,12 @@
 """A fleet of spot workers for a trainer of your own.
 
     with Fleet("http://manager:8700", token, job="sums", model="Qwen/Qwen3-0.6B") as fleet:
-        for step in range(fleet.version + 1, 100):
+        for step in range(100):
             fleet.publish(model)
             for group in fleet.generate(prompts, n=8, max_tokens=512):
                 batch.add(group)
             update(model, batch)
-            fleet.complete_step({"loss": loss})
+            fleet.checkpointed({"loss": loss})
 
 `Fleet` blocks, `AsyncFleet` is the same with `async` and `await`. A trainer that is started again with the same job
 gets the same samples for the same calls of `generate` in a step, without generating them again.
@@ -18,6 +18,8 @@ import asyncio
 import json
 import socket
 import threading
+import time
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -27,6 +29,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
+import httpx
 import msgpack
 
 from rlboost.client import Client, ClientError
@@ -42,6 +45,11 @@ from rlboost.shared.wire import I32, floats, ints, pack
 T = TypeVar("T")
 
 LEASE_S = 30.0
+_CLOSE_S = 5.0
+"""How long a trainer that ends tries to tell the manager."""
+_POLL_S = 0.5
+_CANCEL_S = 0.1
+_FORBIDDEN = 403
 _NOT_FOUND = 404
 _CONFLICT = 409
 _MSGPACK = "application/msgpack"
@@ -100,10 +108,18 @@ class _Open:
 
 
 class _Attachment:
-    """One trainer's hold of its job: calls of the REST API, and a thread that renews the lease."""
+    """One trainer's hold of its job: calls of the REST API, and a thread that renews the lease.
 
-    def __init__(self, client: Client, job_id: str, options: Mapping[str, Any]) -> None:
-        self.client, self.job_id = client, job_id
+    Args:
+        client: of the manager.
+        renewing: the same, which gives up soon: it renews the lease, and ends the hold.
+        job_id: the job.
+        options: of the request that attaches.
+
+    """
+
+    def __init__(self, client: Client, renewing: Client, job_id: str, options: Mapping[str, Any]) -> None:
+        self.client, self._renewing, self.job_id = client, renewing, job_id
         self.path = f"/jobs/{quote(job_id, safe='')}"
         self.attached = client.request("POST", f"{self.path}/trainer", json=dict(options)).json()
         self.epoch: int = self.attached["epoch"]
@@ -111,10 +127,11 @@ class _Attachment:
         self.lost: RLBoostError | None = None
         self.phase = "training"
         self._stop = threading.Event()
-        self._renewing = threading.Thread(target=self._renew, args=(options["lease_s"] / 4,), daemon=True)
-        self._renewing.start()
+        # It does not hold the trainer: one that nobody uses any longer loses its job.
+        arguments = (weakref.ref(self), self._stop, options["lease_s"] / 4)
+        threading.Thread(target=_keep_renewing, args=arguments, name="trainer-lease", daemon=True).start()
 
-    def call(self, method: str, part: str, body: Mapping[str, Any] | None = None, **options: Any) -> Any:
+    def call(self, method: str, part: str, body: Mapping[str, Any] | None = None, **options: Any) -> httpx.Response:
         """Return the answer to a request below the job, which names the epoch.
 
         Raises:
@@ -122,32 +139,42 @@ class _Attachment:
             ClientError: the request is rejected, or the manager does not answer.
 
         """
+        return self._call(self.client, method, part, body, **options)
+
+    def _call(
+        self, client: Client, method: str, part: str, body: Mapping[str, Any] | None = None, **options: Any
+    ) -> httpx.Response:
         if self.lost:
             raise self.lost
         if body is not None:
             options["json"] = {"epoch": self.epoch, **body}
         try:
-            return self.client.request(method, f"{self.path}/{part}", **options)
+            return client.request(method, f"{self.path}/{part}", **options)
         except ClientError as error:
             if error.status == _CONFLICT and error.title in {"Superseded", "Job over"}:
                 self.lost = Superseded(error.detail)
                 raise self.lost from error
             raise
 
-    def _renew(self, every_s: float) -> None:
-        while not self._stop.wait(every_s):
-            with suppress(RLBoostError):  # the next call of the trainer says why
-                answer = self.call("PUT", "trainer", {"phase": self.phase}).json()
-                self.access.credential = answer["store_credential"]
-            if self.lost:
-                return
+    def renew(self) -> None:
+        """Renew the lease and the credential of the weight store; raises what `call` raises."""
+        answer = self._call(self._renewing, "PUT", "trainer", {"phase": self.phase}).json()
+        self.access.credential = answer["store_credential"]
 
     def close(self) -> None:
         """Let another trainer attach at once."""
         self._stop.set()
-        self._renewing.join()
-        with suppress(RLBoostError):
-            self.call("DELETE", "trainer", params={"epoch": self.epoch})
+        with suppress(RLBoostError):  # its lease runs out
+            self._call(self._renewing, "DELETE", "trainer", params={"epoch": self.epoch})
+
+
+def _keep_renewing(attachment: weakref.ref[_Attachment], stop: threading.Event, every_s: float) -> None:
+    while not stop.wait(every_s):
+        if (held := attachment()) is None or held.lost:
+            return
+        with suppress(RLBoostError):  # the next call of the trainer says why
+            held.renew()
+        del held
 
 
 class AsyncFleet:
@@ -158,7 +185,8 @@ class AsyncFleet:
         token: the system's, or one of scope `job`; or of scope `trainer` for a job that exists.
         job: name of the job, which is created if there is none, or its id.
         model: folder or Hugging Face id, whose tokenizer and template the endpoint uses; to create the job.
-        trainer: this trainer's name; by default this machine's.
+        trainer: this trainer's name: another one of this name is replaced; by default a unique one.
+        resume: whether a trainer that has the newest version's weights continues that version, with its samples.
         replace: attach also if another trainer is attached, which then fails with `Superseded`.
         deltas: publish lossless deltas, which costs host memory for one copy of the model.
         retry_for_s: how long to retry while the manager or the weight store is unavailable.
@@ -176,6 +204,7 @@ class AsyncFleet:
         job: str,
         model: str = "",
         trainer: str = "",
+        resume: bool = True,
         replace: bool = False,
         deltas: bool = False,
         retry_for_s: float = 300.0,
@@ -185,14 +214,15 @@ class AsyncFleet:
     ) -> None:
         """Connect when it is entered."""
         self._client = Client(url, token, retry_for_s=retry_for_s, read_timeout_s=_WAIT_S + 20.0)
+        self._renewing = Client(url, token, retry_for_s=_CLOSE_S, read_timeout_s=_CLOSE_S)
         self._job, self._spec = job, {"kind": "external", "name": job, "model": model, **spec}
-        self._options = {
-            "trainer": f"{trainer or socket.gethostname()[:40].strip('.-_') or 'trainer'}-{new_token()}",
+        self._options: dict[str, Any] = {
+            "trainer": trainer or f"{socket.gethostname()[:40].strip('.-_') or 'trainer'}-{new_token()}",
             "replace": replace,
             "price_per_hour": price_per_hour,
             "lease_s": lease_s,
         }
-        self._deltas, self._retry_for_s = deltas, retry_for_s
+        self._deltas, self._retry_for_s, self._may_have_newest = deltas, retry_for_s, resume
         self._open: defaultdict[tuple[int, int], _Open] = defaultdict(_Open)
         """(step, number) -> the group."""
         self._numbers: defaultdict[int, int] = defaultdict(int)
@@ -217,6 +247,7 @@ class AsyncFleet:
         return self
 
     async def _begin(self, attached: Mapping[str, Any]) -> None:
+        _check_same(self._spec, attached["spec"])
         self._cursor: str = attached["checkpoint"]["cursor"]
         self._checkpointed: int = attached["checkpoint"]["step"]
         self._store = StoreClient(attached["weight_store_url"], self._at.access)
@@ -224,7 +255,7 @@ class AsyncFleet:
         head = await self._publisher.head(self.job_id)
         self.version: int = -1 if head is None else head.version
         """The newest version; -1 before the first."""
-        self._may_have_newest = self.version >= 0
+        self._may_have_newest &= self.version >= 0
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
@@ -238,6 +269,7 @@ class AsyncFleet:
         if self._attachment is not None:
             await asyncio.to_thread(self._attachment.close)
         self._client.close()
+        self._renewing.close()
 
     def _attach(self) -> _Attachment:
         try:
@@ -245,17 +277,30 @@ class AsyncFleet:
         except ClientError as error:
             if error.status != _NOT_FOUND:
                 raise
-        found = [
-            job["id"]
-            for job in self._client.jobs.list()
-            if job["name"] == self._job and job["kind"] == "external" and not job["finished_at"]
-        ]
-        if not found and not self._spec["model"]:
-            raise ConfigError(f"there is no external job {self._job!r}: give model, with which it is created")
-        return self._attach_to(found[-1] if found else self._client.jobs.create(self._spec)["id"])
+        try:
+            named = [job for job in self._client.jobs.list() if job["name"] == self._job]
+        except ClientError as error:
+            if error.status != _FORBIDDEN:
+                raise
+            raise ConfigError(f"there is no job of the id {self._job!r}: give the id that the token is for") from error
+        found = [job["id"] for job in named if job["kind"] == "external" and not job["finished_at"]]
+        if not found:
+            if not self._spec["model"]:
+                raise ConfigError(f"there is no external job {self._job!r}: give model, with which it is created")
+            # Trainers that find the same jobs create one.
+            found = [self._client.jobs.create(self._spec, f"external-{self._job}-{len(named)}")["id"]]
+        return self._attach_to(found[-1])
 
     def _attach_to(self, job_id: str) -> _Attachment:
-        return _Attachment(self._client, job_id, self._options)
+        """Attach to a job, as soon as the lease of a trainer that has died has run out."""
+        limit = time.monotonic() + self._options["lease_s"] + _CLOSE_S
+        while True:
+            try:
+                return _Attachment(self._client, self._renewing, job_id, self._options)
+            except ClientError as error:
+                if error.title != "Job has a trainer" or time.monotonic() > limit:
+                    raise
+            time.sleep(_POLL_S)
 
     @property
     def _at(self) -> _Attachment:
@@ -283,7 +328,8 @@ class AsyncFleet:
                 of the module or folder, or that of the version before.
 
         Raises:
-            Superseded: another trainer holds the job, or has published.
+            Superseded: another trainer holds the job.
+            Conflict: the weight store rejects the version.
             ConfigError: the configuration is not known.
 
         """
@@ -298,8 +344,9 @@ class AsyncFleet:
                     await self._commit(self.version, weights)
                     return self.version
             await self._commit(self.version + 1, weights)
-        except Conflict as error:
-            raise Superseded(str(error)) from error
+        except Conflict:
+            await asyncio.to_thread(self._at.renew)  # which says so if another trainer has the job
+            raise
         finally:
             self._at.phase = before
         self.version += 1
@@ -377,9 +424,13 @@ class AsyncFleet:
             }
             for i, prompt in enumerate(prompts)
         ]
-        for at in range(0, len(groups), _GROUPS_PER_REQUEST):
-            body = msgpack.packb({"epoch": self._at.epoch, "groups": groups[at : at + _GROUPS_PER_REQUEST]})
-            await self._call("POST", "groups", content=body, headers={"Content-Type": _MSGPACK})
+        try:
+            for at in range(0, len(groups), _GROUPS_PER_REQUEST):
+                await self._request(groups[at : at + _GROUPS_PER_REQUEST])
+        except BaseException:
+            if self._numbers[step] == first + len(prompts):
+                self._numbers[step] = first  # a call that is repeated is the same one
+            raise
         for i in range(len(prompts)):
             group = self._open[step, first + i]
             group.n = n
@@ -389,6 +440,19 @@ class AsyncFleet:
             samples, dropped = dict(sorted(group.samples.items())), dict(sorted(group.dropped.items()))
             group.samples, group.dropped = {}, {}
             yield Group(index, list(samples.values()), list(dropped.values()))
+
+    async def _request(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Request groups; wait for a resume while the job is paused."""
+        content = msgpack.packb({"epoch": self._at.epoch, "groups": groups})
+        while True:
+            try:
+                await self._call("POST", "groups", content=content, headers={"Content-Type": _MSGPACK})
+            except ClientError as error:
+                if error.title != "Paused":
+                    raise
+                await asyncio.sleep(_POLL_S)
+            else:
+                return
 
     async def _completed(self, step: int, first: int, n: int) -> AsyncIterator[int]:
         """Yield the indexes of groups as they are complete."""
@@ -447,11 +511,15 @@ class AsyncFleet:
         body = {"step": self.version if step is None else step, "metrics": dict(metrics or {})}
         await self._call("POST", "steps", body)
 
-    async def checkpointed(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
-        """Release the samples of this and earlier steps: a checkpoint of your own has what was learned from them.
+    async def checkpointed(self, metrics: Mapping[str, float] | None = None, *, step: int | None = None) -> None:
+        """Report a step as complete, and release the samples of this and earlier steps: your checkpoint needs none.
 
-        A successor continues with step `step + 1`.
+        Args:
+            metrics: for the job's page.
+            step: as in `generate`: by default the newest version.
+
         """
+        step = self.version if step is None else step
         later = [group.read_after for (of, _), group in self._open.items() if of > step and group.read_after]
         cursor = min([self._cursor, *later], key=position)
         body = {"step": step, "metrics": dict(metrics or {}), "checkpoint": {"step": step + 1, "cursor": cursor}}
@@ -536,21 +604,44 @@ class Fleet:
         """See `AsyncFleet.complete_step`."""
         self._run(self._fleet.complete_step(metrics, step=step))
 
-    def checkpointed(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
+    def checkpointed(self, metrics: Mapping[str, float] | None = None, *, step: int | None = None) -> None:
         """See `AsyncFleet.checkpointed`."""
-        self._run(self._fleet.checkpointed(step, metrics))
+        self._run(self._fleet.checkpointed(metrics, step=step))
 
     def end(self, error: str = "") -> None:
         """See `AsyncFleet.end`."""
         self._run(self._fleet.end(error))
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            if future.cancel():  # an interrupt: what it has begun ends before anything else does
+                asyncio.run_coroutine_threadsafe(asyncio.sleep(_CANCEL_S), self._loop).result()
+            raise
 
     def _end_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+def _check_same(given: Mapping[str, Any], stored: Mapping[str, Any], path: str = "") -> None:
+    """Check that a job has what its trainer asks for.
+
+    Raises:
+        ConfigError: naming the first difference.
+
+    """
+    for name, value in given.items():
+        known = stored.get(name)
+        if isinstance(value, Mapping) and isinstance(known, Mapping):
+            _check_same(value, known, f"{path}{name}.")
+        elif value != known and path + name != "name" and not (path + name == "model" and not value):
+            raise ConfigError(
+                f"{path}{name}: the job exists and has {known!r}, not {value!r}: give the same, or another job"
+            )
 
 
 def _config_json(weights: Any, config: Mapping[str, Any] | str | Path | None) -> str:

@@ -67,7 +67,7 @@ class _Rollout:
         if self._published_at >= 0:
             logged = trainer.state.log_history[-1] if trainer.state.log_history else {}
             metrics = {name: float(value) for name, value in logged.items() if _is_number(value)}
-            self._fleet.checkpointed(self._fleet.version, metrics)
+            self._fleet.checkpointed(metrics)
         self._fleet.publish(trainer.accelerator.unwrap_model(trainer.model))
         self._published_at = step
 

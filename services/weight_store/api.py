@@ -253,8 +253,8 @@ def _add_publishing(router: APIRouter, store: WeightStore) -> None:
     @router.put("/{job_id}/versions/{version}/parts/{rank}", status_code=204, responses=problems(507))
     @needs("publish")
     async def put_part(job_id: JobId, version: Number, rank: Number, request: Request) -> None:
-        _epoch_on(job_id, request)
-        await store.put_part(job_id, version, rank, await request.body())
+        epoch = _epoch_on(job_id, request)
+        await store.put_part(job_id, version, rank, await request.body(), epoch)
 
     @router.post("/{job_id}/versions/{version}/commit", responses=problems(507))
     @needs("publish")

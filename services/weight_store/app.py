@@ -152,10 +152,11 @@ class WeightStore:
             await self.damaged.check_needed(digest, self.all_versions())
             raise
 
-    async def put_part(self, job_id: str, version: int, rank: int, data: bytes) -> None:
-        """Stage one rank's part for the commit.
+    async def put_part(self, job_id: str, version: int, rank: int, data: bytes, epoch: int | None = None) -> None:
+        """Stage one rank's part for the commit, for an external trainer under its epoch.
 
         Raises:
+            Conflict: the external trainer no longer holds the job, or skips a version.
             Undecodable: it is not a part of that rank.
             StoreFull: the disk is full.
 
@@ -164,6 +165,10 @@ class WeightStore:
         if part.rank != rank:
             raise Undecodable(f"this is the part of rank {part.rank}, not of rank {rank}")
         async with self._versions.lock(job_id):
+            if epoch is not None:
+                await self._check_epoch(job_id, epoch)
+                if version > self._versions.get(job_id).head + 1:
+                    raise Conflict(f"version {version} of job {job_id} is not the next one")
             await self._documents.put_part(job_id, StagedPart(version, rank, self._clock()), data)
 
     async def commit(self, job_id: str, version: int, request: CommitRequest) -> Version:

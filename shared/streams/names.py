@@ -158,6 +158,11 @@ def external_trainer(job_id: str) -> str:
     return f"{PREFIX}job:{job_id}:external"
 
 
+def external_groups(job_id: str) -> str:
+    """Hash: of a job of kind `external`, step and number of each requested group -> digest of what it asked for."""
+    return f"{PREFIX}job:{job_id}:external.groups"
+
+
 def weight_peer(peer: str) -> str:
     """Lease: a worker that serves weights to others, where, and which (JSON)."""
     return f"{PREFIX}weights:peer:{peer}"

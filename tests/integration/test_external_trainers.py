@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -13,6 +16,8 @@ import pytest
 
 from rlboost.client import Client, ClientError
 from rlboost.fleet import Fleet, Group, Superseded
+from rlboost.shared.errors import ConfigError, Conflict
+from rlboost.shared.weights.manifest import Part
 from tests.support import tiny_models
 from tests.support.doc_snippets import blocks_in
 from tests.support.generated_docs import ROOT
@@ -146,7 +151,7 @@ def test_successor_of_a_killed_trainer_gets_the_same_samples(system: System) -> 
     next(following)  # it dies while it collects these
     generated = audit(system, first.job_id)["requested"]
     with pytest.raises(ClientError, match="has a trainer"):
-        fleet_of(system, "succession").open()
+        fleet_of(system, "succession", lease_s=2.0).open()
     with fleet_of(system, "succession", replace=True) as successor:
         assert successor.job_id == first.job_id
         assert successor.version == 0
@@ -164,7 +169,7 @@ def test_successor_of_a_killed_trainer_gets_the_same_samples(system: System) -> 
         with pytest.raises(Superseded):
             first.complete_step()
         assert successor.publish(model(1)) == 1
-        successor.checkpointed(0)
+        successor.checkpointed(step=0)
         with pytest.raises(ClientError, match="a checkpoint covers all before 1"):
             list(successor.generate(PROMPTS, step=0))
         assert len(list(successor.generate(PROMPTS, n=2, max_tokens=4))) == len(PROMPTS)
@@ -176,7 +181,7 @@ def test_checkpoint_keeps_the_samples_of_later_steps_for_a_successor(system: Sys
         fleet.publish(model(0))
         ahead = by_index(list(fleet.generate(PROMPTS, n=2, max_tokens=8, step=1)))  # for the step after the next
         list(fleet.generate(PROMPTS, n=2, max_tokens=8, step=0))
-        fleet.checkpointed(0)
+        fleet.checkpointed(step=0)
     with fleet_of(system, "ahead") as fleet:
         assert by_index(list(fleet.generate(PROMPTS, n=2, max_tokens=8, step=1))) == ahead
         counts = audit(system, fleet.job_id)
@@ -198,13 +203,14 @@ def raw(system: System) -> Iterator[Any]:
         yield send
 
 
+PART = Part(rank=0, chunks=(), tensors=()).encode()
 GROUP = {"step": 0, "number": 0, "prompt": [3, 4]}
 
 
 @pytest.mark.parametrize(
     ("change", "status", "text"),
     [
-        ({"prompt": []}, 422, "groups.0.prompt"),
+        ({"prompt": []}, 422, "groups.0.prompt: .* at least one"),
         ({"prompt": [1, -2]}, 422, "a list of token ids"),
         ({"prompt": "abc"}, 422, "a list of token ids"),
         ({"n": 257}, 422, "groups.0.n: should be 256 or less"),
@@ -224,6 +230,9 @@ def test_invalid_groups_are_rejected_by_name(raw: Any, change: dict[str, Any], s
 def test_requests_that_fit_no_job_are_rejected_by_name(system: System, raw: Any) -> None:
     assert raw("POST", "groups", content=b"\xc1", headers={"Content-Type": "application/msgpack"}).status_code == 422
     assert raw("POST", "groups", content=b"{", headers={"Content-Type": "application/json"}).status_code == 422
+    for cursor in ("9" * 20 + "-0", "9" * 15 + "-0"):
+        report = {"epoch": raw.epoch, "step": 0, "checkpoint": {"step": 0, "cursor": cursor}}
+        assert raw("POST", "steps", json=report).status_code == 422
     late = raw("POST", "groups", json={"epoch": raw.epoch + 1, "groups": [GROUP]})
     assert (late.status_code, late.json()["title"]) == (409, "Superseded")
     assert raw("GET", "finished", params={"epoch": raw.epoch, "after": "x"}).status_code == 422
@@ -253,8 +262,78 @@ def test_samples_are_returned_as_json_and_released_by_a_checkpoint(raw: Any) -> 
     assert all(len(sample["tokens"]) == len(sample["logprobs"]) == 4 for sample in found)
     report = {"epoch": raw.epoch, "step": 3, "checkpoint": {"step": 4, "cursor": cursor}}
     assert raw("POST", "steps", json=report).status_code == 202
+    before = raw("POST", "steps", json=report | {"checkpoint": {"step": 0, "cursor": "1-0"}})
+    assert before.status_code == 202  # nothing that is released comes back
     old = raw("GET", "finished", params={"epoch": raw.epoch, "after": "1-0"})
     assert (old.status_code, old.json()["title"]) == (409, "Released")
+
+
+def test_other_requests_under_the_same_numbers_are_rejected(system: System) -> None:
+    with fleet_of(system, "other-data") as fleet:
+        fleet.publish(model(0))
+        list(fleet.generate(PROMPTS, max_tokens=4))
+    with fleet_of(system, "other-data") as fleet:
+        assert fleet.publish(model(0)) == 0
+        with pytest.raises(ClientError, match="group 0 of step 0 was requested with another prompt"):
+            list(fleet.generate([[9, 9]], max_tokens=4))
+        assert len(list(fleet.generate(PROMPTS, max_tokens=4))) == len(PROMPTS)  # its call counts as the first
+    with fleet_of(system, "other-data", resume=False) as fleet:
+        assert fleet.publish(model(0)) == 1
+        assert len(list(fleet.generate([[9, 9]], max_tokens=4))) == 1
+    for change, name in (({"model": "another"}, "model"), ({"elastic": {"share": 2.0}}, "elastic.share")):
+        with pytest.raises(ConfigError, match=f"{name}: the job exists and has"):
+            fleet_of(system, "other-data", **change).open()
+
+
+def test_trainers_of_one_name_share_a_job_and_one_of_them_has_it(system: System) -> None:
+    fleets = [fleet_of(system, "both", trainer="me") for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(Fleet.open, fleets))
+    assert len({fleet.job_id for fleet in fleets}) == 1
+    lost = 0
+    for fleet in fleets:
+        try:
+            fleet.publish(model(0))
+        except (Superseded, Conflict):
+            lost += 1
+        fleet.close()
+    assert lost == 1
+
+
+def test_interrupted_generation_can_go_on(system: System) -> None:
+    with fleet_of(system, "interrupted") as fleet:
+        fleet.publish(model(0))
+        groups = fleet.generate(PROMPTS * 20, n=8, max_tokens=2000)
+        timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            list(groups)
+        assert len(list(fleet.generate(PROMPTS, n=1, max_tokens=2))) == len(PROMPTS)
+        fleet.end("stopped")
+        fleet.end("stopped")  # as after a lost reply
+
+
+def test_paused_job_is_generated_for_after_its_resume(system: System) -> None:
+    with fleet_of(system, "pauses") as fleet:
+        fleet.publish(model(0))
+        system.http.post(f"/v1/jobs/{fleet.job_id}/pause")
+        until(lambda: system.http.get(f"/v1/jobs/{fleet.job_id}").json()["state"] == "paused")
+        threading.Timer(1.0, lambda: system.http.post(f"/v1/jobs/{fleet.job_id}/resume")).start()
+        assert len(list(fleet.generate(PROMPTS, max_tokens=2))) == len(PROMPTS)
+
+
+def test_superseded_trainer_does_not_replace_a_part(system: System) -> None:
+    with fleet_of(system, "parts") as fleet:
+        fleet.publish(model(0))
+        old = {"Authorization": f"Bearer {fleet._fleet._at.access.credential}"}
+        job = fleet.job_id
+        with fleet_of(system, "parts", replace=True) as successor:
+            late = httpx.put(f"{system.store.url}/v1/models/{job}/versions/1/parts/0", headers=old, content=PART)
+            assert late.status_code == 409, late.text
+            own = {"Authorization": f"Bearer {successor._fleet._at.access.credential}"}
+            far = httpx.put(f"{system.store.url}/v1/models/{job}/versions/9/parts/0", headers=own, content=PART)
+            assert far.status_code == 409, far.text
+            assert successor.publish(model(1)) == 1
 
 
 def test_trainer_token_is_for_its_own_job_only(system: System) -> None:

@@ -12,6 +12,7 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgpack
@@ -28,6 +29,7 @@ from rlboost.shared.http.guard import limits_body, principal_of
 from rlboost.shared.http.problem import Problem, Responses, problems, success
 from rlboost.shared.ids import MAX_GROUP_SIZE, MAX_GROUPS_PER_STEP, MAX_STEPS, SampleId
 from rlboost.shared.job.fleet import MAX_STALENESS, MIN_TEMPERATURE
+from rlboost.shared.job.spec import to_json
 from rlboost.shared.messages import (
     GroupRequested,
     JobReport,
@@ -39,16 +41,21 @@ from rlboost.shared.messages import (
     TrainerStatus,
 )
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import Append, Bus, Delete, Fence, HashSet, Op, Renew, Trim
+from rlboost.shared.streams.bus import Append, Bus, Delete, Fence, HashDelete, HashSet, Op, Renew, Trim
 from rlboost.shared.streams.entries import START, after, position
 from rlboost.shared.streams.fenced_lease import FencedLease
 from rlboost.shared.validation import describe
-from rlboost.shared.wire import I32, floats, ints, pack
+from rlboost.shared.wire import I32, floats, ints, pack, unpack
 
 MSGPACK = "application/msgpack"
 MAX_BODY_BYTES = 64 << 20
 MAX_READS = 8
 """Concurrent reads of finished samples; each takes one of the bus's connections."""
+MAX_COLUMNS_BYTES = 16 << 20
+"""Tokens and log-probabilities of one answer, about; a quarter of it as JSON, which is three times as large."""
+ENTRIES_PER_READ = 64
+FUTURE_S = 60.0
+"""A cursor, whose first part is the time of Redis in milliseconds, may be as much ahead of the manager's clock."""
 BLOCK_S = 0.25
 """How long one read of finished samples waits."""
 COMMIT_WAIT_S = 10.0
@@ -60,7 +67,7 @@ ROUTES = Routes()
 _ERRORS: Responses = problems(403, 404, 409, 422)
 _TRAINER, _RELEASED = "trainer", "released"
 """Fields of `names.external_trainer`."""
-_CURSOR = r"^\d{1,20}-\d{1,20}$"
+_CURSOR = r"^\d{1,15}-\d{1,10}$"
 _B = TypeVar("_B", bound=BaseModel)
 Epoch = Annotated[int, Field(ge=1, description="of this trainer: what attaching returned")]
 
@@ -110,13 +117,11 @@ class SamplingBody(_Body):
 
 def _column(given: Any) -> bytes:
     """Return token ids as an int32 column."""
-    if isinstance(given, bytes):
-        if len(given) % 4:
-            raise ValueError("should be an int32 column")
-        return given
-    if not isinstance(given, list) or not all(type(token) is int and 0 <= token < 1 << 31 for token in given):
-        raise ValueError("should be a list of token ids")
-    return pack(given, I32)
+    if isinstance(given, list) and all(type(token) is int and 0 <= token < 1 << 31 for token in given):
+        given = pack(given, I32)
+    if not isinstance(given, bytes) or not given or len(given) % 4 or unpack(given, I32).min() < 0:
+        raise ValueError("should be a list of token ids, or an int32 column of them, at least one")
+    return given
 
 
 class GroupBody(_Body):
@@ -125,13 +130,18 @@ class GroupBody(_Body):
     step: int = Field(ge=0, lt=MAX_STEPS)
     number: int = Field(ge=0, lt=MAX_GROUPS_PER_STEP, description="within the step")
     prompt: Annotated[bytes, BeforeValidator(_column)] = Field(
-        min_length=4, description="token ids: a list, or in msgpack also an int32 column"
+        description="token ids: a list, or in msgpack also an int32 column"
     )
     n: int = Field(1, ge=1, le=MAX_GROUP_SIZE)
     sampling: SamplingBody = SamplingBody()
     version: int | None = Field(None, ge=0, description="newest weight version that may generate it; null = the newest")
     max_staleness: int = Field(0, ge=0, le=MAX_STALENESS, description="how many versions older its tokens may be")
     seed: int = Field(0, ge=0, lt=1 << 63, description="of the draws, together with the sample's own id")
+
+    def digest(self) -> str:
+        """Return a digest of all that determines its samples."""
+        asked = [self.n, self.sampling.model_dump(mode="json"), self.version, self.max_staleness, self.seed]
+        return blake2b(json.dumps(asked).encode() + self.prompt, digest_size=8).hexdigest()
 
 
 class GroupsBody(_Body):
@@ -242,16 +252,25 @@ class _Job(NamedTuple):
         return Problem(409, "Superseded", detail)
 
 
-async def _external_job(job: OneJob, request: Request, bus: TheBus) -> _Job:
+async def _own_job(job: OneJob, request: Request, bus: TheBus) -> _Job:
     principal = principal_of(request)
     if principal.scope == "trainer" and principal.subject != job.id:
         raise Problem(403, "Forbidden", f"this token is for the trainer of job {principal.subject} only")
     if job.spec.kind != "external":
         detail = f"job {job.id} is of kind {job.spec.kind}: only jobs of kind external have a trainer of their own"
         raise Problem(409, "Not an external job", detail)
-    if job.ended:
-        raise Problem(409, "Job over", f"job {job.id} has ended ({job.state}): create another one")
     return _Job(job, bus)
+
+
+OwnJob = Annotated[_Job, Depends(_own_job)]
+"""The external job in the path, which may have ended."""
+
+
+async def _external_job(job: OwnJob) -> _Job:
+    if job.record.ended:
+        detail = f"job {job.record.id} has ended ({job.record.state}): create another one"
+        raise Problem(409, "Job over", detail)
+    return job
 
 
 ExternalJob = Annotated[_Job, Depends(_external_job)]
@@ -287,6 +306,7 @@ async def attach(job: ExternalJob, body: AttachBody, manager: TheManager, settin
         "epoch": trainer.epoch,
         "version": manager.world.jobs.committed_version(record.id),
         "step": record.step,
+        "spec": json.loads(to_json(record.spec)),
         "checkpoint": {"step": record.checkpointed_step, "cursor": released or START},
         **_publishing(record, trainer, settings),
     }
@@ -323,10 +343,13 @@ async def detach(job: ExternalJob, epoch: Annotated[int, Query(ge=1)]) -> None:
 
 
 @ROUTES("POST", "/jobs/{job_id}/end", "trainer", "external", status_code=202, responses=_ERRORS)
-async def end(job: ExternalJob, body: EndBody) -> dict[str, Any]:
-    """End the job, as complete or with an error."""
-    trainer = await job.trainer(body.epoch)
+async def end(job: OwnJob, body: EndBody) -> dict[str, Any]:
+    """End the job, as complete or with an error; the same again is no error."""
     state: JobState = "failed" if body.error else "completed"
+    if job.record.state == state:
+        return {"id": job.record.id, "state": state}
+    await _external_job(job)
+    trainer = await job.trainer(body.epoch)
     await job.write(trainer, [trainer.report(job.record, state, body.error)])
     return {"id": job.record.id, "state": state}
 
@@ -337,7 +360,10 @@ async def end(job: ExternalJob, body: EndBody) -> dict[str, Any]:
 @ROUTES("POST", "/jobs/{job_id}/groups", "trainer", "external", status_code=202, responses=_ERRORS)
 @limits_body(lambda: MAX_BODY_BYTES)
 async def request_groups(job: ExternalJob, request: Request, manager: TheManager) -> dict[str, Any]:
-    """Request groups of samples, as JSON or msgpack (`GroupsBody`); those that were requested before are no error."""
+    """Request groups of samples, as JSON or msgpack (`GroupsBody`).
+
+    The same group again is no error; another one of its step and number is.
+    """
     body = await _parsed(request, GroupsBody)
     record = job.record
     trainer = await job.trainer(body.epoch)
@@ -346,8 +372,29 @@ async def request_groups(job: ExternalJob, request: Request, manager: TheManager
         raise Problem(409, "Paused", detail)
     newest = await _committed(manager, record, max(group.version or 0 for group in body.groups))
     requests = [_request(record, group, newest) for group in body.groups]
-    await job.write(trainer, [Append(names.rollouts_requested(record.id), each) for each in requests])
+    ops: list[Op] = [HashSet(names.external_groups(record.id), await _new_digests(job, body.groups))]
+    await job.write(trainer, [*ops, *(Append(names.rollouts_requested(record.id), each) for each in requests)])
     return {"accepted": len(requests), "version": newest}
+
+
+async def _new_digests(job: _Job, groups: Sequence[GroupBody]) -> dict[str, str]:
+    """Return what each group asks for, as a digest by step and number.
+
+    Raises:
+        Problem: one was requested before and asked for something else.
+
+    """
+    asked = {f"{group.step}/{group.number}": group.digest() for group in groups}
+    stored = await job.bus.hash_some(names.external_groups(job.record.id), list(asked))
+    for (name, digest), before in zip(asked.items(), stored, strict=True):
+        if before not in {None, digest}:
+            step, _, number = name.partition("/")
+            detail = (
+                f"group {number} of step {step} was requested with another prompt, n, sampling, version, staleness or "
+                "seed: a trainer that is started again asks for the same, or begins with a new version or another job"
+            )
+            raise Problem(409, "Another group", detail)
+    return asked
 
 
 def _request(job: Job, group: GroupBody, newest: int) -> GroupRequested:
@@ -401,21 +448,26 @@ async def finished(
         detail = f"samples up to {released} were released by a checkpoint: read on from there"
         raise Problem(409, "Released", detail)
     stream, cursor = names.rollouts_finished(record.id), max(after_cursor, released, key=position)
-    until, found = time.monotonic() + wait_s, list[dict[str, Any]]()
+    is_packed = MSGPACK in request.headers.get("Accept", "")
+    until, found, left = time.monotonic() + wait_s, list[dict[str, Any]](), MAX_COLUMNS_BYTES // (1 if is_packed else 4)
     await job.write(trainer)
     while True:
         async with reads:
-            entries = await bus.read({stream: cursor}, count=limit, block_s=BLOCK_S)
+            count = min(limit - len(found), ENTRIES_PER_READ)
+            entries = await bus.read({stream: cursor}, count=count, block_s=0.0 if found else BLOCK_S)
         for entry in entries:
             cursor = entry.id
             if isinstance(entry.message, SampleFinished | SampleDropped):
                 found.append(_sample(entry.message))
-        if found or time.monotonic() >= until or await request.is_disconnected():
+                left -= len(found[-1].get("tokens", b"")) + len(found[-1].get("logprobs", b""))
+        is_full = len(found) >= limit or left <= 0
+        if is_full or (found and not entries):
             break
-    answer = {"cursor": cursor, "samples": found}
-    if MSGPACK in request.headers.get("Accept", ""):
-        return Response(msgpack.packb(answer), media_type=MSGPACK)
-    return Response(await asyncio.to_thread(_as_json, answer), media_type="application/json")
+        if not found and (time.monotonic() >= until or await request.is_disconnected()):
+            break
+    encode = msgpack.packb if is_packed else _as_json
+    content = await asyncio.to_thread(encode, {"cursor": cursor, "samples": found})
+    return Response(content, media_type=MSGPACK if is_packed else "application/json")
 
 
 def _sample(message: SampleFinished | SampleDropped) -> dict[str, Any]:
@@ -456,10 +508,24 @@ async def complete_step(job: ExternalJob, body: StepBody) -> dict[str, Any]:
     )
     ops: list[Op] = [Append(names.JOB_REPORTS, report)]
     if checkpoint:
-        ops.append(Trim(names.rollouts_finished(record.id), after(checkpoint.cursor)))
-        ops.append(HashSet(names.external_trainer(record.id), {_RELEASED: checkpoint.cursor}))
+        ops += await _release(job, checkpoint)
     await job.write(trainer, ops)
     return {"step": body.step}
+
+
+async def _release(job: _Job, checkpoint: Checkpoint) -> list[Op]:
+    """Return what removes the samples and requests that a checkpoint covers; nothing that is released comes back."""
+    if position(checkpoint.cursor)[0] / 1000 > time.time() + FUTURE_S:
+        raise Problem(422, "Invalid cursor", f"checkpoint.cursor: no answer of `finished` had {checkpoint.cursor}")
+    released = await job.bus.hash_get(names.external_trainer(job.record.id), _RELEASED) or START
+    cursor = max(checkpoint.cursor, released, key=position)
+    groups = await job.bus.hash_all(names.external_groups(job.record.id))
+    covered = tuple(name for name in groups if int(name.partition("/")[0]) < checkpoint.step)
+    return [
+        Trim(names.rollouts_finished(job.record.id), after(cursor)),
+        HashSet(names.external_trainer(job.record.id), {_RELEASED: cursor}),
+        *([HashDelete(names.external_groups(job.record.id), covered)] if covered else []),
+    ]
 
 
 async def _parsed(request: Request, kind: type[_B]) -> _B:

@@ -36,6 +36,8 @@ DISMISSAL_TTL_S = 120.0
 """How long a worker that was declared lost can find its dismissal, when it reconnects."""
 _MAX_ENTRY_ID = f"{(1 << 64) - 1}-0"
 """The largest entry id; no stream reaches it."""
+_EXTERNAL_KEYS = (names.trainer_lease, names.trainer_epoch, names.external_trainer, names.external_groups)
+"""Deleted at the end of an external job."""
 _JOB_KEYS = (
     names.rollouts_requested,
     names.rollouts_finished,
@@ -171,7 +173,7 @@ def save_job(job: Job) -> Store:
     if job.ended:
         ops += [Expire(key(job.id), ENDED_JOB_RETENTION_S) for key in _JOB_KEYS]
         if job.spec.kind == "external":  # whose trainer may be gone: from now on it is superseded
-            ops += [Delete(key(job.id)) for key in (names.trainer_lease, names.trainer_epoch, names.external_trainer)]
+            ops += [Delete(key(job.id)) for key in _EXTERNAL_KEYS]
     return Store(tuple(ops))
 
 

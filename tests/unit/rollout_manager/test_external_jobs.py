@@ -93,7 +93,8 @@ def test_end_of_a_job_takes_it_from_its_trainer(world: World) -> None:
     report(world, "running")
     report(world, "completed", at=5)
     deleted = {op.key for op in save_job(job(world).record).ops if isinstance(op, Delete)}
-    assert deleted == {names.trainer_lease(JOB), names.trainer_epoch(JOB), names.external_trainer(JOB)}
+    keys = (names.trainer_lease, names.trainer_epoch, names.external_trainer, names.external_groups)
+    assert deleted == {key(JOB) for key in keys}
 
 
 def test_steps_of_a_job_without_a_number_are_counted(world: World) -> None:
