@@ -19,7 +19,6 @@ import json
 import socket
 import threading
 import time
-import weakref
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -27,20 +26,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
-from urllib.parse import quote
 
-import httpx
 import msgpack
 
+from rlboost.attachment import Attachment, Superseded
 from rlboost.client import Client, ClientError
-from rlboost.shared.errors import ConfigError, Conflict, RLBoostError
+from rlboost.shared.errors import ConfigError, Conflict
 from rlboost.shared.ids import new_token
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams.entries import position
-from rlboost.shared.weights.access import IssuedAccess
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.publisher import Publisher
 from rlboost.shared.wire import I32, floats, ints, pack
+
+__all__ = ["AsyncFleet", "Fleet", "Group", "Sample", "Superseded"]
 
 T = TypeVar("T")
 
@@ -51,15 +50,10 @@ _POLL_S = 0.5
 _CANCEL_S = 0.1
 _FORBIDDEN = 403
 _NOT_FOUND = 404
-_CONFLICT = 409
 _MSGPACK = "application/msgpack"
 _WAIT_S = 20.0
 """How long one request waits for the next sample."""
 _GROUPS_PER_REQUEST = 256
-
-
-class Superseded(RLBoostError):
-    """Another trainer has attached to the job, or the job has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,76 +99,6 @@ class _Open:
     def check_done(self) -> None:
         if self.n and len(self.samples) + len(self.dropped) >= self.n:
             self.done.set()
-
-
-class _Attachment:
-    """One trainer's hold of its job: calls of the REST API, and a thread that renews the lease.
-
-    Args:
-        client: of the manager.
-        renewing: the same, which gives up soon: it renews the lease, and ends the hold.
-        job_id: the job.
-        options: of the request that attaches.
-
-    """
-
-    def __init__(self, client: Client, renewing: Client, job_id: str, options: Mapping[str, Any]) -> None:
-        self.client, self._renewing, self.job_id = client, renewing, job_id
-        self.path = f"/jobs/{quote(job_id, safe='')}"
-        self.attached = client.request("POST", f"{self.path}/trainer", json=dict(options)).json()
-        self.epoch: int = self.attached["epoch"]
-        self.access = IssuedAccess(self.attached["store_credential"], "")
-        self.lost: RLBoostError | None = None
-        self.phase = "training"
-        self._stop = threading.Event()
-        # It does not hold the trainer: one that nobody uses any longer loses its job.
-        arguments = (weakref.ref(self), self._stop, options["lease_s"] / 4)
-        threading.Thread(target=_keep_renewing, args=arguments, name="trainer-lease", daemon=True).start()
-
-    def call(self, method: str, part: str, body: Mapping[str, Any] | None = None, **options: Any) -> httpx.Response:
-        """Return the answer to a request below the job, which names the epoch.
-
-        Raises:
-            Superseded: this trainer no longer has the job.
-            ClientError: the request is rejected, or the manager does not answer.
-
-        """
-        return self._call(self.client, method, part, body, **options)
-
-    def _call(
-        self, client: Client, method: str, part: str, body: Mapping[str, Any] | None = None, **options: Any
-    ) -> httpx.Response:
-        if self.lost:
-            raise self.lost
-        if body is not None:
-            options["json"] = {"epoch": self.epoch, **body}
-        try:
-            return client.request(method, f"{self.path}/{part}", **options)
-        except ClientError as error:
-            if error.status == _CONFLICT and error.title in {"Superseded", "Job over"}:
-                self.lost = Superseded(error.detail)
-                raise self.lost from error
-            raise
-
-    def renew(self) -> None:
-        """Renew the lease and the credential of the weight store; raises what `call` raises."""
-        answer = self._call(self._renewing, "PUT", "trainer", {"phase": self.phase}).json()
-        self.access.credential = answer["store_credential"]
-
-    def close(self) -> None:
-        """Let another trainer attach at once."""
-        self._stop.set()
-        with suppress(RLBoostError):  # its lease runs out
-            self._call(self._renewing, "DELETE", "trainer", params={"epoch": self.epoch})
-
-
-def _keep_renewing(attachment: weakref.ref[_Attachment], stop: threading.Event, every_s: float) -> None:
-    while not stop.wait(every_s):
-        if (held := attachment()) is None or held.lost:
-            return
-        with suppress(RLBoostError):  # the next call of the trainer says why
-            held.renew()
-        del held
 
 
 class AsyncFleet:
@@ -228,7 +152,7 @@ class AsyncFleet:
         self._numbers: defaultdict[int, int] = defaultdict(int)
         """Step -> groups that were requested."""
         self._reading: asyncio.Task[None] | None = None
-        self._attachment: _Attachment | None = None
+        self._attachment: Attachment | None = None
         self._store: StoreClient | None = None
         self._config_json = ""
         self.dtype = ""
@@ -271,7 +195,7 @@ class AsyncFleet:
         self._client.close()
         self._renewing.close()
 
-    def _attach(self) -> _Attachment:
+    def _attach(self) -> Attachment:
         try:
             return self._attach_to(self._job)  # a token of scope `trainer` may do nothing else
         except ClientError as error:
@@ -291,19 +215,19 @@ class AsyncFleet:
             found = [self._client.jobs.create(self._spec, f"external-{self._job}-{len(named)}")["id"]]
         return self._attach_to(found[-1])
 
-    def _attach_to(self, job_id: str) -> _Attachment:
+    def _attach_to(self, job_id: str) -> Attachment:
         """Attach to a job, as soon as the lease of a trainer that has died has run out."""
         limit = time.monotonic() + self._options["lease_s"] + _CLOSE_S
         while True:
             try:
-                return _Attachment(self._client, self._renewing, job_id, self._options)
+                return Attachment(self._client, self._renewing, job_id, self._options)
             except ClientError as error:
                 if error.title != "Job has a trainer" or time.monotonic() > limit:
                     raise
             time.sleep(_POLL_S)
 
     @property
-    def _at(self) -> _Attachment:
+    def _at(self) -> Attachment:
         if self._attachment is None:
             raise ConfigError("the fleet is not attached to a job: use it in a 'with' block")
         return self._attachment
