@@ -155,6 +155,8 @@ class AsyncFleet:
         self._attachment: Attachment | None = None
         self._store: StoreClient | None = None
         self._config_json = ""
+        self._committed = "", ""
+        """Digest of the newest version's weights, and its configuration; empty before this trainer had them."""
         self.dtype = ""
         """Of most of the bytes that were published last, such as `bfloat16`; empty before."""
 
@@ -239,7 +241,9 @@ class AsyncFleet:
 
     # --- weights ---
 
-    async def publish(self, weights: Any, *, config: Mapping[str, Any] | str | Path | None = None) -> int:
+    async def publish(
+        self, weights: Any, *, config: Mapping[str, Any] | str | Path | None = None, if_changed: bool = False
+    ) -> int:
         """Publish weights as the next version, and return its number; workers pull it from then on.
 
         The first time after it was attached, a trainer that has the newest version's weights publishes nothing and gets
@@ -250,6 +254,7 @@ class AsyncFleet:
                 must not change until this returns.
             config: the model's Hugging Face configuration: a mapping, or a folder with `config.json`. By default that
                 of the module or folder, or that of the version before.
+            if_changed: publish nothing each time that the weights and `config` are those of the newest version.
 
         Raises:
             Superseded: another trainer holds the job.
@@ -267,7 +272,8 @@ class AsyncFleet:
                 with suppress(Conflict):  # the newest version has other weights
                     await self._commit(self.version, weights)
                     return self.version
-            await self._commit(self.version + 1, weights)
+            if not await self._commit(self.version + 1, weights, if_changed=if_changed):
+                return self.version
         except Conflict:
             await asyncio.to_thread(self._at.renew)  # which says so if another trainer has the job
             raise
@@ -276,7 +282,8 @@ class AsyncFleet:
         self.version += 1
         return self.version
 
-    async def _commit(self, version: int, weights: Any) -> None:
+    async def _commit(self, version: int, weights: Any, *, if_changed: bool = False) -> bool:
+        """Publish and commit a version; return False if only changes are committed, and there is none."""
         from rlboost.shared.weights.torch_tensors import named_shards  # noqa: PLC0415 - imports torch
 
         part = await self._publisher.publish(self.job_id, version, 0, named_shards(weights))
@@ -284,6 +291,9 @@ class AsyncFleet:
         for tensor in part.tensors:
             sizes[tensor.dtype] += tensor.n_bytes
         self.dtype = max(sizes, key=sizes.__getitem__, default="")
+        content = part.model_copy(update={"edges": ()}).digest, self._config_json
+        if if_changed and content == self._committed:
+            return False
         await self._publisher.commit(
             self.job_id,
             version,
@@ -291,6 +301,8 @@ class AsyncFleet:
             part_digests=[part.digest],
             config_json=self._config_json,
         )
+        self._committed = content
+        return True
 
     # --- samples ---
 

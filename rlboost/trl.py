@@ -17,11 +17,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import httpx
+
 from rlboost.fleet import Fleet, Sample
 from rlboost.shared.errors import ConfigError, Fatal
 from rlboost.shared.http.clients import http_client
 from rlboost.shared.ids import MAX_GROUP_SIZE
 from rlboost.shared.proxies import internal
+from rlboost.shared.secrets import clean_url
 
 RolloutFunc = Callable[[list[Any], Any], dict[str, list[Any]]]
 """TRL's: from the prompts of this process and the trainer to prompt ids, completion ids and log-probabilities."""
@@ -139,7 +142,7 @@ class WeightTransfer:
     It writes the weights to a folder that the gateway reads: both run on one machine, or share the folder.
 
     Args:
-        url: of the gateway.
+        url: of the gateway, with its key as the password if it has one.
         folder: where the weights are written; by default a temporary folder.
         timeout_s: limit of one update.
 
@@ -149,11 +152,15 @@ class WeightTransfer:
         """Write nothing yet."""
         self._temporary = None if folder else TemporaryDirectory(prefix="rlboost-weights-")
         self._folder = Path(folder or getattr(self._temporary, "name", ""))
-        self._http = http_client(internal, base_url=url, timeout=timeout_s)
+        given = httpx.URL(clean_url("url", url))
+        # Not in the URL, which errors and httpx's log lines show.
+        auth = (given.username, given.password) if given.userinfo else None
+        self._url = str(given.copy_with(userinfo=b"")).rstrip("/")
+        self._http = http_client(internal, auth=auth, timeout=timeout_s)
 
     def init_weight_transfer(self) -> None:
-        """Check that the gateway answers."""
-        self._http.get("/health").raise_for_status()
+        """Check that the gateway answers, and takes the key in its URL."""
+        self._request("GET", "/is_paused")
 
     def send_weights(self, iterator: Iterable[tuple[str, Any]]) -> None:
         """Publish the tensors as the next version."""
@@ -163,15 +170,15 @@ class WeightTransfer:
         # Of tensors that share memory, save_file takes none.
         found = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in iterator}
         save_file(found, self._folder / "model.safetensors")
-        self._post("/update_weights", {"update_info": {"path": str(self._folder.absolute())}})
+        self._request("POST", "/update_weights", {"update_info": {"path": str(self._folder.absolute())}})
 
     def pause(self) -> None:
         """Hold new requests; samples in flight continue while workers pull the weights."""
-        self._post("/pause")
+        self._request("POST", "/pause")
 
     def resume(self) -> None:
         """Let requests begin."""
-        self._post("/resume")
+        self._request("POST", "/resume")
 
     def destroy(self) -> None:
         """Remove the folder, if it is temporary."""
@@ -179,7 +186,11 @@ class WeightTransfer:
         if self._temporary is not None:
             self._temporary.cleanup()
 
-    def _post(self, path: str, body: Mapping[str, Any] | None = None) -> None:
-        answer = self._http.post(path, json=body)
-        if answer.is_error:
-            raise Fatal(f"{self._http.base_url}{path.removeprefix('/')}: {answer.text[:500]}")
+    def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> None:
+        url = f"{self._url}{path}"
+        try:
+            answer = self._http.request(method, url, json=body)
+        except httpx.HTTPError as error:
+            raise Fatal(f"{url}: {str(error) or type(error).__name__}") from error
+        if not answer.is_success:
+            raise Fatal(f"{url}: {answer.status_code}: {answer.text[:500]}")

@@ -223,7 +223,8 @@ def gateway(
     import uvicorn  # noqa: PLC0415 - keeps --help quick
 
     from rlboost.fleet import AsyncFleet  # noqa: PLC0415 - likewise
-    from rlboost.gateway import Gateway, create_app  # noqa: PLC0415 - likewise
+    from rlboost.gateway import Gateway  # noqa: PLC0415 - likewise
+    from rlboost.gateway_routes import create_app  # noqa: PLC0415 - likewise
 
     api_key = clean_secret("RLBOOST_GATEWAY_API_KEY", os.environ.get("RLBOOST_GATEWAY_API_KEY", ""))
     if host not in {"127.0.0.1", "::1", "localhost"} and not api_key:
@@ -233,7 +234,7 @@ def gateway(
     url, token = endpoint(state)
     fleet = AsyncFleet(url, token, job=job, model=model, replace=replace, trainer="gateway")
     uvicorn.run(
-        create_app(Gateway(fleet, url, token, model), api_key),
+        create_app(Gateway(fleet, url, token, model), api_key, host),
         host=host,
         port=port,
         log_level="warning",

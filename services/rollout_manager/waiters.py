@@ -62,10 +62,15 @@ class CompletionChunk:
     logprobs: list[float]
     finish: FinishReason | None
     """Set in the last chunk."""
-    worker: str
-    """The worker that generated the last of the tokens."""
+    spans: Sequence[tuple[str, int, int]]
+    """(worker, weight version, number of tokens), in order, of the completion to the end of this chunk or further."""
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     """(Token id, log-probability) of the most likely tokens at each position; empty if not requested."""
+
+    @property
+    def worker(self) -> str:
+        """Return the worker that generated the newest tokens, empty if there are none."""
+        return self.spans[-1][0] if self.spans else ""
 
 
 @dataclass(slots=True, eq=False)
@@ -253,9 +258,9 @@ def next_chunk(waiter: Waiter, member: int) -> CompletionChunk | None:
     part = slice(n_received * TOKEN_BYTES, (n_received + MAX_CHUNK_TOKENS) * TOKEN_BYTES)
     tokens, logprobs = ints(bytes(sample.tokens[part]), I32), floats(bytes(sample.logprobs[part]))
     waiter.open[member] = n_received + len(tokens)
-    worker = sample.span_starts[-1][0] if sample.span_starts else ""
     finish = _finish(sample) if waiter.open[member] == sample.n_tokens else None
-    return CompletionChunk(member, tokens, logprobs, finish, worker, _top_logprobs(sample, n_received, len(tokens)))
+    top = _top_logprobs(sample, n_received, len(tokens))
+    return CompletionChunk(member, tokens, logprobs, finish, sample.spans, top)
 
 
 def chunk_of(turn: SampleFinished, n_received: int = 0) -> CompletionChunk:
@@ -263,7 +268,7 @@ def chunk_of(turn: SampleFinished, n_received: int = 0) -> CompletionChunk:
     part = slice(n_received, n_received + MAX_CHUNK_TOKENS)
     tokens, logprobs = ints(turn.tokens), floats(turn.logprobs)
     finish = turn.finish if part.stop >= len(tokens) else None
-    return CompletionChunk(0, tokens[part], logprobs[part], finish, turn.spans[-1][0] if turn.spans else "")
+    return CompletionChunk(0, tokens[part], logprobs[part], finish, turn.spans)
 
 
 def _top_logprobs(sample: Sample, start: int, n: int) -> list[list[tuple[int, float]]]:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import os
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +23,26 @@ from openai import OpenAI
 from safetensors.torch import save_file
 
 from rlboost.fleet import AsyncFleet
-from rlboost.gateway import Gateway, create_app
+from rlboost.gateway import Gateway
+from rlboost.gateway_routes import create_app
+from rlboost.shared.errors import Fatal
+from rlboost.trl import WeightTransfer
 from tests.support import tiny_models
 from tests.support.ports import reserved_port
 from tests.support.published_model import policy as model
 from tests.support.service_process import TOKEN
 from tests.support.serving_system import TEMPLATE, WAIT_S, System, until
 
-KEY = "a key"
+KEY = "a-key-of-a-gateway"
 PROMPT = [5, 7, 9, 11]
 
 
 class Served:
     """A gateway in a thread, and a client of it."""
 
-    def __init__(self, system: System, port: int, job: str, api_key: str = "") -> None:
+    def __init__(self, system: System, port: int, job: str, api_key: str = "", **options: Any) -> None:
         fleet = AsyncFleet(system.manager.url, TOKEN, job=job, model=str(system.model), retry_for_s=WAIT_S)
-        app = create_app(Gateway(fleet, system.manager.url, TOKEN, str(system.model), WAIT_S), api_key)
+        app = create_app(Gateway(fleet, system.manager.url, TOKEN, str(system.model), WAIT_S, **options), api_key)
         self.system, self.url = system, f"http://127.0.0.1:{port}"
         self._server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning"))
         self._thread = threading.Thread(target=self._server.run)
@@ -45,6 +54,11 @@ class Served:
         self.http.close()
         self._server.should_exit = True
         self._thread.join()
+
+    def update(self, folder: Path) -> dict[str, Any]:
+        answer = self.http.post("/update_weights", json={"weight_dir": str(folder)})
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
 
     def generate(self, n: int, **more: Any) -> httpx.Response:
         body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": n, "logprobs": 0}, "cache_salt": "1"}
@@ -102,7 +116,43 @@ def matches(served: Served, seed: int) -> bool:
     content = choice["logprobs"]["content"]
     assert [one["token"] for one in content] == [f"token_id:{token}" for token in choice["token_ids"]]
     expected = tiny_models.logprobs(model(seed), PROMPT, choice["token_ids"])
-    return [one["logprob"] for one in content] == pytest.approx(expected, abs=1e-4)
+    is_of_policy = [one["logprob"] for one in content] == pytest.approx(expected, abs=1e-4)
+    n_tokens = len(choice["token_ids"])
+    assert is_of_policy == (choice["weight_versions"] == [{"version": f"step-{seed}", "start": 0, "end": n_tokens}])
+    return is_of_policy
+
+
+def test_update_is_answered_when_a_worker_serves_it(served: Served, tmp_path: Path) -> None:
+    made = served.update(folder_of(tmp_path, 3))
+    workers = served.system.http.get("/v1/workers").json()
+    serving = [
+        one for one in workers if (one["state"], str(one["weight_version"])) == ("ready", made["weight_version"])
+    ]
+    assert 1 <= made["workers_serving"] <= len(serving)
+
+
+def test_equal_weights_are_one_version_at_once_and_again(served: Served, tmp_path: Path) -> None:
+    (before,) = {served.update(folder_of(tmp_path, 4))["weight_version"] for _ in range(2)}
+    folder_of(tmp_path, 5)
+    with ThreadPoolExecutor(4) as pool:
+        made = {one["weight_version"] for one in pool.map(served.update, [tmp_path] * 4)}
+    assert made == {str(int(before) + 1)}
+
+
+def test_spans_name_the_versions_of_a_completion_that_an_update_meets(served: Served, tmp_path: Path) -> None:
+    seeds = count(6)
+
+    def met() -> bool:
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(served.generate, 400)
+            after = served.update(folder_of(tmp_path, next(seeds)))["weight_version"]
+        (choice,) = running.result().json()["choices"]
+        spans = choice["weight_versions"]
+        assert [one["start"] for one in spans] == [0, *(one["end"] for one in spans[:-1])]
+        assert spans[-1]["end"] == len(choice["token_ids"])
+        return [one["version"] for one in spans] == [str(int(after) - 1), after]
+
+    until(met)
 
 
 def test_client_of_openai_completes_and_streams(served: Served) -> None:
@@ -111,8 +161,27 @@ def test_client_of_openai_completes_and_streams(served: Served) -> None:
         assert one.id == str(served.system.model)
         made: Any = client.completions.create(model=one.id, prompt=PROMPT, max_tokens=6, seed=(1 << 63) - 1, logprobs=0)
         assert len(made.choices[0].logprobs.token_logprobs) == made.usage.completion_tokens
-        blocks = list(client.completions.create(model=one.id, prompt=PROMPT, max_tokens=6, stream=True))
+        asked = {"extra_body": {"return_token_ids": True}}
+        blocks: Any = list(
+            client.completions.create(model=one.id, prompt=PROMPT, max_tokens=6, stream=True, **asked)  # type: ignore[call-overload]
+        )
         assert blocks[-1].choices[0].finish_reason in {"stop", "length"}
+        n_tokens = sum(len(block.choices[0].token_ids) for block in blocks)
+        (span,) = blocks[-1].choices[0].weight_versions
+        assert (span["start"], span["end"]) == (0, n_tokens)
+        assert {made.model, *(block.model for block in blocks)} == {one.id}
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_answers_have_the_gateways_name_of_the_model(served: Served, path: str) -> None:
+    chat = "input" if path == "/v1/responses" else "messages"
+    limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    body = {"model": str(served.system.model), chat: [{"role": "user", "content": "t5 t7"}], limit: 4}
+    assert served.http.post(path, json=body).json()["model"] == body["model"]
+    streamed = served.http.post(path, json={**body, "stream": True}).text
+    events = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
+    parts = [part for one in events for part in (one, *one.values()) if isinstance(part, dict)]
+    assert {part["model"] for part in parts if "model" in part} == {body["model"]}
 
 
 def test_requests_survive_the_death_of_manager_and_worker(served: Served) -> None:
@@ -133,7 +202,7 @@ def test_pause_holds_new_requests_and_wait_ends_those_in_flight(served: Served) 
         running = pool.submit(served.generate, 300)
         time.sleep(0.2)
         assert served.http.post("/pause", params={"mode": "wait"}).json() == {"status": "paused"}
-        assert running.done()
+        assert running.result(0.2).status_code == 200  # its last bytes may still be under way
         assert served.http.get("/is_paused").json() == {"is_paused": True}
         held = pool.submit(served.generate, 1)
         time.sleep(0.3)
@@ -149,9 +218,21 @@ def test_pause_holds_new_requests_and_wait_ends_those_in_flight(served: Served) 
         ("/init_weight_transfer_engine", {"init_info": {"master_address": "10.0.0.1"}}, 501, "none is a rank"),
         ("/update_weights", {"update_info": {"names": ["w"]}}, 501, "send its path"),
         ("/update_weights", {"weight_dir": "/nowhere"}, 400, "/nowhere: this machine reads no"),
+        ("/update_weights", {"weight_dir": "\0"}, 400, "this machine reads no"),
+        ("/update_weights", {"weight_dir": 5}, 422, "weight_dir: "),
+        ("/update_weights", {"update_info": "x"}, 422, "update_info: "),
+        ("/init_weight_transfer_engine", {"init_info": "x"}, 422, "init_info: "),
+        ("/pause?mode=abrot", {}, 400, "mode: 'abrot' is unknown"),
         ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/a"}, 501, "send merged weights"),
         ("/v1/completions", {"model": "other", "prompt": PROMPT}, 404, "'other' does not exist"),
         ("/v1/completions", {"prompt": PROMPT, "prompt_logprobs": 1}, 400, "prompt_logprobs"),
+        ("/inference/v1/generate", {}, 422, "token_ids: missing"),
+        ("/inference/v1/generate", {"token_ids": "x"}, 422, "token_ids: "),
+        ("/inference/v1/generate", {"token_ids": PROMPT, "max_tokens": 5}, 422, "max_tokens: unknown key"),
+        ("/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": 5}, 422, "sampling_params: "),
+        ("/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": {"logprobs": "x"}}, 422, "logprobs: "),
+        ("/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": {"logprobs": -1}}, 400, "logprobs"),
+        ("/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": {"max_tokens": "x"}}, 400, "max_tokens"),
         ("/inference/v1/generate", {"token_ids": PROMPT, "stream": True}, 400, "stream"),
         ("/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": {"logprobs": 2}}, 400, "logprobs"),
         ("/inference/v1/generate", {"token_ids": PROMPT, "features": {"a": 1}}, 400, "text only"),
@@ -170,12 +251,65 @@ def test_web_pages_are_no_clients(served: Served) -> None:
     assert answer.status_code == 403
 
 
+def test_without_a_key_only_names_of_this_machine_are_served(served: Served) -> None:
+    def status_of(host: str, path: str = "/is_paused") -> int:
+        return served.http.get(path, headers={"Host": host}).status_code
+
+    for host in ("localhost", "LOCALHOST:8000", "127.0.0.1:8000", "127.0.0.2", "[::1]:8000"):
+        assert status_of(host) == 200, host
+    for host in ("evil.example", "evil.example:8000", "localhost.evil.example", "10.0.0.5", "[::1", "a@b"):
+        assert status_of(host) == 403, host
+    for path in ("/docs", "/redoc", "/openapi.json"):
+        assert status_of("localhost", path) == 404, path
+
+
+def test_folder_that_cannot_be_read_is_refused(served: Served, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"no weights")
+    answer = served.http.post("/update_weights", json={"weight_dir": str(tmp_path)})
+    assert (answer.status_code, "cannot be read" in answer.text) == (400, True), answer.text
+
+
+def test_manager_that_hangs_is_named(system: System) -> None:
+    with reserved_port() as port:
+        hasty = Served(system, port, "hasty", answer_limit_s=1.0)
+        try:
+            until(lambda: hasty.generate(1).status_code == 200)
+            os.kill(system.manager.pid, signal.SIGSTOP)
+            try:
+                answer = hasty.generate(1)
+            finally:
+                os.kill(system.manager.pid, signal.SIGCONT)
+            assert (answer.status_code, "has sent nothing for 1 s" in answer.text) == (504, True), answer.text
+        finally:
+            hasty.close()
+
+
+def test_weights_are_published_while_the_job_has_no_worker(tmp_path: Path) -> None:
+    alone = System(tmp_path, TEMPLATE)
+    save_file(dict(model(0).named_parameters()), alone.model / "model.safetensors")
+    (tmp_path / "weights-1").mkdir()
+    try:
+        alone.manager.start()
+        alone.store.start()
+        with reserved_port() as port:
+            served = Served(alone, port, "alone")
+            try:
+                made = served.update(folder_of(tmp_path / "weights-1", 1))
+                assert (made["weight_version"], made["workers_serving"]) == ("1", 0)
+            finally:
+                served.close()
+    finally:
+        alone.close()
+
+
 def test_bodies_that_are_no_objects_are_refused(served: Served) -> None:
     for content in (b"{", b"[1]"):
         assert served.http.post("/v1/completions", content=content).status_code == 400
 
 
-def test_key_is_taken_as_bearer_token_and_from_the_url(system: System) -> None:
+def test_key_is_taken_as_bearer_token_and_from_the_url(
+    system: System, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with reserved_port() as port:
         guarded = Served(system, port, "guarded", KEY)
         try:
@@ -183,6 +317,30 @@ def test_key_is_taken_as_bearer_token_and_from_the_url(system: System) -> None:
             assert guarded.http.get("/v1/models").status_code == 401
             assert guarded.http.get("/v1/models", auth=("any", KEY)).status_code == 200
             assert guarded.http.get("/v1/models", auth=("any", "other")).status_code == 401
-            assert guarded.http.get("/v1/models", headers={"Authorization": f"Bearer {KEY}"}).status_code == 200
+            headers = {"Authorization": f"Bearer {KEY}", "Host": "gateway.example"}
+            assert guarded.http.get("/v1/models", headers=headers).status_code == 200
+            check_weight_transfer(guarded, tmp_path, caplog)
         finally:
             guarded.close()
+
+
+def check_weight_transfer(guarded: Served, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """TRL's client of a gateway with a key: it shows the URL without the password."""
+    caplog.set_level(logging.DEBUG)
+    with reserved_port() as unused, ExitStack() as ended:
+
+        def transfer(key: str, port: int) -> WeightTransfer:
+            made = WeightTransfer(f"http://any:{key}@127.0.0.1:{port}", tmp_path)
+            ended.callback(made.destroy)
+            return made
+
+        port = int(guarded.url.rpartition(":")[2])
+        right = transfer(KEY, port)
+        right.init_weight_transfer()
+        right.send_weights(model(1).named_parameters())
+        with pytest.raises(Fatal, match=f"^{guarded.url}/is_paused: 401: ") as refused:
+            transfer(f"{KEY}-no", port).init_weight_transfer()
+        with pytest.raises(Fatal, match=f"^http://127.0.0.1:{unused}/pause: ") as failed:
+            transfer(KEY, unused).pause()
+    assert KEY not in f"{refused.value} {failed.value} {caplog.text}"
+    assert f"{guarded.url}/update_weights" in caplog.text

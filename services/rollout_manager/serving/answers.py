@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, groupby
+from operator import itemgetter
 from typing import Any, Literal
 
 from rlboost.services.rollout_manager.serving.schemas import ChatBody, CompletionBody
@@ -38,6 +39,8 @@ class Delta:
     """All tool calls of the completion, at its end."""
     stop: str = ""
     """The stop string that ended the completion, if one has."""
+    weight_versions: Sequence[dict[str, Any]] = ()
+    """Which weights generated the whole completion, at its end: see `_weight_versions`."""
 
     def parts(self) -> Iterator[Delta]:
         """Yield it as clients expect it in a stream: the finish reason after the tool calls."""
@@ -45,7 +48,8 @@ class Delta:
             yield self
             return
         yield replace(self, finish=None, stop="")
-        yield Delta(self.index, "", [], [], [], [], [], self.finish, stop=self.stop)
+        end = Delta(self.index, "", [], [], [], [], [], self.finish, stop=self.stop)
+        yield replace(end, weight_versions=self.weight_versions)
 
     def merged(self, later: Delta) -> Delta:
         """Return this part and the next one as one."""
@@ -60,6 +64,7 @@ class Delta:
             later.finish,
             (*self.calls, *later.calls),
             later.stop,
+            later.weight_versions,
         )
 
 
@@ -113,7 +118,8 @@ class Choice:
             [(self._model.token_text(token), max(logprob, MIN_LOGPROB)) for token, logprob in one]
             for one in chunk.top_logprobs[:used]
         ] or [[] for _ in texts]
-        return Delta(self._index, text, tokens, logprobs, texts, offsets, top, finish, calls, self._detokenizer.stop)
+        stop, versions = self._detokenizer.stop, _weight_versions(chunk.spans, self.n_tokens) if finish else ()
+        return Delta(self._index, text, tokens, logprobs, texts, offsets, top, finish, calls, stop, versions)
 
     def _read(self, text: str, token: int | None = None) -> str:
         """Return the part of new text that is certainly outside of tool calls."""
@@ -176,6 +182,8 @@ class ResponseFormatter:
                 choice["logprobs"] = {"content": _chat_logprobs(delta)}
         if self._request.return_token_ids:
             choice["token_ids"] = delta.tokens
+            if delta.finish:
+                choice["weight_versions"] = delta.weight_versions
         return choice
 
     def _message(self, delta: Delta, *, first: bool) -> dict[str, Any]:
@@ -187,6 +195,17 @@ class ResponseFormatter:
                 [{"index": i, **call} for i, call in enumerate(calls)] if self._request.stream else calls
             )
         return message
+
+
+def _weight_versions(spans: Sequence[tuple[str, int, int]], n_tokens: int) -> list[dict[str, Any]]:
+    """Return vLLM's `WeightVersionSpan`s of the first tokens, from (worker, weight version, number of tokens)."""
+    found, start = [], 0
+    for version, same in groupby(spans, itemgetter(1)):
+        end = min(start + sum(n for _, _, n in same), n_tokens)
+        if start < end:
+            found.append({"version": str(version), "start": start, "end": end})
+        start = end
+    return found
 
 
 def _completion_logprobs(delta: Delta) -> dict[str, Any]:

@@ -47,6 +47,8 @@ async def test_completions_of_several_prompts_are_indexed_by_prompt_then_sample(
     of_prompt: list[list[int]] = [choice.prompt_token_ids for choice in made.choices]
     assert of_prompt == [[1, 97, 98]] * 2 + [[7, 8, 9]] * 2 + [[1, 99]] * 2
     assert all(choice.text for choice in made.choices)
+    span = {"version": "0", "start": 0, "end": 5}
+    assert [choice.weight_versions for choice in made.choices] == [[span]] * 6
     assert made.usage is not None
     assert (made.usage.prompt_tokens, made.usage.completion_tokens) == (3 + 3 + 2, 6 * 5)
 
