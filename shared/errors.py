@@ -63,6 +63,10 @@ class BadSignature(Unprocessable):
     """A document is not signed with the key that it must be signed with: do not use it."""
 
 
+class UnsuitableWeights(Unprocessable):
+    """The weights of a version, or its `config.json`, do not fit the engine: serve another version or job."""
+
+
 class Rejected(RLBoostError):
     """The request cannot be granted in the present state: report it to the requester, do not retry as is."""
 

@@ -40,7 +40,15 @@ from rlboost.services.rollout_worker.generator import Generator, LoadStage
 from rlboost.services.rollout_worker.manager_connection import RETRY_INTERVAL_S, ManagerConnection
 from rlboost.services.rollout_worker.ports import StagedWeights, WeightSource
 from rlboost.services.rollout_worker.startup_timer import StartupTimer
-from rlboost.shared.errors import BadSignature, BusUnavailable, Corrupt, CredentialRejected, NotFound, WaitTimedOut
+from rlboost.shared.errors import (
+    BadSignature,
+    BusUnavailable,
+    Corrupt,
+    CredentialRejected,
+    NotFound,
+    UnsuitableWeights,
+    WaitTimedOut,
+)
 from rlboost.shared.ids import WeightsRef
 from rlboost.shared.messages import Assignment
 from rlboost.shared.process.waiting import Waits
@@ -66,6 +74,8 @@ LOAD_LIMIT_S = 3600.0
 
 Execute = Callable[[Sequence[Effect]], Awaitable[None]]
 """Executes what the session has decided."""
+Report = Callable[[WeightsRef, str], Awaitable[None]]
+"""Reports weights that cannot be served, and why."""
 
 
 class WeightUpdates:
@@ -159,7 +169,10 @@ class WeightUpdates:
             pulled = time.monotonic()
             parity_s = await self._load(staged, weights, pull)
         except (NotFound, BadSignature) as error:
-            await self._on_unavailable(weights, str(error), execute)
+            await self._on_unavailable(weights, str(error), self._connection.report_weights_unavailable, execute)
+            return
+        except UnsuitableWeights as error:
+            await self._on_unavailable(weights, str(error), self._connection.report_weights_refused, execute)
             return
         checked = time.monotonic()
         log.info(
@@ -228,17 +241,15 @@ class WeightUpdates:
             with last.measured():
                 yield
 
-    async def _on_unavailable(self, weights: WeightsRef, reason: str, execute: Execute) -> None:
-        """Report that the weights cannot be pulled.
+    async def _on_unavailable(self, weights: WeightsRef, reason: str, report: Report, execute: Execute) -> None:
+        """Report that the weights cannot be pulled, or do not fit the engine.
 
         The engine keeps its weights, unless a failed load has already unloaded them.
         """
         connection = self._connection
         # An incarnation that Redis rejects has no readers of its events any more.
         with suppress(CredentialRejected):
-            await connection.retry_until_ok(
-                "report unavailable weights", lambda: connection.report_weights_unavailable(weights, reason)
-            )
+            await connection.retry_until_ok("report unavailable weights", lambda: report(weights, reason))
         async with self._executing:
             await execute(connection.session.on_weights_unavailable(weights, reason))
 

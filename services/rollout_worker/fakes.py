@@ -14,7 +14,7 @@ from rlboost.services.rollout_worker.domain.load import EngineStats, KvCapacity
 from rlboost.services.rollout_worker.domain.request_table import RequestTable
 from rlboost.services.rollout_worker.domain.requests import Emission, Request, RequestKey, uniforms
 from rlboost.services.rollout_worker.ports import EngineFailed, Sequences, StagedWeights
-from rlboost.shared.errors import BadSignature, Corrupt, Fatal, NotFound
+from rlboost.shared.errors import BadSignature, Corrupt, Fatal, NotFound, UnsuitableWeights
 from rlboost.shared.model.parity_reference import ParityReference
 from rlboost.shared.process.system import run_in_thread
 
@@ -129,7 +129,7 @@ class FakeEngine:
         self.awake = True
         try:
             self._tensors.update(weights.tensors(changed))
-        except Corrupt:
+        except (Corrupt, UnsuitableWeights):
             self._table.begin_version(-1)
             raise
         self._table.begin_version(version)

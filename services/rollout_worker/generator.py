@@ -41,7 +41,7 @@ from rlboost.services.rollout_worker.domain.parity_check import (
 from rlboost.services.rollout_worker.domain.requests import NOT_A_NUMBER, Emission, Request, RequestKey
 from rlboost.services.rollout_worker.domain.session import EnginePause, PauseReason
 from rlboost.services.rollout_worker.ports import Engine, EngineFactory, EngineFailed, StagedWeights
-from rlboost.shared.errors import Corrupt, Fatal
+from rlboost.shared.errors import Corrupt, Fatal, UnsuitableWeights
 from rlboost.shared.model.experts import is_mixture
 from rlboost.shared.model.parity_reference import ParityReference
 from rlboost.shared.process.system import run_in_thread
@@ -282,7 +282,7 @@ class Generator:
 
         Raises:
             Corrupt: the loaded tensors differ from the published ones, or their files are damaged or missing.
-            ConfigError: the engine does not support these weights.
+            UnsuitableWeights: they do not fit the engine, or it does not support their model.
             ParityCheckFailed: the engine's log-probabilities differ from the trainer's.
 
         """
@@ -405,13 +405,21 @@ class Generator:
             self._loaded_contents, self._unchecked = {}, None
             self._sampling_checked.clear()
             self._building = run_in_thread("engine-build", lambda: self._engines.build(config_json, tokenizer_json))
-        self._engine = await asyncio.shield(self._building)
+        try:
+            self._engine = await asyncio.shield(self._building)
+        except UnsuitableWeights:
+            self._building = None
+            raise
         return self._engine
 
     async def _close_old_engine(self) -> None:
         """Close the engine, if there is one; the next needs its memory, so keep no reference to it."""
         if self._building is not None:
-            old = await asyncio.shield(self._building)
+            try:
+                old = await asyncio.shield(self._building)
+            except UnsuitableWeights:  # built for an update that was cancelled
+                self._building = None
+                return
             self._untaken += old.take_emissions()  # the last: its requests have been released
             self._engine = self._building = None
             await old.close()

@@ -320,6 +320,11 @@ class ManagerConnection:
         log.warning("weights_unavailable", job=weights.job_id, version=weights.version, reason=reason)
         await self._emit_event(weights.job_id, "weights_unavailable", version=weights.version, reason=reason)
 
+    async def report_weights_refused(self, weights: WeightsRef, reason: str) -> None:
+        """Emit an event: the assigned weights do not fit the engine. The manager takes note of it."""
+        log.warning("weights_refused", job=weights.job_id, version=weights.version, reason=reason)
+        await self._emit_event(weights.job_id, "weights_refused", version=weights.version, reason=reason)
+
     async def report_parity_failure(self, version: int, reason: str, verdict: Verdict | None) -> None:
         """Emit an event: the engine failed the parity check, with the differences if they are the reason."""
         if self.session.target is not None:

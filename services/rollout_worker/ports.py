@@ -103,7 +103,7 @@ class Engine(Protocol):
             keep_kv: see above.
 
         Raises:
-            ConfigError: a tensor is unknown, missing, of the wrong shape, or would be rounded by the engine's dtype.
+            UnsuitableWeights: a tensor is unknown, missing, of the wrong shape, or the engine's dtype would round it.
                 The engine then has no version and generates nothing until a load of all tensors.
             Corrupt: the bytes on this machine are damaged or missing. As above, if the engine is still alive.
 
@@ -162,7 +162,7 @@ class EngineFactory(Protocol):
                 grammars.
 
         Raises:
-            ConfigError: the engine does not support this model, or not on this device.
+            UnsuitableWeights: the engine does not support this model, or not on this device.
 
         """
 

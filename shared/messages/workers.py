@@ -241,7 +241,10 @@ class WorkerLeft(Message):
 
 @message
 class WorkerEvent(Message):
-    """Worker -> manager: an event of a job, for the job's events. Best effort; no decision depends on it."""
+    """Worker -> manager: an event of a job, for the job's events. Best effort.
+
+    The manager decides by one kind only, `weights_refused`: the worker cannot load the `version` that it is assigned.
+    """
 
     worker: str
     job_id: str

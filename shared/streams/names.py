@@ -103,6 +103,11 @@ def job_resampled(job_id: str) -> str:
     return f"{PREFIX}job:{job_id}:resampled"
 
 
+def job_refused(job_id: str) -> str:
+    """Hash: weight version that a worker could not load -> why."""
+    return f"{PREFIX}job:{job_id}:refused"
+
+
 def job_audit(job_id: str) -> str:
     """Hash: `counters` -> the job's audit (JSON). `MANAGER_CURSORS` has the position in the log that it covers."""
     return f"{PREFIX}job:{job_id}:audit"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -16,9 +17,9 @@ import pytest
 
 from rlboost.client import Client, ClientError
 from rlboost.fleet import Fleet, Group, Superseded
-from rlboost.shared.errors import ConfigError, Conflict
+from rlboost.shared.errors import ConfigError, Conflict, Fatal
 from rlboost.shared.weights.manifest import Part
-from tests.support import tiny_models
+from tests.support import published_model, tiny_models
 from tests.support.doc_snippets import blocks_in
 from tests.support.generated_docs import ROOT
 from tests.support.published_model import policy as model
@@ -186,6 +187,76 @@ def test_checkpoint_keeps_the_samples_of_later_steps_for_a_successor(system: Sys
         assert by_index(list(fleet.generate(PROMPTS, n=2, max_tokens=8, step=1))) == ahead
         counts = audit(system, fleet.job_id)
         assert counts["requested"] == counts["delivered"] == 2 * 2 * len(PROMPTS)
+
+
+def workers_of(system: System) -> set[int]:
+    """Return the processes of the fleet, once there are at least two."""
+
+    def present() -> set[int]:
+        workers = system.http.get("/v1/workers").json()
+        return {worker["pid"] for worker in workers if worker["state"] not in {"left", "lost"}}
+
+    until(lambda: len(present()) >= 2)
+    return present()
+
+
+def refused_versions(system: System, job_id: str) -> set[int]:
+    text = system.http.get(f"/v1/jobs/{job_id}/events", params={"follow": False}).text
+    events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
+    return {event["fields"]["version"] for event in events if event["kind"] == "weights_refused"}
+
+
+def test_version_with_wrong_tensors_is_refused_and_the_right_one_served(system: System) -> None:
+    before, policy = workers_of(system), model(0)
+    compiled = {f"_orig_mod.{name}": tensor for name, tensor in policy.state_dict().items()}
+    with fleet_of(system, "compiled") as fleet:
+        assert fleet.publish(compiled, config=published_model.config(2).to_dict()) == 0
+        for _ in range(2):
+            groups = list(fleet.generate(PROMPTS, n=2, max_tokens=4))
+            assert len(groups) == len(PROMPTS)
+            assert all("version 0 does not load on w" in reason for group in groups for reason in group.dropped)
+            assert all("no tensor '_orig_mod." in reason for group in groups for reason in group.dropped)
+            assert not any(group.samples for group in groups)
+            fleet.complete_step()
+        assert refused_versions(system, fleet.job_id) == {0}
+        assert audit(system, fleet.job_id)["dropped"] == {"refused": 2 * 2 * len(PROMPTS)}
+        assert workers_of(system) == before, "the fleet serves all jobs"
+
+        assert fleet.publish(policy) == 1
+        assert not any(group.dropped for group in fleet.generate(PROMPTS, n=2, max_tokens=4))
+        fleet.complete_step()
+        # A worker has loaded version 1, so its tensors are those of the model.
+        with pytest.raises(
+            Fatal, match=r"version 2 .* other tensors than version 1: 24 new, such as _orig_mod\..*'module"
+        ):
+            fleet.publish(compiled)
+        assert fleet.version == 1
+        assert not any(group.dropped for group in fleet.generate(PROMPTS, n=2, max_tokens=4))
+        fleet.end()
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"model_type": "nonsense"}, "no causal language model can be built"),
+        ({"dtype": "float99"}, "no causal language model can be built"),
+        ({"intermediate_size": 64}, "config.json requires"),
+        ({"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True}, "use the vllm engine"),
+    ],
+)
+def test_model_that_no_worker_runs_ends_no_worker(system: System, change: dict[str, Any], why: str) -> None:
+    before, policy = workers_of(system), model(0)
+    with fleet_of(system, f"unusable-{next(iter(change)).replace('_', '-')}") as fleet:
+        fleet.publish(policy, config=published_model.config(2).to_dict() | change)
+        groups = list(fleet.generate(PROMPTS, n=2, max_tokens=4))
+        assert all(why in reason for group in groups for reason in group.dropped)
+        assert not any(group.samples for group in groups)
+        fleet.end()
+    with fleet_of(system, "afterwards") as fleet:
+        fleet.publish(policy)
+        assert not any(group.dropped for group in fleet.generate(PROMPTS, n=2, max_tokens=4))
+        fleet.end()
+    assert workers_of(system) == before
 
 
 @pytest.fixture(scope="module")

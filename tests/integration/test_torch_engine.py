@@ -20,7 +20,7 @@ from rlboost.services.rollout_worker.adapters.torch.slot_cache import SlotCache 
 from rlboost.services.rollout_worker.domain.parity_check import judge  # noqa: E402
 from rlboost.services.rollout_worker.domain.requests import uniforms  # noqa: E402
 from rlboost.services.trainer.domain.canary_prompts import build_canary_prompts, build_reference  # noqa: E402
-from rlboost.shared.errors import ConfigError, StoreUnavailable  # noqa: E402
+from rlboost.shared.errors import StoreUnavailable, UnsuitableWeights  # noqa: E402
 from rlboost.shared.wire import F32, pack  # noqa: E402
 from tests.support import tiny_models  # noqa: E402
 from tests.support.engine_updates import assert_the_step_of_a_load_parts_old_from_new  # noqa: E402
@@ -145,7 +145,7 @@ async def test_failed_load_serves_nothing_until_a_whole_one_succeeds(start: Star
         ([(name, tensor.double())], "would round it"),
         (good[:-1], "1 tensors are missing"),
     ):
-        with pytest.raises(ConfigError, match=why):
+        with pytest.raises(UnsuitableWeights, match=why):
             await engine.load_weights(1, Staged(bad))
         assert engine.stats().version == -1
     engine.submit([request(1)])
@@ -290,7 +290,7 @@ _SMALL: dict[str, Any] = {
     ],
 )
 def test_model_unsupported_by_the_cache_is_refused(config: Any, why: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"{why}.*use the vllm engine"):
+    with pytest.raises(UnsuitableWeights, match=rf"{why}.*use the vllm engine"):
         TorchEngine(tiny_models.save_config(config, tmp_path), slots=2)
 
 
@@ -301,10 +301,10 @@ def test_a_model_whose_logits_come_out_wrong_is_refused(tmp_path: Path, monkeypa
         return attend(*args) * 1.01
 
     monkeypatch.setattr(SlotCache, "attend", off_by_a_little)
-    with pytest.raises(ConfigError, match="its logits differ"):
+    with pytest.raises(UnsuitableWeights, match="its logits differ"):
         TorchEngine(tiny_models.save_config(tiny_models.CONFIGS["qwen3-tied"], tmp_path), slots=2)
 
 
 def test_a_directory_without_a_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no causal language model can be built from its config.json"):
+    with pytest.raises(UnsuitableWeights, match=r"no causal language model can be built from its config.json"):
         TorchEngine(tmp_path, slots=2)

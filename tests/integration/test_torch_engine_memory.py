@@ -15,7 +15,7 @@ from rlboost.services.rollout_worker.adapters.torch import engine as torch_engin
 from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine, gpu_kv_cache_bytes  # noqa: E402 - only where torch is
 from rlboost.services.rollout_worker.domain.requests import Request  # noqa: E402 - its like
 from rlboost.services.rollout_worker.settings import Settings  # noqa: E402 - its like
-from rlboost.shared.errors import ConfigError  # noqa: E402 - its like
+from rlboost.shared.errors import UnsuitableWeights  # noqa: E402 - its like
 from tests.support import tiny_models  # noqa: E402 - its like
 from tests.support.engines import Collected, Collector, request, run  # noqa: E402 - its like
 from tests.support.eventually import eventually  # noqa: E402 - its like
@@ -148,13 +148,15 @@ async def test_sample_that_never_fits_is_refused_alone(start: Start) -> None:
 
 
 async def test_kv_cache_too_small_for_any_sample_is_refused(start: Start) -> None:
-    with pytest.raises(ConfigError, match=f"16 tokens of this model need {16 * TOKEN_BYTES}; raise RLBOOST_WORKER_KV"):
+    with pytest.raises(
+        UnsuitableWeights, match=f"16 tokens of this model need {16 * TOKEN_BYTES}; raise RLBOOST_WORKER_KV"
+    ):
         await start(kv_cache_bytes=15 * TOKEN_BYTES)
 
 
 def test_the_workers_setting_is_the_limit_of_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLBOOST_WORKER_KV_CACHE_BYTES", str(15 * TOKEN_BYTES))
-    with pytest.raises(ConfigError, match=f"a KV cache of {15 * TOKEN_BYTES} bytes is too small"):
+    with pytest.raises(UnsuitableWeights, match=f"a KV cache of {15 * TOKEN_BYTES} bytes is too small"):
         _engines(Settings()).build(MODELS[0].config.to_json_string())
 
 

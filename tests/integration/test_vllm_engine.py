@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 
 from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine  # noqa: E402 - only where torch is
 from rlboost.services.rollout_worker.ports import Engine  # noqa: E402
-from rlboost.shared.errors import ConfigError, Corrupt  # noqa: E402
+from rlboost.shared.errors import Corrupt, UnsuitableWeights  # noqa: E402
 from rlboost.shared.weights.cached_version import CachedVersion  # noqa: E402
 from tests.support import tiny_models, vllm_engines  # noqa: E402
 from tests.support.engine_updates import assert_the_step_of_a_load_parts_old_from_new  # noqa: E402
@@ -149,7 +149,7 @@ async def test_failed_load_serves_nothing_until_a_whole_one_succeeds(config: Any
         ([(name, tensor.double())], "would round"),
         (good[:-1], "lacks 1 weights of the model, such as"),
     ):
-        with pytest.raises(ConfigError, match=why):
+        with pytest.raises(UnsuitableWeights, match=why):
             await engine.load_weights(1, Staged(bad))
         assert engine.stats().version == -1
     engine.submit([request(1)])

@@ -16,7 +16,7 @@ from transformers import DeepseekV3Config, Qwen3MoeConfig  # noqa: E402
 
 from rlboost.services.rollout_worker.domain.parity_check import judge  # noqa: E402 - only where torch is
 from rlboost.services.trainer.domain.canary_prompts import build_canary_prompts, build_reference  # noqa: E402
-from rlboost.shared.errors import ConfigError  # noqa: E402
+from rlboost.shared.errors import UnsuitableWeights  # noqa: E402
 from rlboost.shared.model.parity_reference import ParityReference  # noqa: E402
 from rlboost.shared.wire import F32, pack  # noqa: E402
 from tests.support import tiny_models, vllm_engines  # noqa: E402
@@ -124,6 +124,6 @@ async def test_engine_quantizes_the_weights_of_each_version() -> None:
             assert verdict.agrees is (other == which), verdict
         await engine.resume()
     assert scores[2] == scores[0], "nothing of the version between them is left"
-    with pytest.raises(ConfigError, match=r"lacks 1 weights of the model, such as lm_head\.weight"):
+    with pytest.raises(UnsuitableWeights, match=r"lacks 1 weights of the model, such as lm_head\.weight"):
         await engine.load_weights(3, Staged([item for item in weights[0] if item[0] != "lm_head.weight"]))
     await engine.close()

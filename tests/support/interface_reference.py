@@ -62,6 +62,7 @@ EVENTS: Mapping[str, str] = {
     ),
     "warning": "something in the job needs attention",
     "warning_cleared": "a warning no longer holds",
+    "weights_refused": "a version does not load on a worker (reason), which stays and serves other versions and jobs",
     "weights_restored": "a version was published again after a restart",
     "weights_unavailable": "a worker could not get a version",
     "worker_drained": "the manager commanded a worker to drain: a budget ends, or fewer workers are needed",

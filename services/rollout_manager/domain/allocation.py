@@ -14,7 +14,7 @@ from rlboost.services.rollout_manager.domain.pool import Pool
 from rlboost.services.rollout_manager.domain.queue import Queues
 from rlboost.services.rollout_manager.domain.windows import target_workers
 from rlboost.services.rollout_manager.domain.workers import Fleet, Worker
-from rlboost.services.rollout_manager.domain.world import PeriodicDecisions
+from rlboost.services.rollout_manager.domain.world import PeriodicDecisions, refusal_of
 from rlboost.shared.messages import Resume, Suspend, UseVersion
 
 # --- fair share -------------------------------------------------------------------------------------------------------
@@ -244,7 +244,8 @@ def _reallocate(
     ]
     if not workers:
         return []
-    demands = [_demand(fleet, queues, job, now) for job in payers]
+    served = [job for job in payers if not refusal_of(fleet, job, versions[job.id])]
+    demands = [_demand(fleet, queues, job, now) for job in served]
     shares = shares_of(demands, workers)
     _track_jobs_below_share(jobs, demands, workers, shares, now)
     effects: list[Effect] = []

@@ -20,6 +20,7 @@ from rlboost.services.rollout_manager.domain.effects import (
     log_lines,
     save_job,
     save_metrics,
+    save_refusal,
     save_worker,
 )
 from rlboost.services.rollout_manager.domain.jobs import Job, JobEntry, JobProgress, Jobs
@@ -74,6 +75,8 @@ _ORDER: tuple[tuple[type[Message], ...], ...] = (
     # Last: a heartbeat in state "suspended" follows the frames that were flushed before it.
     (WorkerJoined, WorkerHeartbeat, WorkerEvent, WorkerLog, PreemptionNotice, WorkerLeft),
 )
+MAX_REASON_CHARS = 1000
+"""Of why a version is refused: each sample that is dropped for it says so."""
 _ORDER_OF = {message: order for order, messages in enumerate(_ORDER) for message in messages}
 
 
@@ -103,7 +106,7 @@ def apply_message(world: World, message: Message, entry_id: str, now: Now) -> li
         case WorkerLeft():
             return _on_left(world, message, now)
         case WorkerEvent():
-            return _on_worker_event(world.jobs, message)
+            return _on_worker_event(world, message)
         case WorkerLog():
             return _on_worker_log(world.jobs, message)
         case WeightsCommitted():
@@ -317,11 +320,19 @@ def _on_left(world: World, left: WorkerLeft, now: Now) -> list[Effect]:
     return effects
 
 
-def _on_worker_event(jobs: Jobs, message: WorkerEvent) -> list[Effect]:
-    if message.job_id not in jobs:
+def _on_worker_event(world: World, message: WorkerEvent) -> list[Effect]:
+    if message.job_id not in world.jobs:
         raise Unprocessable(f"an event of the unknown job {message.job_id}")
     of_worker = Event(kind=message.kind, at=message.at, source=message.worker, fields=message.fields)
-    return [emit(message.job_id, of_worker)]
+    effects: list[Effect] = [emit(message.job_id, of_worker)]
+    job, worker = world.jobs.get_active(message.job_id), world.fleet.workers.get(message.worker)
+    if message.kind == "weights_refused" and job and worker and worker.assigned_version:
+        job_id, version = worker.assigned_version
+        if (job_id, version) == (job.id, message.fields.get("version")):
+            reason = str(message.fields.get("reason"))[:MAX_REASON_CHARS]
+            job.progress.on_refused(version, worker.id, reason)
+            effects.append(save_refusal(job.id, version, reason))
+    return effects
 
 
 def _on_worker_log(jobs: Jobs, message: WorkerLog) -> list[Effect]:

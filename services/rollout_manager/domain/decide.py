@@ -29,6 +29,7 @@ from rlboost.services.rollout_manager.domain.world import (
     World,
     deliver_to_trainer,
     drop,
+    drop_refused,
     end_served_samples,
 )
 from rlboost.shared.ids import SampleId, is_served
@@ -138,6 +139,7 @@ def decide(
     effects += _deliver_finished(world)
     effects += _reject_workers(fleet, queues, now)
     effects += _retry_failed(world, now)
+    effects += drop_refused(world)
     effects += end_served_samples(world, clients, now)
     effects += allocate(jobs, fleet, queues, periodic, now)
     for job in jobs.active():

@@ -30,6 +30,8 @@ from rlboost.shared.streams.job_logs import log_ops
 
 FAILED = "failed"
 """Cause of a dropped sample that failed on several workers."""
+REFUSED = "refused"
+"""Cause of a dropped sample whose version no worker could load."""
 COMMANDS_MAX_LEN = 4096
 """Commands of one worker: far more than a live worker leaves unread."""
 DISMISSAL_TTL_S = 120.0
@@ -49,6 +51,7 @@ _JOB_KEYS = (
     names.job_offers,
     names.job_metrics,
     names.job_audit,
+    names.job_refused,
 )
 
 
@@ -187,6 +190,11 @@ def forget_job(job_id: str) -> Store:
 def save_metrics(job_id: str, step: int, metrics: dict[str, float]) -> Store:
     """Store the metrics of one step."""
     return Store((HashSet(names.job_metrics(job_id), {str(step): json.dumps(metrics)}),))
+
+
+def save_refusal(job_id: str, version: int, reason: str) -> Store:
+    """Store that a worker could not load a version: the weight store then accepts one with other tensors."""
+    return Store((HashSet(names.job_refused(job_id), {str(version): reason}),))
 
 
 def save_length(job_id: str, prompt: str, length: float | None) -> Store:

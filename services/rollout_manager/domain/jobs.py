@@ -384,6 +384,14 @@ class FleetCounts(NamedTuple):
 # What the manager tracks of one job while it runs. All of it can be rebuilt from the streams.
 
 
+class Refusal(NamedTuple):
+    """A version that workers could not load."""
+
+    version: int
+    reasons: dict[str, str]
+    """Worker -> why, in the order of their reports."""
+
+
 @dataclass(slots=True)
 class JobProgress:
     """One job's versions, steps, delivered samples, lengths and workers."""
@@ -412,6 +420,9 @@ class JobProgress:
     trainer_checked_at: float = 0.0
     """When the lease was read last (Unix): no trainer is blamed for an outage of Redis."""
 
+    refusal: Refusal | None = None
+    """The version that a worker refused last; each worker that is commanded to use it refuses it again."""
+
     reported_wait_since: float | None = None
     """When the last wait began (Unix) that was reported to last too long."""
 
@@ -426,6 +437,12 @@ class JobProgress:
         if self.trainer_renewed_at is None or (status is not None and status != self.trainer):
             self.trainer_renewed_at = now
         self.trainer = status
+
+    def on_refused(self, version: int, worker: str, reason: str) -> None:
+        """Record that a worker could not load a version."""
+        if self.refusal is None or self.refusal.version != version:
+            self.refusal = Refusal(version, {})
+        self.refusal.reasons[worker] = reason
 
     def is_delivered(self, sample_id: int) -> bool:
         """Return True if the sample was delivered or dropped."""

@@ -7,6 +7,7 @@ from typing import Any
 from rlboost.services.rollout_manager.domain.effects import Now
 from rlboost.services.rollout_manager.domain.jobs import JobEntry, JobProgress, Jobs
 from rlboost.services.rollout_manager.domain.workers import Fleet, Worker
+from rlboost.services.rollout_manager.domain.world import refusal_of
 from rlboost.shared.messages import TrainerStatus, Wait, public_wait
 
 TRAINER_SILENCE_S = 3.0
@@ -39,7 +40,8 @@ def job_wait_status(jobs: Jobs, fleet: Fleet, job: JobEntry) -> dict[str, Any] |
             because = "none is attached: start it again, or end the job with 'rlboost cancel'"
         return public_wait("the trainer", because, progress.trainer_renewed_at, kind="trainer")
     if progress.stalled_since_unix_s is not None:
-        because = f"samples are queued and no worker can take them: {_why_none(fleet)}"
+        refused = refusal_of(fleet, job, progress.committed_version)
+        because = f"samples are queued and no worker can take them: {refused or _why_none(fleet)}"
         if job.audit.cost.budget_reached:
             limit = job.record.spec.elastic.max_dollars
             because = (

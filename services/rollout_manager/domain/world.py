@@ -12,6 +12,7 @@ from types import MappingProxyType
 from rlboost.services.rollout_manager.domain.candidates import CandidatePools, supports
 from rlboost.services.rollout_manager.domain.effects import (
     FAILED,
+    REFUSED,
     Deliver,
     Effect,
     Now,
@@ -20,7 +21,7 @@ from rlboost.services.rollout_manager.domain.effects import (
     save_length,
     store_turn,
 )
-from rlboost.services.rollout_manager.domain.jobs import Jobs
+from rlboost.services.rollout_manager.domain.jobs import JobEntry, Jobs
 from rlboost.services.rollout_manager.domain.queue import Queues, requirement_of
 from rlboost.services.rollout_manager.domain.tokens import Ledger, Sample
 from rlboost.services.rollout_manager.domain.workers import STALL_LIMIT_S, Fleet
@@ -68,6 +69,46 @@ class World:
     def is_known(self, request: GroupRequested) -> bool:
         """Return True if the group was admitted before: it is in flight, delivered or dropped."""
         return self.ledger.knows(request) or self.jobs.is_any_delivered(request)
+
+
+# --- refused versions -------------------------------------------------------------------------------------------------
+#
+# A version that an engine cannot load is refused by its worker, which stays and can serve other versions and jobs.
+
+
+def refusal_of(fleet: Fleet, job: JobEntry, version: int) -> str:
+    """Return why no worker can serve a version; empty if one can, or has not tried.
+
+    Workers differ: one with another engine may serve what others refuse.
+    """
+    refusal = job.progress.refusal
+    if refusal is None or refusal.version != version:
+        return ""
+    assigned = {worker.id for worker in fleet.workers.values() if worker.assigned_version == (job.id, version)}
+    if not assigned <= refusal.reasons.keys():
+        return ""
+    worker, reason = next(reversed(refusal.reasons.items()))
+    return f"version {version} does not load on {worker}: {reason}"
+
+
+def drop_refused(world: World) -> list[Effect]:
+    """Drop the samples of external trainers that only a refused version could generate.
+
+    A trainer of the service fails the job itself, once it has waited too long for samples.
+    """
+    effects: list[Effect] = []
+    for requirement in list(world.queues):
+        job = world.jobs[requirement.job_id]
+        if requirement.is_serving or job.record.spec.kind != "external":
+            continue
+        reason = refusal_of(world.fleet, job, requirement.newest_version)
+        if not reason or any(requirement.is_met_by(worker) for worker in world.fleet.workers.values()):
+            continue
+        queued = [i for i, sample in world.ledger.samples.items() if requirement_of(sample) == requirement]
+        for sample_id in queued:
+            if world.ledger.is_queued(sample_id):
+                effects += drop(world, world.ledger.samples[sample_id], REFUSED, reason)
+    return effects
 
 
 # --- ends of samples --------------------------------------------------------------------------------------------------

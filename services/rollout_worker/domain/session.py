@@ -330,7 +330,7 @@ class Session:
         return self._submit_awaiting() if weights == self.target else []
 
     def on_weights_unavailable(self, weights: WeightsRef, reason: str) -> list[Effect]:
-        """Record that these weights cannot be pulled; keep the current ones until the next command."""
+        """Record that these weights cannot be pulled, or do not fit; keep what is loaded until the next command."""
         if weights != self.target:
             return []
         self.target = self.serving

@@ -138,6 +138,7 @@ export function stepIncidents(events, preempted, step, job) {
     else if (kind === "worker_drained") texts.push(`${workerName(fields.worker)} was drained (${fields.reason})`);
     else if (kind === "seeding_reopened") texts.push("too few spot workers were left, so the reserved workers generated as well");
     else if (kind === "disk_full") texts.push(`a disk was full (${fields.what})`);
+    else if (kind === "weights_refused") texts.push(`${workerName(fields.worker ?? "a worker")} could not load version ${fields.version}`);
     else if (kind === "weights_unavailable") texts.push(`${workerName(fields.worker ?? "a worker")} could not get its weights`);
     else if (kind === "conversation_lost") texts.push(`a conversation was lost (${fields.reason})`);
     else if (kind === "group_dropped") texts.push(`a group was dropped (${fields.reason})`);

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlboost.services.rollout_worker.adapters.vllm.load_errors import decode_load_error, encode_load_error
-from rlboost.shared.errors import ConfigError, Corrupt, Fatal, NotFound
+from rlboost.shared.errors import Corrupt, Fatal, NotFound, UnsuitableWeights
 
 
 class OutOfMemory(RuntimeError):
@@ -15,11 +15,11 @@ class OutOfMemory(RuntimeError):
 @pytest.mark.parametrize(
     ("raised", "kind", "text"),
     [
-        (ConfigError("too wide"), ConfigError, "too wide"),
+        (UnsuitableWeights("too wide"), UnsuitableWeights, "too wide"),
         (Corrupt("bad bytes"), Corrupt, "bad bytes"),
         (NotFound("no chunk"), Corrupt, "no chunk"),
-        (KeyError("layers.9"), ConfigError, "KeyError: 'layers.9'"),
-        (RuntimeError("shape [2]\nis not [3]"), ConfigError, "RuntimeError: shape [2]\nis not [3]"),
+        (KeyError("layers.9"), UnsuitableWeights, "KeyError: 'layers.9'"),
+        (RuntimeError("shape [2]\nis not [3]"), UnsuitableWeights, "RuntimeError: shape [2]\nis not [3]"),
         (OutOfMemory("device"), Fatal, "OutOfMemory: device"),
         (OSError("I/O error"), Fatal, "OSError: I/O error"),
     ],

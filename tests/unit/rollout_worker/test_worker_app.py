@@ -15,9 +15,9 @@ from rlboost.services.rollout_worker.domain import frames
 from rlboost.services.rollout_worker.domain.load import KvCapacity
 from rlboost.services.rollout_worker.domain.preemption import Notice, RebalanceRecommendation
 from rlboost.services.rollout_worker.domain.session import Effect, Session
-from rlboost.services.rollout_worker.fakes import FakeStagedWeights, FakeWeights
+from rlboost.services.rollout_worker.fakes import FakeEngine, FakeStagedWeights, FakeWeights
 from rlboost.services.rollout_worker.watchdog import Watchdog
-from rlboost.shared.errors import Corrupt, Fatal
+from rlboost.shared.errors import Corrupt, Fatal, UnsuitableWeights
 from rlboost.shared.messages import (
     FINISH_LENGTH,
     FINISH_RELEASED,
@@ -184,6 +184,59 @@ async def test_unavailable_version_is_reported_and_old_one_still_served(rig: Rig
     await rig.manager.until(worker, "ready", 0)
     await rig.manager.send(worker, assign(1))
     await rig.manager.until_finished((1, 1))
+
+
+class Unsuitable(FakeStagedWeights):
+    """Does not fit the engine."""
+
+    def tensors(self, names: Container[str] | None = None) -> Iterator[tuple[str, Any]]:
+        raise UnsuitableWeights("the model has no tensor 'w'")
+
+
+async def test_version_that_does_not_load_is_refused_and_the_next_one_served(rig: Rig) -> None:
+    worker = await rig.manager.ready_worker()
+    rig.weights.versions[JOB, 1] = Unsuitable()
+    await rig.manager.send(worker, UseVersion(job_id=JOB, version=1))
+    event = await eventually(lambda: _event(rig))
+    assert event is not None
+    assert (event.kind, event.fields) == (
+        "weights_refused",
+        {"version": 1, "reason": "the model has no tensor 'w'"},
+    )
+    await rig.manager.send(worker, UseVersion(job_id=JOB, version=2))
+    await rig.manager.until(worker, "ready", 2)
+    await rig.manager.send(worker, assign(1, version=2))
+    await rig.manager.until_finished((1, 1))
+
+
+async def test_samples_of_a_worker_whose_new_version_does_not_load_resume_elsewhere(rig: Rig) -> None:
+    worker = await rig.manager.ready_worker()
+    await rig.manager.send(worker, assign(1, max_tokens=4000))
+    await rig.manager.until_generated((1, 1), tokens=3)
+    rig.weights.versions[JOB, 1] = Unsuitable()
+    await rig.manager.send(worker, UseVersion(job_id=JOB, version=1))
+    (left,) = await eventually(lambda: rig.manager.received(WorkerLeft))
+    assert "no tensor 'w'" in left.reason
+    assert rig.connection.incarnation.worker != worker
+
+
+async def test_model_that_the_engine_cannot_be_built_for_is_refused(rig: Rig) -> None:
+    worker, build = await rig.manager.ready_worker(), rig.factory.build
+
+    def refuse(config_json: str, tokenizer_json: str = "") -> FakeEngine:
+        if "nonsense" in config_json:
+            raise UnsuitableWeights("nonsense is no model")
+        return build(config_json, tokenizer_json)
+
+    rig.factory.build = refuse  # type: ignore[method-assign]
+    rig.weights.versions[JOB, 1] = FakeStagedWeights('{"model_type": "nonsense"}')
+    await rig.manager.send(worker, UseVersion(job_id=JOB, version=1))
+    event = await eventually(lambda: _event(rig))
+    assert event is not None
+    assert (event.kind, event.fields["reason"]) == ("weights_refused", "nonsense is no model")
+    assert not rig.generator.exists, "the engine of the old model had to make room"
+    await rig.manager.send(worker, UseVersion(job_id=JOB, version=2))
+    await rig.manager.until(worker, "ready", 2)
 
 
 async def test_unsigned_version_is_reported_and_the_next_one_served(rig: Rig) -> None:

@@ -33,7 +33,7 @@ from rlboost.services.rollout_worker.domain.load import QUANTUM, KvCapacity
 from rlboost.services.rollout_worker.domain.request_table import Ints, RequestTable
 from rlboost.services.rollout_worker.domain.requests import Emission, Request, RequestKey, uniforms
 from rlboost.services.rollout_worker.ports import Sequences
-from rlboost.shared.errors import ConfigError
+from rlboost.shared.errors import UnsuitableWeights
 from rlboost.shared.messages import RESUMES_GRAMMAR, SAMPLING_OPTIONS
 from rlboost.shared.model.experts import FAMILIES, require_routing, routers_of, shape_of_routing
 from rlboost.shared.wire import TOP
@@ -245,7 +245,7 @@ class TorchEngine(ThreadedEngine):
         tokenizer_json: a `tokenizer_for_grammars`; empty for none.
 
     Raises:
-        ConfigError: the directory or the model is not supported, or the cache is too small.
+        UnsuitableWeights: the directory or the model is not supported, or the cache is too small.
 
     """
 
@@ -490,7 +490,7 @@ def _tokens_in(kv_cache_bytes: int, token_bytes: int) -> int:
     """Return the capacity of the cache in tokens."""
     tokens = kv_cache_bytes // token_bytes
     if tokens < QUANTUM:
-        raise ConfigError(
+        raise UnsuitableWeights(
             f"a KV cache of {kv_cache_bytes} bytes is too small: {QUANTUM} tokens of this model need "
             f"{QUANTUM * token_bytes}; raise RLBOOST_WORKER_KV_CACHE_BYTES"
         )

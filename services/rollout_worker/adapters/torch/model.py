@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlboost.services.rollout_worker.adapters.torch.slot_cache import ATTENTION, SlotCache
 from rlboost.services.rollout_worker.domain.load import QUANTUM, KvCapacity
-from rlboost.shared.errors import ConfigError
+from rlboost.shared.errors import RLBoostError, UnsuitableWeights
 from rlboost.shared.model.experts import split_experts
 
 # --- Checks of published tensors against those that an engine has -----------------------------------------------------
@@ -30,16 +30,16 @@ def target_of(name: str, tensor: torch.Tensor, targets: Mapping[str, torch.Tenso
     """Return the target tensor that `tensor` is to be loaded into.
 
     Raises:
-        ConfigError: there is none, its shape differs, or its dtype would round the tensor.
+        UnsuitableWeights: there is none, its shape differs, or its dtype would round the tensor.
 
     """
     target = targets.get(name)
     if target is None:
-        raise ConfigError(f"weights: the model has no tensor {name!r}; it does not match config.json")
+        raise UnsuitableWeights(f"weights: the model has no tensor {name!r}; it does not match config.json")
     if tensor.shape != target.shape:
-        raise ConfigError(f"weights: {name} is {tuple(tensor.shape)}, config.json requires {tuple(target.shape)}")
+        raise UnsuitableWeights(f"weights: {name} is {tuple(tensor.shape)}, config.json requires {tuple(target.shape)}")
     if torch.promote_types(tensor.dtype, target.dtype) != target.dtype:
-        raise ConfigError(
+        raise UnsuitableWeights(
             f"weights: {name} is {tensor.dtype} and the engine's {target.dtype} would round it; "
             f"set RLBOOST_WORKER_DTYPE to the dtype of the weights, or publish them as {target.dtype}"
         )
@@ -47,9 +47,9 @@ def target_of(name: str, tensor: torch.Tensor, targets: Mapping[str, torch.Tenso
 
 
 def check_nothing_missing(names: Sequence[str]) -> None:
-    """Raise `ConfigError` if there are names of tensors that were not given."""
+    """Raise `UnsuitableWeights` if there are names of tensors that were not given."""
     if names:
-        raise ConfigError(f"weights: {len(names)} tensors are missing, the first is {names[0]!r}")
+        raise UnsuitableWeights(f"weights: {len(names)} tensors are missing, the first is {names[0]!r}")
 
 
 # --- Models, and their weights ----------------------------------------------------------------------------------------
@@ -67,7 +67,7 @@ def build(directory: Path, dtype: torch.dtype, device: torch.device) -> Model:
     """Build the model that `config.json` describes, with arbitrary weights, ready for `slot_cache` calls.
 
     Raises:
-        ConfigError: `config.json` is unusable, or the slot cache does not support the model.
+        UnsuitableWeights: `config.json` is unusable, or the slot cache does not support the model.
 
     """
     try:
@@ -75,8 +75,10 @@ def build(directory: Path, dtype: torch.dtype, device: torch.device) -> Model:
         _refuse_by_config(config)
         _check_by_running(_from_config(_shallow(config), torch.float32, device))
         model = _from_config(config, dtype, device)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(
+    except (RLBoostError, torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except Exception as error:  # transformers raises any, such as AttributeError for a dtype that does not exist
+        raise UnsuitableWeights(
             f"{directory}: no causal language model can be built from its config.json: {error}"
         ) from error
     _use_slot_cache(model)
@@ -116,7 +118,7 @@ def max_length(model: Model) -> int:
     """Return the model's maximum length in tokens."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if not positions:
-        raise ConfigError(f"config.json of {model.config.model_type} has no max_position_embeddings: add it")
+        raise UnsuitableWeights(f"config.json of {model.config.model_type} has no max_position_embeddings: add it")
     return int(positions)
 
 
@@ -125,10 +127,10 @@ def _refuse_by_config(config: Any) -> None:
     kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
     if kinds:
         layers = ", ".join(sorted(kinds))
-        raise ConfigError(f"{_UNSUPPORTED} {config.model_type}: it has {layers} layers; {_ALTERNATIVE}")
+        raise UnsuitableWeights(f"{_UNSUPPORTED} {config.model_type}: it has {layers} layers; {_ALTERNATIVE}")
     rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type")
     if rope in _LENGTH_DEPENDENT_ROPE:
-        raise ConfigError(f"{_UNSUPPORTED} {config.model_type}: its rotary scaling is {rope!r}; {_ALTERNATIVE}")
+        raise UnsuitableWeights(f"{_UNSUPPORTED} {config.model_type}: its rotary scaling is {rope!r}; {_ALTERNATIVE}")
 
 
 @torch.inference_mode()
@@ -152,7 +154,7 @@ def _check_by_running(model: Model) -> None:
         at = torch.from_numpy(positions).to(model.device)
         logits = decode(model, tokens[[0, 1], at], at, cache)
         if not torch.allclose(logits, own[[0, 1], at], rtol=0, atol=1e-3 * float(own.abs().max())):
-            raise ConfigError(
+            raise UnsuitableWeights(
                 f"{_UNSUPPORTED} {model.config.model_type}: its logits differ from the model's own forward pass; "
                 f"{_ALTERNATIVE}"
             )
@@ -244,7 +246,7 @@ class Weights:
         """Copy tensors in place. Every tensor must be given, unless all have been before.
 
         Raises:
-            ConfigError: a tensor is unknown, missing, of the wrong shape, or would be rounded.
+            UnsuitableWeights: a tensor is unknown, missing, of the wrong shape, or would be rounded.
 
         """
         may_be_partial, self.complete = self.complete, False

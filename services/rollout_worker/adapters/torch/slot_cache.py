@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 
 from rlboost.services.rollout_worker.domain.load import QUANTUM, KvCapacity, round_up
 from rlboost.services.rollout_worker.domain.request_table import SlotMoves
-from rlboost.shared.errors import ConfigError
+from rlboost.shared.errors import UnsuitableWeights
 
 ATTENTION = "rlboost_slots"
 """The name under which transformers knows the attention function."""
@@ -276,7 +276,7 @@ def _attention(
         unsupported.append("attention_mask")
     if unsupported or slot_cache is None:
         reason = f"uses {', '.join(unsupported)}" if unsupported else "does not pass on the engine's cache"
-        raise ConfigError(
+        raise UnsuitableWeights(
             f"the torch engine does not support this model: {type(module).__name__} {reason}; use the vllm engine"
         )
     layer: Any = module.layer_idx

@@ -18,7 +18,7 @@ from vllm.platforms import current_platform
 
 from rlboost.services.rollout_worker.adapters.vllm import plugin
 from rlboost.services.rollout_worker.adapters.vllm.options import VllmOptions, argument_error
-from rlboost.shared.errors import ConfigError
+from rlboost.shared.errors import ConfigError, UnsuitableWeights
 from rlboost.shared.files import replace_file
 
 # --- The folder that vLLM reads a model's `config.json` from ----------------------------------------------------------
@@ -39,7 +39,8 @@ def model_folder(config: dict[str, Any], tokenizer_json: str = "") -> Path:
         tokenizer_json: a `tokenizer_for_grammars`; empty for none.
 
     Raises:
-        ConfigError: the configuration names no model, or the cache cannot be written.
+        UnsuitableWeights: the configuration names no model.
+        ConfigError: the cache cannot be written.
 
     """
     named = {**config, "architectures": _architectures(config)}
@@ -69,7 +70,7 @@ def _architectures(config: dict[str, Any]) -> list[str]:
         return list(config["architectures"])
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.get("model_type", ""))
     if name is None:
-        raise ConfigError(
+        raise UnsuitableWeights(
             f"config.json: transformers has no causal language model of model_type {config.get('model_type')!r}: "
             f"name the model's class in architectures"
         )

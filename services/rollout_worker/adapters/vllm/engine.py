@@ -35,7 +35,7 @@ from rlboost.services.rollout_worker.domain.frames import LiveRequest, StreamedR
 from rlboost.services.rollout_worker.domain.load import EngineStats
 from rlboost.services.rollout_worker.domain.requests import Emission, Request, RequestKey, stream_seed
 from rlboost.services.rollout_worker.ports import EngineFailed, Sequences, StagedWeights
-from rlboost.shared.errors import ConfigError, Fatal, leaves
+from rlboost.shared.errors import ConfigError, Fatal, RLBoostError, UnsuitableWeights, leaves
 from rlboost.shared.messages import FINISH_LENGTH, FINISH_RELEASED, FINISH_STOP
 from rlboost.shared.model.folder import require_unquantized
 from rlboost.shared.process.system import run_in_thread
@@ -52,17 +52,22 @@ def start(config_json: str, options: VllmOptions, tokenizer_json: str = "") -> A
     """Start vLLM with dummy weights; blocks for seconds.
 
     Raises:
-        ConfigError: it does not support this model or device, or the model is quantized already.
+        UnsuitableWeights: it cannot run this model here, or the model is quantized already.
+        ConfigError: it does not support this device, or its cache cannot be written.
 
     """
     check_device(options.device)
-    config = json.loads(config_json)
-    require_unquantized(config)
     try:
-        args = engine_args(model_folder(config, tokenizer_json), options)
-        return AsyncLLM.from_engine_args(args)
-    except (ValueError, OSError, NotImplementedError, RuntimeError) as error:
-        raise ConfigError(f"vllm cannot run this model on this machine: {error}") from error
+        config = json.loads(config_json)
+        require_unquantized(config)
+    except (ValueError, AttributeError, ConfigError) as error:
+        raise UnsuitableWeights(str(error)) from error
+    try:
+        return AsyncLLM.from_engine_args(engine_args(model_folder(config, tokenizer_json), options))
+    except RLBoostError:
+        raise
+    except Exception as error:  # vLLM and transformers raise any for a model that they cannot run
+        raise UnsuitableWeights(f"vllm cannot run this model on this machine: {error}") from error
 
 
 def _routed_shape(model: Any) -> RoutedShape:

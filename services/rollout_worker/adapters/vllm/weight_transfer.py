@@ -16,7 +16,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 from rlboost.services.rollout_worker.adapters.vllm.load_errors import encode_load_error
-from rlboost.shared.errors import ConfigError
+from rlboost.shared.errors import UnsuitableWeights
 from rlboost.shared.weights.cache import PulledVersion
 from rlboost.shared.weights.cached_version import cached_version
 
@@ -63,8 +63,9 @@ class CacheWeightTransfer(WeightTransferEngine[NoInit, Location]):  # type: igno
         """Load a version.
 
         Raises:
-            RuntimeError: encoded, see `load_errors`. As `ConfigError`, the version lacks a weight of the model, or the
-                engine's dtype would round it; as `Corrupt`, the bytes in the cache are not those that were published.
+            RuntimeError: encoded, see `load_errors`. As `UnsuitableWeights`, the version lacks a weight of the model,
+                or the engine's dtype would round it; as `Corrupt`, the bytes in the cache are not those that were
+                published.
 
         """
         weights = cached_version(PulledVersion.at(vars(update_info)))
@@ -77,14 +78,14 @@ class CacheWeightTransfer(WeightTransferEngine[NoInit, Location]):  # type: igno
 
     def _check_complete(self, loaded: Set[str]) -> None:
         if missing := sorted(self._loadable - loaded):
-            raise ConfigError(f"the version lacks {len(missing)} weights of the model, such as {missing[0]}")
+            raise UnsuitableWeights(f"the version lacks {len(missing)} weights of the model, such as {missing[0]}")
 
     def _unrounded(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         dtype = self.model_config.dtype
         for name, tensor in tensors:
             # Matrices only: some models hold single vectors in a wider dtype than the rest.
             if tensor.ndim > 1 and torch.promote_types(tensor.dtype, dtype) != dtype:
-                raise ConfigError(
+                raise UnsuitableWeights(
                     f"{name} is {tensor.dtype}, which the engine's {dtype} would round: set RLBOOST_WORKER_DTYPE to "
                     f"the dtype of the weights"
                 )
