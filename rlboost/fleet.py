@@ -258,7 +258,7 @@ class AsyncFleet:
 
         Raises:
             Superseded: another trainer holds the job.
-            Conflict: the weight store rejects the version.
+            Conflict, Fatal: the weight store rejects the version, such as one with other tensors than the one before.
             ConfigError: the configuration is not known.
 
         """

@@ -21,10 +21,10 @@ from rlboost.services.weight_store.garbage import Collector, EndedJobs
 from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.ports import ChunkLocation, Documents, StagedPart
 from rlboost.services.weight_store.versions import Announcements, VersionTable, assemble
-from rlboost.shared.errors import Conflict, NotFound, Undecodable
+from rlboost.shared.errors import Conflict, NotFound, Undecodable, UnsuitableWeights
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams.bus import Bus
-from rlboost.shared.streams.names import trainer_epoch
+from rlboost.shared.streams.names import job_refused, trainer_epoch
 from rlboost.shared.weights.delta_graph import Edge
 from rlboost.shared.weights.manifest import ChunkRef, Manifest, Part, digest_of
 from rlboost.shared.weights.rest_models import CommitRequest
@@ -180,6 +180,7 @@ class WeightStore:
             BusUnavailable: Redis, which knows who holds it, does not answer.
             StoreFull: the disk is full.
             Undecodable: a list of edges is invalid.
+            UnsuitableWeights: its tensors are not those of the model before, which a worker could load.
 
         """
         result = await self._commit(job_id, version, request)
@@ -209,6 +210,7 @@ class WeightStore:
             await self._check_epoch(job_id, request.epoch)
             versions.check_commit(job, version, request.expect, request.base_version)
             manifest = await assemble(self._documents, job_id, version, request)
+            await self._check_tensors(job, manifest)
             manifest = manifest.model_copy(update={"signature": self._sign(manifest.statement())})
             hop = await self._deltas.uploaded_hop(version, manifest)
             now = self._clock()
@@ -262,6 +264,22 @@ class WeightStore:
         if epoch is not None and (now := await self._bus.counter(trainer_epoch(job_id))) != epoch:
             why = f"another trainer has taken it (epoch {now})" if now else "it has ended"
             raise Conflict(f"a trainer of epoch {epoch} publishes weights of job {job_id}, but {why}")
+
+    async def _check_tensors(self, job: JobVersions, manifest: Manifest) -> None:
+        """Check a whole model against the newest one, unless a worker could not load that one."""
+        newest = next((known.version for known in reversed(job.versions) if known.base is None), None)
+        if newest is None or manifest.is_adapter:
+            return
+        data = await self._documents.manifest(job.job_id, newest)
+
+        def check() -> None:
+            versions.check_tensors(manifest.version, manifest, Manifest.decode(data))
+
+        try:
+            await asyncio.to_thread(check)
+        except UnsuitableWeights:
+            if await self._bus.hash_get(job_refused(job.job_id), str(newest)) is None:
+                raise
 
     async def _check_same(self, job_id: str, found: Version, request: CommitRequest) -> None:
         data = await self._documents.manifest(job_id, found.version)

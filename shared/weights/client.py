@@ -206,6 +206,7 @@ class StoreClient:
 
         Raises:
             Conflict: the head is not the expected one, the parts are incomplete, or its trainer lost the job.
+            Fatal: its tensors are not those of the model's version before.
 
         """
         path = f"/v1/models/{job_id}/versions/{version}/commit"

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
-from rlboost.shared.errors import Conflict, NotFound, Undecodable
+from rlboost.shared.errors import Conflict, NotFound, Undecodable, UnsuitableWeights
 from rlboost.shared.weights.delta_graph import Edge, EdgeList
+from rlboost.shared.weights.manifest import Manifest, Shape
 
 # --- Rules of the delta graph: which of the publisher's edges are accepted, and how two hops compose to a longer one
 
@@ -229,6 +230,35 @@ def check_commit(job: JobVersions, version: int, expect: int, base: int | None =
         raise Conflict(f"version {version} of job {job.job_id} is not above the head {expect}")
     if base is not None and ((found := job.find(base)) is None or found.base is not None):
         raise Conflict(f"version {version} of job {job.job_id}: its base {base} is not a retained model")
+
+
+def check_tensors(version: int, manifest: Manifest, head: Manifest) -> None:
+    """Check that a version of a whole model has the tensors of the head: no worker would load another set.
+
+    Raises:
+        UnsuitableWeights: it has not; names the first ones that differ.
+
+    """
+    new, old = _shapes(manifest), _shapes(head)
+    if new == old:
+        return
+    named = (
+        ("new", sorted(new.keys() - old.keys())),
+        ("missing", sorted(old.keys() - new.keys())),
+        ("of another shape", sorted(name for name in new.keys() & old.keys() if new[name] != old[name])),
+    )
+    differing = "; ".join(f"{len(names)} {how}, such as {', '.join(names[:2])}" for how, names in named if names)
+    raise UnsuitableWeights(
+        f"version {version} of job {manifest.job_id} has other tensors than version {head.version}: {differing}. "
+        "Publish the names and shapes of the model's Hugging Face checkpoint, without prefixes such as '_orig_mod.' "
+        "(compiled) or 'module.' (DDP). Another model needs another job"
+    )
+
+
+def _shapes(manifest: Manifest) -> dict[str, Shape]:
+    """Return the shape of each tensor by name, less the output layer: one that is tied may be published or not."""
+    entries = (entry for part in manifest.parts for entry in part.tensors)
+    return {entry.name: entry.global_shape for entry in entries if not entry.name.endswith("lm_head.weight")}
 
 
 def commit(job: JobVersions, new: Version, *, keep: int) -> JobVersions:

@@ -12,7 +12,9 @@ from rlboost.services.weight_store.deltas import edges
 from rlboost.services.weight_store.domain.versions import JobVersions, Version, decode_model
 from rlboost.services.weight_store.garbage import UPLOAD_GRACE_S
 from rlboost.services.weight_store.ports import StoreFull
-from rlboost.shared.errors import Conflict, NotFound, StoreUnavailable, Undecodable
+from rlboost.shared.errors import Conflict, NotFound, StoreUnavailable, Undecodable, UnsuitableWeights
+from rlboost.shared.streams.bus import HashSet
+from rlboost.shared.streams.names import job_refused
 from rlboost.shared.weights.manifest import ChunkRef, Manifest, digest_of
 from rlboost.shared.weights.rest_models import CommitRequest
 from tests.support.eventually import eventually
@@ -72,7 +74,7 @@ async def test_an_adapter_without_its_base_is_refused(store: WeightStore) -> Non
 async def test_repeated_commit_changes_nothing_and_is_announced_once(world: World, store: WeightStore) -> None:
     request = await publish(store, 0, b"weights")
     first = await store.commit(JOB, 0, request)
-    await commit(store, 1, b"more weights")
+    await commit(store, 1, b"updated")
     world.now += 10
     assert await store.commit(JOB, 0, request) == first
     assert store.versions_of(JOB).head == 1
@@ -107,8 +109,8 @@ async def test_the_same_version_with_another_content_is_a_conflict(store: Weight
 
 async def test_of_two_commits_on_one_head_the_second_loses(store: WeightStore) -> None:
     await commit(store, 0, b"weights")
-    ours = await publish(store, 1, b"ours")
-    theirs = (await publish(store, 2, b"theirs")).model_copy(update={"expect": 0})
+    ours = await publish(store, 1, b"our own")
+    theirs = (await publish(store, 2, b"another")).model_copy(update={"expect": 0})
     results = await asyncio.gather(store.commit(JOB, 1, ours), store.commit(JOB, 2, theirs), return_exceptions=True)
     assert isinstance(results[0], Version)
     assert isinstance(results[1], Conflict)
@@ -182,17 +184,33 @@ async def test_a_stop_does_not_wait_for_redis(world: World, store: WeightStore) 
 
 async def test_commit_not_announced_before_a_crash_is_announced_at_start(world: World, store: WeightStore) -> None:
     await commit(store, 0, b"weights")
-    await commit(store, 1, b"more weights")
+    await commit(store, 1, b"updated")
     again = world.store()
     await again.load()
     await announce(again, world, [1])
+
+
+async def test_other_tensors_than_the_heads_are_refused_unless_no_worker_loads_those(
+    world: World, store: WeightStore
+) -> None:
+    await commit(store, 0, b"weights")
+    with pytest.raises(
+        UnsuitableWeights, match=r"version 1 .* than version 0: 1 of another shape, such as w\. .*module"
+    ):
+        await commit(store, 1, b"wrong weights")
+    assert store.versions_of(JOB).head == 0
+    await world.bus.transact([HashSet(job_refused(JOB), {"0": "no tensor 'w'"})])
+    await commit(store, 1, b"right weights")
+    with pytest.raises(UnsuitableWeights):
+        await commit(store, 2, b"weights")
+    await commit(store, 2, b"other weights")
 
 
 async def test_a_full_disk_leaves_the_old_head(
     world: World, store: WeightStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await commit(store, 0, b"weights")
-    request = await publish(store, 1, b"more weights")
+    request = await publish(store, 1, b"updated")
 
     async def no_room(_: object) -> None:
         raise StoreFull("no room")

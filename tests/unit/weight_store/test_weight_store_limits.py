@@ -72,7 +72,7 @@ async def test_garbage_is_collected_before_a_write_is_rejected(world: World) -> 
 
 
 async def test_deleted_model_is_unknown_and_its_chunks_are_removed(world: World, store: WeightStore) -> None:
-    await commit(store, 0, b"base")
+    await commit(store, 0, b"weights 0")
     await store.pin(JOB, 0)
     for version in range(1, 4):
         await commit(store, version, b"weights %d" % version)
