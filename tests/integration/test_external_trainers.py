@@ -374,8 +374,8 @@ def test_trainers_of_one_name_share_a_job_and_one_of_them_has_it(system: System)
 def test_interrupted_generation_can_go_on(system: System) -> None:
     with fleet_of(system, "interrupted") as fleet:
         fleet.publish(model(0))
-        groups = fleet.generate(PROMPTS * 20, n=8, max_tokens=2000)
-        timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+        groups = fleet.generate(PROMPTS, n=1, max_tokens=6000)
+        timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
         with pytest.raises(KeyboardInterrupt):
             list(groups)
