@@ -293,7 +293,7 @@ def server_loop(
         serving = asyncio.create_task(server.serve(sockets=[sock]), name="uvicorn")
         stopping = asyncio.create_task(stop.wait(), name="uvicorn-stop")
         sweeping = asyncio.create_task(connections.keep_swept(), name="sweep-connections")
-        stalls: Stalls = app.state.stalls
+        stalls: Stalls = getattr(app.state, "stalls", None) or Stalls()  # an app of `create_app` shows them
         measuring = asyncio.create_task(stalls.run(stop), name="measure-stalls")
         try:
             await asyncio.wait({serving, stopping, sweeping}, return_when=asyncio.FIRST_COMPLETED)

@@ -18,6 +18,10 @@ from tests.support.small_job import small_job
 
 RULES_BEYOND_THE_SCHEMA = (
     "POST /v1/jobs",  # keys of a job file depend on each other
+    "POST /v1/tokens",  # scope and job belong together
+    "POST /v1/jobs/{job_id}/sessions/next",  # the job must run
+    "POST /v1/jobs/{job_id}/sessions/renew",  # sessions are those of a lease
+    "POST /v1/sessions/{session}/reward",  # a reward, or why there is none
     "POST /v1/completions",  # the model must be that of a running job
     "POST /v1/chat/completions",
     "POST /v1/responses",
