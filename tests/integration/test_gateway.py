@@ -186,8 +186,7 @@ def test_answers_have_the_gateways_name_of_the_model(served: Served, path: str) 
 
 def test_requests_survive_the_death_of_manager_and_worker(served: Served) -> None:
     with ThreadPoolExecutor(16) as pool:
-        made = [pool.submit(served.generate, 400, request_id=f"r{i}") for i in range(16)]
-        time.sleep(0.5)
+        made = [pool.submit(served.generate, 2000, request_id=f"r{i}") for i in range(16)]
         served.system.kill_the_worker_that_runs()
         served.system.manager.kill()
         served.system.manager.start()

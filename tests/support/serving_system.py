@@ -118,8 +118,15 @@ class System:
         return audit
 
     def kill_the_worker_that_runs(self) -> None:
-        busy = next(w for w in self.http.get("/v1/workers").json() if w["running"] and w["state"] == "ready")
-        name = next(name for name in self.workers if busy["id"].startswith(name))
+        busy: list[str] = []
+
+        def is_found() -> bool:
+            workers = self.http.get("/v1/workers").json()
+            busy.extend(one["id"] for one in workers if one["running"] and one["state"] == "ready")
+            return bool(busy)
+
+        until(is_found)
+        name = next(name for name in self.workers if busy[0].startswith(name))
         self.workers.pop(name).kill()
 
     def close(self) -> None:
