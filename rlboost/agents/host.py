@@ -27,6 +27,7 @@ from rlboost.shared.http.clients import async_http_client
 from rlboost.shared.http.server_url import MAX_REDIRECTS, redirected_origin
 from rlboost.shared.job.agent import Agent, AgentRun, load_agent
 from rlboost.shared.proxies import internal
+from rlboost.shared.secrets import bearer
 
 log = structlog.get_logger(__name__)
 
@@ -188,7 +189,7 @@ class Host:
     async def _send(self, path: str, token: str, **arguments: Any) -> httpx.Response:
         origin = self.url
         for _ in range(1 + MAX_REDIRECTS):
-            url, headers = f"{origin}/v1/{path}", {"Authorization": f"Bearer {token}"}
+            url, headers = f"{origin}/v1/{path}", {"Authorization": bearer("the token", token)}
             answer = await self._http.post(url, headers=headers, **arguments)
             try:
                 other = redirected_origin(url, answer.status_code, answer.headers.get("location", ""))
