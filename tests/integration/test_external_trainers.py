@@ -33,10 +33,7 @@ N = 4
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     system = System(tmp_path_factory.mktemp("external"), TEMPLATE)
     try:
-        system.manager.start()
-        for name in ("w1", "w2"):
-            system.hire(name)
-        system.store.start()
+        system.start_services()
         yield system
     finally:
         system.close()

@@ -70,10 +70,7 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     system = System(tmp_path_factory.mktemp("gateway"), TEMPLATE)
     save_file(dict(model(0).named_parameters()), system.model / "model.safetensors")
     try:
-        system.manager.start()
-        for name in ("w1", "w2"):
-            system.hire(name)
-        system.store.start()
+        system.start_services()
         yield system
     finally:
         system.close()

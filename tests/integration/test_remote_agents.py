@@ -20,7 +20,7 @@ from rlboost.shared.messages import Sampling, SessionRewarded, TurnOpened
 from rlboost.shared.redis.bus import RedisBus
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Delete, HashSet
-from tests.support.serving_system import CALLS, ENDS, TEMPLATE, WAIT_S, System, until
+from tests.support.serving_system import ENDS, WAIT_S, System, calling_system, until
 from tests.support.stream_entries import read_all
 
 NUMBERS = count()
@@ -28,13 +28,8 @@ NUMBERS = count()
 
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    system = System(tmp_path_factory.mktemp("remote"), TEMPLATE, texts=CALLS, ends=ENDS)
-    try:
-        system.start()
-        until(lambda: len(system.openai.models.list().data) == 2)
+    with calling_system(tmp_path_factory.mktemp("remote")) as system:
         yield system
-    finally:
-        system.close()
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tests.support.service_process import TOKEN
-from tests.support.serving_system import CALLS, ENDS, TEMPLATE, WAIT_S, System, until
+from tests.support.serving_system import CALLS, WAIT_S, System, calling_system
 from tests.support.tool_model import ADD
 
 TOOL = {"name": "add", "description": "Add.", "input_schema": ADD["function"]["parameters"]}
@@ -22,13 +22,8 @@ SESSION = {"X-Session-ID": "messages"}
 
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    system = System(tmp_path_factory.mktemp("messages"), TEMPLATE, texts=CALLS, ends=ENDS)
-    try:
-        system.start()
-        until(lambda: len(system.openai.models.list().data) == 2)
+    with calling_system(tmp_path_factory.mktemp("messages")) as system:
         yield system
-    finally:
-        system.close()
 
 
 @pytest.fixture

@@ -15,19 +15,14 @@ from openai import BadRequestError
 
 from tests.support.doc_snippets import blocks_in
 from tests.support.generated_docs import ROOT
-from tests.support.serving_system import CALLS, ENDS, TEMPLATE, System, until
+from tests.support.serving_system import CALLS, System, calling_system
 from tests.support.tool_model import ADD
 
 
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    system = System(tmp_path_factory.mktemp("tools"), TEMPLATE, texts=CALLS, ends=ENDS)
-    try:
-        system.start()
-        until(lambda: len(system.openai.models.list().data) == 2)
+    with calling_system(tmp_path_factory.mktemp("tools")) as system:
         yield system
-    finally:
-        system.close()
 
 
 def test_agent_continues_with_exact_tokens_after_its_calls_streamed_or_not(system: System) -> None:

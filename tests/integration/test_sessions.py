@@ -21,7 +21,7 @@ from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import HashSet
 from rlboost.shared.wire import ints
 from tests.support.service_process import TOKEN
-from tests.support.serving_system import CALLS, ENDS, TEMPLATE, WAIT_S, System, until
+from tests.support.serving_system import ENDS, WAIT_S, System, calling_system, until
 from tests.support.stream_entries import read_all
 from tests.support.tool_model import ADD
 
@@ -31,13 +31,8 @@ MAX_TURNS = 6
 
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    system = System(tmp_path_factory.mktemp("sessions"), TEMPLATE, texts=CALLS, ends=ENDS)
-    try:
-        system.start()
-        until(lambda: len(system.openai.models.list().data) == 2)
+    with calling_system(tmp_path_factory.mktemp("sessions")) as system:
         yield system
-    finally:
-        system.close()
 
 
 class Session:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +72,16 @@ class System:
         env = {f"{prefix}{key}": value for key, value in settings.items()}
         return ServiceProcess(name, prefix, self.directory, self.redis.url, env)
 
-    def start(self) -> None:
+    def start_services(self) -> None:
+        """Start all processes; there is no job yet."""
         self.manager.start()
         for name in ("w1", "w2"):
             self.hire(name)
         self.store.start()
+
+    def start(self) -> None:
+        """Start all processes and two jobs."""
+        self.start_services()
         self.job = self.create_job("tiny", str(self.model))
         self.remote = self.create_job("remote", "some/where/else")
 
@@ -135,6 +141,18 @@ class System:
         for service in (*self.workers.values(), self.manager, self.store):
             service.kill()
         self.redis.stop()
+
+
+@contextmanager
+def calling_system(directory: Path) -> Iterator[System]:
+    """A system whose model writes tool calls, with both of its jobs served."""
+    system = System(directory, TEMPLATE, texts=CALLS, ends=ENDS)
+    try:
+        system.start()
+        until(lambda: len(system.openai.models.list().data) == 2)
+        yield system
+    finally:
+        system.close()
 
 
 def until(condition: Any) -> None:
