@@ -7,15 +7,12 @@ import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
-from urllib.parse import quote
 
 import httpx
 
-from rlboost.client import Client, ClientError
+from rlboost.client import Client, ClientError, job_path
 from rlboost.shared.errors import RLBoostError
 from rlboost.shared.weights.access import IssuedAccess
-
-_CONFLICT = 409
 
 
 class Superseded(RLBoostError):
@@ -35,14 +32,14 @@ class Attachment:
 
     def __init__(self, client: Client, renewing: Client, job_id: str, options: Mapping[str, Any]) -> None:
         self.client, self._renewing, self.job_id = client, renewing, job_id
-        self.path = f"/jobs/{quote(job_id, safe='')}"
+        self.path = job_path(job_id)
         self.attached = client.request("POST", f"{self.path}/trainer", json=dict(options)).json()
         self.epoch: int = self.attached["epoch"]
         self.access = IssuedAccess(self.attached["store_credential"], "")
         self.lost: RLBoostError | None = None
         self.phase = "training"
         self._stop = threading.Event()
-        # It does not hold the trainer: one that nobody uses any longer loses its job.
+        # By a weak reference: a trainer that is no longer used loses its job.
         arguments = (weakref.ref(self), self._stop, options["lease_s"] / 4)
         threading.Thread(target=_keep_renewing, args=arguments, name="trainer-lease", daemon=True).start()
 
@@ -66,7 +63,7 @@ class Attachment:
         try:
             return client.request(method, f"{self.path}/{part}", **options)
         except ClientError as error:
-            if error.status == _CONFLICT and error.title in {"Superseded", "Job over"}:
+            if error.status == httpx.codes.CONFLICT and error.title in {"Superseded", "Job over"}:
                 self.lost = Superseded(error.detail)
                 raise self.lost from error
             raise

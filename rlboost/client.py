@@ -268,7 +268,9 @@ class Jobs:
         """
         read_timeout_s = None if follow else _READ_TIMEOUT_S
         parameters = {"follow": int(follow)}
-        with self._client.stream(f"{_path(job_id)}/logs", read_timeout_s=read_timeout_s, params=parameters) as response:
+        with self._client.stream(
+            f"{job_path(job_id)}/logs", read_timeout_s=read_timeout_s, params=parameters
+        ) as response:
             try:
                 yield from response.iter_lines()
             except httpx.TransportError as error:
@@ -282,7 +284,7 @@ class Jobs:
         while True:
             headers = {} if last_event_id is None else {"Last-Event-ID": last_event_id}
             with self._client.stream(
-                f"{_path(job_id)}/events",
+                f"{job_path(job_id)}/events",
                 read_timeout_s=_READ_TIMEOUT_S,
                 headers=headers,
                 params={"follow": int(follow)},
@@ -297,11 +299,11 @@ class Jobs:
             return
 
     def _get(self, job_id: str, part: str = "", **arguments: Any) -> Any:
-        path = f"{_path(job_id)}/{part}" if part else _path(job_id)
+        path = f"{job_path(job_id)}/{part}" if part else job_path(job_id)
         return self._client.request("GET", path, **arguments).json()
 
     def _act(self, job_id: str, action: str) -> Json:
-        job: Json = self._client.request("POST", f"{_path(job_id)}/{action}").json()
+        job: Json = self._client.request("POST", f"{job_path(job_id)}/{action}").json()
         return job
 
 
@@ -363,7 +365,8 @@ def server_events(lines: Iterable[str]) -> Iterator[ServerEvent]:
             fields[name] = f"{fields[name]}\n{value}" if name == "data" and name in fields else value
 
 
-def _path(job_id: str) -> str:
+def job_path(job_id: str) -> str:
+    """Return the path of a job below `/v1`; raises `ClientError` if nothing can have this id."""
     if not _ID.fullmatch(job_id):  # a slash would select another route
         raise ClientError(
             "No such job",

@@ -27,6 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+import httpx
 import msgpack
 
 from rlboost.attachment import Attachment, Superseded
@@ -48,8 +49,6 @@ _CLOSE_S = 5.0
 """How long a trainer that ends tries to tell the manager."""
 _POLL_S = 0.5
 _CANCEL_S = 0.1
-_FORBIDDEN = 403
-_NOT_FOUND = 404
 _MSGPACK = "application/msgpack"
 _WAIT_S = 20.0
 """How long one request waits for the next sample."""
@@ -201,12 +200,12 @@ class AsyncFleet:
         try:
             return self._attach_to(self._job)  # a token of scope `trainer` may do nothing else
         except ClientError as error:
-            if error.status != _NOT_FOUND:
+            if error.status != httpx.codes.NOT_FOUND:
                 raise
         try:
             named = [job for job in self._client.jobs.list() if job["name"] == self._job]
         except ClientError as error:
-            if error.status != _FORBIDDEN:
+            if error.status != httpx.codes.FORBIDDEN:
                 raise
             raise ConfigError(f"there is no job of the id {self._job!r}: give the id that the token is for") from error
         found = [job["id"] for job in named if job["kind"] == "external" and not job["finished_at"]]

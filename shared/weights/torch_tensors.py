@@ -25,7 +25,7 @@ def named_shards(weights: torch.nn.Module | Mapping[str, torch.Tensor] | str | P
     """Yield whole tensors as shards, each copied to the CPU when it is due.
 
     Args:
-        weights: a module, of which tied tensors are taken once; tensors by name; or a folder with safetensors.
+        weights: a module, whose tied tensors are taken once; tensors by name; or a folder with safetensors.
 
     """
     if isinstance(weights, torch.nn.Module):

@@ -1,8 +1,8 @@
 """TRL's `AsyncGRPOTrainer` as its users write it, on a gateway: `python -m tests.support.trl_async_trainer`.
 
 Its arguments are URL, FOLDER (of `rlboost init sums`, which PYTHONPATH has) and STEPS. Three parts of TRL that need a
-GPU are replaced, none of which speaks to a server: the check that vLLM is installed, the attention kernel, and the name
-of the device.
+GPU are replaced, and none sends requests: the check that vLLM is installed, the attention kernel, and the name of the
+device.
 """
 
 from __future__ import annotations

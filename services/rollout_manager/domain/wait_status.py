@@ -32,12 +32,11 @@ def job_wait_status(jobs: Jobs, fleet: Fleet, job: JobEntry) -> dict[str, Any] |
     if progress.trainer_renewed_at is None:
         return None  # this manager has not read the trainer's lease yet
     if (trainer := _present_trainer(job)) is None:
-        because = (
-            "it does not renew its lease on this job: it died, cannot reach Redis, or cannot read the job: look at "
-        )
-        because += "its log"
         if job.record.spec.kind == "external":
             because = "none is attached: start it again, or end the job with 'rlboost cancel'"
+        else:
+            because = "it does not renew its lease on this job: it died, cannot reach Redis, or cannot read the job: "
+            because += "look at its log"
         return public_wait("the trainer", because, progress.trainer_renewed_at, kind="trainer")
     if progress.stalled_since_unix_s is not None:
         refused = refusal_of(fleet, job, progress.committed_version)

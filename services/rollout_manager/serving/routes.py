@@ -199,7 +199,7 @@ class _Chats:
             raise openai_problem(400, "Invalid value", "a conversation (X-Session-ID) has one answer a turn", param="n")
         job = _find_job(self.manager, body.model)
         served = await self.models.get(job)
-        await asyncio.sleep(0)  # a body may have many messages, each of which was looked at
+        await asyncio.sleep(0)  # a body may have many messages, and each was checked
         messages, options = _template_input(body)
         turn = None
         style = await _call_style(served, body)

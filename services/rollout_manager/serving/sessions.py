@@ -47,7 +47,7 @@ POLICY = "policy"
 READ_AHEAD = 2
 """Turns after the last known one that are read with it; at least one, which tells that there are more."""
 MAX_SESSIONS = 4096
-"""Sessions of which a manager remembers what it has read; of others, a call reads all turns."""
+"""Sessions whose turns a manager keeps once it has read them; a call of another one reads all its turns."""
 MAX_BYTES = 256 << 20
 """Maximum size of what it remembers."""
 TURN_BYTES = 4096
@@ -320,7 +320,7 @@ class Sessions:
         await self._manager.write([HashSet(turn.redis_key, stored)])
 
     async def _read(self, session: SessionId) -> _Known:
-        """Return a session with its turns, of which those that are known are not read again."""
+        """Return a session with its turns; those that are known are not read again."""
         key, known = session.redis_key, self._forget(session.redis_key)
         try:
             async with self._reads:

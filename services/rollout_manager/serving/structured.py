@@ -32,7 +32,7 @@ _TYPES = {
 }
 """Type -> the keywords that constrain it."""
 _ALTERNATIVES = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
-"""Keywords of which a schema has one, instead of those of a type."""
+"""A schema has one of these keywords instead of those of a type."""
 _COUNTS = {"minLength", "maxLength", "minItems", "maxItems"}
 _BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 _ANNOTATIONS = {

@@ -293,7 +293,7 @@ MAX_BYTES = 256 << 20
 MAX_READS = 4
 """Reads of Redis at once. However many clients wait, few connections are opened: a busy loop opens many too slowly."""
 MESSAGES_AT_ONCE = 64
-"""Messages of which digests are computed before the manager's loop continues."""
+"""How many messages are digested before the manager's loop continues."""
 LONG_CHARACTERS = 1 << 20
 """A longer text is hashed in a thread."""
 _FIELD = "last"
@@ -405,7 +405,7 @@ async def digests(messages: Sequence[Message], options: TemplateOptions) -> list
 
 
 async def digest_with(before: str, message: Message) -> str:
-    """Return the digest of some messages, of which `before` is the digest, and one more."""
+    """Return the digest of some messages, whose own digest is `before`, and one more."""
     one = identity(message)
     content = one.get("content")
     text = content if isinstance(content, str) else json.dumps(content, sort_keys=True)

@@ -25,7 +25,7 @@ class GrammarCompiler:
 
     Args:
         tokenizer_json: a `tokenizer_for_grammars`.
-        vocabulary: the model's number of token ids, of which the last ones may have no token.
+        vocabulary: the model's number of token ids; the last ones may have no token.
 
     """
 
