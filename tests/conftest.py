@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib.util
 import itertools
@@ -9,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +25,9 @@ from tests.support.redis_server import RedisServer
 from tests.support.s3_server import S3Server
 
 _PREFIXES = itertools.count()
+_STDERR = pytest.StashKey[int]()
+_ENDING_S = 300.0
+"""How long a test may go on after its time limit has interrupted it, and how long what it used may take to end."""
 
 # No worker of a test asks the metadata service of the machine that the test happens to run on.
 os.environ.setdefault("RLBOOST_WORKER_NOTICES", "off")
@@ -116,6 +121,36 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.collect()
         gc.freeze()
     return result
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep a standard error that is not captured."""
+    config.stash[_STDERR] = os.dup(2)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """End the process, with all stacks, if a test does not end although its time limit interrupted it."""
+    own = item.get_closest_marker("timeout")
+    limit_s = own.args[0] if own is not None and own.args else float(item.config.getini("timeout"))
+    with _ended_within(limit_s + _ENDING_S, item.config):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
+    """Do so again: pytest lifts the limit when the test has failed."""
+    with _ended_within(_ENDING_S, item.config):
+        return (yield)
+
+
+@contextmanager
+def _ended_within(limit_s: float, config: pytest.Config) -> Iterator[None]:
+    faulthandler.dump_traceback_later(limit_s, exit=True, file=config.stash[_STDERR])
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
