@@ -119,7 +119,7 @@ def test_each_misbehaving_remote_agent_fails_alone_with_its_cause(tmp_path: Path
     spec = second_try()
     del spec["eval"]
     spec["data"] = {"train": str(tmp_path / "train.jsonl"), "prompts_per_step": len(rows)}
-    spec["agent"] = {"remote": True, "max_turns": 3, "timeout_s": 8, "replacements": 1}
+    spec["agent"] = {"remote": True, "max_turns": 3, "timeout_s": 25, "replacements": 1}
     with black_box(tmp_path / "state", workers=1) as box:
         job_id = box.submit({**spec, "steps": 1})
         host = Host(box, tmp_path / "host.log", "second-try-agent", "tests.support.agents:run")
@@ -131,7 +131,7 @@ def test_each_misbehaving_remote_agent_fails_alone_with_its_cause(tmp_path: Path
         assert len(shown) == len(results) * GROUP
         assert {sample["reward"] for sample in shown if sample["turns"] == 3} == {0.0}
         warned = " ".join(job["warnings"]) + " ".join(str(event) for event in box.events(job_id))
-        for cause in ("the tool server is down", "the agent returned the reward nan", "no reward within 8 s"):
+        for cause in ("the tool server is down", "the agent returned the reward nan", "no reward within 25 s"):
             assert cause in warned
 
 

@@ -160,8 +160,9 @@ def test_each_offered_session_is_handed_out_once_and_ends_once(offers: Offers) -
     assert f"{sessions[0].sample:x}" not in offers.stored(offers.key)
     with pytest.raises(APIStatusError, match="has ended"):
         ask(first, "t4")
-    assert reward(taken[1], infrastructure="no disk").status_code == 204
-    (lost,) = offers.ends(SessionId(sessions[0].job_id, int(taken[1]["id"].partition(".")[0], 16)))
+    (second,) = (one for one in taken if one["row"]["number"] == 1)
+    assert reward(second, infrastructure="no disk").status_code == 204
+    (lost,) = offers.ends(sessions[1])
     assert (lost.reason, lost.detail) == ("infrastructure", "no disk")
 
 
