@@ -86,7 +86,7 @@ def lines(sample: Sample, width: int) -> Iterator[str]:
     """Yield a sample as lines of at most `width` columns."""
     reward, reason = sample["reward"], sample.get("reason")
     scored = f"reward {reward:g}" if reward is not None else f"not scored ({reason or 'unknown'})"
-    turns = [f"{sample['turns']} turns"] if "turns" in sample else []
+    turns = [_turns(sample)] if "turns" in sample else []
     facts = [scored, *turns, f"{sample['n_tokens']} tokens", f"finish {sample['finish']}"]
     place = f"group {_group(sample).rpartition('/')[2]}, sample {str(sample['sample']).rpartition('/')[2]}"
     yield f"--- {place}: {', '.join(facts)}"
@@ -104,6 +104,13 @@ def lines(sample: Sample, width: int) -> Iterator[str]:
             yield from _message_lines(message, width)
     else:
         yield from _labelled("completion", completion, width)
+
+
+def _turns(sample: Sample) -> str:
+    """Return how many turns a conversation has, and how long it took, and how much of it outside the model."""
+    taken = f" in {sample['duration_s']:.1f} s" if sample.get("duration_s") else ""
+    outside = f" ({sample['outside_s']:.1f} s outside the model)" if taken else ""
+    return f"{sample['turns']} turns{taken}{outside}"
 
 
 def _message_lines(message: Mapping[str, Any], width: int) -> Iterator[str]:

@@ -125,12 +125,17 @@ class StepTime:
     """Name -> seconds."""
     difference: Difference | None
     """None with few steps before it, or if it took about as long."""
+    conversation: tuple[float, float] | None = None
+    """Mean seconds of a conversation in the model, and outside it; None without conversations."""
 
     def text(self) -> str:
         """Format it in the words of the web page."""
         longest_first = sorted(self.parts.items(), key=lambda part: -part[1])
         shares = [f"{name} {100 * s / self.seconds:.0f} %" for name, s in longest_first if s / self.seconds >= 0.01]
         text = f"step {self.step} took {brief_duration(self.seconds)}: {', '.join(shares)}"
+        if self.conversation is not None:
+            model, outside = map(brief_duration, self.conversation)
+            text += f". A conversation spent {model} in the model, {outside} outside it"
         if (than := self.difference) is None:
             return text
         word = "longer" if than.seconds > 0 else "less"
@@ -153,7 +158,9 @@ def last_step_time(rows: Sequence[Mapping[str, float]], steps: int) -> StepTime 
         return None
     *before, row = timed
     total, parts = row["time/step_s"], _parts(row)
-    return StepTime(int(row["step"]) + 1, total, parts, _difference(total, parts, before[-STEPS_BEFORE:]))
+    conversation = row.get("turns/model_s", 0.0), row.get("turns/outside_s", 0.0)
+    difference = _difference(total, parts, before[-STEPS_BEFORE:])
+    return StepTime(int(row["step"]) + 1, total, parts, difference, conversation if any(conversation) else None)
 
 
 def _parts(row: Mapping[str, float]) -> dict[str, float]:

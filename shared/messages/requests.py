@@ -197,6 +197,8 @@ class SessionEnded(Message):
     detail: str = ""
     replaced_by: PackedId = 0
     """After a fault: the session that begins in its place, 0 if none does."""
+    duration_s: Seconds = 0.0
+    """Seconds since the trainer opened it, or, after a restart, opened it again."""
 
 
 @message

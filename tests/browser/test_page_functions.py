@@ -99,6 +99,23 @@ def test_turns_of_a_conversation_show_tool_calls_and_what_the_environment_reward
     ]
 
 
+def test_turns_show_when_they_were_generated(files: Page) -> None:
+    turn = {"role": "assistant", "content": "", "tool_calls": [], "spans": []}
+    sample = {
+        "turns": 2,
+        "duration_s": 8.0,
+        "outside_s": 3.0,
+        "messages": [turn | {"time": [0, 4]}, turn | {"time": [7, 8]}],
+    }
+    assert call(files, "facts.js", "m.turns(a[0]).map((t) => [t.note, t.bar])", sample) == [
+        ["from 0.0 s for 4.0 s", [0, 0.5]],
+        ["from 7.0 s for 1.0 s", [0.875, 1]],
+    ]
+    text = call(files, "facts.js", "m.turnsText(a[0])", sample)
+    assert text == "2 turns in 8.0 s, 3.0 s of it outside the model (tools, sandbox, the code's own)"
+    assert call(files, "facts.js", "m.turnsText({ turns: 2 })") == "2 turns"
+
+
 def test_lives_of_workers_show_notices_kills_and_the_time_until_a_loss_is_detected(files: Page) -> None:
     killed = job_event(KILLED_AT, "worker_killed", worker="worker-2-aaaa")
     spans_of = "([name, life]) => [name, life.spans.map((s) => [s.state, s.from, s.to])]"
@@ -264,6 +281,9 @@ def test_step_text_says_why_a_step_took_longer_than_those_before(files: Page) ->
         "Completions were 50 % longer than in the 5 steps before. "
         "During it worker-2 joined."
     )
+    rows[-1] |= {"turns/model_s": 30.0, "turns/outside_s": 12.0}
+    text = call(files, "facts.js", "m.stepText(a[0], 6, [])", rows)
+    assert "A conversation spent 30 s in the model and 12 s outside it (tools, sandboxes, its own code)" in text
     usual = call(files, "facts.js", "m.stepText(a[0], 5, [])", rows)
     assert usual == "Step 5 took 4.0 s: waiting for samples 2.0 s (50 %), training 2.0 s (50 %)."
 

@@ -54,15 +54,26 @@ def test_report_shows_a_whole_run_and_asks_for_nothing(page: Page, tmp_path: Pat
 def test_conversation_is_shown_turn_by_turn(page: Page, tmp_path: Path) -> None:
     call = '{"name": "multiply", "arguments": {"a": 12, "b": 7}}'
     messages = [
-        {"role": "assistant", "content": "I multiply.", "tool_calls": [call], "spans": [["worker-2-aaaa", 2, 11]]},
+        {
+            "role": "assistant",
+            "content": "I multiply.",
+            "tool_calls": [call],
+            "spans": [["worker-2-aaaa", 2, 11]],
+            "time": [0.0, 1.5],
+        },
         {"role": "environment", "content": "84", "reward": 0.0, "over": ""},
         {"role": "assistant", "content": "<b>84</b>", "tool_calls": [], "spans": [["worker-1-aaaa", 2, 5]]},
         {"role": "environment", "content": "", "reward": 1.0, "over": "done"},
     ]
     spans = [("worker-2-aaaa", 2, 11), ("worker-1-aaaa", 2, 5)]
-    opened(page, record(samples={3: [sample("1", spans, turns=2, messages=messages)]}), tmp_path)
+    opened(page, record(samples={3: [sample("1", spans, turns=2, duration_s=6.0, messages=messages)]}), tmp_path)
+    bar = page.locator(".turns .time i").bounding_box()
+    track = page.locator(".turns .time").bounding_box()
+    assert bar is not None
+    assert track is not None
+    assert bar["width"] == pytest.approx(track["width"] / 4, abs=1)
     assert page.locator(".turns li").all_inner_texts() == [
-        "model, turn 1\nworker-2, version 2\n\nI multiply.\ncalls multiply(a=12, b=7)",
+        "model, turn 1 from 0.0 s for 1.5 s\nworker-2, version 2\n\nI multiply.\ncalls multiply(a=12, b=7)",
         "environment\n\n84",
         "model, turn 2\nworker-1, version 2\n\n<b>84</b>",
         "environment\nreward 1, ended the conversation",

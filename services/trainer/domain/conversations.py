@@ -118,6 +118,16 @@ class Row(NamedTuple):
     """float32 column of the tokens with a loss."""
 
 
+class Interval(NamedTuple):
+    """A span of time, in Unix seconds by Redis' clock."""
+
+    start: float
+    end: float
+
+
+_UNKNOWN = Interval(0.0, 0.0)
+
+
 @dataclass(slots=True)
 class Conversation:
     """A conversation so far: turns and answers alternate, and their tokens never change."""
@@ -130,6 +140,10 @@ class Conversation:
     """The id of its first turn: the sample's, unless it began again in place of another."""
     prompt: bytes = b""
     """int32 column: what a session of an agent begins with; empty if the group has a prompt."""
+    duration: Interval = _UNKNOWN
+    """When it began and ended. That of an environment begins when its first turn is generated."""
+    generation: list[Interval] = field(default_factory=list)
+    """Of each turn: when the model was called, and when its last token was there, with all waits between them."""
 
     def __post_init__(self) -> None:
         """Take the sample's id for that of the first turn, unless another is given."""
@@ -155,6 +169,20 @@ class Conversation:
     def n_observation_tokens(self) -> int:
         """Return how many tokens are the environment's."""
         return sum(length(observation, I32) for _, observation in self._tokens())
+
+    @property
+    def model_s(self) -> float:
+        """Return for how many seconds at least one turn was being generated, or waited for its worker."""
+        covered, until = 0.0, self.duration.start
+        for start, end in sorted(self.generation):
+            covered += max(0.0, end - max(start, until))
+            until = max(until, end)
+        return covered
+
+    @property
+    def outside_s(self) -> float:
+        """Return for how many seconds no turn was: tools, sandboxes, and the code of the agent or environment."""
+        return max(0.0, self.duration.end - self.duration.start - self.model_s)
 
     def _tokens(self) -> list[tuple[bytes, bytes]]:
         turns = [turn.tokens for turn in self.turns]
@@ -229,8 +257,9 @@ def messages_of(
 ) -> list[dict[str, Any]]:
     """Return the turns and answers of a conversation, alternating, texts without special tokens.
 
-    - `{role: "assistant", content, tool_calls, spans}`: a turn of the model. `content` is its text less the calls, of
-      which `tool_calls` has the JSON texts, or what the model wrote if it cannot be read; `spans` as in samples.
+    - `{role: "assistant", content, tool_calls, spans, time}`: a turn of the model. `content` is its text less the
+      calls, whose JSON texts are in `tool_calls`, or what the model wrote if it cannot be read; `spans` as in samples;
+      `time` is when it was asked for and finished, in seconds since the conversation began.
     - `{role: "environment", content, reward, over}`: the answer. `content` is what the model reads before its next
       turn, as its chat template formats it; `over` is `done` or `cut` if the conversation ends with it.
 
@@ -244,12 +273,14 @@ def messages_of(
     """
     found: list[dict[str, Any]] = []
     before = decode(ints(start)[-64:], skip_special_tokens=False)
-    for turn, answer in zip_longest(conversation.turns, conversation.answers):
+    began = conversation.duration.start
+    times = [[round(at - began, 3) for at in interval] for interval in conversation.generation]
+    for turn, answer, time in zip_longest(conversation.turns, conversation.answers, times):
         tokens = ints(turn.tokens)
         text, raw = (decode(tokens, skip_special_tokens=skips) for skips in (True, False))
         content, calls = _without_calls(text, raw, style, tools, in_thought=opens_thought(before))
         spans = [list(span) for span in turn.spans]
-        found.append({"role": "assistant", "content": content, "tool_calls": calls, "spans": spans})
+        found.append({"role": "assistant", "content": content, "tool_calls": calls, "spans": spans, "time": time})
         if answer is not None:
             content = decode(ints(answer.tokens), skip_special_tokens=True).strip()
             before = decode(ints(answer.tokens)[-64:], skip_special_tokens=False)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rlboost.services.trainer.domain.conversations import Conversation, StepTurnIds, completions_of
+from rlboost.services.trainer.domain.conversations import Conversation, Interval, StepTurnIds, completions_of
 from rlboost.services.trainer.domain.rewards import total
 from rlboost.shared.errors import Fatal, Unprocessable
 from rlboost.shared.ids import SampleId, group_of
@@ -164,6 +164,8 @@ class StepCollector:
         self.drops: list[DroppedGroup] = []
         self.duplicates = 0
         """Repeated samples, and samples of earlier steps."""
+        self._now = 0.0
+        """When the message that is applied was written, in Unix seconds."""
 
     def add(self, group: int, n: int) -> None:
         """Expect `n` samples of one more group."""
@@ -202,8 +204,8 @@ class StepCollector:
         unanswered, self._unanswered = list(self._unanswered.values()), {}
         return unanswered
 
-    def apply(self, message: Message) -> GroupOutcome | None:
-        """Apply one message and return the group that it completes or drops, if any.
+    def apply(self, message: Message, at: float = 0.0) -> GroupOutcome | None:
+        """Apply one message, written at `at` in Unix seconds; return the group that it completes or drops, if any.
 
         A turn whose columns differ in length drops its group.
 
@@ -212,6 +214,7 @@ class StepCollector:
             Fatal: with `max_staleness` 0, a token of another weight version.
 
         """
+        self._now = at
         match message:
             case SampleFinished():
                 return self._add_sample(message) if self._turns is None else self._add_turn(message)
@@ -368,7 +371,10 @@ class StepCollector:
         if invalid := self._error_of(turn):
             return self.drop(group_of(sample), "generation", invalid)
         self._conversations[sample] = conversation
+        asked_at = conversation.duration.end if conversation.turns else self._now
         conversation.turns.append(turn)
+        conversation.generation.append(Interval(asked_at, self._now))
+        conversation.duration = Interval(conversation.generation[0].start, self._now)
         if self.is_open(group_of(sample)):
             self._unanswered[turn.sample] = conversation
         return None
@@ -391,6 +397,7 @@ class StepCollector:
             return None  # a repetition, or of an earlier step
         self._unanswered.pop(message.sample, None)
         conversation.answers.append(message)
+        conversation.duration = conversation.duration._replace(end=self._now)
         if not message.reason:
             return self._add_sample(conversation.as_sample()) if message.over else None
         self.lost[message.reason] += 1
@@ -451,7 +458,7 @@ class OpenSteps:
             if step is not None and step < self._current and position(entry.id) <= self._read_until:
                 return None
             step = self._current  # its collector counts late samples, and rejects unrequested ones
-        outcome = self._open[step].apply(entry.message)
+        outcome = self._open[step].apply(entry.message, position(entry.id)[0] / 1e3)
         return None if outcome is None else (step, outcome)
 
     def needed_from(self, cursor: str) -> str:

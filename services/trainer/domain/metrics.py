@@ -298,6 +298,8 @@ def _turns(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         "turns/mean": _mean(turns),
         "turns/max": max(turns),
         "tokens/observation": sum(conversation.n_observation_tokens for conversation in conversations),
+        "turns/model_s": _mean([conversation.model_s for conversation in conversations]),
+        "turns/outside_s": _mean([conversation.outside_s for conversation in conversations]),
     }
 
 

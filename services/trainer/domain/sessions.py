@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlboost.services.trainer.domain.conversations import Conversation, Row
+from rlboost.services.trainer.domain.conversations import Conversation, Interval, Row
 from rlboost.services.trainer.domain.groups import GroupOutcome, StepCollector
 from rlboost.shared.errors import Unprocessable
 from rlboost.shared.ids import SampleId, group_of
@@ -35,7 +35,10 @@ class Node:
 
     opened: TurnOpened
     """Its newest record."""
+    opened_at: float = 0.0
+    """When this record was written, in Unix seconds."""
     turn: SampleFinished | None = None
+    finished_at: float = 0.0
 
 
 @dataclass(slots=True)
@@ -88,6 +91,8 @@ class Session:
     rewarded: SessionRewarded | None = None
     """How the host of a remote agent has ended it."""
     end: SessionEnded | None = None
+    ended_at: float = 0.0
+    """When `end` was written, in Unix seconds."""
 
     @property
     def is_complete(self) -> bool:
@@ -95,10 +100,11 @@ class Session:
         has_ended = self.end is not None and not self.end.reason
         return has_ended and all(node.turn is not None for node in self._of_last_start().values())
 
-    def open(self, message: TurnOpened) -> None:
-        """Add a turn, or open it again for a later start of the agent."""
+    def open(self, message: TurnOpened, at: float = 0.0) -> None:
+        """Add a turn, or open it again for a later start of the agent; `at` is the time, in Unix seconds."""
         if self.end is None:
-            self.nodes.setdefault(message.sample, Node(message)).opened = message
+            node = self.nodes.setdefault(message.sample, Node(message))
+            node.opened, node.opened_at = message, at
 
     def result(self) -> Branches | None:
         """Return the session as a conversation, None without a turn, or if one continues a turn that is not known."""
@@ -111,7 +117,10 @@ class Session:
         answers = [TurnAnswered(sample=turn.sample, tokens=tokens) for turn, tokens in zip(turns, read, strict=True)]
         answers[-1] = answers[-1].model_copy(update={"reward": self.end.reward, "over": self.end.over})
         prompt = next(iter(nodes.values())).opened.tokens
-        return Branches(self.sample, turns, answers, self.id, prompt, nodes)
+        generation = [Interval(node.opened_at, max(node.opened_at, node.finished_at)) for node in nodes.values()]
+        began_at = min(self.ended_at - self.end.duration_s, min(generation).start)
+        duration = Interval(began_at, max(self.ended_at, *(turn.end for turn in generation)))
+        return Branches(self.sample, turns, answers, self.id, prompt, duration, generation, nodes)
 
     def _of_last_start(self) -> dict[int, Node]:
         start = self.end.start if self.end is not None else ""
@@ -130,8 +139,9 @@ class SessionCollector(StepCollector):
         """Samples whose session begins again, and is not started yet."""
         self._rewarded: list[Session] = []
 
-    def apply(self, message: Message) -> GroupOutcome | None:
+    def apply(self, message: Message, at: float = 0.0) -> GroupOutcome | None:
         """See `StepCollector.apply`."""
+        self._now = at
         match message:
             case TurnOpened():
                 self._open_turn(message)
@@ -146,7 +156,7 @@ class SessionCollector(StepCollector):
             case SessionEnded():
                 return self._end_session(message)
             case _:
-                return super().apply(message)
+                return super().apply(message, at)
 
     def session(self, sample: int) -> Session:
         """Return what is known of a sample's session."""
@@ -175,7 +185,7 @@ class SessionCollector(StepCollector):
         self._check_requested(sample)
         session = self._sessions.setdefault(sample, Session(sample, first))
         if session.id == first:
-            session.open(message)
+            session.open(message, self._now)
 
     def _finish_turn(self, turn: SampleFinished) -> GroupOutcome | None:
         sample, first, _ = self._turn_of(turn.sample)
@@ -193,7 +203,8 @@ class SessionCollector(StepCollector):
             return None
         if invalid := self._error_of(turn):
             return self.drop(group_of(sample), "generation", invalid)
-        session.nodes[turn.sample].turn = turn
+        node = session.nodes[turn.sample]
+        node.turn, node.finished_at = turn, self._now
         return self._completed_session(session)
 
     def _drop_turn(self, message: SampleDropped) -> GroupOutcome | None:
@@ -221,7 +232,7 @@ class SessionCollector(StepCollector):
         sample = session.sample
         if session.id != first or session.end is not None:
             return None  # a repetition
-        session.end = message
+        session.end, session.ended_at = message, self._now
         if not message.reason:
             return self._completed_session(session)
         self.lost[message.reason] += 1

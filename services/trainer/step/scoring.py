@@ -93,14 +93,16 @@ def sample_summaries(
 def conversation_fields(
     conversation: Conversation, data: Data, start: bytes = b"", tools: Tools = ()
 ) -> dict[str, Any]:
-    """Return the number of turns, and the `messages_of` a conversation, each text cut in its middle."""
+    """Return the number of turns, how many seconds they took, and `messages_of`, each text cut in its middle."""
     messages = messages_of(conversation, data.decode, data.call_style, start, tools)
     limit = max(_MESSAGE_CHARS, _TEXT_CHARS // len(messages))
     for message in messages:
         message["content"] = _without_middle(message["content"], limit)
         if "tool_calls" in message:
             message["tool_calls"] = [_without_middle(call, limit) for call in message["tool_calls"]]
-    return {"turns": len(conversation.turns), "messages": messages}
+    duration_s = conversation.duration.end - conversation.duration.start
+    times = {"duration_s": round(duration_s, 3), "outside_s": round(conversation.outside_s, 3)}
+    return {"turns": len(conversation.turns), **times, "messages": messages}
 
 
 def span_characters(tokens: Sequence[int], spans: Sequence[Span], data: Data) -> dict[str, list[int]]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -130,7 +131,7 @@ class StepSessions:
     async def _run(self, session: Session) -> None:
         """Run the agent of a session, and record how it ended."""
         session_id = SessionId(self._job.id, session.id)
-        record = await self._open(session_id, session)
+        record, opened_at = await self._open(session_id, session), time.monotonic()
         end = await self._ended(session_id, session, record)
         if self._running.get(session.sample) is session:
             del self._running[session.sample]
@@ -143,6 +144,7 @@ class StepSessions:
         if self._spec.remote:
             ops.append(HashDelete(names.job_offers(self._job.id), (f"{session.id:x}",)))
         if end is not None and self._groups.is_awaited(session):
+            end = end.model_copy(update={"duration_s": time.monotonic() - opened_at})
             ops.insert(0, Append(names.rollouts_finished(self._job.id), end))
         await self._job.bus.transact(ops)
 

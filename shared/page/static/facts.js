@@ -89,6 +89,8 @@ export function stepText(rows, step, incidents) {
       if (Math.abs(ratio - 1) > 0.2) text += ` Completions were ${Math.round(100 * Math.abs(ratio - 1))} % ${ratio > 1 ? "longer" : "shorter"} than in the ${before.length} steps before.`;
     }
   }
+  const { "turns/model_s": model, "turns/outside_s": outside } = row;
+  if (model + outside > 0) text += ` A conversation spent ${duration(model)} in the model and ${duration(outside)} outside it (tools, sandboxes, its own code), on average.`;
   if ("eval/mean_length" in row || "eval/reward_mean" in row) text += " It includes an evaluation.";
   return incidents.length ? `${text} During it ${incidents.join("; ")}.` : text;
 }
@@ -248,15 +250,25 @@ function scalingText({ workers, limited_by: limit, dollars_per_hour: price, max_
   return `${cost} Autoscaling (${workers}): ${kinds.join(", ")}${limit ? `; limited by ${limit}` : ""}.${errors.join("")}`;
 }
 
-// A conversation's messages as {who, text, calls, note, spans}; `calls` are like `calls add(a=1, b=2)`.
+// A conversation's messages as {who, text, calls, note, spans, bar}; `calls` are like `calls add(a=1, b=2)`, and `bar` is
+// when the turn was generated, as fractions [start, end] of the conversation's duration, null where it is not known.
 export function turns(sample) {
   let turn = 0;
-  return sample.messages.map(({ role, content, tool_calls: calls = [], spans = [], reward, over }) => {
-    if (role === "assistant") return { who: `model, turn ${++turn}`, text: content, calls: calls.map(callText), note: "", spans };
+  return sample.messages.map(({ role, content, tool_calls: calls = [], spans = [], reward, over, time }) => {
+    const bar = time && sample.duration_s ? time.map((at) => at / sample.duration_s) : null;
+    if (role === "assistant") return { who: `model, turn ${++turn}`, text: content, calls: calls.map(callText), note: bar ? timesText(time) : "", spans, bar };
     const ended = { done: "ended the conversation", cut: "cut: a limit was reached" }[over];
     const note = [reward ? `reward ${number(reward)}` : "", ended ?? ""].filter(Boolean).join(", ");
-    return { who: "environment", text: content, calls: [], note, spans };
+    return { who: "environment", text: content, calls: [], note, spans, bar: null };
   });
+}
+
+const timesText = ([start, end]) => `from ${duration(start)} for ${duration(end - start)}`;
+
+// How many turns a conversation has, and where its time went.
+export function turnsText({ turns: n, duration_s: whole, outside_s: outside }) {
+  if (!whole) return `${n} turns`;
+  return `${n} turns in ${duration(whole)}, ${duration(outside)} of it outside the model (tools, sandbox, the code's own)`;
 }
 
 // A tool call as the model wrote it, in Python's form if it is one.

@@ -2,7 +2,7 @@
 
 import { report, samplesOf } from "./api.js";
 import { color, el, PAINTS } from "./dom.js";
-import { completionParts, number, turns, workerName } from "./facts.js";
+import { completionParts, number, turns, turnsText, workerName } from "./facts.js";
 
 const SHOWN = 8; // of each order; a report has no others: rlboost/report/page.py
 const ORDERS = {
@@ -24,7 +24,7 @@ export async function showSamples(box, jobId, step, order) {
 
 function sampleView(sample) {
   const scored = sample.reward === null ? `not scored (${sample.reason || "unknown"})` : `reward ${number(sample.reward)}`;
-  const length = sample.turns ? `, ${sample.turns} turns` : "";
+  const length = sample.turns ? `, ${turnsText(sample)}` : "";
   const makers = sample.spans.map(([worker, version, n], span) =>
     el("li", {}, el("i", { style: { background: paint(sample, span) } }), `${workerName(worker)}, version ${version}: ${n} tokens`));
   const texts = sample.messages ? [] : completionParts(sample).map(({ text, span }) =>
@@ -36,10 +36,12 @@ function sampleView(sample) {
       : el("pre", { "aria-label": "completion", tabindex: 0 }, ...texts),
     sample.messages ? null : el("ul", { class: "legend" }, ...makers));
 
-  function turnView({ who, text, calls, note, spans }) {
+  function turnView({ who, text, calls, note, spans, bar }) {
     const painted = new Map(spans.map(([worker, version]) => [`${workerName(worker)}, version ${version}`, paintOf(sample, worker, version)]));
     const of = [...painted].map(([name, background]) => el("span", {}, el("i", { style: { background } }), name));
+    const [start, end] = bar ?? [], share = (part) => `${(100 * part).toFixed(2)}%`;
     return el("li", {}, el("p", {}, el("b", {}, who), note ? ` ${note}` : "", ...of),
+      bar && el("div", { class: "time", title: note }, el("i", { style: { marginLeft: share(start), width: share(end - start) } })),
       text || !(calls.length || note) ? el("pre", { class: spans.length ? null : "answer" }, text || "(empty)") : null,
       ...calls.map((call) => el("pre", { class: "call" }, call)));
   }

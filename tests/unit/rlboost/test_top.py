@@ -186,9 +186,10 @@ def test_parts_of_a_step_are_those_of_the_page() -> None:
 
 def test_snapshot_has_the_last_step_the_evaluation_and_the_cost_without_spot_workers(rest: FakeRest) -> None:
     rows = [step(n, 2.0, **({"eval/pass@1": n / 10} if n % 2 else {})) for n in range(1, 6)]
+    waits = {"turns/model_s": 30.0, "turns/outside_s": 12.0}
     cost = {"dollars": 0.5, "dollars_per_step": 0.1, "reserved_only": RESERVED_ONLY}
     rest.on("GET /v1/jobs", ok([job("running", 5, steps=9)]), ok([job("running", 6, steps=9)]))
-    rest.on("GET /v1/jobs/j-1/metrics", ok(rows), ok([step(6, 8.0)]))
+    rest.on("GET /v1/jobs/j-1/metrics", ok(rows), ok([step(6, 8.0, **waits)]))
     rest.on("GET /v1/jobs/j-1/cost", ok(cost))
     rest.on("GET /v1/jobs/j-1/audit", ok({"preemptions": {}}))
     reader = SnapshotReader()
@@ -205,6 +206,7 @@ def test_snapshot_has_the_last_step_the_evaluation_and_the_cost_without_spot_wor
             "other": 0.0,
         },
         "difference": {"steps": 5, "seconds": 6.0, "part": "waiting for samples", "part_seconds": 6.0},
+        "conversation": (30.0, 12.0),
     }
     assert (seen["evaluation_name"], seen["evaluation"]) == ("eval/pass@1", [0.1, 0.3, 0.5])
     assert seen["reserved_only"] == RESERVED_ONLY

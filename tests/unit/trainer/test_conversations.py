@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rlboost.services.trainer.domain import plan
 from rlboost.services.trainer.domain.advantages import centered
-from rlboost.services.trainer.domain.conversations import Conversation, StepTurnIds, TurnIds, messages_of
+from rlboost.services.trainer.domain.conversations import Conversation, Interval, StepTurnIds, TurnIds, messages_of
 from rlboost.services.trainer.domain.groups import (
     DroppedGroup,
     GroupOutcome,
@@ -84,11 +84,18 @@ def test_messages_of_a_conversation_have_tool_calls_and_answers(tags_are_special
         GROUP,
         [said(GROUP, 0, 5, 6, 7, 8, 6, 7, 8, 9), said(GROUP, 1, 11, 9)],
         [told(GROUP, 0, 10), told(GROUP, 1, reward=1.0, over="done")],
+        generation=[Interval(0.0, 1.5), Interval(2.0, 2.25)],
     )
     assert messages_of(conversation, decode) == [
-        {"role": "assistant", "content": "I add.", "tool_calls": [CALL] * 2, "spans": [["w0", 4, 8]]},
+        {
+            "role": "assistant",
+            "content": "I add.",
+            "tool_calls": [CALL] * 2,
+            "spans": [["w0", 4, 8]],
+            "time": [0.0, 1.5],
+        },
         {"role": "environment", "content": "tool: 3", "reward": 0.0, "over": ""},
-        {"role": "assistant", "content": "3", "tool_calls": [], "spans": [["w1", 4, 2]]},
+        {"role": "assistant", "content": "3", "tool_calls": [], "spans": [["w1", 4, 2]], "time": [2.0, 2.25]},
         {"role": "environment", "content": "", "reward": 1.0, "over": "done"},
     ]
 
@@ -104,6 +111,20 @@ def test_messages_show_the_arguments_that_the_tool_got() -> None:
 
     turn, _ = messages_of(conversation, decode, CallStyle("qwen3_coder"), tools=[tool])
     assert turn["tool_calls"] == ['{"name": "f", "arguments": {"n": 2}}']
+
+
+def test_environment_takes_the_time_between_a_turn_and_its_answer() -> None:
+    collecting = collector()
+    timed = [
+        *((10.0, said(GROUP, 0, 5)), (13.0, told(GROUP, 0, 10)), (14.0, said(GROUP, 1, 6))),
+        (14.5, told(GROUP, 1, over="done")),
+    ]
+    for at, message in timed:
+        collecting.apply(message, at)
+    (conversation,) = collecting.conversations(GROUP)
+    assert conversation.generation == [(10.0, 10.0), (13.0, 14.0)], "when the first was asked for is not in the log"
+    assert conversation.duration == (10.0, 14.5)
+    assert (conversation.model_s, conversation.outside_s) == (1.0, 3.5)
 
 
 # --- ids --------------------------------------------------------------------------------------------------------------
