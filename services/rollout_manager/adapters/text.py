@@ -74,7 +74,6 @@ class JinjaChatTemplate:
         self._knows_developer = _DEVELOPER.search(source) is not None
 
     def render(self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = NO_OPTIONS) -> str:
-        """See `ports.ChatTemplate.render`."""
         try:
             cleaned = clean_messages(messages)
             if not self._knows_developer:
@@ -84,7 +83,6 @@ class JinjaChatTemplate:
             raise TokenizationError(f"the chat template rejects the messages: {error}") from error
 
     def render_unchecked(self, messages: Messages, tools: list[dict[str, Any]], is_prompt: bool) -> str:
-        """See `ports.ChatTemplate.render_unchecked`."""
         return self._render(messages, tools=tools, add_generation_prompt=is_prompt)
 
     def _render(self, messages: Messages, *, tools: Any, **options: Any) -> str:
@@ -144,7 +142,6 @@ class FastTokenizer:
         self._tokenizer = tokenizer
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """See `Tokenizer.encode`."""
         try:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         except Exception as error:  # the library raises a bare Exception
@@ -154,7 +151,6 @@ class FastTokenizer:
         return ids
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """See `Tokenizer.decode`."""
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
         return text
 
@@ -314,7 +310,6 @@ class TextProcesses:
         return value
 
     async def encode(self, model: str, texts: Sequence[str], *, add_special_tokens: bool) -> list[bytes]:
-        """See `TextProcessor.encode`."""
         request = {"model": model, "texts": texts, "add_special_tokens": add_special_tokens}
         tokens: list[bytes] = await self._call(request, "the text")
         return tokens
@@ -322,12 +317,10 @@ class TextProcesses:
     async def render(
         self, model: str, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = NO_OPTIONS
     ) -> str:
-        """See `TextProcessor.render`."""
         request = {"model": model, "messages": messages, "tools": options.tools, "kwargs": options.kwargs}
         return str(await self._call(request, "the chat template"))
 
     async def call_style(self, model: str) -> CallStyle:
-        """See `TextProcessor.call_style`."""
         return CallStyle(**await self._call({"model": model, "call_style": True}, "the chat template"))
 
     async def close(self) -> None:

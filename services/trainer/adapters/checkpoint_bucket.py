@@ -91,7 +91,6 @@ class CheckpointBucket:
         """When this trainer started, in seconds by the object store's clock; 0 until it has asked."""
 
     def save(self, state: TrainState, write: Snapshot) -> None:
-        """See `CheckpointStore.save`."""
         name = name_of(state.step)
         self._transfer = TransferProgress()
         try:
@@ -120,11 +119,9 @@ class CheckpointBucket:
         return asyncio.run(self._newest(may_write=False, only=name))
 
     def fallback(self) -> TrainState | None:
-        """See `CheckpointStore.fallback`."""
         return asyncio.run(self._fallback())
 
     def progress(self) -> str:
-        """See `CheckpointStore.progress`."""
         return self._transfer.text()
 
     def _remove_stale(self, step: int) -> None:

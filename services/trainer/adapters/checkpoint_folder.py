@@ -135,7 +135,6 @@ class CheckpointFolder:
         self._folder = folder
 
     def save(self, state: TrainState, write: Snapshot) -> None:
-        """See `CheckpointStore.save`."""
         temporary, final = self._temporary(state.step), self._folder / name_of(state.step)
         try:
             self._remove_stale(state.step)
@@ -160,7 +159,6 @@ class CheckpointFolder:
             ) from error
 
     def newest(self) -> tuple[TrainState, Path] | None:
-        """See `CheckpointStore.newest`."""
         directories = self._directories()
         for directory in directories:
             try:
@@ -172,7 +170,6 @@ class CheckpointFolder:
         return None
 
     def fallback(self) -> TrainState | None:
-        """See `CheckpointStore.fallback`."""
         directories = self._directories()
         if len(directories) < N_RETAINED:
             return None

@@ -181,6 +181,20 @@ def _meet(one: Path, other: Path) -> bool:
     return any({name, name.rpartition(".")[0]} & imported for name, imported in found)  # a package exports names
 
 
+def test_a_public_method_has_a_docstring_unless_its_port_says_what_it_does() -> None:
+    documented: set[str] = {"connection_made", "connection_lost", "data_received"}  # asyncio's protocols
+    missing: list[tuple[str, str]] = []
+    for path in SOURCES:
+        for group in ast.parse(path.read_text(encoding="utf-8")).body:
+            for method in group.body if isinstance(group, ast.ClassDef) and group.name[0] != "_" else ():
+                if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef) and method.name[0] != "_":
+                    if ast.get_docstring(method):
+                        documented.add(method.name)
+                    else:
+                        missing.append((f"{path}:{method.lineno}", method.name))
+    assert not [place for place, name in missing if name not in documented]
+
+
 def test_files_are_short_enough_to_read() -> None:
     lengths = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES}
     assert {path: length for path, length in lengths.items() if length > 600} == {}
