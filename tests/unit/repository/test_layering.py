@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -46,8 +47,11 @@ IMPURE = {"asyncio", "time", "random", "os", "socket", "subprocess", "pathlib", 
 
 
 @cache
-def imports(path: Path) -> set[str]:
-    """Return the modules that a file imports, those of ours by the path of their file: `shared.ids`."""
+def imports(path: Path, *, members: bool = False) -> set[str]:
+    """Return the modules that a file imports, those of ours by the path of their file: `shared.ids`.
+
+    With `members`, the names that it imports from them are among these: one may be a module.
+    """
     tree = ast.parse(path.read_text(encoding="utf-8"))
     found: set[str] = set()
     for node in ast.walk(tree):
@@ -56,8 +60,8 @@ def imports(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: a relative import"
             found.add(node.module or "")
-            if node.module == "rlboost":
-                found |= {f"rlboost.{alias.name}" for alias in node.names}
+            if members or node.module == "rlboost":
+                found |= {f"{node.module}.{alias.name}" for alias in node.names}
     return {name.removeprefix("rlboost.") if LINKED.match(name) else name for name in found}
 
 
@@ -157,6 +161,34 @@ def test_only_composition_roots_import_adapters(service: str) -> None:
             if adapters:
                 found[f"{service}/{inside}"] = adapters
     assert not found
+
+
+ROLES = {"__main__": "entry", "api": "entry", "cli": "entry", "settings": "ports", "metrics": "ports"}
+
+
+def package(module: str) -> str:
+    """Return the package of a module; those at the top of a service, of `shared` and of `rlboost` are by their role."""
+    parts = module.split(".")
+    top, below = (2, parts[2:]) if parts[0] == "services" else (1, parts[1:])
+    if len(below) > 1 or (ROOT / Path(*parts)).is_dir():
+        return ".".join(parts[: top + 1])
+    role = next((role for role in ("ports", "fakes") if below[0].startswith(role)), ROLES.get(below[0], "app"))
+    return ".".join([*parts[:top], "app" if parts[0] == "shared" else role])
+
+
+def test_packages_do_not_import_in_a_circle() -> None:
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for path in SOURCES
+        if path.relative_to(ROOT).parts[0] != "examples"
+    }
+    imported: dict[str, set[str]] = {}
+    for path in SOURCES:
+        importer = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        if importer in modules and importer.count(".") > importer.startswith("services"):
+            found = {package(name) for name in imports(path, members=True) & modules if name.count(".")}
+            imported[package(importer)] = imported.get(package(importer), set()) | found - {package(importer)}
+    list(TopologicalSorter(imported).static_order())  # raises CycleError, which names the circle
 
 
 MOST_FILES = {"A token, from an engine to a training row": 20, "One training step": 17, "One weight version": 21}
