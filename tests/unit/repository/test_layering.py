@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[3]
 SERVICES = sorted(path.parent.name for path in (ROOT / "services").glob("*/__main__.py"))
 SOURCES = sorted(path for top in ("services", "shared", "rlboost", "examples") for path in (ROOT / top).rglob("*.py"))
 LINKED = re.compile(r"rlboost\.(services|shared|examples)\b")
-HEAVY = ("torch", "transformers", "vllm", "megatron", "fastapi", "matplotlib")
+HEAVY = ("torch", "transformers", "vllm", "megatron", "fastapi")
 PURE_SHARED = {
     "shared.errors",
     "shared.http.scopes",
