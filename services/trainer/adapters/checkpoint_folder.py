@@ -102,15 +102,12 @@ class Manifest:
 
     @classmethod
     def decode(cls, text: str | bytes) -> Self:
-        """Parse a manifest, raising one of `CORRUPT_ERRORS`. A digest without a length is not length-checked."""
+        """Parse a manifest, raising one of `CORRUPT_ERRORS`."""
         body = json.loads(text)
         if body["format"] != _FORMAT:
             raise ValueError(f"format {body['format']} is not {_FORMAT}")
-        files = {
-            name: FileDigest(entry, -1) if isinstance(entry, str) else FileDigest(*entry)
-            for name, entry in body["files"].items()
-        }
-        return cls(TrainState(**body["state"]), files, body.get("folder", ""))
+        files = {name: FileDigest(*entry) for name, entry in body["files"].items()}
+        return cls(TrainState(**body["state"]), files, body["folder"])
 
     def verify(self, directory: Path) -> None:
         """Check the files in a directory against their digests, raising one of `CORRUPT_ERRORS`."""
