@@ -8,8 +8,6 @@ The store and every puller are real processes on one machine, connected by loopb
   deltas; `wire_bytes` is what the store received, as a fraction of the version. Both end with the commit;
 - `write after publish 1 %`: the store writes the chunks that the deltas lead to;
 - `pull`: `--pullers` processes at once, each into an empty cache, verified;
-- `pull, files overwritten`: one process whose cache has the files of an earlier version to overwrite, as in every pull
-  but a worker's first ones;
 - `pull from the directory`: one process that shares the store's file system;
 - `curl`: one `curl` that fetches a file of the same size from nginx with `sendfile` into a file, not verified; left out
   where nginx is not installed. `of_curl` is the throughput of the single puller in the same round by that of curl.
@@ -69,15 +67,12 @@ def cpu_s(who: int) -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-async def pull(url: str, directory: Path, version: int, *, shared: bool, overwrite: bool) -> Row:
+async def pull(url: str, directory: Path, version: int, *, shared: bool) -> Row:
     """Pull a version; return the seconds and processor seconds."""
     async with StoreClient(url, TOKEN) as client:
         cache = Cache(directory)
         store = StoreSource(client, cache, concurrency=_TRANSFERS)
         source = DirectorySource(client, cache, store) if shared else store
-        if overwrite:
-            await Puller(client, cache, Waits(), source=source).pull(JOB, version)
-            cache.prune(set(), [])
         puller = Puller(client, cache, Waits(), source=source)
         await asyncio.sleep(_SETTLE_S)
         began, cpu = time.perf_counter(), cpu_s(resource.RUSAGE_SELF)
@@ -198,9 +193,6 @@ def measure(options: argparse.Namespace, directory: Path) -> None:
                 what = "puller" if n == 1 else "pullers"
                 newest = ["--version", str(options.rounds)]
                 rows[f"pull, {n} {what}"].append(pull_all(store, directory / "caches", n, gb, *newest))
-            again = pull_all(store, directory / "caches", 1, gb, *newest, "--overwrite")
-            del again["server_cpu_s_per_gb"]  # also of the pull before
-            rows["pull, files overwritten"].append(again)
             rows["pull from the directory"].append(pull_all(store, directory / "caches", 1, gb, *newest, "--shared"))
             if "curl" in rows and 1 in options.pullers:
                 single, reference = rows["pull, 1 puller"][-1], rows["curl"][-1]
@@ -230,12 +222,10 @@ def main() -> None:
     parser.add_argument("--pull", default="", help=argparse.SUPPRESS)
     parser.add_argument("--version", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--shared", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--overwrite", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.pull:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            how = {"shared": options.shared, "overwrite": options.overwrite}
-            print(json.dumps(runner.run(pull(options.pull, options.dir, options.version, **how))))
+            print(json.dumps(runner.run(pull(options.pull, options.dir, options.version, shared=options.shared))))
         return
     with tempfile.TemporaryDirectory(dir=options.dir) as name:
         measure(options, Path(name))

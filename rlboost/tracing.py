@@ -115,7 +115,6 @@ class SampleTraces:
     """The samples whose traces are not complete."""
 
     def __init__(self) -> None:
-        """Follow none yet."""
         self._samples: dict[int, _Sample] = {}
         self._by_name: dict[str, int] = {}
         self._committed_at: dict[str, dict[int, float]] = {}

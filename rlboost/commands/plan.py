@@ -14,10 +14,9 @@ from rlboost.shared.errors import ConfigError
 from rlboost.terminal import echo
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from rlboost.planning import Plan, Spread
-    from rlboost.simulation import SimulationResult
     from rlboost.simulation.presets import Completions, Model
     from rlboost.simulation.result import Summary
     from rlboost.simulation.traces import FleetTrace
@@ -194,9 +193,6 @@ def simulate(  # noqa: PLR0913, PLR0917 - the options of a command
         typer.Option(min=0, help="Maximum number of instances in use; by default as many as the model can use."),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each policy, with different lengths.")] = 2,
-    pictures: Annotated[
-        Path | None, typer.Option(help="Folder for pictures of throughput, fleet and steps (needs matplotlib).")
-    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare policies over a spot trace, in virtual time.
@@ -225,8 +221,6 @@ def simulate(  # noqa: PLR0913, PLR0917 - the options of a command
         summaries = [summarize(runs) for runs in results.values()]
     except ValueError as error:
         raise ConfigError(f"{error}: pass more --hours") from error
-    if pictures is not None:
-        _draw(pictures, results)
     if as_json:
         print_json({"trace_s": fleet.duration_s, "policies": [summary.public() for summary in summaries]})
     else:
@@ -268,13 +262,6 @@ def _rows(summaries: list[Summary]) -> Iterable[tuple[str, ...]]:
             f"{summary.train_wait_s:.1f}",
             f"{summary.migrations_per_step:.0f}",
         )
-
-
-def _draw(folder: Path, results: Mapping[str, list[SimulationResult]]) -> None:
-    from rlboost.simulation.pictures import draw  # noqa: PLC0415 - keeps --help quick
-
-    for path in draw(folder, [runs[0] for runs in results.values()]):
-        echo(f"wrote {path}", err=True)
 
 
 # --- `rlboost memory` -------------------------------------------------------------------------------------------------

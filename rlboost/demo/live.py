@@ -36,7 +36,6 @@ class Screen:
     """Redraws the whole screen."""
 
     def __init__(self, record: Record, console: Console) -> None:
-        """Draw on the console."""
         self._record = record
         self._news: deque[EventLine] = deque(maxlen=NEWS_SHOWN)
         self._event_lines = EventLines(record)
@@ -61,7 +60,6 @@ class Lines:
     """Prints a line for each step and each notable event."""
 
     def __init__(self, record: Record, console: Console) -> None:
-        """Print on the console."""
         self._record, self._console = record, console
         self._event_lines = EventLines(record)
         self._phase = ""

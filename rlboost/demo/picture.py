@@ -38,7 +38,6 @@ class EventLines:
     """Reads a growing record; returns each line once."""
 
     def __init__(self, record: Record) -> None:
-        """Start with the record's beginning."""
         self._record = record
         self._process_events = self._job_events = 0
 

@@ -117,7 +117,6 @@ class JobProgressEstimate:
     """Estimates the progress of a job in steps, with fractions. The caller passes the clock."""
 
     def __init__(self) -> None:
-        """Start before the first step."""
         self._step = 0
         self._since: float | None = None
         self._step_s = _FIRST_STEP_S
@@ -281,7 +280,6 @@ class Demo:
     """A run of the demo."""
 
     def __init__(self, options: DemoOptions, console: Console) -> None:
-        """Hold the options; `run` starts the demo."""
         self._job, goal = countdown(options.steps, options.seed)
         steps: int = self._job["steps"]
         planned = plan(steps, options.workers, options.seed) if options.chaos else []

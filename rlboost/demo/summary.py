@@ -80,7 +80,6 @@ class Recorder:
     """Fills a record; call every method in the event loop's thread."""
 
     def __init__(self, record: Record) -> None:
-        """Wrap the record to fill."""
         self.record = record
 
     def process_event(self, event: ClusterEvent) -> None:

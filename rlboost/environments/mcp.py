@@ -200,7 +200,6 @@ class _Connection:
     """One connection to a server, which a task of its own holds open."""
 
     def __init__(self, opening: AbstractAsyncContextManager[tuple[Any, Any]]) -> None:
-        """Begin to open it."""
         loop = asyncio.get_running_loop()
         self.opened: asyncio.Future[None] = loop.create_future()
         self.ended: asyncio.Future[None] = loop.create_future()

@@ -89,7 +89,6 @@ class StateDir:
     """A state folder."""
 
     def __init__(self, path: Path) -> None:
-        """Wrap the folder; creates nothing."""
         self.path = path.absolute()
         self.last_token = ""
         """Of the last system, if it left one in addition to its file; known to the owner."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
@@ -121,17 +120,6 @@ class SimulationResult:
     def mean_instances(self) -> float:
         """Return the mean number of billed spot instances."""
         return sum(instance.billed_s for instance in self.instances) / self.duration_s if self.duration_s else 0.0
-
-    def fleet(self) -> list[tuple[float, int]]:
-        """Return (moment, number of instances from then on), in order of time."""
-        changes = sorted(
-            [(instance.start_s, 1) for instance in self.instances]
-            + [(i.end_s, -1) for i in self.instances if i.end_s < self.duration_s]
-        )
-        counts = [(0.0, 0)]
-        for moment, change in changes:
-            counts.append((moment, counts[-1][1] + change))
-        return [a for a, b in pairwise([*counts, (float("inf"), 0)]) if a[0] != b[0]]
 
 
 # --- Means over seeds, and ratios between policies --------------------------------------------------------------------

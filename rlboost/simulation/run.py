@@ -101,7 +101,6 @@ class Simulation:
     """One run."""
 
     def __init__(self, env: Environment, trace: FleetTrace, warm_up_steps: int) -> None:
-        """Begin at time 0, with the instances that are there."""
         self.env, self.trace = env, trace
         self.manager = manager_of(env.job, env.machine, env.policy)
         self.trainer = SimTrainer(env)

@@ -37,7 +37,6 @@ class SimTrainer:
     """One job, without an end."""
 
     def __init__(self, env: Environment) -> None:
-        """Create a trainer that has requested nothing."""
         self._env = env
         self.steps: list[StepResult] = []
         """Complete steps."""

@@ -39,7 +39,6 @@ class SimWorker:
     """One incarnation. A reserved worker is suspended and resumed; a preemptible one may be preempted."""
 
     def __init__(self, env: Environment, worker: str, role: Role) -> None:
-        """Create a worker that has not joined yet."""
         self.id, self.role = worker, role
         self.engine = Engine(env.engine, now=env.now)
         self.alive = True

@@ -212,17 +212,14 @@ class RedisWorkerUsers:
             )
 
     async def put(self, worker: str, secret_sha256: str) -> None:
-        """See `WorkerUsers.put`."""
         rules = _rules(worker) if self._has_selectors else _rules_without_selectors(worker)
         user = names.worker_redis_user(worker)
         await self._bus.command("ACL", "SETUSER", user, "reset", "on", f"#{secret_sha256}", *rules)
 
     async def remove(self, workers: Collection[str]) -> None:
-        """See `WorkerUsers.remove`."""
         await self._bus.command("ACL", "DELUSER", *map(names.worker_redis_user, workers))
 
     async def present(self) -> set[str]:
-        """See `WorkerUsers.present`."""
         found = [as_text(user) for user in await self._bus.command("ACL", "USERS")]
         prefix = names.worker_redis_user("")
         return {user.removeprefix(prefix) for user in found if user.startswith(prefix)}

@@ -123,8 +123,6 @@ class ModelFiles:
     max_len: int | None = None
     """The most tokens of a prompt and its completion together."""
     vocab_size: int | None = None
-    characters_per_token: int | None = None
-    """The most characters of a text that one token stands for; None if there is no limit, or it is unknown."""
 
 
 class TextProcessor(Protocol):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class FakeEngine:
-    """An engine whose token at offset o is a hash of (seed, o), independent of prompt and weights.
+    """`ports.Engine` whose token at offset o is a hash of (seed, o), independent of prompt and weights.
 
     Args:
         slots: maximum number of running requests.
@@ -90,34 +90,28 @@ class FakeEngine:
         self._failure = cause
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """See `ports.Engine`."""
         self._catch_up()
         self._table.submit(requests)
 
     def abort(self, keys: Iterable[RequestKey]) -> None:
-        """See `ports.Engine`."""
         self._catch_up()
         self._table.abort(keys)
         self._table.remove_aborted()
 
     def release(self, keys: Iterable[RequestKey]) -> None:
-        """See `ports.Engine`."""
         self._catch_up()
         self._table.release(keys)
         self._table.remove_aborted()
 
     def take_emissions(self) -> list[Emission]:
-        """See `ports.Engine`."""
         self._catch_up(allow_closed=True)
         return self._table.take_emissions()
 
     def stats(self) -> EngineStats:
-        """See `ports.Engine`."""
         self._catch_up(allow_closed=True)
         return EngineStats(self._table.n, len(self._table.pending), self._table.generated_total, self._table.version)
 
     def running(self) -> set[RequestKey]:
-        """See `ports.Engine`."""
         return {request.key for request in self._table.requests}
 
     async def load_weights(
@@ -136,7 +130,6 @@ class FakeEngine:
         return await run_in_thread("weights-verify", lambda: weights.differing(self._tensors.items()))
 
     async def score(self, sequences: Sequences, temperature: float) -> list[list[float]]:
-        """See `ports.Engine`."""
         del temperature  # of a uniform distribution
         self._catch_up()
         self.awake = True
@@ -144,7 +137,6 @@ class FakeEngine:
         return [[self.score_error - float(np.log(self.vocabulary))] * len(completion) for _, completion in sequences]
 
     async def sample(self, requests: Sequence[Request]) -> list[Emission]:
-        """See `ports.Engine`."""
         self._catch_up()
         self.awake = True
         self.sampled += 1
@@ -159,19 +151,16 @@ class FakeEngine:
         return emissions
 
     async def suspend(self, *, keep_kv: bool = False) -> None:
-        """See `ports.Engine`."""
         self._catch_up()
         self._suspended = True
         self.awake = self.awake and keep_kv
 
     async def resume(self) -> None:
-        """See `ports.Engine`."""
         self._catch_up()
         self._suspended = False
         self.awake = True
 
     async def close(self) -> None:
-        """See `ports.Engine`."""
         self._closed = True
 
     def _death(self) -> EngineFailed:
@@ -202,7 +191,6 @@ class FakeEngineFactory:
         """See `EngineFactory`."""
 
     def build(self, config_json: str, tokenizer_json: str = "") -> FakeEngine:
-        """See `EngineFactory`."""
         del tokenizer_json
         self.built.append(config_json)
         self.engine = self._make()
@@ -224,12 +212,10 @@ class FakeStagedWeights:
         """The tensor names requested by each load."""
 
     def tensors(self, names: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `StagedWeights`."""
         self.read.append({name for name in self.contents if names is None or name in names})
         return iter(())
 
     def differing(self, loaded: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-        """See `StagedWeights`."""
         self.wrong_loads -= 1
         return ["model.norm.weight"] if self.wrong_loads >= 0 else list(dict(loaded))
 
@@ -251,7 +237,6 @@ class FakeWeights:
         self.may_pull.set()
 
     async def pull(self, job_id: str, version: int) -> FakeStagedWeights:
-        """See `WeightSource`."""
         self.pulled.append((job_id, version))
         await self.may_pull.wait()
         if (job_id, version) in self.unsigned:
@@ -262,14 +247,11 @@ class FakeWeights:
             raise NotFound(f"there is no version {version} of job {job_id}") from error
 
     def verify_cache_again(self) -> None:
-        """See `WeightSource`."""
         self.verified_again += 1
 
     async def tokenizer_json(self, job_id: str) -> str:
-        """See `WeightSource`."""
         del job_id
         return ""
 
     def renew_access(self, credential: str) -> None:
-        """See `WeightSource`."""
         self.credential = credential

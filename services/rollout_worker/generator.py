@@ -82,7 +82,7 @@ class ParityCheckFailed(Fatal):
 
 
 class Generator:
-    """The engine of one worker. Methods that need an engine do nothing while there is none.
+    """The `ports.Engine` of one worker. Methods that need an engine do nothing while there is none.
 
     Args:
         engines: builds engines.
@@ -152,18 +152,15 @@ class Generator:
         await asyncio.shield(self._prepared)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """See `Engine.submit`."""
         if self._engine is not None:
             self._engine.submit(requests)
             self._hang_detector.on_submit(max((len(r.prompt) + len(r.tokens) for r in requests), default=0))
 
     def abort(self, keys: Sequence[RequestKey]) -> None:
-        """See `Engine.abort`."""
         if self._engine is not None:
             self._engine.abort(keys)
 
     def release(self, keys: Sequence[RequestKey]) -> None:
-        """See `Engine.release`."""
         if self._engine is not None:
             self._engine.release(keys)
 
@@ -173,7 +170,6 @@ class Generator:
         return untaken + self._engine.take_emissions() if self._engine is not None else untaken
 
     def stats(self) -> EngineStats:
-        """See `Engine.stats`."""
         return self._engine.stats() if self._engine is not None else _NO_ENGINE
 
     @property
@@ -190,7 +186,6 @@ class Generator:
         }
 
     def running(self) -> set[RequestKey]:
-        """See `Engine.running`."""
         return self._engine.running() if self._engine is not None else set()
 
     def watch_tokens(self, elapsed_s: float) -> HangDetector:

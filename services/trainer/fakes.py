@@ -31,7 +31,7 @@ _SUMS = ("loss", "clipped_low", "clipped_high", "abs_log_ratio", "kl", "mismatch
 
 
 class FakeEngine:
-    """A policy of four numbers, whose gradient is the sum of advantage x token over all loss tokens.
+    """`PolicyEngine` of four numbers, whose gradient is the sum of advantage x token over all loss tokens.
 
     It never calls the loss function, which needs torch tensors.
     """
@@ -57,20 +57,16 @@ class FakeEngine:
         self._gradient, self._tokens = np.zeros(4, np.float64), 0
 
     def logprobs(self, batches: Sequence[Sequence[SequenceRow]]) -> list[bytes]:
-        """See `PolicyEngine.logprobs`."""
         self.is_offloaded = False
         return [np.full(row.n_loss_tokens, -1.0, F32).tobytes() for rows in batches for row in rows]
 
     def reference_logprobs(self, batches: Sequence[Sequence[SequenceRow]]) -> list[bytes]:
-        """See `PolicyEngine.reference_logprobs`."""
         return [np.full(row.n_loss_tokens, -1.5, F32).tobytes() for rows in batches for row in rows]
 
     def values(self, batches: Sequence[Sequence[SequenceRow]]) -> list[bytes]:
-        """See `Critic.values`."""
         return [np.full(row.n_loss_tokens, 0.5, F32).tobytes() for rows in batches for row in rows]
 
     def accumulate(self, batches: Sequence[Sequence[TrainingRow]], loss: LossFn) -> dict[str, float]:
-        """See `PolicyEngine.accumulate`."""
         del loss
         self.is_offloaded = False
         before = self._tokens
@@ -85,7 +81,6 @@ class FakeEngine:
         return {"tokens": n_tokens, "divisor": n_tokens, **dict.fromkeys(_SUMS, 0.0)}
 
     def step(self, learning_rate: float) -> float:
-        """See `PolicyEngine.step`."""
         if not self._tokens:
             return 0.0
         mean = (self._gradient / self._tokens).astype(F32)
@@ -95,7 +90,6 @@ class FakeEngine:
         return float(np.linalg.norm(mean))
 
     def export_shards(self, what: Exported = "model") -> Iterator[Shard]:
-        """See `PolicyEngine.export_shards`."""
         values = self._weights
         if self.adapter_json and what != "adapter":
             values = self._base if what == "base" else self._base + self._weights
@@ -103,7 +97,6 @@ class FakeEngine:
             yield Shard(_PEFT * (what == "adapter") + name, "float32", (2,), (0,), (2,), part.tobytes())
 
     def load_shards(self, shards: Iterable[Shard], what: Loaded = "base") -> None:
-        """See `PolicyEngine.load_shards`."""
         places = {_PEFT * (what == "adapter") + name: at for name, at in _PLACES.items()}
         values = self._base if self.adapter_json and what == "base" else self._weights
         for shard in shards:
@@ -114,7 +107,6 @@ class FakeEngine:
             raise Fatal(f"the weights lack {len(places)} tensors of this model")
 
     def snapshot(self) -> Snapshot:
-        """See `PolicyEngine.snapshot`."""
         text = json.dumps({"weights": self._weights.tolist(), "moment": self._moment.tolist()})
 
         def write(directory: Path) -> None:
@@ -126,7 +118,6 @@ class FakeEngine:
         """See `PolicyEngine.drop_snapshot`."""
 
     def load(self, directory: Path) -> None:
-        """See `PolicyEngine.load`."""
         self._gradient[:], self._tokens = 0.0, 0
         try:
             state = json.loads((directory / "fake.json").read_text(encoding="utf-8"))
@@ -135,11 +126,9 @@ class FakeEngine:
             raise Corrupt(f"checkpoint {directory} does not fit this model: {error}") from error
 
     def offload(self) -> None:
-        """See `PolicyEngine.offload`."""
         self.is_offloaded = True
 
     def close(self) -> None:
-        """See `PolicyEngine.close`."""
         self.closed = True
 
 
@@ -160,7 +149,6 @@ class FakeEnvironments:
         """See `Environments.start`."""
 
     async def reset(self, row: dict[str, Any], seed: int) -> ResetResult:
-        """See `Environments.reset`."""
         environment = self._make()
         prompt = await self._call(environment.reset, row, seed)
         return ResetResult(prompt, list(getattr(environment, "tools", ())))
@@ -194,7 +182,6 @@ class FakeEnvironments:
             raise EnvironmentFault("raised", f"{type(error).__name__}: {error}") from error
 
     def release(self, conversation: int) -> None:
-        """See `Environments.release`."""
         self._held.pop(conversation, None)
 
     def stop(self, conversation: int) -> None:
@@ -207,7 +194,6 @@ class FakeEnvironments:
         return len(self._held)
 
     async def close(self) -> None:
-        """See `Environments.close`."""
         self.closed = True
 
 
@@ -219,7 +205,6 @@ class FakeChatFormatter:
     def format_prompt(
         self, prompt: Message, tools: Sequence[dict[str, Any]], columns: Mapping[str, Any] | None = None
     ) -> list[int]:
-        """See `ChatFormatter.format_prompt`."""
         del tools, columns
         return _ids(prompt)
 
@@ -231,7 +216,6 @@ class FakeChatFormatter:
         tools: Sequence[dict[str, Any]],
         columns: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """See `ChatFormatter.format_observation`."""
         del prompt, last, tools, columns
         return _ids(observation)
 
@@ -246,10 +230,9 @@ def _ids(text: Message) -> list[int]:
 
 
 class FakeRewards:
-    """A reward function in this process."""
+    """`RewardFunction` in this process."""
 
     def __init__(self, function: Callable[[RewardBatch], Scores]) -> None:
-        """Answer each group with `function`."""
         self._function = function
         self.closed = False
 
@@ -257,11 +240,9 @@ class FakeRewards:
         """See `RewardFunction.start`."""
 
     async def score(self, batch: RewardBatch) -> Scores:
-        """See `RewardFunction.score`."""
         return self._function(batch)
 
     async def close(self) -> None:
-        """See `RewardFunction.close`."""
         self.closed = True
 
 
@@ -269,10 +250,9 @@ class FakeRewards:
 
 
 class MemoryWeights:
-    """Committed versions in memory; hand the same one to a trainer's successor."""
+    """`WeightPublisher` to memory; hand the same one to a trainer's successor."""
 
     def __init__(self) -> None:
-        """Start without a version."""
         self.versions: dict[int, list[Shard]] = {}
         self.adapters: dict[int, tuple[int, str]] = {}
         """Adapter version -> its base, and PEFT's configuration."""
@@ -282,7 +262,6 @@ class MemoryWeights:
         """Digests of lost chunks."""
 
     async def head(self) -> int:
-        """See `WeightPublisher.head`."""
         return max(self.versions, default=-1)
 
     async def publish(
@@ -296,7 +275,6 @@ class MemoryWeights:
         adapter_json: str = "",
         parity_json: str = "",
     ) -> None:
-        """See `WeightPublisher.publish`."""
         del epoch
         if await self.head() != expect:
             raise Conflict(f"the head is {await self.head()}, not {expect}")
@@ -306,23 +284,18 @@ class MemoryWeights:
             self.adapters[version] = base_version, adapter_json
 
     async def equals(self, version: int, shards: Iterable[Shard]) -> bool | None:
-        """See `WeightPublisher.equals`."""
         return _copies(shards) == self.versions[version] if version in self.versions else None
 
     async def damaged(self) -> frozenset[str]:
-        """See `WeightPublisher.damaged`."""
         return frozenset(self.lost)
 
     def chunks_among(self, shards: Iterable[Shard], digests: AbstractSet[str]) -> list[ChunkCopy]:
-        """See `WeightPublisher.chunks_among`."""
         return chunks_among(shards, digests)
 
     async def restore(self, chunks: Sequence[ChunkCopy]) -> None:
-        """See `WeightPublisher.restore`."""
         self.lost -= {ref.digest for ref, _ in chunks}
 
     async def fetch(self, version: int) -> Iterator[Shard]:
-        """See `WeightPublisher.fetch`."""
         if version not in self.versions:
             raise NotFound(f"version {version} is no longer retained")
         return iter(self.versions[version])
@@ -332,38 +305,32 @@ class MemoryWeights:
 
 
 class MemoryCheckpoints:
-    """The last two checkpoints; only the engine's files are on disk."""
+    """`CheckpointStore` of the last two checkpoints; only the engine's files are on disk."""
 
     def __init__(self, folder: Path) -> None:
-        """Write the engine's files below `folder`."""
         self._folder = folder
         self._retained: list[tuple[TrainState, Path]] = []
 
     def save(self, state: TrainState, write: Snapshot) -> None:
-        """See `CheckpointStore.save`."""
         directory = self._folder / str(state.step)
         directory.mkdir(parents=True, exist_ok=True)
         write(directory)
         self._retained = [*self._retained, (state, directory)][-2:]
 
     def newest(self) -> tuple[TrainState, Path] | None:
-        """See `CheckpointStore.newest`."""
         return self._retained[-1] if self._retained else None
 
     def fallback(self) -> TrainState | None:
-        """See `CheckpointStore.fallback`."""
         return self._retained[0][0] if len(self._retained) == 2 else None
 
     def progress(self) -> str:
-        """See `CheckpointStore.progress`."""
         return ""
 
 
 class MemoryFolder:
-    """A run folder in memory."""
+    """`RunFolder` in memory."""
 
     def __init__(self) -> None:
-        """Start empty."""
         self.rows: dict[int, dict[str, float]] = {}
         self.model: list[Shard] = []
         self.adapter: list[Shard] = []
@@ -373,37 +340,30 @@ class MemoryFolder:
         """Step -> problems that its loggers report."""
 
     def begin(self, spec_json: str, step: int) -> None:
-        """See `RunFolder.begin`."""
         del spec_json
         self.rows = {number: row for number, row in self.rows.items() if number < step}
 
     def log_step(self, step: int, metrics: dict[str, float]) -> list[str]:
-        """See `RunFolder.log_step`."""
         self.rows[step] = metrics
         return self.troubles.pop(step, [])
 
     def write_profile(self, profile: RunProfile) -> None:
-        """See `RunFolder.write_profile`."""
         self.profile = profile
 
     def dump_batch(self, name: str, rows: Sequence[TrainingRow]) -> Path:
-        """See `RunFolder.dump_batch`."""
         self.batches[name] = list(rows)
         return Path(name)
 
     def export(self, shards: Iterable[Shard]) -> Path:
-        """See `RunFolder.export`."""
         self.model = _copies(shards)
         return Path("model")
 
     def export_adapter(self, shards: Iterable[Shard], adapter_json: str) -> Path:
-        """See `RunFolder.export_adapter`."""
         del adapter_json
         self.adapter = _copies(shards)
         return Path("adapter")
 
     def close(self) -> list[str]:
-        """See `RunFolder.close`."""
         return []
 
 

@@ -24,7 +24,6 @@ class DamagedChunks:
     """Chunks that retained versions need and the store lacks, among those that were requested."""
 
     def __init__(self, chunks: Chunks, documents: Documents) -> None:
-        """Start with none."""
         self._chunks = chunks
         self._documents = documents
         self._missing: set[str] = set()
@@ -106,11 +105,9 @@ class LimitedChunks:
         self._used_bytes = await self._chunks.n_bytes()
 
     async def n_bytes(self) -> int:
-        """See `Chunks.n_bytes`."""
         return await self._chunks.n_bytes()
 
     async def put(self, digest: str, blocks: Sequence[bytes | memoryview], now: float) -> None:
-        """See `Chunks.put`."""
         n_bytes = sum(map(len, blocks))
         if self._used_bytes + n_bytes > self._max_bytes and self._clock() - self._reclaimed_at > _RECLAIM_INTERVAL_S:
             self._reclaimed_at = self._clock()
@@ -130,30 +127,23 @@ class LimitedChunks:
             self._used_bytes -= 0 if written else n_bytes
 
     async def sync(self) -> None:
-        """See `Chunks.sync`."""
         await self._chunks.sync()
 
     async def missing(self, chunks: Sequence[ChunkRef], now: float) -> list[str]:
-        """See `Chunks.missing`."""
         return await self._chunks.missing(chunks, now)
 
     async def read(self, digest: str) -> bytes:
-        """See `Chunks.read`."""
         return await self._chunks.read(digest)
 
     async def read_into(self, digest: str, buffer: bytearray) -> memoryview:
-        """See `Chunks.read_into`."""
         return await self._chunks.read_into(digest, buffer)
 
     async def source(self, digest: str) -> ChunkLocation:
-        """See `Chunks.source`."""
         return await self._chunks.source(digest)
 
     async def last_used(self) -> dict[str, float]:
-        """See `Chunks.last_used`."""
         return await self._chunks.last_used()
 
     async def remove(self, unused_since: Mapping[str, float]) -> None:
-        """See `Chunks.remove`."""
         await self._chunks.remove(unused_since)
         await self.measure()

@@ -16,7 +16,6 @@ class MemoryChunks:
     """`ports.Chunks` in one process."""
 
     def __init__(self) -> None:
-        """Start empty."""
         self.held: dict[str, tuple[bytes, float]] = {}
         """Digest -> content, last used at."""
         self.full = False
@@ -26,7 +25,6 @@ class MemoryChunks:
         """See `Chunks.sync`."""
 
     async def put(self, digest: str, blocks: Sequence[bytes | memoryview], now: float) -> None:
-        """See `Chunks.put`."""
         data = b"".join(blocks)
         if blake3(data).hexdigest() != digest:
             raise BadChunk(f"the bytes do not have the digest {digest}")
@@ -35,7 +33,6 @@ class MemoryChunks:
         self.held[digest] = data, now
 
     async def missing(self, chunks: Sequence[ChunkRef], now: float) -> list[str]:
-        """See `Chunks.missing`."""
         missing = [chunk.digest for chunk in chunks if len(self.held.get(chunk.digest, (b"", 0))[0]) != chunk.n_bytes]
         for chunk in chunks:
             if chunk.digest not in missing:
@@ -43,18 +40,15 @@ class MemoryChunks:
         return missing
 
     async def read(self, digest: str) -> bytes:
-        """See `Chunks.read`."""
         try:
             return self.held[digest][0]
         except KeyError as error:
             raise NotFound(f"no chunk {digest}") from error
 
     async def read_into(self, digest: str, buffer: bytearray) -> memoryview:  # noqa: ARG002 - the chunk is in memory in any case
-        """See `Chunks.read_into`."""
         return memoryview(bytearray(await self.read(digest)))
 
     async def source(self, digest: str) -> Proxied:
-        """See `Chunks.source`."""
         data = await self.read(digest)
 
         async def blocks(start: int, stop: int) -> AsyncIterator[bytes]:
@@ -66,15 +60,12 @@ class MemoryChunks:
         return Proxied(len(data), blocks)
 
     async def n_bytes(self) -> int:
-        """See `Chunks.n_bytes`."""
         return sum(len(data) for data, _ in self.held.values())
 
     async def last_used(self) -> dict[str, float]:
-        """See `Chunks.last_used`."""
         return {digest: used_at for digest, (_, used_at) in self.held.items()}
 
     async def remove(self, unused_since: Mapping[str, float]) -> None:
-        """See `Chunks.remove`."""
         for digest, used_at in unused_since.items():
             if digest in self.held and self.held[digest][1] <= used_at:
                 del self.held[digest]
@@ -84,73 +75,58 @@ class MemoryDocuments:
     """`ports.Documents` in one process."""
 
     def __init__(self) -> None:
-        """Start empty."""
         self._versions: dict[str, JobVersions] = {}
         self._manifests: dict[tuple[str, int], bytes] = {}
         self._edges: dict[tuple[str, int], bytes] = {}
         self._parts: dict[tuple[str, int, int], tuple[StagedPart, bytes]] = {}
 
     async def jobs(self) -> list[str]:
-        """See `Documents.jobs`."""
         return sorted({*self._versions, *(key[0] for key in self._manifests), *(key[0] for key in self._parts)})
 
     async def versions_of(self, job_id: str) -> JobVersions:
-        """See `Documents.versions_of`."""
         return self._versions.get(job_id, JobVersions(job_id))
 
     async def save_versions(self, job: JobVersions) -> None:
-        """See `Documents.save_versions`."""
         self._versions[job.job_id] = job
 
     async def put_manifest(self, job_id: str, version: int, data: bytes) -> None:
-        """See `Documents.put_manifest`."""
         self._manifests[job_id, version] = data
 
     async def manifest(self, job_id: str, version: int) -> bytes:
-        """See `Documents.manifest`."""
         try:
             return self._manifests[job_id, version]
         except KeyError as error:
             raise NotFound(f"no manifest of version {version} of job {job_id}") from error
 
     async def remove_manifest(self, job_id: str, version: int) -> None:
-        """See `Documents.remove_manifest`."""
         self._manifests.pop((job_id, version), None)
 
     async def put_edges(self, job_id: str, version: int, data: bytes) -> None:
-        """See `Documents.put_edges`."""
         self._edges[job_id, version] = data
 
     async def edges(self, job_id: str, version: int) -> bytes:
-        """See `Documents.edges`."""
         try:
             return self._edges[job_id, version]
         except KeyError as error:
             raise NotFound(f"no edges to version {version} of job {job_id}") from error
 
     async def edge_versions(self, job_id: str) -> list[int]:
-        """See `Documents.edge_versions`."""
         return sorted(version for owner, version in self._edges if owner == job_id)
 
     async def remove_edges(self, job_id: str, version: int) -> None:
-        """See `Documents.remove_edges`."""
         self._edges.pop((job_id, version), None)
 
     async def put_part(self, job_id: str, part: StagedPart, data: bytes) -> None:
-        """See `Documents.put_part`."""
         self._parts[job_id, part.version, part.rank] = part, data
 
     async def part(self, job_id: str, version: int, rank: int) -> bytes:
-        """See `Documents.part`."""
         try:
             return self._parts[job_id, version, rank][1]
         except KeyError as error:
             raise NotFound(f"no part of rank {rank} of version {version} of job {job_id}") from error
 
     async def parts(self, job_id: str) -> list[StagedPart]:
-        """See `Documents.parts`."""
         return [part for (owner, _, _), (part, _) in sorted(self._parts.items()) if owner == job_id]
 
     async def remove_part(self, job_id: str, part: StagedPart) -> None:
-        """See `Documents.remove_part`."""
         self._parts.pop((job_id, part.version, part.rank), None)

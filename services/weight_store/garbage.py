@@ -38,7 +38,6 @@ class EndedJobs:
     """The jobs that commit no more versions."""
 
     def __init__(self, bus: Bus) -> None:
-        """Read from this bus."""
         self._bus = bus
 
     async def ids(self, before: float = math.inf) -> set[str]:

@@ -9,7 +9,6 @@ class Metrics:
     """Counters of one process."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        """Register the counters."""
         self.bytes_in = Counter("rlboost_weight_store_bytes_in", "Bytes of chunks received", registry=registry)
         self.bytes_out = Counter("rlboost_weight_store_bytes_out", "Bytes of chunks sent", registry=registry)
         self.bytes_redirected = Counter(

@@ -34,7 +34,6 @@ class Announcements:
     """Committed versions that are not announced yet."""
 
     def __init__(self, bus: Bus, waits: Waits) -> None:
-        """Start empty."""
         self._bus = bus
         self._waits = waits
         self._queue: asyncio.Queue[WeightsCommitted | None] = asyncio.Queue()

@@ -36,7 +36,6 @@ class BadRow(ConfigError):
     """One row cannot be read."""
 
     def __init__(self, source: str, place: str, why: str) -> None:
-        """Create the error for the row at a place of `source`; `why` is the reason."""
         super().__init__(f"{source}, {place}: {why}")
         self.source = source
         self.place = place

@@ -130,7 +130,7 @@ def max_connections(open_files_limit: int) -> int:
 
 
 class LimitedProtocol(asyncio.Protocol):
-    """What `limited` puts before one of uvicorn's HTTP protocols."""
+    """`Connection` that `limited` puts before one of uvicorn's HTTP protocols."""
 
     places: Connections
     transport: asyncio.Transport
@@ -138,7 +138,6 @@ class LimitedProtocol(asyncio.Protocol):
     """uvicorn's newest request and its response, None before the first one."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """See `asyncio.BaseProtocol`."""
         self.address = _address(transport)
         self._progress_at = self.places.clock()
         self._n_waiting, self._n_head, self._n_unsent = 0, 0, 0
@@ -149,17 +148,14 @@ class LimitedProtocol(asyncio.Protocol):
             transport.close()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """See `asyncio.BaseProtocol`."""
         self.places.remove(self)
         super().connection_lost(error)
 
     @property
     def has_request(self) -> bool:
-        """See `Connection.has_request`."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`."""
         if self.has_request or not self._n_waiting:
             self._progress_at = self.places.clock()
         self._n_waiting += len(data)
@@ -183,7 +179,6 @@ class LimitedProtocol(asyncio.Protocol):
         super().on_headers_complete()  # type: ignore[misc]
 
     def is_overdue(self, now: float) -> bool:
-        """See `Connection.is_overdue`."""
         n_unsent = self.transport.get_write_buffer_size()
         if n_unsent != self._n_unsent:
             self._n_unsent, self._progress_at = n_unsent, now
@@ -196,7 +191,6 @@ class LimitedProtocol(asyncio.Protocol):
         return not is_idle and now - self._progress_at > HEAD_LIMIT_S
 
     def abort(self) -> None:
-        """See `Connection.abort`."""
         self.transport.abort()
 
 
@@ -218,7 +212,6 @@ class LimitedTransfer(TransferConnection):
         self._connections = connections
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """See `asyncio.BaseProtocol`."""
         self.address = _address(transport)
         super().connection_made(transport)
         if not self._connections.add(self):
@@ -226,7 +219,6 @@ class LimitedTransfer(TransferConnection):
             transport.close()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """See `asyncio.BaseProtocol`."""
         self._connections.remove(self)
         super().connection_lost(error)
 

@@ -43,7 +43,6 @@ class WaitMetrics(Collector):
     """Reads the waits at the time of the scrape."""
 
     def __init__(self, waits: Waits) -> None:
-        """Read these waits."""
         self._waits = waits
 
     def collect(self) -> Iterator[Metric]:

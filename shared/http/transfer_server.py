@@ -207,7 +207,6 @@ class TransferConnection(asyncio.Protocol):
         """The response in progress."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """See `asyncio.BaseProtocol`."""
         self._transport = transport
         self._server.connections.add(self)
         self._idle = asyncio.get_running_loop().call_later(_IDLE_S, transport.close)
@@ -215,7 +214,6 @@ class TransferConnection(asyncio.Protocol):
             self.abort()
 
     def connection_lost(self, _: Exception | None) -> None:
-        """See `asyncio.BaseProtocol`."""
         self._idle.cancel()
         self._server.connections.discard(self)
         if self._sock:
@@ -228,7 +226,6 @@ class TransferConnection(asyncio.Protocol):
         self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`."""
         self._received += data
         if self.task is None:
             self._respond()

@@ -84,7 +84,6 @@ class AgentRun:
     """
 
     def __init__(self, agent: Agent) -> None:
-        """Run an agent."""
         self._agent = agent
 
     async def reset(self, row: dict[str, Any], seed: int) -> None:

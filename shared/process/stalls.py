@@ -66,7 +66,6 @@ class Turnstile:
     """
 
     def __init__(self) -> None:
-        """Let coroutines of the running loop pass."""
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._at_once = 4
         self._n_passed = 0

@@ -214,7 +214,6 @@ class RedisBus:
         return answer
 
     async def transact(self, ops: Sequence[Op], fence: Fence | None = None) -> None:
-        """See `Bus.transact`."""
         if not ops:
             return
         try:
@@ -236,18 +235,15 @@ class RedisBus:
             await self._answer(self._fenced.transact([command for command, _ in pipe.command_stack], fence))
 
     async def append(self, stream: str, message: Message, max_len: int | None = None) -> str:
-        """See `Bus.append`."""
         entry_id = await self._call(self._redis.xadd(stream, {_FIELD: encode(message)}, maxlen=max_len))
         return as_text(entry_id)
 
     async def read(self, cursors: Mapping[str, str], *, count: int = 512, block_s: float = 0.0) -> list[Entry]:
-        """See `Bus.read`."""
         return (await self.read_with_raw(cursors, (), count=count, block_s=block_s))[0]
 
     async def read_with_raw(
         self, cursors: Mapping[str, str], raw_streams: Collection[str], *, count: int = 512, block_s: float = 0.0
     ) -> tuple[list[Entry], list[RawEntry]]:
-        """See `Bus.read_with_raw`."""
         block_ms = _block_ms(block_s)
         while True:
             positions: Any = {**dict.fromkeys(raw_streams, START), **cursors}
@@ -272,7 +268,6 @@ class RedisBus:
     async def consume(
         self, stream: str, group: str, consumer: str, *, count: int = 64, block_s: float = 0.0
     ) -> list[Entry]:
-        """See `Bus.consume`."""
         try:
             reply = await self._call(
                 self._redis.xreadgroup(group, consumer, {stream: ">"}, count=count, block=_block_ms(block_s))
@@ -285,7 +280,6 @@ class RedisBus:
     async def claim(
         self, stream: str, group: str, consumer: str, *, min_idle_s: float, count: int = 64
     ) -> list[tuple[Entry, int]]:
-        """See `Bus.claim`."""
         await self._create_group(stream, group)
         reply = await self._call(
             self._redis.xautoclaim(stream, group, consumer, int(min_idle_s * 1000), START, count=count)
@@ -301,13 +295,11 @@ class RedisBus:
         return [(entry, times.get(entry.id, 1)) for entry in entries]
 
     async def dead_letter(self, stream: str, group: str, entry: Entry, reason: str) -> None:
-        """See `Bus.dead_letter`."""
         report_dead_letter(stream, entry.id, reason)
         letter = self._letter(stream, entry.id, encode(entry.message), reason)
         await self.transact([letter, Ack(stream, group, (entry.id,))])
 
     async def length(self, stream: str) -> int:
-        """See `Bus.length`."""
         try:
             return int(await self._call(self._redis.xlen(stream)))
         except WrongType:
@@ -316,41 +308,33 @@ class RedisBus:
             return 0
 
     async def increment(self, key: str) -> int:
-        """See `Bus.increment`."""
         return int(await self._call(self._redis.incr(key)))
 
     async def counter(self, key: str) -> int:
-        """See `Bus.counter`."""
         return int(await self._call(self._redis.get(key)) or 0)
 
     async def hash_get(self, key: str, field: str) -> str | None:
-        """See `Bus.hash_get`."""
         value = await self._call(cast("Awaitable[Any]", self._redis.hget(key, field)))
         return None if value is None else as_text(value)
 
     async def hash_some(self, key: str, fields: Sequence[str]) -> list[str | None]:
-        """See `Bus.hash_some`."""
         return _as_texts(await self._call(cast("Awaitable[list[Any]]", self._redis.hmget(key, list(fields)))))
 
     async def hash_all(self, key: str) -> dict[str, str]:
-        """See `Bus.hash_all`."""
         fields = await self._call(cast("Awaitable[dict[Any, Any]]", self._redis.hgetall(key)))
         return {as_text(name): as_text(value) for name, value in fields.items()}
 
     async def acquire(self, lease: str, value: str, ttl_s: float) -> bool:
-        """See `Bus.acquire`."""
         if await self._call(self._redis.set(lease, value, px=int(ttl_s * 1000), nx=True)):
             return True
         return await self.lease_values([lease]) == [value]
 
     async def lease_values(self, leases: Sequence[str]) -> list[str | None]:
-        """See `Bus.lease_values`."""
         if not leases:
             return []
         return _as_texts(await self._call(self._redis.mget(list(leases))))
 
     async def cap_and_read_leases(self, leases: Sequence[str]) -> list[str | None]:
-        """See `Bus.cap_and_read_leases`."""
         if not leases:
             return []
         return _as_texts(await self._call(self._redis.eval(CAP_AND_READ_LEASES, len(leases), *leases)))
@@ -358,7 +342,6 @@ class RedisBus:
     async def acquire_fenced(
         self, lease: str, value: str, ttl_s: float, *, epoch: str, replacing: str | None
     ) -> int | None:
-        """See `Bus.acquire_fenced`."""
         arguments = (lease, epoch, value, str(int(ttl_s * 1000)), replacing or "")
         new_epoch = await self._call(self._redis.eval(ACQUIRE_FENCED, 2, *arguments))
         return None if new_epoch is None else int(new_epoch)
@@ -369,7 +352,6 @@ class RedisBus:
         return await self._call(client.execute_command(*words))
 
     async def close(self) -> None:
-        """See `Bus.close`."""
         await self._redis.aclose()
 
     async def _remove_wrong_types(self, keys: Collection[str]) -> set[str]:

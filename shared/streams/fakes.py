@@ -106,7 +106,6 @@ class MemoryBus:
             self._changed.notify_all()
 
     async def transact(self, ops: Sequence[Op], fence: Fence | None = None) -> None:
-        """See `Bus.transact`."""
         if hook := self.before_next_transaction:
             self.before_next_transaction = None
             hook()
@@ -155,7 +154,6 @@ class MemoryBus:
                 self._leases[lease] = (value, self._clock() + ttl_s)
 
     async def append(self, stream: str, message: Message, max_len: int | None = None) -> str:
-        """See `Bus.append`."""
         await self.transact([Append(stream, message, max_len)])
         return f"{self._streams[stream].last}-0"
 
@@ -196,15 +194,12 @@ class MemoryBus:
         return DeadLetter(stream=stream, entry_id=entry_id, consumer="memory", reason=reason, body=body, at=0.0)
 
     async def read(self, cursors: Mapping[str, str], *, count: int = 512, block_s: float = 0.0) -> list[Entry]:
-        """See `Bus.read`."""
         entries, _ = await self.read_with_raw(cursors, (), count=count, block_s=block_s)
         return entries
 
     async def read_with_raw(
         self, cursors: Mapping[str, str], raw_streams: Collection[str], *, count: int = 512, block_s: float = 0.0
     ) -> tuple[list[Entry], list[RawEntry]]:
-        """See `Bus.read_with_raw`."""
-
         def find() -> list[Entry | RawEntry]:
             found: list[Entry | RawEntry] = []
             for stream, cursor in cursors.items():
@@ -222,8 +217,6 @@ class MemoryBus:
     async def consume(
         self, stream: str, group: str, consumer: str, *, count: int = 64, block_s: float = 0.0
     ) -> list[Entry]:
-        """See `Bus.consume`."""
-
         def find() -> list[Entry]:
             state = self._streams[stream]
             seen = state.cursors.setdefault(group, 0)
@@ -238,7 +231,6 @@ class MemoryBus:
     async def claim(
         self, stream: str, group: str, consumer: str, *, min_idle_s: float, count: int = 64
     ) -> list[tuple[Entry, int]]:
-        """See `Bus.claim`."""
         self._check()
         claimed = []
         for entry_id, held in list(self._streams[stream].pending[group].items())[:count]:
@@ -250,43 +242,35 @@ class MemoryBus:
         return claimed
 
     async def dead_letter(self, stream: str, group: str, entry: Entry, reason: str) -> None:
-        """See `Bus.dead_letter`."""
         letter = self._letter(stream, entry.id, encode(entry.message), reason)
         await self.transact([Append(DEAD_LETTERS, letter), Ack(stream, group, (entry.id,))])
 
     async def length(self, stream: str) -> int:
-        """See `Bus.length`."""
         self._check()
         return len(self._streams[stream].entries)
 
     async def increment(self, key: str) -> int:
-        """See `Bus.increment`."""
         self._check()
         self._counters[key] += 1
         return self._counters[key]
 
     async def counter(self, key: str) -> int:
-        """See `Bus.counter`."""
         self._check()
         return self._counters.get(key, 0)
 
     async def hash_get(self, key: str, field: str) -> str | None:
-        """See `Bus.hash_get`."""
         self._check()
         return self._hashes[key].get(field)
 
     async def hash_some(self, key: str, fields: Sequence[str]) -> list[str | None]:
-        """See `Bus.hash_some`."""
         self._check()
         return [self._hashes[key].get(field) for field in fields]
 
     async def hash_all(self, key: str) -> dict[str, str]:
-        """See `Bus.hash_all`."""
         self._check()
         return dict(self._hashes[key])
 
     async def acquire(self, lease: str, value: str, ttl_s: float) -> bool:
-        """See `Bus.acquire`."""
         (held,) = await self.lease_values([lease])
         if held is None:
             self._leases[lease] = (value, self._clock() + ttl_s)
@@ -294,14 +278,12 @@ class MemoryBus:
         return held in (None, value)
 
     async def lease_values(self, leases: Sequence[str]) -> list[str | None]:
-        """See `Bus.lease_values`."""
         self._check()
         now = self._clock()
         held = [self._leases.get(lease, ("", -1.0)) for lease in leases]
         return [value if until > now else None for value, until in held]
 
     async def cap_and_read_leases(self, leases: Sequence[str]) -> list[str | None]:
-        """See `Bus.cap_and_read_leases`."""
         latest = self._clock() + LONGEST_LEASE_S
         for lease in leases:
             if lease in self._leases:
@@ -312,7 +294,6 @@ class MemoryBus:
     async def acquire_fenced(
         self, lease: str, value: str, ttl_s: float, *, epoch: str, replacing: str | None
     ) -> int | None:
-        """See `Bus.acquire_fenced`."""
         (held,) = await self.cap_and_read_leases([lease])
         if held not in (None, replacing):
             return None

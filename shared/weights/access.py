@@ -38,7 +38,7 @@ class Access(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SystemToken:
-    """Full access.
+    """Full `Access`.
 
     Raises:
         ConfigError: the token is malformed.
@@ -57,7 +57,6 @@ class SystemToken:
 
     @property
     def manifest_key(self) -> str:
-        """See `Access`."""
         return ManifestKey(self.credential).public
 
 

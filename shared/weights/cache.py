@@ -1,8 +1,6 @@
-"""A cache of verified blobs (chunks and deltas) in files on this machine, named by digest.
+"""A cache of verified blobs (chunks and deltas) in files on this machine, named by digest; no file is changed.
 
-Files of removed chunks are overwritten with later chunks, to save the allocation of their pages. Only files that this
-process has written and never sent are overwritten: bytes that sendfile(2) has queued are read from the file until the
-peer has acknowledged them, even after the file is closed.
+Bytes that sendfile(2) has queued are read from the file until the peer has acknowledged them, even after it is closed.
 """
 
 from __future__ import annotations
@@ -99,10 +97,6 @@ class Cache:
         self.verified: set[str] = set()
         """Digests of the blobs verified by this process."""
         self._pulled_file = root / "held.json"
-        self._private: set[str] = set()
-        """Digests of the chunks whose files this process wrote and has sent to no peer."""
-        self._spare: list[Path] = []
-        """Files of `CHUNK_BYTES` to be overwritten."""
         self._lock = lock_directory(root)
         with self._errors():
             self.blobs.mkdir(exist_ok=True)
@@ -119,8 +113,7 @@ class Cache:
         return self.blobs / digest
 
     def open_to_send(self, digest: str) -> BinaryIO | None:
-        """Open the file of a blob to be sent to a peer, None if there is none; it is never overwritten."""
-        self._private.discard(digest)  # before the file is open: see `_discard`
+        """Open the file of a blob to be sent to a peer, None if there is none."""
         try:
             return self.path(digest).open("rb", buffering=0)
         except FileNotFoundError:
@@ -176,7 +169,6 @@ class Cache:
             # Renaming a link over another link to the same file does nothing.
             temporary.unlink(missing_ok=True)
         self.verified.add(blob.digest)
-        self._private.discard(blob.digest)
         return True
 
     def store(self, blob: ChunkRef, data: bytes | bytearray | memoryview) -> bool:
@@ -184,14 +176,7 @@ class Cache:
         if len(data) != blob.n_bytes or digest_of(data) != blob.digest:
             return False
         with self._errors():
-            spare = self._take_spare() if blob.n_bytes == CHUNK_BYTES else None
-            if spare is None:
-                replace_file(self.path(blob.digest), data)
-            else:
-                with spare.open("r+b") as file:
-                    file.write(data)
-                spare.replace(self.path(blob.digest))
-        self._private.add(blob.digest)
+            replace_file(self.path(blob.digest), data)
         self.verified.add(blob.digest)
         return True
 
@@ -216,40 +201,11 @@ class Cache:
                 self.path(digest).unlink(missing_ok=True)
 
     def prune(self, keep: AbstractSet[str], pulled: list[tuple[str, int]]) -> None:
-        """Remove all blobs but `keep`, and record what was pulled last. The next pull overwrites removed chunks."""
+        """Remove all blobs but `keep`, and record what was pulled last."""
+        self.remove(self.digests() - keep)
         with self._errors():
-            while (path := self._pop_spare()) is not None:
-                path.unlink(missing_ok=True)
-            for digest in self.digests() - keep:
-                self._discard(digest)
             replace_file(self._pulled_file, json.dumps(pulled))
         self.verified &= keep
-        self._private &= keep
-
-    def _discard(self, digest: str) -> None:
-        """Remove a blob, or retain its file to be overwritten."""
-        path = self.path(digest)
-        spare = path.with_name(f".spare.{secrets.token_hex(8)}")
-        path.rename(spare)
-        # Under its new name no peer can open it; if one did before, the blob is no longer private.
-        if digest in self._private and spare.stat().st_size == CHUNK_BYTES:
-            self._spare.append(spare)
-        else:
-            spare.unlink()
-
-    def _pop_spare(self) -> Path | None:
-        try:
-            return self._spare.pop()
-        except IndexError:  # several threads store blobs
-            return None
-
-    def _take_spare(self) -> Path | None:
-        """Return an unused file: an engine may still be reading one."""
-        while (path := self._pop_spare()) is not None:
-            if _is_unused(path):
-                return path
-            path.unlink(missing_ok=True)
-        return None
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -259,24 +215,6 @@ class Cache:
             raise Fatal(
                 f"cache directory {self.blobs.parent}: {error.strerror}; free space there, or set another directory"
             ) from error
-
-
-def _is_unused(path: Path) -> bool:
-    """Return True if the file has no other name and is not open anywhere: only then is a write lease granted."""
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        if os.fstat(descriptor).st_nlink > 1:
-            return False  # and no lease either: opening a leased file by its other name signals this process
-        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)  # released by closing the file
-    except (OSError, AttributeError):  # file systems and platforms without leases
-        return False
-    else:
-        return True
-    finally:
-        os.close(descriptor)
 
 
 class _Scratch(threading.local):

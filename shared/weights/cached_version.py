@@ -27,7 +27,6 @@ class CachedVersion:
     """A pulled version as torch tensors: a whole model."""
 
     def __init__(self, pulled: PulledVersion) -> None:
-        """Read a pulled version."""
         self._pulled = pulled
 
     @property
@@ -83,7 +82,6 @@ class AdaptedVersion:
     """
 
     def __init__(self, pulled: PulledVersion, base: PulledVersion) -> None:
-        """Read a pulled adapter and its base."""
         self._pulled = pulled
         self._base = CachedVersion(base)
         self._published = _published(pulled.manifest)

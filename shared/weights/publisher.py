@@ -242,7 +242,6 @@ class DeltaEncoder:
     """Holds the bytes that one rank published last in host memory: at most one copy of its part."""
 
     def __init__(self) -> None:
-        """Start empty."""
         self._owner = ("", -1)
         self._version = -1
         self._digests: list[str] = []

@@ -73,8 +73,6 @@ class StoreSource:
         self._buffers = Buffers()
 
     async def fetch(self, blobs: Sequence[ChunkRef], traffic: Traffic, on_settled: OnSettled) -> None:
-        """See `Source.fetch`."""
-
         async def settle(blob: ChunkRef) -> None:
             await on_settled(blob, await self.fetch_one(blob, traffic))
 
@@ -107,7 +105,6 @@ class StoreSource:
         return Corrupt(f"weight store at {self._client.url}: blob {blob.digest} arrived twice with another digest")
 
     async def has_chunks_at_hand(self) -> bool:
-        """See `Source.has_chunks_at_hand`."""
         return False
 
     def offer(self, indexes: Sequence[BlobIndex]) -> None:
@@ -135,7 +132,6 @@ class DirectorySource:
         self._other = other
 
     async def fetch(self, blobs: Sequence[ChunkRef], traffic: Traffic, on_settled: OnSettled) -> None:
-        """See `Source.fetch`."""
         if not blobs:
             return
         if (directory := await self._shared()) is None:
@@ -160,11 +156,9 @@ class DirectorySource:
             await self._other.fetch(rest, traffic, on_settled)
 
     async def has_chunks_at_hand(self) -> bool:
-        """See `Source.has_chunks_at_hand`."""
         return await self._shared() is not None
 
     def offer(self, indexes: Sequence[BlobIndex]) -> None:
-        """See `Source.offer`."""
         self._other.offer(indexes)
 
     async def _shared(self) -> ChunkDirectory | None:
@@ -377,7 +371,6 @@ class Assembly:
     """The assembly of one version's chunks in the cache."""
 
     def __init__(self, source: Source, cache: Cache, stats: PullStats) -> None:
-        """Fetch from `source` into `cache`, and add to the statistics in `stats`."""
         self._source = source
         self._cache = cache
         self._stats = stats

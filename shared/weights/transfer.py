@@ -43,7 +43,6 @@ class Buffers:
     """
 
     def __init__(self) -> None:
-        """Start with none."""
         self._free: list[bytearray] = []
 
     def take(self, n_bytes: int) -> bytearray:
@@ -62,7 +61,6 @@ class Download:
     """The bytes of a blob received so far; not verified. Only one thread at a time may receive."""
 
     def __init__(self, blob: ChunkRef, buffers: Buffers) -> None:
-        """Start with no bytes."""
         self.blob = blob
         self.n_bytes = 0
         """Length of the received prefix."""
@@ -328,7 +326,6 @@ class Exchange:
     """A request in a thread, which another thread may abort."""
 
     def __init__(self) -> None:
-        """Start without a connection."""
         self._sock: socket.socket | None = None
         self.is_aborted = False
 

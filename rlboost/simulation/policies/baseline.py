@@ -122,7 +122,6 @@ class Baseline:
     """The window ends once everything is generated."""
 
     def __init__(self, job: SimulatedJob, machine: Machine, policy: Policy) -> None:
-        """Start without workers and samples."""
         self.job, self.machine, self.policy = job, machine, policy
         self.now = 0.0
         self.workers: dict[str, Instance] = {}

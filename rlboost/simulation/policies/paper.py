@@ -56,7 +56,6 @@ class PaperManager(Baseline):
     """Algorithms 1 and 2."""
 
     def __init__(self, job: SimulatedJob, machine: Machine, policy: Policy) -> None:
-        """Start with a window and no memory."""
         super().__init__(job, machine, policy)
         self.memory: dict[int, float] = {}
         kv = typical_kv(job.mean_prompt_tokens, job.lengths.quantile(0.5))

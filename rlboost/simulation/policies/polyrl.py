@@ -37,7 +37,6 @@ class PolyRLManager(Baseline):
     """It sleeps for the whole window."""
 
     def __init__(self, job: SimulatedJob, machine: Machine, policy: Policy) -> None:
-        """Start with a window and no memory."""
         super().__init__(job, machine, policy)
         self.memory: dict[int, float] = {}
         self._rate = 0.0

@@ -48,7 +48,6 @@ class DomainManager:
     """A rollout manager without Redis."""
 
     def __init__(self, job: SimulatedJob, policy: Policy) -> None:
-        """Know one running job."""
         self._policy = policy
         self.world = World(LEASE_S)
         if not policy.order:

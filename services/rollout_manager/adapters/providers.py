@@ -28,7 +28,7 @@ _SHOWN_CHARACTERS = 500
 
 
 class Kubernetes:
-    """Sets the `scale` subresource of the Deployment that is named as the kind.
+    """`FleetProvider` that sets the `scale` subresource of the Deployment that is named as the kind.
 
     Args:
         url: the API server's URL.
@@ -64,7 +64,6 @@ class Kubernetes:
         return cls(server_url(host, int(port), tls=True), namespace, account / "token", tls)
 
     async def scale(self, kind: str, workers: int) -> None:
-        """See `FleetProvider.scale`."""
         url = f"{self._url}/{kind}/scale"
         try:
             headers = {
@@ -86,7 +85,6 @@ class Kubernetes:
             raise ProviderFailed(f"PATCH {url} failed: {error or type(error).__name__}") from error
 
     async def close(self) -> None:
-        """See `FleetProvider.close`."""
         if self._session is not None:
             await self._session.close()
 
@@ -99,7 +97,7 @@ _SECRET = ("RLBOOST_TOKEN", "RLBOOST_REDIS_URL", "RLBOOST_MANAGER_")
 
 
 class ShellCommand:
-    """Runs a shell command with the kind in `RLBOOST_KIND` and the number in `RLBOOST_WORKERS`.
+    """`FleetProvider`: a shell command with the kind in `RLBOOST_KIND` and the number in `RLBOOST_WORKERS`.
 
     The command has the manager's environment, without its settings, the system's token and the URL of Redis.
     """
@@ -108,7 +106,6 @@ class ShellCommand:
         self._command, self._limit_s = command, limit_s
 
     async def scale(self, kind: str, workers: int) -> None:
-        """See `FleetProvider.scale`."""
         env = {name: value for name, value in os.environ.items() if not name.startswith(_SECRET)}
         try:
             process = await asyncio.create_subprocess_shell(

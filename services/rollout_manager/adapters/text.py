@@ -22,7 +22,7 @@ import socket
 import subprocess
 import sys
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from functools import lru_cache
@@ -74,7 +74,6 @@ class JinjaChatTemplate:
         self._knows_developer = _DEVELOPER.search(source) is not None
 
     def render(self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = NO_OPTIONS) -> str:
-        """See `ports.ChatTemplate.render`."""
         try:
             cleaned = clean_messages(messages)
             if not self._knows_developer:
@@ -84,7 +83,6 @@ class JinjaChatTemplate:
             raise TokenizationError(f"the chat template rejects the messages: {error}") from error
 
     def render_unchecked(self, messages: Messages, tools: list[dict[str, Any]], is_prompt: bool) -> str:
-        """See `ports.ChatTemplate.render_unchecked`."""
         return self._render(messages, tools=tools, add_generation_prompt=is_prompt)
 
     def _render(self, messages: Messages, *, tools: Any, **options: Any) -> str:
@@ -128,12 +126,6 @@ def _compiled(source: str) -> Any:
 
 
 _SHOWN_CHARACTERS = 80
-_MAX_COMPOSED = 4
-"""The most characters that Unicode composes to one."""
-_KEEPS_LENGTH = frozenset({"NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel"})
-"""Normalizers that shorten no text."""
-_KEEPS_TEXT = frozenset({"ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "Split", "Punctuation", "FixedLength"})
-"""Pre-tokenizers that drop nothing, unless a behavior says so."""
 
 
 class FastTokenizer:
@@ -144,7 +136,6 @@ class FastTokenizer:
         self._tokenizer = tokenizer
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """See `Tokenizer.encode`."""
         try:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         except Exception as error:  # the library raises a bare Exception
@@ -154,7 +145,6 @@ class FastTokenizer:
         return ids
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """See `Tokenizer.decode`."""
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
         return text
 
@@ -172,8 +162,6 @@ def load_model_files(name: str) -> ModelFiles:
 
     try:
         tokenizer: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
-        characters_per_token = max_characters_per_token(_read_json(folder / "tokenizer.json"), vocabulary)
         settings, config = _read_json(folder / "tokenizer_config.json"), _read_json(folder / "config.json")
         generation = _read_json(folder / "generation_config.json")
         template = _read_template(folder, settings)
@@ -195,68 +183,7 @@ def load_model_files(name: str) -> ModelFiles:
         stop_token_ids=merge_eos_ids(eos_id, config.get("eos_token_id"), generation.get("eos_token_id")),
         max_len=config.get("max_position_embeddings"),
         vocab_size=config.get("vocab_size"),
-        characters_per_token=characters_per_token,
     )
-
-
-def max_characters_per_token(tokenizer: Mapping[str, Any], vocabulary: Collection[str]) -> int | None:
-    """Return the most characters of a text that one token stands for; None if a token may stand for any number.
-
-    Args:
-        tokenizer: the content of `tokenizer.json`.
-        vocabulary: all tokens. Where they stand for bytes, a token of n characters stands for at most n characters.
-
-    """
-    composed = _composed(tokenizer.get("normalizer"))
-    strips = any(token["lstrip"] or token["rstrip"] for token in tokenizer.get("added_tokens") or ())
-    parts = _parts(tokenizer.get("pre_tokenizer"), "pretokenizers")
-    drops = any(part["type"] not in _KEEPS_TEXT or part.get("behavior") == "Removed" for part in parts)
-    if composed is None or strips or drops or not _keeps_unknown_text(tokenizer, vocabulary):
-        return None
-    return composed * max(map(len, vocabulary), default=1)
-
-
-def _parts(part: Mapping[str, Any] | None, of_sequence: str) -> list[Mapping[str, Any]]:
-    if part is None:
-        return []
-    if part["type"] != "Sequence":
-        return [part]
-    return [found for inner in part[of_sequence] for found in _parts(inner, of_sequence)]
-
-
-def _composed(normalizer: Mapping[str, Any] | None) -> int | None:
-    """Return how many characters become one at most; None if any number may vanish."""
-    composed = 1
-    for part in _parts(normalizer, "normalizers"):
-        if part["type"] in {"NFC", "NFKC"}:
-            composed *= _MAX_COMPOSED
-        elif part["type"] == "Replace":
-            replaced = part["pattern"].get("String")
-            if replaced is None or len(part["content"]) < len(replaced):
-                return None
-        elif part["type"] not in _KEEPS_LENGTH:
-            return None
-    return composed
-
-
-def _keeps_unknown_text(tokenizer: Mapping[str, Any], vocabulary: Collection[str]) -> bool:
-    """Return True if text outside the vocabulary is an error, or has tokens for all its characters."""
-    model = tokenizer["model"]
-    if model.get("byte_fallback") and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256)):
-        return True
-    match model.get("type"):
-        case "WordLevel":
-            return model["unk_token"] not in vocabulary
-        case "BPE":
-            stages = _parts(tokenizer.get("normalizer"), "normalizers")
-            stages += _parts(tokenizer.get("pre_tokenizer"), "pretokenizers")
-            if any(part["type"] == "ByteLevel" for part in stages):
-                from tokenizers.pre_tokenizers import ByteLevel  # noqa: PLC0415 - as above
-
-                return all(letter in vocabulary for letter in ByteLevel.alphabet())
-            return model.get("unk_token") in vocabulary and not model.get("fuse_unk")
-        case _:
-            return False
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -314,7 +241,6 @@ class TextProcesses:
         return value
 
     async def encode(self, model: str, texts: Sequence[str], *, add_special_tokens: bool) -> list[bytes]:
-        """See `TextProcessor.encode`."""
         request = {"model": model, "texts": texts, "add_special_tokens": add_special_tokens}
         tokens: list[bytes] = await self._call(request, "the text")
         return tokens
@@ -322,12 +248,10 @@ class TextProcesses:
     async def render(
         self, model: str, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = NO_OPTIONS
     ) -> str:
-        """See `TextProcessor.render`."""
         request = {"model": model, "messages": messages, "tools": options.tools, "kwargs": options.kwargs}
         return str(await self._call(request, "the chat template"))
 
     async def call_style(self, model: str) -> CallStyle:
-        """See `TextProcessor.call_style`."""
         return CallStyle(**await self._call({"model": model, "call_style": True}, "the chat template"))
 
     async def close(self) -> None:

@@ -208,7 +208,6 @@ class Queues(dict[Requirement, SampleQueue]):
     """The queue of each requirement, one without samples is dropped; and how many samples are in flight."""
 
     def __init__(self, jobs: Jobs) -> None:
-        """Start empty; the jobs estimate how long their samples get."""
         super().__init__()
         self._jobs = jobs
         self.in_flight = InFlightCounts()

@@ -33,7 +33,7 @@ from rlboost.services.rollout_manager.serving.schemas import (
     parse_completion,
 )
 from rlboost.services.rollout_manager.serving.sessions import POLICY, Retry, Sessions
-from rlboost.services.rollout_manager.serving.text import Conversations, Message, ServedModel, TextTooLong
+from rlboost.services.rollout_manager.serving.text import Conversations, Message, ServedModel
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.shared.http.access import needs
 from rlboost.shared.http.guard import MAX_BODY_BYTES, limits_body, principal_of
@@ -397,5 +397,4 @@ async def _call_style(model: ServedModel, body: ChatBody) -> CallStyle | None:
 
 
 def _text_problem(error: TokenizationError, param: str) -> Problem:
-    title = "Context length exceeded" if isinstance(error, TextTooLong) else f"Invalid {param}"
-    return openai_problem(400, title, str(error), param=param)
+    return openai_problem(400, f"Invalid {param}", str(error), param=param)

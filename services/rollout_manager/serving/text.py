@@ -30,10 +30,6 @@ from rlboost.shared.wire import I32, ints
 # --- served model -----------------------------------------------------------------------------------------------------
 
 
-class TextTooLong(TokenizationError):
-    """A text has more tokens than the model takes, as its length shows."""
-
-
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """One model. Without a tokenizer it takes and returns token ids only."""
@@ -52,14 +48,12 @@ class ServedModel:
         """Return the tokens of each text, as columns.
 
         Raises:
-            TextTooLong: a text cannot fit into the model's context.
             TokenizationError: there is no tokenizer, or it has no tokens for a text.
             TextProcessesBusy: try again.
 
         """
         self._tokenizer()
         for text in texts:
-            self._check_length(text)
             check_unicode(text)
         return await self.text.encode(self.files.name, texts, add_special_tokens=add_special_tokens)
 
@@ -166,17 +160,6 @@ class ServedModel:
                 "model's folder where the manager can read it"
             )
         return self.files.tokenizer
-
-    def _check_length(self, text: str) -> None:
-        """Refuse a text that cannot fit before it is tokenized, which may take long."""
-        files = self.files
-        if files.max_len is None or files.characters_per_token is None:
-            return
-        if len(text) > (limit := files.max_len * files.characters_per_token):
-            raise TextTooLong(
-                f"a text of {len(text)} characters has more than {files.max_len} tokens, the most that the model takes "
-                f"with its completion: {limit} characters are the most that could fit"
-            )
 
 
 def _with_placeholders(calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -182,34 +182,29 @@ class ThreadedEngine(ABC):
     # --- from the event loop ------------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """See `ports.Engine`."""
         with self._thread.lock:
             self._thread.check_alive()
             self._table.submit(requests)
             self._thread.lock.notify()
 
     def abort(self, keys: Iterable[RequestKey]) -> None:
-        """See `ports.Engine`."""
         with self._thread.lock:
             self._thread.check_alive()
             self._table.abort(keys)
             self._thread.lock.notify()
 
     def release(self, keys: Iterable[RequestKey]) -> None:
-        """See `ports.Engine`."""
         with self._thread.lock:
             self._thread.check_alive()
             self._table.release(keys)
             self._thread.lock.notify()
 
     def take_emissions(self) -> list[Emission]:
-        """See `ports.Engine`."""
         with self._thread.lock:
             self._thread.check_alive(allow_closed=True)
             return self._table.take_emissions()
 
     def stats(self) -> EngineStats:
-        """See `ports.Engine`."""
         with self._thread.lock:
             self._thread.check_alive(allow_closed=True)
             return EngineStats(
@@ -217,7 +212,6 @@ class ThreadedEngine(ABC):
             )
 
     def running(self) -> set[RequestKey]:
-        """See `ports.Engine`."""
         with self._thread.lock:
             return {request.key for request in self._table.requests}
 
@@ -229,23 +223,18 @@ class ThreadedEngine(ABC):
         return await run_in_thread("weights-verify", lambda: weights.differing(self.loaded_tensors()))
 
     async def score(self, sequences: Sequences, temperature: float) -> list[list[float]]:
-        """See `ports.Engine`."""
         return await self._call(lambda: self._score(sequences, temperature))
 
     async def sample(self, requests: Sequence[Request]) -> list[Emission]:
-        """See `ports.Engine`."""
         return await self._call(lambda: self._sample(requests))
 
     async def suspend(self, *, keep_kv: bool = False) -> None:
-        """See `ports.Engine`."""
         await self._call(lambda: self._suspend(keep_kv=keep_kv))
 
     async def resume(self) -> None:
-        """See `ports.Engine`."""
         await self._call(self._resume)
 
     async def close(self) -> None:
-        """See `ports.Engine`."""
         await self._thread.close()
 
     @abstractmethod

@@ -46,7 +46,6 @@ class NoticeFile:
         return True
 
     async def poll(self) -> Notice | RebalanceRecommendation | None:
-        """See `NoticeSource`."""
         try:
             content = _read(self._path)
         except OSError as error:
@@ -148,7 +147,7 @@ def _address(base_url: str) -> httpx.URL:
 
 
 class Aws:
-    """Amazon's metadata service, version 2: requests carry a session token, which expires."""
+    """`NoticeSource` of Amazon's metadata service, version 2: requests carry a session token, which expires."""
 
     name = "aws"
 
@@ -157,7 +156,6 @@ class Aws:
         self._token = ""
 
     async def is_available(self) -> bool:
-        """See `NoticeSource`."""
         try:
             await self._renew()
         except Retryable:
@@ -165,7 +163,6 @@ class Aws:
         return True
 
     async def poll(self) -> Notice | RebalanceRecommendation | None:
-        """See `NoticeSource`."""
         action = await self._get("spot/instance-action")
         if action is not None:
             return aws_notice(action, time.time())
@@ -196,7 +193,7 @@ class Aws:
 
 
 class Google:
-    """Google's metadata service: answers when the value changes, or after a second."""
+    """`NoticeSource` of Google's metadata service: answers when the value changes, or after a second."""
 
     name = "gcp"
 
@@ -206,7 +203,6 @@ class Google:
         """ETag of the last value. Without it, a request that waits for a change would miss an earlier one."""
 
     async def is_available(self) -> bool:
-        """See `NoticeSource`."""
         try:
             answer = await self._metadata.call("GET", _PREEMPTED, _GOOGLE)
         except Retryable:
@@ -214,7 +210,6 @@ class Google:
         return bool(answer.headers.get("Metadata-Flavor") == "Google")
 
     async def poll(self) -> Notice | RebalanceRecommendation | None:
-        """See `NoticeSource`."""
         waiting = {"wait_for_change": "true", "timeout_sec": "1", "last_etag": self._etag} if self._etag else None
         answer = await self._metadata.call("GET", _PREEMPTED, _GOOGLE, params=waiting)
         notice = gcp_notice(answer.text)
@@ -226,7 +221,7 @@ class Google:
 
 
 class Azure:
-    """Azure's scheduled events. The first request of a machine may take minutes to be answered."""
+    """`NoticeSource` of Azure's scheduled events. The first request of a machine may take minutes to be answered."""
 
     name = "azure"
 
@@ -235,7 +230,6 @@ class Azure:
         self._machine = ""
 
     async def is_available(self) -> bool:
-        """See `NoticeSource`."""
         try:
             await self._find_machine()
         except Retryable:
@@ -243,7 +237,6 @@ class Azure:
         return True
 
     async def poll(self) -> Notice | RebalanceRecommendation | None:
-        """See `NoticeSource`."""
         if not self._machine:
             await self._find_machine()
         answer = await self._metadata.call("GET", _EVENTS, _AZURE, params=_EVENTS_VERSION)

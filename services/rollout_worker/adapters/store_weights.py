@@ -111,19 +111,15 @@ class StoreWeights:
         self._tokenizers: dict[str, str] = {}
 
     async def pull(self, job_id: str, version: int) -> StagedWeights:
-        """See `WeightSource`."""
         return cached_version(await self._puller.pull(job_id, version))
 
     async def tokenizer_json(self, job_id: str) -> str:
-        """See `WeightSource`."""
         if job_id not in self._tokenizers:
             self._tokenizers = {job_id: await self._fetch_tokenizer(job_id)}  # a change of jobs is a new engine anyway
         return self._tokenizers[job_id]
 
     def verify_cache_again(self) -> None:
-        """See `WeightSource`."""
         self._puller.verify_cache_again()
 
     def renew_access(self, credential: str) -> None:
-        """See `WeightSource`."""
         self._access.credential = credential

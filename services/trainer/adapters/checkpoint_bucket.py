@@ -91,7 +91,6 @@ class CheckpointBucket:
         """When this trainer started, in seconds by the object store's clock; 0 until it has asked."""
 
     def save(self, state: TrainState, write: Snapshot) -> None:
-        """See `CheckpointStore.save`."""
         name = name_of(state.step)
         self._transfer = TransferProgress()
         try:
@@ -120,11 +119,9 @@ class CheckpointBucket:
         return asyncio.run(self._newest(may_write=False, only=name))
 
     def fallback(self) -> TrainState | None:
-        """See `CheckpointStore.fallback`."""
         return asyncio.run(self._fallback())
 
     def progress(self) -> str:
-        """See `CheckpointStore.progress`."""
         return self._transfer.text()
 
     def _remove_stale(self, step: int) -> None:
@@ -196,11 +193,10 @@ class CheckpointBucket:
         retained = [name for name, _ in await self._retained(names, files)]
         old = [name for name in names if name not in retained and _step(name) <= newest.state.step]
         await self._remove([_manifest_path(name) for name in old])
-        used = {await self._folder(name) for name in names if name not in old}
         now = max((found.modified for found in names.values()), default=0.0)
         for folder, parts in files.items():
             stale = is_stale(folder, newest.state.step) and all(_is_expired(part, now) for part in parts.values())
-            if folder not in used and (stale or folder in old):
+            if folder in old or (stale and folder not in names):
                 await self._remove([f"{_FILES}/{folder}/{part}" for part in parts])
         if newest.folder not in names or not _has_all_files(newest, files):
             raise Fatal(
@@ -223,18 +219,6 @@ class CheckpointBucket:
             if _has_all_files(manifest, files):
                 retained.setdefault(_step(name), (name, manifest))
         return list(retained.values())
-
-    async def _folder(self, name: str) -> str:
-        """Return the folder of a manifest's files, empty if the manifest cannot be read.
-
-        It has the manifest's name, except for a manifest named after its step alone, which names the folder inside.
-        """
-        if step_of(name) < 0:
-            return name
-        try:
-            return (await self._read_manifest(name)).folder
-        except (*CORRUPT_ERRORS, NotFound):
-            return ""
 
     async def _remove(self, paths: Sequence[str]) -> None:
         if paths:
@@ -320,8 +304,8 @@ def _parts(manifest: Manifest) -> Iterator[tuple[str, int]]:
 
 
 def _step(name: str) -> int:
-    """Return the step of a manifest by its name."""
-    return max(step_of(name), step_of(name.rpartition("-")[0]))
+    """Return the step of a manifest by its name, which is that of its files' folder."""
+    return step_of(name.rpartition("-")[0])
 
 
 def _is_expired(listed: Listed, now: float) -> bool:

@@ -102,15 +102,12 @@ class Manifest:
 
     @classmethod
     def decode(cls, text: str | bytes) -> Self:
-        """Parse a manifest, raising one of `CORRUPT_ERRORS`. A digest without a length is not length-checked."""
+        """Parse a manifest, raising one of `CORRUPT_ERRORS`."""
         body = json.loads(text)
         if body["format"] != _FORMAT:
             raise ValueError(f"format {body['format']} is not {_FORMAT}")
-        files = {
-            name: FileDigest(entry, -1) if isinstance(entry, str) else FileDigest(*entry)
-            for name, entry in body["files"].items()
-        }
-        return cls(TrainState(**body["state"]), files, body.get("folder", ""))
+        files = {name: FileDigest(*entry) for name, entry in body["files"].items()}
+        return cls(TrainState(**body["state"]), files, body["folder"])
 
     def verify(self, directory: Path) -> None:
         """Check the files in a directory against their digests, raising one of `CORRUPT_ERRORS`."""
@@ -135,7 +132,6 @@ class CheckpointFolder:
         self._folder = folder
 
     def save(self, state: TrainState, write: Snapshot) -> None:
-        """See `CheckpointStore.save`."""
         temporary, final = self._temporary(state.step), self._folder / name_of(state.step)
         try:
             self._remove_stale(state.step)
@@ -160,7 +156,6 @@ class CheckpointFolder:
             ) from error
 
     def newest(self) -> tuple[TrainState, Path] | None:
-        """See `CheckpointStore.newest`."""
         directories = self._directories()
         for directory in directories:
             try:
@@ -172,7 +167,6 @@ class CheckpointFolder:
         return None
 
     def fallback(self) -> TrainState | None:
-        """See `CheckpointStore.fallback`."""
         directories = self._directories()
         if len(directories) < N_RETAINED:
             return None

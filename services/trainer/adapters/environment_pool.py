@@ -41,14 +41,12 @@ class TokenizerChatFormatter:
     """`ChatFormatter` with a tokenizer of transformers."""
 
     def __init__(self, tokens: PromptTokenizer) -> None:
-        """Use the tokenizer of the job's prompts."""
         self._tokens = tokens
         self.max_length = tokens.max_length
 
     def format_prompt(
         self, prompt: Message, tools: Sequence[dict[str, Any]], columns: Mapping[str, Any] | None = None
     ) -> list[int]:
-        """See `ChatFormatter.format_prompt`."""
         with _faults():
             return self._tokens.prompt(prompt, *_options(tools, columns or {}))
 
@@ -60,7 +58,6 @@ class TokenizerChatFormatter:
         tools: Sequence[dict[str, Any]],
         columns: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """See `ChatFormatter.format_observation`."""
         with _faults():
             if not isinstance(prompt, str):
                 messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
@@ -120,11 +117,9 @@ class EnvironmentPool:
         """Conversation -> its process."""
 
     async def start(self) -> None:
-        """See `Environments.start`."""
         await start_all((host.process for host in self._hosts), self._waits, self._what)
 
     async def reset(self, row: dict[str, Any], seed: int) -> ResetResult:
-        """See `Environments.reset`."""
         host = min(self._hosts, key=lambda host: host.n_calls)
         answer = await host.call(None, row, seed, ())
         return ResetResult(answer["prompt"], answer["tools"])
@@ -149,17 +144,14 @@ class EnvironmentPool:
         return [StepResult(*result) for result in answer["results"]]
 
     def release(self, conversation: int) -> None:
-        """See `Environments.release`."""
         if (host := self._host_of.pop(conversation, None)) is not None:
             host.release(conversation)
 
     def stop(self, conversation: int) -> None:
-        """See `Environments.stop`."""
         if (host := self._host_of.pop(conversation, None)) is not None:
             host.release(conversation, stop=True)
 
     async def close(self) -> None:
-        """See `Environments.close`."""
         async with self._waits.on(self._what, because="what is open closes", limit_s=_CLOSE_LIMIT_S + 5):
             await asyncio.gather(*(host.close() for host in self._hosts))
         if self._log is not None:

@@ -36,7 +36,6 @@ class NoReward:
         """See `RewardFunction.start`."""
 
     async def score(self, batch: RewardBatch) -> Scores:
-        """See `RewardFunction.score`."""
         return Scores((0.0,) * len(batch.completions))
 
     async def close(self) -> None:
@@ -78,7 +77,6 @@ class RewardPool:
         self._idle: asyncio.LifoQueue[UserCodeProcess] = asyncio.LifoQueue()
 
     async def start(self) -> None:
-        """See `RewardFunction.start`."""
         await start_all(self._processes, self._waits, "the reward function")
         for process in self._processes:
             self._idle.put_nowait(process)
@@ -104,7 +102,6 @@ class RewardPool:
         return _scores(answer, batch, self._spec.parts)
 
     async def close(self) -> None:
-        """See `RewardFunction.close`."""
         await asyncio.gather(*(process.kill() for process in self._processes))
         if self._log is not None:
             self._log.close()

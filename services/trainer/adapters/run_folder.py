@@ -42,7 +42,6 @@ class LocalRunFolder:
         self._metrics = folder / "metrics.jsonl"
 
     def begin(self, spec_json: str, step: int) -> None:
-        """See `RunFolder.begin`."""
         with self._disk_errors():
             self._folder.mkdir(parents=True, exist_ok=True)
             replace_file(self._folder / "job.json", json.dumps(json.loads(spec_json), indent=2) + "\n")
@@ -51,14 +50,12 @@ class LocalRunFolder:
         self._log.begin(step)
 
     def log_step(self, step: int, metrics: dict[str, float]) -> list[str]:
-        """See `RunFolder.log_step`."""
         with self._disk_errors(), self._metrics.open("ab", buffering=0) as file:
             _append(file, (json.dumps({"step": step, **metrics}) + "\n").encode())
         self._log.log(step, metrics)
         return self._log.new_problems()
 
     def write_profile(self, profile: RunProfile) -> None:
-        """See `RunFolder.write_profile`."""
         with self._disk_errors():
             replace_file(self._folder / "profile.json", profile.model_dump_json(indent=2) + "\n")
 
@@ -73,7 +70,6 @@ class LocalRunFolder:
         return path
 
     def export(self, shards: Iterable[Shard]) -> Path:
-        """See `RunFolder.export`."""
         with self._replaced_dir("model") as directory:
             copy_without_weights(self._model, directory)
             # safetensors writes all tensors at once, so a copy of the model is in memory meanwhile.
@@ -86,7 +82,6 @@ class LocalRunFolder:
         return self._folder / "model"
 
     def export_adapter(self, shards: Iterable[Shard], adapter_json: str) -> Path:
-        """See `RunFolder.export_adapter`."""
         with self._replaced_dir("adapter") as directory:
             tensors = {shard.name: tensor_of(shard) for shard in shards}
             save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
@@ -95,7 +90,6 @@ class LocalRunFolder:
         return self._folder / "adapter"
 
     def close(self) -> list[str]:
-        """See `RunFolder.close`."""
         self._log.close(_FINISH_LIMIT_S)
         return self._log.new_problems()
 

@@ -195,11 +195,9 @@ class Wandb:
             raise self._failure()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """See `Logger.log`."""
         self._send({"step": step, "metrics": dict(metrics)})
 
     def close(self) -> None:
-        """See `Logger.close`."""
         self._send(None)
         if self._process.wait():
             raise self._failure()
@@ -257,12 +255,10 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder), purge_step=step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """See `Logger.log`."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         # Flush per row: a killed process must not lose rows.
         self._writer.flush()
 
     def close(self) -> None:
-        """See `Logger.close`."""
         self._writer.close()

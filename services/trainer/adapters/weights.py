@@ -48,7 +48,6 @@ class StorePublisher:
         self._puller: Puller | None = None
 
     async def head(self) -> int:
-        """See `WeightPublisher.head`."""
         head = await self._publisher.head(self.job_id)
         return -1 if head is None else head.version
 
@@ -63,7 +62,6 @@ class StorePublisher:
         adapter_json: str = "",
         parity_json: str = "",
     ) -> None:
-        """See `WeightPublisher.publish`."""
         part_digests = await self._upload(version, shards)
         await self._publisher.commit(
             self.job_id,
@@ -81,7 +79,6 @@ class StorePublisher:
             await self._publisher.pin(self.job_id, version)
 
     async def equals(self, version: int, shards: Iterable[Shard]) -> bool | None:
-        """See `WeightPublisher.equals`."""
         waiting = self.waits.on("the weight store", because=f"manifest of version {version}", limit_s=self.limit_s)
         try:
             async with waiting:
@@ -91,25 +88,21 @@ class StorePublisher:
         return _digests_in(manifest) == await self._digests(shards)
 
     async def damaged(self) -> frozenset[str]:
-        """See `WeightPublisher.damaged`."""
         try:
             return await self.client.damaged()
         except StoreUnavailable:
             return frozenset()
 
     def chunks_among(self, shards: Iterable[Shard], digests: AbstractSet[str]) -> list[ChunkCopy]:
-        """See `WeightPublisher.chunks_among`."""
         return chunks_among(shards, digests)
 
     async def restore(self, chunks: Sequence[ChunkCopy]) -> None:
-        """See `WeightPublisher.restore`."""
         because = f"upload {len(chunks)} damaged chunks again"
         async with self.waits.on("the weight store", because=because, limit_s=self.limit_s):
             for ref, data in chunks:
                 await retry_unavailable(lambda: self.client.put_chunk(ref, memoryview(data)))  # noqa: B023 - awaited
 
     async def fetch(self, version: int) -> Iterator[Shard]:
-        """See `WeightPublisher.fetch`."""
         if self._puller is None:
             self._puller = Puller(self.client, Cache(self.cache), self.waits, limit_s=self.limit_s)
         pulled = await self._puller.pull(self.job_id, version)
@@ -119,7 +112,6 @@ class StorePublisher:
         )
 
     async def close(self) -> None:
-        """See `WeightPublisher.close`."""
         await self.client.close()
         if self._puller is not None:
             self._puller.close()
@@ -156,7 +148,6 @@ class RanksPublisher(StorePublisher):
             )
 
     def chunks_among(self, shards: Iterable[Shard], digests: AbstractSet[str]) -> list[ChunkCopy]:
-        """See `WeightPublisher.chunks_among`."""
         return shards.chunks_among(digests) if isinstance(shards, RankShards) else super().chunks_among(shards, digests)
 
     async def _digests(self, shards: Iterable[Shard]) -> Digests:

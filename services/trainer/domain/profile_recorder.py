@@ -37,7 +37,6 @@ class ProfileRecorder:
     """The recent steps of one job."""
 
     def __init__(self) -> None:
-        """Start empty."""
         self._steps: deque[_Step] = deque(maxlen=RECENT_STEPS)
         self._engines: dict[tuple[str, str], deque[EngineProfile]] = defaultdict(partial(deque, maxlen=RECENT_STEPS))
         """(role, kind) -> its profile in each of its recent steps."""

@@ -131,7 +131,6 @@ class SessionCollector(StepCollector):
     """Collects one step's groups, whose samples are sessions; the ids of a session's turns begin with turn 1."""
 
     def __init__(self, *arguments: Any) -> None:
-        """Take the arguments of `StepCollector`."""
         super().__init__(*arguments)
         self._sessions: dict[int, Session] = {}
         """Sample -> its session, once something is known of it."""
@@ -140,7 +139,6 @@ class SessionCollector(StepCollector):
         self._rewarded: list[Session] = []
 
     def apply(self, message: Message, at: float = 0.0) -> GroupOutcome | None:
-        """See `StepCollector.apply`."""
         self._now = at
         match message:
             case TurnOpened():

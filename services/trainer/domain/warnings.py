@@ -24,7 +24,6 @@ class FaultWarnings:
     """The warnings of one job."""
 
     def __init__(self) -> None:
-        """Start without any."""
         self._reasons: set[str] = set()
         self._notes: set[str] = set()
 
@@ -483,7 +482,6 @@ class WarningTracker:
     """The warnings of one job. The state depends on the observed rows alone, so replaying recorded rows restores it."""
 
     def __init__(self, facts: JobFacts) -> None:
-        """Start without a step."""
         self._facts = facts
         self._history = History()
         self._held: dict[str, _Held] = {}

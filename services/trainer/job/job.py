@@ -43,7 +43,6 @@ class DeviceThread:
     """One thread for all computation: the event loop stays free, and a cancelled job never waits for a kernel."""
 
     def __init__(self) -> None:
-        """Start no thread yet."""
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="device")
 
     async def run(self, call: Callable[[], T]) -> T:
@@ -63,7 +62,7 @@ class DeviceThread:
 
 
 class RetryingBus:
-    """A bus that retries calls while Redis is unavailable.
+    """`Bus` that retries calls while Redis is unavailable.
 
     Retrying is safe: every message of the trainer is idempotent on its own ids.
     """
@@ -94,7 +93,6 @@ class RetryingBus:
             raise BusUnavailable(f"{first}; gave up after {self._limit_s:.0f} s: start Redis again") from error
 
     async def transact(self, ops: Sequence[Op]) -> None:
-        """See `Bus.transact`."""
         await self.retry(lambda bus: bus.transact(ops))
 
 

@@ -94,7 +94,6 @@ class DiskChunks:
     """`ports.Chunks` on files."""
 
     def __init__(self, directory: StoreDirectory) -> None:
-        """Use an open directory."""
         self._directory = directory
         self._locks = threading.Lock()
         """Held while a chunk is added, marked or removed: a chunk reported as present is not removed concurrently."""
@@ -120,7 +119,6 @@ class DiskChunks:
             self._unsynced.add(self.path(digest).parent)
 
     async def sync(self) -> None:
-        """See `Chunks.sync`."""
         await asyncio.to_thread(self._sync)
 
     def _sync(self) -> None:
@@ -131,7 +129,6 @@ class DiskChunks:
                 sync_path(directory)
 
     async def missing(self, chunks: Sequence[ChunkRef], now: float) -> list[str]:
-        """See `Chunks.missing`."""
         return await asyncio.to_thread(self._missing, chunks, now)
 
     def _missing(self, chunks: Sequence[ChunkRef], now: float) -> list[str]:
@@ -146,7 +143,6 @@ class DiskChunks:
         return missing
 
     async def read(self, digest: str) -> bytes:
-        """See `Chunks.read`."""
         return await asyncio.to_thread(self._read, digest)
 
     def _read(self, digest: str) -> bytes:
@@ -157,7 +153,6 @@ class DiskChunks:
                 raise NotFound(f"there is no chunk {digest}") from error
 
     async def read_into(self, digest: str, buffer: bytearray) -> memoryview:
-        """See `Chunks.read_into`."""
         return await asyncio.to_thread(self._read_into, digest, buffer)
 
     def _read_into(self, digest: str, buffer: bytearray) -> memoryview:
@@ -171,7 +166,6 @@ class DiskChunks:
                 raise NotFound(f"there is no chunk {digest}") from error
 
     async def source(self, digest: str) -> LocalFile:
-        """See `Chunks.source`."""
         path = self.path(digest)
         try:
             return LocalFile(path, await asyncio.to_thread(path.stat))
@@ -186,7 +180,6 @@ class DiskChunks:
             return None
 
     async def n_bytes(self) -> int:
-        """See `Chunks.n_bytes`."""
         return await asyncio.to_thread(self._n_bytes)
 
     def _n_bytes(self) -> int:
@@ -195,7 +188,6 @@ class DiskChunks:
             return sum(path.stat().st_size for path in self._directory.chunks.glob("*/*"))
 
     async def last_used(self) -> dict[str, float]:
-        """See `Chunks.last_used`."""
         return await asyncio.to_thread(self._last_used)
 
     def _last_used(self) -> dict[str, float]:
@@ -203,7 +195,6 @@ class DiskChunks:
             return {path.name: _time(path) for path in self._directory.chunks.glob("*/*")}
 
     async def remove(self, unused_since: Mapping[str, float]) -> None:
-        """See `Chunks.remove`."""
         await asyncio.to_thread(self._remove, unused_since)
 
     def _remove(self, unused_since: Mapping[str, float]) -> None:
@@ -218,64 +209,49 @@ class DiskDocuments:
     """`ports.Documents` on files."""
 
     def __init__(self, directory: StoreDirectory) -> None:
-        """Use an open directory."""
         self._directory = directory
 
     async def jobs(self) -> list[str]:
-        """See `Documents.jobs`."""
         return await asyncio.to_thread(lambda: sorted(path.name for path in self._directory.models.iterdir()))
 
     async def versions_of(self, job_id: str) -> JobVersions:
-        """See `Documents.versions_of`."""
         try:
             return decode_model(await self._read(self._job(job_id) / "model.json"))
         except NotFound:
             return JobVersions(job_id)
 
     async def save_versions(self, job: JobVersions) -> None:
-        """See `Documents.save_versions`."""
         await self._write(self._job(job.job_id) / "model.json", encode_model(job))
 
     async def put_manifest(self, job_id: str, version: int, data: bytes) -> None:
-        """See `Documents.put_manifest`."""
         await self._write(self._manifest(job_id, version), data)
 
     async def manifest(self, job_id: str, version: int) -> bytes:
-        """See `Documents.manifest`."""
         return await self._read(self._manifest(job_id, version))
 
     async def remove_manifest(self, job_id: str, version: int) -> None:
-        """See `Documents.remove_manifest`."""
         await asyncio.to_thread(self._manifest(job_id, version).unlink, missing_ok=True)
 
     async def put_edges(self, job_id: str, version: int, data: bytes) -> None:
-        """See `Documents.put_edges`."""
         await self._write(self._edges(job_id, version), data)
 
     async def edges(self, job_id: str, version: int) -> bytes:
-        """See `Documents.edges`."""
         return await self._read(self._edges(job_id, version))
 
     async def edge_versions(self, job_id: str) -> list[int]:
-        """See `Documents.edge_versions`."""
         folder = self._job(job_id) / "edges"
         return await asyncio.to_thread(lambda: sorted(int(path.stem) for path in folder.glob("*.json")))
 
     async def remove_edges(self, job_id: str, version: int) -> None:
-        """See `Documents.remove_edges`."""
         await asyncio.to_thread(self._edges(job_id, version).unlink, missing_ok=True)
 
     async def put_part(self, job_id: str, part: StagedPart, data: bytes) -> None:
-        """See `Documents.put_part`."""
         await self._write(self._part(job_id, part.version, part.rank), data, part.staged_at)
 
     async def part(self, job_id: str, version: int, rank: int) -> bytes:
-        """See `Documents.part`."""
         return await self._read(self._part(job_id, version, rank))
 
     async def parts(self, job_id: str) -> list[StagedPart]:
-        """See `Documents.parts`."""
-
         def scan() -> list[StagedPart]:
             found = []
             for path in self._directory.models.joinpath(job_id, "parts").glob("*.json"):
@@ -286,7 +262,6 @@ class DiskDocuments:
         return await asyncio.to_thread(scan)
 
     async def remove_part(self, job_id: str, part: StagedPart) -> None:
-        """See `Documents.remove_part`."""
         await asyncio.to_thread(self._part(job_id, part.version, part.rank).unlink, missing_ok=True)
 
     def _job(self, job_id: str) -> Path:

@@ -279,7 +279,6 @@ class ObjectChunks:
         self._uploading.pop(digest, None)
 
     async def missing(self, chunks: Sequence[ChunkRef], now: float) -> list[str]:
-        """See `Chunks.missing`."""
         self._lease.check()
         missing = []
         for chunk in chunks:
@@ -291,18 +290,15 @@ class ObjectChunks:
         return missing
 
     async def read(self, digest: str) -> bytes:
-        """See `Chunks.read`."""
         try:
             return (await self._bucket.get(_chunk(digest))).data
         except NotFound as error:
             raise NotFound(f"there is no chunk {digest}") from error
 
     async def read_into(self, digest: str, buffer: bytearray) -> memoryview:  # noqa: ARG002 - the chunk is in memory in any case
-        """See `Chunks.read_into`."""
         return memoryview(bytearray(await self.read(digest)))
 
     async def source(self, digest: str) -> Redirect | Proxied:
-        """See `Chunks.source`."""
         held = self._held.get(digest)
         if held is None:
             raise NotFound(f"there is no chunk {digest}")
@@ -351,17 +347,14 @@ class ObjectDocuments:
     """`ports.Documents` in an object store."""
 
     def __init__(self, bucket: Bucket, lease: Lease) -> None:
-        """Use an object store of which this process holds the lease."""
         self._bucket = bucket
         self._lease = lease
         self._models: dict[str, ExclusiveObject] = {}
 
     async def jobs(self) -> list[str]:
-        """See `Documents.jobs`."""
         return await self._bucket.folders(_MODELS)
 
     async def versions_of(self, job_id: str) -> JobVersions:
-        """See `Documents.versions_of`."""
         try:
             found = await self._bucket.get(_model(job_id))
         except NotFound:
@@ -377,44 +370,34 @@ class ObjectDocuments:
         await stored.write(encode_model(job))
 
     async def put_manifest(self, job_id: str, version: int, data: bytes) -> None:
-        """See `Documents.put_manifest`."""
         await self._write(_manifest(job_id, version), data)
 
     async def manifest(self, job_id: str, version: int) -> bytes:
-        """See `Documents.manifest`."""
         return (await self._bucket.get(_manifest(job_id, version))).data
 
     async def remove_manifest(self, job_id: str, version: int) -> None:
-        """See `Documents.remove_manifest`."""
         await self._remove(_manifest(job_id, version))
 
     async def put_edges(self, job_id: str, version: int, data: bytes) -> None:
-        """See `Documents.put_edges`."""
         await self._write(_edges(job_id, version), data)
 
     async def edges(self, job_id: str, version: int) -> bytes:
-        """See `Documents.edges`."""
         return (await self._bucket.get(_edges(job_id, version))).data
 
     async def edge_versions(self, job_id: str) -> list[int]:
-        """See `Documents.edge_versions`."""
         names = await self._bucket.sizes(f"{_MODELS}/{job_id}/edges")
         return sorted(int(name.removesuffix(".json")) for name in names)
 
     async def remove_edges(self, job_id: str, version: int) -> None:
-        """See `Documents.remove_edges`."""
         await self._remove(_edges(job_id, version))
 
     async def put_part(self, job_id: str, part: StagedPart, data: bytes) -> None:
-        """See `Documents.put_part`."""
         await self._write(_part(job_id, part.version, part.rank), data, {_STAGED_AT: repr(part.staged_at)})
 
     async def part(self, job_id: str, version: int, rank: int) -> bytes:
-        """See `Documents.part`."""
         return (await self._bucket.get(_part(job_id, version, rank))).data
 
     async def parts(self, job_id: str) -> list[StagedPart]:
-        """See `Documents.parts`."""
         found = []
         for name in await self._bucket.sizes(f"{_MODELS}/{job_id}/parts"):
             version, _, rank = name.removesuffix(".json").partition("-")
@@ -423,7 +406,6 @@ class ObjectDocuments:
         return sorted(found, key=lambda part: (part.version, part.rank))
 
     async def remove_part(self, job_id: str, part: StagedPart) -> None:
-        """See `Documents.remove_part`."""
         await self._remove(_part(job_id, part.version, part.rank))
 
     async def _write(self, path: str, data: bytes, metadata: Mapping[str, str] | None = None) -> None:

@@ -191,16 +191,13 @@ class DerivedChunks:
         self._buffers.give_back(buffer)  # not after an error: a thread may still write to it
 
     async def put(self, digest: str, blocks: Sequence[bytes | memoryview], now: float) -> None:
-        """See `Chunks.put`."""
         await self._chunks.put(digest, blocks, now)
         self._forget(digest)
 
     async def sync(self) -> None:
-        """See `Chunks.sync`."""
         await self._chunks.sync()
 
     async def missing(self, chunks: Sequence[ChunkRef], now: float) -> list[str]:
-        """See `Chunks.missing`."""
         for chunk in chunks:
             if derived := self._derived.get(chunk.digest):
                 derived.used_at = now
@@ -230,7 +227,6 @@ class DerivedChunks:
         return await self._chunks.source(digest)
 
     async def n_bytes(self) -> int:
-        """See `Chunks.n_bytes`."""
         return await self._chunks.n_bytes()
 
     async def last_used(self) -> dict[str, float]:
@@ -238,7 +234,6 @@ class DerivedChunks:
         return await self._chunks.last_used()
 
     async def remove(self, unused_since: Mapping[str, float]) -> None:
-        """See `Chunks.remove`."""
         await self._chunks.remove(unused_since)
 
 

@@ -214,11 +214,9 @@ class PeerSource:
         """URL under which other peers reach this one; empty if it serves none."""
 
     def offer(self, indexes: Sequence[BlobIndex]) -> None:
-        """See `Source.offer`."""
         self._indexes = tuple(indexes)
 
     async def has_chunks_at_hand(self) -> bool:
-        """See `Source.has_chunks_at_hand`."""
         return False
 
     async def announce(self, stop: asyncio.Event) -> None:
@@ -229,7 +227,6 @@ class PeerSource:
             await self._ignoring_outage(self._directory.withdraw())
 
     async def fetch(self, blobs: Sequence[ChunkRef], traffic: Traffic, on_settled: OnSettled) -> None:
-        """See `Source.fetch`."""
         if sum(blob.n_bytes for blob in blobs) < self._store_only_bytes:
             await self._store.fetch(blobs, traffic, on_settled)
             await self._ignoring_outage(self._publish())  # most of a large version may have been cached already

@@ -334,27 +334,6 @@ def test_removed_manifest_fails_the_checkpoint_by_name(
         CheckpointBucket(s3_url, tmp_path / "c", 5.0).save(state(5), writing(5))
 
 
-def test_old_manifests_named_after_the_step_are_read(s3_url: str, tmp_path: Path) -> None:
-    store = CheckpointBucket(s3_url, tmp_path / "c", 5.0)
-    store.save(state(5), writing(5))
-    store.save(state(10), writing(10))
-
-    async def rename() -> None:
-        bucket = Bucket(s3_url)
-        for name in await bucket.sizes("manifests"):
-            found = await bucket.get(f"manifests/{name}")
-            await bucket.put(f"manifests/{name.rpartition('-')[0]}.json", found.data)
-            await bucket.remove([f"manifests/{name}"])
-
-    asyncio.run(rename())
-    found = store.newest()
-    assert found is not None
-    assert found[0] == state(10)
-    assert store.fallback() == state(5)
-    store.save(state(15), writing(15))
-    assert store.fallback() == state(10)
-
-
 def test_unavailable_object_store_fails_the_checkpoint_by_name(s3_url: str, tmp_path: Path) -> None:
     store = CheckpointBucket(s3_url.replace("s3://weights", "s3://no-such-bucket"), tmp_path / "c", 0.5)
     with pytest.raises(Fatal, match=r"step-000010 cannot be written to s3://no-such-bucket"):

@@ -226,13 +226,6 @@ def test_loss_not_finite_is_raised_before_backward(tmp_path: Path, logprob: floa
     assert ours.step(1e-3) == 0.0, "nothing was accumulated"
 
 
-def test_checkpoint_in_the_earlier_format_is_rejected(tmp_path: Path) -> None:
-    ours = engine(write_model(tmp_path / "model"))
-    (tmp_path / "optimizer.safetensors").touch()
-    with pytest.raises(ConfigError, match="format that earlier versions wrote in one process"):
-        ours.load(tmp_path)
-
-
 def test_offload_on_a_cpu_trainer_is_rejected(tmp_path: Path) -> None:
     for ranks in ({"data_parallel": 2}, {"backend": "megatron"}, {}):
         spec = parse({**small_job(steps=1), "trainer": {"offload": "all", **ranks}})

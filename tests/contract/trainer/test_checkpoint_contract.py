@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import signal
 import subprocess
@@ -58,18 +57,6 @@ def test_newest_returns_the_last_checkpoint_with_its_files(store: CheckpointStor
     assert found is not None
     assert found[0] == state(20)
     assert (found[1] / "weights").read_text() == "twenty"
-
-
-def test_old_manifest_without_lengths_is_read(tmp_path: Path) -> None:
-    CheckpointFolder(tmp_path).save(state(10), writing("ten"))
-    [file] = tmp_path.glob("*/state.json")
-    body = json.loads(file.read_text())
-    del body["folder"], body["state"]["read_cursor"], body["state"]["data_digest"]
-    body["files"] = {name: digest for name, (digest, _) in body["files"].items()}
-    file.write_text(json.dumps(body))
-    found = CheckpointFolder(tmp_path).newest()
-    assert found is not None
-    assert found[0] == TrainState(step=10, finished_cursor="10-0", train_rows=10)
 
 
 def test_fallback_is_the_older_of_two_checkpoints(store: CheckpointStore) -> None:

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ ROOT = Path(__file__).parents[3]
 SERVICES = sorted(path.parent.name for path in (ROOT / "services").glob("*/__main__.py"))
 SOURCES = sorted(path for top in ("services", "shared", "rlboost", "examples") for path in (ROOT / top).rglob("*.py"))
 LINKED = re.compile(r"rlboost\.(services|shared|examples)\b")
-HEAVY = ("torch", "transformers", "vllm", "megatron", "fastapi", "matplotlib")
+HEAVY = ("torch", "transformers", "vllm", "megatron", "fastapi")
 PURE_SHARED = {
     "shared.errors",
     "shared.http.scopes",
@@ -46,8 +47,11 @@ IMPURE = {"asyncio", "time", "random", "os", "socket", "subprocess", "pathlib", 
 
 
 @cache
-def imports(path: Path) -> set[str]:
-    """Return the modules that a file imports, those of ours by the path of their file: `shared.ids`."""
+def imports(path: Path, *, members: bool = False) -> set[str]:
+    """Return the modules that a file imports, those of ours by the path of their file: `shared.ids`.
+
+    With `members`, the names that it imports from them are among these: one may be a module.
+    """
     tree = ast.parse(path.read_text(encoding="utf-8"))
     found: set[str] = set()
     for node in ast.walk(tree):
@@ -56,8 +60,8 @@ def imports(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: a relative import"
             found.add(node.module or "")
-            if node.module == "rlboost":
-                found |= {f"rlboost.{alias.name}" for alias in node.names}
+            if members or node.module == "rlboost":
+                found |= {f"{node.module}.{alias.name}" for alias in node.names}
     return {name.removeprefix("rlboost.") if LINKED.match(name) else name for name in found}
 
 
@@ -159,6 +163,34 @@ def test_only_composition_roots_import_adapters(service: str) -> None:
     assert not found
 
 
+ROLES = {"__main__": "entry", "api": "entry", "cli": "entry", "settings": "ports", "metrics": "ports"}
+
+
+def package(module: str) -> str:
+    """Return the package of a module; those at the top of a service, of `shared` and of `rlboost` are by their role."""
+    parts = module.split(".")
+    top, below = (2, parts[2:]) if parts[0] == "services" else (1, parts[1:])
+    if len(below) > 1 or (ROOT / Path(*parts)).is_dir():
+        return ".".join(parts[: top + 1])
+    role = next((role for role in ("ports", "fakes") if below[0].startswith(role)), ROLES.get(below[0], "app"))
+    return ".".join([*parts[:top], "app" if parts[0] == "shared" else role])
+
+
+def test_packages_do_not_import_in_a_circle() -> None:
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for path in SOURCES
+        if path.relative_to(ROOT).parts[0] != "examples"
+    }
+    imported: dict[str, set[str]] = {}
+    for path in SOURCES:
+        importer = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        if importer in modules and importer.count(".") > importer.startswith("services"):
+            found = {package(name) for name in imports(path, members=True) & modules if name.count(".")}
+            imported[package(importer)] = imported.get(package(importer), set()) | found - {package(importer)}
+    list(TopologicalSorter(imported).static_order())  # raises CycleError, which names the circle
+
+
 MOST_FILES = {"A token, from an engine to a training row": 20, "One training step": 17, "One weight version": 21}
 
 
@@ -179,6 +211,20 @@ def _meet(one: Path, other: Path) -> bool:
     names = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in (one, other)]
     found = zip(names, (imports(other), imports(one)), strict=True)
     return any({name, name.rpartition(".")[0]} & imported for name, imported in found)  # a package exports names
+
+
+def test_a_public_method_has_a_docstring_unless_its_port_says_what_it_does() -> None:
+    documented: set[str] = {"connection_made", "connection_lost", "data_received"}  # asyncio's protocols
+    missing: list[tuple[str, str]] = []
+    for path in SOURCES:
+        for group in ast.parse(path.read_text(encoding="utf-8")).body:
+            for method in group.body if isinstance(group, ast.ClassDef) and group.name[0] != "_" else ():
+                if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef) and method.name[0] != "_":
+                    if ast.get_docstring(method):
+                        documented.add(method.name)
+                    else:
+                        missing.append((f"{path}:{method.lineno}", method.name))
+    assert not [place for place, name in missing if name not in documented]
 
 
 def test_files_are_short_enough_to_read() -> None:

@@ -12,9 +12,7 @@ from typer.testing import CliRunner, Result
 import rlboost.simulation
 from benchmarks import evaluation
 from rlboost.cli import app
-from rlboost.simulation import Machine, Policy, SimulatedJob, SimulationResult, StepResult
-from rlboost.simulation.pictures import throughput
-from rlboost.simulation.policies import ABLATIONS, POLICIES
+from rlboost.simulation import Machine, Policy, SimulatedJob, SimulationResult
 from rlboost.simulation.result import ratio_text
 from rlboost.simulation.traces import FleetTrace
 from tests.support.simulated import simulated
@@ -52,13 +50,12 @@ def test_simulate_command_compares_policies_with_the_first(tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("small_job")
-def test_simulate_command_prints_json_and_writes_pictures(tmp_path: Path) -> None:
-    result = command("--policy", "paper", "--seeds", "1", "--json", "--pictures", str(tmp_path))
+def test_simulate_command_prints_json() -> None:
+    result = command("--policy", "paper", "--seeds", "1", "--json")
     assert result.exit_code == 0, result.output
     printed = json.loads(result.stdout)
     assert printed["trace_s"] == pytest.approx(360)
     assert printed["policies"][0]["policy"] == "paper"
-    assert {path.name for path in tmp_path.iterdir()} == {"throughput.png", "step-paper.png", "index.html"}
 
 
 @pytest.mark.parametrize(
@@ -75,14 +72,6 @@ def test_simulate_command_without_a_complete_step_is_an_error() -> None:
     result = command("--policy", "verl", "--seeds", "1")
     assert result.exit_code == 2
     assert "pass more --hours" in result.output
-
-
-def test_throughput_picture_has_a_curve_of_its_own_for_each_policy() -> None:
-    step = StepResult(0, 0.0, 60.0, 1.0, 50.0, 1.0, 1000, 2000)
-    known = POLICIES | ABLATIONS
-    above, _ = throughput([SimulationResult(name, 0, (step,), (), 1.0) for name in known]).axes
-    curves = {(str(curve.get_edgecolor()), str(curve.get_linestyle())) for curve in above.patches}
-    assert len(curves) == len(known) > 8
 
 
 def test_table_of_the_evaluation_always_simulates_what_it_compares_with(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -258,14 +258,6 @@ async def test_unforeseen_error_has_openais_format_and_is_logged(site: Site, pat
     assert (await site.http.get("/v1/models", headers=BEARER)).status_code == 200
 
 
-async def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(site: Site) -> None:
-    site.files = broken(max_len=100, characters_per_token=3)
-    for body in ({"prompt": ["a", "!" * 301]}, {"messages": [{"role": "user", "content": "!" * 301}]}):
-        path = "completions" if "prompt" in body else "chat/completions"
-        answer = await site.http.post(f"/v1/{path}", headers=BEARER, json={"model": "j", **body})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded"), answer.text
-
-
 async def test_body_limit_follows_the_longest_context(site: Site) -> None:
     site.files = broken(max_len=100)
     assert (await site.http.post("/v1/completions", headers=BEARER, json={"model": "j", "prompt": "a"})).is_success

@@ -137,23 +137,19 @@ class VllmEngine:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """See `ports.Engine`."""
         self._check_alive()
         self._requests.submit(requests)
         self._start_streams()
 
     def abort(self, keys: Iterable[RequestKey]) -> None:
-        """See `ports.Engine`."""
         self._check_alive()
         self._end_streams(self._requests.abort(keys))
 
     def release(self, keys: Iterable[RequestKey]) -> None:
-        """See `ports.Engine`."""
         self._check_alive()
         self._end_streams(self._requests.release(keys))
 
     def take_emissions(self) -> list[Emission]:
-        """See `ports.Engine`."""
         self._check_alive(allow_closed=True)
         return self._requests.take_emissions()
 
@@ -164,7 +160,6 @@ class VllmEngine:
         return EngineStats(requests.n_running, requests.n_pending, requests.generated_total, requests.version)
 
     def running(self) -> set[RequestKey]:
-        """See `ports.Engine`."""
         return self._requests.running
 
     def _start_streams(self) -> None:
@@ -292,7 +287,6 @@ class VllmEngine:
         return [[task.result() for task in row] for row in tasks]
 
     async def sample(self, requests: Sequence[Request]) -> list[Emission]:
-        """See `ports.Engine`."""
         return await self._in_turn(lambda: self._sample(requests))
 
     async def _sample(self, requests: Sequence[Request]) -> list[Emission]:
@@ -319,7 +313,6 @@ class VllmEngine:
     # --- pausing ------------------------------------------------------------------------------------------------------
 
     async def suspend(self, *, keep_kv: bool = False) -> None:
-        """See `ports.Engine`."""
         await self._in_turn(lambda: self._suspend(keep_kv=keep_kv))
 
     async def _suspend(self, *, keep_kv: bool) -> None:
@@ -330,7 +323,6 @@ class VllmEngine:
             self._asleep = {"weights", "kv_cache"}
 
     async def resume(self) -> None:
-        """See `ports.Engine`."""
         await self._in_turn(self._resume)
 
     async def _resume(self) -> None:
@@ -382,7 +374,6 @@ class VllmEngine:
         return await asyncio.shield(asyncio.create_task(run(), name="vllm-control"))
 
     async def close(self) -> None:
-        """See `ports.Engine`."""
         self._end = self._end or "closed"
         streams = list(self._streams.values())
         for stream in streams:

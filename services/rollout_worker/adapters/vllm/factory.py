@@ -53,7 +53,6 @@ class VllmFactory:
         self._options = options
 
     def prepare(self) -> None:
-        """See `EngineFactory`."""
         if plugin.NAME not in entry_points(group="vllm.general_plugins").names:
             raise ConfigError(
                 "vllm does not find RLBoost's plugin, since the installed rlboost is older than its source: run 'make "
@@ -73,7 +72,6 @@ class VllmFactory:
         arguments.check_arguments(self._options.vllm_args)
 
     def build(self, config_json: str, tokenizer_json: str = "") -> Engine:
-        """See `EngineFactory`."""
         from rlboost.services.rollout_worker.adapters.grammar_tokens import tokenizer_for_grammars  # noqa: PLC0415 - likewise
         from rlboost.services.rollout_worker.adapters.vllm.engine import VllmEngine, start  # noqa: PLC0415 - it imports vllm
 

@@ -255,7 +255,6 @@ class JobMachines:
         self._session: RankSession | None = None
 
     async def gather(self) -> None:
-        """See `Machines.gather`."""
         self._loop = asyncio.get_running_loop()
         began = time.monotonic()
         while len(self._machines.idle) < self._needed(time.monotonic() - began):
@@ -285,11 +284,9 @@ class JobMachines:
         return full._replace(data=full.data * len(self._gathered.machines) // self._spec.nodes)
 
     def local_rank(self, rank: int) -> int:
-        """See `Launcher.local_rank`."""
         return rank % self._gathered.ranks_per_machine
 
     def start(self, kind: str) -> list[socket.socket]:
-        """See `Launcher.start`."""
         return asyncio.run_coroutine_threadsafe(self._start(kind), self._loop).result()
 
     async def _start(self, kind: str) -> list[socket.socket]:
@@ -320,14 +317,12 @@ class JobMachines:
                 self._loop.call_soon_threadsafe(self._machines.end, self._session)
 
     def close(self) -> None:
-        """See `Launcher.close`."""
         self.kill()
         if self._session is not None:
             for channel in self._session.channels.values():
                 channel.close()
 
     def describe_end(self, rank: int) -> str:
-        """See `Launcher.describe_end`."""
         session = self._gathered
         if session.lost:
             return f"was lost with machine {session.lost}"

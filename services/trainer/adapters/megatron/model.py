@@ -76,7 +76,6 @@ class PackedAttention(torch.nn.Module):
     """
 
     def __init__(self, config: Any, *, softmax_scale: float | None = None, **_: Any) -> None:
-        """Take the arguments that megatron-core passes to a core attention."""
         super().__init__()
         self._config = config
         self._scale = softmax_scale

@@ -61,7 +61,6 @@ class MegatronOptimizerState:
         self._distributed = isinstance(self._optimizers[0], DistributedOptimizer)
 
     def kinds(self, _: Tensor) -> tuple[str, ...]:
-        """See `OptimizerState.kinds`."""
         return MOMENTS
 
     def get(self, parameter: Tensor, kind: str) -> Tensor:

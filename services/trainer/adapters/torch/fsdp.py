@@ -286,7 +286,6 @@ class FsdpOptimizerState:
         self._local_value = local_value
 
     def kinds(self, parameter: Tensor) -> tuple[str, ...]:
-        """See `OptimizerState.kinds`."""
         if (optimizer := self._optimizers.get(parameter)) is None:
             return ()
         return (MOMENTUM,) if isinstance(optimizer, torch.optim.Muon) else MOMENTS
@@ -410,7 +409,6 @@ class FsdpRank(RankEngine):
         return Coordinates.of(rank, layout)
 
     def load_hf(self, model: dict[str, Any], files: Sequence[str] = (), shared: str = "") -> dict[str, Any]:
-        """See `RankEngine.load_hf`."""
         loaded = super().load_hf(model, files, shared)
         if self._settings.replayed or self._balancing.coefficient:
             self._offloader.onload_weights()
@@ -419,7 +417,6 @@ class FsdpRank(RankEngine):
         return loaded
 
     def accumulate(self, batches: Sequence[MicroBatch], gradient: GradientFn) -> dict[str, float]:
-        """See `RankEngine.accumulate`."""
         if self._adapter is None:
             return super().accumulate(batches, gradient)
         # The adapter's dropout: a resumed job repeats it, and no two ranks have the same.

@@ -247,7 +247,6 @@ class RowLengths:
     """The number of tokens of each row. Not a tuple, for whose length torch.compile would compile layers again."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
-        """Hold the lengths."""
         self.lengths = lengths
 
 

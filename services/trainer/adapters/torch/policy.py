@@ -140,7 +140,6 @@ class RanksPolicy(ABC):
         """
 
     def load_hf(self, source: Path) -> None:
-        """See `PolicyEngine.load_hf`."""
         if self._launcher is not None:
             self._layout = self._launcher.layout
         transformers_logging.disable_progress_bar()
@@ -186,17 +185,14 @@ class RanksPolicy(ABC):
         return self._local
 
     def logprobs(self, batches: Sequence[Sequence[SequenceRow]]) -> list[bytes]:
-        """See `PolicyEngine.logprobs`."""
         return self._columns(batches, "logprobs")
 
     def reference_logprobs(self, batches: Sequence[Sequence[SequenceRow]]) -> list[bytes]:
-        """See `PolicyEngine.reference_logprobs`."""
         if not self.settings.reference:
             raise Fatal("this engine has no reference model: construct it with PolicySettings.reference")
         return self._columns(batches, "logprobs", reference=True)
 
     def values(self, batches: Sequence[Sequence[SequenceRow]]) -> list[bytes]:
-        """See `Critic.values`."""
         if self.settings.critic is None:
             raise Fatal("this engine has no critic: construct it with PolicySettings.critic")
         return self._columns(batches, "values")
@@ -225,7 +221,6 @@ class RanksPolicy(ABC):
         return of_replicas
 
     def accumulate(self, batches: Sequence[Sequence[TrainingRow]], loss: LossFn) -> dict[str, float]:
-        """See `PolicyEngine.accumulate`."""
         rows = _flat(batches)
         replicas = [select(rows, replica) for replica in self._split(batches)]
         needs_reference = self.settings.reference and not all(row.reference for row in rows)
@@ -246,7 +241,6 @@ class RanksPolicy(ABC):
         return losses.totals
 
     def step(self, learning_rate: float) -> float:
-        """See `PolicyEngine.step`."""
         rates, divisors = [learning_rate], [self._divisor]
         if self.settings.critic is not None:
             rates.append(learning_rate / self.settings.optimizer.lr * self.settings.critic.lr)
@@ -275,7 +269,6 @@ class RanksPolicy(ABC):
         return merged_shards(base, self.export_shards("adapter"), self.adapter_json, self._shapes["base"])
 
     def load_shards(self, shards: Iterable[Shard], what: Loaded = "base") -> None:
-        """See `PolicyEngine.load_shards`."""
         shards = _checked(shards, self._shapes[what])
         if self._ranks is None:
             self.rank.overwrite(shards, what)
@@ -331,14 +324,12 @@ class RanksPolicy(ABC):
             self._call("offload")
 
     def close(self) -> None:
-        """See `PolicyEngine.close`."""
         self._drop_rank()
         if self._ranks is not None:
             self._ranks.close()
         self.drop_snapshot()
 
     def drop_snapshot(self) -> None:
-        """See `PolicyEngine.drop_snapshot`."""
         with self._capture_lock:
             captured, self._captured = self._captured, None
         if captured is not None:
@@ -400,7 +391,6 @@ class TorchPolicy(RanksPolicy):
     kind = "fsdp"
 
     def __init__(self, settings: PolicySettings, layout: Layout = ONE_RANK, **others: Any) -> None:
-        """See `RanksPolicy`."""
         super().__init__(settings, layout, **others)
 
     def _model_arguments(self, source: Path, config: Any) -> dict[str, Any]:

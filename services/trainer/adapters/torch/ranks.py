@@ -393,21 +393,17 @@ class LocalRanks:
 
     @property
     def pids(self) -> list[int]:
-        """See `Launcher.pids`."""
         return [process.pid for process in self._processes]
 
     @property
     def init_method(self) -> str:
-        """See `Launcher.init_method`."""
         assert self._rendezvous is not None, "start first"
         return f"file://{Path(self._rendezvous.name) / 'rendezvous'}"
 
     def local_rank(self, rank: int) -> int:
-        """See `Launcher.local_rank`."""
         return rank
 
     def start(self, kind: str) -> list[socket.socket]:
-        """See `Launcher.start`."""
         channels: list[socket.socket] = []
         # All ranks are on this machine, which may have no name server.
         environment = rank_environment(self._device, interface="lo")
@@ -437,13 +433,11 @@ class LocalRanks:
         return channels
 
     def kill(self) -> None:
-        """See `Launcher.kill`."""
         for process in self._processes:
             if process.poll() is None:
                 process.kill()
 
     def close(self) -> None:
-        """See `Launcher.close`."""
         self.kill()
         for process in self._processes:
             process.wait()
@@ -451,7 +445,6 @@ class LocalRanks:
             self._rendezvous.cleanup()
 
     def describe_end(self, rank: int) -> str:
-        """See `Launcher.describe_end`."""
         process = self._processes[rank]
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_EXIT_LIMIT_S)

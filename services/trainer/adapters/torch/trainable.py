@@ -179,7 +179,6 @@ class Trainable(NamedTuple):
 
 
 _STEPS_FILE = "steps.txt"
-_OLD_FILE = "optimizer.safetensors"
 
 ValueFn = Callable[[Tensor], Tensor]
 
@@ -319,15 +318,10 @@ def load_checkpoint(folder: Path, trained: Mapping[str, Trainable]) -> int:
 
     Raises:
         Corrupt: it does not match this model.
-        ConfigError: it is another optimizer's, or in an earlier format.
+        ConfigError: it is another optimizer's.
 
     """
     what = "checkpoint"
-    if (folder / _OLD_FILE).exists() and not (folder / _STEPS_FILE).exists():
-        raise ConfigError(
-            f"checkpoint {folder} has the format that earlier versions wrote in one process: start from the weights "
-            "alone (model: .rlboost/runs/JOB/model, without trainer.resume)"
-        )
     try:
         n_steps = int((folder / _STEPS_FILE).read_text(encoding="utf-8"))
         for prefix, (model, _, state, *_) in trained.items():
