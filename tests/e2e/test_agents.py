@@ -51,7 +51,12 @@ def test_agents_survive_the_death_of_worker_manager_and_trainer(tmp_path: Path) 
         # The trainer computes the log-probabilities of each row again: the tokens are those that were generated.
         assert max(row["mismatch_kl"] for row in rows[:STEPS] if "mismatch_kl" in row) < 1e-5
         assert max(row["turns/max"] for row in rows[:STEPS]) == 2
+        assert all(row["turns/model_s"] > 0 and row["turns/outside_s"] > 0 for row in rows[:STEPS])
         shown = box.get(f"/v1/jobs/{job_id}/samples")
+        for sample in shown:
+            times = [message["time"] for message in sample["messages"] if message["role"] == "assistant"]
+            assert all(0 <= start <= end <= sample["duration_s"] for start, end in times), sample
+            assert 0 <= sample["outside_s"] <= sample["duration_s"]
         assert {sample["reward"] for sample in shown} <= {0.0, 0.5, 1.0}
         assert len({sample["sample"] for sample in shown}) == len(shown) == STEPS * PROMPTS * GROUP + 2 * PROMPTS
 
