@@ -225,7 +225,7 @@ def _use_version(fleet: Fleet, worker: Worker, job: JobEntry, version: int) -> l
 def _activate(jobs: Jobs, worker: Worker, *, active: bool) -> list[Effect]:
     if worker.assigned_active is active:
         return []
-    worker.set_active(active=active)
+    worker.assigned_active = active
     job = jobs.get_active(worker.job)
     step = job.progress.window.step if job and job.progress.window else 0
     return [Send(worker.id, Resume(step=step) if active else Suspend(step=step))]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from rlboost.services.rollout_manager.domain.measurements import Profile
-from rlboost.services.rollout_manager.domain.queue import Requirement, max_tokens_of
+from rlboost.services.rollout_manager.domain.queue import max_tokens_of
 from rlboost.services.rollout_manager.domain.tokens import Sample
-from rlboost.services.rollout_manager.domain.workers import Fleet, Serving, Worker
+from rlboost.services.rollout_manager.domain.workers import Worker
 from rlboost.shared.ids import worker_name
 from rlboost.shared.messages import RESUMES_GRAMMAR
 
@@ -32,8 +32,6 @@ MIN_GAIN_PER_COST = 2.0
 """A migration must save this many times its cost."""
 DEAD_BAND = 1.2
 """A worker gives samples only if their tokens take this many times longer than they would on another worker."""
-RECHECK_FRACTION = 0.9
-"""A fleet is compared in full from this fraction of the dead band: intervals of earlier heartbeats may err so much."""
 MIN_STAY_PER_COST = 20.0
 """A sample stays for this many times the cost of its migration: migrations slow workers down, which must not cause
 further migrations."""
@@ -78,17 +76,6 @@ class WorkerLoad:
     def prefill_s(self, tokens: int) -> float:
         """Return the seconds of a prefill of this many tokens, during which no other sample there gets a token."""
         return tokens / (PREFILL_SPEEDUP * self.profile.tokens_per_s(self.batch_cap, self.tokens) * self.speed)
-
-
-def is_balanced(slowest_s: float, fastest_s: float) -> bool:
-    """Return True if no migration can pay.
-
-    Args:
-        slowest_s: the longest interval between tokens that a worker has.
-        fastest_s: the shortest interval that a worker would have with one more sample.
-
-    """
-    return slowest_s < RECHECK_FRACTION * DEAD_BAND * fastest_s
 
 
 def select_migrations(loads: Sequence[WorkerLoad]) -> dict[str, list[int]]:
@@ -160,7 +147,7 @@ def set_batch_cap(worker: Worker, mean_length: float) -> None:
     if worker.profile.known and mean_length:
         ends_per_s = worker.profile.tokens_per_s(cap, cap * tokens_each) * worker.speed / mean_length
         headroom = min(max(1, math.ceil(ends_per_s * TURNAROUND_S)), max(1, slots // 4))
-    worker.set_batch(cap, headroom)
+    worker.batch_cap, worker.headroom = cap, headroom
 
 
 def has_capacity(worker: Worker) -> bool:
@@ -193,8 +180,8 @@ def least_loaded(workers: Iterable[Worker]) -> Worker | None:
     return min(workers, key=lambda worker: (worker.load / worker.joined.slots, worker.id), default=None)
 
 
-class _Entry(NamedTuple):
-    """A worker's rank if it got one more sample; the smallest entry is the best."""
+class _Rank(NamedTuple):
+    """A worker's rank if it got one more sample; the smallest one is the best."""
 
     over: int
     """How many samples it would have beyond its batch cap."""
@@ -203,131 +190,46 @@ class _Entry(NamedTuple):
     load: float
     """Its samples per slot."""
     worker: str
-    number: int
-    """Later entries of a pool have larger numbers."""
 
 
-@dataclass(slots=True)
-class CandidatePool:
-    """The workers that serve the same version, those with capacity in a heap. Superseded heap entries are skipped."""
+class Candidates:
+    """The workers that may generate some samples, while these are placed.
 
-    heap: list[_Entry] = field(default_factory=list)
-    valid: dict[str, int] = field(default_factory=dict)
-    """Worker with capacity -> number of its valid entry, which is its newest one."""
-    members: dict[str, Worker] = field(default_factory=dict)
-    """All workers that serve this, with capacity or not."""
-    entries: int = 0
-    """How many entries there were so far."""
-    _intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Member -> seconds between two tokens of one of its samples, as it is loaded and with one more sample."""
-    _changed: dict[str, Profile] = field(default_factory=dict)
-    """Members whose intervals are computed at the next comparison, each with its profile."""
+    A worker's rank gets worse with each sample that it gets: the best of all earlier ranks is the best present one if
+    it has not changed.
 
-    def update(self, worker: Worker, fallback: Profile) -> None:
-        """Add a worker, or rank it again; `fallback` profiles an unknown kind."""
-        profile = worker.profile if worker.profile.known else fallback
-        self.members[worker.id] = worker
-        self._changed[worker.id] = profile
-        if not has_capacity(worker):
-            self.valid.pop(worker.id, None)
-            return
-        self.entries += 1
-        self.valid[worker.id] = self.entries
-        more, batch_cap = worker.load + 1, worker.batch_cap
-        over = more - batch_cap if more > batch_cap else 0
-        step_s = profile.step_s(max(1, more - over), worker.kv.held) / worker.speed
-        entry = _Entry(over, step_s, more / worker.joined.slots, worker.id, self.entries)
-        heap = self.heap
-        if heap and heap[0].worker == worker.id:  # superseded: the common case, as the best worker gets the samples
-            heapq.heapreplace(heap, entry)
-            return
-        heapq.heappush(heap, entry)
-        if len(heap) > 4 * len(self.valid) + 64:
-            self.heap = [entry for entry in heap if self._is_valid(entry)]
-            heapq.heapify(self.heap)
+    Args:
+        members: all of them, with capacity or not.
+        fallback: profiles workers of an unknown kind.
 
-    def remove(self, worker_id: str) -> None:
-        """Remove a worker."""
-        for by_worker in (self.members, self.valid, self._intervals, self._changed):
-            by_worker.pop(worker_id, None)
+    """
 
-    def best(self) -> str | None:
+    def __init__(self, members: Iterable[Worker], fallback: Profile) -> None:
+        self.members = list(members)
+        self._fallback = fallback
+        self._ranks = [(rank, worker) for worker in self.members if (rank := self._rank(worker)) is not None]
+        heapq.heapify(self._ranks)
+
+    def best(self) -> Worker | None:
         """Return the best worker, None if none has capacity."""
-        heap = self.heap
-        while heap and not self._is_valid(heap[0]):
-            heapq.heappop(heap)
-        return heap[0].worker if heap else None
+        while self._ranks:
+            rank, worker = self._ranks[0]
+            if (present := self._rank(worker)) == rank:
+                return worker
+            if present is None:
+                heapq.heappop(self._ranks)
+            else:
+                heapq.heapreplace(self._ranks, (present, worker))
+        return None
 
-    def _is_valid(self, entry: _Entry) -> bool:
-        return self.valid.get(entry.worker) == entry.number
-
-    def is_balanced(self) -> bool:
-        """Return True if no migration between the members pays, as of their last updates."""
-        for worker_id, profile in self._changed.items():
-            self._intervals[worker_id] = _intervals_of(self.members[worker_id], profile)
-        self._changed.clear()
-        now_s, next_s = zip(*self._intervals.values(), strict=True)
-        return is_balanced(max(now_s), min(next_s))
-
-
-def _intervals_of(worker: Worker, profile: Profile) -> tuple[float, float]:
-    load, batch_cap, held = worker.load, max(1, worker.batch_cap), worker.kv.held
-    now_s = profile.token_interval_s(load, batch_cap, held) / worker.speed
-    return now_s, profile.token_interval_s(load + 1, batch_cap, held) / worker.speed
-
-
-def best_of(pools: Sequence[CandidatePool]) -> str | None:
-    """Return the best worker of several pools, None if none has capacity."""
-    if len(pools) == 1:
-        return pools[0].best()
-    found = [(pool.heap[0], worker) for pool in pools if (worker := pool.best()) is not None]
-    return min(found)[1] if found else None
-
-
-class CandidatePools:
-    """The pools of a fleet, by what their workers serve. Changed workers are ranked again at the next read."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
-        self._pools: dict[Serving, CandidatePool] = {}
-        self._serving_of: dict[str, Serving] = {}
-
-    def matching(self, requirement: Requirement) -> list[CandidatePool]:
-        """Return the pools whose workers may generate samples with this requirement."""
-        self.refresh()
-        return [
-            pool
-            for (job_id, version), pool in self._pools.items()
-            if job_id == requirement.job_id and requirement.allows(version)
-        ]
-
-    def by_serving(self) -> dict[Serving, CandidatePool]:
-        """Return the pools by what their workers serve."""
-        self.refresh()
-        return self._pools
-
-    def _update(self, worker_id: str) -> None:
-        """Put a worker into the pool that it belongs to now, with its current rank."""
-        worker = self._fleet.workers.get(worker_id)
-        serving = (worker.job_id, worker.version) if worker is not None and worker.generates else None
-        before = self._serving_of.get(worker_id)
-        if before is not None and before != serving:
-            del self._serving_of[worker_id]
-            self._pools[before].remove(worker_id)
-            if not self._pools[before].members:
-                del self._pools[before]
-        if worker is None or serving is None:
-            return
-        if before != serving:
-            self._serving_of[worker_id] = serving
-            if serving not in self._pools:
-                self._pools[serving] = CandidatePool()
-        self._pools[serving].update(worker, self._fleet.fallback_profile)
-
-    def refresh(self) -> None:
-        """Rank the workers again that have changed since the last call."""
-        for worker_id in self._fleet.take_changed():
-            self._update(worker_id)
+    def _rank(self, worker: Worker) -> _Rank | None:
+        if not has_capacity(worker):
+            return None
+        profile = worker.profile if worker.profile.known else self._fallback
+        more = worker.load + 1
+        over = max(0, more - worker.batch_cap)
+        step_s = profile.step_s(max(1, more - over), worker.kv.held) / worker.speed
+        return _Rank(over, step_s, more / worker.joined.slots, worker.id)
 
 
 # --- poison -----------------------------------------------------------------------------------------------------------

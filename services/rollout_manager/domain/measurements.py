@@ -310,11 +310,9 @@ class Trust:
         self.offended_at, self.allowance = now, 0.0
         self.probe_at = now + pause_s * 2.0 ** (self.offenses - 1)
 
-    def on_time(self, now: float) -> bool:
-        """Forgive an offense and grant a probe when these are due; return True if it may hold samples again."""
+    def on_time(self, now: float) -> None:
+        """Forgive an offense and grant a probe when these are due."""
         if self.offenses and self.progressed_at > self.offended_at and now - self.offended_at > FORGIVEN_AFTER_S:
             self.offenses, self.offended_at = self.offenses - 1, now
-        if self.allowance or now < self.probe_at:
-            return False
-        self.allowance = PROBE_SAMPLES
-        return True
+        if not self.allowance and now >= self.probe_at:
+            self.allowance = PROBE_SAMPLES

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from rlboost.services.rollout_manager.domain.candidates import (
-    CandidatePool,
+    Candidates,
     RunningSample,
     WorkerLoad,
     admits,
-    best_of,
     has_capacity,
     least_loaded,
     select_migrations,
@@ -21,7 +20,7 @@ from rlboost.services.rollout_manager.domain.jobs import Jobs
 from rlboost.services.rollout_manager.domain.measurements import tokens_of
 from rlboost.services.rollout_manager.domain.queue import Queues, Requirement, unassign
 from rlboost.services.rollout_manager.domain.tokens import Sample
-from rlboost.services.rollout_manager.domain.workers import Fleet, Worker
+from rlboost.services.rollout_manager.domain.workers import Fleet, Serving, Worker
 from rlboost.services.rollout_manager.domain.world import World
 from rlboost.shared.ids import is_served
 from rlboost.shared.messages import Assign, Assignment, Placed, Release
@@ -47,16 +46,17 @@ def place_queued(world: World, now: Now) -> list[Effect]:
 def _place_queue(world: World, requirement: Requirement, now: Now) -> list[tuple[Worker, list[Sample]]]:
     """Assign the queued samples of one requirement; return the workers with the samples that each got."""
     queue = world.queues[requirement]
-    pools = world.candidates.matching(requirement)
+    workers = (worker for worker in world.fleet.workers.values() if requirement.is_met_by(worker))
+    candidates = Candidates(workers, world.fleet.fallback_profile)
     assigned: dict[str, list[Sample]] = {}
     postponed: list[Sample] = []
     n_too_long = 0
-    while n_too_long < MAX_POSTPONED and (best := best_of(pools)) is not None:
+    while n_too_long < MAX_POSTPONED and (best := candidates.best()) is not None:
         sample_id = queue.pop_next(world.ledger.is_queued)
         if sample_id is None:
             break
         sample = world.ledger.samples[sample_id]
-        worker = _select_worker(world.fleet, requirement, sample, world.fleet.workers[best], pools)
+        worker = _select_worker(world.fleet, requirement, sample, best, candidates.members)
         if worker is None:
             n_too_long += not sample.failed_on
             postponed.append(sample)
@@ -65,11 +65,10 @@ def _place_queue(world: World, requirement: Requirement, now: Now) -> list[tuple
         world.ledger.begin_attempt(sample, worker.id, sample.attempt + 1, sample.n_tokens, now.mono)
         assigned.setdefault(worker.id, []).append(sample)
         worker.add(sample)
-        world.candidates.refresh()
     for sample in postponed:
         world.queues.add(sample)
     if not requirement.is_serving:
-        stalled = not queue.empty and not any(pool.members for pool in pools)
+        stalled = not queue.empty and not candidates.members
         _track_stall(world.jobs, requirement, stalled=stalled, now=now)
     if queue.empty:
         del world.queues[requirement]
@@ -77,7 +76,7 @@ def _place_queue(world: World, requirement: Requirement, now: Now) -> list[tuple
 
 
 def _select_worker(
-    fleet: Fleet, requirement: Requirement, sample: Sample, best: Worker, pools: Sequence[CandidatePool]
+    fleet: Fleet, requirement: Requirement, sample: Sample, best: Worker, members: Sequence[Worker]
 ) -> Worker | None:
     """Return the worker for a sample, None to postpone it.
 
@@ -88,10 +87,10 @@ def _select_worker(
         prefers = sample.request.preferred_worker
         worker = (_preferred(fleet, requirement, sample) if prefers else None) or best
         if worker.id == sample.taken_from:
-            worker = _another(pools, worker, sample)
+            worker = _another(members, worker, sample)
         if admits(worker, sample):
             return worker
-    members = [worker for pool in pools for i in pool.members if supports(worker := fleet.workers[i], sample)]
+    members = [worker for worker in members if supports(worker, sample)]
     admitting = [worker for worker in members if admits(worker, sample)]
     if sample.failed_on:
         return worker_for_retry(sample, admitting or members)
@@ -100,10 +99,10 @@ def _select_worker(
     return least_loaded(filter(has_capacity, admitting))
 
 
-def _another(pools: Sequence[CandidatePool], worker: Worker, sample: Sample) -> Worker:
+def _another(members: Sequence[Worker], worker: Worker, sample: Sample) -> Worker:
     """Return another worker than the one that held the sample without generating it, if another one can take it."""
-    others = (each for pool in pools for each in pool.members.values() if each is not worker)
-    return least_loaded(each for each in others if has_capacity(each) and admits(each, sample)) or worker
+    others = (each for each in members if each is not worker and has_capacity(each) and admits(each, sample))
+    return least_loaded(others) or worker
 
 
 def _preferred(fleet: Fleet, requirement: Requirement, sample: Sample) -> Worker | None:
@@ -167,16 +166,19 @@ def rebalance(world: World, now: Now) -> list[Effect]:
         return []
     world.periodic.rebalanced_at = now.mono
     effects = _revoke_overdue_releases(world.fleet, world.queues, now)
-    releasing = {worker.id for worker in world.fleet.workers.values() if worker.releasing}
-    for (job_id, version), pool in world.candidates.by_serving().items():
+    by_serving: dict[Serving, list[Worker]] = {}
+    for worker in world.fleet.workers.values():
+        if worker.generates:
+            by_serving.setdefault((worker.job_id, worker.version), []).append(worker)
+    for (job_id, version), workers in sorted(by_serving.items()):
         # Queued samples count in no load yet: they are placed first, then loads are compared again.
         queued = any(each.job_id == job_id and each.oldest_version <= version for each in world.queues)
-        if queued or pool.is_balanced() or not releasing.isdisjoint(pool.members):
+        if queued or any(worker.releasing for worker in workers):
             continue
-        workers = [world.fleet.workers[worker_id] for worker_id in sorted(pool.members)]
-        if (job := world.jobs.get(job_id)) and job.record.spec.trainer.router_replay != "none":
-            workers = [worker for worker in workers if worker.returns_routed_experts]
-        loads = [_load_of(world.jobs, world.fleet, worker, now) for worker in workers]
+        job = world.jobs.get(job_id)
+        replays = job is not None and job.record.spec.trainer.router_replay != "none"
+        able = [worker for worker in workers if worker.returns_routed_experts or not replays]
+        loads = [_load_of(world.jobs, world.fleet, worker, now) for worker in able]
         for worker_id, sample_ids in select_migrations([load for load in loads if load.profile.known]).items():
             worker = world.fleet.workers[worker_id]
             effects += reclaim(worker, [worker.samples[i] for i in sample_ids], now)

@@ -164,8 +164,7 @@ def take_stalled(jobs: Jobs, fleet: Fleet, queues: Queues, periodic: PeriodicDec
     held = {worker.id: worker.generating() for worker in workers}
     for worker in workers:
         _measure(worker, held[worker.id], limits, now, elapsed_s)
-        if worker.trust.on_time(now.mono):
-            worker.mark_changed()
+        worker.trust.on_time(now.mono)
     healthy = [worker for worker in workers if _is_healthy(worker, held[worker.id], limits, now)]
     effects: list[Effect] = []
     for worker in workers:
@@ -253,7 +252,6 @@ def _take_overdue(
     effects = _take(fleet, queues, worker, overdue, now)
     trust = worker.trust
     trust.offend(now.mono, limits.unproven_s)
-    worker.mark_changed()
     suspected = event(
         "worker_suspected",
         now,

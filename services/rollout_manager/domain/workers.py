@@ -114,8 +114,6 @@ class Worker:
     starting: bool = False
     """True from its first heartbeat in state `joining` until it is first ready; its startup is measured in between."""
     _last_running: int = 0
-    _changed: dict[str, None] = field(default_factory=dict, repr=False, compare=False)
-    """Ids of changed workers, shared with the `Fleet`: `mark_changed` adds this worker's."""
 
     def __post_init__(self) -> None:
         """Take the id, the price and the capacity from the join message."""
@@ -184,25 +182,21 @@ class Worker:
         """Take a sample, and count its tokens."""
         self.kv.add(sample, has_sibling=self._has_sibling(sample))
         self.samples[sample.id] = sample
-        self.mark_changed()
 
     def remove(self, sample: Sample) -> None:
         """Remove a sample that it has, and its tokens."""
         del self.samples[sample.id]
         self.releasing.pop(sample.id, None)
         self.kv.remove(sample, has_sibling=self._has_sibling(sample))
-        self.mark_changed()
 
     def release(self, sample_ids: Iterable[int], now: float) -> None:
         """Record that the worker was asked to release these of its samples."""
         self.releasing.update(dict.fromkeys(sample_ids, now))
-        self.mark_changed()
 
     def set_samples(self, samples: Iterable[Sample]) -> None:
         """Set the samples that it has, and count their tokens from scratch."""
         self.samples = {sample.id: sample for sample in samples}
         self.kv.recount(self.samples.values())
-        self.mark_changed()
 
     def in_order(self) -> list[Sample]:
         """Return its samples by id."""
@@ -222,26 +216,11 @@ class Worker:
         attempts = [sample.attempt for sample in held]
         return command_digest([sample.id for sample in held], attempts, self.assigned_version, suspended=suspended)
 
-    def set_batch(self, cap: int, headroom: int) -> None:
-        """Set how many samples it should run and queue."""
-        self.batch_cap, self.headroom = cap, headroom
-        self.mark_changed()
-
-    def set_active(self, *, active: bool) -> None:
-        """Record that the worker was commanded to generate, or to suspend generation."""
-        self.assigned_active = active
-        self.mark_changed()
-
     def on_tokens(self, n_tokens: int) -> None:
-        """Count tokens by which its samples have grown; once it is proven, its rank follows at its next heartbeat."""
+        """Count tokens by which its samples have grown."""
         self.kv.held += n_tokens
         if not self.trust.is_full:
             self.trust.on_tokens(n_tokens, self.batch_cap + self.headroom)
-            self.mark_changed()
-
-    def mark_changed(self) -> None:
-        """Have it ranked again among the candidates for the next sample."""
-        self._changed[self.id] = None
 
     def _has_sibling(self, sample: Sample) -> bool:
         request = sample.request
@@ -265,7 +244,6 @@ class Worker:
         drains = self.noticed or self.drain_commanded
         self.state = "draining" if drains else heartbeat.state
         self._observe_throughput(heartbeat, now)
-        self.mark_changed()
         return before if before != self.state else None
 
     def _observe_throughput(self, heartbeat: WorkerHeartbeat, now: float) -> None:
@@ -377,7 +355,6 @@ class Fleet:
         """Kind -> preemptions and startups of its workers."""
         self.revision = 0
         """Rises with every change of who is present, in which state, serving what."""
-        self._changed: dict[str, None] = {}
         self._silence_checked_at = -math.inf
 
     def join(self, joined: WorkerJoined, now: float) -> Worker | None:
@@ -386,7 +363,7 @@ class Fleet:
             return None
         profile = self.profiles.setdefault(joined.kind, Profile())
         trust = Trust(allowance=PROBE_SAMPLES)
-        worker = Worker(joined, now, profile=profile, batch_cap=joined.slots, trust=trust, _changed=self._changed)
+        worker = Worker(joined, now, profile=profile, batch_cap=joined.slots, trust=trust)
         worker.price_per_hour = worker.price_per_hour or self.prices.get(joined.kind, 0.0)
         self.workers[worker.id] = worker
         self.revision += 1
@@ -412,7 +389,7 @@ class Fleet:
     def on_notice(self, worker: Worker) -> None:
         """Mark a worker as about to be preempted."""
         worker.noticed, worker.state = True, "draining"
-        self._on_change(worker)
+        self.revision += 1
 
     def on_preempted(self, worker: Worker) -> None:
         """Count a preemption."""
@@ -444,7 +421,7 @@ class Fleet:
 
     def _on_drain(self, worker: Worker) -> None:
         worker.drain_commanded, worker.state = True, "draining"
-        self._on_change(worker)
+        self.revision += 1
 
     def revoke(self, *samples: Sample) -> list[Effect]:
         """Command the owner of samples, if they have one, to stop generating them."""
@@ -482,26 +459,16 @@ class Fleet:
     def assign(self, worker: Worker, serving: Serving) -> None:
         """Record that a worker was commanded to use a version."""
         worker.assigned_version = serving
-        self._on_change(worker)
+        self.revision += 1
 
     def remove(self, worker: Worker, state: Literal["lost", "left"], reason: str) -> None:
         """Move a worker to the departed ones."""
         worker.state, worker.tokens_per_s, worker.waiting, worker.gone_reason = state, 0.0, None, reason
         self.lifetimes[worker.joined.kind].departed_s += worker.age_s
         self.gone[worker.id] = self.workers.pop(worker.id)
-        self._on_change(worker)
+        self.revision += 1
         while len(self.gone) > GONE_RETAINED:
             self.gone.pop(next(iter(self.gone)))
-
-    def take_changed(self) -> list[str]:
-        """Return, once, the workers whose load, capacity, state or version may have changed, or that departed."""
-        changed = list(self._changed)
-        self._changed.clear()
-        return changed
-
-    def _on_change(self, worker: Worker) -> None:
-        self.revision += 1
-        worker.mark_changed()
 
     def silent_workers(self, now: float) -> list[str]:
         """Return the workers silent for a lease's time; each is lost if its lease has run out too.

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from rlboost.services.rollout_manager.domain.candidates import CandidatePools, supports
+from rlboost.services.rollout_manager.domain.candidates import supports
 from rlboost.services.rollout_manager.domain.effects import (
     FAILED,
     REFUSED,
@@ -63,7 +63,6 @@ class World:
         self.fleet = Fleet(lease_s, prices, stall_limit_s)
         self.ledger = Ledger()
         self.queues = Queues(self.jobs)
-        self.candidates = CandidatePools(self.fleet)
         self.periodic = PeriodicDecisions()
 
     def is_known(self, request: GroupRequested) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,24 +18,24 @@ from rlboost.services.rollout_manager.domain.allocation import (
     shares_of,
 )
 from rlboost.services.rollout_manager.domain.candidates import (
-    CandidatePool,
+    Candidates,
     RunningSample,
     WorkerLoad,
     admits,
-    best_of,
     has_capacity,
     select_migrations,
     set_batch_cap,
 )
+from rlboost.services.rollout_manager.domain.effects import Now
 from rlboost.services.rollout_manager.domain.jobs import LengthEstimates
 from rlboost.services.rollout_manager.domain.measurements import MIN_OBSERVATIONS, Profile
-from rlboost.services.rollout_manager.domain.queue import OLDEST_GROUP_EVERY, SampleQueue
+from rlboost.services.rollout_manager.domain.queue import OLDEST_GROUP_EVERY, Requirement, SampleQueue
 from rlboost.services.rollout_manager.domain.tokens import Sample
-from rlboost.services.rollout_manager.domain.workers import Worker
+from rlboost.services.rollout_manager.domain.workers import Fleet, Worker
 from rlboost.shared.ids import SampleId
-from rlboost.shared.messages import RESUMES_GRAMMAR, Sampling
+from rlboost.shared.messages import RESUMES_GRAMMAR, Sampling, WorkerHeartbeat
 from rlboost.shared.wire import I32, pack
-from tests.support.builders import group_requested, samples_of, worker_joined
+from tests.support.builders import group_requested, heartbeat, samples_of, worker_joined
 
 
 def profile(fixed_s: float, each_s: float) -> Profile:
@@ -59,17 +60,10 @@ def sample(n_tokens: int, **sampling: Any) -> Sample:
 
 def place(n: int, workers: list[Worker]) -> Counter[str]:
     """Hand out `n` samples as the manager does."""
-    pool, chosen = CandidatePool(), Counter[str]()
-    for one in workers:
-        pool.update(one, Profile())
-    for _ in range(n):
-        best = pool.best()
-        if best is None:
-            break
-        chosen[best] += 1
-        receiver = next(one for one in workers if one.id == best)
-        receiver.samples = samples_of(len(receiver.samples) + 1)
-        pool.update(receiver, Profile())
+    candidates, chosen = Candidates(workers, Profile()), Counter[str]()
+    while chosen.total() < n and (best := candidates.best()) is not None:
+        chosen[best.id] += 1
+        best.samples = samples_of(len(best.samples) + 1)
     return chosen
 
 
@@ -183,12 +177,29 @@ def test_placement_fills_all_capacity_and_no_more(shape: list[tuple[int, int]], 
         assert chosen[w.id] <= max(0, w.batch_cap + w.headroom - before[w.id])
 
 
-def test_best_of_several_pools_is_the_best_worker() -> None:
-    first, second = CandidatePool(), CandidatePool()
-    first.update(worker("busy", 8, held=7), Profile())
-    second.update(worker("idle", 8), Profile())
-    assert best_of([first, second]) == "idle"
-    assert best_of([]) is None
+CHANGES: dict[str, Callable[[Fleet, Worker], object]] = {
+    "suspended": lambda _, worker: setattr(worker, "assigned_active", False),
+    "heartbeat": lambda fleet, worker: fleet.on_heartbeat(worker, ready(version=1), 1.0),
+    "assigned": lambda fleet, worker: fleet.assign(worker, ("j", 1)),
+    "noticed": lambda fleet, worker: fleet.on_notice(worker),
+    "drained": lambda fleet, worker: fleet.drain(worker, Now(1.0, 1.0), "a test"),
+}
+
+
+def ready(**fields: object) -> WorkerHeartbeat:
+    return heartbeat("w", **{"state": "ready", "job_id": "j", "version": 0} | fields)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_worker_that_generates_no_more_meets_no_requirement(change: str) -> None:
+    fleet, requirement = Fleet(1e9, {}), Requirement("j", 0, 0)
+    fleet.join(worker_joined("w"), 0.0)
+    only = fleet.workers["w"]
+    assert not requirement.is_met_by(only)
+    fleet.on_heartbeat(only, ready(), 0.0)
+    assert requirement.is_met_by(only)
+    CHANGES[change](fleet, only)
+    assert not requirement.is_met_by(only)
 
 
 # --- order ---
