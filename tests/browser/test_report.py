@@ -73,7 +73,7 @@ def test_conversation_is_shown_turn_by_turn(page: Page, tmp_path: Path) -> None:
     assert track is not None
     assert bar["width"] == pytest.approx(track["width"] / 4, abs=1)
     assert page.locator(".turns li").all_inner_texts() == [
-        "model, turn 1 from 0.0 s for 1.5 s\nworker-2, version 2\n\nI multiply.\ncalls multiply(a=12, b=7)",
+        "model, turn 1\nfrom 0.0 s for 1.5 s\nworker-2, version 2\n\nI multiply.\ncalls multiply(a=12, b=7)",
         "environment\n\n84",
         "model, turn 2\nworker-1, version 2\n\n<b>84</b>",
         "environment\nreward 1, ended the conversation",
