@@ -50,8 +50,20 @@ def _has_weights(folder: str) -> bool:
     return any(Path(folder).glob("*.safetensors"))
 
 
-def _with_config(*folders: str) -> str | None:
-    return next((folder for folder in folders if Path(folder, "config.json").is_file()), None)
+def _with_config(folder: str, model: str) -> str:
+    """Return a folder with `config.json`: that of the weights, or the model's, which may be one of Hugging Face."""
+    for one in (folder, model):
+        if Path(one, "config.json").is_file():
+            return one
+    from huggingface_hub import hf_hub_download  # noqa: PLC0415 - a library of those who load models
+
+    try:
+        return str(Path(hf_hub_download(model, "config.json")).parent)
+    except (OSError, ValueError) as error:
+        what = f"{folder} has no config.json, and none is found of the model {model!r}"
+        raise Refused(
+            400, f"{what}: write it beside the weights, or start the gateway with a folder: {error}"
+        ) from error
 
 
 class Refused(Exception):

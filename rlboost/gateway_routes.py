@@ -23,7 +23,7 @@ _PROXIED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/mes
 _NCCL = (
     "the workers of a fleet come and go, so none is a rank of the trainer: write the weights to a folder and send its "
     'path, as {"update_info": {"path": "/folder"}} or {"weight_dir": "/folder"}; TRL does so with '
-    "weight_transfer=rlboost.trl.WeightTransfer(url)"
+    "weight_transfer=rlboost.trl.WeightTransfer(url), and trainers with vLLM's engines with rlboost.vllm.TrainerInit"
 )
 
 

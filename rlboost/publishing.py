@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from rlboost.shared.errors import ConfigError, Conflict
@@ -23,8 +24,8 @@ from rlboost.shared.weights.publisher import Publisher
 if TYPE_CHECKING:
     import torch
 
-_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
-"""What FSDP, activation checkpointing and torch.compile put into the names of tensors."""
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+"""What activation checkpointing and torch.compile put into the names of tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +64,16 @@ def weights_of(given: Any, config: Mapping[str, Any] | str | Path | None = None)
 
 
 def gathered(module: torch.nn.Module, *, with_model: bool = True) -> Weights:
-    """Return a module's whole weights on the CPU of rank 0, gathered once if its parameters are sharded (FSDP).
+    """Return a module's whole weights on the CPU of rank 0, gathered once if its parameters are sharded (FSDP2).
 
     All ranks call it. What it returns in the others has no tensors.
 
     Args:
-        module: as it is trained: wrapped by FSDP, DDP, torch.compile or PEFT, or by none of them.
+        module: as it is trained: wrapped by FSDP2, DDP, torch.compile or PEFT, or by none of them.
         with_model: False: of an adapter, not of the frozen model below it.
 
     Raises:
-        ConfigError: it is sharded by DeepSpeed ZeRO-3, or has an adapter, and not that alone is trained and active.
+        ConfigError: it is sharded by DeepSpeed ZeRO-3 or FSDP1, or has an adapter, and not that alone is trained.
 
     """
     from torch import Tensor  # noqa: PLC0415
@@ -82,7 +83,9 @@ def gathered(module: torch.nn.Module, *, with_model: bool = True) -> Weights:
     )
 
     if any(hasattr(tensor, "ds_id") for tensor in module.parameters()):
-        raise ConfigError("DeepSpeed ZeRO-3 is not supported with a fleet: shard the model with FSDP, or use ZeRO-2")
+        raise ConfigError("DeepSpeed ZeRO-3 is not supported with a fleet: use FSDP2 (fsdp_version: 2), or ZeRO-2")
+    if _is_fsdp1(module):
+        raise ConfigError("FSDP1 is not supported with a fleet: use FSDP2 (fsdp_version: 2)")
     own = _unwrapped(module)
     is_adapted = hasattr(own, "peft_config")
     options = StateDictOptions(
@@ -98,26 +101,26 @@ def gathered(module: torch.nn.Module, *, with_model: bool = True) -> Weights:
 
 def is_sharded(module: torch.nn.Module) -> bool:
     """Return True if no rank has all tensors of a module."""
-    from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: PLC0415 - imports torch
     from torch.distributed.tensor import DTensor  # noqa: PLC0415 - imports torch
 
-    return any(isinstance(part, FullyShardedDataParallel) for part in module.modules()) or any(
+    return _is_fsdp1(module) or any(
         isinstance(tensor, DTensor) or hasattr(tensor, "ds_id") for tensor in module.parameters()
     )
 
 
+def _is_fsdp1(module: torch.nn.Module) -> bool:
+    from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: PLC0415 - imports torch
+
+    return any(isinstance(part, FullyShardedDataParallel) for part in module.modules())
+
+
 def _unwrapped(module: Any) -> Any:
     """Return the model itself, whose attributes are its own."""
-    while (inner := getattr(module, "_orig_mod", None) or _wrapped_by_parallel(module)) is not None:
-        module = inner
-    return module
-
-
-def _wrapped_by_parallel(module: Any) -> Any:
-    from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: PLC0415 - imports torch
     from torch.nn.parallel import DistributedDataParallel  # noqa: PLC0415 - imports torch
 
-    return module.module if isinstance(module, DistributedDataParallel | FullyShardedDataParallel) else None
+    while hasattr(module, "_orig_mod") or isinstance(module, DistributedDataParallel):
+        module = module.module if isinstance(module, DistributedDataParallel) else module._orig_mod  # noqa: SLF001
+    return module
 
 
 def _without_wrappers(name: str) -> str:
@@ -180,6 +183,34 @@ def _config_json(weights: Any, config: Mapping[str, Any] | str | Path | None) ->
         return str(weights.config.to_json_string(use_diff=False))
     folder = config or (weights if isinstance(weights, str | Path) else None)
     return "" if folder is None else Path(folder, "config.json").read_text(encoding="utf-8")
+
+
+class WeightFolder:
+    """A folder with weights, which a gateway publishes: it runs on this machine, or shares the folder.
+
+    Args:
+        path: of the folder; empty: a temporary one.
+
+    """
+
+    def __init__(self, path: str | Path = "") -> None:
+        self._temporary = None if path else TemporaryDirectory(prefix="rlboost-weights-")
+        self._path = Path(path or getattr(self._temporary, "name", "")).absolute()
+
+    def write(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Path:
+        """Replace what the folder has; return its path."""
+        from safetensors.torch import save_file  # noqa: PLC0415 - imports torch
+
+        self._path.mkdir(parents=True, exist_ok=True)
+        # Of tensors that share memory, save_file takes none.
+        found = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors}
+        save_file(found, self._path / "model.safetensors")
+        return self._path
+
+    def close(self) -> None:
+        """Remove the folder, if it is temporary."""
+        if self._temporary is not None:
+            self._temporary.cleanup()
 
 
 class Versions:

@@ -18,13 +18,12 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import httpx
 
 from rlboost.fleet import Fleet, Sample
-from rlboost.publishing import gathered, is_sharded
+from rlboost.publishing import WeightFolder, gathered, is_sharded
 from rlboost.shared.errors import ConfigError, Fatal
 from rlboost.shared.http.clients import http_client
 from rlboost.shared.ids import MAX_GROUP_SIZE
@@ -217,8 +216,7 @@ class WeightTransfer:
 
     def __init__(self, url: str, folder: str | Path = "", timeout_s: float = 1800.0) -> None:
         """Write nothing yet."""
-        self._temporary = None if folder else TemporaryDirectory(prefix="rlboost-weights-")
-        self._folder = Path(folder or getattr(self._temporary, "name", ""))
+        self._folder = WeightFolder(folder)
         given = httpx.URL(clean_url("url", url))
         # Not in the URL, which errors and httpx's log lines show.
         auth = (given.username, given.password) if given.userinfo else None
@@ -231,13 +229,8 @@ class WeightTransfer:
 
     def send_weights(self, iterator: Iterable[tuple[str, Any]]) -> None:
         """Publish the tensors as the next version."""
-        from safetensors.torch import save_file  # noqa: PLC0415 - imports torch
-
-        self._folder.mkdir(parents=True, exist_ok=True)
-        # Of tensors that share memory, save_file takes none.
-        found = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in iterator}
-        save_file(found, self._folder / "model.safetensors")
-        self._request("POST", "/update_weights", {"update_info": {"path": str(self._folder.absolute())}})
+        path = self._folder.write(iterator)
+        self._request("POST", "/update_weights", {"update_info": {"path": str(path)}})
 
     def pause(self) -> None:
         """Hold new requests; samples in flight continue while workers pull the weights."""
@@ -250,8 +243,7 @@ class WeightTransfer:
     def destroy(self) -> None:
         """Remove the folder, if it is temporary."""
         self._http.close()
-        if self._temporary is not None:
-            self._temporary.cleanup()
+        self._folder.close()
 
     def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> None:
         url = f"{self._url}{path}"

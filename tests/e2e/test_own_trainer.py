@@ -163,7 +163,8 @@ def test_trl_in_two_processes_trains_an_adapter_whatever_dies(tmp_path: Path) ->
     assert expected.any()
 
 
-def test_async_trl_trains_by_one_url_while_worker_and_manager_die(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [[], ["lora"]], ids=["whole", "lora"])
+def test_async_trl_trains_by_one_url_while_worker_and_manager_die(kind: list[str], tmp_path: Path) -> None:
     folder = folder_of_sums(tmp_path)
     with reserved_port() as port, black_box(tmp_path / "state", workers=2, trainers=0) as box:
         url = f"http://127.0.0.1:{port}"
@@ -171,7 +172,7 @@ def test_async_trl_trains_by_one_url_while_worker_and_manager_die(tmp_path: Path
         trl = None
         try:
             box.until(lambda: answers(url), "the gateway")
-            trl = Trl("trl_async_trainer", folder, url, str(folder), "8")
+            trl = Trl("trl_async_trainer", folder, url, str(folder), "8", *kind)
             (job,) = box.get("/v1/jobs")
             for version, role in ((1, "preemptible"), (3, "manager")):
                 box.until_step(job["id"], version)
@@ -188,6 +189,7 @@ def test_async_trl_trains_by_one_url_while_worker_and_manager_die(tmp_path: Path
     logged = trl.said[-1]["logged"]
     assert len(logged) == 8
     assert logged[0]["kl"] < 1e-6  # the weights are those that sampled
+    assert trl.said[-1]["gap"] < 1e-4
     assert sum(row["reward"] for row in logged[-2:]) > sum(row["reward"] for row in logged[:2])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
@@ -18,14 +19,17 @@ from typing import Any
 
 import httpx
 import pytest
+import requests
+import torch
 import uvicorn
+from huggingface_hub import constants
 from openai import OpenAI
 from safetensors.torch import save_file
 
 from rlboost.fleet import AsyncFleet
 from rlboost.gateway import Gateway
 from rlboost.gateway_routes import create_app
-from rlboost.shared.errors import Fatal
+from rlboost.shared.errors import ConfigError, Fatal
 from rlboost.trl import WeightTransfer
 from tests.support import tiny_models
 from tests.support.ports import reserved_port
@@ -40,9 +44,12 @@ PROMPT = [5, 7, 9, 11]
 class Served:
     """A gateway in a thread, and a client of it."""
 
-    def __init__(self, system: System, port: int, job: str, api_key: str = "", **options: Any) -> None:
-        fleet = AsyncFleet(system.manager.url, TOKEN, job=job, model=str(system.model), retry_for_s=WAIT_S)
-        app = create_app(Gateway(fleet, system.manager.url, TOKEN, str(system.model), WAIT_S, **options), api_key)
+    def __init__(
+        self, system: System, port: int, job: str, api_key: str = "", *, model: str = "", **options: Any
+    ) -> None:
+        model = model or str(system.model)
+        fleet = AsyncFleet(system.manager.url, TOKEN, job=job, model=model, retry_for_s=WAIT_S)
+        app = create_app(Gateway(fleet, system.manager.url, TOKEN, model, WAIT_S, **options), api_key)
         self.system, self.url = system, f"http://127.0.0.1:{port}"
         self._server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning"))
         self._thread = threading.Thread(target=self._server.run)
@@ -263,6 +270,79 @@ def test_folder_that_cannot_be_read_is_refused(served: Served, tmp_path: Path) -
     (tmp_path / "model.safetensors").write_bytes(b"no weights")
     answer = served.http.post("/update_weights", json={"weight_dir": str(tmp_path)})
     assert (answer.status_code, "cannot be read" in answer.text) == (400, True), answer.text
+
+
+def test_transport_of_vllms_trainer_side_publishes_each_version(served: Served, tmp_path: Path) -> None:
+    vllm = pytest.importorskip("vllm.distributed.weight_transfer", reason="run 'make install-vllm'")
+    transport = importlib.import_module("rlboost.vllm")
+    client, policy = vllm.HTTPVLLMWeightSyncClient(served.url), model(7)
+    factory = vllm.WeightTransferTrainerFactory
+    sender, other = (
+        factory.trainer_init(transport.TrainerInit(rank=rank), client=client, source=vllm.ModuleSource(policy))
+        for rank in range(2)
+    )
+    for label in ("first", "second"):
+        other.send_weights()  # takes part in gathering, and sends nothing
+        sender.send_weights(label)
+        assert served.http.get("/weight_info").json() == {"weight_version": label}
+        until(lambda: samples_are_of(served, policy))
+        with torch.no_grad():
+            policy.get_parameter("model.norm.weight").mul_(1.5)
+    folder = sender._folder._path
+    assert folder.is_dir()
+    sender.shutdown()
+    other.shutdown()
+    assert not folder.exists()
+    for options, why in (({}, "give one, such as ModuleSource"), ({"source": Halves(policy)}, "held_names")):
+        with pytest.raises(ConfigError, match=why):
+            factory.trainer_init(transport.TrainerInit(rank=0), client=client, **options)
+
+
+class Halves:
+    """A source of which each process has a part."""
+
+    def __init__(self, policy: Any) -> None:
+        self._policy = policy
+
+    def held_names(self) -> list[str]:
+        return [name for name, _ in self._policy.named_parameters()][:2]
+
+
+def samples_are_of(served: Served, policy: Any) -> bool:
+    (choice,) = served.generate(8).json()["choices"]
+    expected = tiny_models.logprobs(policy, PROMPT, choice["token_ids"])
+    return [one["logprob"] for one in choice["logprobs"]["content"]] == pytest.approx(expected, abs=1e-4)
+
+
+def test_vllms_client_is_told_that_nccl_is_refused(served: Served) -> None:
+    vllm = pytest.importorskip("vllm.distributed.weight_transfer", reason="run 'make install-vllm'")
+    client = vllm.HTTPVLLMWeightSyncClient(served.url)
+    with pytest.raises(requests.HTTPError, match="501") as refused:
+        client.init_weight_transfer_engine({"master_address": "10.0.0.1", "master_port": 1, "world_size": 2})
+    assert "rlboost.vllm.TrainerInit" in refused.value.response.text
+
+
+def test_configuration_of_a_model_of_hugging_face_is_that_of_its_repository(
+    system: System, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = tmp_path / "models--acme--tiny/snapshots/abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text((system.model / "config.json").read_text())
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs/main").write_text("abc")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    (tmp_path / "weights").mkdir()
+    for name, status in (("tiny", 200), ("unknown", 400)):
+        with reserved_port() as port:
+            served = Served(system, port, f"hub-{name}", model=f"acme/{name}")
+            try:
+                folder = folder_of(tmp_path / "weights", 8)
+                answer = served.http.post("/update_weights", json={"weight_dir": str(folder)})
+                assert answer.status_code == status, answer.text
+                assert status == 200 or "none is found of the model 'acme/unknown'" in answer.text
+            finally:
+                served.close()
 
 
 def test_manager_that_hangs_is_named(system: System) -> None:
