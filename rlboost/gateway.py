@@ -1,11 +1,11 @@
-"""Makes a fleet look like one vLLM server, for trainers and clients that know vLLM's routes.
+"""Makes a fleet look like one vLLM or SGLang server, for trainers and clients that know their routes.
 
 It runs beside the trainer, in a process of its own: it publishes the folders with weights that the trainer names, and
 sends completions on to the manager, which generates them on the fleet. Two differences from vLLM: nothing is stopped
 while weights are updated, as workers pull them while they generate; and NCCL is refused, since it would make each
 worker a fixed rank of the trainer.
 
-Consumes: requests of vLLM's API (vLLM 0.32).
+Consumes: requests of the APIs of vLLM (0.32) and SGLang.
 Produces: versions of one external job, and completions.
 Waits for: the manager while it is unavailable, up to `retry_for_s`, and for its answer, up to `ANSWER_LIMIT_S`; a
 resume, up to `PAUSE_LIMIT_S`; a worker that serves new weights, up to `SERVE_LIMIT_S`.
@@ -19,10 +19,13 @@ import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
+from fastapi import Request
+from pydantic import BaseModel, ValidationError
 
 from rlboost.fleet import AsyncFleet
 from rlboost.shared.http.aiohttp_sessions import aiohttp_session
@@ -31,6 +34,9 @@ from rlboost.shared.ids import new_token
 from rlboost.shared.proxies import internal
 from rlboost.shared.secrets import bearer
 from rlboost.shared.tls import client_verification
+from rlboost.shared.validation import describe
+
+_Model = TypeVar("_Model", bound=BaseModel)
 
 ANSWER_LIMIT_S = 660.0
 """How long the manager may send nothing: its `RLBOOST_MANAGER_SERVE_LIMIT_S` of 600 s, and a margin."""
@@ -173,6 +179,20 @@ class Gateway:
         """Return the trainer's own name of a version, its number if it has none."""
         return self._labels.get(version, version)
 
+    @property
+    def newest_label(self) -> str:
+        """Return the trainer's own name of the newest version."""
+        return self.label_of(str(self.fleet.version))
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """Return the model's tokenizer, None if there is none; reads files."""
+        from transformers import AutoTokenizer  # noqa: PLC0415 - a library of those who load models
+
+        with suppress(OSError, ValueError):
+            return AutoTokenizer.from_pretrained(self.model)
+        return None
+
     def pause(self, mode: str | None) -> None:
         """Hold new requests until `resume`; those in flight continue."""
         if mode not in {None, "keep", "wait", "abort"}:
@@ -301,3 +321,26 @@ def message_of(content: bytes) -> str:
     with suppress(ValueError, KeyError, TypeError):
         return str(json.loads(content)["error"]["message"])
     return content[:500].decode(errors="replace")
+
+
+async def body_of(request: Request) -> dict[str, Any]:
+    """Return a request's body, empty if it has none."""
+    text = await request.body()
+    try:
+        body = json.loads(text) if text else {}
+    except ValueError as error:
+        raise Refused(400, f"the body is no JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise Refused(400, "the body is no JSON object")
+    return body
+
+
+async def given(request: Request, model: type[_Model]) -> _Model:
+    """Return a request's body as a model, without what is null, or changes nothing."""
+    body = {name: value for name, value in (await body_of(request)).items() if value is not None}
+    try:
+        return model.model_validate(
+            {name: value for name, value in body.items() if name == "request_id" or name not in IGNORED}
+        )
+    except ValidationError as error:
+        raise Refused(422, "; ".join(describe(error, model))) from error

@@ -2,7 +2,7 @@
 
 rlboost init sums && rlboost up --trainers 0 --detach
 python examples/trl/train.py sums --steps 40
-accelerate launch --num_processes 2 examples/trl/train.py sums --steps 40 --lora --job sums-lora
+torchrun --nproc-per-node 2 examples/trl/train.py sums --steps 40 --lora --job sums-lora
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Weights that are sharded over the ranks of a trainer of your own: gathered, they are those of one process."""
+"""Several processes of a trainer of your own: their shards are gathered, and the main one works for all."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,30 @@ from rlboost.shared.weights.torch_tensors import module_tensors
 from tests.support.black_box import ROOT
 from tests.support.gathered_ranks import policy
 from tests.support.ports import reserved_port
+
+
+def two_processes(module: str, *arguments: str) -> list[dict[str, Any]]:
+    """Run a module of `tests.support` in two processes; return the lines that they print."""
+    with reserved_port() as port:
+        launch = f"torch.distributed.run --nproc-per-node 2 --master-port {port} -m tests.support.{module}".split()
+        done = subprocess.run(
+            [sys.executable, "-m", *launch, *arguments],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            check=True,
+            timeout=200,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.timeout(240)
+def test_main_process_works_for_all_and_its_error_is_raised_in_all() -> None:
+    first, second = sorted(two_processes("main_process_work"), key=lambda line: int(line["rank"]))
+    assert first["made"] == second["made"] == "0"
+    assert first["error"] == "ConfigError: top_k: is not supported"
+    assert second["error"] == "Fatal: the main process: ConfigError: top_k: is not supported"
 
 
 @pytest.mark.timeout(240)
