@@ -43,7 +43,8 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
 
 
 def fleet_of(system: System, job: str, **options: Any) -> Fleet:
-    return Fleet(system.manager.url, TOKEN, job=job, **({"model": str(system.model), "retry_for_s": WAIT_S} | options))
+    defaults: dict[str, Any] = {"model": str(system.model), "retry_for_s": WAIT_S}
+    return Fleet(system.manager.url, TOKEN, job=job, **defaults | options)
 
 
 def by_index(groups: Sequence[Group]) -> list[Group]:
@@ -84,7 +85,7 @@ def adapted(seed: int, **config: Any) -> Any:
     """Return a model with a LoRA adapter that changes it."""
     torch.manual_seed(seed)
     lora = {"r": 4, "lora_alpha": 16, "target_modules": "all-linear", "init_lora_weights": False}
-    return peft.get_peft_model(model(0), peft.LoraConfig(**lora | config))  # type: ignore[arg-type]
+    return peft.get_peft_model(model(0), peft.LoraConfig(**lora | config))
 
 
 def test_adapter_is_sampled_as_the_model_that_it_is_merged_into(system: System) -> None:
@@ -124,7 +125,7 @@ def test_adapter_is_sampled_as_the_model_that_it_is_merged_into(system: System) 
         fleet.end()
 
 
-def test_trainer_that_died_before_its_first_adapter_continues_with_the_model_that_it_published(system: System) -> None:
+def test_trainer_that_died_before_its_first_adapter_continues_with_its_model(system: System) -> None:
     policy = adapted(3)
     with fleet_of(system, "half") as fleet:
         assert fleet.publish(model(0)) == 0

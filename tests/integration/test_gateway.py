@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import os
@@ -26,12 +25,15 @@ from safetensors.torch import save_file
 from rlboost.shared.errors import ConfigError, Fatal
 from rlboost.trl import WeightTransfer
 from tests.support import tiny_models
+from tests.support.doc_snippets import blocks_in
 from tests.support.gateway_site import PROMPT, Served, folder_of
+from tests.support.generated_docs import ROOT
 from tests.support.ports import reserved_port
 from tests.support.published_model import policy as model
 from tests.support.serving_system import TEMPLATE, System, until
 
 KEY = "a-key-of-a-gateway"
+TRANSPORT = next(block for block in blocks_in(ROOT / "docs/own-trainer.md", "python") if "rlboost.vllm" in block)
 
 
 @pytest.fixture(scope="module")
@@ -231,20 +233,19 @@ def test_folder_that_cannot_be_read_is_refused(served: Served, tmp_path: Path) -
 
 def test_transport_of_vllms_trainer_side_publishes_each_version(served: Served, tmp_path: Path) -> None:
     vllm = pytest.importorskip("vllm.distributed.weight_transfer", reason="run 'make install-vllm'")
-    transport = importlib.import_module("rlboost.vllm")
-    client, policy = vllm.HTTPVLLMWeightSyncClient(served.url), model(7)
-    factory = vllm.WeightTransferTrainerFactory
-    sender, other = (
-        factory.trainer_init(transport.TrainerInit(rank=rank), client=client, source=vllm.ModuleSource(policy))
-        for rank in range(2)
-    )
+    policy, shown = model(7), TRANSPORT.replace("http://localhost:8000", served.url)
+    ranks = [{**vars(vllm), "rank": rank, "model": policy} for rank in (1, 0)]
+    for rank in ranks:  # the other one takes part in gathering, and sends nothing
+        exec(shown, rank)
+    other, sender = (rank["engine"] for rank in ranks)
+    until(lambda: samples_are_of(served, policy))
     for label in ("first", "second"):
-        other.send_weights()  # takes part in gathering, and sends nothing
+        with torch.no_grad():
+            policy.get_parameter("model.norm.weight").mul_(1.5)
+        other.send_weights(label)
         sender.send_weights(label)
         assert served.http.get("/weight_info").json() == {"weight_version": label}
         until(lambda: samples_are_of(served, policy))
-        with torch.no_grad():
-            policy.get_parameter("model.norm.weight").mul_(1.5)
     folder = sender._folder._path
     assert folder.is_dir()
     sender.shutdown()
@@ -252,7 +253,9 @@ def test_transport_of_vllms_trainer_side_publishes_each_version(served: Served, 
     assert not folder.exists()
     for options, why in (({}, "give one, such as ModuleSource"), ({"source": Halves(policy)}, "held_names")):
         with pytest.raises(ConfigError, match=why):
-            factory.trainer_init(transport.TrainerInit(rank=0), client=client, **options)
+            vllm.WeightTransferTrainerFactory.trainer_init(
+                ranks[0]["TrainerInit"](rank=0), client=sender.client, **options
+            )
 
 
 class Halves:
@@ -271,11 +274,12 @@ def samples_are_of(served: Served, policy: Any) -> bool:
     return [one["logprob"] for one in choice["logprobs"]["content"]] == pytest.approx(expected, abs=1e-4)
 
 
-def test_vllms_client_is_told_that_nccl_is_refused(served: Served) -> None:
+def test_nccl_is_refused_to_vllms_client(served: Served) -> None:
     vllm = pytest.importorskip("vllm.distributed.weight_transfer", reason="run 'make install-vllm'")
     client = vllm.HTTPVLLMWeightSyncClient(served.url)
     with pytest.raises(requests.HTTPError, match="501") as refused:
         client.init_weight_transfer_engine({"master_address": "10.0.0.1", "master_port": 1, "world_size": 2})
+    assert refused.value.response is not None
     assert "rlboost.vllm.TrainerInit" in refused.value.response.text
 
 

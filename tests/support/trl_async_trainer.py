@@ -127,13 +127,14 @@ def gap(url: str, trainer: Any) -> float:
     model = AutoModelForCausalLM.from_pretrained(trained.name_or_path, dtype="float32")  # with its own attention
     model.load_state_dict(trained.state_dict())
     with torch.no_grad():
-        return max(
+        gaps = [
             abs(own - given["logprob"])
             for one in found
             for own, given in zip(
                 tiny_models.logprobs(model, prompt, one["token_ids"]), one["logprobs"]["content"], strict=True
             )
-        )
+        ]
+    return max(gaps)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import FileStore, destroy_process_group, init_process_group
+from torch.distributed import destroy_process_group, init_process_group
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from rlboost.publishing import gathered, is_sharded, weights_of
@@ -86,7 +86,7 @@ def test_shards_of_other_kinds_are_rejected() -> None:
 
 @pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
 def test_shards_of_fsdp1_are_rejected(tmp_path: Path) -> None:
-    init_process_group("gloo", store=FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         model = FullyShardedDataParallel(policy(lora=False), device_id=torch.device("cpu"))
         assert is_sharded(model)
