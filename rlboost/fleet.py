@@ -243,6 +243,11 @@ class AsyncFleet:
         return self._of_store.newest
 
     @property
+    def is_adapter(self) -> bool:
+        """Return True if the newest version is an adapter on a model."""
+        return self._of_store.is_adapter
+
+    @property
     def dtype(self) -> str:
         """Of most of the model's bytes that were published last, such as `bfloat16`; empty before."""
         return self._of_store.dtype

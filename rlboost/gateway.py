@@ -28,6 +28,7 @@ from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
 from rlboost.fleet import AsyncFleet
+from rlboost.publishing import weights_of_folders
 from rlboost.shared.http.aiohttp_sessions import aiohttp_session
 from rlboost.shared.http.server_url import MAX_REDIRECTS, redirected_origin
 from rlboost.shared.ids import new_token
@@ -113,8 +114,12 @@ class Gateway:
         self._idle.set()
         self._n_in_flight = 0
         self._updating = asyncio.Lock()
+        self.has_weights = False
+        """Whether the model is a folder with weights, on which adapters can be loaded."""
         self._labels: dict[str, str] = {}
         """Version -> the trainer's own name of it."""
+        self._adapters: set[str] = set()
+        """Names of adapters, which requests give as their model. All of them are served by the newest version."""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -124,7 +129,8 @@ class Gateway:
         self._http = aiohttp_session(internal, self._url, timeout=timeout, connector=connector)
         try:
             async with self.fleet:
-                if self.fleet.version < 0 and await asyncio.to_thread(_has_weights, self.model):
+                self.has_weights = await asyncio.to_thread(_has_weights, self.model)
+                if self.fleet.version < 0 and self.has_weights:
                     await self.fleet.publish(self.model)
                 yield
         finally:
@@ -144,7 +150,37 @@ class Gateway:
             if 0 <= before < version:
                 await self.fleet.complete_step(step=before)
             self._labels[str(version)] = label or str(version)
+            self._adapters.clear()
         return version, await self._until_served(version)
+
+    async def load_adapter(self, name: str, folder: str) -> int:
+        """Publish a folder with a PEFT adapter, on the model of the gateway's folder, and let requests name it.
+
+        Returns:
+            how many workers serve it, as `update` does.
+
+        """
+        if not self.has_weights:
+            why = (
+                f"adapters need the model below them: start the gateway with a folder of its weights, not {self.model}"
+            )
+            raise Refused(501, why)
+        async with self._updating:
+            before = self.fleet.version
+            try:
+                weights = await asyncio.to_thread(weights_of_folders, folder, self.model)
+            except (OSError, ValueError) as error:
+                raise Refused(400, f"lora_path: the adapter in {folder!r} cannot be read: {error}") from error
+            version = await self.fleet.publish(weights, if_changed=True)
+            if before < version and before >= 0:
+                await self.fleet.complete_step(step=before)
+            self._labels[str(version)] = name
+            self._adapters.add(name)
+        return await self._until_served(version)
+
+    def unload_adapter(self, name: str) -> None:
+        """Let requests no longer name an adapter; the newest version is served on."""
+        self._adapters.discard(name)
 
     async def _published(self, folder: str) -> int:
         from safetensors import SafetensorError  # noqa: PLC0415 - a library of those who load models
@@ -235,7 +271,13 @@ class Gateway:
         """Return a request's body with the manager's name of the model, without fields that change nothing."""
         model = body.get("model")
         # A folder has several names.
-        if model not in {self.model, self.fleet.job_id, None} and os.path.realpath(str(model)) != self._folder:
+        is_base = model in {self.model, self.fleet.job_id} or os.path.realpath(str(model)) == self._folder
+        if is_base and self.fleet.is_adapter:
+            named = ", ".join(sorted(self._adapters)) or "as it was loaded"
+            raise Refused(404, f"the model {model!r} is served with an adapter on it: name the adapter ({named})")
+        # After a restart of the gateway, the names of adapters are not known.
+        is_adapter = model in self._adapters or (self.fleet.is_adapter and not self._adapters)
+        if not (is_base or is_adapter or model is None):
             raise Refused(404, f"the model {model!r} does not exist: this gateway serves {self.model!r}")
         return {**{name: value for name, value in body.items() if name not in IGNORED}, "model": self.fleet.job_id}
 

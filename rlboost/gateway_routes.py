@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from rlboost.fleet import Superseded
 from rlboost.gateway import PAUSE_LIMIT_S, Gateway, Refused, body_of, given, message_of
@@ -56,6 +56,11 @@ class Update(BaseModel):
 
 class _Init(BaseModel):
     init_info: dict[str, Any] = {}
+
+
+class _Adapter(BaseModel):
+    lora_name: str = Field(min_length=1)
+    lora_path: str = ""
 
 
 class _SamplingParams(BaseModel):
@@ -166,7 +171,8 @@ def _add_state(app: FastAPI, gateway: Gateway) -> None:
             "vllm_config": {
                 "model_config": model,
                 "parallel_config": {"data_parallel_size": 1, "tensor_parallel_size": 1, "world_size": 1},
-                "lora_config": None,
+                # No worker holds adapters beside its model: ranks and numbers have no limit of its own.
+                "lora_config": {"max_lora_rank": 512, "max_loras": 1 << 16} if gateway.has_weights else None,
                 "weight_transfer_config": {"backend": "filesystem"},
             },
         }
@@ -225,8 +231,19 @@ def _add_weights(app: FastAPI, gateway: Gateway) -> None:  # noqa: C901 - a tabl
 
     @app.post("/v1/load_lora_adapter")
     @app.post("/load_lora_adapter")
-    async def adapter() -> None:
-        raise Refused(501, "adapters are not supported by the gateway: send merged weights")
+    async def load_adapter(request: Request) -> Response:
+        asked = await given(request, _Adapter)
+        if not asked.lora_path:
+            raise Refused(422, "lora_path: missing: the folder of the adapter, which this machine reads")
+        n_serving = await gateway.load_adapter(asked.lora_name, asked.lora_path)
+        return Response(f"Success: LoRA adapter '{asked.lora_name}' added successfully; {n_serving} workers serve it.")
+
+    @app.post("/v1/unload_lora_adapter")
+    @app.post("/unload_lora_adapter")
+    async def unload_adapter(request: Request) -> Response:
+        asked = await given(request, _Adapter)
+        gateway.unload_adapter(asked.lora_name)
+        return Response(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
 
 
 def _add_completions(app: FastAPI, gateway: Gateway) -> None:

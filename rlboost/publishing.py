@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Any
 from rlboost.shared.errors import ConfigError, Conflict
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.client import StoreClient
-from rlboost.shared.weights.lora import adapter_of, config_json_of, wrapped_names
+from rlboost.shared.weights.lora import Shape, adapter_of, config_json_of, wrapped_names
 from rlboost.shared.weights.publisher import Publisher
 
 if TYPE_CHECKING:
     import torch
 
+_WHOLE = {"bf16", "bfloat16", "f16", "float16", "f32", "float32"}
+"""Dtypes of models that are not quantized, by the names of safetensors and of torch."""
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 """What activation checkpointing and torch.compile put into the names of tensors."""
 
@@ -33,7 +35,8 @@ class Weights:
     """The weights of one version."""
 
     model: Any
-    """A module, tensors by their Hugging Face names, or a folder; None below an adapter whose model is published."""
+    """A module, tensors by their Hugging Face names, or a folder; below an adapter no module, and None if the model is
+    published."""
     config_json: str = ""
     """The model's configuration; empty: that of the version before."""
     adapter: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -61,6 +64,20 @@ def weights_of(given: Any, config: Mapping[str, Any] | str | Path | None = None)
     from rlboost.shared.weights.torch_tensors import module_tensors  # noqa: PLC0415 - imports torch
 
     return _adapted(given, dict(module_tensors(given)), config_json, with_model=True)
+
+
+def weights_of_folders(adapter: str | Path, model: str | Path) -> Weights:
+    """Return the weights of an adapter that PEFT has saved, on the model of a folder.
+
+    Raises:
+        OSError, ValueError: the adapter's folder cannot be read.
+
+    """
+    from safetensors.torch import load_file  # noqa: PLC0415 - imports torch
+
+    config = json.loads(Path(adapter, "adapter_config.json").read_text(encoding="utf-8"))
+    tensors = load_file(Path(adapter, "adapter_model.safetensors"))
+    return Weights(str(model), _config_json(str(model), None), tensors, json.dumps(config, sort_keys=True))
 
 
 def gathered(module: torch.nn.Module, *, with_model: bool = True) -> Weights:
@@ -160,19 +177,39 @@ def _adapted(model: Any, tensors: Mapping[str, torch.Tensor], config_json: str, 
 
 def _check_adapter(weights: Weights) -> None:
     """Check that workers can merge an adapter into its model."""
-    for name, tensor in weights.model.items():
-        if not tensor.is_floating_point():
-            raise ConfigError(f"{name} is quantized ({tensor.dtype}): load the model without quantization")
-    adapter, model = (
-        {name: tuple(tensor.shape) for name, tensor in tensors.items()} for tensors in (weights.adapter, weights.model)
-    )
+    model = dict(_kinds_of(weights.model))
+    for name, (_, dtype) in model.items():
+        if dtype.lower() not in _WHOLE:
+            raise ConfigError(f"{name} is quantized ({dtype}): load the model without quantization")
+    adapter = {name: tuple(tensor.shape) for name, tensor in weights.adapter.items()}
     try:
-        adapter_of(weights.adapter_json, adapter, model)
+        adapter_of(weights.adapter_json, adapter, {name: shape for name, (shape, _) in model.items()})
     except ConfigError as error:
         raise ConfigError(
             f"peft_config: {error}. Use a LoraConfig for linear layers, without use_dora, use_rslora, bias, "
             "modules_to_save and patterns of ranks, or train the whole model"
         ) from error
+
+
+def _kinds_of(model: Mapping[str, torch.Tensor] | str) -> Iterator[tuple[str, tuple[Shape, str]]]:
+    """Yield name, shape and dtype of the tensors of a model, or of a folder with one."""
+    if not isinstance(model, str):
+        for name, tensor in model.items():
+            yield name, (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        return
+    from safetensors import safe_open  # noqa: PLC0415 - a library of those who load models
+
+    for path in sorted(Path(model).glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 - it is no mapping
+                kind = file.get_slice(name)
+                yield name, (tuple(kind.get_shape()), kind.get_dtype())
+
+
+def _places_of(model: Mapping[str, torch.Tensor] | str) -> dict[str, int]:
+    if isinstance(model, str):
+        return {model: 0}
+    return {name: tensor.data_ptr() for name, tensor in model.items()}
 
 
 def _config_json(weights: Any, config: Mapping[str, Any] | str | Path | None) -> str:
@@ -232,12 +269,14 @@ class Versions:
         """Of adapters, which are no deltas of models."""
         self.newest = -1
         """The newest version; -1 before the first."""
+        self.is_adapter = False
+        """Whether that is an adapter's."""
         self._base = -1
         """The version of the model below adapters; -1 before this trainer has published an adapter."""
         self._base_places: dict[str, int] = {}
         """Name -> address of each tensor of that model: it is frozen, and read again if it has moved."""
-        self._head_base = -1
-        """That of the newest version when the trainer attached; the newest version itself if it is a model."""
+        self._newest_model = -1
+        """The newest version that is a model, as far as it is known; -1 before the first."""
         self._config_json = ""
         self._committed: tuple[str, ...] = ()
         """Digest and configurations of the newest version; empty before this trainer had its weights."""
@@ -251,7 +290,8 @@ class Versions:
             self._may_have_newest = False
             return
         self.newest = head.version
-        self._head_base = head.version if head.base_version is None else head.base_version
+        self.is_adapter = head.base_version is not None
+        self._newest_model = head.version if head.base_version is None else head.base_version
 
     async def publish(self, weights: Weights, *, if_changed: bool) -> int:
         """Publish the next version, or continue the newest one. See `AsyncFleet.publish`."""
@@ -259,7 +299,7 @@ class Versions:
         if not self._config_json:
             raise ConfigError("give config: the configuration of the model (config.json) with the first version")
         if weights.adapter and weights.model is not None:
-            places = {name: tensor.data_ptr() for name, tensor in weights.model.items()}
+            places = _places_of(weights.model)
             if places != self._base_places:
                 _check_adapter(weights)
                 await self._publish_base(weights.model)
@@ -272,19 +312,21 @@ class Versions:
                 await self._commit(self.newest, weights)
                 return self.newest
         if await self._commit(self.newest + 1, weights, if_changed=if_changed):
-            self.newest += 1
+            self.newest, self.is_adapter = self.newest + 1, bool(weights.adapter)
+            if not self.is_adapter:
+                self._newest_model = self.newest
         return self.newest
 
     async def _publish_base(self, model: Any) -> None:
         """Publish the model below an adapter, unless it is the one that is published."""
-        known = self._base if self._base >= 0 else self._head_base
+        known = self._base if self._base >= 0 else self._newest_model
         if known >= 0:
             with suppress(Conflict):  # it is another model, or retained no more
                 await self._commit(known, Weights(model))
                 self._base = known
                 return
         await self._commit(self.newest + 1, Weights(model))
-        self.newest += 1
+        self.newest, self.is_adapter = self.newest + 1, False
         self._base, self._may_have_newest = self.newest, False
 
     async def _commit(self, version: int, weights: Weights, *, if_changed: bool = False) -> bool:

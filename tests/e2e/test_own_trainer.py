@@ -163,7 +163,7 @@ def test_trl_in_two_processes_trains_an_adapter_whatever_dies(tmp_path: Path) ->
     assert expected.any()
 
 
-@pytest.mark.parametrize("kind", [[], ["lora"]], ids=["whole", "lora"])
+@pytest.mark.parametrize("kind", [[], ["lora"], ["adapter"]], ids=["whole", "lora", "adapter"])
 def test_async_trl_trains_by_one_url_while_worker_and_manager_die(kind: list[str], tmp_path: Path) -> None:
     folder = folder_of_sums(tmp_path)
     with reserved_port() as port, black_box(tmp_path / "state", workers=2, trainers=0) as box:

@@ -15,6 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import requests
 import torch
@@ -185,7 +186,9 @@ def test_pause_holds_new_requests_and_wait_ends_those_in_flight(served: Served) 
         ("/update_weights", {"update_info": "x"}, 422, "update_info: "),
         ("/init_weight_transfer_engine", {"init_info": "x"}, 422, "init_info: "),
         ("/pause?mode=abrot", {}, 400, "mode: 'abrot' is unknown"),
-        ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/a"}, 501, "send merged weights"),
+        ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/a"}, 400, "lora_path: the adapter in '/a'"),
+        ("/v1/load_lora_adapter", {"lora_name": "a"}, 422, "lora_path: missing"),
+        ("/v1/load_lora_adapter", {"lora_path": "/a"}, 422, "lora_name: missing"),
         ("/v1/completions", {"model": "other", "prompt": PROMPT}, 404, "'other' does not exist"),
         ("/v1/completions", {"prompt": PROMPT, "prompt_logprobs": 1}, 400, "prompt_logprobs"),
         ("/inference/v1/generate", {}, 422, "token_ids: missing"),
@@ -272,6 +275,60 @@ def samples_are_of(served: Served, policy: Any) -> bool:
     (choice,) = served.generate(8).json()["choices"]
     expected = tiny_models.logprobs(policy, PROMPT, choice["token_ids"])
     return [one["logprob"] for one in choice["logprobs"]["content"]] == pytest.approx(expected, abs=1e-4)
+
+
+def test_adapters_are_served_as_the_model_that_they_are_merged_into(system: System, tmp_path: Path) -> None:
+    policy = peft.get_peft_model(
+        model(0), peft.LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", init_lora_weights=False)
+    )
+    with reserved_port() as port:
+        served = Served(system, port, "adapters")
+        try:
+            assert served.http.get("/server_info").json()["vllm_config"]["lora_config"]["max_lora_rank"] >= 64
+            for version in (1, 2):
+                policy.save_pretrained(tmp_path / "adapter")
+                name = f"policy-v{version}"
+                body = {"lora_name": name, "lora_path": str(tmp_path / "adapter"), "load_inplace": False}
+                loaded = served.http.post("/v1/load_lora_adapter", json=body)
+                assert (loaded.status_code, name in loaded.text) == (200, True), loaded.text
+                until(lambda: samples_are_of(served, policy))
+                (choice,) = served.generate(4, model=name).json()["choices"]
+                assert choice["weight_versions"] == [{"version": name, "start": 0, "end": len(choice["token_ids"])}]
+                again = served.http.post("/v1/load_lora_adapter", json=body)
+                assert (again.status_code, served.http.get("/weight_info").json()["weight_version"]) == (200, name)
+                with torch.no_grad():
+                    for part, tensor in policy.named_parameters():
+                        if "lora_B" in part:
+                            tensor.mul_(-1)
+            base = served.generate(4, model=str(system.model))
+            assert (base.status_code, "name the adapter (policy-v1, policy-v2)" in base.text) == (404, True), base.text
+            served.http.post("/v1/unload_lora_adapter", json={"lora_name": "policy-v1"})
+            assert served.generate(4, model="policy-v1").status_code == 404
+        finally:
+            served.close()
+    with reserved_port() as port:  # a restart, after which a trainer continues to name its adapter
+        served = Served(system, port, "adapters")
+        try:
+            until(lambda: served.http.get("/health").is_success)
+            assert served.generate(4, model="policy-v2").status_code == 200
+            made = served.update(folder_of(tmp_path, 9))  # whole weights again, under the model's name
+            assert made["weight_version"] == "3"  # after the model and two adapters
+            assert served.generate(4, model="policy-v2").status_code == 404
+            until(lambda: samples_are_of(served, model(9)))
+        finally:
+            served.close()
+
+
+def test_adapters_need_the_model_below_them(system: System, tmp_path: Path) -> None:
+    with reserved_port() as port:
+        served = Served(system, port, "no-model", model="acme/none")
+        try:
+            body = {"lora_name": "a", "lora_path": str(tmp_path)}
+            answer = served.http.post("/v1/load_lora_adapter", json=body)
+            assert (answer.status_code, "start the gateway with a folder" in answer.text) == (501, True), answer.text
+            assert served.http.get("/server_info").json()["vllm_config"]["lora_config"] is None
+        finally:
+            served.close()
 
 
 def test_nccl_is_refused_to_vllms_client(served: Served) -> None:

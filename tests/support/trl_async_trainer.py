@@ -1,9 +1,8 @@
 """TRL's `AsyncGRPOTrainer` as its users write it, on a gateway: `python -m tests.support.trl_async_trainer`.
 
-Its arguments are URL, FOLDER (of `rlboost init sums`, which PYTHONPATH has), STEPS, and `lora` to train an adapter.
-Three parts of TRL that need a
-GPU are replaced, and none sends requests: the check that vLLM is installed, the attention kernel, and the name of the
-device.
+Its arguments are URL, FOLDER (of `rlboost init sums`, which PYTHONPATH has), STEPS, and to train an adapter `lora`, or
+`adapter` if TRL itself sends it. Three parts of TRL that need a GPU are replaced, and none sends requests: the check
+that vLLM is installed, the attention kernel, and the name of the device.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ def main(url: str, folder: str, steps: str, lora: str = "") -> None:
         processing_class=tokenizer,
         reward_funcs=score,
         train_dataset=rows.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]}),
-        weight_transfer=WeightTransfer(url),
+        weight_transfer=None if lora == "adapter" else WeightTransfer(url),
         peft_config=LoraConfig(r=8, lora_alpha=64, target_modules="all-linear") if lora else None,
         args=AsyncGRPOConfig(
             output_dir=tempfile.mkdtemp(),
@@ -134,7 +133,7 @@ def gap(url: str, trainer: Any) -> float:
                 tiny_models.logprobs(model, prompt, one["token_ids"]), one["logprobs"]["content"], strict=True
             )
         ]
-    return max(gaps)
+    return float(max(gaps))
 
 
 if __name__ == "__main__":
