@@ -15,13 +15,12 @@ gets the same samples for the same calls of `generate` in a step, without genera
 from __future__ import annotations
 
 import asyncio
-import json
+import os
 import socket
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -32,12 +31,11 @@ import msgpack
 
 from rlboost.attachment import Attachment, Superseded
 from rlboost.client import Client, ClientError
+from rlboost.publishing import Versions, weights_of
 from rlboost.shared.errors import ConfigError, Conflict
 from rlboost.shared.ids import new_token
-from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams.entries import position
 from rlboost.shared.weights.client import StoreClient
-from rlboost.shared.weights.publisher import Publisher
 from rlboost.shared.wire import I32, floats, ints, pack
 
 __all__ = ["AsyncFleet", "Fleet", "Group", "Sample", "Superseded"]
@@ -145,7 +143,7 @@ class AsyncFleet:
             "price_per_hour": price_per_hour,
             "lease_s": lease_s,
         }
-        self._deltas, self._retry_for_s, self._may_have_newest = deltas, retry_for_s, resume
+        self._publishing: dict[str, Any] = {"resume": resume, "deltas": deltas, "limit_s": retry_for_s}
         self._open: defaultdict[tuple[int, int], _Open] = defaultdict(_Open)
         """(step, number) -> the group."""
         self._numbers: defaultdict[int, int] = defaultdict(int)
@@ -153,11 +151,7 @@ class AsyncFleet:
         self._reading: asyncio.Task[None] | None = None
         self._attachment: Attachment | None = None
         self._store: StoreClient | None = None
-        self._config_json = ""
-        self._committed = "", ""
-        """Digest of the newest version's weights, and its configuration; empty before this trainer had them."""
-        self.dtype = ""
-        """Of most of the bytes that were published last, such as `bfloat16`; empty before."""
+        self._versions: Versions | None = None
 
     # --- attaching ---
 
@@ -176,11 +170,8 @@ class AsyncFleet:
         self._cursor: str = attached["checkpoint"]["cursor"]
         self._checkpointed: int = attached["checkpoint"]["step"]
         self._store = StoreClient(attached["weight_store_url"], self._at.access)
-        self._publisher = Publisher(self._store, Waits(), limit_s=self._retry_for_s, deltas=self._deltas)
-        head = await self._publisher.head(self.job_id)
-        self.version: int = -1 if head is None else head.version
-        """The newest version; -1 before the first."""
-        self._may_have_newest &= self.version >= 0
+        self._versions = Versions(self._store, self.job_id, **self._publishing)
+        await self._versions.load()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
@@ -240,6 +231,27 @@ class AsyncFleet:
 
     # --- weights ---
 
+    @property
+    def _of_store(self) -> Versions:
+        if self._versions is None:
+            raise ConfigError("the fleet is not attached to a job: use it in a 'with' block")
+        return self._versions
+
+    @property
+    def version(self) -> int:
+        """The newest version; -1 before the first."""
+        return self._of_store.newest
+
+    @property
+    def is_adapter(self) -> bool:
+        """Return True if the newest version is an adapter on a model."""
+        return self._of_store.is_adapter
+
+    @property
+    def dtype(self) -> str:
+        """Of most of the model's bytes that were published last, such as `bfloat16`; empty before."""
+        return self._of_store.dtype
+
     async def publish(
         self, weights: Any, *, config: Mapping[str, Any] | str | Path | None = None, if_changed: bool = False
     ) -> int:
@@ -250,7 +262,8 @@ class AsyncFleet:
 
         Args:
             weights: a `torch.nn.Module`, a mapping of Hugging Face names to tensors, or a folder with safetensors. They
-                must not change until this returns.
+                must not change until this returns. Of a module with a LoRA adapter (PEFT) the first version is the
+                frozen model, and the adapter a later one; of one that is sharded give `publishing.gathered(module)`.
             config: the model's Hugging Face configuration: a mapping, or a folder with `config.json`. By default that
                 of the module or folder, or that of the version before.
             if_changed: publish nothing each time that the weights and `config` are those of the newest version.
@@ -258,50 +271,18 @@ class AsyncFleet:
         Raises:
             Superseded: another trainer holds the job.
             Conflict, Fatal: the weight store rejects the version, such as one with other tensors than the one before.
-            ConfigError: the configuration is not known.
+            ConfigError: the configuration is not known, or it has an adapter that workers cannot merge.
 
         """
-        self._config_json = await asyncio.to_thread(_config_json, weights, config) or self._config_json
-        if not self._config_json:
-            raise ConfigError("give config: the configuration of the model (config.json) with the first version")
+        given = await asyncio.to_thread(weights_of, weights, config)
         before, self._at.phase = self._at.phase, "publishing"
         try:
-            if self._may_have_newest:
-                self._may_have_newest = False
-                with suppress(Conflict):  # the newest version has other weights
-                    await self._commit(self.version, weights)
-                    return self.version
-            if not await self._commit(self.version + 1, weights, if_changed=if_changed):
-                return self.version
+            return await self._of_store.publish(given, if_changed=if_changed)
         except Conflict:
             await asyncio.to_thread(self._at.renew)  # which says so if another trainer has the job
             raise
         finally:
             self._at.phase = before
-        self.version += 1
-        return self.version
-
-    async def _commit(self, version: int, weights: Any, *, if_changed: bool = False) -> bool:
-        """Publish and commit a version; return False if only changes are committed, and there is none."""
-        from rlboost.shared.weights.torch_tensors import named_shards  # noqa: PLC0415 - imports torch
-
-        part = await self._publisher.publish(self.job_id, version, 0, named_shards(weights))
-        sizes = Counter[str]()
-        for tensor in part.tensors:
-            sizes[tensor.dtype] += tensor.n_bytes
-        self.dtype = max(sizes, key=sizes.__getitem__, default="")
-        content = part.model_copy(update={"edges": ()}).digest, self._config_json
-        if if_changed and content == self._committed:
-            return False
-        await self._publisher.commit(
-            self.job_id,
-            version,
-            expect=self.version,
-            part_digests=[part.digest],
-            config_json=self._config_json,
-        )
-        self._committed = content
-        return True
 
     # --- samples ---
 
@@ -474,16 +455,41 @@ class AsyncFleet:
 
 
 class Fleet:
-    """`AsyncFleet` with methods that block: its arguments, attributes and methods."""
+    """`AsyncFleet` with methods that block: its arguments, attributes and methods.
 
-    def __init__(self, url: str, token: str, **options: Any) -> None:
+    Of a trainer with several processes, the one of rank 0 attaches. In the others `open`, `checkpointed`,
+    `complete_step`, `end` and `close` do nothing, and the rest is rejected.
+
+    Args:
+        url: of the manager, without `/v1`.
+        token: as in `AsyncFleet`.
+        rank: of this process in its trainer; by default the variable `RANK`, which torchrun and `accelerate launch`
+            set.
+        options: further arguments of `AsyncFleet`.
+
+    """
+
+    def __init__(self, url: str, token: str, *, rank: int | None = None, **options: Any) -> None:
         """Connect when it is entered, or with `open`."""
-        self._fleet = AsyncFleet(url, token, **options)
+        self.rank = int(os.environ.get("RANK") or 0) if rank is None else rank
+        self._async = None if self.rank else AsyncFleet(url, token, **options)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="fleet", daemon=True)
 
+    @property
+    def _fleet(self) -> AsyncFleet:
+        """Return the fleet of a process that may use it."""
+        if self._async is None:
+            raise ConfigError(
+                f"this is the process of rank {self.rank}, and that of rank 0 has the fleet: publish and generate "
+                "there, or give rank=0 if this process is a trainer of its own"
+            )
+        return self._async
+
     def open(self) -> Self:
         """Attach to the job."""
+        if self.rank:
+            return self
         self._thread.start()
         try:
             self._run(self._fleet.__aenter__())
@@ -494,6 +500,9 @@ class Fleet:
 
     def close(self) -> None:
         """Leave the job as it is; another trainer can attach at once."""
+        if self.rank:
+            self._loop.close()
+            return
         try:
             self._run(self._fleet.__aexit__(None, None, None))
         finally:
@@ -537,15 +546,18 @@ class Fleet:
 
     def complete_step(self, metrics: Mapping[str, float] | None = None, *, step: int | None = None) -> None:
         """See `AsyncFleet.complete_step`."""
-        self._run(self._fleet.complete_step(metrics, step=step))
+        if not self.rank:
+            self._run(self._fleet.complete_step(metrics, step=step))
 
     def checkpointed(self, metrics: Mapping[str, float] | None = None, *, step: int | None = None) -> None:
         """See `AsyncFleet.checkpointed`."""
-        self._run(self._fleet.checkpointed(metrics, step=step))
+        if not self.rank:
+            self._run(self._fleet.checkpointed(metrics, step=step))
 
     def end(self, error: str = "") -> None:
         """See `AsyncFleet.end`."""
-        self._run(self._fleet.end(error))
+        if not self.rank:
+            self._run(self._fleet.end(error))
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -577,13 +589,3 @@ def _check_same(given: Mapping[str, Any], stored: Mapping[str, Any], path: str =
             raise ConfigError(
                 f"{path}{name}: the job exists and has {known!r}, not {value!r}: give the same, or another job"
             )
-
-
-def _config_json(weights: Any, config: Mapping[str, Any] | str | Path | None) -> str:
-    """Return a model's configuration as JSON, empty if it is not given."""
-    if isinstance(config, Mapping):
-        return json.dumps(config)
-    if config is None and hasattr(weights, "config"):
-        return str(weights.config.to_json_string(use_diff=False))
-    folder = config or (weights if isinstance(weights, str | Path) else None)
-    return "" if folder is None else Path(folder, "config.json").read_text(encoding="utf-8")

@@ -1,11 +1,11 @@
-"""Makes a fleet look like one vLLM server, for trainers and clients that know vLLM's routes.
+"""Makes a fleet look like one vLLM or SGLang server, for trainers and clients that know their routes.
 
 It runs beside the trainer, in a process of its own: it publishes the folders with weights that the trainer names, and
 sends completions on to the manager, which generates them on the fleet. Two differences from vLLM: nothing is stopped
 while weights are updated, as workers pull them while they generate; and NCCL is refused, since it would make each
 worker a fixed rank of the trainer.
 
-Consumes: requests of vLLM's API (vLLM 0.32).
+Consumes: requests of the APIs of vLLM (0.32) and SGLang.
 Produces: versions of one external job, and completions.
 Waits for: the manager while it is unavailable, up to `retry_for_s`, and for its answer, up to `ANSWER_LIMIT_S`; a
 resume, up to `PAUSE_LIMIT_S`; a worker that serves new weights, up to `SERVE_LIMIT_S`.
@@ -19,18 +19,25 @@ import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
+from fastapi import Request
+from pydantic import BaseModel, ValidationError
 
 from rlboost.fleet import AsyncFleet
+from rlboost.publishing import weights_of_folders
 from rlboost.shared.http.aiohttp_sessions import aiohttp_session
 from rlboost.shared.http.server_url import MAX_REDIRECTS, redirected_origin
 from rlboost.shared.ids import new_token
 from rlboost.shared.proxies import internal
 from rlboost.shared.secrets import bearer
 from rlboost.shared.tls import client_verification
+from rlboost.shared.validation import describe
+
+_Model = TypeVar("_Model", bound=BaseModel)
 
 ANSWER_LIMIT_S = 660.0
 """How long the manager may send nothing: its `RLBOOST_MANAGER_SERVE_LIMIT_S` of 600 s, and a margin."""
@@ -50,8 +57,20 @@ def _has_weights(folder: str) -> bool:
     return any(Path(folder).glob("*.safetensors"))
 
 
-def _with_config(*folders: str) -> str | None:
-    return next((folder for folder in folders if Path(folder, "config.json").is_file()), None)
+def _with_config(folder: str, model: str) -> str:
+    """Return a folder with `config.json`: that of the weights, or the model's, which may be one of Hugging Face."""
+    for one in (folder, model):
+        if Path(one, "config.json").is_file():
+            return one
+    from huggingface_hub import hf_hub_download  # noqa: PLC0415 - a library of those who load models
+
+    try:
+        return str(Path(hf_hub_download(model, "config.json")).parent)
+    except (OSError, ValueError) as error:
+        what = f"{folder} has no config.json, and none is found of the model {model!r}"
+        raise Refused(
+            400, f"{what}: write it beside the weights, or start the gateway with a folder: {error}"
+        ) from error
 
 
 class Refused(Exception):
@@ -95,8 +114,12 @@ class Gateway:
         self._idle.set()
         self._n_in_flight = 0
         self._updating = asyncio.Lock()
+        self.has_weights = False
+        """Whether the model is a folder with weights, on which adapters can be loaded."""
         self._labels: dict[str, str] = {}
         """Version -> the trainer's own name of it."""
+        self._adapters: set[str] = set()
+        """Names of adapters, which requests give as their model. All of them are served by the newest version."""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -106,7 +129,8 @@ class Gateway:
         self._http = aiohttp_session(internal, self._url, timeout=timeout, connector=connector)
         try:
             async with self.fleet:
-                if self.fleet.version < 0 and await asyncio.to_thread(_has_weights, self.model):
+                self.has_weights = await asyncio.to_thread(_has_weights, self.model)
+                if self.fleet.version < 0 and self.has_weights:
                     await self.fleet.publish(self.model)
                 yield
         finally:
@@ -126,7 +150,37 @@ class Gateway:
             if 0 <= before < version:
                 await self.fleet.complete_step(step=before)
             self._labels[str(version)] = label or str(version)
+            self._adapters.clear()
         return version, await self._until_served(version)
+
+    async def load_adapter(self, name: str, folder: str) -> int:
+        """Publish a folder with a PEFT adapter, on the model of the gateway's folder, and let requests name it.
+
+        Returns:
+            how many workers serve it, as `update` does.
+
+        """
+        if not self.has_weights:
+            why = (
+                f"adapters need the model below them: start the gateway with a folder of its weights, not {self.model}"
+            )
+            raise Refused(501, why)
+        async with self._updating:
+            before = self.fleet.version
+            try:
+                weights = await asyncio.to_thread(weights_of_folders, folder, self.model)
+            except (OSError, ValueError) as error:
+                raise Refused(400, f"lora_path: the adapter in {folder!r} cannot be read: {error}") from error
+            version = await self.fleet.publish(weights, if_changed=True)
+            if before < version and before >= 0:
+                await self.fleet.complete_step(step=before)
+            self._labels[str(version)] = name
+            self._adapters.add(name)
+        return await self._until_served(version)
+
+    def unload_adapter(self, name: str) -> None:
+        """Let requests no longer name an adapter; the newest version is served on."""
+        self._adapters.discard(name)
 
     async def _published(self, folder: str) -> int:
         from safetensors import SafetensorError  # noqa: PLC0415 - a library of those who load models
@@ -160,6 +214,20 @@ class Gateway:
     def label_of(self, version: str) -> str:
         """Return the trainer's own name of a version, its number if it has none."""
         return self._labels.get(version, version)
+
+    @property
+    def newest_label(self) -> str:
+        """Return the trainer's own name of the newest version."""
+        return self.label_of(str(self.fleet.version))
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """Return the model's tokenizer, None if there is none; reads files."""
+        from transformers import AutoTokenizer  # noqa: PLC0415 - a library of those who load models
+
+        with suppress(OSError, ValueError):
+            return AutoTokenizer.from_pretrained(self.model)
+        return None
 
     def pause(self, mode: str | None) -> None:
         """Hold new requests until `resume`; those in flight continue."""
@@ -203,7 +271,13 @@ class Gateway:
         """Return a request's body with the manager's name of the model, without fields that change nothing."""
         model = body.get("model")
         # A folder has several names.
-        if model not in {self.model, self.fleet.job_id, None} and os.path.realpath(str(model)) != self._folder:
+        is_base = model in {self.model, self.fleet.job_id} or os.path.realpath(str(model)) == self._folder
+        if is_base and self.fleet.is_adapter:
+            named = ", ".join(sorted(self._adapters)) or "as it was loaded"
+            raise Refused(404, f"the model {model!r} is served with an adapter on it: name the adapter ({named})")
+        # After a restart of the gateway, the names of adapters are not known.
+        is_adapter = model in self._adapters or (self.fleet.is_adapter and not self._adapters)
+        if not (is_base or is_adapter or model is None):
             raise Refused(404, f"the model {model!r} does not exist: this gateway serves {self.model!r}")
         return {**{name: value for name, value in body.items() if name not in IGNORED}, "model": self.fleet.job_id}
 
@@ -289,3 +363,26 @@ def message_of(content: bytes) -> str:
     with suppress(ValueError, KeyError, TypeError):
         return str(json.loads(content)["error"]["message"])
     return content[:500].decode(errors="replace")
+
+
+async def body_of(request: Request) -> dict[str, Any]:
+    """Return a request's body, empty if it has none."""
+    text = await request.body()
+    try:
+        body = json.loads(text) if text else {}
+    except ValueError as error:
+        raise Refused(400, f"the body is no JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise Refused(400, "the body is no JSON object")
+    return body
+
+
+async def given(request: Request, model: type[_Model]) -> _Model:
+    """Return a request's body as a model, without what is null, or changes nothing."""
+    body = {name: value for name, value in (await body_of(request)).items() if value is not None}
+    try:
+        return model.model_validate(
+            {name: value for name, value in body.items() if name == "request_id" or name not in IGNORED}
+        )
+    except ValidationError as error:
+        raise Refused(422, "; ".join(describe(error, model))) from error

@@ -1,4 +1,4 @@
-"""The routes of vLLM (0.32) that a gateway answers: bodies, access and errors."""
+"""The routes of vLLM (0.32) that a gateway answers: access, errors, and the app."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from ipaddress import ip_address
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from rlboost.fleet import Superseded
-from rlboost.gateway import IGNORED, PAUSE_LIMIT_S, Gateway, Refused, message_of
+from rlboost.gateway import PAUSE_LIMIT_S, Gateway, Refused, body_of, given, message_of
+from rlboost.gateway_sglang import add_sglang, server_info
 from rlboost.shared.errors import ConfigError, Conflict, RLBoostError
 from rlboost.shared.http.access import credential_of, is_token
-from rlboost.shared.validation import describe
 
 _PROXIED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 _NCCL = (
     "the workers of a fleet come and go, so none is a rank of the trainer: write the weights to a folder and send its "
     'path, as {"update_info": {"path": "/folder"}} or {"weight_dir": "/folder"}; TRL does so with '
-    "weight_transfer=rlboost.trl.WeightTransfer(url)"
+    "weight_transfer=rlboost.trl.WeightTransfer(url), and trainers with vLLM's engines with rlboost.vllm.TrainerInit"
 )
 
 
@@ -58,6 +58,11 @@ class _Init(BaseModel):
     init_info: dict[str, Any] = {}
 
 
+class _Adapter(BaseModel):
+    lora_name: str = Field(min_length=1)
+    lora_path: str = ""
+
+
 class _SamplingParams(BaseModel):
     model_config = ConfigDict(extra="allow")
     logprobs: int = 0
@@ -75,9 +80,6 @@ class Generation(BaseModel):
     stream: bool = False
     features: Any = None
     content_parts: Any = None
-
-
-_Model = TypeVar("_Model", bound=BaseModel)
 
 
 # --- the app ---
@@ -129,6 +131,7 @@ def create_app(gateway: Gateway, api_key: str = "", host: str = "127.0.0.1") -> 
     _add_state(app, gateway)
     _add_weights(app, gateway)
     _add_completions(app, gateway)
+    add_sglang(app, gateway)
     return app
 
 
@@ -160,15 +163,18 @@ def _add_state(app: FastAPI, gateway: Gateway) -> None:
         return {"object": "list", "data": [{**model, "id": gateway.model}]}
 
     @app.get("/server_info")
-    async def server_info() -> dict[str, Any]:
+    @app.get("/get_server_info")
+    async def info() -> dict[str, Any]:
         model = {"model": gateway.model, "dtype": f"torch.{gateway.fleet.dtype or 'bfloat16'}"}
         return {
+            **server_info(gateway),
             "vllm_config": {
                 "model_config": model,
                 "parallel_config": {"data_parallel_size": 1, "tensor_parallel_size": 1, "world_size": 1},
-                "lora_config": None,
+                # No worker holds adapters beside its model: ranks and numbers have no limit of its own.
+                "lora_config": {"max_lora_rank": 512, "max_loras": 1 << 16} if gateway.has_weights else None,
                 "weight_transfer_config": {"backend": "filesystem"},
-            }
+            },
         }
 
     @app.get("/get_world_size")
@@ -195,13 +201,13 @@ def _add_weights(app: FastAPI, gateway: Gateway) -> None:  # noqa: C901 - a tabl
 
     @app.post("/init_weight_transfer_engine")
     async def init(request: Request) -> dict[str, str]:
-        if "master_address" in (await _given(request, _Init)).init_info:
+        if "master_address" in (await given(request, _Init)).init_info:
             raise Refused(501, _NCCL)
         return {"message": "Weight transfer initialized"}
 
     @app.post("/update_weights")
     async def update(request: Request) -> dict[str, Any]:
-        update = await _given(request, Update)
+        update = await given(request, Update)
         if not update.folder:
             raise Refused(501, _NCCL)
         version, n_serving = await gateway.update(update.folder, update.label)
@@ -209,11 +215,11 @@ def _add_weights(app: FastAPI, gateway: Gateway) -> None:  # noqa: C901 - a tabl
 
     @app.get("/weight_info")
     async def weight_info() -> dict[str, str]:
-        return {"weight_version": gateway.label_of(str(gateway.fleet.version))}
+        return {"weight_version": gateway.newest_label}
 
     @app.post("/finish_weight_update")
     async def finish(request: Request) -> dict[str, str]:
-        if label := (await _given(request, Update)).label:
+        if label := (await given(request, Update)).label:
             gateway.name(label)
         return {"message": "Weight update finished"}
 
@@ -225,13 +231,24 @@ def _add_weights(app: FastAPI, gateway: Gateway) -> None:  # noqa: C901 - a tabl
 
     @app.post("/v1/load_lora_adapter")
     @app.post("/load_lora_adapter")
-    async def adapter() -> None:
-        raise Refused(501, "adapters are not supported by the gateway: send merged weights")
+    async def load_adapter(request: Request) -> Response:
+        asked = await given(request, _Adapter)
+        if not asked.lora_path:
+            raise Refused(422, "lora_path: missing: the folder of the adapter, which this machine reads")
+        n_serving = await gateway.load_adapter(asked.lora_name, asked.lora_path)
+        return Response(f"Success: LoRA adapter '{asked.lora_name}' added successfully; {n_serving} workers serve it.")
+
+    @app.post("/v1/unload_lora_adapter")
+    @app.post("/unload_lora_adapter")
+    async def unload_adapter(request: Request) -> Response:
+        asked = await given(request, _Adapter)
+        gateway.unload_adapter(asked.lora_name)
+        return Response(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
 
 
 def _add_completions(app: FastAPI, gateway: Gateway) -> None:
     async def proxied(request: Request) -> Response:
-        body, path = gateway.for_manager(await _body(request)), request.url.path
+        body, path = gateway.for_manager(await body_of(request)), request.url.path
         if not body.get("stream"):
             status, answer = await gateway.complete(path, body)
             return Response(answer, status, media_type="application/json")
@@ -246,30 +263,7 @@ def _add_completions(app: FastAPI, gateway: Gateway) -> None:
 
     @app.post("/inference/v1/generate")
     async def generate(request: Request) -> dict[str, Any]:
-        return await _generated(gateway, await _given(request, Generation))
-
-
-async def _body(request: Request) -> dict[str, Any]:
-    """Return a request's body, empty if it has none."""
-    text = await request.body()
-    try:
-        body = json.loads(text) if text else {}
-    except ValueError as error:
-        raise Refused(400, f"the body is no JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise Refused(400, "the body is no JSON object")
-    return body
-
-
-async def _given(request: Request, model: type[_Model]) -> _Model:
-    """Return a request's body as a model, without what is null, or changes nothing."""
-    body = {name: value for name, value in (await _body(request)).items() if value is not None}
-    try:
-        return model.model_validate(
-            {name: value for name, value in body.items() if name == "request_id" or name not in IGNORED}
-        )
-    except ValidationError as error:
-        raise Refused(422, "; ".join(describe(error, model))) from error
+        return await _generated(gateway, await given(request, Generation))
 
 
 async def _generated(gateway: Gateway, asked: Generation) -> dict[str, Any]:

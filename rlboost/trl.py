@@ -5,21 +5,25 @@
         trainer.train()
 
 The trainer publishes its weights before it samples with them, so every completion is of the policy that is trained.
-Written for TRL 1.16; `rollout_func` is experimental there.
+With several processes (`accelerate launch`, torchrun) the main one publishes and samples for all: a group may lie
+across processes, and the groups of a step are numbered alike after a restart. Written for TRL 1.16; `rollout_func` is
+experimental there.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
 from rlboost.fleet import Fleet, Sample
+from rlboost.publishing import WeightFolder, gathered, is_sharded
 from rlboost.shared.errors import ConfigError, Fatal
 from rlboost.shared.http.clients import http_client
 from rlboost.shared.ids import MAX_GROUP_SIZE
@@ -29,6 +33,10 @@ from rlboost.shared.secrets import clean_url
 RolloutFunc = Callable[[list[Any], Any], dict[str, list[Any]]]
 """TRL's: from the prompts of this process and the trainer to prompt ids, completion ids and log-probabilities."""
 
+T = TypeVar("T")
+
+_NEWS_S = 20.0
+"""How long the processes that wait for the main one hear nothing of it: less than any limit of their collectives."""
 _UNSUPPORTED = {"top_k": (None, 0, -1), "min_p": (None, 0.0), "repetition_penalty": (None, 1.0)}
 """Argument of `GRPOConfig` -> the values with which it changes nothing."""
 
@@ -42,7 +50,7 @@ def rollout_func(fleet: Fleet) -> RolloutFunc:
 
 
 class _Rollout:
-    """What TRL calls; it counts the steps of its trainer."""
+    """What TRL calls in each process; it counts the steps of its trainer."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -50,16 +58,29 @@ class _Rollout:
         """The trainer's step whose weights are the newest version."""
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
-        """Sample a completion of each prompt; equal prompts that follow each other are a group."""
-        _check(trainer)
+        """Sample a completion of each prompt; equal prompts that follow each other in all processes are a group."""
+        from accelerate.utils import gather_object  # noqa: PLC0415 - TRL has it
+
+        accelerator = trainer.accelerator
+        _check(trainer, self._fleet)
         self._publish(trainer)
         prompt_ids = _tokenized(prompts, trainer)
-        groups = [(list(ids), len(list(same))) for ids, same in itertools.groupby(prompt_ids)]
-        samples = [one for made in self._sampled(groups, trainer.args, trainer.eos_token_ids) for one in made]
+        # In the order of the ranks, which is that of the data: TRL scores groups in the same one.
+        of_rank = [prompt_ids] if accelerator.num_processes == 1 else gather_object([prompt_ids])
+        groups = [
+            (list(ids), len(list(same))) for ids, same in itertools.groupby(itertools.chain.from_iterable(of_rank))
+        ]
+
+        def sampled() -> list[tuple[list[int], list[float]]]:
+            made = self._sampled(groups, trainer.args, trainer.eos_token_ids)
+            return [(sample.tokens, sample.logprobs) for samples in made for sample in samples]
+
+        first = sum(map(len, of_rank[: accelerator.process_index]))
+        own = _by_main(accelerator, sampled)[first : first + len(prompt_ids)]
         return {
             "prompt_ids": prompt_ids,
-            "completion_ids": [sample.tokens for sample in samples],
-            "logprobs": [sample.logprobs for sample in samples],
+            "completion_ids": [tokens for tokens, _ in own],
+            "logprobs": [logprobs for _, logprobs in own],
         }
 
     def _publish(self, trainer: Any) -> None:
@@ -67,11 +88,17 @@ class _Rollout:
         step = int(trainer.state.global_step)
         if step == self._published_at:
             return
-        if self._published_at >= 0:
-            logged = trainer.state.log_history[-1] if trainer.state.log_history else {}
-            metrics = {name: float(value) for name, value in logged.items() if _is_number(value)}
-            self._fleet.checkpointed(metrics)
-        self._fleet.publish(trainer.accelerator.unwrap_model(trainer.model))
+        model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+        # All processes gather shards; of an adapter's model only once, as it is frozen.
+        weights = gathered(trainer.model, with_model=self._published_at < 0) if is_sharded(trainer.model) else model
+
+        def published() -> None:
+            if self._published_at >= 0:
+                logged = trainer.state.log_history[-1] if trainer.state.log_history else {}
+                self._fleet.checkpointed({name: float(value) for name, value in logged.items() if _is_number(value)})
+            self._fleet.publish(weights)
+
+        _by_main(trainer.accelerator, published)
         self._published_at = step
 
     def _sampled(
@@ -97,7 +124,47 @@ class _Rollout:
         return found
 
 
-def _check(trainer: Any) -> None:
+def _by_main(accelerator: Any, work: Callable[[], T]) -> T:
+    """Return in every process what `work` returns in the main one; if it fails there, all raise.
+
+    The others wait in collectives of `_NEWS_S`, since one that lasts as long as a fleet may need would time out.
+    """
+    from accelerate.utils import broadcast_object_list  # noqa: PLC0415 - TRL has it
+
+    if accelerator.num_processes == 1:
+        return work()
+    running = _started(work) if accelerator.is_main_process else None
+    while True:
+        news: list[Any] = [None]
+        if running is not None and wait([running], timeout=_NEWS_S).done:
+            error = running.exception()
+            news = [(None, f"{type(error).__name__}: {error}") if error else (running.result(), "")]
+        broadcast_object_list(news)
+        if news[0] is None:
+            continue
+        if running is not None:
+            return running.result()
+        made, why = news[0]
+        if why:
+            raise Fatal(f"the main process: {why}")
+        return made  # type: ignore[no-any-return]
+
+
+def _started(work: Callable[[], T]) -> Future[T]:
+    """Run it in a thread, which does not outlive the process."""
+    future = Future[T]()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised by the caller
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="main-process-work", daemon=True).start()
+    return future
+
+
+def _check(trainer: Any, fleet: Fleet) -> None:
     """Refuse what would be sampled otherwise than asked for.
 
     Raises:
@@ -109,10 +176,9 @@ def _check(trainer: Any) -> None:
             raise ConfigError(f"{name}: {value} is not supported with rollout_func on a fleet: remove it")
     if getattr(trainer.args, "generation_kwargs", None):
         raise ConfigError("generation_kwargs: not supported with rollout_func on a fleet: remove it")
-    if trainer.accelerator.num_processes > 1:
-        raise ConfigError("rollout_func on a fleet needs one training process: several are not supported")
-    if hasattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config"):
-        raise ConfigError("peft_config: not supported with rollout_func on a fleet: train the whole model")
+    rank, given = trainer.accelerator.process_index, fleet.rank
+    if rank != given:
+        raise ConfigError(f"rank: this is process {rank} of the trainer, and its Fleet has {given}: give rank={rank}")
 
 
 def _tokenized(prompts: list[Any], trainer: Any) -> list[list[int]]:
@@ -150,8 +216,7 @@ class WeightTransfer:
 
     def __init__(self, url: str, folder: str | Path = "", timeout_s: float = 1800.0) -> None:
         """Write nothing yet."""
-        self._temporary = None if folder else TemporaryDirectory(prefix="rlboost-weights-")
-        self._folder = Path(folder or getattr(self._temporary, "name", ""))
+        self._folder = WeightFolder(folder)
         given = httpx.URL(clean_url("url", url))
         # Not in the URL, which errors and httpx's log lines show.
         auth = (given.username, given.password) if given.userinfo else None
@@ -164,13 +229,8 @@ class WeightTransfer:
 
     def send_weights(self, iterator: Iterable[tuple[str, Any]]) -> None:
         """Publish the tensors as the next version."""
-        from safetensors.torch import save_file  # noqa: PLC0415 - imports torch
-
-        self._folder.mkdir(parents=True, exist_ok=True)
-        # Of tensors that share memory, save_file takes none.
-        found = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in iterator}
-        save_file(found, self._folder / "model.safetensors")
-        self._request("POST", "/update_weights", {"update_info": {"path": str(self._folder.absolute())}})
+        path = self._folder.write(iterator)
+        self._request("POST", "/update_weights", {"update_info": {"path": str(path)}})
 
     def pause(self) -> None:
         """Hold new requests; samples in flight continue while workers pull the weights."""
@@ -183,8 +243,7 @@ class WeightTransfer:
     def destroy(self) -> None:
         """Remove the folder, if it is temporary."""
         self._http.close()
-        if self._temporary is not None:
-            self._temporary.cleanup()
+        self._folder.close()
 
     def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> None:
         url = f"{self._url}{path}"

@@ -2,6 +2,7 @@
 
 rlboost init sums && rlboost up --trainers 0 --detach
 python examples/trl/train.py sums --steps 40
+torchrun --nproc-per-node 2 examples/trl/train.py sums --steps 40 --lora --job sums-lora
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 from datasets import load_dataset
+from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
 
 from rlboost.fleet import Fleet
@@ -27,6 +29,7 @@ def main() -> None:
     arguments.add_argument("--steps", type=int, default=40)
     arguments.add_argument("--state", type=Path, default=Path(".rlboost"), help="of rlboost up")
     arguments.add_argument("--job", default="sums-trl")
+    arguments.add_argument("--lora", action="store_true", help="train an adapter")
     given = arguments.parse_args()
     system = json.loads((given.state / "config.json").read_text())
     sys.path.insert(0, str(given.folder))
@@ -39,6 +42,7 @@ def main() -> None:
             reward_funcs=score,
             train_dataset=load_dataset("json", data_files=str(given.folder / "train.jsonl"), split="train"),
             rollout_func=rollout_func(fleet),  # the only difference from training without a fleet
+            peft_config=LoraConfig(r=8, lora_alpha=64, target_modules="all-linear") if given.lora else None,
             args=GRPOConfig(
                 output_dir=tempfile.mkdtemp(),
                 num_generations=8,
@@ -57,7 +61,8 @@ def main() -> None:
         )
         trainer.train()
         fleet.end()
-    print("rewards:", *(round(row["reward"], 3) for row in trainer.state.log_history if "reward" in row))
+    if trainer.accelerator.is_main_process:
+        print("rewards:", *(round(row["reward"], 3) for row in trainer.state.log_history if "reward" in row))
 
 
 if __name__ == "__main__":

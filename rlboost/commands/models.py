@@ -214,7 +214,7 @@ def gateway(
     replace: Annotated[bool, typer.Option("--replace", help="Take the job from another trainer.")] = False,
     state: StateOption = DEFAULT_STATE,
 ) -> None:
-    """Make the fleet look like one vLLM server, to a trainer that knows vLLM.
+    """Make the fleet look like one vLLM or SGLang server, to a trainer that knows either.
 
     It publishes the folders with weights that the trainer names, so run it where the trainer runs.
     RLBOOST_GATEWAY_API_KEY is the key that clients need; without one, only this machine may connect.

@@ -314,4 +314,5 @@ def _version_info(job: JobVersions, version: Version) -> VersionInfo:
         committed_at=version.committed_at,
         pinned=version.version in job.pins,
         delta_bytes=version.delta_bytes,
+        base_version=version.base,
     )

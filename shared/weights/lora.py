@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -85,6 +86,32 @@ def adapter_of(config_json: str, tensors: Mapping[str, Shape], model: Mapping[st
             )
         factors[name] = pair
     return Adapter(config.lora_alpha / config.r, factors)
+
+
+class WrappedNames(NamedTuple):
+    """The tensors of a model that PEFT has wrapped."""
+
+    model: dict[str, str]
+    """Name in the wrapped model -> in the model's checkpoint."""
+    adapter: dict[str, str]
+    """Name in the wrapped model -> in the adapter's file."""
+
+
+def wrapped_names(names: Iterable[str], adapter: str) -> WrappedNames:
+    """Divide the names of a wrapped model's tensors into the model's own and those of one adapter."""
+    found = WrappedNames({}, {})
+    for name in names:
+        if ".lora_" not in name:
+            found.model[name] = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
+        elif adapter in name.split("."):
+            found.adapter[name] = name.replace(f".{adapter}.", ".").removesuffix(f".{adapter}")
+    return found
+
+
+def config_json_of(config: Any) -> str:
+    """Return the `adapter_config.json` of PEFT's configuration, with sets sorted so that the text is reproducible."""
+    fields = {name: sorted(value) if isinstance(value, set) else value for name, value in config.to_dict().items()}
+    return json.dumps({**fields, "inference_mode": True}, sort_keys=True)
 
 
 def _target_of(name: str) -> str:

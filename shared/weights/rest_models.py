@@ -94,6 +94,8 @@ class VersionInfo(_Body):
     pinned: bool
     delta_bytes: NonNegativeInt | None = None
     """Total size of the deltas from the previous version; None if there are none."""
+    base_version: NonNegativeInt | None = None
+    """As in `Manifest`."""
 
 
 class ModelInfo(_Body):

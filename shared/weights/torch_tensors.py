@@ -29,7 +29,7 @@ def named_shards(weights: torch.nn.Module | Mapping[str, torch.Tensor] | str | P
 
     """
     if isinstance(weights, torch.nn.Module):
-        found: Iterable[tuple[str, torch.Tensor]] = _of_module(weights)
+        found: Iterable[tuple[str, torch.Tensor]] = module_tensors(weights)
     elif isinstance(weights, str | Path):
         found = _of_folder(Path(weights))
     else:
@@ -41,7 +41,8 @@ def named_shards(weights: torch.nn.Module | Mapping[str, torch.Tensor] | str | P
         yield Shard(name, str(data.dtype).removeprefix("torch."), shape, (0,) * len(shape), shape, raw)
 
 
-def _of_module(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def module_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a module's parameters, tied ones once, and its persistent buffers."""
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     yield from module.named_parameters()
     yield from ((name, tensor) for name, tensor in module.state_dict().items() if name not in parameters)

@@ -1,4 +1,7 @@
-"""TRL's trainers, unmodified, on a fleet whose worker, manager and store are killed, and a trainer too."""
+"""TRL's trainers, unmodified, on a fleet whose worker, manager and store are killed, and a trainer too.
+
+With one process and the whole model, and with two processes and an adapter (PEFT).
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,14 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
+import psutil
 import pytest
 
 from tests.support.black_box import RLBOOST, ROOT, BlackBox, Observer, black_box
@@ -19,14 +25,16 @@ from tests.support.ports import reserved_port
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.long]
 
-STEPS, SAMPLES = 14, 256
+STEPS, SAMPLES, GROUP = 14, 256, 8
+PROCESSES, OF_PROCESS = 2, 60
+"""Completions of each process in a step: no multiple of a group's, so that one lies across both."""
 
 
 class Trl:
     """The program of a user, and what it has printed."""
 
-    def __init__(self, module: str, folder: Path, *options: str) -> None:
-        program = [sys.executable, "-m", f"tests.support.{module}", *options]
+    def __init__(self, module: str, folder: Path, *options: str, launcher: Sequence[str] = ("-m",)) -> None:
+        program = [sys.executable, *launcher, f"tests.support.{module}", *options]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)]), "OMP_NUM_THREADS": "1"}
         with (folder / "trl.log").open("ab") as log:
             self.process = subprocess.Popen(
@@ -56,7 +64,10 @@ class Trl:
         return code
 
     def kill(self) -> None:
-        self.process.kill()
+        """Kill all its processes, as the loss of their machine does."""
+        for process in [*psutil.Process(self.process.pid).children(recursive=True), self.process]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         self.end()
 
 
@@ -69,7 +80,7 @@ def folder_of_sums(tmp_path: Path) -> Path:
 def test_trl_trains_on_a_fleet_whatever_dies(tmp_path: Path) -> None:
     folder = folder_of_sums(tmp_path)
     with black_box(tmp_path / "state", workers=2, trainers=0) as box:
-        options = [box.url, box.token, str(folder), "sums", str(STEPS), str(folder / "checkpoints")]
+        options = [box.url, box.token, str(folder), "sums", str(STEPS), str(folder / "checkpoints"), str(SAMPLES)]
         first = Trl("trl_trainer", folder, *options)
         try:
             box.until(lambda: len(first.rollouts()) >= 2, "two rollouts")
@@ -105,7 +116,55 @@ def test_trl_trains_on_a_fleet_whatever_dies(tmp_path: Path) -> None:
     assert sum(rewards[-4:]) > sum(rewards[:4])
 
 
-def test_async_trl_trains_by_one_url_while_worker_and_manager_die(tmp_path: Path) -> None:
+def test_trl_in_two_processes_trains_an_adapter_whatever_dies(tmp_path: Path) -> None:
+    folder, steps = folder_of_sums(tmp_path), 8
+    with reserved_port() as port, black_box(tmp_path / "state", workers=2, trainers=0) as box:
+        options = [box.url, box.token, str(folder), "sums", str(steps), str(folder / "checkpoints"), str(OF_PROCESS)]
+        launch = f"accelerate.commands.launch --multi_gpu --num_processes {PROCESSES} --main_process_port {port}"
+        launcher = ["-m", *launch.split(), "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no", "-m"]
+        first = Trl("trl_trainer", folder, *options, "lora", launcher=launcher)
+        try:
+            box.until(lambda: len(first.rollouts()) >= 2 * PROCESSES, "two rollouts of both processes")
+            (job,) = box.get("/v1/jobs")
+            with closing(Observer(box.redis_url, job["id"])) as observer:
+                for role in ("preemptible", "manager"):
+                    box.until_busy(job["id"])
+                    box.kill(role)
+                    first.until_next_rollout(box)
+                at = max(line["step"] for line in first.rollouts())
+                box.until((folder / f"checkpoints/checkpoint-{at}").exists, "a checkpoint")
+                first.kill()
+                second = Trl("trl_trainer", folder, *options, "lora", launcher=launcher)
+                assert second.end() == 0, (folder / "trl.log").read_text()[-3000:]
+            samples = observer.check()
+        finally:
+            if first.process.poll() is None:
+                first.kill()
+        audit = box.get(f"/v1/jobs/{job['id']}/audit")
+        assert box.get(f"/v1/jobs/{job['id']}")["state"] == "completed"
+    rollouts = first.rollouts() + second.rollouts()
+    assert max(line["gap"] for line in rollouts) < 1e-4  # TRL keeps adapter and model apart, workers merge them
+    by_step: dict[tuple[int, int], str] = {}
+    for line in rollouts:
+        assert by_step.setdefault((line["rank"], line["step"]), line["tokens"]) == line["tokens"]
+    assert len(by_step) == PROCESSES * steps
+    # Version 0 is the model, and each later one an adapter.
+    assert {line["version"] for line in rollouts if not line["rank"]} == set(range(1, steps + 1))
+    assert audit["requested"] == audit["delivered"] == steps * PROCESSES * OF_PROCESS
+    assert (audit["dropped"], audit["duplicates"]) == ({}, 0)
+    assert samples <= audit["delivered"]
+    (made, other) = ({**line, "rank": 0} for line in second.said if "advantages" in line)
+    assert made == other
+    # Both processes know the rewards of whole groups, also of the one that lies across them.
+    rewards = np.array(made["scores"]).reshape(-1, GROUP)
+    assert all(len(set(group)) == 1 for group in np.array(made["prompts"]).reshape(-1, GROUP).tolist())
+    expected = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, ddof=1, keepdims=True) + 1e-4)
+    assert made["advantages"] == pytest.approx(expected.ravel().tolist(), abs=1e-3)
+    assert expected.any()
+
+
+@pytest.mark.parametrize("kind", [[], ["lora"], ["adapter"]], ids=["whole", "lora", "adapter"])
+def test_async_trl_trains_by_one_url_while_worker_and_manager_die(kind: list[str], tmp_path: Path) -> None:
     folder = folder_of_sums(tmp_path)
     with reserved_port() as port, black_box(tmp_path / "state", workers=2, trainers=0) as box:
         url = f"http://127.0.0.1:{port}"
@@ -113,7 +172,7 @@ def test_async_trl_trains_by_one_url_while_worker_and_manager_die(tmp_path: Path
         trl = None
         try:
             box.until(lambda: answers(url), "the gateway")
-            trl = Trl("trl_async_trainer", folder, url, str(folder), "8")
+            trl = Trl("trl_async_trainer", folder, url, str(folder), "8", *kind)
             (job,) = box.get("/v1/jobs")
             for version, role in ((1, "preemptible"), (3, "manager")):
                 box.until_step(job["id"], version)
@@ -130,6 +189,7 @@ def test_async_trl_trains_by_one_url_while_worker_and_manager_die(tmp_path: Path
     logged = trl.said[-1]["logged"]
     assert len(logged) == 8
     assert logged[0]["kl"] < 1e-6  # the weights are those that sampled
+    assert trl.said[-1]["gap"] < 1e-4
     assert sum(row["reward"] for row in logged[-2:]) > sum(row["reward"] for row in logged[:2])
 
 

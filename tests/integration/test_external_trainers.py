@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import threading
@@ -11,7 +12,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import peft
 import pytest
+import torch
 
 from rlboost.client import Client, ClientError
 from rlboost.fleet import Fleet, Group, Superseded
@@ -40,7 +43,8 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
 
 
 def fleet_of(system: System, job: str, **options: Any) -> Fleet:
-    return Fleet(system.manager.url, TOKEN, job=job, **({"model": str(system.model), "retry_for_s": WAIT_S} | options))
+    defaults: dict[str, Any] = {"model": str(system.model), "retry_for_s": WAIT_S}
+    return Fleet(system.manager.url, TOKEN, job=job, **defaults | options)
 
 
 def by_index(groups: Sequence[Group]) -> list[Group]:
@@ -75,6 +79,104 @@ def test_samples_have_the_tokens_and_logprobs_of_the_published_weights(system: S
         until(lambda: system.http.get(f"/v1/jobs/{fleet.job_id}").json()["state"] == "completed")
         with pytest.raises(Superseded, match="has ended"):
             fleet.complete_step()
+
+
+def adapted(seed: int, **config: Any) -> Any:
+    """Return a model with a LoRA adapter that changes it."""
+    torch.manual_seed(seed)
+    lora = {"r": 4, "lora_alpha": 16, "target_modules": "all-linear", "init_lora_weights": False}
+    return peft.get_peft_model(model(0), peft.LoraConfig(**lora | config))
+
+
+def test_adapter_is_sampled_as_the_model_that_it_is_merged_into(system: System) -> None:
+    with fleet_of(system, "adapter", deltas=True) as fleet:
+        policy = adapted(0)
+        for version in (1, 2):  # version 0 is the model below
+            assert fleet.publish(policy) == version
+            assert fleet.publish(policy, if_changed=True) == version
+            groups = by_index(list(fleet.generate(PROMPTS, n=N, max_tokens=12)))
+            merged = copy.deepcopy(policy).merge_and_unload()
+            for group in groups:
+                for sample in group.samples:
+                    assert {span[1] for span in sample.spans} == {version}
+                    expected = tiny_models.logprobs(merged, PROMPTS[group.index], sample.tokens)
+                    assert sample.logprobs == pytest.approx(expected, abs=1e-4)
+            unadapted = tiny_models.logprobs(model(0), PROMPTS[0], groups[0].samples[0].tokens)
+            assert groups[0].samples[0].logprobs != pytest.approx(unadapted, abs=1e-2)
+            if version == 1:
+                with torch.no_grad():
+                    for name, tensor in policy.named_parameters():
+                        if "lora_B" in name:
+                            tensor.mul_(-1)
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        versions = httpx.get(f"{system.store.url}/v1/models/{fleet.job_id}", headers=headers).json()["versions"]
+        assert [(one["version"], one["base_version"]) for one in versions] == [(0, None), (1, 0), (2, 0)]
+        assert versions[2]["n_bytes"] < versions[0]["n_bytes"] / 2
+    with fleet_of(system, "adapter") as fleet:  # its successor, which has the same adapter
+        assert fleet.publish(policy) == 2
+        assert by_index(list(fleet.generate(PROMPTS, n=N, max_tokens=12))) == groups
+        # Another model below it is a version of its own, and so is the whole model.
+        policy.get_base_model().model.norm.weight.data = policy.get_base_model().model.norm.weight.data * 2
+        assert fleet.publish(policy) == 4
+        assert fleet.publish(model(1)) == 5
+        assert not any(group.dropped for group in fleet.generate(PROMPTS[:2], max_tokens=4))
+        counts = audit(system, fleet.job_id)
+        assert counts["requested"] == counts["delivered"] == 2 * len(PROMPTS) * N + 2
+        fleet.end()
+
+
+def test_trainer_that_died_before_its_first_adapter_continues_with_its_model(system: System) -> None:
+    policy = adapted(3)
+    with fleet_of(system, "half") as fleet:
+        assert fleet.publish(model(0)) == 0
+    with fleet_of(system, "half") as fleet:
+        assert fleet.publish(policy) == 1
+        assert not any(group.dropped for group in fleet.generate(PROMPTS[:2], max_tokens=4))
+        fleet.end()
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"use_dora": True}, "use_dora"),
+        ({"use_rslora": True}, "use_rslora"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+        ({"target_modules": ["embed_tokens"]}, "embed_tokens.*not a LoRA tensor of a linear layer"),
+        ({"modules_to_save": ["norm"]}, "norm.* is trained, and is no tensor of the adapter"),
+        ({"bias": "lora_only"}, "bias"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_adapter_that_workers_cannot_merge_is_rejected_by_name(
+    system: System, change: dict[str, Any], why: str
+) -> None:
+    with fleet_of(system, "unmergeable") as fleet:
+        with pytest.raises(ConfigError, match=why) as found:
+            fleet.publish(adapted(0, **change))
+        assert "train the whole model" in str(found.value)
+        assert fleet.version == -1
+
+
+def test_adapter_that_is_merged_is_rejected(system: System) -> None:
+    policy = adapted(0)
+    policy.merge_adapter()
+    with fleet_of(system, "unmergeable") as fleet, pytest.raises(ConfigError, match="unmerge_adapter"):
+        fleet.publish(policy)
+
+
+def test_other_ranks_of_a_trainer_have_no_fleet(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with fleet_of(system, "ranks") as fleet:
+        fleet.complete_step()
+        fleet.checkpointed()
+        fleet.end()
+        for call in (lambda: fleet.publish(model(0)), lambda: next(fleet.generate(PROMPTS)), lambda: fleet.job_id):
+            with pytest.raises(ConfigError, match="that of rank 0 has the fleet"):
+                call()
+    assert not [job for job in system.http.get("/v1/jobs").json() if job["name"] == "ranks"]
+    with fleet_of(system, "ranks", rank=0) as fleet:
+        assert fleet.publish(model(0)) == 0
 
 
 def test_shown_loop_trains(system: System) -> None:

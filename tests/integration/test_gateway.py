@@ -7,7 +7,6 @@ import logging
 import os
 import shutil
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,53 +15,26 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import httpx
+import peft
 import pytest
-import uvicorn
+import requests
+import torch
+from huggingface_hub import constants
 from openai import OpenAI
 from safetensors.torch import save_file
 
-from rlboost.fleet import AsyncFleet
-from rlboost.gateway import Gateway
-from rlboost.gateway_routes import create_app
-from rlboost.shared.errors import Fatal
+from rlboost.shared.errors import ConfigError, Fatal
 from rlboost.trl import WeightTransfer
 from tests.support import tiny_models
+from tests.support.doc_snippets import blocks_in
+from tests.support.gateway_site import PROMPT, Served, folder_of
+from tests.support.generated_docs import ROOT
 from tests.support.ports import reserved_port
 from tests.support.published_model import policy as model
-from tests.support.service_process import TOKEN
-from tests.support.serving_system import TEMPLATE, WAIT_S, System, until
+from tests.support.serving_system import TEMPLATE, System, until
 
 KEY = "a-key-of-a-gateway"
-PROMPT = [5, 7, 9, 11]
-
-
-class Served:
-    """A gateway in a thread, and a client of it."""
-
-    def __init__(self, system: System, port: int, job: str, api_key: str = "", **options: Any) -> None:
-        fleet = AsyncFleet(system.manager.url, TOKEN, job=job, model=str(system.model), retry_for_s=WAIT_S)
-        app = create_app(Gateway(fleet, system.manager.url, TOKEN, str(system.model), WAIT_S, **options), api_key)
-        self.system, self.url = system, f"http://127.0.0.1:{port}"
-        self._server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning"))
-        self._thread = threading.Thread(target=self._server.run)
-        self._thread.start()
-        until(lambda: self._server.started)
-        self.http = httpx.Client(base_url=self.url, timeout=WAIT_S)
-
-    def close(self) -> None:
-        self.http.close()
-        self._server.should_exit = True
-        self._thread.join()
-
-    def update(self, folder: Path) -> dict[str, Any]:
-        answer = self.http.post("/update_weights", json={"weight_dir": str(folder)})
-        assert answer.status_code == 200, answer.text
-        return dict(answer.json())
-
-    def generate(self, n: int, **more: Any) -> httpx.Response:
-        body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": n, "logprobs": 0}, "cache_salt": "1"}
-        return self.http.post("/inference/v1/generate", json=body | more)
+TRANSPORT = next(block for block in blocks_in(ROOT / "docs/own-trainer.md", "python") if "rlboost.vllm" in block)
 
 
 @pytest.fixture(scope="module")
@@ -85,11 +57,6 @@ def served(system: System) -> Iterator[Served]:
             yield served
         finally:
             served.close()
-
-
-def folder_of(tmp_path: Path, seed: int) -> Path:
-    save_file(dict(model(seed).named_parameters()), tmp_path / "model.safetensors")
-    return tmp_path
 
 
 def test_generated_tokens_have_the_logprobs_of_the_weights_that_were_sent(served: Served, tmp_path: Path) -> None:
@@ -219,7 +186,9 @@ def test_pause_holds_new_requests_and_wait_ends_those_in_flight(served: Served) 
         ("/update_weights", {"update_info": "x"}, 422, "update_info: "),
         ("/init_weight_transfer_engine", {"init_info": "x"}, 422, "init_info: "),
         ("/pause?mode=abrot", {}, 400, "mode: 'abrot' is unknown"),
-        ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/a"}, 501, "send merged weights"),
+        ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/a"}, 400, "lora_path: the adapter in '/a'"),
+        ("/v1/load_lora_adapter", {"lora_name": "a"}, 422, "lora_path: missing"),
+        ("/v1/load_lora_adapter", {"lora_path": "/a"}, 422, "lora_name: missing"),
         ("/v1/completions", {"model": "other", "prompt": PROMPT}, 404, "'other' does not exist"),
         ("/v1/completions", {"prompt": PROMPT, "prompt_logprobs": 1}, 400, "prompt_logprobs"),
         ("/inference/v1/generate", {}, 422, "token_ids: missing"),
@@ -263,6 +232,135 @@ def test_folder_that_cannot_be_read_is_refused(served: Served, tmp_path: Path) -
     (tmp_path / "model.safetensors").write_bytes(b"no weights")
     answer = served.http.post("/update_weights", json={"weight_dir": str(tmp_path)})
     assert (answer.status_code, "cannot be read" in answer.text) == (400, True), answer.text
+
+
+def test_transport_of_vllms_trainer_side_publishes_each_version(served: Served, tmp_path: Path) -> None:
+    vllm = pytest.importorskip("vllm.distributed.weight_transfer", reason="run 'make install-vllm'")
+    policy, shown = model(7), TRANSPORT.replace("http://localhost:8000", served.url)
+    ranks = [{**vars(vllm), "rank": rank, "model": policy} for rank in (1, 0)]
+    for rank in ranks:  # the other one takes part in gathering, and sends nothing
+        exec(shown, rank)
+    other, sender = (rank["engine"] for rank in ranks)
+    until(lambda: samples_are_of(served, policy))
+    for label in ("first", "second"):
+        with torch.no_grad():
+            policy.get_parameter("model.norm.weight").mul_(1.5)
+        other.send_weights(label)
+        sender.send_weights(label)
+        assert served.http.get("/weight_info").json() == {"weight_version": label}
+        until(lambda: samples_are_of(served, policy))
+    folder = sender._folder._path
+    assert folder.is_dir()
+    sender.shutdown()
+    other.shutdown()
+    assert not folder.exists()
+    for options, why in (({}, "give one, such as ModuleSource"), ({"source": Halves(policy)}, "held_names")):
+        with pytest.raises(ConfigError, match=why):
+            vllm.WeightTransferTrainerFactory.trainer_init(
+                ranks[0]["TrainerInit"](rank=0), client=sender.client, **options
+            )
+
+
+class Halves:
+    """A source of which each process has a part."""
+
+    def __init__(self, policy: Any) -> None:
+        self._policy = policy
+
+    def held_names(self) -> list[str]:
+        return [name for name, _ in self._policy.named_parameters()][:2]
+
+
+def samples_are_of(served: Served, policy: Any) -> bool:
+    (choice,) = served.generate(8).json()["choices"]
+    expected = tiny_models.logprobs(policy, PROMPT, choice["token_ids"])
+    return [one["logprob"] for one in choice["logprobs"]["content"]] == pytest.approx(expected, abs=1e-4)
+
+
+def test_adapters_are_served_as_the_model_that_they_are_merged_into(system: System, tmp_path: Path) -> None:
+    policy = peft.get_peft_model(
+        model(0), peft.LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", init_lora_weights=False)
+    )
+    with reserved_port() as port:
+        served = Served(system, port, "adapters")
+        try:
+            assert served.http.get("/server_info").json()["vllm_config"]["lora_config"]["max_lora_rank"] >= 64
+            for version in (1, 2):
+                policy.save_pretrained(tmp_path / "adapter")
+                name = f"policy-v{version}"
+                body = {"lora_name": name, "lora_path": str(tmp_path / "adapter"), "load_inplace": False}
+                loaded = served.http.post("/v1/load_lora_adapter", json=body)
+                assert (loaded.status_code, name in loaded.text) == (200, True), loaded.text
+                until(lambda: samples_are_of(served, policy))
+                (choice,) = served.generate(4, model=name).json()["choices"]
+                assert choice["weight_versions"] == [{"version": name, "start": 0, "end": len(choice["token_ids"])}]
+                again = served.http.post("/v1/load_lora_adapter", json=body)
+                assert (again.status_code, served.http.get("/weight_info").json()["weight_version"]) == (200, name)
+                with torch.no_grad():
+                    for part, tensor in policy.named_parameters():
+                        if "lora_B" in part:
+                            tensor.mul_(-1)
+            base = served.generate(4, model=str(system.model))
+            assert (base.status_code, "name the adapter (policy-v1, policy-v2)" in base.text) == (404, True), base.text
+            served.http.post("/v1/unload_lora_adapter", json={"lora_name": "policy-v1"})
+            assert served.generate(4, model="policy-v1").status_code == 404
+        finally:
+            served.close()
+    with reserved_port() as port:  # a restart, after which a trainer continues to name its adapter
+        served = Served(system, port, "adapters")
+        try:
+            until(lambda: served.http.get("/health").is_success)
+            assert served.generate(4, model="policy-v2").status_code == 200
+            made = served.update(folder_of(tmp_path, 9))  # whole weights again, under the model's name
+            assert made["weight_version"] == "3"  # after the model and two adapters
+            assert served.generate(4, model="policy-v2").status_code == 404
+            until(lambda: samples_are_of(served, model(9)))
+        finally:
+            served.close()
+
+
+def test_adapters_need_the_model_below_them(system: System, tmp_path: Path) -> None:
+    with reserved_port() as port:
+        served = Served(system, port, "no-model", model="acme/none")
+        try:
+            body = {"lora_name": "a", "lora_path": str(tmp_path)}
+            answer = served.http.post("/v1/load_lora_adapter", json=body)
+            assert (answer.status_code, "start the gateway with a folder" in answer.text) == (501, True), answer.text
+            assert served.http.get("/server_info").json()["vllm_config"]["lora_config"] is None
+        finally:
+            served.close()
+
+
+def test_nccl_is_refused_to_vllms_client(served: Served) -> None:
+    vllm = pytest.importorskip("vllm.distributed.weight_transfer", reason="run 'make install-vllm'")
+    client = vllm.HTTPVLLMWeightSyncClient(served.url)
+    with pytest.raises(requests.HTTPError, match="501") as refused:
+        client.init_weight_transfer_engine({"master_address": "10.0.0.1", "master_port": 1, "world_size": 2})
+    assert refused.value.response is not None
+    assert "rlboost.vllm.TrainerInit" in refused.value.response.text
+
+
+def test_configuration_of_a_model_of_hugging_face_is_that_of_its_repository(
+    system: System, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = tmp_path / "models--acme--tiny/snapshots/abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text((system.model / "config.json").read_text())
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs/main").write_text("abc")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    (tmp_path / "weights").mkdir()
+    for name, status in (("tiny", 200), ("unknown", 400)):
+        with reserved_port() as port:
+            served = Served(system, port, f"hub-{name}", model=f"acme/{name}")
+            try:
+                folder = folder_of(tmp_path / "weights", 8)
+                answer = served.http.post("/update_weights", json={"weight_dir": str(folder)})
+                assert answer.status_code == status, answer.text
+                assert status == 200 or "none is found of the model 'acme/unknown'" in answer.text
+            finally:
+                served.close()
 
 
 def test_manager_that_hangs_is_named(system: System) -> None:

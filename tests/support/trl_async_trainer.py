@@ -1,21 +1,25 @@
 """TRL's `AsyncGRPOTrainer` as its users write it, on a gateway: `python -m tests.support.trl_async_trainer`.
 
-Its arguments are URL, FOLDER (of `rlboost init sums`, which PYTHONPATH has) and STEPS. Three parts of TRL that need a
-GPU are replaced, and none sends requests: the check that vLLM is installed, the attention kernel, and the name of the
-device.
+Its arguments are URL, FOLDER (of `rlboost init sums`, which PYTHONPATH has), STEPS, and to train an adapter `lora`, or
+`adapter` if TRL itself sends it. Three parts of TRL that need a GPU are replaced, and none sends requests: the check
+that vLLM is installed, the attention kernel, and the name of the device.
 """
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import sys
 import tempfile
+import time
 from typing import Any
 
+import httpx
 import torch
 from datasets import load_dataset
-from transformers import AutoTokenizer
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.experimental.async_grpo import (
     AsyncGRPOConfig,
     AsyncGRPOTrainer,
@@ -25,6 +29,7 @@ from trl.experimental.async_grpo import (
 )
 
 from rlboost.trl import WeightTransfer
+from tests.support import tiny_models
 
 
 class Attention:
@@ -59,7 +64,7 @@ def score(completions: list[Any], **given: Any) -> list[float]:
     return found
 
 
-def main(url: str, folder: str, steps: str) -> None:
+def main(url: str, folder: str, steps: str, lora: str = "") -> None:
     """Train, and print what TRL has logged."""
     tokenizer = AutoTokenizer.from_pretrained(f"{folder}/model")
     # TRL needs a chat template, and how to read an answer of the model.
@@ -76,7 +81,8 @@ def main(url: str, folder: str, steps: str) -> None:
         processing_class=tokenizer,
         reward_funcs=score,
         train_dataset=rows.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]}),
-        weight_transfer=WeightTransfer(url),
+        weight_transfer=None if lora == "adapter" else WeightTransfer(url),
+        peft_config=LoraConfig(r=8, lora_alpha=64, target_modules="all-linear") if lora else None,
         args=AsyncGRPOConfig(
             output_dir=tempfile.mkdtemp(),
             vllm_server_base_url=url,
@@ -101,7 +107,33 @@ def main(url: str, folder: str, steps: str) -> None:
     )
     trainer.train()
     logged = [row for row in trainer.state.log_history if "reward" in row]
-    print(json.dumps({"logged": logged}), flush=True)
+    print(json.dumps({"logged": logged, "gap": gap(url, trainer)}), flush=True)
+
+
+def gap(url: str, trainer: Any) -> float:
+    """Return how much log-probabilities of samples of the last version differ from the trained model's, in nats."""
+    prompt = trainer.processing_class("12+34=")["input_ids"]
+    sampling = {"n": 16, "max_tokens": 8, "logprobs": 0}
+    newest = httpx.get(f"{url}/weight_info").json()["weight_version"]
+    found, limit = list[dict[str, Any]](), time.monotonic() + 60
+    while not found:  # the workers switch one by one
+        assert time.monotonic() < limit
+        body = {"token_ids": prompt, "sampling_params": sampling}
+        made = httpx.post(f"{url}/inference/v1/generate", json=body, timeout=60).json()["choices"]
+        found = [one for one in made if {span["version"] for span in one["weight_versions"]} == {newest}]
+    trained = copy.deepcopy(trainer.accelerator.unwrap_model(trainer.model))
+    trained = trained.merge_and_unload() if hasattr(trained, "peft_config") else trained
+    model = AutoModelForCausalLM.from_pretrained(trained.name_or_path, dtype="float32")  # with its own attention
+    model.load_state_dict(trained.state_dict())
+    with torch.no_grad():
+        gaps = [
+            abs(own - given["logprob"])
+            for one in found
+            for own, given in zip(
+                tiny_models.logprobs(model, prompt, one["token_ids"]), one["logprobs"]["content"], strict=True
+            )
+        ]
+    return float(max(gaps))
 
 
 if __name__ == "__main__":

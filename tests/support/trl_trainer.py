@@ -1,13 +1,15 @@
 """A program as TRL's users write it, with a check of each completion's log-probabilities against the trainer's own.
 
-    python -m tests.support.trl_trainer URL TOKEN FOLDER JOB STEPS OUTPUT
+    python -m tests.support.trl_trainer URL TOKEN FOLDER JOB STEPS OUTPUT BATCH [lora]
 
-FOLDER is of `rlboost init sums`. OUTPUT has TRL's checkpoints, from which it continues. It prints a line of JSON after
-each rollout.
+FOLDER is of `rlboost init sums`. OUTPUT has TRL's checkpoints, from which it continues. BATCH is the number of
+completions of each process in a step. With `lora` an adapter is trained. Each process prints a line of JSON after each
+rollout.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import os
@@ -17,6 +19,7 @@ from typing import Any
 
 import torch
 from datasets import load_dataset
+from peft import LoraConfig
 from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOConfig, GRPOTrainer
 
@@ -27,10 +30,15 @@ from tests.support import tiny_models
 MAX_TOKENS = 32
 
 
-def main(url: str, token: str, folder: str, job: str, steps: str, output: str) -> None:
+def say(**line: Any) -> None:
+    """Print a line at once, which no other process divides."""
+    os.write(1, (json.dumps(line) + "\n").encode())
+
+
+def main(url: str, token: str, folder: str, job: str, steps: str, output: str, batch: str, lora: str = "") -> None:
     """Train, and say what was sampled."""
     sys.path.insert(0, folder)
-    model = f"{folder}/model"
+    model, rank = f"{folder}/model", int(os.environ.get("RANK", "0"))
     with Fleet(url, token, job=job, model=model, replace=True, trainer="trl") as fleet:
         sample = rollout_func(fleet)
 
@@ -44,13 +52,14 @@ def main(url: str, token: str, folder: str, job: str, steps: str, output: str) -
                     )
                     for prompt, tokens, given in zip(*made.values(), strict=True)
                 ]
-            report = {
-                "job": fleet.job_id,
-                "version": fleet.version,
-                "step": trainer.state.global_step,
-                "gap": max(gaps),
-            }
-            print(json.dumps({**report, "tokens": made["completion_ids"]}), flush=True)
+            text = json.dumps(made["completion_ids"])
+            say(
+                rank=rank,
+                step=trainer.state.global_step,
+                gap=max(gaps),
+                tokens=hashlib.sha256(text.encode()).hexdigest(),
+                **({} if rank else {"job": fleet.job_id, "version": fleet.version}),
+            )
             return made
 
         trainer = GRPOTrainer(
@@ -58,10 +67,11 @@ def main(url: str, token: str, folder: str, job: str, steps: str, output: str) -
             reward_funcs=importlib.import_module("reward").score,
             train_dataset=load_dataset("json", data_files=f"{folder}/train.jsonl", split="train"),
             rollout_func=checked,
+            peft_config=LoraConfig(r=8, lora_alpha=16, target_modules="all-linear") if lora else None,
             args=GRPOConfig(
                 output_dir=output,
                 num_generations=8,
-                per_device_train_batch_size=256,
+                per_device_train_batch_size=int(batch),
                 max_completion_length=MAX_TOKENS,
                 learning_rate=1e-3,
                 max_steps=int(steps),
@@ -77,7 +87,13 @@ def main(url: str, token: str, folder: str, job: str, steps: str, output: str) -
         )
         trainer.train(resume_from_checkpoint=get_last_checkpoint(output) if Path(output).exists() else None)
         rewards = [row["reward"] for row in trainer.state.log_history if "reward" in row]
-        print(json.dumps({"rewards": rewards}), flush=True)
+        last = {"prompts": trainer._logs["prompt"], "scores": trainer._logs["rewards"]["score"]}
+        say(
+            rank=rank,
+            rewards=rewards,
+            advantages=[round(one, 4) for one in trainer._logs["advantages"]],
+            **{name: list(values) for name, values in last.items()},
+        )
         fleet.end()
 
 

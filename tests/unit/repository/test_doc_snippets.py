@@ -24,6 +24,7 @@ RUN_ELSEWHERE = (
     "from games import",  # tests/unit/repository/test_docs.py
     "client.",  # tests/integration/test_serving.py
     "with Fleet(",  # tests/integration/test_external_trainers.py
+    "rlboost.vllm import",  # tests/integration/test_gateway.py
 )
 """Texts in blocks that other tests run."""
 LOSS, SKIP, AGENT = "batch: TokenBatch", "def skip(", "from agents import"

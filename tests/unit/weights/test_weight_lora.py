@@ -7,7 +7,7 @@ import json
 import pytest
 
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.weights.lora import Factors, adapter_of
+from rlboost.shared.weights.lora import Factors, adapter_of, wrapped_names
 
 MODEL = {"model.q.weight": (6, 4), "model.k.weight": (2, 4), "model.norm.weight": (4,)}
 Q = "base_model.model.model.q"
@@ -63,3 +63,26 @@ def test_adapter_of_invalid_config_is_refused(text: str) -> None:
 def test_tensors_that_do_not_belong_to_the_model_are_refused(tensors: dict[str, tuple[int, ...]], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         adapter_of(json.dumps(CONFIG), tensors, MODEL)
+
+
+def test_names_of_a_wrapped_model_are_those_of_its_checkpoint_and_of_one_adapter() -> None:
+    found = wrapped_names(
+        [
+            f"{Q}.base_layer.weight",
+            "base_model.model.model.norm.weight",
+            f"{Q}.lora_A.default.weight",
+            f"{Q}.lora_B.ref.weight",  # of an adapter that is not trained
+            "base_model.model.model.embed_tokens.lora_embedding_A.default",
+        ],
+        "default",
+    )
+    assert found.model == {
+        f"{Q}.base_layer.weight": "model.q.weight",
+        "base_model.model.model.norm.weight": "model.norm.weight",
+    }
+    assert found.adapter == {
+        f"{Q}.lora_A.default.weight": f"{Q}.lora_A.weight",
+        "base_model.model.model.embed_tokens.lora_embedding_A.default": (
+            "base_model.model.model.embed_tokens.lora_embedding_A"
+        ),
+    }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import LoraSpec, check_targets
 from rlboost.shared.model.experts import routers_of
 from rlboost.shared.process.modules import pip_install
+from rlboost.shared.weights.lora import config_json_of, wrapped_names
 
 log = structlog.get_logger(__name__)
 
@@ -372,7 +372,7 @@ class Adapter:
         self._model = model
         # PEFT names the folder that the model was loaded from, which may exist on this machine only.
         config.base_model_name_or_path = spec.base_model_name_or_path or None
-        self.json = _json_of(config)
+        self.json = config_json_of(config)
         self._layers = {
             f"{name}.weight": module
             for name, module in model.named_modules()
@@ -389,20 +389,14 @@ class Adapter:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The trained tensors, by PEFT's names."""
-        return {
-            name.replace(f".{_NAME}.", "."): tensor
-            for name, tensor in self._wrapped.named_parameters()
-            if tensor.requires_grad
-        }
+        named = dict(self._wrapped.named_parameters())
+        return {own: named[name] for name, own in wrapped_names(named, _NAME).adapter.items()}
 
     @property
     def frozen(self) -> dict[str, Tensor]:
         """The model's own parameters, by their Hugging Face names."""
-        return {
-            name.replace(".base_layer.", "."): tensor
-            for name, tensor in self._model.named_parameters()
-            if not tensor.requires_grad
-        }
+        named = dict(self._model.named_parameters())
+        return {own: named[name] for name, own in wrapped_names(named, _NAME).model.items()}
 
     def initial_values(self, seed: int) -> dict[str, Tensor]:
         """Return the values that training starts from, on the CPU: those of PEFT, which are the identity.
@@ -441,9 +435,3 @@ class Adapter:
         for layer in self._layers.values():
             # PEFT's `enable_adapters` also changes `requires_grad`, which FSDP2 reads once, in its first forward pass.
             layer._disable_adapters = disabled  # noqa: SLF001 - its property has no setter
-
-
-def _json_of(config: Any) -> str:
-    """Return PEFT's `adapter_config.json`, with sets sorted so that the text is reproducible."""
-    fields = {name: sorted(value) if isinstance(value, set) else value for name, value in config.to_dict().items()}
-    return json.dumps({**fields, "inference_mode": True}, sort_keys=True)
