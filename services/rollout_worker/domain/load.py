@@ -210,6 +210,10 @@ class EngineStats:
     """Completion tokens generated since the engine was built, including those of aborted requests."""
     version: int
     """The loaded weight version; -1 before the first load and after a failed one."""
+    drafted_total: int = 0
+    """Drafted tokens that the engine has verified; 0 = it does not draft, or does not say."""
+    accepted_total: int = 0
+    """Drafted tokens that were drawn and so took no forward pass of their own."""
 
 
 @dataclass(frozen=True, slots=True)

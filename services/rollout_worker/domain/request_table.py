@@ -7,7 +7,7 @@ one moves to its slot. Other per-slot state (the KV cache) must repeat the `Slot
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -124,6 +124,8 @@ class RequestTable:
         """Of requests with a grammar; text: why there is none."""
         self._top_logprobs: dict[RequestKey, bytearray] = {}
         """Of tokens that have not been taken; of requests that ask for them."""
+        self.on_end: Callable[[Request, npt.NDArray[np.int32]], None] | None = None
+        """Called with each running request that ends or was aborted, and its completion."""
 
     # --- model inputs: arrays [n], one entry per running request ------------------------------------------------------
 
@@ -163,9 +165,9 @@ class RequestTable:
         return self._slot_state["top_logprobs"][: self.n]
 
     @property
-    def restricted(self) -> Ints:
-        """The slots with a grammar, a logit bias or a minimum of tokens: an array [at most n]."""
-        return np.flatnonzero(self._slot_state["restricted"][: self.n])
+    def restricted(self) -> npt.NDArray[np.bool_]:
+        """Whether each slot's request has a grammar, a logit bias or a minimum of tokens."""
+        return self._slot_state["restricted"][: self.n]
 
     def allowed(self, slot: int) -> npt.NDArray[np.bool_] | None:
         """Return which tokens [vocabulary] the grammar of a slot allows next; None without one."""
@@ -202,6 +204,16 @@ class RequestTable:
         """Return the tokens of a slot's prompt and completion."""
         tokens: npt.NDArray[np.int32] = self._tokens[slot, : self._slot_state["length"][slot]]
         return tokens
+
+    def completion(self, slot: int) -> npt.NDArray[np.int32]:
+        """Return the tokens of a slot's completion."""
+        return self.tokens(slot)[self._slot_state["prompt"][slot] :]
+
+    @property
+    def room(self) -> Ints:
+        """How many tokens after its next one each slot may get."""
+        room: Ints = self._slot_state["limit"][: self.n] - self._slot_state["length"][: self.n] - 1
+        return room
 
     def prefix(self, slot: int) -> npt.NDArray[np.int32]:
         """Return the tokens of a slot except its last one."""
@@ -320,14 +332,14 @@ class RequestTable:
         """True if a request has asked for routed experts."""
         return self._routed is not None
 
-    def record_routing(self, slots: Ints, starts: Ints, lengths: Ints, experts: Ints) -> None:
+    def record_routing(self, slots: Ints, starts: Ints, lengths: Ints, experts: Sequence[Ints] | Ints) -> None:
         """Record the experts of a pass.
 
         Args:
             slots: [batch].
             starts: [batch], position of each slot's first token in the pass.
             lengths: [batch], number of tokens of each slot; the rest is padding.
-            experts: [batch, longest of `lengths`, layers, experts per token].
+            experts: of each slot [at least its length, layers, experts per token].
 
         """
         assert self._routed is not None
@@ -365,7 +377,7 @@ class RequestTable:
         """
         state = self._slot_state[: self.n]
         errors = dict.fromkeys(np.flatnonzero(~np.isfinite(logprobs)).tolist(), NOT_A_NUMBER)
-        for slot in self.restricted.tolist():
+        for slot in np.flatnonzero(self.restricted).tolist():
             if isinstance(error := self._matchers.get(self.requests[slot].key), str):
                 errors[slot] = error
         failed = np.zeros(self.n, np.bool_)
@@ -482,6 +494,8 @@ class RequestTable:
     def _remove(self, ended: npt.NDArray[np.bool_]) -> SlotMoves:
         for slot in np.flatnonzero(ended).tolist():
             self._emit(slot)
+            if self.on_end is not None:
+                self.on_end(self.requests[slot], self.completion(slot).copy())
             self._matchers.pop(self.requests[slot].key, None)
             self._top_logprobs.pop(self.requests[slot].key, None)
         moves = SlotMoves(ended)

@@ -61,19 +61,26 @@ class _WritePositions:
 
 
 class _Context:
-    """Attention of a prefill pass whose slots have cached tokens: each token attends to its slot up to its position.
+    """Attention of a pass over several tokens of slots with cached ones: each attends to its slot up to its position.
 
     Args:
         slots: [batch].
         positions: [batch, tokens], on the cache's device.
         span: number of columns to attend to; more than the largest position.
         dtype: dtype of the mask.
+        packed: [entries], where the entries of a packed pass belong in [batch * tokens]; None = the pass is padded.
 
     """
 
-    def __init__(self, slots: Ints, positions: torch.Tensor, span: int, dtype: torch.dtype) -> None:
-        self._slots = torch.from_numpy(slots).to(positions.device)
+    def __init__(
+        self, slots: Ints, positions: torch.Tensor, span: int, dtype: torch.dtype, packed: Ints | None = None
+    ) -> None:
+        n = len(slots)
+        is_view = np.array_equal(slots, np.arange(n))
+        self._slots = slice(n) if is_view else torch.from_numpy(slots).to(positions.device)
         self._span = span
+        self._padded_shape = positions.shape
+        self._packed = None if packed is None else torch.from_numpy(packed).to(positions.device)
         columns = torch.arange(span, device=positions.device)
         self._mask = torch.zeros(len(slots), 1, positions.shape[1], span, dtype=dtype, device=positions.device)
         self._mask.masked_fill_(columns > positions[:, None, :, None], -torch.inf)
@@ -82,7 +89,9 @@ class _Context:
     def attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None
     ) -> torch.Tensor:
-        """Return the output [batch, heads, tokens, head dim]."""
+        """Return the output [batch, tokens, heads, head dim] of a query [batch, heads, tokens, head dim]."""
+        if self._packed is not None:
+            query = self._padded(query, self._packed)
         (batch, heads, tokens, size), kv_heads = query.shape, keys.shape[1]
         group = heads // kv_heads
         if group not in self._masks:
@@ -94,14 +103,22 @@ class _Context:
             attn_mask=self._masks[group],
             scale=scale,
         )
-        return attended.reshape(batch, heads, tokens, values.shape[3])
+        output = attended.reshape(batch, heads, tokens, values.shape[3]).transpose(1, 2)
+        return output if self._packed is None else output.flatten(0, 1)[None, self._packed]
+
+    def _padded(self, query: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+        _, heads, _, size = query.shape
+        batch, tokens = self._padded_shape
+        padded = query.new_zeros(batch * tokens, heads, size)
+        padded[packed] = query[0].transpose(0, 1)
+        return padded.view(batch, tokens, heads, size).transpose(1, 2)
 
 
 class SlotCache:
     """Keys and values of all slots, [slots, kv heads, columns, head dim] per layer; column p holds position p.
 
-    `fit` enlarges the cache, within its capacity, for the next passes and copies; `begin_prefill` or `begin_decode`
-    announces each pass. Values after a slot's end are finite and never attended to.
+    `fit` enlarges the cache, within its capacity, for the next passes and copies; `begin_prefill`, `begin_decode` or
+    `begin_verify` announces each pass. Values after a slot's end are finite and never attended to.
 
     On a CPU a decode step attends in blocks of slots, each up to the longest of its own slots; sorting slots by length
     makes the blocks tight. On a GPU one wide call is cheaper than many tight ones.
@@ -147,7 +164,7 @@ class SlotCache:
         self._filled = columns
 
     def _moved(self, old: torch.Tensor, slots: int, columns: int) -> torch.Tensor:
-        new = self._zeros(old)
+        new, columns = self._zeros(old), min(columns, old.shape[2])
         new[:slots, :, :columns] = old[:slots, :, :columns]
         return new
 
@@ -186,6 +203,27 @@ class SlotCache:
             self._blocks.append((slots, span, mask[slots, ..., :span]))
             first = slots.stop
 
+    def begin_verify(self, starts: Ints, lengths: Ints) -> torch.Tensor:
+        """Announce a pass over the next tokens of the slots 0..n-1, one slot after the other without padding.
+
+        Args:
+            starts: [n], the position of each slot's first token; earlier ones are cached.
+            lengths: [n], the number of tokens of each slot.
+
+        Returns:
+            The positions of all tokens, [1, tokens].
+
+        """
+        n, longest = len(starts), int(lengths.max())
+        offsets = np.arange(longest)
+        padded = starts[:, None] + np.minimum(offsets, lengths[:, None] - 1)
+        packed = np.flatnonzero(offsets < lengths[:, None])
+        at = padded.reshape(-1)[packed]
+        self._writes = _WritePositions(packed // longest, at, self._device)
+        positions = torch.from_numpy(padded).to(self._device)
+        self._context = _Context(np.arange(n), positions, round_up(int(at.max()) + 1), self._dtype, packed)
+        return torch.from_numpy(at).to(self._device)[None]
+
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
     ) -> torch.Tensor:
@@ -199,7 +237,7 @@ class SlotCache:
         self._writes.write(key, keys)
         self._writes.write(value, values)
         if self._context is not None:
-            return self._context.attend(query, keys, values, scale).transpose(1, 2)
+            return self._context.attend(query, keys, values, scale)
         n, heads = query.shape[:2]
         kv_heads = key.shape[1]
         if self._prefills:
