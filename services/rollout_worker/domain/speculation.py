@@ -22,7 +22,7 @@ from rlboost.services.rollout_worker.domain.requests import Request, RequestKey
 Tokens = npt.NDArray[np.int32]
 
 MAX_DRAFT = 8
-"""Most tokens of a draft: bounds the memory of a pass. Few longer ones are accepted to their end."""
+"""Most tokens of a draft; few longer ones are accepted to their end."""
 
 # --- What follows a context in some sequences -------------------------------------------------------------------------
 
@@ -173,14 +173,14 @@ class PassTimes:
     def _fit(self, n: int) -> None:
         products = self._products.sum(0)
         # Where the passes do not tell the parts apart, tokens cost nothing.
-        products += np.diag([1e-9, 1e-3 * products[1, 1], 1e-9])
+        products += np.diag([1e-9, 1e-4 * products[1, 1], 1e-9])
         fixed_s, token_s, verify_s = np.linalg.solve(products, self._targets.sum(0)).tolist()
         plain_s = max(fixed_s + token_s * n, 1e-9)
         self.token_s = min(max(token_s, 0.0), plain_s / n)
         self.fixed_s, self.verify_s = plain_s - self.token_s * n, max(verify_s, 0.0)
 
     def least_chance(self, n: int) -> float:
-        """Return the probability of acceptance above which a drafted token saves `n` samples more time than it takes."""
+        """Return the chance of acceptance above which a drafted token saves a batch of n more time than it takes."""
         return self.token_s * n / (self.fixed_s + self.token_s * n) if self.known else 0.0
 
     def pays(self, n: int, accepted: float, drafted: float) -> bool:
@@ -209,9 +209,11 @@ _LEARN_TOKENS = 1024
 _LARGEST_PART = 0.5
 """Drafts are looked for while the tokens of the batch take less than this part of a pass."""
 _EXPLORE = 32
-"""Every so many passes one is of the kind that was not expected to be faster, so that both stay measured."""
-_FORGET, _FORGET_UNUSED = 0.9, 0.98
-"""Factors by which a pass with a draft of the sample, and one without, lower the weight of its earlier acceptance."""
+"""Every so many passes one is of the kind that is expected to be slower, so that both stay measured."""
+_FORGET = 0.95
+"""Factor by which each draft of a sample lowers the weight of its earlier ones."""
+_RECOVER = 0.98
+"""The same factor for each look for one: after rejections, drafts are short and then grow again."""
 
 
 @dataclass(slots=True)
@@ -262,9 +264,11 @@ class Drafts:
     samples: list[_Sample | None] = field(default_factory=list)
     """Of each slot; None without a draft."""
     expected: list[float] = field(default_factory=list)
-    """Of each slot: expected number of accepted tokens."""
+    """Of each slot: accepted tokens that the occurrences of its draft let expect."""
     total: int = 0
     """Number of drafted tokens."""
+    likely: float = 0.0
+    """Number of accepted tokens, by the samples' earlier drafts too."""
 
 
 class Drafter:
@@ -274,12 +278,14 @@ class Drafter:
     ended samples. What an earlier weight version has generated stays a likely draft, and no more than a draft.
 
     Args:
-        times: measured by the engine with `PassTimes.observe`.
+        max_tokens: maximum number of tokens in a pass with drafts, which bounds its memory.
+        times: the engine's, measured with `PassTimes.observe`.
 
     """
 
-    def __init__(self, times: PassTimes | None = None) -> None:
+    def __init__(self, max_tokens: int, times: PassTimes | None = None) -> None:
         self.times = times or PassTimes()
+        self._max_tokens = max_tokens
         self.drafted_total = 0
         """Drafted tokens that passes have verified."""
         self.accepted_total = 0
@@ -289,10 +295,12 @@ class Drafter:
         self._n_ended = 0
         self._groups: dict[bytes, _Group] = {}
         self._samples: dict[RequestKey, _Sample] = {}
-        self._n_states = 0
+        self.n_states = 0
+        """States of the automata of running samples' prompts."""
         self._passes = 0
-        self._has_drafted = False
-        """Whether the last pass had drafts."""
+        """With drafts."""
+        self._rest = self._longest_rest = 0
+        """Passes for which no drafts are looked for: those that are left, and all of the last time."""
 
     # --- what it learns from ------------------------------------------------------------------------------------------
 
@@ -303,7 +311,7 @@ class Drafter:
             self._learn(sample, completion)
             sample.group.samples -= 1
             if not sample.group.samples:
-                self._n_states -= len(sample.group.automaton)
+                self.n_states -= len(sample.group.automaton)
                 del self._groups[key]
         self._remember(key, completion, learned=sample is not None)
 
@@ -340,13 +348,14 @@ class Drafter:
             sibling = group.unlearned.popleft().tolist()
             automaton.extend(group.root, sibling)
             learned += len(sibling)
-        self._n_states += len(automaton) - states
+        self.n_states += len(automaton) - states
         return learned
 
     def _start(self, request: Request) -> _Sample:
         key = _key(request.prompt)
         if (group := self._groups.get(key)) is None:
             group = self._groups[key] = _Group(request.prompt, unlearned=deque(self._ended.get(key, ())))
+            self.n_states += len(group.automaton)
         group.samples += 1
         sample = self._samples[request.key] = _Sample(group)
         return sample
@@ -357,43 +366,49 @@ class Drafter:
         """Return the drafts of the next pass; None if one without is expected to be faster."""
         n, times = table.n, self.times
         least_chance = times.least_chance(n)
-        self._passes += 1
-        explores, had_drafts = self._passes % _EXPLORE == 0, self._has_drafted
-        self._has_drafted = False
-        if least_chance > _LARGEST_PART or (explores and had_drafts):
+        if self._rest or least_chance > _LARGEST_PART:
+            self._rest = max(0, self._rest - 1)
             return None
         found = self._find(table, least_chance)
-        if not found.total or not (explores or times.pays(n, sum(found.expected), found.total)):
+        if not found.total:
             return None
-        self._has_drafted = True
+        if self._longest_rest + 1 < _EXPLORE and not times.pays(n, found.likely, found.total):
+            self._rest = self._longest_rest = 2 * self._longest_rest + 1
+            return None
+        self._passes += 1
+        self._rest, self._longest_rest = int(self._passes % _EXPLORE == 0), 0
         return found
 
     def _find(self, table: RequestTable, least_chance: float) -> Drafts:
-        found, budget = Drafts(), _LEARN_TOKENS
+        found, to_learn, left = Drafts(), _LEARN_TOKENS, self._max_tokens - table.n
         for slot, (request, room) in enumerate(zip(table.requests, table.room.tolist(), strict=True)):
             tokens: list[int] = []
             expected = 0.0
             sample = self._samples.get(request.key)
             # A grammar follows the tokens one by one, without a way back.
-            if budget > 0 and self._n_states < _MAX_STATES and not request.sampling.grammar:
+            if to_learn > 0 and self.n_states < _MAX_STATES and not request.sampling.grammar:
                 sample = sample or self._start(request)
-                budget -= self._learn(sample, table.completion(slot))
-                tokens, expected = self._draft(sample, request, room, least_chance)
+                to_learn -= self._learn(sample, table.completion(slot))
+                most = min(MAX_DRAFT, room, left // (table.n - slot))
+                tokens, expected = self._draft(sample, request, most, least_chance, table.vocabulary)
             found.tokens.append(tokens)
             found.expected.append(expected)
             found.samples.append(sample if tokens else None)
             found.total += len(tokens)
+            found.likely += expected * min(1.0, sample.trust) if sample else 0.0
+            left -= len(tokens)
         return found
 
-    def _draft(self, sample: _Sample, request: Request, room: int, least_chance: float) -> tuple[list[int], float]:
-        automaton, most = sample.group.automaton, min(MAX_DRAFT, room)
-        tokens, chances = automaton.draft(sample.state, most, least_chance / sample.trust)
+    def _draft(
+        self, sample: _Sample, request: Request, most: int, least_chance: float, vocabulary: int
+    ) -> tuple[list[int], float]:
+        sample.forget(_RECOVER)
+        tokens, chances = sample.group.automaton.draft(sample.state, most, least_chance / sample.trust)
         for at, token in enumerate(tokens):
-            if token in request.sampling.stop_token_ids:  # nothing counts after it
+            # Nothing follows a stop token, and a hint may have any token.
+            if token in request.sampling.stop_token_ids or not 0 <= token < vocabulary:
                 tokens, chances = tokens[:at], chances[:at]
                 break
-        if not tokens:
-            sample.forget(_FORGET_UNUSED)
         return tokens, sum(chances)
 
     def on_verified(self, drafts: Drafts, accepted: Sequence[int]) -> None:
@@ -405,6 +420,11 @@ class Drafter:
                 sample.accepted += n
         self.drafted_total += drafts.total
         self.accepted_total += sum(accepted)
+
+    def on_failed(self, drafts: Drafts) -> None:
+        """Take that a pass gave no numbers; the next one has no drafts."""
+        self.on_verified(drafts, [0] * len(drafts.tokens))
+        self._rest = 1
 
 
 def _key(prompt: Sequence[int]) -> bytes:

@@ -86,7 +86,7 @@ class Torch:
     async def make(self) -> Engine:
         from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine  # noqa: PLC0415 - imports torch
 
-        return TorchEngine(self._directory, slots=SLOTS, drafter=Drafter(FreePasses()) if self._drafts else None)
+        return TorchEngine(self._directory, slots=SLOTS, drafter=Drafter(64, FreePasses()) if self._drafts else None)
 
     async def kill(self, engine: Engine, cause: Exception) -> None:
         def broken(weight: tuple[str, Any]) -> tuple[str, Any]:
@@ -547,7 +547,9 @@ async def test_sample_returns_why_a_request_is_invalid(engine: Engine) -> None:
     assert "token id" in bad.error
 
 
-@pytest.mark.parametrize("kind", ["torch", "torch-drafts", "vllm"], indirect=True)  # the fake's tokens are equally likely
+@pytest.mark.parametrize(
+    "kind", ["torch", "torch-drafts", "vllm"], indirect=True
+)  # the fake's tokens are equally likely
 async def test_top_p_narrows_what_is_drawn(engine: Engine, kind: Kind) -> None:
     assert not isinstance(kind, Fake)
     from tests.support import tiny_models  # noqa: PLC0415 - imports torch
@@ -563,7 +565,9 @@ async def test_top_p_narrows_what_is_drawn(engine: Engine, kind: Kind) -> None:
     assert len(drawn) > nucleus / 2
 
 
-@pytest.mark.parametrize("kind", ["torch", "torch-drafts", "vllm"], indirect=True)  # the fake's tokens are equally likely
+@pytest.mark.parametrize(
+    "kind", ["torch", "torch-drafts", "vllm"], indirect=True
+)  # the fake's tokens are equally likely
 async def test_whole_logprobs_with_top_p_are_the_models_or_an_error(engine: Engine, kind: Kind) -> None:
     assert not isinstance(kind, Fake)
     from tests.support import tiny_models  # noqa: PLC0415 - imports torch

@@ -470,25 +470,22 @@ class TorchEngine(ThreadedEngine):
             table.record_routing(np.arange(table.n), starts, lengths, np.split(experts(1)[0], firsts[1:]))
         offsets = table.offsets[slots] + np.arange(len(slots)) - firsts[slots]
         tokens, logprobs, most_likely = self._draw(table, logits, slots, offsets)
+        if self._cache_is_stale:
+            # A draft may be the cause: the next pass is without.
+            drafter.on_failed(drafts)
+            return
         accepted = [
             _common_length(draft, tokens[first : first + len(draft)].tolist())
             for draft, first in zip(drafts.tokens, firsts.tolist(), strict=True)
         ]
         drafter.on_verified(drafts, accepted)
-        ends = firsts + np.array(accepted)
-        # As many commits as decode steps without drafts would have made: each may end requests and move slots.
-        for column in range(1 + max(accepted)):
-            rows = np.minimum(firsts + column, ends)
-            drawn = np.where(rows == firsts + column, tokens[rows], NO_TOKEN)
-            top = {slot: most_likely[row] for slot, row in enumerate(rows.tolist()) if row in most_likely}
-            with self._thread.lock:
-                moves = table.commit(drawn, logprobs[rows], top)
-            self._cache.move(moves)
-            for array in (firsts, ends):
-                array[moves.targets] = array[moves.sources]
-            firsts, ends = firsts[: table.n], ends[: table.n]
-            if not table.n:
-                break
+        columns, last = np.arange(1 + max(accepted)), np.array(accepted)[:, None]
+        rows = firsts[:, None] + np.minimum(columns, last)
+        drawn = np.where(columns <= last, tokens[rows], NO_TOKEN)
+        most_likely = {i: most_likely[row] for i, row in enumerate(rows.ravel().tolist()) if row in most_likely}
+        with self._thread.lock:
+            moves = table.commit(drawn, logprobs[rows], most_likely)
+        self._cache.move(moves)
 
     def _draw(
         self, table: RequestTable, logits: Tensor, slots: Ints, offsets: Ints

@@ -68,19 +68,13 @@ class _Context:
         positions: [batch, tokens], on the cache's device.
         span: number of columns to attend to; more than the largest position.
         dtype: dtype of the mask.
-        packed: [entries], where the entries of a packed pass belong in [batch * tokens]; None = the pass is padded.
 
     """
 
-    def __init__(
-        self, slots: Ints, positions: torch.Tensor, span: int, dtype: torch.dtype, packed: Ints | None = None
-    ) -> None:
-        n = len(slots)
-        is_view = np.array_equal(slots, np.arange(n))
-        self._slots = slice(n) if is_view else torch.from_numpy(slots).to(positions.device)
+    def __init__(self, slots: Ints, positions: torch.Tensor, span: int, dtype: torch.dtype) -> None:
+        in_order = np.array_equal(slots, np.arange(len(slots)))
+        self._slots = slice(len(slots)) if in_order else torch.from_numpy(slots).to(positions.device)
         self._span = span
-        self._padded_shape = positions.shape
-        self._packed = None if packed is None else torch.from_numpy(packed).to(positions.device)
         columns = torch.arange(span, device=positions.device)
         self._mask = torch.zeros(len(slots), 1, positions.shape[1], span, dtype=dtype, device=positions.device)
         self._mask.masked_fill_(columns > positions[:, None, :, None], -torch.inf)
@@ -90,8 +84,6 @@ class _Context:
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None
     ) -> torch.Tensor:
         """Return the output [batch, tokens, heads, head dim] of a query [batch, heads, tokens, head dim]."""
-        if self._packed is not None:
-            query = self._padded(query, self._packed)
         (batch, heads, tokens, size), kv_heads = query.shape, keys.shape[1]
         group = heads // kv_heads
         if group not in self._masks:
@@ -103,15 +95,43 @@ class _Context:
             attn_mask=self._masks[group],
             scale=scale,
         )
-        output = attended.reshape(batch, heads, tokens, values.shape[3]).transpose(1, 2)
-        return output if self._packed is None else output.flatten(0, 1)[None, self._packed]
+        return attended.reshape(batch, heads, tokens, values.shape[3]).transpose(1, 2)
 
-    def _padded(self, query: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+
+class _Packed:
+    """Attention of a pass over several tokens of each of the slots 0..n-1, one slot after the other without padding.
+
+    Args:
+        positions: [n, longest], of the slots' tokens, right-padded.
+        packed: [tokens], where the tokens of the pass are in the flat `positions`.
+        span: see `_Context`.
+        dtype: see `_Context`.
+        one_by_one: attend with the same kernels as a decode pass, which are others for longer queries and round
+            differently; reads the cache `longest` times.
+
+    """
+
+    def __init__(
+        self, positions: torch.Tensor, packed: Ints, span: int, dtype: torch.dtype, *, one_by_one: bool
+    ) -> None:
+        self._shape = n, longest = positions.shape
+        self._packed = torch.from_numpy(packed).to(positions.device)
+        self._width = 1 if one_by_one else longest
+        slots, parts = np.arange(n), positions.split(self._width, dim=1)
+        self._contexts = [_Context(slots, part, span, dtype) for part in parts]
+
+    def attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
+        """Return the output [1, tokens, heads, head dim] of a query [1, heads, tokens, head dim]."""
         _, heads, _, size = query.shape
-        batch, tokens = self._padded_shape
-        padded = query.new_zeros(batch * tokens, heads, size)
-        padded[packed] = query[0].transpose(0, 1)
-        return padded.view(batch, tokens, heads, size).transpose(1, 2)
+        padded = query.new_zeros(*self._shape, heads, size)
+        padded.view(-1, heads, size)[self._packed] = query[0].transpose(0, 1)
+        parts = padded.transpose(1, 2).split(self._width, dim=2)
+        attended = [
+            context.attend(part, keys, values, scale) for context, part in zip(self._contexts, parts, strict=True)
+        ]
+        return torch.cat(attended, dim=1).flatten(0, 1)[None, self._packed]
 
 
 class SlotCache:
@@ -136,7 +156,7 @@ class SlotCache:
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._writes = _WritePositions(np.empty(0, np.int64), np.empty(0, np.int64), device)
         self._prefills = False
-        self._context: _Context | None = None
+        self._context: _Context | _Packed | None = None
         self._blocks: list[tuple[slice, int, torch.Tensor]] = []
 
     @property
@@ -214,14 +234,15 @@ class SlotCache:
             The positions of all tokens, [1, tokens].
 
         """
-        n, longest = len(starts), int(lengths.max())
-        offsets = np.arange(longest)
+        offsets = np.arange(lengths.max())
         padded = starts[:, None] + np.minimum(offsets, lengths[:, None] - 1)
         packed = np.flatnonzero(offsets < lengths[:, None])
         at = padded.reshape(-1)[packed]
-        self._writes = _WritePositions(packed // longest, at, self._device)
-        positions = torch.from_numpy(padded).to(self._device)
-        self._context = _Context(np.arange(n), positions, round_up(int(at.max()) + 1), self._dtype, packed)
+        self._writes = _WritePositions(packed // len(offsets), at, self._device)
+        positions, span = torch.from_numpy(padded).to(self._device), round_up(int(at.max()) + 1)
+        # In half precision another rounding would change which token is drawn in one of some thousand draws.
+        one_by_one = self._dtype != torch.float32 and self._device.type == "cpu"
+        self._context = _Packed(positions, packed, span, self._dtype, one_by_one=one_by_one)
         return torch.from_numpy(at).to(self._device)[None]
 
     def attend(
