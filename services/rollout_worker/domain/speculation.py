@@ -137,7 +137,7 @@ _DECAY = 0.95
 """Factor by which each pass lowers the weight of earlier ones of its kind."""
 _MIN_PASSES = 4.0
 """Weight of passes of each kind before their durations count."""
-_OUTLIER = 4.0
+_OUTLIER = 2.0
 """A pass counts as at most this multiple of what was expected: another process or a compilation may have delayed it."""
 
 
@@ -210,6 +210,8 @@ _LARGEST_PART = 0.5
 """Drafts are looked for while the tokens of the batch take less than this part of a pass."""
 _EXPLORE = 32
 """Every so many passes one is of the kind that is expected to be slower, so that both stay measured."""
+_PATIENCE = 8
+"""Looks for drafts in sequence that may not pay before the next ones are skipped."""
 _FORGET = 0.95
 """Factor by which each draft of a sample lowers the weight of its earlier ones."""
 _RECOVER = 0.98
@@ -299,8 +301,10 @@ class Drafter:
         """States of the automata of running samples' prompts."""
         self._passes = 0
         """With drafts."""
-        self._rest = self._longest_rest = 0
-        """Passes for which no drafts are looked for: those that are left, and all of the last time."""
+        self._misses = 0
+        """Latest looks in sequence whose drafts were not expected to pay."""
+        self._rest = 0
+        """Passes without a look that are left."""
 
     # --- what it learns from ------------------------------------------------------------------------------------------
 
@@ -372,11 +376,13 @@ class Drafter:
         found = self._find(table, least_chance)
         if not found.total:
             return None
-        if self._longest_rest + 1 < _EXPLORE and not times.pays(n, found.likely, found.total):
-            self._rest = self._longest_rest = 2 * self._longest_rest + 1
+        # The next look is later and later, and the last one of a sequence is tried, so that such passes are measured.
+        rest = min(1 << self._misses >> _PATIENCE, _EXPLORE)
+        if rest < _EXPLORE and not times.pays(n, found.likely, found.total):
+            self._misses, self._rest = self._misses + 1, rest
             return None
-        self._passes += 1
-        self._rest, self._longest_rest = int(self._passes % _EXPLORE == 0), 0
+        self._passes, self._misses = self._passes + 1, 0
+        self._rest = int(self._passes % _EXPLORE == 0)
         return found
 
     def _find(self, table: RequestTable, least_chance: float) -> Drafts:
