@@ -235,6 +235,22 @@ async def test_drafts_of_older_weights_are_only_drafts(start: Start, model: Any,
         assert made.tokens[n:] == rest.tokens
 
 
+async def test_hint_for_a_sample_is_a_draft_of_all_of_its_prompt(start: Start, model: Any) -> None:
+    requests = [request(i, prompt=PROMPT, max_tokens=100) for i in range(2)]
+    expected = await run(await start(model), requests)
+    drafter = new_drafter()
+    engine = await start(model, drafter)
+    assert engine.stats().uses_drafts
+    await engine.suspend()
+    engine.submit(requests)
+    engine.hint([(0, one.tokens) for one in expected])
+    engine.hint([(5, [1, 2, 3])])
+    await engine.resume()
+    for made, one in zip(await Collector(engine).all_ended(requests), expected, strict=True):
+        assert_same(made, one)
+    assert drafter.accepted_total > 150
+
+
 async def test_sample_at_the_models_maximum_length_is_the_same(start: Start, model: Any) -> None:
     requests = [request(i, prompt=[4] * (tiny_models.MAX_LEN - 20), max_tokens=500) for i in range(4)]
     assert (await compare(start, model, requests)).accepted_total

@@ -53,7 +53,8 @@ class Worker:
     """The weight version that its engine has loaded, as it reports."""
     tokens_per_s: float = 0.0
     tokens_per_pass: float = 0.0
-    """See `WorkerHeartbeat`."""
+    uses_drafts: bool = False
+    """This and the one before: see `WorkerHeartbeat`."""
     update_s: float = 0.0
     """How long its last weight update took; 0 before the first."""
     update_pause_s: float = 0.0
@@ -256,7 +257,7 @@ class Worker:
         before = self.state
         self.last_seen_at, self.has_reported, self.last_heartbeat_at = now, True, heartbeat.at
         self.job_id, self.version, self.tokens_per_s = heartbeat.job_id, heartbeat.version, heartbeat.tokens_per_s
-        self.tokens_per_pass = heartbeat.tokens_per_pass
+        self.tokens_per_pass, self.uses_drafts = heartbeat.tokens_per_pass, heartbeat.uses_drafts
         self.update_s, self.update_pause_s = heartbeat.update_s, heartbeat.update_pause_s
         self.resident_bytes = heartbeat.resident_bytes
         self.device_used_bytes, self.device_total_bytes = heartbeat.device_used_bytes, heartbeat.device_total_bytes

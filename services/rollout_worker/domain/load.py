@@ -220,6 +220,8 @@ class EngineStats:
     """Drafted tokens that the engine has verified; 0 = it does not draft, or does not say."""
     accepted_total: int = 0
     """Drafted tokens that were drawn and so took no forward pass of their own."""
+    uses_drafts: bool = False
+    """True while it looks for drafts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,5 +353,6 @@ def build_heartbeat(
         step_s=load.step_s,
         update_pause_s=load.update_pause_s,
         tokens_per_pass=load.tokens_per_pass,
+        uses_drafts=stats.uses_drafts,
         **capabilities,
     )

@@ -215,6 +215,10 @@ class RequestTable:
         room: Ints = self._slot_state["limit"][: self.n] - self._slot_state["length"][: self.n] - 1
         return room
 
+    def prompts(self) -> dict[int, list[int]]:
+        """Return the prompt of each sample with a running or queued request."""
+        return {request.sample: request.prompt for request in (*self.requests, *self.pending)}
+
     def prefix(self, slot: int) -> npt.NDArray[np.int32]:
         """Return the tokens of a slot except its last one."""
         return self.tokens(slot)[:-1]

@@ -301,6 +301,8 @@ class Drafter:
         """States of the automata of running samples' prompts."""
         self._passes = 0
         """With drafts."""
+        self.looks = True
+        """False while the batch is too large for drafts."""
         self._misses = 0
         """Latest looks in sequence whose drafts were not expected to pay."""
         self._rest = 0
@@ -370,7 +372,8 @@ class Drafter:
         """Return the drafts of the next pass; None if one without is expected to be faster."""
         n, times = table.n, self.times
         least_chance = times.least_chance(n)
-        if self._rest or least_chance > _LARGEST_PART:
+        self.looks = least_chance <= _LARGEST_PART and n < self._max_tokens
+        if self._rest or not self.looks:
             self._rest = max(0, self._rest - 1)
             return None
         found = self._find(table, least_chance)

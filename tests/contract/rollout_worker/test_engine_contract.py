@@ -221,6 +221,22 @@ async def test_sample_resumed_at_any_offset_continues_identically(engine: Engine
         assert made.logprobs == pytest.approx(whole.logprobs[n:], abs=1e-4)
 
 
+async def test_hints_change_no_sample(engine: Engine, kind: Kind) -> None:
+    prompt = [7, 8, 9]
+    (whole,) = await run(engine, [request(5, prompt=prompt, max_tokens=100, temperature=kind.temperature)])
+    collector = Collector(engine)
+    again = request(5, attempt=2, prompt=prompt, max_tokens=100, temperature=kind.temperature)
+    engine.hint([(5, whole.tokens)])  # it has no request now
+    engine.submit([again])
+    engine.hint([(5, whole.tokens), (5, []), (5, [VOCABULARY, -1, 2**31 - 1]), (77, [1, 2, 3])])
+    engine.hint([(5, whole.tokens[:50] + [1] * 50)])
+    await eventually(lambda: collector.made(5, 2) > 3)
+    engine.hint([(5, list(range(VOCABULARY)))])
+    (made,) = await collector.all_ended([again])
+    assert made.tokens == whole.tokens
+    assert made.logprobs == pytest.approx(whole.logprobs, abs=1e-4)
+
+
 async def test_different_seeds_give_different_samples(engine: Engine) -> None:
     one, two = await run(engine, [request(1, seed=1, max_tokens=30), request(2, seed=2, max_tokens=30)])
     assert one.tokens != two.tokens

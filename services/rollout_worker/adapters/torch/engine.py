@@ -286,6 +286,8 @@ class TorchEngine(ThreadedEngine):
         self._new_table = partial(RequestTable, slots, max_len, vocabulary, capacity, self._routing.shape, options)
         table = self._new_table()
         self._drafter = drafter
+        self._hints: list[tuple[list[int], Sequence[int]]] = []
+        """Prompts and completions for the drafter, which belongs to the engine's thread."""
         if drafter is not None:
             table.on_end = drafter.on_end
         # On a CPU, other processes must not make a pass look longer.
@@ -302,7 +304,16 @@ class TorchEngine(ThreadedEngine):
         stats, drafter = super().stats(), self._drafter
         if drafter is None:
             return stats
-        return replace(stats, drafted_total=drafter.drafted_total, accepted_total=drafter.accepted_total)
+        totals = {"drafted_total": drafter.drafted_total, "accepted_total": drafter.accepted_total}
+        return replace(stats, uses_drafts=drafter.looks, **totals)
+
+    def hint(self, completions: Iterable[tuple[int, Sequence[int]]]) -> None:
+        """See `ports.Engine`."""
+        with self._thread.lock:
+            self._thread.check_alive()
+            if self._drafter is not None:
+                prompts = self._table.prompts()
+                self._hints += [(prompts[sample], tokens) for sample, tokens in completions if sample in prompts]
 
     def submit(self, requests: Sequence[Request]) -> None:
         """See `ports.Engine`. A request with a grammar is queued until the grammar is compiled."""
@@ -370,7 +381,11 @@ class TorchEngine(ThreadedEngine):
         with self._thread.lock:
             moves = self._table.remove_aborted()
             ready = self._can_decode()
+            hints, self._hints = self._hints, []
         self._cache.move(moves)
+        for prompt, completion in hints:
+            if self._drafter is not None:
+                self._drafter.hint(prompt, completion)
         if ready:
             self._generate(self._table)
 
