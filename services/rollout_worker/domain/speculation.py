@@ -139,6 +139,8 @@ _MIN_PASSES = 4.0
 """Weight of passes of each kind before their durations count."""
 _OUTLIER = 2.0
 """A pass counts as at most this multiple of what was expected: another process or a compilation may have delayed it."""
+_MARGIN = 1.25
+"""How many times its cost a pass with drafts must be expected to save: both are estimates."""
 
 
 class PassTimes:
@@ -194,7 +196,7 @@ class PassTimes:
         """
         # An accepted token saves its sample one pass, of which it has one of n parts.
         saved_s = accepted * (self.fixed_s + self.token_s * n) / n
-        return saved_s > self.token_s * drafted + self.verify_s if self.known else accepted > 0
+        return saved_s > _MARGIN * (self.token_s * drafted + self.verify_s) if self.known else accepted > 0
 
 
 # --- The drafts of an engine's running samples ------------------------------------------------------------------------
