@@ -96,7 +96,7 @@ class PlainLoop:
         prompt = self.data.train[row]
         columns: dict[str, list[Any]] = {key: [value] * len(completions) for key, value in prompt.columns.items()}
         texts = [self.data.decode(tokens, skip_special_tokens=False) for tokens in completions]
-        scored: list[float] = self.score([""] * len(texts), texts, completions, **columns)
+        scored: list[float] = self.score([""] * len(texts), texts, completions, completions_raw=texts, **columns)
         return scored
 
     async def _generate(self, step: int, rows: list[int]) -> list[tuple[list[int], list[float]]]:

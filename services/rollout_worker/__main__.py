@@ -141,6 +141,7 @@ def _engines(settings: Settings) -> EngineFactory:
             dtype=settings.dtype,
             kv_cache_bytes=settings.kv_cache_bytes,
             gpu_memory_utilization=settings.gpu_memory_utilization,
+            speculation=settings.speculation == "auto",
         )
     return VllmFactory(
         VllmOptions(

@@ -26,6 +26,7 @@ from rlboost.services.rollout_worker.domain.session import (
     DrainWorker,
     Effect,
     EngineEffect,
+    HintSiblings,
     PullWeights,
     Rejoin,
     ReleaseRequests,
@@ -371,6 +372,8 @@ class CommandLoop:
                 self._generator.abort(keys)
             case ReleaseRequests(keys):
                 self._generator.release(keys)
+            case HintSiblings(completions):
+                self._generator.hint(completions)
             case ReleaseUnstarted(samples):
                 self._connection.release_unstarted(samples)
             case SuspendEngine(keys):

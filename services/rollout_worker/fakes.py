@@ -59,6 +59,8 @@ class FakeEngine:
         """Number of calls of `sample`."""
         self.sample_error = 0.0
         """Added to each log-probability that `sample` returns."""
+        self.hints: list[tuple[int, list[int]]] = []
+        """Sample and completion of each `hint`."""
         self.vocabulary = vocabulary
         self._new_table = partial(RequestTable, slots, max_len, vocabulary, capacity)
         self._table = self._new_table()
@@ -102,6 +104,11 @@ class FakeEngine:
         self._catch_up()
         self._table.release(keys)
         self._table.remove_aborted()
+
+    def hint(self, completions: Iterable[tuple[int, Sequence[int]]]) -> None:
+        """See `ports.Engine`; kept in `hints`."""
+        self._catch_up()
+        self.hints += [(sample, list(completion)) for sample, completion in completions]
 
     def take_emissions(self) -> list[Emission]:
         self._catch_up(allow_closed=True)

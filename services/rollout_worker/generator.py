@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, Literal
 
@@ -163,6 +163,11 @@ class Generator:
     def release(self, keys: Sequence[RequestKey]) -> None:
         if self._engine is not None:
             self._engine.release(keys)
+
+    def hint(self, completions: Iterable[tuple[int, Sequence[int]]]) -> None:
+        """See `Engine.hint`."""
+        if self._engine is not None:
+            self._engine.hint(completions)
 
     def take_emissions(self) -> list[Emission]:
         """See `Engine.take_emissions`; emissions of a replaced engine come first."""

@@ -170,9 +170,9 @@ class ManagerConnection:
         """Send every emission that Redis does not have yet."""
         async with self._flush_lock:
             began, incarnation = time.monotonic(), self.incarnation
-            emissions = self._generator.take_emissions()
-            running = 0 if self._generator.is_paused else self._generator.stats().running
-            self.meters.on_emissions(emissions, running, began)
+            emissions, stats = self._generator.take_emissions(), self._generator.stats()
+            running = 0 if self._generator.is_paused else stats.running
+            self.meters.on_emissions(emissions, running, began, stats.accepted_total)
             if emissions:
                 incarnation.session.on_emissions(emissions)
                 incarnation.unsent.add(emissions)
@@ -195,7 +195,7 @@ class ManagerConnection:
                 return
             incarnation, stats, now = self.incarnation, self._generator.stats(), time.time()
             session, bus = incarnation.session, incarnation.bus
-            load = self.meters.measure(stats.tokens_generated_total, self._memory(), time.monotonic())
+            load = self.meters.measure(stats, self._memory(), time.monotonic())
             heartbeat = build_heartbeat(
                 session,
                 stats,

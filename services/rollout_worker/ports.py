@@ -73,6 +73,12 @@ class Engine(Protocol):
         That emission is made even if it has no token. A request that has already finished keeps its `finish`.
         """
 
+    def hint(self, completions: Iterable[tuple[int, Sequence[int]]]) -> None:
+        """Take likely continuations of prompts as drafts, each with a sample of its prompt; an engine may ignore them.
+
+        They change nothing of what is generated. Those for samples without a request are ignored.
+        """
+
     def take_emissions(self) -> list[Emission]:
         """Return everything since the last call, at most one emission per (sample, attempt, version).
 

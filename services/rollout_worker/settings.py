@@ -58,6 +58,11 @@ class Settings(ServiceSettings):
         ge=0,
         description="size of the KV cache; 0: most of a GPU's free memory, or on a CPU 1 GiB (torch) or 256 MiB (vllm)",
     )
+    speculation: Literal["auto", "off"] = Field(
+        "auto",
+        description="auto: the torch engine verifies drafts from samples of the same prompt where that saves time; "
+        "off: one token per pass. vllm has `speculative_config` in `RLBOOST_WORKER_VLLM_ARGS`",
+    )
     gpu_memory_utilization: float = Field(
         0.0,
         ge=0,

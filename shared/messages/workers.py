@@ -76,6 +76,21 @@ class Release(Message):
 
 
 @message
+class Siblings(Message):
+    """Manager -> worker: completions that other workers have generated for the prompts of its samples, as drafts.
+
+    Sent only to workers whose heartbeats say `uses_drafts`. Those for samples that it no longer has are ignored.
+    """
+
+    samples: Column64
+    """uint64 column: for each completion a sample of the worker that has its prompt."""
+    lengths: Column32
+    """uint32 column: the number of tokens of each completion."""
+    tokens: Column32
+    """int32 column: the tokens of all completions, one after the other."""
+
+
+@message
 class UseVersion(Message):
     """Manager -> worker: pull this version of this job's weights, verify, load, serve. Ordered before its `Assign`s."""
 
@@ -216,6 +231,10 @@ class WorkerHeartbeat(Message):
     sampling_options: Annotated[tuple[str, ...], Strict(False)] = ()
     """The `SamplingOption`s that the engine supports, and `RESUMES_GRAMMAR` if it does; none of releases that did not
     say it."""
+    tokens_per_pass: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] = 0.0
+    """Mean number of tokens that a sample got in a forward pass since the last heartbeat; 0 without drafts."""
+    uses_drafts: bool = False
+    """True while the engine looks for drafts of its samples' next tokens: `Siblings` are of use to it."""
 
 
 @message

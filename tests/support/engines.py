@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rlboost.services.rollout_worker.domain.requests import Emission, Request, RequestKey
+from rlboost.services.rollout_worker.domain.speculation import PassTimes
 from rlboost.services.rollout_worker.ports import Engine
 from rlboost.shared.messages import FINISH_NONE, Sampling
 from tests.support.eventually import eventually
@@ -58,6 +59,12 @@ class Collected:
     @property
     def ended(self) -> bool:
         return bool(self.finish or self.error)
+
+
+class FreePasses(PassTimes):
+    """Passes that take no time, so that every sample gets the longest draft that is known."""
+
+    def observe(self, seconds: float, n: int, drafted: int) -> None: ...
 
 
 class Emitting(Protocol):

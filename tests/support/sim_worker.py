@@ -25,6 +25,7 @@ from rlboost.shared.messages import (
     Revoke,
     Role,
     SampleFailed,
+    Siblings,
     StoreCredential,
     Suspend,
     TokenFrame,
@@ -114,6 +115,9 @@ class SimWorker:
     protocol: int = PROTOCOL
     is_silent: bool = False
     """It takes samples, sends heartbeats, and generates nothing."""
+    uses_drafts: bool = False
+    siblings: list[Siblings] = field(default_factory=list)
+    """What it was sent for drafts."""
     own_stream: bool = False
     """It reports in its own stream, as a real worker; else it writes where the manager would relay that to."""
 
@@ -157,6 +161,7 @@ class SimWorker:
             max_request_tokens=self.max_request_tokens,
             returns_routed_experts=self.returns_routed_experts,
             sampling_options=self.sampling_options,
+            uses_drafts=self.uses_drafts,
             command_digest=self.command_digest(),
             last_command=self.cursor,
             batch=running if self.tokens_per_s else 0.0,
@@ -205,6 +210,9 @@ class SimWorker:
                 for sample, attempt in zip(ints(samples, U64), ints(attempts, U32), strict=True):
                     if sample in self.held and self.held[sample].attempt == attempt:
                         self.held[sample].released = True
+            case Siblings():
+                assert self.uses_drafts, "an older release does not know this command"
+                self.siblings.append(command)
             case Suspend():
                 await self.flush()
                 self.held.clear()

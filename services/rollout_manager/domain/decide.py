@@ -151,6 +151,7 @@ def decide(
         effects += advance_window(fleet, ledger, queues, job, now)
     effects += place_queued(world, now)
     effects += rebalance(world, now)
+    effects += world.siblings.send(fleet, now)
     effects += take_stalled(jobs, fleet, queues, periodic, now)
     effects += charge_jobs(jobs, fleet, periodic, now)
     return effects

@@ -52,6 +52,9 @@ class Worker:
     version: int = -1
     """The weight version that its engine has loaded, as it reports."""
     tokens_per_s: float = 0.0
+    tokens_per_pass: float = 0.0
+    uses_drafts: bool = False
+    """This and the one before: see `WorkerHeartbeat`."""
     update_s: float = 0.0
     """How long its last weight update took; 0 before the first."""
     update_pause_s: float = 0.0
@@ -233,6 +236,7 @@ class Worker:
         before = self.state
         self.last_seen_at, self.has_reported, self.last_heartbeat_at = now, True, heartbeat.at
         self.job_id, self.version, self.tokens_per_s = heartbeat.job_id, heartbeat.version, heartbeat.tokens_per_s
+        self.tokens_per_pass, self.uses_drafts = heartbeat.tokens_per_pass, heartbeat.uses_drafts
         self.update_s, self.update_pause_s = heartbeat.update_s, heartbeat.update_pause_s
         self.resident_bytes = heartbeat.resident_bytes
         self.device_used_bytes, self.device_total_bytes = heartbeat.device_used_bytes, heartbeat.device_total_bytes
@@ -269,6 +273,7 @@ class Worker:
             "running": min(len(self.samples), self.joined.slots),
             "pending": self.pending,
             "tokens_per_s": self.tokens_per_s,
+            "tokens_per_pass": round(self.tokens_per_pass, 2) or None,
             "batch": self.batch_cap or self.joined.slots,
             "speed": round(self.speed, 3),
             "resident_bytes": self.resident_bytes or None,

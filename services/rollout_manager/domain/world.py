@@ -23,6 +23,7 @@ from rlboost.services.rollout_manager.domain.effects import (
 )
 from rlboost.services.rollout_manager.domain.jobs import JobEntry, Jobs
 from rlboost.services.rollout_manager.domain.queue import Queues, requirement_of
+from rlboost.services.rollout_manager.domain.siblings import EndedSiblings
 from rlboost.services.rollout_manager.domain.tokens import Ledger, Sample
 from rlboost.services.rollout_manager.domain.workers import STALL_LIMIT_S, Fleet
 from rlboost.shared.ids import is_served, job_of
@@ -63,6 +64,7 @@ class World:
         self.fleet = Fleet(lease_s, prices, stall_limit_s)
         self.ledger = Ledger()
         self.queues = Queues(self.jobs)
+        self.siblings = EndedSiblings()
         self.periodic = PeriodicDecisions()
 
     def is_known(self, request: GroupRequested) -> bool:
@@ -124,6 +126,7 @@ def deliver_to_trainer(world: World, sample: Sample) -> list[Effect]:
     is_longest = world.jobs[job_id].progress.lengths.on_finished(sample)
     if is_longest and world.queues and (queue := world.queues.get(requirement_of(sample))):
         queue.set_estimate(sample.request.group, float(sample.n_tokens))
+    world.siblings.add(sample, world.ledger)
     group_done, closed = _close(world, sample)
     audit = world.jobs[job_id].audit
     audit.delivered += 1
@@ -195,6 +198,8 @@ def remove_sample(world: World, sample_id: int) -> None:
         return
     world.fleet.take(sample)
     world.queues.remove(sample)
+    if sample.request.group not in world.ledger.open_in_group:
+        world.siblings.forget(sample.request.group)
     if job := world.jobs.get_active(sample.request.job_id):
         job.progress.on_delivered(sample_id)
 

@@ -199,6 +199,12 @@ class ThreadedEngine(ABC):
             self._table.release(keys)
             self._thread.lock.notify()
 
+    def hint(self, completions: Iterable[tuple[int, Sequence[int]]]) -> None:
+        """See `ports.Engine`; ignored."""
+        del completions
+        with self._thread.lock:
+            self._thread.check_alive()
+
     def take_emissions(self) -> list[Emission]:
         with self._thread.lock:
             self._thread.check_alive(allow_closed=True)

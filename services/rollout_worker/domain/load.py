@@ -142,7 +142,8 @@ class DecodeMeter:
     The manager's model of a step's duration is linear in its batch, so it can be fitted to means over steps with
     different batches. An interval between two flushes counts if the engine generated throughout. The number of its
     steps is the most tokens that one sample got, or more if so few steps could not hold all tokens: then no sample
-    lasted the whole interval.
+    lasted the whole interval. With drafts it follows from the present batch. The accepted tokens do not count: what
+    the means say of a batch holds for one without drafts too, only that its steps are a little shorter.
 
     Args:
         slots: the largest batch.
@@ -156,13 +157,14 @@ class DecodeMeter:
         """The last flush with tokens; None if the engine was idle or paused after it."""
         self._version = -1
 
-    def on_flush(self, emissions: Iterable[Emission], running: int, now: float) -> None:
+    def on_flush(self, emissions: Iterable[Emission], running: int, now: float, accepted: int = 0) -> None:
         """Count the interval from the last flush with tokens to this one, if the engine generated throughout.
 
         Args:
             emissions: what all samples have emitted since the last flush.
             running: samples in the batch now; 0 while the engine is paused.
             now: the present time, in seconds of any clock.
+            accepted: how many of these tokens were drafted.
 
         """
         tokens: Counter[int] = Counter()
@@ -172,7 +174,11 @@ class DecodeMeter:
             version = max(version, emission.version)
         total = tokens.total()
         if total and running and self._since is not None and version == self._version:
-            self.add(now - self._since, max(*tokens.values(), total / self._slots), total)
+            steps, decoded = max(*tokens.values(), total / self._slots), total
+            if accepted > 0:  # not if a new engine counts from 0
+                decoded = max(1, total - accepted)
+                steps = decoded / running
+            self.add(now - self._since, steps, decoded)
         if not running:
             self._since = None
         elif total:
@@ -210,6 +216,12 @@ class EngineStats:
     """Completion tokens generated since the engine was built, including those of aborted requests."""
     version: int
     """The loaded weight version; -1 before the first load and after a failed one."""
+    drafted_total: int = 0
+    """Drafted tokens that the engine has verified; 0 = it does not draft, or does not say."""
+    accepted_total: int = 0
+    """Drafted tokens that were drawn and so took no forward pass of their own."""
+    uses_drafts: bool = False
+    """True while it looks for drafts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +250,8 @@ class Load:
     """Duration of the last weight update; 0 before the first."""
     update_pause_s: float = 0.0
     """Part of `update_s` without generation."""
+    tokens_per_pass: float = 0.0
+    """Mean number of tokens that a sample got in a forward pass since the last measurement; 0 without drafts."""
 
 
 @dataclass(slots=True)
@@ -260,13 +274,17 @@ class LoadMeters:
         self._throughput = Throughput()
         self._decode = DecodeMeter(slots)
         self._update_s = self._update_pause_s = 0.0
+        self._accepted_total = 0
+        self._measured = (0, 0)
+        """Tokens and accepted ones at the last measurement."""
         self.flush_times = FlushTimes()
         self.last = Load()
         """The newest result of `measure`."""
 
-    def on_emissions(self, emissions: Sequence[Emission], running: int, now: float) -> None:
-        """Record what the engine has generated; see `DecodeMeter.on_flush`."""
-        self._decode.on_flush(emissions, running, now)
+    def on_emissions(self, emissions: Sequence[Emission], running: int, now: float, accepted_total: int = 0) -> None:
+        """Record what the engine has generated; see `DecodeMeter.on_flush` and `EngineStats`."""
+        self._decode.on_flush(emissions, running, now, accepted_total - self._accepted_total)
+        self._accepted_total = accepted_total
 
     def on_flushed(self, duration_s: float) -> None:
         """Record a flush that has sent tokens."""
@@ -277,11 +295,14 @@ class LoadMeters:
         """Record a weight update: its duration, and the part without generation."""
         self._update_s, self._update_pause_s = update_s, pause_s
 
-    def measure(self, tokens_generated_total: int, memory: Memory, now: float) -> Load:
+    def measure(self, stats: EngineStats, memory: Memory, now: float) -> Load:
         """Return the load at `now` (seconds of any clock), since the last call for what is a mean."""
         batch, step_s = self._decode.take()
-        speed = self._throughput.update(tokens_generated_total, now)
-        self.last = Load(speed, memory, batch, step_s, self._update_s, self._update_pause_s)
+        speed = self._throughput.update(stats.tokens_generated_total, now)
+        before, self._measured = self._measured, (stats.tokens_generated_total, stats.accepted_total)
+        tokens, accepted = (new - old for new, old in zip(self._measured, before, strict=True))
+        per_pass = tokens / (tokens - accepted) if stats.drafted_total and tokens > accepted >= 0 else 0.0
+        self.last = Load(speed, memory, batch, step_s, self._update_s, self._update_pause_s, per_pass)
         return self.last
 
 
@@ -331,5 +352,7 @@ def build_heartbeat(
         batch=load.batch,
         step_s=load.step_s,
         update_pause_s=load.update_pause_s,
+        tokens_per_pass=load.tokens_per_pass,
+        uses_drafts=stats.uses_drafts,
         **capabilities,
     )

@@ -7,7 +7,7 @@ one moves to its slot. Other per-slot state (the KV cache) must repeat the `Slot
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -105,7 +105,7 @@ class RequestTable:
         self.generated_total = 0
         self._slots = slots
         self._max_len = max_len
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         self.capacity = capacity
         # By position in prompt + completion. `empty`, not `zeros`: only memory that is written gets allocated.
         self._tokens = np.empty((slots, max_len), np.int32)
@@ -124,6 +124,8 @@ class RequestTable:
         """Of requests with a grammar; text: why there is none."""
         self._top_logprobs: dict[RequestKey, bytearray] = {}
         """Of tokens that have not been taken; of requests that ask for them."""
+        self.on_end: Callable[[Request, npt.NDArray[np.int32]], None] | None = None
+        """Called with each running request that ends or was aborted, and its completion."""
 
     # --- model inputs: arrays [n], one entry per running request ------------------------------------------------------
 
@@ -163,9 +165,9 @@ class RequestTable:
         return self._slot_state["top_logprobs"][: self.n]
 
     @property
-    def restricted(self) -> Ints:
-        """The slots with a grammar, a logit bias or a minimum of tokens: an array [at most n]."""
-        return np.flatnonzero(self._slot_state["restricted"][: self.n])
+    def restricted(self) -> npt.NDArray[np.bool_]:
+        """Whether each slot's request has a grammar, a logit bias or a minimum of tokens."""
+        return self._slot_state["restricted"][: self.n]
 
     def allowed(self, slot: int) -> npt.NDArray[np.bool_] | None:
         """Return which tokens [vocabulary] the grammar of a slot allows next; None without one."""
@@ -202,6 +204,20 @@ class RequestTable:
         """Return the tokens of a slot's prompt and completion."""
         tokens: npt.NDArray[np.int32] = self._tokens[slot, : self._slot_state["length"][slot]]
         return tokens
+
+    def completion(self, slot: int) -> npt.NDArray[np.int32]:
+        """Return the tokens of a slot's completion."""
+        return self.tokens(slot)[self._slot_state["prompt"][slot] :]
+
+    @property
+    def room(self) -> Ints:
+        """How many tokens after its next one each slot may get."""
+        room: Ints = self._slot_state["limit"][: self.n] - self._slot_state["length"][: self.n] - 1
+        return room
+
+    def prompts(self) -> dict[int, list[int]]:
+        """Return the prompt of each sample with a running or queued request."""
+        return {request.sample: request.prompt for request in (*self.requests, *self.pending)}
 
     def prefix(self, slot: int) -> npt.NDArray[np.int32]:
         """Return the tokens of a slot except its last one."""
@@ -274,7 +290,7 @@ class RequestTable:
         return self.capacity.fits(self.n + 1, longest)
 
     def _validation_error(self, request: Request) -> str:
-        if error := validation_error(request, self._max_len, self._vocabulary, self._shape, self.options):
+        if error := validation_error(request, self._max_len, self.vocabulary, self._shape, self.options):
             return error
         match self._matchers.get(request.key):
             case str(error):
@@ -320,14 +336,14 @@ class RequestTable:
         """True if a request has asked for routed experts."""
         return self._routed is not None
 
-    def record_routing(self, slots: Ints, starts: Ints, lengths: Ints, experts: Ints) -> None:
+    def record_routing(self, slots: Ints, starts: Ints, lengths: Ints, experts: Sequence[Ints] | Ints) -> None:
         """Record the experts of a pass.
 
         Args:
             slots: [batch].
             starts: [batch], position of each slot's first token in the pass.
             lengths: [batch], number of tokens of each slot; the rest is padding.
-            experts: [batch, longest of `lengths`, layers, experts per token].
+            experts: of each slot [at least its length, layers, experts per token].
 
         """
         assert self._routed is not None
@@ -352,42 +368,58 @@ class RequestTable:
     def commit(
         self, tokens: Ints, logprobs: npt.NDArray[np.float32], top_logprobs: Mapping[int, bytes] | None = None
     ) -> SlotMoves:
-        """Append the token that a decode step has generated for each slot, and remove requests that end with it.
+        """Append the tokens that a decode step has generated for each slot, and remove requests that end with one.
 
-        `NO_TOKEN` appends nothing, nor does a slot that was aborted during the step. A request whose logprob is not a
-        number ends with an error.
+        `NO_TOKEN` appends nothing, nor does a slot that was aborted during the step, nor a token after a request's end.
+        A request whose logprob is not a number ends with an error.
 
         Args:
-            tokens: [n], token ids or `NO_TOKEN`.
-            logprobs: [n].
-            top_logprobs: of the slots that ask for them: entries of `shared.wire.TOP`.
+            tokens: [n] or [n, tokens per slot], token ids or `NO_TOKEN`.
+            logprobs: of the same shape.
+            top_logprobs: of the tokens of slots that ask for them, by flat index: entries of `shared.wire.TOP`.
 
         """
+        if tokens.ndim == 1:
+            tokens, logprobs = tokens[:, None], logprobs[:, None]
+        ended = self._slot_state["aborted"][: self.n].copy()
+        width = tokens.shape[1]
+        for column in range(width):
+            top = {key // width: top for key, top in (top_logprobs or {}).items() if key % width == column}
+            ended |= self._append(tokens[:, column], logprobs[:, column], top, ended)
+        return self._remove(ended)
+
+    def _append(
+        self,
+        tokens: Ints,
+        logprobs: npt.NDArray[np.float32],
+        top_logprobs: Mapping[int, bytes],
+        ended: npt.NDArray[np.bool_],
+    ) -> npt.NDArray[np.bool_]:
+        """Append a token of each slot [n] that has not ended; return the slots that end with it [n]."""
         state = self._slot_state[: self.n]
-        errors = dict.fromkeys(np.flatnonzero(~np.isfinite(logprobs)).tolist(), NOT_A_NUMBER)
-        for slot in self.restricted.tolist():
+        errors = dict.fromkeys(np.flatnonzero(~np.isfinite(logprobs) & ~ended).tolist(), NOT_A_NUMBER)
+        for slot in np.flatnonzero(self.restricted & ~ended).tolist():
             if isinstance(error := self._matchers.get(self.requests[slot].key), str):
                 errors[slot] = error
         failed = np.zeros(self.n, np.bool_)
         failed[list(errors)] = True
-        slots = np.flatnonzero(~(state["aborted"] | failed | (tokens == NO_TOKEN)))
+        slots = np.flatnonzero(~(ended | failed | (tokens == NO_TOKEN)))
         at = state["length"][slots]
         self._tokens[slots, at] = tokens[slots]
         self._logprobs[slots, at] = logprobs[slots]
         state["length"][slots] += 1
-        if top_logprobs:
-            for slot in slots.tolist():
-                if slot in top_logprobs:
-                    self._top_logprobs[self.requests[slot].key] += top_logprobs[slot]
+        for slot in slots.tolist() if top_logprobs else ():
+            if slot in top_logprobs:
+                self._top_logprobs[self.requests[slot].key] += top_logprobs[slot]
         self.generated_total += slots.size
         stopped = (self._stops[: self.n] == tokens[:, None]).any(axis=1) & (tokens != NO_TOKEN)
-        ended = state["aborted"] | failed | stopped | (state["length"] >= state["limit"])
-        for slot in np.flatnonzero(ended & ~state["aborted"]).tolist():
+        ends: npt.NDArray[np.bool_] = (failed | stopped | (state["length"] >= state["limit"])) & ~ended
+        for slot in np.flatnonzero(ends).tolist():
             if failed[slot]:
                 self._emit(slot, error=errors[slot])
             else:
                 self._emit(slot, finish=FINISH_STOP if stopped[slot] else FINISH_LENGTH)
-        return self._remove(ended)
+        return ends
 
     def abort(self, keys: Iterable[RequestKey]) -> None:
         """Drop queued requests; mark running ones, which get no more tokens until `remove_aborted` removes them."""
@@ -482,6 +514,8 @@ class RequestTable:
     def _remove(self, ended: npt.NDArray[np.bool_]) -> SlotMoves:
         for slot in np.flatnonzero(ended).tolist():
             self._emit(slot)
+            if self.on_end is not None:
+                self.on_end(self.requests[slot], self.completion(slot).copy())
             self._matchers.pop(self.requests[slot].key, None)
             self._top_logprobs.pop(self.requests[slot].key, None)
         moves = SlotMoves(ended)

@@ -24,13 +24,14 @@ from rlboost.shared.messages import (
     Release,
     Resume,
     Revoke,
+    Siblings,
     StoreCredential,
     Suspend,
     UseVersion,
     WorkerState,
 )
 from rlboost.shared.messages.command_digest import command_digest
-from rlboost.shared.wire import U32, U64, ints
+from rlboost.shared.wire import I32, U32, U64, ints
 
 # --- What a worker's session decides, as values; `commands` executes them ---------------------------------------------
 
@@ -79,6 +80,14 @@ class ReleaseRequests:
 
 
 @dataclass(frozen=True, slots=True)
+class HintSiblings:
+    """Give the engine completions of other samples of these samples' prompts, as drafts."""
+
+    completions: tuple[tuple[int, tuple[int, ...]], ...]
+    """(sample, tokens)."""
+
+
+@dataclass(frozen=True, slots=True)
 class ReleaseUnstarted:
     """Report samples that never reached the engine as released, each without tokens and at its assigned offset."""
 
@@ -118,7 +127,9 @@ class DeadLetterCommand:
     reason: str
 
 
-EngineEffect = SubmitSamples | AbortRequests | ReleaseRequests | ReleaseUnstarted | SuspendEngine | ResumeEngine
+EngineEffect = (
+    SubmitSamples | AbortRequests | ReleaseRequests | ReleaseUnstarted | HintSiblings | SuspendEngine | ResumeEngine
+)
 Effect = EngineEffect | PullWeights | CancelPull | RenewAccess | DrainWorker | Rejoin | DeadLetterCommand
 
 
@@ -220,7 +231,7 @@ class Session:
         """Take the next command; return what to do. A draining session ignores all commands."""
         return [] if self._draining else self._effects_of(command)
 
-    def _effects_of(self, command: Message) -> list[Effect]:
+    def _effects_of(self, command: Message) -> list[Effect]:  # noqa: C901 - one flat table
         effects: list[Effect]
         match command:
             case UseVersion():
@@ -231,6 +242,8 @@ class Session:
                 effects = self._revoke(command)
             case Release():
                 effects = self._release(command)
+            case Siblings():
+                effects = self._hint(command)
             case Suspend():
                 effects = self._suspend()
             case Resume():
@@ -293,6 +306,15 @@ class Session:
     def _release(self, command: Release) -> list[Effect]:
         keys = dict(zip(ints(command.samples, U64), ints(command.attempts, U32), strict=True))
         return self._release_keys([(i, attempt) for i, attempt in keys.items() if self.held.get(i) == attempt])
+
+    def _hint(self, command: Siblings) -> list[Effect]:
+        tokens, start = ints(command.tokens, I32), 0
+        hints: list[tuple[int, tuple[int, ...]]] = []
+        for sample, n in zip(ints(command.samples, U64), ints(command.lengths, U32), strict=False):
+            if sample in self.held:
+                hints.append((sample, tuple(tokens[start : start + n])))
+            start += n
+        return [HintSiblings(tuple(hints))] if hints else []
 
     def _suspend(self) -> list[Effect]:
         if self._suspended:

@@ -11,13 +11,14 @@ from typing import Any, cast
 import pytest
 import pytest_asyncio
 
+from rlboost.services.rollout_worker.domain.speculation import Drafter
 from rlboost.services.rollout_worker.fakes import FakeEngine, FakeStagedWeights
 from rlboost.services.rollout_worker.ports import Engine, EngineFailed, StagedWeights
 from rlboost.shared.errors import Conflict, Corrupt, Fatal
 from rlboost.shared.messages import FINISH_LENGTH, FINISH_NONE, FINISH_RELEASED, FINISH_STOP
 from rlboost.shared.weights.cached_version import cached_version
 from tests.support import vllm_engines
-from tests.support.engines import Collector, request, run
+from tests.support.engines import Collector, FreePasses, request, run
 from tests.support.eventually import eventually
 from tests.support.staged_versions import pulled
 from tests.support.staged_weights import Staged, shard
@@ -68,8 +69,9 @@ class Fake:
 class Torch:
     temperature = 1.0
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, drafts: bool = False) -> None:
         pytest.importorskip("torch")
+        self._drafts = drafts
         from tests.support import tiny_models  # noqa: PLC0415 - imports torch
 
         config = tiny_models.CONFIGS["qwen3-tied"]
@@ -84,7 +86,7 @@ class Torch:
     async def make(self) -> Engine:
         from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine  # noqa: PLC0415 - imports torch
 
-        return TorchEngine(self._directory, slots=SLOTS)
+        return TorchEngine(self._directory, slots=SLOTS, drafter=Drafter(64, FreePasses()) if self._drafts else None)
 
     async def kill(self, engine: Engine, cause: Exception) -> None:
         def broken(weight: tuple[str, Any]) -> tuple[str, Any]:
@@ -133,10 +135,15 @@ Kind = Fake | Torch | Vllm
 
 @pytest.fixture(scope="module")
 def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Callable[[], Kind]]:
-    return {"fake": Fake, "torch": lambda: Torch(tmp_path_factory.mktemp("model")), "vllm": Vllm}
+    return {
+        "fake": Fake,
+        "torch": lambda: Torch(tmp_path_factory.mktemp("model")),
+        "torch-drafts": lambda: Torch(tmp_path_factory.mktemp("model"), drafts=True),
+        "vllm": Vllm,
+    }
 
 
-@pytest.fixture(params=["fake", "torch", "vllm"])
+@pytest.fixture(params=["fake", "torch", "torch-drafts", "vllm"])
 def kind(request: pytest.FixtureRequest, kinds: dict[str, Callable[[], Kind]]) -> Kind:
     return kinds[request.param]()
 
@@ -212,6 +219,22 @@ async def test_sample_resumed_at_any_offset_continues_identically(engine: Engine
         assert made.offset == n
         assert made.tokens == whole.tokens[n:]
         assert made.logprobs == pytest.approx(whole.logprobs[n:], abs=1e-4)
+
+
+async def test_hints_change_no_sample(engine: Engine, kind: Kind) -> None:
+    prompt = [7, 8, 9]
+    (whole,) = await run(engine, [request(5, prompt=prompt, max_tokens=100, temperature=kind.temperature)])
+    collector = Collector(engine)
+    again = request(5, attempt=2, prompt=prompt, max_tokens=100, temperature=kind.temperature)
+    engine.hint([(5, whole.tokens)])  # it has no request now
+    engine.submit([again])
+    engine.hint([(5, whole.tokens), (5, []), (5, [VOCABULARY, -1, 2**31 - 1]), (77, [1, 2, 3])])
+    engine.hint([(5, whole.tokens[:50] + [1] * 50)])
+    await eventually(lambda: collector.made(5, 2) > 3)
+    engine.hint([(5, list(range(VOCABULARY)))])
+    (made,) = await collector.all_ended([again])
+    assert made.tokens == whole.tokens
+    assert made.logprobs == pytest.approx(whole.logprobs, abs=1e-4)
 
 
 async def test_different_seeds_give_different_samples(engine: Engine) -> None:
@@ -420,7 +443,7 @@ async def test_tokens_carry_the_version_that_generated_them(engine: Engine, kind
     assert made.versions == [0] * before + [1] * (150 - before)
 
 
-@pytest.mark.parametrize("kind", ["torch", "vllm"], indirect=True)  # the fake's weights do not matter
+@pytest.mark.parametrize("kind", ["torch", "torch-drafts", "vllm"], indirect=True)  # the fake's weights do not matter
 @pytest.mark.parametrize("keeps", [(), ("suspend",), ("load",), ("suspend", "load")])
 async def test_keep_kv_decides_whether_later_tokens_attend_to_old_weights(
     engine: Engine, kind: Kind, keeps: tuple[str, ...]
@@ -540,7 +563,9 @@ async def test_sample_returns_why_a_request_is_invalid(engine: Engine) -> None:
     assert "token id" in bad.error
 
 
-@pytest.mark.parametrize("kind", ["torch", "vllm"], indirect=True)  # the fake's tokens are equally likely
+@pytest.mark.parametrize(
+    "kind", ["torch", "torch-drafts", "vllm"], indirect=True
+)  # the fake's tokens are equally likely
 async def test_top_p_narrows_what_is_drawn(engine: Engine, kind: Kind) -> None:
     assert not isinstance(kind, Fake)
     from tests.support import tiny_models  # noqa: PLC0415 - imports torch
@@ -556,7 +581,9 @@ async def test_top_p_narrows_what_is_drawn(engine: Engine, kind: Kind) -> None:
     assert len(drawn) > nucleus / 2
 
 
-@pytest.mark.parametrize("kind", ["torch", "vllm"], indirect=True)  # the fake's tokens are equally likely
+@pytest.mark.parametrize(
+    "kind", ["torch", "torch-drafts", "vllm"], indirect=True
+)  # the fake's tokens are equally likely
 async def test_whole_logprobs_with_top_p_are_the_models_or_an_error(engine: Engine, kind: Kind) -> None:
     assert not isinstance(kind, Fake)
     from tests.support import tiny_models  # noqa: PLC0415 - imports torch
@@ -583,7 +610,7 @@ async def test_score_does_not_change_later_generation(engine: Engine, kind: Kind
     assert made.tokens == whole.tokens
 
 
-@pytest.mark.parametrize("kind", ["torch", "vllm"], indirect=True)  # the fake's weights do not matter
+@pytest.mark.parametrize("kind", ["torch", "torch-drafts", "vllm"], indirect=True)  # the fake's weights do not matter
 async def test_score_uses_the_last_loaded_weights(engine: Engine, kind: Kind) -> None:
     assert not isinstance(kind, Fake)
     from tests.support import tiny_models  # noqa: PLC0415 - imports torch

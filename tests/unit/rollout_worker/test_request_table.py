@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from rlboost.services.rollout_worker.domain.request_table import NO_TOKEN, RequestTable, SlotMoves
-from rlboost.shared.messages import FINISH_LENGTH, FINISH_NONE, FINISH_RELEASED
+from rlboost.shared.messages import FINISH_LENGTH, FINISH_NONE, FINISH_RELEASED, FINISH_STOP
 from tests.support.engines import request
 
 SLOTS = 5
@@ -43,14 +43,18 @@ class Batch(RuleBasedStateMachine):
         for row in self.rows.admit(budget):
             self.cached[row] = self.rows.requests[row].sample
 
-    @rule(aborted_meanwhile=st.none() | SAMPLES, waiting=st.none() | SAMPLES)
-    def decode(self, aborted_meanwhile: int | None, waiting: int | None) -> None:
-        rows = self.rows
-        tokens = [r.sample * 100 + offset for r, offset in zip(rows.requests, rows.offsets.tolist(), strict=True)]
-        tokens = [NO_TOKEN if r.sample == waiting else t for r, t in zip(rows.requests, tokens, strict=True)]
+    @rule(aborted_meanwhile=st.none() | SAMPLES, counts=st.lists(st.integers(0, 4), min_size=SLOTS, max_size=SLOTS))
+    def decode(self, aborted_meanwhile: int | None, counts: list[int]) -> None:
+        """Commit some tokens for each slot, of which those after its end do not count."""
+        rows, width = self.rows, max(counts)
+        firsts = [r.sample * 100 + offset for r, offset in zip(rows.requests, rows.offsets.tolist(), strict=True)]
+        tokens = np.full((rows.n, width), NO_TOKEN)
+        for slot, first in enumerate(firsts):
+            tokens[slot, : counts[slot]] = range(first, first + counts[slot])
         if aborted_meanwhile is not None:
             self._abort(aborted_meanwhile)
-        self._move(rows.commit(np.array(tokens, int), np.full(rows.n, -1.0, np.float32)))
+        logprobs = np.full(tokens.shape, -1.0, np.float32)
+        self._move(rows.commit(*((tokens[:, 0], logprobs[:, 0]) if width == 1 else (tokens, logprobs))))
 
     @rule(sample=SAMPLES)
     def abort(self, sample: int) -> None:
@@ -106,7 +110,7 @@ class Batch(RuleBasedStateMachine):
         """Let everything finish: no sample is lost."""
         while self.rows.pending or self.rows.n:
             self.admit(budget=20)
-            self.decode(aborted_meanwhile=None, waiting=None)
+            self.decode(aborted_meanwhile=None, counts=[1] * SLOTS)
         self.take_emissions()
         self.every_sample_has_its_own_tokens_and_rising_versions()
         assert self.ended | self.aborted.keys() == self.lengths.keys()
@@ -146,6 +150,26 @@ def test_logprob_that_is_nan_ends_the_request_with_an_error() -> None:
     bad, good = rows.take_emissions()
     assert (bad.sample, bad.tokens, bad.error) == (1, [3], "the model's output is not a number")
     assert (good.sample, good.tokens, good.error) == (2, [4, 4], "")
+
+
+def test_tokens_after_the_end_of_a_request_do_not_count() -> None:
+    rows = RequestTable(SLOTS, 64, vocabulary=10, options={"top_logprobs"})
+    rows.submit([request(1, stop=[7], top_logprobs=1), request(2, max_tokens=2), request(3)])
+    ended: list[tuple[int, list[int]]] = []
+    rows.on_end = lambda one, completion: ended.append((one.sample, completion.tolist()))
+    rows.admit(budget_tokens=100)
+    tokens = np.array([[5, 7, 7], [5, 6, 7], [5, 6, NO_TOKEN]])
+    logprobs = np.array([[0, 0, np.nan], [0, 0, np.nan], [0, 0, 0]], np.float32)
+    moves = rows.commit(tokens, logprobs, {0: b"a", 1: b"b", 2: b"c"})
+    assert (moves.targets.tolist(), moves.sources.tolist()) == ([0], [2])
+    emissions = [(e.sample, e.tokens, e.finish, e.error, e.top_logprobs) for e in rows.take_emissions()]
+    assert emissions == [
+        (1, [5, 7], FINISH_STOP, "", b"ab"),
+        (2, [5, 6], FINISH_LENGTH, "", b""),
+        (3, [5, 6], FINISH_NONE, "", b""),
+    ]
+    assert ended == [(1, [5, 7]), (2, [5, 6])]
+    assert rows.generated_total == 6
 
 
 def test_slot_without_a_token_in_a_step_is_unchanged() -> None:

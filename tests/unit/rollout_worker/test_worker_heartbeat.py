@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -60,9 +61,9 @@ def test_samples_that_await_weights_count_as_pending(session: Session) -> None:
 
 
 def test_heartbeat_carries_measurements_and_capabilities(session: Session) -> None:
-    load = Load(12.0, Memory(1, 2, 3), batch=4.0, step_s=0.5, update_s=2.0, update_pause_s=0.25)
+    load = Load(12.0, Memory(1, 2, 3), batch=4.0, step_s=0.5, update_s=2.0, update_pause_s=0.25, tokens_per_pass=1.5)
     beat = heartbeat_of(session, load=load, kv_tokens=7, returns_routed_experts=False)
-    assert (beat.tokens_per_s, beat.batch, beat.step_s) == (12.0, 4.0, 0.5)
+    assert (beat.tokens_per_s, beat.batch, beat.step_s, beat.tokens_per_pass) == (12.0, 4.0, 0.5, 1.5)
     assert (beat.resident_bytes, beat.device_used_bytes, beat.device_total_bytes) == (1, 2, 3)
     assert (beat.update_s, beat.update_pause_s) == (2.0, 0.25)
     assert (beat.kv_tokens, beat.returns_routed_experts) == (7, False)
@@ -70,14 +71,28 @@ def test_heartbeat_carries_measurements_and_capabilities(session: Session) -> No
 
 def test_meters_measure_speed_steps_updates_and_flushes() -> None:
     meters = LoadMeters(slots=4)
-    assert meters.measure(0, Memory(), 10.0) == Load()
+    assert meters.measure(IDLE, Memory(), 10.0) == Load()
     for n in range(3):
         meters.on_emissions([Emission(1, 1, n, [5], [0.0], 3)], running=1, now=10.0 + n / 2)
     meters.on_flushed(0.25)
     meters.on_flushed(0.5)
     meters.on_weights_replaced(2.0, 0.5)
-    assert meters.measure(30, Memory(1), 11.0) == Load(30.0, Memory(1), 1.0, 0.5, 2.0, 0.5)
+    stats = replace(IDLE, tokens_generated_total=30)
+    assert meters.measure(stats, Memory(1), 11.0) == Load(30.0, Memory(1), 1.0, 0.5, 2.0, 0.5)
     assert (meters.flush_times.count, meters.flush_times.sum_s) == (2, 0.75)
-    later = meters.measure(30, Memory(2), 12.0)
+    later = meters.measure(stats, Memory(2), 12.0)
     assert (later.batch, later.step_s) == (0.0, 0.0), "no step since"
     assert (later.update_s, meters.last) == (2.0, later)
+
+
+def test_tokens_per_pass_count_drafted_tokens_of_the_same_engine() -> None:
+    meters = LoadMeters(slots=4)
+    before = replace(IDLE, tokens_generated_total=100, drafted_total=80, accepted_total=50)
+    assert meters.measure(before, Memory(), 0.0).tokens_per_pass == 2.0
+    idle = meters.measure(before, Memory(), 1.0)
+    assert idle.tokens_per_pass == 0.0
+    after = replace(before, tokens_generated_total=120, accepted_total=65)
+    assert meters.measure(after, Memory(), 2.0).tokens_per_pass == 4.0
+    other_engine = replace(IDLE, tokens_generated_total=90, drafted_total=4, accepted_total=1)
+    assert meters.measure(other_engine, Memory(), 3.0).tokens_per_pass == 0.0
+    assert meters.measure(replace(other_engine, tokens_generated_total=91), Memory(), 4.0).tokens_per_pass == 1.0

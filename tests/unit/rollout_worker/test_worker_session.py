@@ -15,6 +15,7 @@ from rlboost.services.rollout_worker.domain.session import (
     DeadLetterCommand,
     DrainWorker,
     Effect,
+    HintSiblings,
     PullWeights,
     Rejoin,
     ReleaseRequests,
@@ -37,11 +38,12 @@ from rlboost.shared.messages import (
     Resume,
     Revoke,
     Sampling,
+    Siblings,
     Suspend,
     UseVersion,
     WorkerLeft,
 )
-from rlboost.shared.wire import U32, U64, pack
+from rlboost.shared.wire import I32, U32, U64, pack
 
 
 def assignment(sample: int, attempt: int = 1) -> Assignment:
@@ -154,6 +156,16 @@ def test_invalid_sample_is_not_held_any_more(ready: Session) -> None:
     ready.on_command(assign((7, 1)))
     ready.on_emissions([ended(7, error="too long")])
     assert ready.held == {}
+
+
+def test_siblings_are_hints_for_a_held_sample_and_change_nothing_else(ready: Session) -> None:
+    ready.on_command(assign((7, 1)))
+    before = ready.command_digest()
+    samples, lengths = pack([8, 7, 7, 7], U64), pack([1, 2, 0, 9], U32)
+    command = Siblings(samples=samples, lengths=lengths, tokens=pack([4, 5, 6, 7], I32))
+    assert ready.on_command(command) == [HintSiblings(((7, (5, 6)), (7, ()), (7, (7,))))]
+    assert ready.on_command(Siblings(samples=samples[:8], lengths=lengths, tokens=b"")) == []
+    assert ready.command_digest() == before
 
 
 def test_revoke_forgets_the_named_attempt_and_not_a_later_one(ready: Session) -> None:

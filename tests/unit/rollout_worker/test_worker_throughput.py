@@ -71,3 +71,12 @@ def test_steps_hold_no_more_tokens_than_the_engine_has_slots() -> None:
     meter.on_flush([emission(0, 10)], 4, 10.0)
     meter.on_flush([emission(number, 10) for number in range(16)], 4, 10.8)
     assert meter.take() == pytest.approx((4.0, 0.02))
+
+
+def test_accepted_drafts_make_no_decode_steps() -> None:
+    meter = DecodeMeter(slots=4)
+    meter.on_flush([emission(1, 9)], 2, 10.0, accepted=5)
+    meter.on_flush([emission(1, 12), emission(2, 18)], 2, 11.0, accepted=10)
+    assert meter.take() == pytest.approx((2.0, 1.0 / 10)), "ten steps of two samples, with ten tokens on top"
+    meter.on_flush([emission(1, 3)], 1, 11.5, accepted=-25)
+    assert meter.take() == pytest.approx((1.0, 0.5 / 3)), "the counter of a new engine starts again"

@@ -2,7 +2,7 @@
 
 One thread, `torch-engine`, owns the model, the cache and the slots. It runs in rounds: between two decode steps it runs
 the event loop's calls (load, suspend, abort), admits and prefills the requests that fit, then decodes one token per
-slot.
+slot. With a `Drafter`, a decode step may verify a draft of each slot's next tokens, and then decodes several tokens.
 
 A prefix is every token of a request but its last. Prefill only fills the cache with the prefix; the last token goes
 through the model in the next decode step, so all tokens are sampled in one place. Keys and values that a prefix has in
@@ -11,9 +11,11 @@ common with another slot's are copied from that slot: the prompt of a group is p
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,9 +31,10 @@ from rlboost.services.rollout_worker.adapters.torch import model as torch_model
 from rlboost.services.rollout_worker.adapters.torch.model import Model
 from rlboost.services.rollout_worker.adapters.torch.slot_cache import SlotCache
 from rlboost.services.rollout_worker.domain import frames
-from rlboost.services.rollout_worker.domain.load import QUANTUM, KvCapacity
-from rlboost.services.rollout_worker.domain.request_table import Ints, RequestTable
+from rlboost.services.rollout_worker.domain.load import QUANTUM, EngineStats, KvCapacity
+from rlboost.services.rollout_worker.domain.request_table import NO_TOKEN, Ints, RequestTable
 from rlboost.services.rollout_worker.domain.requests import Emission, Request, RequestKey, uniforms
+from rlboost.services.rollout_worker.domain.speculation import Drafter, Drafts
 from rlboost.services.rollout_worker.ports import Sequences
 from rlboost.shared.errors import UnsuitableWeights
 from rlboost.shared.messages import RESUMES_GRAMMAR, SAMPLING_OPTIONS
@@ -243,6 +246,7 @@ class TorchEngine(ThreadedEngine):
         gpu_memory_utilization: fraction of the GPU's memory for weights, cache and passes, if `kv_cache_bytes` is 0;
             0 = no limit but the free memory.
         tokenizer_json: a `tokenizer_for_grammars`; empty for none.
+        drafter: drafts tokens for the engine's decode steps; None = one token per step.
 
     Raises:
         UnsuitableWeights: the directory or the model is not supported, or the cache is too small.
@@ -259,6 +263,7 @@ class TorchEngine(ThreadedEngine):
         kv_cache_bytes: int = 0,
         gpu_memory_utilization: float = 0.0,
         tokenizer_json: str = "",
+        drafter: Drafter | None = None,
     ) -> None:
         self._device = torch.device(device)
         self._model = torch_model.build(directory, DTYPES[dtype], self._device)
@@ -279,12 +284,36 @@ class TorchEngine(ThreadedEngine):
         self._grammars = _grammar_compiler(tokenizer_json, vocabulary)
         options = {*SAMPLING_OPTIONS, RESUMES_GRAMMAR} - ({"grammar"} if self._grammars is None else set())
         self._new_table = partial(RequestTable, slots, max_len, vocabulary, capacity, self._routing.shape, options)
-        super().__init__(EngineThread("torch-engine"), self._new_table(), slots=slots)
+        table = self._new_table()
+        self._drafter = drafter
+        self._hints: list[tuple[list[int], Sequence[int]]] = []
+        """Prompts and completions for the drafter, which belongs to the engine's thread."""
+        if drafter is not None:
+            table.on_end = drafter.on_end
+        # On a CPU, other processes must not make a pass look longer.
+        self._clock = time.thread_time if self._device.type == "cpu" else time.perf_counter
+        super().__init__(EngineThread("torch-engine"), table, slots=slots)
 
     @property
     def kv_cache_bytes(self) -> int:
         """The current size of the KV cache."""
         return self._cache.tokens * self._token_bytes
+
+    def stats(self) -> EngineStats:
+        """See `ports.Engine`."""
+        stats, drafter = super().stats(), self._drafter
+        if drafter is None:
+            return stats
+        totals = {"drafted_total": drafter.drafted_total, "accepted_total": drafter.accepted_total}
+        return replace(stats, uses_drafts=drafter.looks, **totals)
+
+    def hint(self, completions: Iterable[tuple[int, Sequence[int]]]) -> None:
+        """See `ports.Engine`."""
+        with self._thread.lock:
+            self._thread.check_alive()
+            if self._drafter is not None:
+                prompts = self._table.prompts()
+                self._hints += [(prompts[sample], tokens) for sample, tokens in completions if sample in prompts]
 
     def submit(self, requests: Sequence[Request]) -> None:
         """See `ports.Engine`. A request with a grammar is queued until the grammar is compiled."""
@@ -352,7 +381,11 @@ class TorchEngine(ThreadedEngine):
         with self._thread.lock:
             moves = self._table.remove_aborted()
             ready = self._can_decode()
+            hints, self._hints = self._hints, []
         self._cache.move(moves)
+        for prompt, completion in hints:
+            if self._drafter is not None:
+                self._drafter.hint(prompt, completion)
         if ready:
             self._generate(self._table)
 
@@ -413,31 +446,86 @@ class TorchEngine(ThreadedEngine):
             self._cache.reorder(order)
 
     def _decode(self, table: RequestTable) -> None:
-        positions = table.positions
+        drafter = self._drafter if table is self._table else None
+        if drafter is None:
+            self._decode_one(table)
+            return
+        drafts, n, began = drafter.drafts(table), table.n, self._clock()
+        if drafts is None:
+            self._decode_one(table)
+        else:
+            self._verify(table, drafter, drafts)
+        drafter.times.observe(self._clock() - began, n, drafts.total if drafts else 0)
+
+    def _decode_one(self, table: RequestTable) -> None:
+        """Decode one token per slot."""
+        positions, n = table.positions, table.n
         self._cache.begin_decode(positions)
         last_tokens, at = (torch.from_numpy(a).to(self._device) for a in (table.last_tokens, positions))
         with self._routing.recording(enabled=table.records_routing) as experts:
             logits = torch_model.decode(self._model, last_tokens, at, self._cache)
         if table.records_routing:
-            n = len(positions)
             table.record_routing(np.arange(n), positions, np.ones(n, np.int64), experts(n))
-        sampled = sample(
-            logits,
-            table.temperature,
-            table.top_p,
-            uniforms(table.seeds, table.offsets),
-            top_k=table.top_k,
-            min_p=table.min_p,
-            restricted=_restricted(table, logits),
-        )
-        tokens, logprobs = (tensor.cpu().numpy() for tensor in sampled)
-        most_likely = top_logprobs(logits, table.temperature, table.top_logprobs)
+        tokens, logprobs, most_likely = self._draw(table, logits, np.arange(n), table.offsets)
         with self._thread.lock:
             moves = table.commit(tokens, logprobs, most_likely)
         self._cache.move(moves)
+
+    def _verify(self, table: RequestTable, drafter: Drafter, drafts: Drafts) -> None:
+        """Decode the tokens of each slot up to the first that differs from its draft."""
+        starts, lengths = table.positions, np.array([1 + len(draft) for draft in drafts.tokens])
+        self._cache.fit(starts + lengths - 1, held=table.n)
+        at = self._cache.begin_verify(starts, lengths)
+        pairs = zip(table.last_tokens.tolist(), drafts.tokens, strict=True)
+        inputs = torch.tensor([token for last, draft in pairs for token in (last, *draft)], device=self._device)
+        slots, firsts = np.repeat(np.arange(table.n), lengths), np.cumsum(lengths) - lengths
+        with self._routing.recording(enabled=table.records_routing) as experts:
+            logits = torch_model.verify(self._model, inputs, at, self._cache)
+        if table.records_routing:
+            table.record_routing(np.arange(table.n), starts, lengths, np.split(experts(1)[0], firsts[1:]))
+        offsets = table.offsets[slots] + np.arange(len(slots)) - firsts[slots]
+        tokens, logprobs, most_likely = self._draw(table, logits, slots, offsets)
+        if self._cache_is_stale:
+            # A draft may be the cause: the next pass is without.
+            drafter.on_failed(drafts)
+            return
+        accepted = [
+            _common_length(draft, tokens[first : first + len(draft)].tolist())
+            for draft, first in zip(drafts.tokens, firsts.tolist(), strict=True)
+        ]
+        drafter.on_verified(drafts, accepted)
+        columns, last = np.arange(1 + max(accepted)), np.array(accepted)[:, None]
+        rows = firsts[:, None] + np.minimum(columns, last)
+        drawn = np.where(columns <= last, tokens[rows], NO_TOKEN)
+        most_likely = {i: most_likely[row] for i, row in enumerate(rows.ravel().tolist()) if row in most_likely}
+        with self._thread.lock:
+            moves = table.commit(drawn, logprobs[rows], most_likely)
+        self._cache.move(moves)
+
+    def _draw(
+        self, table: RequestTable, logits: Tensor, slots: Ints, offsets: Ints
+    ) -> tuple[Ints, npt.NDArray[np.float32], dict[int, bytes]]:
+        """Draw the token at an offset of a slot in each row of the logits [rows, vocabulary]; see `table.commit`."""
+        temperature = table.temperature[slots]
+        sampled = sample(
+            logits,
+            temperature,
+            table.top_p[slots],
+            uniforms(table.seeds[slots], offsets),
+            top_k=table.top_k[slots],
+            min_p=table.min_p[slots],
+            restricted=_restricted(table, logits, slots, offsets),
+        )
+        tokens, logprobs = (tensor.cpu().numpy() for tensor in sampled)
         if not np.isfinite(logprobs).all():
             # NaN may be in the cache, where even a masked column would affect the slot's next request.
             self._cache_is_stale = True
+        return tokens, logprobs, top_logprobs(logits, temperature, table.top_logprobs[slots])
+
+
+def _common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many tokens two sequences have in common at their beginnings."""
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
 
 
 def _grammar_compiler(tokenizer_json: str, vocabulary: int) -> GrammarCompiler | None:
@@ -449,16 +537,16 @@ def _grammar_compiler(tokenizer_json: str, vocabulary: int) -> GrammarCompiler |
     return GrammarCompiler(tokenizer_json, vocabulary)
 
 
-def _restricted(table: RequestTable, logits: torch.Tensor) -> torch.Tensor | None:
-    """Return the logits to draw from, None if no request changes them."""
-    if not (slots := table.restricted).size:
+def _restricted(table: RequestTable, logits: Tensor, slots: Ints, offsets: Ints) -> Tensor | None:
+    """Return the logits to draw from, None if no request changes them; see `TorchEngine._draw`."""
+    if not (rows := np.flatnonzero(table.restricted[slots])).size:
         return None
     changed = logits.to(torch.float32, copy=True)
-    for slot in slots.tolist():
-        sampling, row = table.requests[slot].sampling, changed[slot]
+    for row_number, slot, offset in zip(rows.tolist(), slots[rows].tolist(), offsets[rows].tolist(), strict=True):
+        sampling, row = table.requests[slot].sampling, changed[row_number]
         for token, bias in sampling.logit_bias:
             row[token] += bias
-        if table.offsets[slot] < sampling.min_tokens:
+        if offset < sampling.min_tokens:
             row[[token for token in sampling.stop_token_ids if token < len(row)]] = -torch.inf
         if (allowed := table.allowed(slot)) is not None:
             row.masked_fill_(torch.from_numpy(~allowed).to(row.device), -torch.inf)

@@ -22,6 +22,7 @@ class TorchFactory:
     dtype: Literal["float32", "bfloat16"]
     kv_cache_bytes: int = 0
     gpu_memory_utilization: float = 0.0
+    speculation: bool = False
 
     def prepare(self) -> None:
         """See `EngineFactory`."""
@@ -35,6 +36,7 @@ class TorchFactory:
         """See `EngineFactory`."""
         from rlboost.services.rollout_worker.adapters.grammar_tokens import tokenizer_for_grammars  # noqa: PLC0415 - slow
         from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine  # noqa: PLC0415 - it imports torch
+        from rlboost.services.rollout_worker.domain.speculation import Drafter  # noqa: PLC0415 - only where it is used
 
         with TemporaryDirectory(prefix="rlboost-model-") as directory:
             Path(directory, "config.json").write_text(config_json, encoding="utf-8")
@@ -46,4 +48,5 @@ class TorchFactory:
                 kv_cache_bytes=self.kv_cache_bytes,
                 gpu_memory_utilization=self.gpu_memory_utilization,
                 tokenizer_json=tokenizer_for_grammars(tokenizer_json),
+                drafter=Drafter(self.slots) if self.speculation else None,
             )

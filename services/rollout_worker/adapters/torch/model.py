@@ -184,6 +184,13 @@ def decode(model: Model, tokens: torch.Tensor, positions: torch.Tensor, cache: S
     return logits
 
 
+def verify(model: Model, tokens: torch.Tensor, positions: torch.Tensor, cache: SlotCache) -> torch.Tensor:
+    """Return the logits [tokens, vocabulary] after each of the tokens [tokens], whose positions `begin_verify` gave."""
+    output = model(input_ids=tokens[None], position_ids=positions, use_cache=False, slot_cache=cache)
+    logits: torch.Tensor = output.logits[0]
+    return logits
+
+
 class _RMSNorm(nn.Module):
     """RMS normalization over the last dimension with few kernels.
 

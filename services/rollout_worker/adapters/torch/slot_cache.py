@@ -61,7 +61,7 @@ class _WritePositions:
 
 
 class _Context:
-    """Attention of a prefill pass whose slots have cached tokens: each token attends to its slot up to its position.
+    """Attention of a pass over several tokens of slots with cached ones: each attends to its slot up to its position.
 
     Args:
         slots: [batch].
@@ -72,7 +72,8 @@ class _Context:
     """
 
     def __init__(self, slots: Ints, positions: torch.Tensor, span: int, dtype: torch.dtype) -> None:
-        self._slots = torch.from_numpy(slots).to(positions.device)
+        in_order = np.array_equal(slots, np.arange(len(slots)))
+        self._slots = slice(len(slots)) if in_order else torch.from_numpy(slots).to(positions.device)
         self._span = span
         columns = torch.arange(span, device=positions.device)
         self._mask = torch.zeros(len(slots), 1, positions.shape[1], span, dtype=dtype, device=positions.device)
@@ -82,7 +83,7 @@ class _Context:
     def attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None
     ) -> torch.Tensor:
-        """Return the output [batch, heads, tokens, head dim]."""
+        """Return the output [batch, tokens, heads, head dim] of a query [batch, heads, tokens, head dim]."""
         (batch, heads, tokens, size), kv_heads = query.shape, keys.shape[1]
         group = heads // kv_heads
         if group not in self._masks:
@@ -94,14 +95,50 @@ class _Context:
             attn_mask=self._masks[group],
             scale=scale,
         )
-        return attended.reshape(batch, heads, tokens, values.shape[3])
+        return attended.reshape(batch, heads, tokens, values.shape[3]).transpose(1, 2)
+
+
+class _Packed:
+    """Attention of a pass over several tokens of each of the slots 0..n-1, one slot after the other without padding.
+
+    Args:
+        positions: [n, longest], of the slots' tokens, right-padded.
+        packed: [tokens], where the tokens of the pass are in the flat `positions`.
+        span: see `_Context`.
+        dtype: see `_Context`.
+        one_by_one: attend with the same kernels as a decode pass, which are others for longer queries and round
+            differently; reads the cache `longest` times.
+
+    """
+
+    def __init__(
+        self, positions: torch.Tensor, packed: Ints, span: int, dtype: torch.dtype, *, one_by_one: bool
+    ) -> None:
+        self._shape = n, longest = positions.shape
+        self._packed = torch.from_numpy(packed).to(positions.device)
+        self._width = 1 if one_by_one else longest
+        slots, parts = np.arange(n), positions.split(self._width, dim=1)
+        self._contexts = [_Context(slots, part, span, dtype) for part in parts]
+
+    def attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
+        """Return the output [1, tokens, heads, head dim] of a query [1, heads, tokens, head dim]."""
+        _, heads, _, size = query.shape
+        padded = query.new_zeros(*self._shape, heads, size)
+        padded.view(-1, heads, size)[self._packed] = query[0].transpose(0, 1)
+        parts = padded.transpose(1, 2).split(self._width, dim=2)
+        attended = [
+            context.attend(part, keys, values, scale) for context, part in zip(self._contexts, parts, strict=True)
+        ]
+        return torch.cat(attended, dim=1).flatten(0, 1)[None, self._packed]
 
 
 class SlotCache:
     """Keys and values of all slots, [slots, kv heads, columns, head dim] per layer; column p holds position p.
 
-    `fit` enlarges the cache, within its capacity, for the next passes and copies; `begin_prefill` or `begin_decode`
-    announces each pass. Values after a slot's end are finite and never attended to.
+    `fit` enlarges the cache, within its capacity, for the next passes and copies; `begin_prefill`, `begin_decode` or
+    `begin_verify` announces each pass. Values after a slot's end are finite and never attended to.
 
     On a CPU a decode step attends in blocks of slots, each up to the longest of its own slots; sorting slots by length
     makes the blocks tight. On a GPU one wide call is cheaper than many tight ones.
@@ -119,7 +156,7 @@ class SlotCache:
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._writes = _WritePositions(np.empty(0, np.int64), np.empty(0, np.int64), device)
         self._prefills = False
-        self._context: _Context | None = None
+        self._context: _Context | _Packed | None = None
         self._blocks: list[tuple[slice, int, torch.Tensor]] = []
 
     @property
@@ -147,7 +184,7 @@ class SlotCache:
         self._filled = columns
 
     def _moved(self, old: torch.Tensor, slots: int, columns: int) -> torch.Tensor:
-        new = self._zeros(old)
+        new, columns = self._zeros(old), min(columns, old.shape[2])
         new[:slots, :, :columns] = old[:slots, :, :columns]
         return new
 
@@ -186,6 +223,28 @@ class SlotCache:
             self._blocks.append((slots, span, mask[slots, ..., :span]))
             first = slots.stop
 
+    def begin_verify(self, starts: Ints, lengths: Ints) -> torch.Tensor:
+        """Announce a pass over the next tokens of the slots 0..n-1, one slot after the other without padding.
+
+        Args:
+            starts: [n], the position of each slot's first token; earlier ones are cached.
+            lengths: [n], the number of tokens of each slot.
+
+        Returns:
+            The positions of all tokens, [1, tokens].
+
+        """
+        offsets = np.arange(lengths.max())
+        padded = starts[:, None] + np.minimum(offsets, lengths[:, None] - 1)
+        packed = np.flatnonzero(offsets < lengths[:, None])
+        at = padded.reshape(-1)[packed]
+        self._writes = _WritePositions(packed // len(offsets), at, self._device)
+        positions, span = torch.from_numpy(padded).to(self._device), round_up(int(at.max()) + 1)
+        # In half precision another rounding would change which token is drawn in one of some thousand draws.
+        one_by_one = self._dtype != torch.float32 and self._device.type == "cpu"
+        self._context = _Packed(positions, packed, span, self._dtype, one_by_one=one_by_one)
+        return torch.from_numpy(at).to(self._device)[None]
+
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
     ) -> torch.Tensor:
@@ -199,7 +258,7 @@ class SlotCache:
         self._writes.write(key, keys)
         self._writes.write(value, values)
         if self._context is not None:
-            return self._context.attend(query, keys, values, scale).transpose(1, 2)
+            return self._context.attend(query, keys, values, scale)
         n, heads = query.shape[:2]
         kv_heads = key.shape[1]
         if self._prefills:

@@ -149,6 +149,11 @@ class VllmEngine:
         self._check_alive()
         self._end_streams(self._requests.release(keys))
 
+    def hint(self, completions: Iterable[tuple[int, Sequence[int]]]) -> None:
+        """See `ports.Engine`; ignored."""
+        del completions
+        self._check_alive()
+
     def take_emissions(self) -> list[Emission]:
         self._check_alive(allow_closed=True)
         return self._requests.take_emissions()
