@@ -177,6 +177,11 @@ def _check(trainer: Any, fleet: Fleet) -> None:
     if getattr(trainer.args, "generation_kwargs", None):
         raise ConfigError("generation_kwargs: not supported with rollout_func on a fleet: remove it")
     rank, given = trainer.accelerator.process_index, fleet.rank
+    if rank != given and trainer.accelerator.num_processes == 1:
+        raise ConfigError(
+            f"rank: this process has the rank {given} (RANK), and its trainer is alone: several processes without a "
+            "GPU need GRPOConfig(use_cpu=True), and one that trains alone Fleet(..., rank=0)"
+        )
     if rank != given:
         raise ConfigError(f"rank: this is process {rank} of the trainer, and its Fleet has {given}: give rank={rank}")
 
