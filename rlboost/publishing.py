@@ -100,7 +100,7 @@ def gathered(module: torch.nn.Module, *, with_model: bool = True) -> Weights:
     )
 
     if any(hasattr(tensor, "ds_id") for tensor in module.parameters()):
-        raise ConfigError("DeepSpeed ZeRO-3 is not supported with a fleet: use FSDP2 (fsdp_version: 2), or ZeRO-2")
+        raise ConfigError("DeepSpeed ZeRO-3 is not supported with a fleet: use FSDP2 (fsdp_version: 2)")
     if _is_fsdp1(module):
         raise ConfigError("FSDP1 is not supported with a fleet: use FSDP2 (fsdp_version: 2)")
     own = _unwrapped(module)

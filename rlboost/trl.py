@@ -176,7 +176,17 @@ def _check(trainer: Any, fleet: Fleet) -> None:
             raise ConfigError(f"{name}: {value} is not supported with rollout_func on a fleet: remove it")
     if getattr(trainer.args, "generation_kwargs", None):
         raise ConfigError("generation_kwargs: not supported with rollout_func on a fleet: remove it")
+    parallel = getattr(trainer.accelerator, "parallelism_config", None)
+    if parallel is not None and parallel.non_data_parallel_size > 1:
+        raise ConfigError(
+            "parallelism_config: several processes have the same prompts: use data parallelism (FSDP2) only"
+        )
     rank, given = trainer.accelerator.process_index, fleet.rank
+    if rank != given and trainer.accelerator.num_processes == 1:
+        raise ConfigError(
+            f"rank: this process has the rank {given} (RANK), and its trainer is alone: several processes without a "
+            "GPU need GRPOConfig(use_cpu=True), and one that trains alone Fleet(..., rank=0)"
+        )
     if rank != given:
         raise ConfigError(f"rank: this is process {rank} of the trainer, and its Fleet has {given}: give rank={rank}")
 

@@ -19,6 +19,7 @@ import httpx
 import numpy as np
 import psutil
 import pytest
+from transformers import AutoModelForCausalLM
 
 from tests.support.black_box import RLBOOST, ROOT, BlackBox, Observer, black_box
 from tests.support.ports import reserved_port
@@ -166,6 +167,8 @@ def test_trl_in_two_processes_trains_an_adapter_whatever_dies(tmp_path: Path) ->
 @pytest.mark.parametrize("kind", [[], ["lora"], ["adapter"]], ids=["whole", "lora", "adapter"])
 def test_async_trl_trains_by_one_url_while_worker_and_manager_die(kind: list[str], tmp_path: Path) -> None:
     folder = folder_of_sums(tmp_path)
+    # Workers merge an adapter in the dtype of the folder, and the trainer trains in float32.
+    AutoModelForCausalLM.from_pretrained(folder / "model", dtype="float32").save_pretrained(folder / "model")
     with reserved_port() as port, black_box(tmp_path / "state", workers=2, trainers=0) as box:
         url = f"http://127.0.0.1:{port}"
         gateway = box.start("gateway", str(folder / "model"), "--job", "sums", "--port", str(port))
