@@ -137,8 +137,8 @@ _DECAY = 0.95
 """Factor by which each pass lowers the weight of earlier ones of its kind."""
 _MIN_PASSES = 4.0
 """Weight of passes of each kind before their durations count."""
-_OUTLIER = 2.0
-"""A pass counts as at most this multiple of what was expected: another process or a compilation may have delayed it."""
+_MOST_SLOWER = 1.25
+"""A pass counts as at most this multiple of what was expected: what disturbs single ones must not stop drafts."""
 _MARGIN = 1.25
 """How many times its cost a pass with drafts must be expected to save: both are estimates."""
 
@@ -166,7 +166,7 @@ class PassTimes:
         kind = int(drafted > 0)
         row = np.array([1.0, n + drafted, kind])
         if self.known:
-            seconds = min(seconds, _OUTLIER * float(np.array([self.fixed_s, self.token_s, self.verify_s]) @ row))
+            seconds = min(seconds, _MOST_SLOWER * float(np.array([self.fixed_s, self.token_s, self.verify_s]) @ row))
         self._products[kind] = _DECAY * self._products[kind] + np.outer(row, row)
         self._targets[kind] = _DECAY * self._targets[kind] + seconds * row
         if self.known:

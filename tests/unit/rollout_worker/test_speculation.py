@@ -128,6 +128,16 @@ def test_pass_that_was_delayed_hardly_changes_the_times() -> None:
     assert times.pays(4, accepted=4, drafted=16)
 
 
+def test_pass_times_follow_an_engine_that_has_become_slower_or_faster() -> None:
+    times = measured(0.010, 0.0002, 0.001)
+    for factor in (3.0, 0.5):
+        for n in (1, 2, 3, 5, 8, 13, 16) * 20:
+            times.observe(factor * (0.010 + 0.0002 * n), n, 0)
+            times.observe(factor * (0.011 + 0.0002 * 3 * n), n, 2 * n)
+        expected = factor * 0.010, factor * 0.0002, factor * 0.001
+        assert (times.fixed_s, times.token_s, times.verify_s) == pytest.approx(expected, rel=0.05)
+
+
 @given(st.lists(st.tuples(st.floats(0, 1e3), st.integers(1, 64), st.integers(0, 300)), max_size=40))
 def test_any_measurements_give_usable_times(passes: list[tuple[float, int, int]]) -> None:
     times = PassTimes()
