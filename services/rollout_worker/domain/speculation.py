@@ -204,8 +204,12 @@ class PassTimes:
 
 _REMEMBERED_TOKENS = 1 << 20
 """Tokens of ended samples that are kept for others of their prompts, 4 bytes each."""
+_REMEMBERED_SAMPLES = 16
+"""Ended samples of one prompt that are kept: more make hardly better drafts."""
 _MAX_STATES = 1 << 18
-"""States of all automata, about 400 bytes each; beyond it nothing is learned."""
+"""States of all automata, about 400 bytes each; beyond it they are built again, of what is still of use."""
+_REBUILD_REST = 512
+"""Passes without drafts before that: what is of use may be too much, too."""
 _LEARN_TOKENS = 1024
 """Tokens learned before a pass, about 2 us each; the rest waits for the next passes."""
 _LARGEST_PART = 0.5
@@ -332,9 +336,12 @@ class Drafter:
             return
         if not learned and key in self._groups:
             self._groups[key].unlearned.append(completion)
-        self._ended.setdefault(key, []).append(completion)
+        ended = self._ended.setdefault(key, [])
+        ended.append(completion)
         self._ended.move_to_end(key)
         self._n_ended += completion.size
+        if len(ended) > _REMEMBERED_SAMPLES:
+            self._n_ended -= ended.pop(0).size
         while self._n_ended > _REMEMBERED_TOKENS:
             _, oldest = self._ended.popitem(last=False)
             self._n_ended -= sum(tokens.size for tokens in oldest)
@@ -378,6 +385,11 @@ class Drafter:
         if self._rest or not self.looks:
             self._rest = max(0, self._rest - 1)
             return None
+        if self.n_states > _MAX_STATES:
+            self._groups.clear()
+            self._samples.clear()
+            self.n_states, self._rest = 0, _REBUILD_REST
+            return None
         found = self._find(table, least_chance)
         if not found.total:
             return None
@@ -397,7 +409,7 @@ class Drafter:
             expected = 0.0
             sample = self._samples.get(request.key)
             # A grammar follows the tokens one by one, without a way back.
-            if to_learn > 0 and self.n_states < _MAX_STATES and not request.sampling.grammar:
+            if to_learn > 0 and not request.sampling.grammar:
                 sample = sample or self._start(request)
                 to_learn -= self._learn(sample, table.completion(slot))
                 most = min(MAX_DRAFT, room, left // (table.n - slot))
