@@ -137,8 +137,8 @@ _DECAY = 0.95
 """Factor by which each pass lowers the weight of earlier ones of its kind."""
 _MIN_PASSES = 4.0
 """Weight of passes of each kind before their durations count."""
-_OUTLIER = 2.0
-"""A pass counts as at most this multiple of what was expected: another process or a compilation may have delayed it."""
+_MOST_SLOWER = 1.25
+"""A pass counts as at most this multiple of what was expected: what disturbs single ones must not stop drafts."""
 _MARGIN = 1.25
 """How many times its cost a pass with drafts must be expected to save: both are estimates."""
 
@@ -166,7 +166,7 @@ class PassTimes:
         kind = int(drafted > 0)
         row = np.array([1.0, n + drafted, kind])
         if self.known:
-            seconds = min(seconds, _OUTLIER * float(np.array([self.fixed_s, self.token_s, self.verify_s]) @ row))
+            seconds = min(seconds, _MOST_SLOWER * float(np.array([self.fixed_s, self.token_s, self.verify_s]) @ row))
         self._products[kind] = _DECAY * self._products[kind] + np.outer(row, row)
         self._targets[kind] = _DECAY * self._targets[kind] + seconds * row
         if self.known:
@@ -204,8 +204,12 @@ class PassTimes:
 
 _REMEMBERED_TOKENS = 1 << 20
 """Tokens of ended samples that are kept for others of their prompts, 4 bytes each."""
+_REMEMBERED_SAMPLES = 16
+"""Ended samples of one prompt that are kept: more make hardly better drafts."""
 _MAX_STATES = 1 << 18
-"""States of all automata, about 400 bytes each; beyond it nothing is learned."""
+"""States of all automata, about 400 bytes each; beyond it they are built again, of what is still of use."""
+_REBUILD_REST = 512
+"""Passes without drafts before that: what is of use may be too much, too."""
 _LEARN_TOKENS = 1024
 """Tokens learned before a pass, about 2 us each; the rest waits for the next passes."""
 _LARGEST_PART = 0.5
@@ -332,9 +336,12 @@ class Drafter:
             return
         if not learned and key in self._groups:
             self._groups[key].unlearned.append(completion)
-        self._ended.setdefault(key, []).append(completion)
+        ended = self._ended.setdefault(key, [])
+        ended.append(completion)
         self._ended.move_to_end(key)
         self._n_ended += completion.size
+        if len(ended) > _REMEMBERED_SAMPLES:
+            self._n_ended -= ended.pop(0).size
         while self._n_ended > _REMEMBERED_TOKENS:
             _, oldest = self._ended.popitem(last=False)
             self._n_ended -= sum(tokens.size for tokens in oldest)
@@ -378,6 +385,11 @@ class Drafter:
         if self._rest or not self.looks:
             self._rest = max(0, self._rest - 1)
             return None
+        if self.n_states > _MAX_STATES:
+            self._groups.clear()
+            self._samples.clear()
+            self.n_states, self._rest = 0, _REBUILD_REST
+            return None
         found = self._find(table, least_chance)
         if not found.total:
             return None
@@ -397,7 +409,7 @@ class Drafter:
             expected = 0.0
             sample = self._samples.get(request.key)
             # A grammar follows the tokens one by one, without a way back.
-            if to_learn > 0 and self.n_states < _MAX_STATES and not request.sampling.grammar:
+            if to_learn > 0 and not request.sampling.grammar:
                 sample = sample or self._start(request)
                 to_learn -= self._learn(sample, table.completion(slot))
                 most = min(MAX_DRAFT, room, left // (table.n - slot))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
@@ -35,6 +36,20 @@ def vllm_is_there(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReques
 def test_the_setting_chooses_the_engine() -> None:
     assert isinstance(_engines(Settings(engine="torch")), TorchFactory)
     assert isinstance(_engines(Settings(engine="vllm")), VllmFactory)
+
+
+@pytest.mark.parametrize("speculation", ["auto", "off"])
+def test_the_setting_chooses_whether_the_torch_engine_drafts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, speculation: str
+) -> None:
+    pytest.importorskip("torch")
+    from tests.support import tiny_models  # noqa: PLC0415 - imports torch
+
+    monkeypatch.setenv("RLBOOST_WORKER_SPECULATION", speculation)
+    config = tiny_models.save_config(tiny_models.CONFIGS["qwen3-tied"], tmp_path) / "config.json"
+    engine = _engines(read(Settings, ["--token=t"])).build(config.read_text())
+    assert engine.stats().uses_drafts is (speculation == "auto")
+    asyncio.run(engine.close())
 
 
 @pytest.mark.parametrize("vllm_is_there", [False], indirect=True)

@@ -128,6 +128,16 @@ def test_pass_that_was_delayed_hardly_changes_the_times() -> None:
     assert times.pays(4, accepted=4, drafted=16)
 
 
+def test_pass_times_follow_an_engine_that_has_become_slower_or_faster() -> None:
+    times = measured(0.010, 0.0002, 0.001)
+    for factor in (3.0, 0.5):
+        for n in (1, 2, 3, 5, 8, 13, 16) * 20:
+            times.observe(factor * (0.010 + 0.0002 * n), n, 0)
+            times.observe(factor * (0.011 + 0.0002 * 3 * n), n, 2 * n)
+        expected = factor * 0.010, factor * 0.0002, factor * 0.001
+        assert (times.fixed_s, times.token_s, times.verify_s) == pytest.approx(expected, rel=0.05)
+
+
 @given(st.lists(st.tuples(st.floats(0, 1e3), st.integers(1, 64), st.integers(0, 300)), max_size=40))
 def test_any_measurements_give_usable_times(passes: list[tuple[float, int, int]]) -> None:
     times = PassTimes()
@@ -311,10 +321,25 @@ def test_memory_is_bounded(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in range(300):
         rig.generate([step % 900])
         rig.drafter.drafts(rig.table)
-    assert rig.drafter.n_states < 2 * 200
+        assert rig.drafter.n_states < 200 + 2 * 300, "and what is learned before one pass"
     rig.table.abort(request.key for request in rig.table.requests)
     rig.table.remove_aborted()
     assert rig.drafter.n_states == 0, "nothing of samples that are gone, however they went"
+
+
+def test_prompt_that_always_has_running_samples_keeps_its_drafts(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculation, "_MAX_STATES", 500)
+    monkeypatch.setattr(speculation, "_REBUILD_REST", 3)
+    for number in range(100):
+        rig.start(request(number, prompt=PROMPT, max_tokens=20))
+        for step in range(10):
+            rig.generate([(number + 7 * step) % 900])
+            rig.drafter.drafts(rig.table)
+        assert rig.table.n
+        assert rig.drafter.n_states < 600
+    rig.drafter.hint(PROMPT, TEXT)
+    rig.start(request(300, prompt=PROMPT, max_tokens=30, tokens=TEXT[:3]))
+    assert TEXT[3:11] in [draft for _ in range(5) for draft in rig.drafts()]
 
 
 def test_long_sibling_is_learned_over_several_passes(rig: Rig) -> None:

@@ -30,6 +30,7 @@ from rlboost.shared.messages import (
     PreemptionNotice,
     Resume,
     SampleFailed,
+    Siblings,
     StoreCredential,
     Suspend,
     TokenFrame,
@@ -40,7 +41,7 @@ from rlboost.shared.messages import (
 )
 from rlboost.shared.streams.bus import Delete
 from rlboost.shared.streams.names import DEAD_LETTERS, WORKER_HEARTBEATS, job_events, worker_lease, worker_reports
-from rlboost.shared.wire import U64, ints
+from rlboost.shared.wire import I32, U32, U64, ints, pack
 from tests.support.eventually import eventually
 from tests.support.stopwatch import Stopwatch
 from tests.support.worker_manager import JOB, assign, release, revoke
@@ -78,6 +79,13 @@ async def test_worker_pulls_loads_and_generates_assigned_samples(rig: Rig) -> No
     made = await rig.manager.until_finished((1, 1), (2, 1), (3, 1))
     assert [len(row.tokens) for row in made.values()] == [40, 40, 40]
     assert {version for row in made.values() for version in row.versions} == {0}
+
+
+async def test_siblings_of_assigned_samples_reach_the_engine(rig: Rig) -> None:
+    worker = await rig.manager.ready_worker()
+    siblings = Siblings(samples=pack([1, 7], U64), lengths=pack([2, 1], U32), tokens=pack([5, 6, 7], I32))
+    await rig.manager.send(worker, assign(1, max_tokens=ENDLESS), siblings)
+    await eventually(lambda: rig.engine.hints == [(1, [5, 6])])
 
 
 async def test_heartbeats_and_flushes_continue_during_a_pull(rig: Rig) -> None:
