@@ -46,7 +46,7 @@ from tests.support.ports import reserved_port
 from tests.support.redis_server import RedisServer
 from tests.support.service_process import TOKEN, ServiceProcess
 from tests.support.stopwatch import Stopwatch
-from tests.support.worker_manager import JOB, JoinServer, WorkerManager, assign, release, revoke
+from tests.support.worker_manager import JOB, JoinServer, WorkerManager, assign, release
 
 LONG = 8000
 """More tokens than a test waits for."""
@@ -215,39 +215,6 @@ async def test_a_worker_joins_pulls_becomes_ready_and_generates(boss: WorkerMana
         assert all(logprob < 0 for logprob in row.logprobs)
     frames = [e.message for e in await boss.log() if isinstance(e.message, TokenFrame) and e.message.worker == worker]
     assert [frame.seq for frame in frames] == list(range(len(frames)))
-
-
-async def test_sample_resumes_from_its_given_tokens(boss: WorkerManager, worker: str) -> None:
-    await boss.send(worker, assign(10, max_tokens=50))
-    whole = (await boss.until_finished((10, 1)))[10, 1].tokens
-    await boss.send(worker, assign(10, attempt=2, max_tokens=50, tokens=whole[:20]))
-    rest = (await boss.until_finished((10, 2)))[10, 2]
-    assert rest.first_offset == 20
-    assert rest.tokens == whole[20:]
-
-
-async def test_revoked_sample_gets_no_more_tokens(boss: WorkerManager, worker: str) -> None:
-    await boss.send(worker, assign(20, 21, max_tokens=LONG))
-    await boss.until_generated((20, 1), (21, 1), tokens=20)
-    await boss.send(worker, revoke((20, 1)))
-    lengths = []
-    for _ in range(5):
-        made = await boss.generated()
-        lengths.append(len(made[20, 1].tokens))
-        await boss.until_generated((21, 1), tokens=len(made[21, 1].tokens) + 50)
-    assert lengths[-1] == lengths[-2], "the other went on, this one did not"
-    assert made[20, 1].finish == 0
-    await boss.send(worker, revoke((21, 1)))
-
-
-async def test_a_new_version_is_served_after_it_was_pulled(boss: WorkerManager, worker: str) -> None:
-    await boss.send(worker, assign(30, max_tokens=30))
-    old = (await boss.until_finished((30, 1)))[30, 1]
-    await boss.send(worker, UseVersion(job_id=JOB, version=1), assign(30, attempt=2, version=1, max_tokens=30))
-    new = (await boss.until_finished((30, 2)))[30, 2]
-    assert (set(old.versions), set(new.versions)) == ({0}, {1})
-    assert new.tokens != old.tokens
-    await boss.until(worker, "ready", 1)
 
 
 async def test_released_sample_migrates_without_lost_or_regenerated_tokens(boss: WorkerManager, worker: str) -> None:

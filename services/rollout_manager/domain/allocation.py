@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -123,8 +123,7 @@ REALLOCATE_EVERY_S = 0.25
 def allocate(jobs: Jobs, fleet: Fleet, queues: Queues, periodic: PeriodicDecisions, now: Now) -> list[Effect]:
     """Command workers which version to serve, and count the workers of each job.
 
-    Reallocates workers among several jobs every `REALLOCATE_EVERY_S`. Does the rest only if its inputs have changed
-    since the last time.
+    Reallocates workers among several jobs every `REALLOCATE_EVERY_S`.
     """
     versions = {job.id: version for job in jobs.active() if (version := _version_to_serve(queues, job)) >= 0}
     served = [jobs[job_id] for job_id in versions]
@@ -133,50 +132,25 @@ def allocate(jobs: Jobs, fleet: Fleet, queues: Queues, periodic: PeriodicDecisio
     if len(payers) > 1 and now.mono - periodic.reallocated_at >= REALLOCATE_EVERY_S:
         periodic.reallocated_at = now.mono
         effects += _reallocate(jobs, fleet, queues, payers, versions, now)
-    if _allocation_inputs(jobs, fleet, queues) == periodic.allocated_for:
-        return effects
     for worker in fleet.workers.values():
         if worker.state == "draining":
             continue
         if job := _select_job(fleet, worker, served if worker.reserved else payers):
-            effects += _use_version(fleet, worker, job, versions[job.id])
+            effects += _use_version(worker, job, versions[job.id])
         elif served and worker.job and not worker.reserved:  # others stay idle: a supervisor would restart them
             effects += fleet.drain(worker, now, "no job's budget pays for it any longer: see elastic.max_dollars")
     for job in jobs.active():
         job.progress.fleet = _count_workers(fleet, queues, job)
-    periodic.allocated_for = _allocation_inputs(jobs, fleet, queues)  # read again: the commands are among the inputs
     return effects
 
 
-def _allocation_inputs(jobs: Jobs, fleet: Fleet, queues: Queues) -> Hashable:
-    """Return everything that the allocation of workers depends on, except for time."""
-    of_jobs = tuple(
-        (
-            job.id,
-            job.record.state,
-            job.record.trainer,
-            job.progress.committed_version,
-            job.audit.cost.budget_reached,
-        )
-        for job in jobs.active()
-    )
-    return fleet.revision, queues.in_flight.revision, of_jobs
-
-
-def activate_reserved(jobs: Jobs, fleet: Fleet, periodic: PeriodicDecisions) -> list[Effect]:
-    """Command reserved workers to resume or suspend generation, as the windows of their jobs require.
-
-    Looks at the workers only if the fleet has changed since the last time, or the jobs whose windows use them.
-    """
-    generating = tuple(job.id for job in jobs.active() if _uses_reserved(job.progress))
-    inputs = fleet.revision, generating
-    if inputs == periodic.activated_for:
-        return []
+def activate_reserved(jobs: Jobs, fleet: Fleet) -> list[Effect]:
+    """Command reserved workers to resume or suspend generation, as the windows of their jobs require."""
+    generating = {job.id for job in jobs.active() if _uses_reserved(job.progress)}
     effects: list[Effect] = []
     for worker in fleet.workers.values():
         if worker.reserved and worker.has_reported and worker.state != "draining":
             effects += _activate(jobs, worker, active=worker.job in generating)
-    periodic.activated_for = inputs
     return effects
 
 
@@ -213,11 +187,11 @@ def _select_job(fleet: Fleet, worker: Worker, jobs: list[JobEntry]) -> JobEntry 
     return next(allocated, None) or next((job for job in jobs if has_budget(fleet, job, worker)), None)
 
 
-def _use_version(fleet: Fleet, worker: Worker, job: JobEntry, version: int) -> list[Effect]:
+def _use_version(worker: Worker, job: JobEntry, version: int) -> list[Effect]:
     if worker.assigned_version == (job.id, version):
         return []
     charge_startup(worker, job)
-    fleet.assign(worker, (job.id, version))
+    worker.assigned_version = job.id, version
     command = UseVersion(job_id=job.id, version=version, in_flight=job.record.spec.elastic.in_flight)
     return [Send(worker.id, command)]
 
@@ -255,7 +229,7 @@ def _reallocate(
             continue
         before, samples = worker.job, len(worker.samples)
         effects += [event("worker_reassigned", now, worker=worker_id, job_id=job_id, before=before, samples=samples)]
-        effects += _use_version(fleet, worker, jobs[job_id], versions[job_id])
+        effects += _use_version(worker, jobs[job_id], versions[job_id])
     return effects
 
 

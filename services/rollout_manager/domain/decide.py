@@ -145,7 +145,7 @@ def decide(
     for job in jobs.active():
         # May open a window, for which reserved workers are activated.
         effects += begin_step(ledger, periodic, job, now)
-    effects += activate_reserved(jobs, fleet, periodic)
+    effects += activate_reserved(jobs, fleet)
     periodic.decided_once = True
     for job in jobs.active():
         effects += advance_window(fleet, ledger, queues, job, now)

@@ -56,13 +56,9 @@ class InFlightCounts:
         self.by_requirement: dict[Requirement, int] = {}
         self.requested: dict[tuple[str, int], int] = {}
         """(Job id, step) -> samples of a step that is in flight, finished ones included."""
-        self.revision = 0
-        """Rises when a requirement appears or disappears."""
 
     def add(self, requirement: Requirement) -> None:
         """Count one more sample."""
-        if requirement not in self.by_requirement:
-            self.revision += 1
         self.by_requirement[requirement] = self.by_requirement.get(requirement, 0) + 1
         if not requirement.is_serving:
             step = requirement.job_id, requirement.newest_version
@@ -74,7 +70,6 @@ class InFlightCounts:
         if self.by_requirement[requirement]:
             return False
         del self.by_requirement[requirement]
-        self.revision += 1
         step = requirement.job_id, requirement.newest_version
         if not any((other.job_id, other.newest_version) == step for other in self.by_requirement):
             self.requested.pop(step, None)

@@ -358,8 +358,6 @@ class Fleet:
         self._incompatible: list[Worker] = []
         self.lifetimes: dict[str, Lifetimes] = defaultdict(Lifetimes)
         """Kind -> preemptions and startups of its workers."""
-        self.revision = 0
-        """Rises with every change of who is present, in which state, serving what."""
         self._silence_checked_at = -math.inf
 
     def join(self, joined: WorkerJoined, now: float) -> Worker | None:
@@ -371,17 +369,13 @@ class Fleet:
         worker = Worker(joined, now, profile=profile, batch_cap=joined.slots, trust=trust)
         worker.price_per_hour = worker.price_per_hour or self.prices.get(joined.kind, 0.0)
         self.workers[worker.id] = worker
-        self.revision += 1
         if joined.protocol != PROTOCOL:
             self._incompatible.append(worker)
         return worker
 
     def on_heartbeat(self, worker: Worker, heartbeat: WorkerHeartbeat, now: float) -> State | None:
         """Apply a heartbeat; return the previous state if the heartbeat changed it."""
-        serving = worker.job_id, worker.version, worker.has_reported
         before = worker.on_heartbeat(heartbeat, now)
-        if before is not None or serving != (worker.job_id, worker.version, worker.has_reported):
-            self.revision += 1
         if worker.state == "joining":
             worker.starting = True
         elif worker.starting and worker.state == "ready":
@@ -394,7 +388,6 @@ class Fleet:
     def on_notice(self, worker: Worker) -> None:
         """Mark a worker as about to be preempted."""
         worker.noticed, worker.state = True, "draining"
-        self.revision += 1
 
     def on_preempted(self, worker: Worker) -> None:
         """Count a preemption."""
@@ -426,7 +419,6 @@ class Fleet:
 
     def _on_drain(self, worker: Worker) -> None:
         worker.drain_commanded, worker.state = True, "draining"
-        self.revision += 1
 
     def revoke(self, *samples: Sample) -> list[Effect]:
         """Command the owner of samples, if they have one, to stop generating them."""
@@ -461,17 +453,11 @@ class Fleet:
         taken, self._incompatible = self._incompatible, []
         return taken
 
-    def assign(self, worker: Worker, serving: Serving) -> None:
-        """Record that a worker was commanded to use a version."""
-        worker.assigned_version = serving
-        self.revision += 1
-
     def remove(self, worker: Worker, state: Literal["lost", "left"], reason: str) -> None:
         """Move a worker to the departed ones."""
         worker.state, worker.tokens_per_s, worker.waiting, worker.gone_reason = state, 0.0, None, reason
         self.lifetimes[worker.joined.kind].departed_s += worker.age_s
         self.gone[worker.id] = self.workers.pop(worker.id)
-        self.revision += 1
         while len(self.gone) > GONE_RETAINED:
             self.gone.pop(next(iter(self.gone)))
 

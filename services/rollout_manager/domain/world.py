@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -33,17 +33,13 @@ from rlboost.shared.wire import U64, pack
 
 @dataclass(slots=True)
 class PeriodicDecisions:
-    """When decisions that are not taken in every turn were taken last (manager's clock), or on what inputs."""
+    """When decisions that are not taken in every turn were taken last (manager's clock)."""
 
     reallocated_at: float = -1.0e9
     rebalanced_at: float = -1.0e9
     stalls_checked_at: float = -1.0e9
     charged_at: float | None = None
     """None: this manager has not charged a job yet."""
-    allocated_for: Hashable = None
-    """The inputs of the last allocation of workers: `allocate` compares and updates them."""
-    activated_for: Hashable = None
-    """The inputs of the last activation of reserved workers: `activate_reserved` compares and updates them."""
     unattended_since: dict[int, float] = field(default_factory=dict)
     """Group of a client's samples whose client is disconnected -> since when (manager's clock)."""
     decided_once: bool = False

@@ -161,7 +161,7 @@ def test_no_worker_is_desired_that_is_worth_less_than_its_price(price: float, de
     job = world.jobs.add(Job("j", 1, job_spec(), created_at=0.0, state="running")).record
     job.window_tuner = WindowTuner(target_workers=6, work_s=550.0, train_s=100.0, step_s=700.0)
     world.fleet.join(worker_joined("r", role="reserved", kind="own", price_per_hour=8.0), 0.0)
-    world.fleet.assign(world.fleet.workers["r"], ("j", 0))
+    world.fleet.workers["r"].assigned_version = ("j", 0)
     assert fleet_view(world.jobs, world.fleet, ONE).desired == desired
 
 
@@ -170,7 +170,7 @@ def priced_job(world: World, name: str, number: int) -> None:
     job = world.jobs.add(Job(name, number, job_spec(), created_at=0.0, state="running")).record
     job.window_tuner = WindowTuner(target_workers=6, work_s=550.0, train_s=100.0, step_s=700.0)
     world.fleet.join(worker_joined(f"r-{name}", role="reserved", kind="own", price_per_hour=8.0), 0.0)
-    world.fleet.assign(world.fleet.workers[f"r-{name}"], (name, 0))
+    world.fleet.workers[f"r-{name}"].assigned_version = (name, 0)
 
 
 @pytest.mark.parametrize(

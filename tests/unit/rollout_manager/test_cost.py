@@ -20,7 +20,7 @@ def world() -> World:
     for name, role, price, job_id in (("spot", "preemptible", 2.0, "a"), ("own", "reserved", 8.0, "b")):
         worker = world.fleet.join(worker_joined(name, role=role, price_per_hour=price), now=0.0)
         assert worker
-        world.fleet.assign(worker, (job_id, 0))
+        worker.assigned_version = (job_id, 0)
     return world
 
 
@@ -49,7 +49,7 @@ def test_worker_without_a_price_costs_what_its_kind_does(own: float, charged: fl
     world.jobs.add(Job("a", 1, job_spec(), created_at=0.0, state="running"))
     worker = world.fleet.join(worker_joined("spot", price_per_hour=own), now=0.0)
     assert worker
-    world.fleet.assign(worker, ("a", 0))
+    worker.assigned_version = ("a", 0)
     charge(world, (0.0, 100.0), (HOUR_S, 100.0 + HOUR_S))
     assert world.jobs["a"].audit.cost.dollars == pytest.approx(charged)
 

@@ -180,7 +180,7 @@ def test_placement_fills_all_capacity_and_no_more(shape: list[tuple[int, int]], 
 CHANGES: dict[str, Callable[[Fleet, Worker], object]] = {
     "suspended": lambda _, worker: setattr(worker, "assigned_active", False),
     "heartbeat": lambda fleet, worker: fleet.on_heartbeat(worker, ready(version=1), 1.0),
-    "assigned": lambda fleet, worker: fleet.assign(worker, ("j", 1)),
+    "assigned": lambda _, worker: setattr(worker, "assigned_version", ("j", 1)),
     "noticed": lambda fleet, worker: fleet.on_notice(worker),
     "drained": lambda fleet, worker: fleet.drain(worker, Now(1.0, 1.0), "a test"),
 }

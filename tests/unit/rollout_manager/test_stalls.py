@@ -226,7 +226,7 @@ async def test_weight_update_that_never_ends_loses_the_samples_after_its_limit()
     hanging = partial(setattr, stuck, "state", "pulling")
     site.workers["stuck"] = stuck, lambda _: hanging()
     await site.bus.append(names.WEIGHTS_COMMITTED, weights_committed(version=1))
-    site.world.fleet.assign(site.world.fleet.workers["stuck"], ("j", 1))
+    site.world.fleet.workers["stuck"].assigned_version = ("j", 1)
     await site.run(1.5 * STALL_LIMIT_S)
     assert site.world.fleet.workers["stuck"].samples.keys() == held
     await site.run(2.0 * STALL_LIMIT_S)

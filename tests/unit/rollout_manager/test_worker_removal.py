@@ -24,7 +24,7 @@ def world() -> World:
     for name, job in (("a", "first"), ("b", "second"), ("idle", "")):
         apply(world, worker_joined(name))
         if job:
-            world.fleet.assign(world.fleet.workers[name], (job, 0))
+            world.fleet.workers[name].assigned_version = (job, 0)
     return world
 
 

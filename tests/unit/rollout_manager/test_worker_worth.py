@@ -45,7 +45,7 @@ def world_of(spec: JobSpec) -> World:
     apply(world, 0.0, *job_running(spec=spec))
     for name, role, price in (("own", "reserved", 8.0), ("spot", "preemptible", 1.0)):
         apply(world, 0.0, worker_joined(name, role=role, price_per_hour=price, kind=name, slots=8))
-        world.fleet.assign(world.fleet.workers[name], ("j", 0))
+        world.fleet.workers[name].assigned_version = ("j", 0)
     window = world.jobs["j"].progress.window = Window(0, 10.0, began_at=0.0)
     window.meter = StepMeter(0.0, 0.0)
     return world
@@ -234,7 +234,7 @@ def test_step_without_spot_is_the_same_if_workers_join_in_its_middle(seeding: st
         if at == 110:
             for name in ("b", "c"):
                 apply(world, 110.0, worker_joined(name, slots=8), heartbeat(name, running=8))
-                world.fleet.assign(world.fleet.workers[name], ("j", 0))
+                world.fleet.workers[name].assigned_version = ("j", 0)
         elif at > 110:
             apply(world, float(at), heartbeat("b", running=8), heartbeat("c", running=8))
         meter(world).update(float(at), fleet=2 if at >= 110 else 0, reserved=1, working=True)
@@ -253,7 +253,7 @@ def test_each_paying_worker_makes_tokens_cheaper_and_one_more_does_not(
     world = World(lease_s=2.0)
     apply(world, 0.0, *job_running(), worker_joined("own", role="reserved", price_per_hour=8.0 - trainer))
     world.jobs["j"].progress.on_trainer_status(trainer_status(price_per_hour=trainer), 0.0)
-    world.fleet.assign(world.fleet.workers["own"], ("j", 0))
+    world.fleet.workers["own"].assigned_version = ("j", 0)
     job = world.jobs["j"]
     tuner = job.record.window_tuner = WindowTuner(target_workers=6, work_s=550.0, train_s=100.0, step_s=700.0)
     accepted = paying_workers(world.fleet, job, [Offer("k", 9, price, share)])
@@ -268,6 +268,6 @@ def test_each_paying_worker_makes_tokens_cheaper_and_one_more_does_not(
 def test_workers_are_not_weighed_against_prices_that_are_unknown(own: float, spot: float) -> None:
     world = World(lease_s=2.0)
     apply(world, 0.0, *job_running(), worker_joined("own", role="reserved", price_per_hour=own))
-    world.fleet.assign(world.fleet.workers["own"], ("j", 0))
+    world.fleet.workers["own"].assigned_version = ("j", 0)
     world.jobs["j"].record.window_tuner = WindowTuner(target_workers=6, work_s=550.0, train_s=100.0, step_s=700.0)
     assert paying_workers(world.fleet, world.jobs["j"], [Offer("k", 9, spot, 1.0)]) == {"k": 6}

@@ -95,7 +95,7 @@ def test_engine_profile_has_the_medians_of_the_workers_of_a_kind() -> None:
     for name, price, update_s in (("a", 1.0, 0.5), ("b", 3.0, 1.5), ("wrong", 1e308, 1e308), ("idle", 9.0, 0.0)):
         worker = world.fleet.join(worker_joined(name, kind="sim", price_per_hour=price, slots=8), now=0.0)
         assert worker
-        world.fleet.assign(worker, ("j", 0))
+        worker.assigned_version = ("j", 0)
         for _ in range(MIN_OBSERVATIONS + 1):
             beat = heartbeat(name, state="ready", batch=4.0, step_s=0.04, update_s=update_s, update_pause_s=0.1)
             world.fleet.on_heartbeat(worker, beat, 0.0)
@@ -111,7 +111,7 @@ def test_engine_profile_that_is_not_finite_is_left_out(value: float) -> None:
     world = World(lease_s=2.0)
     worker = world.fleet.join(worker_joined("a"), now=0.0)
     assert worker
-    world.fleet.assign(worker, ("j", 0))
+    worker.assigned_version = ("j", 0)
     worker.update_s = 1.0
     worker.profile.observed, worker.profile.each_s = MIN_OBSERVATIONS, value
     assert engine_profiles(world.fleet, "j") == []
