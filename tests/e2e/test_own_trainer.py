@@ -164,6 +164,24 @@ def test_trl_in_two_processes_trains_an_adapter_whatever_dies(tmp_path: Path) ->
     assert expected.any()
 
 
+def test_trl_samples_with_the_weights_of_fsdp2_shards(tmp_path: Path) -> None:
+    folder, steps = folder_of_sums(tmp_path), 3
+    with reserved_port() as port, black_box(tmp_path / "state", workers=2, trainers=0) as box:
+        options = [box.url, box.token, str(folder), "sums", str(steps), str(folder / "unused"), str(OF_PROCESS)]
+        launch = f"torch.distributed.run --nproc-per-node {PROCESSES} --master-port {port} -m"
+        trl = Trl("trl_trainer", folder, *options, "fsdp2", launcher=["-m", *launch.split()])
+        try:
+            assert trl.end() == 0, (folder / "trl.log").read_text()[-3000:]
+        finally:
+            if trl.process.poll() is None:
+                trl.kill()
+        (job,) = box.get("/v1/jobs")
+        audit = box.get(f"/v1/jobs/{job['id']}/audit")
+    assert len(trl.rollouts()) == steps * PROCESSES
+    assert max(line["gap"] for line in trl.rollouts()) < 1e-4
+    assert audit["requested"] == audit["delivered"] == steps * PROCESSES * OF_PROCESS
+
+
 @pytest.mark.parametrize("kind", [[], ["lora"], ["adapter"]], ids=["whole", "lora", "adapter"])
 def test_async_trl_trains_by_one_url_while_worker_and_manager_die(kind: list[str], tmp_path: Path) -> None:
     folder = folder_of_sums(tmp_path)

@@ -1,10 +1,10 @@
 """A program as TRL's users write it, with a check of each completion's log-probabilities against the trainer's own.
 
-    python -m tests.support.trl_trainer URL TOKEN FOLDER JOB STEPS OUTPUT BATCH [lora]
+    python -m tests.support.trl_trainer URL TOKEN FOLDER JOB STEPS OUTPUT BATCH [lora|fsdp2]
 
 FOLDER is of `rlboost init sums`. OUTPUT has TRL's checkpoints, from which it continues. BATCH is the number of
-completions of each process in a step. With `lora` an adapter is trained. Each process prints a line of JSON after each
-rollout.
+completions of each process in a step. With `lora` an adapter is trained; with `fsdp2` the model is sharded, as
+accelerate does on GPUs only, and no checkpoint is written. Each process prints a line of JSON after each rollout.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from datasets import load_dataset
 from peft import LoraConfig
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOConfig, GRPOTrainer
 
@@ -35,7 +37,16 @@ def say(**line: Any) -> None:
     os.write(1, (json.dumps(line) + "\n").encode())
 
 
-def main(url: str, token: str, folder: str, job: str, steps: str, output: str, batch: str, lora: str = "") -> None:
+def shard(trainer: Any) -> None:
+    """Shard the trainer's model over its processes."""
+    mesh = init_device_mesh("cpu", (trainer.accelerator.num_processes,))
+    for layer in trainer.model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(trainer.model, mesh=mesh)
+    trainer.accelerator.prepare_model = lambda model, **_: model
+
+
+def main(url: str, token: str, folder: str, job: str, steps: str, output: str, batch: str, kind: str = "") -> None:
     """Train, and say what was sampled."""
     sys.path.insert(0, folder)
     model, rank = f"{folder}/model", int(os.environ.get("RANK", "0"))
@@ -67,7 +78,7 @@ def main(url: str, token: str, folder: str, job: str, steps: str, output: str, b
             reward_funcs=importlib.import_module("reward").score,
             train_dataset=load_dataset("json", data_files=f"{folder}/train.jsonl", split="train"),
             rollout_func=checked,
-            peft_config=LoraConfig(r=8, lora_alpha=16, target_modules="all-linear") if lora else None,
+            peft_config=LoraConfig(r=8, lora_alpha=16, target_modules="all-linear") if kind == "lora" else None,
             args=GRPOConfig(
                 output_dir=output,
                 num_generations=8,
@@ -76,7 +87,9 @@ def main(url: str, token: str, folder: str, job: str, steps: str, output: str, b
                 learning_rate=1e-3,
                 max_steps=int(steps),
                 logging_steps=1,
+                save_strategy="no" if kind == "fsdp2" else "steps",
                 save_steps=1,
+                max_grad_norm=0.0 if kind == "fsdp2" else 1.0,
                 report_to=[],
                 use_cpu=True,
                 beta=0.0,
@@ -85,6 +98,8 @@ def main(url: str, token: str, folder: str, job: str, steps: str, output: str, b
                 model_init_kwargs={"dtype": "float32"},
             ),
         )
+        if kind == "fsdp2":
+            shard(trainer)
         trainer.train(resume_from_checkpoint=get_last_checkpoint(output) if Path(output).exists() else None)
         rewards = [row["reward"] for row in trainer.state.log_history if "reward" in row]
         last = {"prompts": trainer._logs["prompt"], "scores": trainer._logs["rewards"]["score"]}
