@@ -8,6 +8,7 @@ by the `model` folder of a finished demo. Three tables:
 1. Samples and tokens that differ. "drafts": whole groups with drafts as long as possible, against the same without.
    "other batch": without drafts, one group at a time instead of all at once. Both change how many rows a kernel gets.
 2. Tokens per forward pass of the longest sample of each group, alone in the engine, with some of its siblings known.
+   Drafts are as long as possible, so that this does not depend on the machine.
 3. The tail: the longest samples of n groups at once, without drafts and with. Both engines take turns; a figure is the
    median of the rounds' ratios of processor time.
 """
@@ -110,7 +111,7 @@ async def differences(model: Path, groups: Groups, dtype: Dtype) -> Samples:
 
 async def tokens_per_pass(model: Path, groups: Groups, samples: Samples, known: int) -> tuple[float, float]:
     """Return tokens per pass, and the accepted share of the drafts, with this many siblings known."""
-    drafter = Drafter(SLOTS)
+    drafter = Drafter(SLOTS, FreePasses())
     engine = await start(model, "float32", drafter)
     n_tokens = 0
     for request in groups.longest(samples):
