@@ -19,7 +19,15 @@ import msgpack
 from fastapi import Depends, Query, Request, Response
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from rlboost.services.rollout_manager.api.leader import OneJob, Routes, TheBus, TheManager, TheSettings, of_app
+from rlboost.services.rollout_manager.api.leader import (
+    OneJob,
+    Routes,
+    TheBus,
+    TheManager,
+    TheSettings,
+    find_job,
+    of_app,
+)
 from rlboost.services.rollout_manager.domain.jobs import Job
 from rlboost.services.rollout_manager.loop import Manager
 from rlboost.services.rollout_manager.settings import Settings
@@ -343,15 +351,20 @@ async def detach(job: ExternalJob, epoch: Annotated[int, Query(ge=1)]) -> None:
 
 
 @ROUTES("POST", "/jobs/{job_id}/end", "trainer", "external", status_code=202, responses=_ERRORS)
-async def end(job: OwnJob, body: EndBody) -> dict[str, Any]:
+async def end(job: OwnJob, body: EndBody, manager: TheManager) -> dict[str, Any]:
     """End the job, as complete or with an error; the same again is no error."""
+    job_id = job.record.id
     state: JobState = "failed" if body.error else "completed"
-    if job.record.state == state:
-        return {"id": job.record.id, "state": state}
-    await _external_job(job)
-    trainer = await job.trainer(body.epoch)
-    await job.write(trainer, [trainer.report(job.record, state, body.error)])
-    return {"id": job.record.id, "state": state}
+    if job.record.state != state:
+        await _external_job(job)
+        try:
+            trainer = await job.trainer(body.epoch)
+            await job.write(trainer, [trainer.report(job.record, state, body.error)])
+        except Problem:
+            # Once the manager has applied an earlier call, no trainer holds the job.
+            if find_job(manager.world.jobs, job_id).state != state:
+                raise
+    return {"id": job_id, "state": state}
 
 
 # --- samples ----------------------------------------------------------------------------------------------------------
