@@ -96,7 +96,7 @@ async def compare(start: Start, model: Any, requests: Sequence[Request], **setti
 @pytest.mark.parametrize("name", sorted(tiny_models.CONFIGS | tiny_models.MIXTURES))
 async def test_samples_of_every_family_are_the_same_in_fewer_passes(name: str, start: Start) -> None:
     model = tiny_models.make((tiny_models.CONFIGS | tiny_models.MIXTURES)[name])
-    requests = [request(i, prompt=PROMPT, max_tokens=5 + (i * 37) % 90) for i in range(2 * SLOTS)]
+    requests = [request(i, prompt=[*PROMPT, i // 4], max_tokens=5 + (i * 37) % 90) for i in range(2 * SLOTS)]
     drafter = await compare(start, model, requests)
     n_tokens = sum(one.sampling.max_tokens for one in requests)
     assert n_tokens > 1.5 * (n_tokens - drafter.accepted_total), "tokens per pass"
@@ -124,7 +124,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 async def test_samples_with_any_option_are_the_same_in_one_batch(start: Start, model: Any) -> None:
     requests = [
-        request(4 * i + j, prompt=PROMPT, max_tokens=60, **options)
+        request(4 * i + j, prompt=[*PROMPT, i], max_tokens=60, **options)
         for i, options in enumerate(OPTIONS.values())
         for j in range(4)
     ]
