@@ -26,6 +26,10 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+# Libraries replace it in PyYAML's own class for the whole process, such as the grammars of vLLM.
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", yaml.SafeLoader.construct_yaml_timestamp)
+
+
 def read(text: str) -> object:
     """Parse a document into plain values.
 

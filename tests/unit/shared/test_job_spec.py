@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from rlboost.shared import strict_yaml
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.file import load, set_by_override
 from rlboost.shared.job.spec import InvalidJob, parse, to_json
@@ -68,6 +70,12 @@ def test_a_job_file_of_json_has_the_numbers_of_json(tmp_path: Path) -> None:
     job = {**spec("{}"), "reward": {"function": "a:b", "arguments": {"tolerance": 1e-6}}}
     (tmp_path / "job.json").write_text(to_json(parse(job)))
     assert parse(load(str(tmp_path / "job.json"))) == parse(job)
+
+
+def test_dates_are_read_whatever_a_library_has_done_to_pyyaml(monkeypatch: pytest.MonkeyPatch) -> None:
+    constructors = yaml.SafeLoader.yaml_constructors
+    monkeypatch.setitem(constructors, "tag:yaml.org,2002:timestamp", constructors["tag:yaml.org,2002:str"])
+    assert strict_yaml.read("2024-01-31") == date(2024, 1, 31)
 
 
 @pytest.mark.parametrize(
