@@ -27,7 +27,7 @@ class _Loader(yaml.SafeLoader):
 
 
 # Libraries replace it in PyYAML's own class for the whole process, such as the grammars of vLLM.
-_Loader.add_constructor("tag:yaml.org,2002:timestamp", yaml.SafeLoader.construct_yaml_timestamp)
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda loader, node: loader.construct_yaml_timestamp(node))
 
 
 def read(text: str) -> object:
