@@ -25,9 +25,12 @@ class _Loader(yaml.SafeLoader):
             seen.add((key.tag, key.value))
         return super().construct_mapping(node, deep)
 
+    def construct_timestamp(self, node: yaml.ScalarNode) -> Any:
+        return self.construct_yaml_timestamp(node)
+
 
 # Libraries replace it in PyYAML's own class for the whole process, such as the grammars of vLLM.
-_Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda loader, node: loader.construct_yaml_timestamp(node))
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", _Loader.construct_timestamp)
 
 
 def read(text: str) -> object:

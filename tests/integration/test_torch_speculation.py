@@ -220,7 +220,7 @@ async def test_drafts_of_older_weights_are_only_drafts(start: Start, model: Any,
     await engine.resume()
     for one, made in zip(requests, await collector.all_ended(requests), strict=True):
         n = made.versions.index(1)
-        assert n > 20
+        assert n > 0  # with drafts, samples proceed unevenly
         old_logprobs = tiny_models.logprobs(model, one.prompt, made.tokens)
         assert made.logprobs[:n] == pytest.approx(old_logprobs[:n], abs=1e-4)
         if not keep_kv:
