@@ -213,7 +213,7 @@ def test_nothing_is_lost_or_generated_twice_when_worker_manager_and_store_are_ki
         found: list[Group] = []
 
         def generate() -> None:
-            found.extend(fleet.generate(PROMPTS * 4, n=N, max_tokens=96))
+            found.extend(fleet.generate(PROMPTS * 4, n=N, max_tokens=200))
 
         collecting = threading.Thread(target=generate)
         collecting.start()
