@@ -117,7 +117,8 @@ async def test_store_sends_each_byte_about_once_to_16_pullers_with_3_killed(
     assert {digest for digest, _, _ in results} == {digest_of(digest_of(WEIGHTS.data).encode())}
     logged = (tmp_path / "peers.log").read_text()
     fetches = fetches_from_store(logged)
-    n_fetches = sum(map(len, fetches.values()))
+    # A blob that a peer sends slowly comes from the store, too.
+    n_fetches = sum(map(len, fetches.values())) + logged.count('"event": "peer_slow"')
     assert await sent(client) <= (n_fetches + 1) * CHUNK_BYTES, (
         "the store sent nothing else than these and the manifest"
     )
