@@ -124,6 +124,11 @@ class Interval(NamedTuple):
     start: float
     end: float
 
+    @property
+    def seconds(self) -> float:
+        """Return its length."""
+        return self.end - self.start
+
 
 _UNKNOWN = Interval(0.0, 0.0)
 
@@ -140,8 +145,8 @@ class Conversation:
     """The id of its first turn: the sample's, unless it began again in place of another."""
     prompt: bytes = b""
     """int32 column: what a session of an agent begins with; empty if the group has a prompt."""
-    duration: Interval = _UNKNOWN
-    """When it began and ended. That of an environment begins when its first turn is generated."""
+    lifetime: Interval = _UNKNOWN
+    """When it began and ended. That of an environment begins when its first turn was generated."""
     generation: list[Interval] = field(default_factory=list)
     """Of each turn: when the model was called, and when its last token was there, with all waits between them."""
 
@@ -173,7 +178,7 @@ class Conversation:
     @property
     def model_s(self) -> float:
         """Return for how many seconds at least one turn was being generated, or waited for its worker."""
-        covered, until = 0.0, self.duration.start
+        covered, until = 0.0, self.lifetime.start
         for start, end in sorted(self.generation):
             covered += max(0.0, end - max(start, until))
             until = max(until, end)
@@ -182,7 +187,7 @@ class Conversation:
     @property
     def outside_s(self) -> float:
         """Return for how many seconds no turn was: tools, sandboxes, and the code of the agent or environment."""
-        return max(0.0, self.duration.end - self.duration.start - self.model_s)
+        return max(0.0, self.lifetime.seconds - self.model_s)
 
     def _tokens(self) -> list[tuple[bytes, bytes]]:
         turns = [turn.tokens for turn in self.turns]
@@ -273,7 +278,7 @@ def messages_of(
     """
     found: list[dict[str, Any]] = []
     before = decode(ints(start)[-64:], skip_special_tokens=False)
-    began = conversation.duration.start
+    began = conversation.lifetime.start
     times = [[round(at - began, 3) for at in interval] for interval in conversation.generation]
     for turn, answer, time in zip_longest(conversation.turns, conversation.answers, times):
         tokens = ints(turn.tokens)

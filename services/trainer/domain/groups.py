@@ -371,10 +371,10 @@ class StepCollector:
         if invalid := self._error_of(turn):
             return self.drop(group_of(sample), "generation", invalid)
         self._conversations[sample] = conversation
-        asked_at = conversation.duration.end if conversation.turns else self._now
+        asked_at = conversation.lifetime.end if conversation.turns else self._now
         conversation.turns.append(turn)
         conversation.generation.append(Interval(asked_at, self._now))
-        conversation.duration = Interval(conversation.generation[0].start, self._now)
+        conversation.lifetime = Interval(conversation.generation[0].start, self._now)
         if self.is_open(group_of(sample)):
             self._unanswered[turn.sample] = conversation
         return None
@@ -397,7 +397,7 @@ class StepCollector:
             return None  # a repetition, or of an earlier step
         self._unanswered.pop(message.sample, None)
         conversation.answers.append(message)
-        conversation.duration = conversation.duration._replace(end=self._now)
+        conversation.lifetime = conversation.lifetime._replace(end=self._now)
         if not message.reason:
             return self._add_sample(conversation.as_sample()) if message.over else None
         self.lost[message.reason] += 1

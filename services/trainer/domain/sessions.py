@@ -35,10 +35,9 @@ class Node:
 
     opened: TurnOpened
     """Its newest record."""
-    opened_at: float = 0.0
-    """When this record was written, in Unix seconds."""
+    generation: Interval
+    """From when this record was written until its last token was there."""
     turn: SampleFinished | None = None
-    finished_at: float = 0.0
 
 
 @dataclass(slots=True)
@@ -103,8 +102,9 @@ class Session:
     def open(self, message: TurnOpened, at: float = 0.0) -> None:
         """Add a turn, or open it again for a later start of the agent; `at` is the time, in Unix seconds."""
         if self.end is None:
-            node = self.nodes.setdefault(message.sample, Node(message))
-            node.opened, node.opened_at = message, at
+            now = Interval(at, at)
+            node = self.nodes.setdefault(message.sample, Node(message, now))
+            node.opened, node.generation = message, now
 
     def result(self) -> Branches | None:
         """Return the session as a conversation, None without a turn, or if one continues a turn that is not known."""
@@ -117,10 +117,10 @@ class Session:
         answers = [TurnAnswered(sample=turn.sample, tokens=tokens) for turn, tokens in zip(turns, read, strict=True)]
         answers[-1] = answers[-1].model_copy(update={"reward": self.end.reward, "over": self.end.over})
         prompt = next(iter(nodes.values())).opened.tokens
-        generation = [Interval(node.opened_at, max(node.opened_at, node.finished_at)) for node in nodes.values()]
+        generation = [node.generation for node in nodes.values()]
         began_at = min(self.ended_at - self.end.duration_s, min(generation).start)
-        duration = Interval(began_at, max(self.ended_at, *(turn.end for turn in generation)))
-        return Branches(self.sample, turns, answers, self.id, prompt, duration, generation, nodes)
+        lifetime = Interval(began_at, max(self.ended_at, *(turn.end for turn in generation)))
+        return Branches(self.sample, turns, answers, self.id, prompt, lifetime, generation, nodes)
 
     def _of_last_start(self) -> dict[int, Node]:
         start = self.end.start if self.end is not None else ""
@@ -202,7 +202,7 @@ class SessionCollector(StepCollector):
         if invalid := self._error_of(turn):
             return self.drop(group_of(sample), "generation", invalid)
         node = session.nodes[turn.sample]
-        node.turn, node.finished_at = turn, self._now
+        node.turn, node.generation = turn, node.generation._replace(end=self._now)
         return self._completed_session(session)
 
     def _drop_turn(self, message: SampleDropped) -> GroupOutcome | None:

@@ -100,8 +100,7 @@ def conversation_fields(
         message["content"] = _without_middle(message["content"], limit)
         if "tool_calls" in message:
             message["tool_calls"] = [_without_middle(call, limit) for call in message["tool_calls"]]
-    duration_s = conversation.duration.end - conversation.duration.start
-    times = {"duration_s": round(duration_s, 3), "outside_s": round(conversation.outside_s, 3)}
+    times = {"duration_s": round(conversation.lifetime.seconds, 3), "outside_s": round(conversation.outside_s, 3)}
     return {"turns": len(conversation.turns), **times, "messages": messages}
 
 

@@ -123,7 +123,7 @@ def test_environment_takes_the_time_between_a_turn_and_its_answer() -> None:
         collecting.apply(message, at)
     (conversation,) = collecting.conversations(GROUP)
     assert conversation.generation == [(10.0, 10.0), (13.0, 14.0)], "when the first was asked for is not in the log"
-    assert conversation.duration == (10.0, 14.5)
+    assert conversation.lifetime == (10.0, 14.5)
     assert (conversation.model_s, conversation.outside_s) == (1.0, 3.5)
 
 

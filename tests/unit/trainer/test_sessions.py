@@ -95,7 +95,7 @@ def test_session_counts_the_time_in_the_model_once_for_parallel_calls_and_the_re
     (whole,) = (outcome for at, message in timed if (outcome := collecting.apply(message, at)) is not None)
     assert isinstance(whole, WholeGroup)
     (session,) = whole.conversations
-    assert session.duration == (2.0, 14.0)
+    assert session.lifetime == (2.0, 14.0)
     assert session.generation == [(3.0, 5.0), (8.0, 11.0), (9.0, 13.0)]
     assert (session.model_s, session.outside_s) == (2.0 + 5.0, 1.0 + 3.0 + 1.0)
 
@@ -105,7 +105,7 @@ def test_session_that_a_restarted_trainer_opened_again_began_with_its_first_call
     timed = [(3.0, opened(0, 1)), (5.0, made(0, 5)), (6.0, ended().model_copy(update={"duration_s": 0.1}))]
     (whole,) = (outcome for at, message in timed if (outcome := collecting.apply(message, at)) is not None)
     assert isinstance(whole, WholeGroup)
-    assert (whole.conversations[0].duration, whole.conversations[0].outside_s) == ((3.0, 6.0), 1.0)
+    assert (whole.conversations[0].lifetime, whole.conversations[0].outside_s) == ((3.0, 6.0), 1.0)
 
 
 def test_branches_are_rows_that_train_each_turn_once() -> None:
