@@ -220,9 +220,7 @@ class AsyncFleet:
 
     @property
     def _at(self) -> Attachment:
-        if self._attachment is None:
-            raise ConfigError("the fleet is not attached to a job: use it in a 'with' block")
-        return self._attachment
+        return _attached(self._attachment)
 
     @property
     def job_id(self) -> str:
@@ -232,25 +230,19 @@ class AsyncFleet:
     # --- weights ---
 
     @property
-    def _of_store(self) -> Versions:
-        if self._versions is None:
-            raise ConfigError("the fleet is not attached to a job: use it in a 'with' block")
-        return self._versions
-
-    @property
     def version(self) -> int:
         """The newest version; -1 before the first."""
-        return self._of_store.newest
+        return _attached(self._versions).newest
 
     @property
     def is_adapter(self) -> bool:
         """Return True if the newest version is an adapter on a model."""
-        return self._of_store.is_adapter
+        return _attached(self._versions).is_adapter
 
     @property
     def dtype(self) -> str:
         """Of most of the model's bytes that were published last, such as `bfloat16`; empty before."""
-        return self._of_store.dtype
+        return _attached(self._versions).dtype
 
     async def publish(
         self, weights: Any, *, config: Mapping[str, Any] | str | Path | None = None, if_changed: bool = False
@@ -277,7 +269,7 @@ class AsyncFleet:
         given = await asyncio.to_thread(weights_of, weights, config)
         before, self._at.phase = self._at.phase, "publishing"
         try:
-            return await self._of_store.publish(given, if_changed=if_changed)
+            return await _attached(self._versions).publish(given, if_changed=if_changed)
         except Conflict:
             await asyncio.to_thread(self._at.renew)  # which says so if another trainer has the job
             raise
@@ -572,6 +564,12 @@ class Fleet:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+def _attached(found: T | None) -> T:
+    if found is None:
+        raise ConfigError("the fleet is not attached to a job: use it in a 'with' block")
+    return found
 
 
 def _check_same(given: Mapping[str, Any], stored: Mapping[str, Any], path: str = "") -> None:

@@ -147,9 +147,7 @@ class Gateway:
         """
         async with self._updating:
             before, version = self.fleet.version, await self._published(folder)
-            if 0 <= before < version:
-                await self.fleet.complete_step(step=before)
-            self._labels[str(version)] = label or str(version)
+            await self._follow(before, version, label or str(version))
             self._adapters.clear()
         return version, await self._until_served(version)
 
@@ -172,11 +170,15 @@ class Gateway:
             except (OSError, ValueError) as error:
                 raise Refused(400, f"lora_path: the adapter in {folder!r} cannot be read: {error}") from error
             version = await self.fleet.publish(weights, if_changed=True)
-            if before < version and before >= 0:
-                await self.fleet.complete_step(step=before)
-            self._labels[str(version)] = name
+            await self._follow(before, version, name)
             self._adapters.add(name)
         return await self._until_served(version)
+
+    async def _follow(self, before: int, version: int, label: str) -> None:
+        """End the step of the version before, unless that is the newest still, and name the newest one."""
+        if 0 <= before < version:
+            await self.fleet.complete_step(step=before)
+        self._labels[str(version)] = label
 
     def unload_adapter(self, name: str) -> None:
         """Let requests no longer name an adapter; the newest version is served on."""

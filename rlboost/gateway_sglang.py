@@ -28,7 +28,7 @@ _REFUSED = {
     "/pull_weights": _FROM_DISK,
     "/release_memory_occupation": "the fleet has devices of its own: turn offloading of generation off",
     "/resume_memory_occupation": "the fleet has devices of its own: turn offloading of generation off",
-    "/load_lora_adapter_from_tensors": "adapters are not supported by the gateway: send merged weights",
+    "/load_lora_adapter_from_tensors": "write the adapter to a folder and send its path to /load_lora_adapter",
 }
 _NAMES = {
     "max_new_tokens": "max_tokens",

@@ -251,7 +251,7 @@ class WeightFolder:
 
 
 class Versions:
-    """The versions of one job, of which its trainer publishes the next.
+    """The versions of one job, whose trainer publishes the next one.
 
     Args:
         store: the weight store, with the trainer's access.
@@ -311,10 +311,7 @@ class Versions:
             with suppress(Conflict):  # the newest version has other weights
                 await self._commit(self.newest, weights)
                 return self.newest
-        if await self._commit(self.newest + 1, weights, if_changed=if_changed):
-            self.newest, self.is_adapter = self.newest + 1, bool(weights.adapter)
-            if not self.is_adapter:
-                self._newest_model = self.newest
+        await self._commit_next(weights, if_changed=if_changed)
         return self.newest
 
     async def _publish_base(self, model: Any) -> None:
@@ -325,9 +322,16 @@ class Versions:
                 await self._commit(known, Weights(model))
                 self._base = known
                 return
-        await self._commit(self.newest + 1, Weights(model))
-        self.newest, self.is_adapter = self.newest + 1, False
+        await self._commit_next(Weights(model))
         self._base, self._may_have_newest = self.newest, False
+
+    async def _commit_next(self, weights: Weights, *, if_changed: bool = False) -> None:
+        """Commit the version after the newest one; nothing if only changes are committed, and there is none."""
+        if not await self._commit(self.newest + 1, weights, if_changed=if_changed):
+            return
+        self.newest, self.is_adapter = self.newest + 1, bool(weights.adapter)
+        if not self.is_adapter:
+            self._newest_model = self.newest
 
     async def _commit(self, version: int, weights: Weights, *, if_changed: bool = False) -> bool:
         """Publish and commit a version; return False if only changes are committed, and there is none."""
