@@ -27,7 +27,7 @@ from rlboost.shared.errors import ConfigError, Fatal
 from rlboost.trl import WeightTransfer
 from tests.support import tiny_models
 from tests.support.doc_snippets import blocks_in
-from tests.support.gateway_site import PROMPT, Served, folder_of
+from tests.support.gateway_site import PROMPT, Served, folder_of, serving, started
 from tests.support.generated_docs import ROOT
 from tests.support.ports import reserved_port
 from tests.support.published_model import policy as model
@@ -39,24 +39,14 @@ TRANSPORT = next(block for block in blocks_in(ROOT / "docs/own-trainer.md", "pyt
 
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    system = System(tmp_path_factory.mktemp("gateway"), TEMPLATE)
-    save_file(dict(model(0).named_parameters()), system.model / "model.safetensors")
-    try:
-        system.start_services()
+    with started(tmp_path_factory.mktemp("gateway")) as system:
         yield system
-    finally:
-        system.close()
 
 
 @pytest.fixture(scope="module")
 def served(system: System) -> Iterator[Served]:
-    with reserved_port() as port:
-        served = Served(system, port, "served")
-        try:
-            until(lambda: served.generate(1).status_code == 200)
-            yield served
-        finally:
-            served.close()
+    with serving(system, "served") as served:
+        yield served
 
 
 def test_generated_tokens_have_the_logprobs_of_the_weights_that_were_sent(served: Served, tmp_path: Path) -> None:
@@ -262,7 +252,7 @@ def test_transport_of_vllms_trainer_side_publishes_each_version(served: Served, 
 
 
 class Halves:
-    """A source of which each process has a part."""
+    """A source that has a part in each process."""
 
     def __init__(self, policy: Any) -> None:
         self._policy = policy

@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
 from tests.support import tiny_models
-from tests.support.gateway_site import PROMPT, Served, folder_of
-from tests.support.ports import reserved_port
+from tests.support.gateway_site import PROMPT, Served, folder_of, serving, started
 from tests.support.published_model import policy as model
-from tests.support.serving_system import TEMPLATE, System, until
+from tests.support.serving_system import System, until
 
 SAMPLING = {
     "temperature": 1.0,
@@ -33,24 +31,14 @@ SAMPLING = {
 
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    system = System(tmp_path_factory.mktemp("sglang"), TEMPLATE, ends=(2,))
-    save_file(dict(model(0).named_parameters()), system.model / "model.safetensors")
-    try:
-        system.start_services()
+    with started(tmp_path_factory.mktemp("sglang"), ends=(2,)) as system:
         yield system
-    finally:
-        system.close()
 
 
 @pytest.fixture(scope="module")
 def served(system: System) -> Iterator[Served]:
-    with reserved_port() as port:
-        served = Served(system, port, "sglang")
-        try:
-            until(lambda: served.generate(1).status_code == 200)
-            yield served
-        finally:
-            served.close()
+    with serving(system, "sglang") as served:
+        yield served
 
 
 def generated(served: Served, **more: Any) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,10 @@ from safetensors.torch import save_file
 from rlboost.fleet import AsyncFleet
 from rlboost.gateway import Gateway
 from rlboost.gateway_routes import create_app
+from tests.support.ports import reserved_port
 from tests.support.published_model import policy as model
 from tests.support.service_process import TOKEN
-from tests.support.serving_system import WAIT_S, System, until
+from tests.support.serving_system import TEMPLATE, WAIT_S, System, until
 
 PROMPT = [5, 7, 9, 11]
 
@@ -49,6 +52,30 @@ class Served:
     def generate(self, n: int, **more: Any) -> httpx.Response:
         body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": n, "logprobs": 0}, "cache_salt": "1"}
         return self.http.post("/inference/v1/generate", json=body | more)
+
+
+@contextmanager
+def started(folder: Path, **options: Any) -> Iterator[System]:
+    """A system whose model folder has weights."""
+    system = System(folder, TEMPLATE, **options)
+    save_file(dict(model(0).named_parameters()), system.model / "model.safetensors")
+    try:
+        system.start_services()
+        yield system
+    finally:
+        system.close()
+
+
+@contextmanager
+def serving(system: System, job: str) -> Iterator[Served]:
+    """A gateway that has answered."""
+    with reserved_port() as port:
+        served = Served(system, port, job)
+        try:
+            until(lambda: served.generate(1).status_code == 200)
+            yield served
+        finally:
+            served.close()
 
 
 def folder_of(tmp_path: Path, seed: int) -> Path:
