@@ -31,7 +31,7 @@ class _Completion:
 
 
 class EndedSiblings:
-    """The newest completions of groups of which other samples are still open."""
+    """The newest completions of groups that have open samples."""
 
     def __init__(self) -> None:
         self._is_used = False
@@ -41,7 +41,7 @@ class EndedSiblings:
 
     @property
     def n_groups(self) -> int:
-        """Return the number of groups of which completions are kept."""
+        """Return the number of groups whose completions are kept."""
         return len(self._of)
 
     def add(self, sample: Sample, ledger: Ledger) -> None:

@@ -194,7 +194,7 @@ class PassTimes:
             drafted: number of drafted tokens, of all samples together.
 
         """
-        # An accepted token saves its sample one pass, of which it has one of n parts.
+        # An accepted token saves its sample one pass, and a sample has one of the n parts of a pass.
         saved_s = accepted * (self.fixed_s + self.token_s * n) / n
         return saved_s > _MARGIN * (self.token_s * drafted + self.verify_s) if self.known else accepted > 0
 

@@ -45,7 +45,7 @@ class Batch(RuleBasedStateMachine):
 
     @rule(aborted_meanwhile=st.none() | SAMPLES, counts=st.lists(st.integers(0, 4), min_size=SLOTS, max_size=SLOTS))
     def decode(self, aborted_meanwhile: int | None, counts: list[int]) -> None:
-        """Commit some tokens for each slot, of which those after its end do not count."""
+        """Commit some tokens for each slot; those after its end do not count."""
         rows, width = self.rows, max(counts)
         firsts = [r.sample * 100 + offset for r, offset in zip(rows.requests, rows.offsets.tolist(), strict=True)]
         tokens = np.full((rows.n, width), NO_TOKEN)

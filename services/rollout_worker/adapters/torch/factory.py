@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Literal
 
+from rlboost.services.rollout_worker.domain.speculation import Drafter
 from rlboost.shared.process.system import gc_paused
 
 if TYPE_CHECKING:
@@ -36,7 +37,6 @@ class TorchFactory:
         """See `EngineFactory`."""
         from rlboost.services.rollout_worker.adapters.grammar_tokens import tokenizer_for_grammars  # noqa: PLC0415 - slow
         from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine  # noqa: PLC0415 - it imports torch
-        from rlboost.services.rollout_worker.domain.speculation import Drafter  # noqa: PLC0415 - only where it is used
 
         with TemporaryDirectory(prefix="rlboost-model-") as directory:
             Path(directory, "config.json").write_text(config_json, encoding="utf-8")
