@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,7 @@ def make(config: Any, seed: int = 0) -> Any:
     """Return a float32 model whose distributions are neither flat nor peaked."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager").eval()
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 torch.nn.init.normal_(parameter, std=1.5 * parameter.shape[-1] ** -0.5)
@@ -111,7 +112,7 @@ def make(config: Any, seed: int = 0) -> Any:
 
 def save_config(config: Any, directory: Path) -> Path:
     """Write `config.json` only, and return the directory."""
-    config.save_pretrained(directory)
+    copy.deepcopy(config).save_pretrained(directory)
     return directory
 
 

@@ -179,7 +179,7 @@ async def test_conflicting_weights_end_the_process_without_a_report(tmp_path: Pa
             await rig.waits_for("samples of step 2")
             rig.weights.versions[2] = rig.weights.versions[1]
             rig.manager.held = set()
-            await eventually(lambda: rig.engine.closed)
+            await eventually(lambda: f"job-{JOB}" not in [task.get_name() for task in asyncio.all_tasks()])
 
     with pytest.raises(Conflict, match="the head is 2, not 1"):
         await until_another_commits()
