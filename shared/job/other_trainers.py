@@ -135,6 +135,10 @@ NAMES: Mapping[str, Names] = {
     ),
     "optimizer.warmup_steps": Names("`warmup_steps`", "`actor.optim.lr_warmup_steps`", "", "`scheduler.warmup_steps`"),
     "optimizer.decay": Names(
+        "`lr_scheduler_kwargs.min_lr_rate` (what is left of lr: 1 - decay)",
+        "`actor.optim.min_lr_ratio` (what is left of lr: 1 - decay)",
+    ),
+    "optimizer.schedule": Names(
         "`lr_scheduler_type`", "`actor.optim.lr_scheduler_type`", "`actor.lr_scheduler`", "`scheduler.type`"
     ),
     "optimizer.grad_clip": Names("`max_grad_norm`", "`actor.grad_clip`", "", "`optim.max_norm`"),
