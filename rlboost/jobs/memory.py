@@ -151,6 +151,8 @@ class TrainedModel:
     """True if only an adapter is trained."""
     has_reference: bool = False
     """True if a copy of the model is kept for a KL penalty."""
+    has_entropies: bool = False
+    """True if losses have an entropy bonus."""
     muon: bool = False
     n_in_experts: int = 0
     """How many of the parameters are in experts, which megatron's `expert_parallel` divides."""
@@ -178,6 +180,7 @@ def trained_model(spec: JobSpec, n_parameters: int, n_in_experts: int = 0, n_add
         n_parameters,
         frozen=spec.adapter is not None,
         has_reference=spec.kind == "rl" and spec.algorithm.kl_coef > 0 and spec.adapter is None,
+        has_entropies=spec.kind == "rl" and spec.algorithm.entropy_coef > 0,
         muon=spec.optimizer.name == "muon",
         n_in_experts=n_in_experts,
         n_added=n_added,
@@ -340,8 +343,8 @@ def update_memory(size: ModelSize, model: TrainedModel, spec: TrainerSpec, n_tok
     activations += 12 * n_tokens * size.hidden  # the last norm
     n_logits = n_tokens * size.vocabulary
     logits = 2 * (2 if half else 4) * min(MAX_LOGITS, n_logits)
-    # Their softmax; in bfloat16 also a copy of them.
-    logits += (2 if half else 1) * 4 * min(CHUNK_LOGITS, n_logits)
+    # Their softmax; in bfloat16 also a copy of them; the terms of entropies.
+    logits += (1 + half + model.has_entropies) * 4 * min(CHUNK_LOGITS, n_logits)
     n_cast = (1 if checkpointed else size.layers) * size.layer + size.vocabulary * size.hidden
     working = 2 * n_cast if half else 0
     if spec.n_shards > 1:

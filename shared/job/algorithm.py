@@ -305,6 +305,8 @@ class AlgorithmSpec(Section):
     """Weight of the KL penalty to the starting weights; above 0 the trainer stores a copy of them."""
     kl_estimator: KlEstimator | None = None
     """Estimator of that KL."""
+    entropy_coef: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """Weight of the entropy bonus: of each token's whole distribution, exact, at the job's temperature."""
     mask_truncated: bool = False
     """Leave completions that ended at `sampling.max_tokens`, and conversations that ended at a limit, out of the loss;
     their rewards still count in the baseline."""
@@ -354,7 +356,7 @@ class AlgorithmSpec(Section):
                     raise ValueError(f"{setting} is missing: give it, or leave the key out for {self.name}'s own")
                 if reason and chosen[setting] is not None:
                     raise ValueError(f"{setting} does not apply, {reason}, or remove {setting}")
-        others = {"loss": self.loss is not None, "rollout_rs": self.rollout_rs is not None, "kl_coef": self.kl_coef > 0}
+        others = {name: getattr(self, name) for name in ("loss", "rollout_rs", "kl_coef", "entropy_coef")}
         if self.preference is not None and (asked := next((name for name, given in others.items() if given), "")):
             raise ValueError(
                 f"{asked} does not apply, pairs have a loss of their own, which preference.beta holds to the starting "

@@ -103,6 +103,7 @@ NAMES: Mapping[str, Names] = {
     "algorithm.rollout_rs.token_veto": Names("", "`algorithm.rollout_correction.rollout_token_veto_threshold`"),
     "algorithm.kl_coef": Names("`beta`", "`actor.kl_loss_coef`", "`algo.kl.init_coef`", "`loss.kl_tau`"),
     "algorithm.kl_estimator": Names("", "`actor.kl_loss_type`", "`algo.kl.estimator`"),
+    "algorithm.entropy_coef": Names("`entropy_coef`", "`actor.entropy_coeff`"),
     "algorithm.mask_truncated": Names("`mask_truncated_completions`"),
     "algorithm.overlong_penalty": Names(
         "", "`reward.reward_kwargs.overlong_buffer_cfg.penalty_factor`", "`reward.overlong_penalty_factor`"

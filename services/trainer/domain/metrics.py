@@ -132,6 +132,7 @@ _TOKEN_MEANS = {
     "off_policy/tis_capped": "tis_capped",
     "off_policy/rejected": "rejected",
     "kl": "reference_kl",
+    "policy/entropy": "policy_entropy",
     "value/loss": "value_loss",
     "value/clip_ratio": "value_clipped",
     "moe/replayed": "replayed_tokens",

@@ -52,6 +52,8 @@ class PolicySettings(BaseModel):
     """Weight of the load-balancing loss of a mixture of experts."""
     aggregation: Aggregation = "token_mean"
     """The loss's, by which the load-balancing loss is weighted on ranks."""
+    entropies: bool = False
+    """Whether losses get the entropy of each trained token's distribution."""
     replayed: RoutedShape | None = None
     """The shape of rows' routed experts, which replace those of the routers of policy and reference."""
     max_logits: int = MAX_LOGITS
@@ -74,6 +76,7 @@ class PolicySettings(BaseModel):
             compile=trainer.compile,
             router_aux_loss_coef=trainer.router_aux_loss_coef,
             aggregation=aggregation,
+            entropies=spec.kind == "rl" and spec.algorithm.entropy_coef > 0,
             replayed=replayed,
         )
 

@@ -82,3 +82,20 @@ def test_masked_completions_are_out_of_the_loss_and_in_the_baseline_as_in_trl(is
     for found, right in zip(torch.autograd.grad(loss, new, materialize_grads=True), gradients, strict=True):
         torch.testing.assert_close(found, right)
     assert tally.metrics().get("completions/masked_ratio") == (0.5 if is_masked else None)
+
+
+def test_entropy_bonus_is_that_of_trl() -> None:
+    spec = job(entropy_coef=0.05)
+    old, new, entropies = columns(1), *([one.requires_grad_() for one in columns(seed)] for seed in (2, 3))
+    rewards = torch.tensor(REWARDS)
+    advantages = ((rewards - rewards.mean()) / (rewards.std() + 1e-4)).tolist()
+    expected = trl_loss(new, old, advantages, entropies=entropies, loss_type="dapo", entropy_coef=0.05)
+    gradients = torch.autograd.grad(expected, [*new, *entropies])
+
+    batch = token_batch(rows_of(spec, old, StepTally()), torch.cat(new), None, torch.cat(entropies))
+    total, sums = job_loss(spec)(batch)
+    loss = total / sums["divisor"]
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert sums["policy_entropy"] == pytest.approx(sum(column.sum().item() for column in entropies))
+    for found, right in zip(torch.autograd.grad(loss, [*new, *entropies]), gradients, strict=True):
+        torch.testing.assert_close(found, right)

@@ -40,11 +40,17 @@ def test_invalid_settings_are_rejected(wrong: dict[str, Any]) -> None:
 def test_settings_of_a_job_have_all_of_its_choices() -> None:
     trainer = {"dtype": "bfloat16", "seed": 3, "offload": "all", "activation_checkpointing": True}
     job = {"model": "m", "data": {"train": "t"}, "steps": 1, "optimizer": {"lr": 0.5}, "trainer": trainer}
-    algorithm = {"name": "ppo", "kl_coef": 0.1}
+    algorithm = {"name": "ppo", "kl_coef": 0.1, "entropy_coef": 0.01}
     rl = {"reward": {"function": "a:b"}, "algorithm": algorithm, "sampling": {"temperature": 0.6}}
     found = PolicySettings.of(parse({**job, **rl}), "sequence_sum", SHAPE)
     common = {**trainer, "optimizer": OptimizerSpec(lr=0.5)}
     assert found == PolicySettings(
-        **common, temperature=0.6, critic=CriticSpec(), reference=True, aggregation="sequence_sum", replayed=SHAPE
+        **common,
+        temperature=0.6,
+        critic=CriticSpec(),
+        reference=True,
+        aggregation="sequence_sum",
+        entropies=True,
+        replayed=SHAPE,
     )
     assert PolicySettings.of(parse({**job, "kind": "sft"}), "token_mean", None) == PolicySettings(**common)

@@ -38,6 +38,26 @@ def test_selected_logprobs_values_and_gradients_match_autograd(
     torch.testing.assert_close(ours, gradient, rtol=rtol, atol=1e-6)
 
 
+@pytest.mark.parametrize("chunk_logits", [3 * VOCABULARY, 1 << 26], ids=["three-rows", "all-rows"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_entropies_and_their_gradients_match_autograd(dtype: torch.dtype, chunk_logits: int) -> None:
+    logits, tokens, weights = random_case(7, dtype)
+    with torch.no_grad():
+        logits[0, 3] = -torch.inf  # as a masked token's, whose probability is 0
+        tokens[0] = 4
+    by_entropy = weights.flip(0)
+    log_p = torch.log_softmax(logits.float() / 0.7, -1)
+    entropy = -(log_p.exp() * log_p.masked_fill(log_p.isinf(), 0.0)).sum(-1)
+    expected = torch.stack([log_p.gather(1, tokens[:, None])[:, 0], entropy])
+    (gradient,) = torch.autograd.grad(expected, logits, torch.stack([weights, by_entropy]))
+    with saved_bytes() as n_saved:
+        found = selected_logprobs(logits, tokens, 0.7, chunk_logits, entropies=True)
+        assert n_saved() == logits.nbytes + tokens.nbytes
+    (ours,) = torch.autograd.grad(found, logits, torch.stack([weights, by_entropy]))
+    torch.testing.assert_close(found, expected, rtol=0, atol=4e-6)
+    torch.testing.assert_close(ours, gradient, rtol=2 * torch.finfo(dtype).eps, atol=4e-6)
+
+
 def test_selected_logprobs_chunk_size_changes_no_bit() -> None:
     seen = []
     for chunk_logits in (1, 2 * VOCABULARY, 1 << 26):

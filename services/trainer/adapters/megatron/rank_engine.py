@@ -14,6 +14,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed, vocab_parallel_cross_entropy
 from torch import Tensor, distributed
+from torch.autograd.function import once_differentiable
 
 from rlboost.services.trainer.adapters.megatron.model import (
     MegatronModel,
@@ -156,6 +157,8 @@ class PipelineForwardBackward:
         balancing: Balancing = NO_BALANCING,
         replayed: RoutedShape | None = None,
         context: ContextGroup | None = None,
+        *,
+        entropies: bool = False,
     ) -> None:
         """Register hooks on the routers of a mixture of experts.
 
@@ -165,6 +168,7 @@ class PipelineForwardBackward:
             balancing: for a mixture of experts.
             replayed: the shape of the rows' routed experts, which replace those of the routers.
             context: the ranks that divide the tokens of each micro-batch, if any.
+            entropies: whether passes with gradients also compute entropies.
 
         """
         self._model = model
@@ -173,6 +177,7 @@ class PipelineForwardBackward:
         self._replayed = replayed
         self._routers = Routers(model.chunk, replays=replayed is not None)
         self._temperature = temperature
+        self._entropies = entropies
         self._is_first_of_tensor = parallel_state.get_tensor_model_parallel_rank() == 0
 
     def columns(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
@@ -254,7 +259,7 @@ class PipelineForwardBackward:
 
         def loss_of_logits(logits: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
             logprobs = self._logprobs_of(logits[0], ids, tokens)
-            return loss(index, logprobs), torch.tensor(len(logprobs), dtype=torch.int, device=device), {}
+            return loss(index, logprobs), torch.tensor(logprobs.shape[-1], dtype=torch.int, device=device), {}
 
         return output, loss_of_logits
 
@@ -290,7 +295,10 @@ class PipelineForwardBackward:
         return Replay(positions, recorded.long())
 
     def _logprobs_of(self, logits: Tensor, ids: Tensor, tokens: Packed) -> Tensor:
-        """Return the log-probabilities of trained tokens from [this rank's tokens, this rank's vocabulary]."""
+        """Return the log-probabilities of trained tokens from [this rank's tokens, this rank's vocabulary].
+
+        With entropies they are the first row of [2, trained tokens].
+        """
         predicts, context = tokens.predicts, self._context
         own = slice(0, len(predicts)) if context is None else context.positions(predicts, len(tokens.ids))
         at = torch.from_numpy(predicts[own]).to(logits.device)
@@ -303,8 +311,37 @@ class PipelineForwardBackward:
         if unpadded < rows:
             selected = selected.masked_fill(torch.arange(rows, device=selected.device) >= unpadded, float("-inf"))
         # `clone`: the function overwrites its input.
-        entropy: Tensor = vocab_parallel_cross_entropy(selected[:, None].clone(), targets[:, None])
-        return -entropy[:, 0]
+        logprobs: Tensor = -vocab_parallel_cross_entropy(selected[:, None].clone(), targets[:, None])[:, 0]
+        if not (self._entropies and torch.is_grad_enabled()):
+            return logprobs
+        entropies: Tensor = _VocabParallelEntropy.apply(selected)  # type: ignore[no-untyped-call]  # torch's
+        return torch.stack([logprobs, entropies])
+
+
+class _VocabParallelEntropy(torch.autograd.Function):
+    """The entropy of each row's distribution, [rows], from this rank's part of the logits, [rows, vocabulary]."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        group = parallel_state.get_tensor_model_parallel_group()
+        highest = logits.max(-1).values
+        distributed.all_reduce(highest, distributed.ReduceOp.MAX, group=group)
+        p = (logits - highest[:, None]).exp_()
+        total = p.sum(-1)
+        distributed.all_reduce(total, group=group)
+        p.div_(total[:, None])
+        entropy: Tensor = torch.special.entr(p).sum(-1)
+        distributed.all_reduce(entropy, group=group)
+        ctx.save_for_backward(p, entropy)
+        return entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        p, entropy = ctx.saved_tensors
+        # d H / d logits = -p (log p + H)
+        result: Tensor = (torch.special.entr(p) - p * entropy[:, None]).mul_(gradients[0][:, None])
+        return result
 
 
 def _angles(frequencies: Sequence[float], positions: Tensor) -> Tensor:
@@ -357,7 +394,12 @@ class MegatronRank(RankEngine):
         return Trainable(
             model_shard,
             PipelineForwardBackward(
-                model_shard, self._settings.temperature, self._balancing, self._settings.replayed, self._context
+                model_shard,
+                self._settings.temperature,
+                self._balancing,
+                self._settings.replayed,
+                self._context,
+                entropies=self._settings.entropies,
             ),
             MegatronOptimizerState(model_shard, self._local_value),
         )

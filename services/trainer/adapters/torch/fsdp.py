@@ -494,14 +494,7 @@ class FsdpRank(RankEngine):
 
     def _passes_of(self, module: Any, *, balances: bool = False) -> FsdpForwardBackward:
         forward = LogprobPass(
-            module,
-            temperature=self._settings.temperature,
-            dtype=self._dtype,
-            device=torch.device(self._device),
-            max_logits=self._settings.max_logits,
-            replayed=self._settings.replayed,
-            context=self._context,
-            balances=balances,
+            module, self._settings, device=torch.device(self._device), context=self._context, balances=balances
         )
         return FsdpForwardBackward(forward, self._mesh, self._context, self._balancing)
 

@@ -114,13 +114,16 @@ def advantages(rows: Sequence[TrainingRow]) -> Array:
     return np.concatenate([unpack(row.advantages, F32) for row in rows])
 
 
-def token_batch(rows: Sequence[TrainingRow], logprobs: Tensor, reference_logprobs: Tensor | None) -> TokenBatch:
+def token_batch(
+    rows: Sequence[TrainingRow], logprobs: Tensor, reference_logprobs: Tensor | None, entropies: Tensor | None = None
+) -> TokenBatch:
     """Return the argument of the loss, on the device of the log-probabilities.
 
     Args:
         rows: a micro-batch.
         logprobs: log-probabilities of all trained tokens, row by row, [tokens].
         reference_logprobs: the same under the reference model; None to take the rows' own, if they have them.
+        entropies: of the distributions of these tokens, if the loss needs them, [tokens].
 
     """
 
@@ -132,9 +135,8 @@ def token_batch(rows: Sequence[TrainingRow], logprobs: Tensor, reference_logprob
     assert weights is not None
     if reference_logprobs is None:
         reference_logprobs = column(reference(rows))
-    return TokenBatch(
-        logprobs, sampled_logprobs, weights, tuple(lengths(rows)), column(proximal(rows)), reference_logprobs
-    )
+    n_tokens, old = tuple(lengths(rows)), column(proximal(rows))
+    return TokenBatch(logprobs, sampled_logprobs, weights, n_tokens, old, reference_logprobs, entropies)
 
 
 def _joined(columns: Sequence[bytes]) -> Array | None:
@@ -177,11 +179,11 @@ class ContextGroup:
         return slice(int(first), int(end))
 
     def joined(self, shard: Tensor, where: slice, n: int) -> Tensor:
-        """Return the column of the whole group, [n]; gradients reach this rank's shard, at `where`."""
-        whole = shard.new_zeros(n)
-        whole[where] = shard.detach()
+        """Return the columns of the whole group, [..., n]; gradients reach this rank's shard, at `where`."""
+        whole = shard.new_zeros(*shard.shape[:-1], n)
+        whole[..., where] = shard.detach()
         distributed.all_reduce(whole, group=self._group)
-        return torch.cat([whole[: where.start], shard, whole[where.stop :]])
+        return torch.cat([whole[..., : where.start], shard, whole[..., where.stop :]], -1)
 
     def broadcast(self, column: Tensor) -> None:
         """Overwrite a column with that of the first rank."""

@@ -35,10 +35,10 @@ from rlboost.services.trainer.adapters.torch.packing import (
 from rlboost.services.trainer.adapters.torch.routing import Balance, Replay, Routers
 from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow
 from rlboost.services.trainer.domain.loss.policy import value_loss
+from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import CriticSpec
-from rlboost.shared.job.training import CHUNK_LOGITS, MAX_LOGITS
-from rlboost.shared.wire import RoutedShape
+from rlboost.shared.job.training import CHUNK_LOGITS
 
 # --- Log-probabilities of selected tokens and their gradient, without a second copy of the logits ---------------------
 # With a large vocabulary the logits dominate an update's memory: 151,936 per token, against a hidden state of a few
@@ -46,44 +46,56 @@ from rlboost.shared.wire import RoutedShape
 # log-softmax. So this module computes the gradient from the logits themselves, a few rows at a time.
 
 
-def selected_logprobs(logits: Tensor, tokens: Tensor, temperature: float, chunk_logits: int = CHUNK_LOGITS) -> Tensor:
-    """Return the log-probability of each row's token, float32 [rows].
+def selected_logprobs(
+    logits: Tensor, tokens: Tensor, temperature: float, chunk_logits: int = CHUNK_LOGITS, *, entropies: bool = False
+) -> Tensor:
+    """Return the log-probability of each row's token, float32 [rows]; with entropies [2, rows].
 
     Args:
         logits: [rows, vocabulary], of any float dtype, which is also their gradient's; sums are in float32.
         tokens: int64 [rows].
         temperature: divides the logits.
         chunk_logits: logits that are converted to float32 at a time; at least one row is.
+        entropies: also return the entropy of each row's whole distribution, in nats.
 
     """
-    result = _SelectedLogprobs.apply(logits, tokens, temperature, chunk_logits)  # type: ignore[no-untyped-call]  # torch's
-    logprobs: Tensor = result
-    return logprobs
+    result: Tensor = _SelectedLogprobs.apply(  # type: ignore[no-untyped-call]  # torch's
+        logits, tokens, temperature, chunk_logits, entropies
+    )
+    return result
 
 
 class _SelectedLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperature: float, chunk_logits: int) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, tokens: Tensor, temperature: float, chunk_logits: int, entropies: bool
+    ) -> Tensor:
         ctx.save_for_backward(logits, tokens)
         ctx.temperature, ctx.chunk_logits = temperature, chunk_logits
-        return torch.cat(
-            [
-                -functional.cross_entropy(_scaled(rows, temperature), targets, reduction="none")
-                for rows, targets in _row_chunks(chunk_logits, logits, tokens)
-            ]
-        )
+        columns = []
+        for rows, targets in _row_chunks(chunk_logits, logits, tokens):
+            scaled = _scaled(rows, temperature)
+            logprobs = -functional.cross_entropy(scaled, targets, reduction="none")
+            of_rows = torch.special.entr(torch.softmax(scaled, -1)).sum(-1) if entropies else None
+            columns.append(logprobs if of_rows is None else torch.stack([logprobs, of_rows]))
+        return torch.cat(columns, -1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, tokens = ctx.saved_tensors
         result = torch.empty_like(logits)
-        weights = gradients[0] / ctx.temperature
-        for rows, targets, weight, out in _row_chunks(ctx.chunk_logits, logits, tokens, weights, result):
-            # d log p(token) / d logits = (1 at the token, else 0) - p
-            p = torch.softmax(_scaled(rows, ctx.temperature), -1).mul_(-weight[:, None])
+        weights = torch.atleast_2d(gradients[0] / ctx.temperature)
+        for rows, targets, out, weight, *of_entropy in _row_chunks(ctx.chunk_logits, logits, tokens, result, *weights):
+            # d log p(token) / d logits = (1 at the token, else 0) - p; d H / d logits = -p (log p + H)
+            p = torch.softmax(_scaled(rows, ctx.temperature), -1)
+            if of_entropy:
+                terms, (by,) = torch.special.entr(p), of_entropy
+                p.mul_(-(weight + by * terms.sum(-1))[:, None]).add_(terms.mul_(by[:, None]))
+            else:
+                p.mul_(-weight[:, None])
             out.copy_(p.scatter_add_(1, targets[:, None], weight[:, None]))
-        return result, None, None, None
+        return result, None, None, None, None
 
 
 def _row_chunks(chunk_logits: int, logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -111,49 +123,44 @@ class LogprobPass:
     def __init__(
         self,
         model: Any,
+        settings: PolicySettings,
         *,
-        temperature: float,
-        dtype: torch.dtype,
         device: torch.device,
-        max_logits: int = MAX_LOGITS,
         context: ContextGroup | None = None,
-        replayed: RoutedShape | None = None,
         balances: bool = False,
     ) -> None:
         """Replace the model's `forward`, which FSDP2 surrounds with hooks, and register hooks on routers of experts.
 
         Args:
             model: a transformers model, in evaluation mode.
-            temperature: divides the logits.
-            dtype: dtype of matrix multiplications.
+            settings: with entropies, only passes with gradients return them.
             device: the model's device.
-            max_logits: logits that exist at a time; at least those of one token do.
             context: the ranks that divide the tokens of each micro-batch, if any.
-            replayed: the shape of the rows' routed experts, which replace those of the model's routers.
             balances: whether `balance` gets gradients.
 
         Raises:
-            ConfigError: `replayed` or `balances`, and the model has no known routers.
+            ConfigError: experts are replayed or balanced, and the model has no known routers.
 
         """
         self._model = model
         self._forward = model.forward
         self._packs = packs_rows(model)
-        self._temperature = temperature
-        self._dtype = dtype
+        self._temperature = settings.temperature
+        self._dtype: torch.dtype = getattr(torch, settings.dtype)
         self._device = device
-        self._chunk = max(1, max_logits // model.config.get_text_config().vocab_size)
+        self._chunk = max(1, settings.max_logits // model.config.get_text_config().vocab_size)
         self._context = context
         self._balances = balances
-        self._routers = Routers(model, required=balances or replayed is not None)
-        self._replayed = replayed
+        self._entropies = settings.entropies
+        self._replayed = settings.replayed
+        self._routers = Routers(model, required=balances or self._replayed is not None)
         self.balance: Balance | None = None
         """Balance of experts over this rank's tokens in the last pass; None if the model is dense, or gradients were
         disabled."""
         model.forward = self._model_forward
 
     def __call__(self, rows: Sequence[SequenceRow]) -> Tensor:
-        """Return the log-probabilities of all trained tokens, row by row, [tokens]."""
+        """Return the log-probabilities of all trained tokens, row by row, [tokens]; with entropies [2, tokens]."""
         batch, context = packed(rows), self._context
         shard = slice(0, len(batch.ids))
         if context is not None:
@@ -189,21 +196,23 @@ class LogprobPass:
         return in_chunks(self._of_hidden, hidden, targets, self._chunk)
 
     def _of_hidden(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Return log-probabilities of targets from the last layer's outputs, [tokens].
+        """Return log-probabilities of targets from the last layer's outputs, [tokens]; with entropies [2, tokens].
 
         The model's own `forward` gets them from its body. So whatever a family does to its logits after the output head
         still happens.
         """
         with _returning(self._model.base_model, hidden[None]):
             logits: Tensor = self._forward(use_cache=False).logits[0]
-        return selected_logprobs(logits, targets, self._temperature)
+        entropies = self._entropies and torch.is_grad_enabled()
+        return selected_logprobs(logits, targets, self._temperature, entropies=entropies)
 
 
 def in_chunks(of_hidden: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, targets: Tensor, n: int) -> Tensor:
-    """Return `of_hidden(hidden, targets)`, [tokens], computed for at most `n` tokens at a time."""
+    """Return `of_hidden(hidden, targets)`, [..., tokens], computed for at most `n` tokens at a time."""
     *earlier, last = zip(*(torch.split(part, n) for part in (hidden, targets)), strict=True)
     # The backward pass begins with the last chunk, so its logits may wait for it; those of others are recomputed.
-    return torch.cat([*(checkpoint(of_hidden, *chunk, use_reentrant=False) for chunk in earlier), of_hidden(*last)])
+    chunks = (checkpoint(of_hidden, *chunk, use_reentrant=False) for chunk in earlier)
+    return torch.cat([*chunks, of_hidden(*last)], -1)
 
 
 class _BodyOutput:

@@ -490,7 +490,8 @@ class Losses:
             total, metrics = summed_value_loss(rows, column, self._critic)
         else:
             reference = _column(self._references[replica][index]).to(column.device) if self._references else None
-            total, metrics = self._loss(token_batch(rows, column, reference))
+            logprobs, *entropies = column.view(-1, sum(row.n_loss_tokens for row in rows))
+            total, metrics = self._loss(token_batch(rows, logprobs, reference, *entropies))
             if not torch.isfinite(total):
                 raise NotFinite(f"the loss is {total.item()}")
         sums.add(self.totals, metrics)

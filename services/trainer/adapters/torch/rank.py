@@ -44,7 +44,7 @@ def main(kind: str, channel: socket.socket) -> None:
     def gradient(loss: str, replica: int, index: int, column: torch.Tensor) -> torch.Tensor:
         question = {"ask": loss, "data": replica, "batch": index, "column": column.cpu().numpy().tobytes()}
         send(channel, question)
-        return torch.frombuffer(bytearray(inbox.get()["gradient"]), dtype=torch.float32)
+        return torch.frombuffer(bytearray(inbox.get()["gradient"]), dtype=torch.float32).view(column.shape)
 
     engine: RankEngine | None = None
     while True:

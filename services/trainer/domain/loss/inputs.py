@@ -15,7 +15,7 @@ class TokenBatch:
     """Concatenated completions; every column is float32, [tokens], with one entry per loss token."""
 
     logprobs: Tensor
-    """Log-probabilities under the weights being trained; the only column with a gradient."""
+    """Log-probabilities under the weights being trained; with `entropies` the only column with a gradient."""
     sampled: Tensor
     """Log-probabilities of the same tokens, reported by the inference engine that generated them."""
     advantages: Tensor
@@ -27,6 +27,9 @@ class TokenBatch:
     weights."""
     reference: Tensor | None = None
     """Log-probabilities under the job's initial weights; None if not needed."""
+    entropies: Tensor | None = None
+    """Entropy of the whole distribution that each token is from, under the weights being trained, in nats; None if not
+    needed."""
 
 
 LossFn = Callable[[TokenBatch], tuple["Tensor", dict[str, float]]]

@@ -50,7 +50,7 @@ class PolicyLoss:
     that generated the tokens; `mismatch_kl`; `ratio` and `max_ratio` before the clip and, where there
     is one, `ratio_clipped` and `max_ratio_clipped` after it, `clipped_low` and `clipped_high`; `tis_capped`, with
     importance weights, the number of tokens whose weight was changed; `rejected`, with a rejection, the number of
-    tokens left out; `reference_kl`, with a reference.
+    tokens left out; `reference_kl`, with a reference; `policy_entropy`, with entropies.
     """
 
     ratio: RatioLevel = "token"
@@ -71,6 +71,7 @@ class PolicyLoss:
     rollout_rs: RejectionSpec | None = None
     kl_coef: float = 0.0
     kl_estimator: KlEstimator = "k3"
+    entropy_coef: float = 0.0
 
     def __call__(self, batch: TokenBatch) -> tuple[Tensor, dict[str, float]]:
         """Return the summed loss and the sums.
@@ -97,6 +98,9 @@ class PolicyLoss:
             if self.kl_coef:
                 losses = losses + self.kl_coef * kl
             sums["reference_kl"] = kl.detach().sum()
+        if batch.entropies is not None:
+            losses = losses - self.entropy_coef * batch.entropies
+            sums["policy_entropy"] = batch.entropies.detach().sum()
         if self.rollout_rs is not None:
             stay = accepted(self.rollout_rs, since_sampled, batch.lengths)
             losses = torch.where(stay, losses, 0.0)
@@ -164,6 +168,7 @@ def job_loss(spec: GeneratingJob, user_loss: TokenLoss | None = None) -> LossFn:
         # With a critic, the penalty is part of the rewards.
         kl_coef=algorithm.kl_coef if algorithm.critic is None else 0.0,
         kl_estimator=algorithm.kl_estimator or "k3",
+        entropy_coef=algorithm.entropy_coef,
     )
 
 
