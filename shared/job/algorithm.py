@@ -267,7 +267,9 @@ class AlgorithmSpec(Section):
     group_size: int = Field(8, ge=1, le=MAX_GROUP_SIZE)
     """Samples per prompt."""
     updates_per_step: int = Field(1, ge=1)
-    """Optimizer updates per step; the step's groups are divided among them, so each sample is used once."""
+    """Optimizer updates per epoch of a step; the step's groups are divided among them."""
+    epochs: int = Field(1, ge=1)
+    """How often each step's samples are trained on, in the same order, with the old policy of the step's start."""
     advantage: Advantage = "group_std"
     """Baseline and scale of a sample's reward; `best_worst` trains on one pair per group and nothing else."""
     equal_groups: Literal["drop", "keep"] | None = "drop"

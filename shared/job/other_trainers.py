@@ -61,6 +61,7 @@ NAMES: Mapping[str, Names] = {
         "`data.train_batch_size` / `actor.ppo_mini_batch_size`",
         "`rollout.batch_size` x `rollout.n_samples_per_prompt` / `train.batch_size`",
     ),
+    "algorithm.epochs": Names("`num_iterations`", "`actor.ppo_epochs`", "`train.max_epochs`"),
     "algorithm.advantage": Names(
         "`scale_rewards`", "`algorithm.norm_adv_by_std_in_grpo`", "`algo.advantage.no_std_norm`", "`advantage.type`"
     ),
@@ -238,13 +239,10 @@ ABSENT: Mapping[str, str] = {
     ),
     "generation_kwargs": "sampling has temperature, top_p and max_tokens",
     "do_sample": "sampling.temperature 0 is greedy, in jobs of kind eval",
-    "epochs": "set steps to epochs x rows / data.prompts_per_step",
+    "epochs": "set steps to epochs x rows / data.prompts_per_step; algorithm.epochs repeats the samples of each step",
     "num_train_epochs": "set steps to epochs x rows / data.prompts_per_step",
     "total_epochs": "set steps to epochs x rows / data.prompts_per_step",
     "num_episodes": "set steps to episodes x rows / data.prompts_per_step",
-    "num_iterations": "each completion is used once, and algorithm.updates_per_step divides a step's groups",
-    "ppo_epochs": "each completion is used once, and algorithm.updates_per_step divides a step's groups",
-    "max_epochs": "each completion is used once, and algorithm.updates_per_step divides a step's groups",
     "ppo_mini_batch_size": "set algorithm.updates_per_step to train_batch_size / ppo_mini_batch_size",
     "gradient_accumulation_steps": "trainer.micro_batch_tokens divides a batch, and results do not depend on it",
     "chat_template_kwargs": "give it as a column of the data",

@@ -210,6 +210,7 @@ class StepRun:
         planner: UpdatePlanner[TrainingRow] = UpdatePlanner(
             n_groups, spec.algorithm.updates_per_step, spec.trainer.micro_batch_tokens
         )
+        done: list[Accumulate[TrainingRow] | OptimizerStep] = []
         rows_by_group = None
         if self._rows.needs_all_groups:
             rows_by_group = await self._rows.build([await self._intake.next_group() for _ in range(n_groups)])
@@ -220,6 +221,9 @@ class StepRun:
                 (rows,) = await self._rows.build([await self._intake.next_group()])
             for work in planner.add(rows):
                 await self._run_work(work)
+                done.append(work)
+        for work in done * (spec.algorithm.epochs - 1):
+            await self._run_work(work)
         self._turn.end_step()
 
     async def _run_work(self, work: Accumulate[TrainingRow] | OptimizerStep) -> None:

@@ -44,7 +44,7 @@ class TrainingRows(ABC):
         self._micro_batch_tokens = job.spec.trainer.micro_batch_tokens
         # The weights at the start of the step are gone after its first update.
         decoupled = self._algorithm.is_decoupled(job.generating_spec.elastic.max_staleness)
-        self._needs_proximal = decoupled and self._algorithm.updates_per_step > 1
+        self._needs_proximal = decoupled and self._algorithm.updates_per_step * self._algorithm.epochs > 1
         self.needs_all_groups = self._needs_proximal or self._algorithm.advantage in NEED_THE_STEP
         """True if rows can be built only from all groups of the step."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,8 +45,10 @@ def columns(seed: int, scale: float = 0.3) -> list[torch.Tensor]:
     return [-1.0 + scale * torch.randn(n, generator=generator) for n in LENGTHS]
 
 
-def rows_of(spec: RlJob, sampled: list[torch.Tensor], tally: StepTally) -> list[TrainingRow]:
-    """Return the rows of one group, of which some completions were cut."""
+def rows_of(
+    spec: RlJob, sampled: list[torch.Tensor], tally: StepTally, start: Sequence[torch.Tensor] = ()
+) -> list[TrainingRow]:
+    """Return the rows of one group, of which some completions were cut; `start` are the engine's log-probabilities."""
     samples = tuple(
         SampleFinished(
             sample=number,
@@ -58,8 +61,17 @@ def rows_of(spec: RlJob, sampled: list[torch.Tensor], tally: StepTally) -> list[
         )
         for number, (column, is_cut) in enumerate(zip(sampled, IS_CUT, strict=True))
     )
-    claimed: Any = SimpleNamespace(spec=spec, generating_spec=spec, resources=SimpleNamespace(engine=None, critic=None))
-    run: Any = None
+
+    async def run(call: Callable[[], list[bytes]]) -> list[bytes]:
+        return call()
+
+    started = {
+        pack(column.tolist(), F32): pack(then.tolist(), F32) for column, then in zip(sampled, start, strict=False)
+    }
+    engine = SimpleNamespace(logprobs=lambda batches: [started[row.sampled] for rows in batches for row in rows])
+    claimed: Any = SimpleNamespace(
+        spec=spec, generating_spec=spec, resources=SimpleNamespace(engine=engine, critic=None)
+    )
     group = ScoredGroup(1, samples, REWARDS, prompt=pack([1], I32))
     (rows,) = asyncio.run(TrainingRows.of(claimed, tally, run).build([group]))
     return rows
@@ -98,4 +110,21 @@ def test_entropy_bonus_is_that_of_trl() -> None:
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     assert sums["policy_entropy"] == pytest.approx(sum(column.sum().item() for column in entropies))
     for found, right in zip(torch.autograd.grad(loss, [*new, *entropies]), gradients, strict=True):
+        torch.testing.assert_close(found, right)
+
+
+def test_ratio_of_a_later_epoch_is_to_the_start_of_the_step_as_in_trl() -> None:
+    """TRL takes the log-probabilities of the step's start as the old policy of all `num_iterations`."""
+    spec = job(epochs=2, old_logprobs="recomputed", tis_cap="off")
+    sampled, start, new = columns(1), columns(4), [column.requires_grad_() for column in columns(2)]
+    rewards = torch.tensor(REWARDS)
+    advantages = ((rewards - rewards.mean()) / (rewards.std() + 1e-4)).tolist()
+    expected = trl_loss(new, start, advantages, loss_type="dapo")
+    gradients = torch.autograd.grad(expected, new)
+
+    rows = rows_of(spec, sampled, StepTally(), start)
+    total, sums = job_loss(spec)(token_batch(rows, torch.cat(new), None))
+    loss = total / sums["divisor"]
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    for found, right in zip(torch.autograd.grad(loss, new), gradients, strict=True):
         torch.testing.assert_close(found, right)

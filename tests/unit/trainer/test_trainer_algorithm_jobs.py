@@ -123,6 +123,52 @@ async def test_step_of_masked_completions_only_changes_no_weights(tmp_path: Path
     assert [event["name"] for kind, event in await rig.events() if kind == "warning"] == ["completions_masked"]
 
 
+@pytest.mark.parametrize("old_logprobs", ["sampled", "recomputed"])
+async def test_each_epoch_repeats_the_updates_of_the_first(tmp_path: Path, old_logprobs: str) -> None:
+    engine = Recording()
+    rig = rig_of(tmp_path, engine, algorithm={"epochs": 3, "old_logprobs": old_logprobs, "equal_groups": "keep"})
+    metrics = await completed(rig)
+    calls = [call for call in engine.calls if call != "logprobs"]
+    first = calls[: len(calls) // 3]
+    assert (calls, first.count("step"), first[-1]) == (first * 3, 2, "step")
+    n = len(engine.rows) // 3
+    assert n == 4 * 2
+    assert all(one is other for one, other in zip(engine.rows, engine.rows[:n] * 3, strict=True))
+    assert {bool(row.proximal) for row in engine.rows} == {old_logprobs == "recomputed"}
+    assert metrics["tokens/trained"] == 3 * sum(row.n_loss_tokens for row in engine.rows[:n])
+
+
+async def test_pairs_are_weighed_by_the_present_weights_in_each_epoch(tmp_path: Path) -> None:
+    engine = Recording()
+    await completed(rig_of(tmp_path, engine, algorithm={"name": "dpo", "updates_per_step": 1, "epochs": 2}))
+    update = ["logprobs", "reference", "accumulate", "step"]
+    assert [call for call, _ in itertools.groupby(engine.calls)] == update * 2
+
+
+async def test_critic_is_asked_once_for_all_epochs(tmp_path: Path) -> None:
+    engine = Recording()
+    await completed(rig_of(tmp_path, engine, algorithm={"name": "ppo", "epochs": 2}))
+    assert calls_of(engine) == ["values", *["accumulate", "step"] * 4]
+
+
+@pytest.mark.parametrize("changes", [{"old_logprobs": "recomputed"}, {"name": "ppo"}, {"name": "dpo"}])
+async def test_trainer_killed_in_a_step_of_epochs_ends_with_the_same_bits(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    weights = []
+    for name, is_killed in (("whole", False), ("killed", True)):
+        (tmp_path / name).mkdir()
+        rig = rig_of(tmp_path / name, algorithm={"epochs": 3, **changes}, steps=5)
+        if is_killed:
+            await rig.killed_in(3)
+        assert (await (rig.resume() if is_killed else rig.run())).state == "completed"
+        weights.append(rig.weights.versions[5])
+    assert weights[0] == weights[1]
+    once = rig_of(tmp_path, algorithm=changes, steps=5)
+    await once.run()
+    assert once.weights.versions[5] != weights[0]
+
+
 def equal_in(*rows: int) -> Any:
     """Give all completions of these prompts the same reward, and those of others a different one each."""
 

@@ -156,17 +156,25 @@ class Counting(FakeEngine):
 
 
 @pytest.mark.parametrize(
-    ("old_logprobs", "updates", "passes"),
-    [("sampled", 1, 0), ("sampled", 2, 0), ("recomputed", 1, 0), ("recomputed", 2, 1), ("auto", 2, 0)],
+    ("old_logprobs", "updates", "epochs", "passes"),
+    [
+        ("sampled", 1, 1, 0),
+        ("sampled", 2, 1, 0),
+        ("sampled", 1, 3, 0),
+        ("recomputed", 1, 1, 0),
+        ("recomputed", 2, 1, 1),
+        ("recomputed", 1, 3, 1),
+        ("auto", 2, 2, 0),
+    ],
 )
 async def test_old_logprobs_cost_a_pass_only_where_they_are_not_known_otherwise(
-    tmp_path: Path, old_logprobs: str, updates: int, passes: int
+    tmp_path: Path, old_logprobs: str, updates: int, epochs: int, passes: int
 ) -> None:
-    algorithm = {"group_size": 2, "updates_per_step": updates, "old_logprobs": old_logprobs}
+    algorithm = {"group_size": 2, "updates_per_step": updates, "epochs": epochs, "old_logprobs": old_logprobs}
     rig = Rig(tmp_path, spec(steps=2, algorithm=algorithm))
     rig.make_engine = Counting
     await rig.run()
     engine = rig.engine
     assert isinstance(engine, Counting)
     assert engine.trained
-    assert engine.asked == passes * engine.trained
+    assert epochs * engine.asked == passes * engine.trained
