@@ -151,6 +151,47 @@ async def test_a_trainer_killed_anywhere_ends_with_the_same_bits_from_the_same_s
     assert told == [(step, pytest.approx(steps[step].metrics["reward/mean"])) for step in range(STEPS)]
 
 
+async def test_killed_job_with_epochs_entropies_and_masks_ends_with_the_same_bits(site: Site) -> None:
+    changes: dict[str, Any] = {
+        "algorithm": {
+            "group_size": 3,
+            "updates_per_step": 2,
+            "epochs": 2,
+            "old_logprobs": "recomputed",
+            "entropy_coef": 0.01,
+            "mask_truncated": True,
+        },
+        "optimizer": {"lr": 1e-3, "warmup_steps": 1, "decay": 0.9, "schedule": "cosine"},
+        "eval": None,
+    }
+
+    def cut(request: GroupRequested, sample: int) -> Answer:
+        return scripted(request, sample, finish="length" if SampleId.unpack(sample).member == 0 else "stop")
+
+    await train(site, "all-options", cut, **changes)
+    async with site.manager("all-options-killed") as manager:
+        manager.script, manager.withholds = cut, withholding(3, 2)
+        await site.create("all-options-killed", **changes)
+
+        async def is_half_delivered() -> bool:
+            return sum(SampleId.unpack(sample).step == 3 for sample in manager.answered) == 12
+
+        await eventually(is_half_delivered, within_s=120)
+        site.trainer.kill()
+        await manager.release()
+        await asyncio.to_thread(site.trainer.start)
+        report = await site.ended("all-options-killed")
+    assert report.state == "completed", report.error
+    assert site.model("all-options-killed") == site.model("all-options")
+    reports = [one for one in await site.reports("all-options") if isinstance(one, StepReport)]
+    rates = [one.metrics["lr"] for one in reports]
+    assert rates == sorted(rates[:1]) + sorted(rates[1:], reverse=True)
+    assert (rates[0], rates[1]) == (0.0, 1e-3)
+    for one in reports:
+        assert one.metrics["completions/masked_ratio"] == pytest.approx(1 / 3)
+        assert 3 < one.metrics["policy/entropy"] < 6
+
+
 def withholding(step: int, first_group: int) -> Callable[[int], bool]:
     def decide(sample: int) -> bool:
         sample_id = SampleId.unpack(sample)
