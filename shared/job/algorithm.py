@@ -343,6 +343,9 @@ class AlgorithmSpec(Section):
     """Weight of the KL penalty to the starting weights; above 0 the trainer stores a copy of them."""
     kl_estimator: KlEstimator | None = None
     """Estimator of that KL."""
+    mask_truncated: bool = False
+    """Leave completions that ended at `sampling.max_tokens`, and conversations that ended at a limit, out of the loss;
+    their rewards still count in the baseline."""
     overlong_penalty: float = Field(0.0, ge=0, le=1e15)
     """Amount subtracted from the reward of a completion that is `sampling.max_tokens` long; shorter ones lose less
     (`overlong_fraction`)."""

@@ -103,6 +103,7 @@ NAMES: Mapping[str, Names] = {
     "algorithm.rollout_rs.token_veto": Names("", "`algorithm.rollout_correction.rollout_token_veto_threshold`"),
     "algorithm.kl_coef": Names("`beta`", "`actor.kl_loss_coef`", "`algo.kl.init_coef`", "`loss.kl_tau`"),
     "algorithm.kl_estimator": Names("", "`actor.kl_loss_type`", "`algo.kl.estimator`"),
+    "algorithm.mask_truncated": Names("`mask_truncated_completions`"),
     "algorithm.overlong_penalty": Names(
         "", "`reward.reward_kwargs.overlong_buffer_cfg.penalty_factor`", "`reward.overlong_penalty_factor`"
     ),
@@ -135,6 +136,10 @@ NAMES: Mapping[str, Names] = {
     ),
     "optimizer.warmup_steps": Names("`warmup_steps`", "`actor.optim.lr_warmup_steps`", "", "`scheduler.warmup_steps`"),
     "optimizer.decay": Names(
+        "`lr_scheduler_kwargs.min_lr_rate` (what is left of lr: 1 - decay)",
+        "`actor.optim.min_lr_ratio` (what is left of lr: 1 - decay)",
+    ),
+    "optimizer.schedule": Names(
         "`lr_scheduler_type`", "`actor.optim.lr_scheduler_type`", "`actor.lr_scheduler`", "`scheduler.type`"
     ),
     "optimizer.grad_clip": Names("`max_grad_norm`", "`actor.grad_clip`", "", "`optim.max_norm`"),
@@ -241,7 +246,6 @@ ABSENT: Mapping[str, str] = {
     "max_epochs": "each completion is used once, and algorithm.updates_per_step divides a step's groups",
     "ppo_mini_batch_size": "set algorithm.updates_per_step to train_batch_size / ppo_mini_batch_size",
     "gradient_accumulation_steps": "trainer.micro_batch_tokens divides a batch, and results do not depend on it",
-    "mask_truncated_completions": "algorithm.overlong_penalty lowers their reward",
     "chat_template_kwargs": "give it as a column of the data",
     "push_to_hub": "rlboost export writes a folder that you can upload",
     "use_vllm": "the engine is a setting of workers, RLBOOST_WORKER_ENGINE",

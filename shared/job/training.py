@@ -29,10 +29,20 @@ class OptimizerSpec(Section):
     warmup_steps: int = Field(0, ge=0)
     """Steps over which the learning rate rises linearly from 0, in the first step, to `lr`, in the step after them."""
     decay: float = Field(0.0, ge=0, le=1)
-    """Fraction by which the learning rate falls linearly after the warm-up, until the end: 0 is constant, 1 falls to
-    0."""
+    """Fraction by which the learning rate falls after the warm-up, until the end: 0 is constant, 1 falls to 0."""
+    schedule: Literal["linear", "cosine"] | None = None
+    """Form of that fall, by default `linear`; `cosine` is half a wave."""
     grad_clip: float = Field(1.0, gt=0)
     """Maximum norm of the gradient."""
+
+    @model_validator(mode="after")
+    def _falls(self) -> Self:
+        if self.schedule is not None and not self.decay:
+            raise ValueError(
+                f"schedule: {self.schedule} is the form of the fall by decay, which is 0, so the learning rate stays "
+                "constant: set decay (1 falls to 0), or remove schedule"
+            )
+        return self
 
 
 RESUME_WORDS = ("auto", "never")

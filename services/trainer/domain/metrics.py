@@ -202,6 +202,9 @@ class StepTally:
     """An earlier trainer process may have requested it, so the time in which its tokens were generated is unknown."""
     excluded: Counter[str] = field(default_factory=Counter)
     """Reason -> scored training groups that are neither replaced nor in the loss."""
+    masked: Counter[bool] = field(default_factory=Counter)
+    """Whether `algorithm.mask_truncated` leaves a completion out -> completions of groups in the loss; empty if it is
+    not set."""
     loss_sums: dict[str, float] = field(default_factory=dict)
     """The loss function's sums over loss tokens; `tokens` counts these. `mismatch_tokens` counts the tokens that
     `mismatch_kl` covers, and `all_tokens` includes prompts."""
@@ -231,6 +234,8 @@ class StepTally:
         excluded = rollouts.replaced.copy()
         excluded.update(self.excluded)
         row |= {f"groups/excluded/{reason}": n for reason, n in sorted(excluded.items())}
+        if n_completions := self.masked.total():
+            row["completions/masked_ratio"] = self.masked[True] / n_completions
         if rollouts.penalties:
             row["reward/overlong_penalty"] = _mean(rollouts.penalties)
         times = self.durations

@@ -5,6 +5,7 @@ A restarted trainer derives the same groups, ids and seeds, so none of this is s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -23,14 +24,18 @@ from rlboost.shared.job.training import OptimizerSpec
 
 
 def learning_rate(optimizer: OptimizerSpec, step: int, steps: int) -> float:
-    """Return the learning rate of `step`: a linear warm-up from 0 to `lr`, then a linear decay by `decay`.
+    """Return the learning rate of `step`: a linear warm-up from 0 to `lr`, then a fall by `decay`.
 
-    As in transformers: `decay: 1` is its `linear` schedule, `decay: 0` its `constant_with_warmup`.
+    As in transformers: with `decay: 1` its schedules `linear` and `cosine` (arXiv 1608.03983, equation 5, without
+    restarts), with `decay: 0` its `constant_with_warmup`.
     """
     warmup = optimizer.warmup_steps
     if step < warmup:
         return optimizer.lr * step / warmup
-    return optimizer.lr * (1.0 - optimizer.decay * (step - warmup) / max(1, steps - warmup))
+    fallen = (step - warmup) / max(1, steps - warmup)
+    if optimizer.schedule == "cosine":
+        fallen = (1.0 - math.cos(math.pi * fallen)) / 2
+    return optimizer.lr * (1.0 - optimizer.decay * fallen)
 
 
 # --- The plan of one step ---------------------------------------------------------------------------------------------

@@ -288,7 +288,7 @@ def _advice_on_dropped(reason: str, job_id: str) -> tuple[str, str]:
 def completions_clipped(history: History, job: JobFacts) -> Finding | None:
     """Return a finding if nearly no completion ends by itself."""
     ratios = history.window("completions/clipped_ratio")
-    if not ratios or min(ratios) < CLIPPED_RATIO:
+    if not ratios or min(ratios) < CLIPPED_RATIO or completions_masked(history, job):  # which says more
         return None
     seen = (
         f"{min(ratios):.0%} or more of the completions of each of the last {WINDOW_STEPS} steps were cut ({job.limits})"
@@ -305,6 +305,20 @@ def completions_clipped(history: History, job: JobFacts) -> Finding | None:
         )
         remedy = "raise the limit, or teach the model to end first (kind: sft); ignore this if the cut is intended"
     return Finding("completions_clipped", seen, causes, remedy)
+
+
+def completions_masked(history: History, job: JobFacts) -> Finding | None:
+    """Return a finding if no completion is left to train on."""
+    ratios = history.window("completions/masked_ratio")
+    if not ratios or min(ratios) < 1:
+        return None
+    return Finding(
+        "completions_masked",
+        f"in each of the last {WINDOW_STEPS} steps every completion of the groups in the loss was cut ({job.limits}), "
+        "and algorithm.mask_truncated leaves those out, so the weights do not change",
+        "the limit is too low for an answer, or the model does not write its end token",
+        "raise the limit, or remove algorithm.mask_truncated",
+    )
 
 
 def entropy_collapsed(history: History, _: JobFacts) -> Finding | None:
@@ -438,6 +452,7 @@ RULES: Sequence[Rule] = (
     many_groups_dropped,
     many_conversations_lost,
     completions_clipped,
+    completions_masked,
     entropy_collapsed,
     reward_fell,
     kl_exploded,

@@ -99,6 +99,30 @@ class TrainingRows(ABC):
                 columns[index] = column
         return columns
 
+    def _trainable(self, group: ScoredGroup, scalars: Sequence[float]) -> list[tuple[SequenceRow, float]]:
+        """Return the rows of each sample that has a token and is not masked, with its scalar; none without scalars."""
+        found: list[tuple[SequenceRow, float]] = []
+        for i, (sample, scalar) in enumerate(zip(group.samples, scalars, strict=True) if scalars else ()):
+            if not sample.tokens:
+                continue
+            if self._algorithm.mask_truncated:
+                is_masked = sample.finish == "length"
+                self._tally.masked[is_masked] += 1
+                if is_masked:
+                    continue
+            experts = sample.routed_experts
+            if not group.conversations:
+                row = SequenceRow(group.prompt, sample.tokens, sample.logprobs, routed_experts=experts)
+                found.append((row, scalar))
+                continue
+            rows = group.conversations[i].rows(group.prompt)
+            found += [
+                (SequenceRow(row.prompt, row.completion, row.logprobs, row.loss_mask, experts), scalar)
+                for row in rows
+                if row.logprobs
+            ]
+        return found
+
     @property
     def _drops_equal_groups(self) -> bool:
         return self._algorithm.equal_groups == "drop"
@@ -115,7 +139,7 @@ class _FromRewards(TrainingRows):
         advantages = group_advantages(self._algorithm.advantage, rewards, drop_equal=self._drops_equal_groups)
         self._exclude(advantages.count(None))
         found = [
-            [TrainingRow.of(row, constant(value, row)) for row, value in _trainable(group, values or [])]
+            [TrainingRow.of(row, constant(value, row)) for row, value in self._trainable(group, values or [])]
             for group, values in zip(groups, advantages, strict=True)
         ]
         if (teacher := self._algorithm.teacher) is None:
@@ -131,7 +155,7 @@ class _WithCritic(TrainingRows):
         excluded = [self._drops_equal_groups and all_equal(one) for one in rewards]
         self._exclude(sum(excluded))
         samples = [
-            [] if is_excluded else _trainable(group, one)
+            [] if is_excluded else self._trainable(group, one)
             for group, one, is_excluded in zip(groups, rewards, excluded, strict=True)
         ]
         rows = iter(await self._rows(_flat(samples)))
@@ -166,7 +190,7 @@ class _PreferencePairs(TrainingRows):
     """Prefers the best sample of a group to the worst; a pair's weight depends on the current weights."""
 
     async def _estimate(self, groups: Sequence[ScoredGroup], rewards: Sequence[list[float]]) -> list[list[TrainingRow]]:
-        pairs = [self._pair(_trainable(group, one)) for group, one in zip(groups, rewards, strict=True)]
+        pairs = [self._pair(self._trainable(group, one)) for group, one in zip(groups, rewards, strict=True)]
         self._exclude(pairs.count([]))
         return pairs
 
@@ -207,27 +231,6 @@ def _taught(row: TrainingRow, column: bytes, coef: float) -> TrainingRow:
     """Return a row whose tokens' advantages also grow by coef x (log p of the teacher - log p of the engine)."""
     judged = coef * (_array(column) - _array(row.sampled))
     return replace(row, advantages=_column(_array(row.advantages) + judged), reference=column)
-
-
-def _trainable(group: ScoredGroup, scalars: Sequence[float]) -> list[tuple[SequenceRow, float]]:
-    """Return the rows of each sample that has a token, with its scalar; an empty list without scalars."""
-    if not scalars:
-        return []
-    found: list[tuple[SequenceRow, float]] = []
-    for i, (sample, scalar) in enumerate(zip(group.samples, scalars, strict=True)):
-        if not sample.tokens:
-            continue
-        experts = sample.routed_experts
-        if not group.conversations:
-            found.append((SequenceRow(group.prompt, sample.tokens, sample.logprobs, routed_experts=experts), scalar))
-            continue
-        rows = group.conversations[i].rows(group.prompt)
-        found += [
-            (SequenceRow(row.prompt, row.completion, row.logprobs, row.loss_mask, experts), scalar)
-            for row in rows
-            if row.logprobs
-        ]
-    return found
 
 
 def _flat(groups: Sequence[Sequence[T]]) -> list[T]:

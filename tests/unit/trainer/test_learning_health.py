@@ -73,6 +73,7 @@ LOW_ENTROPY = {"entropy": 0.005}
         [equal(0.0), equal(0.0), rl(0.01), equal(0.0), equal(0.0)],
         [dropped(0.25, timeout=8.0), rl(), dropped(0.25, timeout=8.0)],
         [rl(kl=0.3)] * 5,
+        [rl(completions__masked_ratio=1.0), rl(completions__masked_ratio=0.99)] * 3,
         [rl(0.02, eval__reward_mean=0.0)] * 3,
         [sft(2.0 - 0.1 * step) for step in range(15)],
         [{"eval/reward_mean": 0.0}],
@@ -86,6 +87,7 @@ LOW_ENTROPY = {"entropy": 0.005}
         "chance",
         "one slow step",
         "kl",
+        "some masked",
         "hard",
         "sft",
         "eval job",
@@ -105,6 +107,7 @@ def test_a_healthy_job_has_no_warning(rows: list[dict[str, float]]) -> None:
         ([dropped(0.5, raised=16.0)], (0, "many_groups_dropped")),
         ([dropped(0.3, raised=9.0)] * 2, (1, "many_groups_dropped")),
         ([rl(completions__clipped_ratio=0.95)] * 3, (2, "completions_clipped")),
+        ([rl(completions__clipped_ratio=1.0, completions__masked_ratio=1.0)] * 3, (2, "completions_masked")),
         ([rl()] * 4 + [rl(0.3, **LOW_ENTROPY)] * 3, (6, "entropy_collapsed")),
         ([rl(0.6)] * 4 + [rl(0.1)] * 3, (5, "reward_fell")),
         ([rl(kl=0.1)] + [rl(kl=2.0)] * 3, (3, "kl_exploded")),
@@ -171,6 +174,7 @@ def test_falling_reward_of_few_prompts_raises_no_warning() -> None:
         (dropped(0.5, timeout=16.0), ["reward.timeout_s"]),
         (dropped(0.5, environment_raised=16.0), ["environment.function"]),
         (rl(completions__clipped_ratio=1.0), ["sampling.max_tokens is 256", "end token"]),
+        (rl(completions__masked_ratio=1.0), ["sampling.max_tokens is 256", "remove algorithm.mask_truncated"]),
     ],
 )
 def test_warning_has_numbers_causes_and_remedy(row: dict[str, float], words: list[str]) -> None:

@@ -86,6 +86,25 @@ def test_linear_session_is_one_row_as_a_conversation_is() -> None:
     assert ints(sample.tokens) == [5, 6, 8]
 
 
+@pytest.mark.parametrize(
+    ("first", "last", "over", "finish"),
+    [
+        ("length", "stop", "done", "stop"),
+        ("stop", "length", "done", "length"),
+        ("stop", "stop", "cut", "length"),
+    ],
+)
+def test_session_is_truncated_if_its_last_turn_or_a_limit_ended_it(
+    first: str, last: str, over: str, finish: str
+) -> None:
+    turns = [made(number, 5).model_copy(update={"finish": how}) for number, how in enumerate((first, last))]
+    end = ended().model_copy(update={"over": over})
+    messages = [opened(0, 1, 2), turns[0], opened(1, 7, parent=0), turns[1], end]
+    (whole,) = folded(collector(1), *messages)
+    assert isinstance(whole, WholeGroup)
+    assert whole.samples[0].finish == finish
+
+
 def test_session_counts_the_time_in_the_model_once_for_parallel_calls_and_the_rest_as_outside() -> None:
     collecting = collector(1)
     timed = [

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from rlboost.shared.ids import SampleId
 from rlboost.shared.job.algorithm import PRESETS
 from rlboost.shared.messages import GroupRequested
 from rlboost.shared.wire import F32, I32, length, unpack
+from tests.support.jobs import with_teacher
 from tests.support.scripted_manager import Answer, scripted
 from tests.support.trainer_rig import Rig, spec
 from tests.support.training_rows import advantage_of
@@ -81,9 +83,45 @@ async def completed(rig: Rig) -> dict[str, float]:
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
 async def test_a_job_runs_to_its_end_with_every_algorithm(tmp_path: Path, name: str) -> None:
-    rig = rig_of(tmp_path, algorithm={"name": name}, steps=2)
+    rig = rig_of(tmp_path, algorithm=with_teacher(name=name), steps=2)
     assert (await completed(rig))["tokens/trained"] > 0
     assert sorted(rig.weights.versions) == [0, 1, 2]
+
+
+def cut_if(is_cut: Callable[[int], bool]) -> Any:
+    """Let samples with these numbers end at `sampling.max_tokens`."""
+
+    def script(request: GroupRequested, sample: int) -> Answer:
+        return scripted(request, sample, finish="length" if is_cut(SampleId.unpack(sample).member) else "stop")
+
+    return script
+
+
+@pytest.mark.parametrize("name", ["grpo", "reinforce++", "ppo", "dpo"])
+async def test_truncated_completions_are_masked_and_still_in_the_baseline(tmp_path: Path, name: str) -> None:
+    engine = Recording()
+    rig = rig_of(tmp_path, engine, algorithm={"name": name, "group_size": 3, "mask_truncated": True})
+    rig.manager.script = cut_if(lambda number: number == 0)
+    rig.reward = lambda _: Scores((7.0, 0.0, 1.0))
+    metrics = await completed(rig)
+    assert len(engine.rows) == 4 * 2
+    assert (metrics["completions/masked_ratio"], metrics["reward/mean"]) == pytest.approx((1 / 3, 8 / 3))
+    if name == "grpo":
+        std = float(np.std([7.0, 0.0, 1.0], ddof=1)) + 1e-4
+        assert sorted({advantage_of(row) for row in engine.rows}) == pytest.approx([-8 / 3 / std, -5 / 3 / std])
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "ppo", "dpo"])
+async def test_step_of_masked_completions_only_changes_no_weights(tmp_path: Path, name: str) -> None:
+    engine = Recording()
+    rig = rig_of(tmp_path, engine, algorithm={"name": name, "mask_truncated": True}, steps=4)
+    rig.manager.script = cut_if(lambda _: True)
+    metrics = await completed(rig)
+    assert (engine.rows, metrics["completions/masked_ratio"]) == ([], 1.0)
+    assert rig.weights.versions[0] == rig.weights.versions[4]
+    assert all(map(math.isfinite, metrics.values()))
+    assert "tokens/trained" not in metrics
+    assert [event["name"] for kind, event in await rig.events() if kind == "warning"] == ["completions_masked"]
 
 
 def equal_in(*rows: int) -> Any:

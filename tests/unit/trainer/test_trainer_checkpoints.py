@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from datetime import UTC, datetime
+from math import cos, pi
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +203,21 @@ async def test_job_resumes_from_the_older_checkpoint_without_generating_twice(tm
 async def killed_in_step_3(rig: Rig) -> None:
     """Leave a job that has a checkpoint of step 2."""
     await rig.killed_in(3)
+
+
+async def test_resumed_job_has_the_rates_of_an_uninterrupted_cosine(tmp_path: Path) -> None:
+    falling = spec(optimizer={"lr": 0.01, "warmup_steps": 1, "decay": 0.5, "schedule": "cosine"})
+    found = []
+    for name, is_killed in (("whole", False), ("killed", True)):
+        (tmp_path / name).mkdir()
+        rig = Rig(tmp_path / name, falling)
+        if is_killed:
+            await rig.killed_in(3)
+        assert (await (rig.resume() if is_killed else rig.run())).state == "completed"
+        found.append([rig.folder.rows[step]["lr"] for step in range(5)])
+    assert found[0] == found[1]
+    fallen = [(1 - cos(pi * step / 4)) / 2 for step in range(4)]
+    assert found[0] == pytest.approx([0.0, *(0.01 * (1 - 0.5 * part) for part in fallen)])
 
 
 async def test_resume_with_as_many_other_prompts_fails_the_job(tmp_path: Path) -> None:

@@ -122,6 +122,19 @@ async def test_conversation_ends_at_the_turn_and_length_limits(tmp_path: Path) -
     assert all(length(row.completion, I32) <= 40 for row in rig.rows)
 
 
+async def test_conversation_that_a_limit_ended_is_masked(tmp_path: Path) -> None:
+    """Those of prompts with an odd number want a third turn."""
+    algorithm = {"group_size": 2, "equal_groups": "keep", "mask_truncated": True}
+    environment = {"function": "m:game", "max_turns": 2}
+    rig = await played(ConversationRig(tmp_path, steps=1, environment=environment, algorithm=algorithm))
+    n_cut = [answer.over for answer in await rig.answers()].count("cut")
+    (report,) = await rig.steps()
+    assert 0 < n_cut < 8
+    assert report.metrics["completions/masked_ratio"] == report.metrics["completions/clipped_ratio"] == n_cut / 8
+    assert len(rig.rows) == 8 - n_cut
+    assert all(ints(row.prompt)[1] % 2 == 0 for row in rig.rows)
+
+
 @pytest.mark.parametrize("max_staleness", [0, 2])
 @pytest.mark.parametrize("turn", [0, 1, 2])
 async def test_successor_continues_conversations_and_trains_on_the_same_rows(

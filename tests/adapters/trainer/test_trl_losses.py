@@ -1,0 +1,84 @@
+"""Losses and their gradients, against those of TRL on the same tensors."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rlboost.services.trainer.adapters.torch.packing import token_batch
+from rlboost.services.trainer.domain.batches import TrainingRow
+from rlboost.services.trainer.domain.groups import ScoredGroup
+from rlboost.services.trainer.domain.loss.policy import job_loss
+from rlboost.services.trainer.domain.metrics import StepTally
+from rlboost.services.trainer.step.training_rows import TrainingRows
+from rlboost.shared.job.spec import RlJob
+from rlboost.shared.messages import SampleFinished
+from rlboost.shared.wire import F32, I32, pack
+from tests.support.jobs import parse_rl
+from tests.support.trl_losses import MAX_TOKENS, trl_loss
+
+LENGTHS = (3, 8, 5, 8)
+REWARDS = (1.0, 0.0, 0.25, 0.5)
+IS_CUT = (False, True, False, True)
+
+
+def job(**algorithm: Any) -> RlJob:
+    return parse_rl(
+        {
+            "model": "m",
+            "data": {"train": "t", "prompts_per_step": 2},
+            "reward": {"function": "m:f"},
+            "algorithm": {"group_size": len(LENGTHS), **algorithm},
+            "sampling": {"max_tokens": MAX_TOKENS},
+            "steps": 1,
+        }
+    )
+
+
+def columns(seed: int, scale: float = 0.3) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [-1.0 + scale * torch.randn(n, generator=generator) for n in LENGTHS]
+
+
+def rows_of(spec: RlJob, sampled: list[torch.Tensor], tally: StepTally) -> list[TrainingRow]:
+    """Return the rows of one group, of which some completions were cut."""
+    samples = tuple(
+        SampleFinished(
+            sample=number,
+            tokens=pack([3] * len(column), I32),
+            logprobs=pack(column.tolist(), F32),
+            finish="length" if is_cut else "stop",
+            spans=[],
+            attempts=1,
+            group_done=False,
+        )
+        for number, (column, is_cut) in enumerate(zip(sampled, IS_CUT, strict=True))
+    )
+    claimed: Any = SimpleNamespace(spec=spec, generating_spec=spec, resources=SimpleNamespace(engine=None, critic=None))
+    run: Any = None
+    group = ScoredGroup(1, samples, REWARDS, prompt=pack([1], I32))
+    (rows,) = asyncio.run(TrainingRows.of(claimed, tally, run).build([group]))
+    return rows
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_masked_completions_are_out_of_the_loss_and_in_the_baseline_as_in_trl(is_masked: bool) -> None:
+    spec, tally = job(mask_truncated=is_masked), StepTally()
+    old, new = columns(1), [column.requires_grad_() for column in columns(2)]
+    rewards = torch.tensor(REWARDS)
+    advantages = ((rewards - rewards.mean()) / (rewards.std() + 1e-4)).tolist()
+    expected = trl_loss(new, old, advantages, is_masked=[is_masked and cut for cut in IS_CUT], loss_type="dapo")
+    gradients = torch.autograd.grad(expected, new)
+
+    rows = rows_of(spec, old, tally)
+    trained = [column for column, cut in zip(new, IS_CUT, strict=True) if not (is_masked and cut)]
+    total, sums = job_loss(spec)(token_batch(rows, torch.cat(trained), None))
+    loss = total / sums["divisor"]
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    for found, right in zip(torch.autograd.grad(loss, new, materialize_grads=True), gradients, strict=True):
+        torch.testing.assert_close(found, right)
+    assert tally.metrics().get("completions/masked_ratio") == (0.5 if is_masked else None)
