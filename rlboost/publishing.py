@@ -217,7 +217,14 @@ def _config_json(weights: Any, config: Mapping[str, Any] | str | Path | None) ->
     if isinstance(config, Mapping):
         return json.dumps(config)
     if config is None and hasattr(weights, "config"):
-        return str(weights.config.to_json_string(use_diff=False))
+        model = weights.get_base_model() if hasattr(weights, "peft_config") else weights
+        # A model that was never saved has none, and vLLM needs it. FSDP2 puts a class of its own before the model's.
+        unsaved = {
+            "architectures": [type(model).__name__.removeprefix("FSDP")],
+            "dtype": str(model.dtype).removeprefix("torch."),
+        }
+        own = json.loads(model.config.to_json_string(use_diff=False))
+        return json.dumps(own | {key: value for key, value in unsaved.items() if own.get(key) is None})
     folder = config or (weights if isinstance(weights, str | Path) else None)
     return "" if folder is None else Path(folder, "config.json").read_text(encoding="utf-8")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Annotated, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
@@ -16,7 +16,7 @@ Advice = Callable[[str, object, bool], str]
 
 _ARM = re.compile(r"(?:literal|tuple|list|dict|constrained|function)[\[-].*|str|int|float|bool")
 """Location parts with which pydantic names one alternative of a union."""
-_FIELD_PREFIX = re.compile(r"([a-z_]+(?:\.[a-z_]+)+): ")
+_FIELD_PREFIX = re.compile(r"([a-z_]+(?:\.[a-z_]+)*): ")
 """The beginning of an error about several fields that names the one to change."""
 _EXPECTED = {
     "string_type": "text",
@@ -113,7 +113,8 @@ def describe(
             continue  # a consequence of invalid entries
         found.setdefault(_field(item), []).append(item)
     problems = [one for field, items in found.items() for one in _problems(field, items)]
-    return [_line(".".join(map(str, place)), text, whole) for place, text in problems]
+    keys = set(model.model_fields) if model else set[str]()
+    return [_line(".".join(map(str, place)), text, whole, keys) for place, text in problems]
 
 
 def first_error(error: ValidationError, whole: str = "the file") -> str:
@@ -139,10 +140,11 @@ def off_is_no_boolean(value: object) -> object:
     return {False: "off", True: "on"}[value] if isinstance(value, bool) else value
 
 
-def _line(place: str, text: str, whole: str) -> str:
-    """Put the field before the text, unless the text begins with a more specific one."""
+def _line(place: str, text: str, whole: str, keys: Container[str]) -> str:
+    """Put the field before the text, unless the text begins with a more specific one, such as one of the keys."""
     prefix = _FIELD_PREFIX.match(text)
-    return text if prefix and prefix[1].startswith(place) else f"{place or whole}: {text}"
+    is_field = prefix and ("." in prefix[1] or (not place and prefix[1] in keys))
+    return text if is_field and text.startswith(place) else f"{place or whole}: {text}"
 
 
 def _normalize_key_error(item: ErrorDetails) -> ErrorDetails:

@@ -27,6 +27,7 @@ from rlboost.shared.data.examples import examples_of, prompt_of
 from rlboost.shared.data.rows import BadRow, Row, is_messages, is_remote, read_rows
 from rlboost.shared.data.shards import Source, exists_locally, format_source, names_of
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.algorithm import TEACHER
 from rlboost.shared.job.data import DataSpec, Rows, SftDataSpec
 from rlboost.shared.job.file import load
 from rlboost.shared.job.fleet import NUCLEUS_ADVICE
@@ -163,6 +164,8 @@ def check_job(raw: object, on_part: Callable[[str], None] = _ignore, devices: De
     except InvalidJob as error:
         return Found(error.problems, [])
     found: list[str | None] = [_model(spec.model), _resume(spec.trainer)]
+    if spec.kind == "rl" and spec.algorithm.teacher is not None:
+        found.append(_model(spec.algorithm.teacher.model, TEACHER))
     on_part("reading the data")
     seen = _Seen()
     used = [rows for rows in spec.data.rows if spec.kind != "sft" or spec.eval or rows.field == "data.train"]
@@ -257,18 +260,18 @@ def _notices(model: str) -> list[str]:
     return [f"model: {model} is not a folder here: it is taken for a Hugging Face id"]
 
 
-def _model(model: str) -> str | None:
+def _model(model: str, field: str = "model") -> str | None:
     folder = Path(model).expanduser()
     if not folder.exists():
         if is_hub_id(model):
             return None  # only the trainer can check it
         return MissingHere(
-            f"model: there is no folder {model}: name a Hugging Face model directory or id ({nearest(model)})"
+            f"{field}: there is no folder {model}: name a Hugging Face model directory or id ({nearest(model)})"
         )
     if not (folder / "config.json").is_file():
-        return f"model: {model} has no config.json: it is not a Hugging Face model directory"
+        return f"{field}: {model} has no config.json: it is not a Hugging Face model directory"
     if not any(folder.glob("*.safetensors")):
-        return f"model: {model} has no *.safetensors file: save the model's weights there"
+        return f"{field}: {model} has no *.safetensors file: save the model's weights there"
     return None
 
 

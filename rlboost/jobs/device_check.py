@@ -40,16 +40,17 @@ def fit(spec: JobSpec, devices: DeviceSummary) -> Fit:
     if devices.tensor_parallel:
         _check_engines(spec, config, n_parameters, devices, found)
     if spec.kind != "eval" and spec.trainer.nodes == 1:  # the GPUs of other machines are not known here
-        model = memory.trained_model(spec, n_parameters, n_in_experts, _added_parameters(spec, config))
+        model = memory.trained_model(spec, n_parameters, n_in_experts, *_added_parameters(spec, config))
         _check_trainer(spec, model, devices, found)
     return found
 
 
-def _added_parameters(spec: JobSpec, config: dict[str, Any]) -> int:
+def _added_parameters(spec: JobSpec, config: dict[str, Any]) -> tuple[int, int]:
+    """Return the parameters of adapter and critic, and of the teacher; 0 in a family of unknown sizes."""
     try:
-        return memory.added_parameters(spec, size_of(config))
+        return memory.added_parameters(spec, size_of(config)), memory.teacher_parameters(spec)
     except ConfigError:
-        return 0  # a family of unknown sizes
+        return 0, 0
 
 
 def _check_engines(

@@ -40,7 +40,9 @@ def complete(raw: dict[str, Any]) -> dict[str, Any]:
     job: dict[str, Any] = json.loads(job_spec.to_json(spec))
     if spec.adapter is not None:  # it names the model as the job file does
         job["lora"] = spec.adapter.model_dump(mode="json")
-    job["model"] = _absolute(job["model"])
+    teacher = job.get("algorithm", {}).get("teacher")
+    for models in (job, *([teacher] if teacher else [])):
+        models["model"] = _absolute(models["model"])
     for key in ("train", "eval"):
         if (given := job["data"].get(key)) is not None:
             job["data"][key] = _absolute(given) if isinstance(given, str) else [_absolute(one) for one in given]

@@ -150,7 +150,7 @@ class TrainedModel:
     frozen: bool = False
     """True if only an adapter is trained."""
     has_reference: bool = False
-    """True if a copy of the model is kept for a KL penalty."""
+    """True if a frozen copy of the model is kept for a KL penalty or pairs."""
     has_entropies: bool = False
     """True if losses have an entropy bonus."""
     muon: bool = False
@@ -158,6 +158,8 @@ class TrainedModel:
     """How many of the parameters are in experts, which megatron's `expert_parallel` divides."""
     n_added: int = 0
     """Parameters of an adapter and of a critic, which AdamW trains in float32; only with torch."""
+    n_teacher: int = 0
+    """Parameters of a teacher, which is frozen."""
 
 
 def added_parameters(spec: JobSpec, size: ModelSize) -> int:
@@ -166,7 +168,22 @@ def added_parameters(spec: JobSpec, size: ModelSize) -> int:
     return n_added + (size.critic if spec.kind == "rl" and spec.algorithm.critic is not None else 0)
 
 
-def trained_model(spec: JobSpec, n_parameters: int, n_in_experts: int = 0, n_added: int = 0) -> TrainedModel:
+def teacher_parameters(spec: JobSpec) -> int:
+    """Return the parameters of a job's teacher, 0 without one.
+
+    Raises:
+        ConfigError: the teacher is not a local folder, or of an unknown kind.
+
+    """
+    if spec.kind != "rl" or spec.algorithm.teacher is None:
+        return 0
+    config = read_config(Path(spec.algorithm.teacher.model).expanduser())
+    return size_of(config.get("text_config", config)).total
+
+
+def trained_model(
+    spec: JobSpec, n_parameters: int, n_in_experts: int = 0, n_added: int = 0, n_teacher: int = 0
+) -> TrainedModel:
     """Return what a job trains.
 
     Args:
@@ -174,16 +191,20 @@ def trained_model(spec: JobSpec, n_parameters: int, n_in_experts: int = 0, n_add
         n_parameters: number of the model's parameters.
         n_in_experts: how many of them are in experts.
         n_added: see `added_parameters`.
+        n_teacher: see `teacher_parameters`.
 
     """
+    algorithm = spec.algorithm if spec.kind == "rl" else None
+    keeps_start = algorithm is not None and algorithm.needs_reference and algorithm.teacher is None
     return TrainedModel(
         n_parameters,
         frozen=spec.adapter is not None,
-        has_reference=spec.kind == "rl" and spec.algorithm.kl_coef > 0 and spec.adapter is None,
+        has_reference=keeps_start and spec.adapter is None,
         has_entropies=spec.kind == "rl" and spec.algorithm.entropy_coef > 0,
         muon=spec.optimizer.name == "muon",
         n_in_experts=n_in_experts,
         n_added=n_added,
+        n_teacher=n_teacher,
     )
 
 
@@ -191,12 +212,13 @@ def state_bytes(model: TrainedModel, spec: TrainerSpec) -> int:
     """Return weights, optimizer state and gradients on each of the trainer's GPUs during an update.
 
     Per parameter: 16 bytes in float32 (weights 4, AdamW's moments 8, gradients 4), with Muon 12; 18 with megatron in
-    bfloat16 (a float32 master copy); 4 or 2 if frozen; 16 of an adapter or a critic. FSDP2 divides them by `fsdp_size`,
-    by default `data_parallel` x `context_parallel`; megatron by `tensor_parallel` x `pipeline_parallel`, those of
-    experts also by `expert_parallel`; moments and master copies by `data_parallel` x `context_parallel` with
-    `distributed_optimizer`, of experts too.
+    bfloat16 (a float32 master copy); 4 or 2 if frozen, of a teacher too; 16 of an adapter or a critic. FSDP2
+    divides them by `fsdp_size`, by default `data_parallel` x `context_parallel`; megatron by `tensor_parallel` x
+    `pipeline_parallel`, those of experts also by `expert_parallel`; moments and master copies by `data_parallel` x
+    `context_parallel` with `distributed_optimizer`, of experts too.
     """
-    added = 16 * model.n_added / spec.n_shards
+    n_split = spec.n_shards if spec.backend == "torch" else spec.tensor_parallel * spec.pipeline_parallel
+    added = 16 * model.n_added / spec.n_shards + (2 if spec.dtype == "bfloat16" else 4) * model.n_teacher / n_split
     return math.ceil(_on_each_gpu(model, *_per_parameter(model, spec), spec) + added)
 
 
@@ -289,7 +311,8 @@ def estimate(spec: JobSpec, longest_sample: int = 0) -> Estimate:
     longest_sample = longest_sample or (spec.sampling.max_tokens if spec.kind == "rl" else 0)
     n_tokens = max(trainer.micro_batch_tokens // trainer.data_parallel, longest_sample)
     n_tokens = -(-n_tokens // trainer.context_parallel)
-    model = trained_model(spec, size.total, size.in_experts, added_parameters(spec, size))
+    added = added_parameters(spec, size), teacher_parameters(spec)
+    model = trained_model(spec, size.total, size.in_experts, *added)
     if spec.adapter is not None or trainer.backend == "megatron":
         found = {"state": state_bytes(model, trainer)}
     else:

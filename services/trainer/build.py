@@ -29,15 +29,16 @@ from rlboost.services.trainer.ports.samples import Data
 from rlboost.services.trainer.ports.storage import JobResources
 from rlboost.services.trainer.settings import Settings
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.algorithm import TEACHER
 from rlboost.shared.job.sessions import session_key
 from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.job.training import TrainerSpec
 from rlboost.shared.model.experts import require_replayable
+from rlboost.shared.model.folder import require_teachable
 from rlboost.shared.model.tool_calls import CallStyle
 from rlboost.shared.process.torch_device import require_device
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.client import StoreClient
-from rlboost.shared.wire import RoutedShape
 
 
 def build_resources(
@@ -71,7 +72,8 @@ def build_resources(
     replayed = None
     if spec.trainer.router_replay != "none" and spec.kind == "rl":
         replayed = require_replayable(model, spec.sampling.max_tokens)
-    policy = _policy_settings(spec, loss, replayed)
+    aggregation = loss.aggregation if isinstance(loss, PolicyLoss) else "token_mean"
+    policy = PolicySettings.of(spec, aggregation, replayed, _teacher(spec, model))
     engine = _engine(config, spec.trainer, folder, own_machines, policy)
     skip_function = spec.data.curriculum.function if spec.data.curriculum else None
     return JobResources(
@@ -146,8 +148,13 @@ def _machines(
     return JobMachines(machines, spec, waits, device=config.device, shrink_after_s=config.machines_wait_s)
 
 
-def _policy_settings(spec: JobSpec, loss: LossFn, replayed: RoutedShape | None) -> PolicySettings:
-    return PolicySettings.of(spec, loss.aggregation if isinstance(loss, PolicyLoss) else "token_mean", replayed)
+def _teacher(spec: JobSpec, model: Path) -> str:
+    """Return the directory of a job's teacher, empty if it has none."""
+    if spec.kind != "rl" or spec.algorithm.teacher is None:
+        return ""
+    teacher = find_model(spec.algorithm.teacher.model, TEACHER)
+    require_teachable(model, teacher)
+    return str(teacher)
 
 
 def _engine(

@@ -15,7 +15,7 @@ from rlboost.shared.ids import MAX_GROUP_SIZE
 from rlboost.shared.validation import FunctionPath, Section, off_is_no_boolean
 
 Advantage = Literal[
-    "group_std", "group_mean", "leave_one_out", "batch_std", "group_mean_batch_std", "gae", "best_worst"
+    "group_std", "group_mean", "leave_one_out", "batch_std", "group_mean_batch_std", "gae", "best_worst", "none"
 ]
 RatioLevel = Literal["token", "sequence"]
 Clip = Literal["ppo", "cispo", "none"]
@@ -66,6 +66,23 @@ class PreferenceSpec(Section):
         if self.variant == "ipo" and self.label_smoothing:
             raise ValueError("label_smoothing does not apply, ipo has none: remove it, or set variant to sigmoid")
         return self
+
+
+TEACHER = "algorithm.teacher.model"
+"""The key that names a teacher, for errors."""
+
+
+class TeacherSpec(Section):
+    """On-policy distillation (arXiv 2306.13649): each token's advantage grows by what a teacher thinks of it.
+
+    The amount is `coef` x (log p of the teacher - log p of the engine), whose mean is the reverse KL divergence.
+    """
+
+    model: str = Field(min_length=1)
+    """Folder or Hugging Face id of the teacher, with the tokenizer of the job's `model`. The trainer's devices hold it
+    in `trainer.dtype`."""
+    coef: float = Field(1.0, gt=0, allow_inf_nan=False)
+    """Weight of the teacher next to advantages from rewards."""
 
 
 class RejectionSpec(Section):
@@ -148,6 +165,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "cispo": {**_GRPO, "clip": "cispo", "clip_low": 1.0, "clip_high": 4.0},
     "ppo": {**_GRPO, "advantage": "gae", "clip_high": 0.2, "equal_groups": "keep"},
     "dpo": {**_GRPO, "advantage": "best_worst"},
+    "distill": {**_GRPO, "advantage": "none"},
 }
 """Algorithm -> what it chooses where the job file says nothing."""
 
@@ -180,6 +198,10 @@ _PAIRS = _Reason(
     lambda a: a.get("advantage") == "best_worst",
     "pairs have a loss of their own: set algorithm.advantage to something else than best_worst",
 )
+_TAUGHT = _Reason(
+    lambda a: a.get("teacher") is not None,
+    "a teacher judges every token, also those of groups of equal rewards: remove algorithm.teacher",
+)
 _CUSTOM_LOSS = _Reason(lambda a: bool(a.get("loss")), "algorithm.loss takes the place of ratio and clip")
 
 _RULES = (
@@ -194,10 +216,12 @@ _RULES = (
             ),
         ),
     ),
-    _Rule(("aggregation", "equal_groups", "old_logprobs", "tis_cap"), (_PAIRS,)),
+    _Rule(("aggregation", "old_logprobs", "tis_cap"), (_PAIRS,)),
+    _Rule(("equal_groups",), (_PAIRS, _TAUGHT)),
     _Rule(
         ("resample",),
         (
+            _TAUGHT,
             _Reason(
                 lambda a: a.get("equal_groups") == "keep",
                 "no group is left out, so none is replaced: set algorithm.equal_groups to drop",
@@ -249,8 +273,9 @@ _RULES = (
     ),
 )
 
-GROUPLESS: frozenset[str] = frozenset({"batch_std", "gae"})
-"""Advantage estimators that compare a sample with others of the step, or with a critic's value; not with its group."""
+GROUPLESS: frozenset[str] = frozenset({"batch_std", "gae", "none"})
+"""Advantage estimators that do not compare a sample with its group: with others of the step, with a critic's value, or
+not at all."""
 
 
 class AlgorithmSpec(Section):
@@ -261,7 +286,17 @@ class AlgorithmSpec(Section):
     """
 
     name: Literal[
-        "grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce++", "reinforce++-baseline", "cispo", "ppo", "dpo"
+        "grpo",
+        "dr_grpo",
+        "dapo",
+        "gspo",
+        "rloo",
+        "reinforce++",
+        "reinforce++-baseline",
+        "cispo",
+        "ppo",
+        "dpo",
+        "distill",
     ] = "grpo"
     """Preset of the choices below."""
     group_size: int = Field(8, ge=1, le=MAX_GROUP_SIZE)
@@ -271,7 +306,10 @@ class AlgorithmSpec(Section):
     epochs: int = Field(1, ge=1)
     """How often each step's samples are trained on, in the same order, with the old policy of the step's start."""
     advantage: Advantage = "group_std"
-    """Baseline and scale of a sample's reward; `best_worst` trains on one pair per group and nothing else."""
+    """Baseline and scale of a sample's reward; `best_worst` trains on one pair per group and nothing else, `none` on
+    what `teacher` thinks: rewards are only logged, and the job needs none."""
+    teacher: TeacherSpec | None = None
+    """A model that judges each token."""
     equal_groups: Literal["drop", "keep"] | None = "drop"
     """Whether groups of equal rewards are left out of the loss, or count in its denominator."""
     resample: Annotated[int, Field(ge=0, le=64)] | None = 0
@@ -324,8 +362,8 @@ class AlgorithmSpec(Section):
 
     @property
     def needs_reference(self) -> bool:
-        """Return True if losses need log-probabilities under the starting weights."""
-        return self.kl_coef > 0 or self.preference is not None
+        """Return True if losses need log-probabilities under the starting weights, or a teacher's."""
+        return self.kl_coef > 0 or self.preference is not None or self.teacher is not None
 
     def is_decoupled(self, max_staleness: int) -> bool:
         """Return True if the ratio is to the trainer's own log-probabilities under the weights at the step's start."""
@@ -358,12 +396,6 @@ class AlgorithmSpec(Section):
                     raise ValueError(f"{setting} is missing: give it, or leave the key out for {self.name}'s own")
                 if reason and chosen[setting] is not None:
                     raise ValueError(f"{setting} does not apply, {reason}, or remove {setting}")
-        others = {name: getattr(self, name) for name in ("loss", "rollout_rs", "kl_coef", "entropy_coef")}
-        if self.preference is not None and (asked := next((name for name, given in others.items() if given), "")):
-            raise ValueError(
-                f"{asked} does not apply, pairs have a loss of their own, which preference.beta holds to the starting "
-                f"weights: remove {asked}, or set algorithm.advantage to something else than best_worst"
-            )
         if self.group_size < 2 and self.advantage not in GROUPLESS:
             raise ValueError(
                 f"group_size: a group of one has nothing to compare with, and {self.name} ({self.advantage}) compares "
@@ -377,6 +409,29 @@ class AlgorithmSpec(Section):
         if self.importance == "mask" and isinstance(self.tis_cap, float) and self.tis_cap <= 1:
             raise ValueError("tis_cap: with importance mask, weights from 1 / tis_cap on are kept: give more than 1")
         return self
+
+    @model_validator(mode="after")
+    def _has_one_reference(self) -> Self:
+        others = {name: getattr(self, name) for name in ("loss", "rollout_rs", "kl_coef", "entropy_coef")}
+        if self.preference is not None and (asked := next((name for name, given in others.items() if given), "")):
+            raise ValueError(
+                f"{asked} does not apply, pairs have a loss of their own, which preference.beta holds to the starting "
+                f"weights: remove {asked}, or set algorithm.advantage to something else than best_worst"
+            )
+        if self.advantage == "none" and self.teacher is None:
+            raise ValueError("teacher: missing, and advantage none learns from nothing else: give teacher.model")
+        if self.teacher is not None and (other := self._other_than_a_teacher()):
+            raise ValueError(
+                f"teacher: not supported with {other}: remove teacher, or choose another advantage such as none (name: "
+                "distill) without kl_coef"
+            )
+        return self
+
+    def _other_than_a_teacher(self) -> str:
+        """Return what needs the starting weights as the reference, or has losses of its own."""
+        if self.advantage in ("gae", "best_worst"):
+            return f"advantage: {self.advantage}"
+        return "kl_coef, the penalty to the starting weights" if self.kl_coef else ""
 
 
 def with_former_defaults(stored: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal, Self, cast, get_args
 
-from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from rlboost.shared.data.shards import AGENT_ROWS, Source, names_of
 from rlboost.shared.errors import ConfigError
@@ -189,7 +189,7 @@ class _RewardedJob(ServiceJob):
     """Makes each sample a conversation with an environment, whose rewards are added to those of `reward`, if any."""
     agent: AgentSpec | None = None
     """Makes each sample a session of an agent, whose reward is added to that of `reward`, if any."""
-    reward: RewardSpec | None = Field(None, validate_default=True)
+    reward: RewardSpec | None = None
     """The reward; may be omitted only with an `environment` or an `agent`."""
     sampling: SamplingSpec = SamplingSpec()
     """How completions are sampled."""
@@ -204,16 +204,19 @@ class _RewardedJob(ServiceJob):
         """Return the section of the environment or agent; None if a sample is one completion."""
         return self.environment or self.agent
 
-    @field_validator("reward")
-    @classmethod
-    def _has_a_reward(cls, value: RewardSpec | None, info: ValidationInfo) -> RewardSpec | None:
-        # An invalid section is missing here, and has an error of its own.
-        gives_reward = any(info.data.get(section, "invalid") is not None for section in ("environment", "agent"))
-        if value is None and not gives_reward:
-            raise ValueError(f"a job of kind {info.data.get('kind')} needs it, or an environment or agent")
-        if value is not None and not gives_reward and not any(part.weight for part in value.parts):
-            raise ValueError("every function has weight 0 and is only logged: give one of them another weight")
-        return value
+    @property
+    def _learns_without_rewards(self) -> bool:
+        return False
+
+    @model_validator(mode="after")
+    def _has_a_reward(self) -> Self:
+        if self.conversation is not None or self._learns_without_rewards:
+            return self
+        if self.reward is None:
+            raise ValueError(f"reward: a job of kind {self.kind} needs it, or an environment or agent")
+        if not any(part.weight for part in self.reward.parts):
+            raise ValueError("reward: every function has weight 0 and is only logged: give one of them another weight")
+        return self
 
     @model_validator(mode="after")
     def _is_environment_or_agent(self) -> Self:
@@ -236,6 +239,10 @@ class RlJob(_TrainingJob, _RewardedJob):
     """The algorithm."""
     eval: EvalSpec | None = None
     """Evaluation on held-out prompts; needs `data.eval`."""
+
+    @property
+    def _learns_without_rewards(self) -> bool:
+        return self.algorithm.advantage == "none"
 
     @field_validator("sampling")
     @classmethod
@@ -260,6 +267,17 @@ class RlJob(_TrainingJob, _RewardedJob):
             raise ValueError(
                 "algorithm.advantage: best_worst compares whole completions, and turns of an agent may branch"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _supports_a_teacher(self) -> Self:
+        if self.algorithm.teacher is not None and self.trainer.router_replay != "none":
+            raise ValueError(
+                "trainer.router_replay: replays the experts of the job's model, which algorithm.teacher does not have: "
+                "set it to none"
+            )
+        if self.eval is not None and self.reward is None and self.conversation is None:
+            raise ValueError("eval: it needs a reward, which otherwise is only logged: give reward, or remove eval")
         return self
 
     @model_validator(mode="after")

@@ -90,6 +90,50 @@ def require_unquantized(config: Mapping[str, Any]) -> None:
         )
 
 
+def require_teachable(student: Path, teacher: Path) -> None:
+    """Check that a model can learn from the probabilities that another one gives to its tokens.
+
+    Raises:
+        ConfigError: a token of the student is another token of the teacher, or none.
+
+    """
+    own, others = _token_ids(student), _token_ids(teacher)
+    if different := sorted((number, token) for token, number in own.items() if others.get(token) != number):
+        number, token = different[0]
+        has = f"is {others[token]} there" if token in others else "is none there"
+        raise ConfigError(
+            f"algorithm.teacher.model: {teacher} and {student} have different tokenizers: token {number}, {token!r}, "
+            f"{has}: use a teacher of the same family"
+        )
+    sizes = [_vocabulary(model) for model in (student, teacher)]
+    if sizes[0] > sizes[1]:
+        raise ConfigError(
+            f"algorithm.teacher.model: {teacher} has {sizes[1]} logits, fewer than the {sizes[0]} of {student}: use a "
+            "teacher with a vocab_size that is not smaller"
+        )
+
+
+def _vocabulary(model: Path) -> int:
+    config = read_config(model)
+    size: int = config.get("text_config", config).get("vocab_size", 0)
+    return size
+
+
+def _token_ids(model: Path) -> dict[str, int]:
+    """Return the id of each token, also of added ones."""
+    try:
+        raw = json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))
+        vocabulary = raw["model"]["vocab"]
+        if isinstance(vocabulary, list):  # of (token, score)
+            vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
+        return {**vocabulary, **{added["content"]: added["id"] for added in raw.get("added_tokens", ())}}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"model {model}: tokenizer.json cannot be read ({error}), which a job with a teacher needs: save the "
+            "tokenizer there with save_pretrained"
+        ) from error
+
+
 def read_tensor_shapes(model: Path) -> dict[str, Shape]:
     """Return the shape of every tensor in the directory's .safetensors files, by name.
 

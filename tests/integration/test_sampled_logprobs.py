@@ -39,7 +39,7 @@ pytestmark = [
 ]
 
 GROUPS, SAMPLES = 3, 8
-RATIO_PRESETS = sorted(set(PRESETS) - {"dpo"})
+RATIO_PRESETS = sorted(set(PRESETS) - {"dpo", "distill"})
 """All but the one whose loss has no ratio."""
 RAW = {"logprobs_mode": "raw_logprobs"}
 

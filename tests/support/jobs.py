@@ -23,3 +23,8 @@ def parse_rl(raw: object) -> RlJob:
 def job(**changes: Any) -> RlJob:
     """Return the parsed job of `job_file`."""
     return parse_rl(job_file(**changes))
+
+
+def with_teacher(**algorithm: Any) -> dict[str, Any]:
+    """Return a section `algorithm`, with a teacher if its preset needs one."""
+    return {"teacher": {"model": "larger"}, **algorithm} if algorithm.get("name") == "distill" else algorithm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ def write_model(directory: Path, family: str = "qwen3-tied", seed: int = 0) -> P
     """Write config and weights, and return the directory."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: Any = AutoModelForCausalLM.from_config((CONFIGS | MIXTURES)[family])
+        model: Any = AutoModelForCausalLM.from_config(copy.deepcopy((CONFIGS | MIXTURES)[family]))
     model.save_pretrained(directory)
     return directory
 

@@ -33,8 +33,12 @@ from rlboost.shared.wire import I32, pack
 _MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 
 
-def find_model(model: str) -> Path:
+def find_model(model: str, field: str = "model") -> Path:
     """Return the local directory of a Hugging Face model, downloaded if `model` is not a directory.
+
+    Args:
+        model: a directory or id.
+        field: the key of the job file that names it, for errors.
 
     Raises:
         ConfigError: it is neither a directory nor a model that can be downloaded.
@@ -43,13 +47,13 @@ def find_model(model: str) -> Path:
     if Path(model).is_dir():
         return Path(model)
     if model.startswith((".", "/", "~")) or model.count("/") > 1:
-        raise ConfigError(f"model: {model!r} is not a directory on the trainer's machine: correct the path")
+        raise ConfigError(f"{field}: {model!r} is not a directory on the trainer's machine: correct the path")
     try:
         return Path(snapshot_download(model, allow_patterns=_MODEL_FILES))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, HTTPError, OSError) as error:
         reason = str(error).partition("\n")[0]
         raise ConfigError(
-            f"model: {model!r} is not a directory and cannot be downloaded ({reason}): name a directory "
+            f"{field}: {model!r} is not a directory and cannot be downloaded ({reason}): name a directory "
             "with config.json and *.safetensors, or an id such as Qwen/Qwen3-0.6B (HF_TOKEN for private ones)"
         ) from error
 

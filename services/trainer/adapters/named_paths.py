@@ -17,6 +17,7 @@ from pathlib import Path
 from rlboost.shared.data.rows import is_remote
 from rlboost.shared.data.shards import AGENT_ROWS, names_of, shards
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.algorithm import TEACHER
 from rlboost.shared.job.spec import JobSpec
 
 _STATE_FOLDER = ".rlboost"
@@ -48,8 +49,12 @@ def check_named_paths(spec: JobSpec, runs: Path, folders: Sequence[str]) -> None
 
 def _named(spec: JobSpec) -> Iterator[tuple[str, str]]:
     """Yield the field and the name of each local path."""
-    if spec.model.startswith(("/", ".", "~")) or Path(spec.model).exists():
-        yield "model", spec.model
+    models = {"model": spec.model}
+    if spec.kind == "rl" and spec.algorithm.teacher is not None:
+        models[TEACHER] = spec.algorithm.teacher.model
+    for field, model in models.items():
+        if model.startswith(("/", ".", "~")) or Path(model).exists():
+            yield field, model
     for rows in spec.data.rows:
         for name in names_of(rows.source):
             if name != AGENT_ROWS and not is_remote(name):

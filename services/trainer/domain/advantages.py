@@ -201,6 +201,7 @@ _IN_GROUP: dict[str, Callable[[Rewards], list[float]]] = {
     "group_std": _relative,
     "group_mean": centered,
     "leave_one_out": leave_one_out,
+    "none": lambda rewards: [0.0] * len(rewards),
 }
 NEED_THE_STEP = frozenset({"batch_std", "group_mean_batch_std", "gae"})
 """Estimators that need all groups of a step before the first advantage is known, so training starts late."""

@@ -101,6 +101,8 @@ class JobFacts:
     group_size: int = 1
     compares_within_groups: bool = True
     """Whether advantages compare only completions of the same prompt."""
+    has_teacher: bool = False
+    """Whether a teacher judges the tokens: the job learns from equal rewards too, and `kl` is the KL to the teacher."""
     has_curriculum: bool = False
     limits: str = ""
     """The settings that cut a completion, with their values."""
@@ -121,6 +123,7 @@ class JobFacts:
             spec.data.prompts_per_step,
             spec.algorithm.group_size,
             compares_within_groups=spec.algorithm.advantage not in GROUPLESS,
+            has_teacher=spec.algorithm.teacher is not None,
             has_curriculum=spec.data.curriculum is not None,
             limits=f"sampling.max_tokens is {spec.sampling.max_tokens}{turns}",
             eval_samples=spec.eval.samples if spec.eval is not None else 0,
@@ -198,6 +201,8 @@ def no_learning_signal(history: History, job: JobFacts) -> Finding | None:
     """Return a finding if all rewards are equal, or those of each prompt: no completion is better than another."""
     equal, rows = history.window("frac_reward_zero_std"), history.last
     if not equal or min(equal) < 1 or any(row.get("reward/overlong_penalty") for row in rows):
+        return None
+    if job.has_teacher:
         return None
     low = min(row.get("reward/min", row["reward/mean"]) for row in rows)
     high = max(row.get("reward/max", row["reward/mean"]) for row in rows)
@@ -354,10 +359,10 @@ def reward_fell(history: History, job: JobFacts) -> Finding | None:
     )
 
 
-def kl_exploded(history: History, _: JobFacts) -> Finding | None:
+def kl_exploded(history: History, job: JobFacts) -> Finding | None:
     """Return a finding if the weights are far from those that the job started from."""
     kl = history.window("kl")
-    if not kl or min(kl) <= KL_NATS:
+    if not kl or min(kl) <= KL_NATS or job.has_teacher:
         return None
     return Finding(
         "kl_exploded",

@@ -39,9 +39,11 @@ class PolicySettings(BaseModel):
     critic: CriticSpec | None = None
     """The value model to train along with the policy, if any. Not with megatron."""
     reference: bool = False
-    """Whether losses get the log-probabilities of the weights that `load_hf` loaded. It costs another copy of them on
-    the device, unless an adapter is trained, and another forward pass, unless rows have the log-probabilities
-    already."""
+    """Whether losses get log-probabilities of the teacher, or of the weights that `load_hf` loaded. It costs another
+    model on the device, unless an adapter is trained without a teacher, and another forward pass, unless rows have the
+    log-probabilities already."""
+    teacher: str = ""
+    """Directory of the Hugging Face model that is the reference in place of the weights that `load_hf` loaded."""
     offload: Offload = "none"
     """What `PolicyEngine.offload` moves to host memory."""
     activation_checkpointing: bool = False
@@ -60,8 +62,10 @@ class PolicySettings(BaseModel):
     """Logits that a process has at a time. Not with megatron."""
 
     @classmethod
-    def of(cls, spec: JobSpec, aggregation: Aggregation, replayed: RoutedShape | None) -> PolicySettings:
-        """Return the settings of a job whose loss has this aggregation."""
+    def of(
+        cls, spec: JobSpec, aggregation: Aggregation, replayed: RoutedShape | None, teacher: str = ""
+    ) -> PolicySettings:
+        """Return the settings of a job whose loss has this aggregation; `teacher` is its teacher's directory."""
         trainer = spec.trainer
         return cls(
             optimizer=spec.optimizer,
@@ -71,6 +75,7 @@ class PolicySettings(BaseModel):
             lora=spec.adapter,
             critic=None if spec.kind == "sft" else spec.algorithm.critic,
             reference=spec.kind == "rl" and spec.algorithm.needs_reference,
+            teacher=teacher,
             offload=trainer.offload,
             activation_checkpointing=trainer.activation_checkpointing,
             compile=trainer.compile,
@@ -123,13 +128,13 @@ class PolicyEngine(Protocol):
         """
 
     def reference_logprobs(self, batches: Sequence[Sequence[SequenceRow]]) -> list[bytes]:
-        """Return the same columns under the weights that `load_hf` loaded; needs an engine built with a reference."""
+        """Return the same columns under the reference; needs an engine built with one."""
 
     def accumulate(self, batches: Sequence[Sequence[TrainingRow]], loss: LossFn) -> dict[str, float]:
         """Run forward and backward over micro-batches, adding unnormalized gradients; return the loss's sums.
 
-        `loss.sums.add` adds up the returned sums. An engine built with a reference passes reference log-probabilities
-        to the loss: those of the weights that `load_hf` loaded, or those that the rows carry. A critic trains along.
+        `loss.sums.add` adds up the returned sums. An engine built with a reference passes its log-probabilities to the
+        loss, computed or carried by the rows. A critic trains along.
 
         Raises:
             NotFinite: a loss is NaN or infinite; nothing was added for that micro-batch.

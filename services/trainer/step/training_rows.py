@@ -133,15 +133,19 @@ class TrainingRows(ABC):
 
 
 class _FromRewards(TrainingRows):
-    """Compares the rewards of samples; all tokens of a sample have one advantage."""
+    """Compares rewards, which gives all tokens of a sample one advantage; a teacher judges each token."""
 
     async def _estimate(self, groups: Sequence[ScoredGroup], rewards: Sequence[list[float]]) -> list[list[TrainingRow]]:
         advantages = group_advantages(self._algorithm.advantage, rewards, drop_equal=self._drops_equal_groups)
         self._exclude(advantages.count(None))
-        return [
+        found = [
             [TrainingRow.of(row, constant(value, row)) for row, value in self._trainable(group, values or [])]
             for group, values in zip(groups, advantages, strict=True)
         ]
+        if (teacher := self._algorithm.teacher) is None:
+            return found
+        columns = iter(await self._columns(_flat(found), self._engine.reference_logprobs))
+        return [[_taught(row, next(columns), teacher.coef) for row in group] for group in found]
 
 
 class _WithCritic(TrainingRows):
@@ -221,6 +225,12 @@ class _PreferencePairs(TrainingRows):
             replace(row, advantages=constant(weight, row), reference=column)
             for row, weight, column in zip(rows, weights, reference, strict=True)
         ]
+
+
+def _taught(row: TrainingRow, column: bytes, coef: float) -> TrainingRow:
+    """Return a row whose tokens' advantages also grow by coef x (log p of the teacher - log p of the engine)."""
+    judged = coef * (_array(column) - _array(row.sampled))
+    return replace(row, advantages=_column(_array(row.advantages) + judged), reference=column)
 
 
 def _flat(groups: Sequence[Sequence[T]]) -> list[T]:

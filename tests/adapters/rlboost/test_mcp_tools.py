@@ -58,11 +58,12 @@ async def test_error_of_a_tool_is_a_result_for_the_model() -> None:
     assert await answer(environment, "wait", seconds=30) == "error: TimeoutError: no answer within 1 s"
 
 
-@pytest.mark.parametrize("fault", ["hang", "die"])
-async def test_server_that_fails_loses_its_calls_and_is_started_again(fault: str) -> None:
-    environment = ToolEnvironment(SERVER.tools())
+@pytest.mark.parametrize(("fault", "limit_s"), [("hang", 3), ("die", 60)])
+async def test_server_that_fails_loses_its_calls_and_is_started_again(fault: str, limit_s: float) -> None:
+    server = McpServer(COMMAND, env=ENVIRONMENT, timeout_s=limit_s)
+    environment = ToolEnvironment(server.tools())
     before = await answer(environment, "pid")
-    other = asyncio.create_task(SERVER.call("wait", {"seconds": 0.9}))
+    other = asyncio.create_task(server.call("wait", {"seconds": 0.9 * limit_s}))
     with pytest.raises(ToolUnavailable, match=r"the MCP server .* has failed"):
         await environment.step(call(fault))
     with pytest.raises(ToolUnavailable):

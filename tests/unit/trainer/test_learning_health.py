@@ -128,6 +128,11 @@ def test_rewards_that_do_not_differ_across_a_batch_are_a_signal_for_batch_statis
     assert raised([equal(0.0)] * 4, batch) == [(2, "no_learning_signal")]
 
 
+def test_equal_rewards_and_distance_from_a_teacher_are_no_trouble() -> None:
+    taught = JobFacts("j-1", has_teacher=True)
+    assert raised([equal(0.0)] * 4, taught) == raised([rl(kl=2.0)] * 4, taught) == []
+
+
 def test_a_length_penalty_is_a_signal_though_rewards_are_equal() -> None:
     assert raised([equal(0.0) | {"reward/overlong_penalty": 0.1}] * 4) == []
 

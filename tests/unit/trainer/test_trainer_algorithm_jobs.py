@@ -28,6 +28,7 @@ from rlboost.shared.ids import SampleId
 from rlboost.shared.job.algorithm import PRESETS
 from rlboost.shared.messages import GroupRequested
 from rlboost.shared.wire import F32, I32, length, unpack
+from tests.support.jobs import with_teacher
 from tests.support.scripted_manager import Answer, scripted
 from tests.support.trainer_rig import Rig, spec
 from tests.support.training_rows import advantage_of
@@ -82,7 +83,7 @@ async def completed(rig: Rig) -> dict[str, float]:
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
 async def test_a_job_runs_to_its_end_with_every_algorithm(tmp_path: Path, name: str) -> None:
-    rig = rig_of(tmp_path, algorithm={"name": name}, steps=2)
+    rig = rig_of(tmp_path, algorithm=with_teacher(name=name), steps=2)
     assert (await completed(rig))["tokens/trained"] > 0
     assert sorted(rig.weights.versions) == [0, 1, 2]
 

@@ -24,7 +24,7 @@ from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import GROUPLESS, PRESETS, Aggregation, AlgorithmSpec, CriticSpec
 from rlboost.shared.job.file import load
 from rlboost.shared.job.spec import parse, to_json
-from tests.support.jobs import parse_rl
+from tests.support.jobs import job_file, parse_rl, with_teacher
 
 Groups = list[list[float]]
 rewards = st.floats(-10, 10).map(lambda value: round(value, 3))
@@ -146,7 +146,7 @@ def test_numbers_add_up_and_maxima_stay_maxima() -> None:
 
 
 def job(**algorithm: Any) -> dict[str, Any]:
-    return {"model": "m", "data": {"train": "t"}, "reward": {"function": "m:f"}, "algorithm": algorithm, "steps": 1}
+    return job_file(algorithm=with_teacher(**algorithm), steps=1)
 
 
 def chosen(**algorithm: Any) -> AlgorithmSpec:

@@ -19,7 +19,7 @@ from rlboost.services.trainer.domain.loss.terms import accepted, engine_ratios
 from rlboost.shared.errors import Fatal
 from rlboost.shared.job.algorithm import PRESETS, RejectionLevel, RejectionSpec
 from rlboost.shared.job.spec import RlJob
-from tests.support.jobs import parse_rl
+from tests.support.jobs import parse_rl, with_teacher
 from tests.support.losses import clipped_loss, decoupled_loss
 
 MAX_TOKENS = 9
@@ -32,7 +32,7 @@ def job(max_staleness: int = 0, **algorithm: Any) -> RlJob:
             "model": "m",
             "data": {"train": "t"},
             "reward": {"function": "m:f"},
-            "algorithm": algorithm,
+            "algorithm": with_teacher(**algorithm),
             "sampling": {"max_tokens": MAX_TOKENS},
             "elastic": {"max_staleness": max_staleness},
             "steps": 1,
@@ -120,6 +120,7 @@ PAPERS: dict[str, Callable[[Case, Array], float]] = {
     "rloo": rloo,
     "cispo": cispo,
     "ppo": token_mean(0.2, 0.2),
+    "distill": token_mean(0.2, 0.28),
 }
 """All but DPO's, whose loss is not one of tokens: see `test_trainer_preference`."""
 

@@ -163,7 +163,7 @@ def job(name: str, max_staleness: int) -> RlJob:
     return parse_rl({**raw, "algorithm": algorithm, "elastic": {"max_staleness": max_staleness}})
 
 
-@pytest.mark.parametrize("name", sorted(PRESETS))
+@pytest.mark.parametrize("name", sorted(set(PRESETS) - {"distill"}))
 @settings(max_examples=15, deadline=None)
 @given(step=steps(), random=st.randoms(use_true_random=False), budget=st.integers(1, 60), stale=st.integers(0, 1))
 def test_the_gradient_depends_on_neither_arrival_order_nor_micro_batches(

@@ -125,7 +125,7 @@ class RankEngine(ABC):
 
     @abstractmethod
     def _build_reference(self, model: dict[str, Any]) -> Frozen:
-        """Build the frozen reference model, with uninitialized weights."""
+        """Build the frozen reference model, with uninitialized weights; `model` is the policy's or the teacher's."""
 
     @abstractmethod
     def _build_critic(self, model: dict[str, Any], spec: CriticSpec) -> Trainable:
@@ -162,7 +162,14 @@ class RankEngine(ABC):
 
     # --- the model ---
 
-    def load_hf(self, model: dict[str, Any], files: Sequence[str], shared: str) -> dict[str, Any]:
+    def load_hf(
+        self,
+        model: dict[str, Any],
+        files: Sequence[str],
+        shared: str,
+        teacher: dict[str, Any] | None = None,
+        teacher_files: Sequence[str] = (),
+    ) -> dict[str, Any]:
         """Build the model and load it from safetensors files.
 
         Args:
@@ -170,6 +177,8 @@ class RankEngine(ABC):
             files: the safetensors files.
             shared: a directory that the trainer created where it writes checkpoints; a rank that does not see it is on
                 a machine without the shared file system. Empty in the trainer's process.
+            teacher: the arguments of the model that is the reference; None: it is the model itself, if there is one.
+            teacher_files: its safetensors files.
 
         Returns:
             This rank's slices of the `base` model and of the `adapter`, and `adapter_json`.
@@ -184,20 +193,23 @@ class RankEngine(ABC):
         self._n_steps = self._n_accumulated = 0
         self.critic = self._build_critic(model, spec) if (spec := self._settings.critic) else None
         self._trained = {"": self.policy} | ({CRITIC_PREFIX: self.critic} if self.critic else {})
-        self._frozen = self.policy.base
-        if self._frozen is None and self._settings.reference:
-            self._frozen = self._build_reference(model)
+        frozen = [(base, files)] if (base := self.policy.base) is not None else []
+        self._reference = base
+        if self._settings.reference and (base is None or teacher is not None):
+            self._reference = self._build_reference(teacher or model)
+            frozen.append((self._reference, teacher_files if teacher else files))
         try:
             with ExitStack() as stack:
                 reader = stack.enter_context(SliceReader(map(Path, files))) if self._reads_files else None
                 for trainable in self._trained.values():
                     fill(trainable, reader, trainable.initial)
-                if self._frozen is not None and reader is not None:
-                    fill_frozen(self._frozen.model, reader)
+            for one, its_files in frozen if self._reads_files else ():
+                with SliceReader(map(Path, its_files)) as its_reader:
+                    fill_frozen(one.model, its_reader)
         except (OSError, ValueError, SafetensorError) as error:
             raise ConfigError(f"the model cannot be loaded: {error}") from error
         trained = [trainable.model for trainable in self._trained.values()]
-        models: list[Model] = [*trained, *([self._frozen.model] if self._frozen is not None else [])]
+        models: list[Model] = [*trained, *(one.model for one, _ in frozen)]
         self._offloader = Offloader(
             [parameter for one in models for _, parameter in one.parameters()],
             [optimizer for one in trained for optimizer in one.optimizers],
@@ -244,12 +256,12 @@ class RankEngine(ABC):
     def logprobs(self, batches: Sequence[MicroBatch], reference: bool = False) -> list[bytes]:
         """Return one float32 column per micro-batch, on ranks that compute them.
 
-        `reference` selects the weights that `load_hf` loaded.
+        `reference` selects the reference model.
         """
         self._offloader.onload_weights()
         if reference:
-            assert self._frozen is not None, "this engine has no reference model"
-            return self._columns(self._frozen.passes, batches)
+            assert self._reference is not None, "this engine has no reference model"
+            return self._columns(self._reference.passes, batches)
         return self._columns(self.policy.passes, batches)
 
     def values(self, batches: Sequence[MicroBatch]) -> list[bytes]:

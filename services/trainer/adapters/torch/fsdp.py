@@ -398,7 +398,7 @@ class FsdpRank(RankEngine):
     module: Any
     """The causal language model of transformers."""
     reference: Any = None
-    """A frozen copy of it; None if losses need none, or if an adapter is trained."""
+    """A frozen copy of it; None if losses need none or a teacher's, or if an adapter is trained."""
 
     def _init_parallel(self, rank: int, layout: Layout) -> Coordinates:
         self._context: ContextGroup | None = None
@@ -408,8 +408,15 @@ class FsdpRank(RankEngine):
         self._mesh = _mesh_of(self._device, layout) if layout.n_ranks > 1 else None
         return Coordinates.of(rank, layout)
 
-    def load_hf(self, model: dict[str, Any], files: Sequence[str] = (), shared: str = "") -> dict[str, Any]:
-        loaded = super().load_hf(model, files, shared)
+    def load_hf(
+        self,
+        model: dict[str, Any],
+        files: Sequence[str] = (),
+        shared: str = "",
+        teacher: dict[str, Any] | None = None,
+        teacher_files: Sequence[str] = (),
+    ) -> dict[str, Any]:
+        loaded = super().load_hf(model, files, shared, teacher, teacher_files)
         if self._settings.replayed or self._balancing.coefficient:
             self._offloader.onload_weights()
             self.policy.passes.columns([DUMMY_ROWS])  # checks the routers
@@ -440,7 +447,7 @@ class FsdpRank(RankEngine):
             module = empty_model(source, model["attention"], dtype)
         self.module = module
         self._adapter = Adapter(module, settings.lora) if settings.lora else None
-        if self._mesh is None and settings.reference and self._adapter is None:
+        if self._mesh is None and settings.reference and self._adapter is None and not settings.teacher:
             self.reference = copy.deepcopy(module).requires_grad_(False)
         self._prepare(module, module)
         passes = self._passes_of(module, balances=bool(self._balancing.coefficient))
@@ -471,11 +478,15 @@ class FsdpRank(RankEngine):
             shard(module, self._device, self._mesh)
 
     def _build_reference(self, model: dict[str, Any]) -> Frozen:
-        if self._mesh is None:
-            module = self.reference
-        else:
-            module = empty_model(Path(model["source"]), model["attention"]).requires_grad_(False)
+        source, attention = Path(model["source"]), model["attention"]
+        dtype = self._dtype if self._settings.teacher else torch.float32
+        if self._mesh is not None:
+            module = empty_model(source, attention, dtype).requires_grad_(False)
             shard(module, self._device, self._mesh)
+        elif self._settings.teacher:
+            module = whole_model(source, attention, dtype).to(self._device).requires_grad_(False)
+        else:
+            module = self.reference
         parameters = FsdpModel(dict(module.named_parameters()), self._mesh, saved_buffers(module))
         return Frozen(parameters, self._passes_of(module))
 

@@ -55,7 +55,7 @@ from rlboost.services.trainer.domain.loss.inputs import LossFn
 from rlboost.services.trainer.ports.engine import Exported, Loaded, NotFinite, PolicySettings, Snapshot
 from rlboost.shared.errors import ConfigError, DiskFull, Fatal
 from rlboost.shared.files import write_error
-from rlboost.shared.job.algorithm import CriticSpec
+from rlboost.shared.job.algorithm import TEACHER, CriticSpec
 from rlboost.shared.model.experts import require_known_experts, require_mixture
 from rlboost.shared.model.folder import read_config, require_unquantized, require_whole_weights
 from rlboost.shared.process.modules import pip_install
@@ -145,36 +145,52 @@ class RanksPolicy(ABC):
         transformers_logging.disable_progress_bar()
         self._drop_rank()
         self._divisor = self._n_tokens = 0
-        require_unquantized(read_config(source))
-        require_known_experts(source)
         if self.settings.router_aux_loss_coef:
             require_mixture(source, "trainer.router_aux_loss_coef")
         if self._layout.expert > 1:
             require_mixture(source, "trainer.expert_parallel")
-        try:
-            model = self._model_arguments(source, AutoConfig.from_pretrained(source, local_files_only=True))
-        except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(f"model {source} cannot be loaded as a causal language model: {error}") from error
-        require_whole_weights(source)
+        model = self._arguments(source)
+        teacher = self._teacher_arguments(Path(self.settings.teacher)) if self.settings.teacher else {}
         if self._ranks is None:
             self._local = FsdpRank(device=self._device, layout=self._layout, settings=self.settings)
-            answers = [self._local.load_hf(model)]
+            answers = [self._local.load_hf(model, **teacher)]
         else:
-            answers = self._load_ranks(self._ranks, source, model)
+            answers = self._load_ranks(self._ranks, source, model, teacher)
         for what, shapes in self._shapes.items():
             shapes.clear()
             shapes |= {name: tuple(shape) for answer in answers for name, shape, *_ in answer[what]}
         self.adapter_json = answers[0]["adapter_json"]
 
-    def _load_ranks(self, ranks: RankCalls, source: Path, model: dict[str, Any]) -> list[dict[str, Any]]:
-        files = sorted(str(file) for file in source.glob("*.safetensors"))
-        if not files:
-            raise ConfigError(f"model {source} has no .safetensors file: save it again with save_pretrained")
+    def _arguments(self, source: Path) -> dict[str, Any]:
+        """Return the arguments from which a rank builds the model in a directory, once its files are checked."""
+        require_unquantized(read_config(source))
+        require_known_experts(source)
+        try:
+            model = self._model_arguments(source, AutoConfig.from_pretrained(source, local_files_only=True))
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(f"model {source} cannot be loaded as a causal language model: {error}") from error
+        require_whole_weights(source)
+        return model
+
+    def _teacher_arguments(self, source: Path) -> dict[str, Any]:
+        packs_rows = self._packs_rows
+        try:
+            teacher = self._arguments(source)
+            files = _files(source) if self._ranks is not None else []
+        except ConfigError as error:
+            raise ConfigError(f"{TEACHER}: {error}") from error
+        self._packs_rows &= packs_rows
+        return {"teacher": teacher, "teacher_files": files}
+
+    def _load_ranks(
+        self, ranks: RankCalls, source: Path, model: dict[str, Any], teacher: dict[str, Any]
+    ) -> list[dict[str, Any]]:
+        files = _files(source)
         if self._folder is not None:
             remove_stale(self._folder)
         try:
             with ScratchDir(self._folder) as shared:
-                return ranks.call("load_hf", {"model": model, "files": files, "shared": str(shared)})
+                return ranks.call("load_hf", {"model": model, "files": files, "shared": str(shared), **teacher})
         except ConfigError as error:
             raise ConfigError(f"model {source}: {error}") from error
 
@@ -443,6 +459,18 @@ def _unscaled(config: Any) -> tuple[Tensor, float]:
     head_size = shape_of(config).head_size
     exponents = torch.arange(0, head_size, 2, dtype=torch.float32) / head_size
     return 1.0 / (config.rope_parameters["rope_theta"] ** exponents), 1.0
+
+
+def _files(source: Path) -> list[str]:
+    """Return a model's weights.
+
+    Raises:
+        ConfigError: there are none that ranks can read.
+
+    """
+    if found := sorted(str(file) for file in source.glob("*.safetensors")):
+        return found
+    raise ConfigError(f"model {source} has no .safetensors file: save it again with save_pretrained")
 
 
 # --- Losses -----------------------------------------------------------------------------------------------------------
