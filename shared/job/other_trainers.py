@@ -122,9 +122,12 @@ NAMES: Mapping[str, Names] = {
         "`temperature`", "`rollout.temperature`", "`rollout.temperature`", "`sampling.temperature`"
     ),
     "sampling.top_p": Names("`top_p`", "`rollout.top_p`", "`rollout.top_p`"),
+    "sampling.top_k": Names("`top_k`", "`rollout.top_k` (-1 for all)", "", "`sampling.top_k`"),
+    "sampling.min_p": Names("`min_p`", "", "", "`sampling.min_p`"),
     "sampling.max_tokens": Names(
         "`max_completion_length`", "`data.max_response_length`", "`rollout.max_new_tokens`", "`sampling.max_tokens`"
     ),
+    "sampling.min_tokens": Names("`generation_kwargs.min_tokens`", "", "", "`sampling.min_tokens`"),
     "optimizer.name": Names("`optim`", "`actor.optim.optimizer`", "`actor.optim`", "`optim.type`"),
     "optimizer.lr": Names("`learning_rate`", "`actor.optim.lr`", "`actor.adam.lr`", "`optim.lr`"),
     "optimizer.betas": Names(
@@ -211,7 +214,7 @@ NAMES: Mapping[str, Names] = {
 """Dotted job key -> what others call it. Entries of `reward.functions` have no index."""
 
 ABSENT: Mapping[str, str] = {
-    **dict.fromkeys(("top_k", "min_p", "typical_p"), "sampling has temperature and top_p"),
+    "typical_p": "sampling has temperature, top_p, top_k and min_p",
     **dict.fromkeys(
         (
             *(
@@ -222,7 +225,7 @@ ABSENT: Mapping[str, str] = {
                 "logit_bias",
                 "bad_words",
             ),
-            *("allowed_token_ids", "logits_processors", "min_tokens", "min_new_tokens"),
+            *("allowed_token_ids", "logits_processors"),
         ),
         "the trainer's log-probabilities are of the model's own distribution, so engines sample from it",
     ),
@@ -230,7 +233,8 @@ ABSENT: Mapping[str, str] = {
         ("stop", "stop_strings", "stop_token_ids", "ignore_eos"),
         "a completion ends at an end token of the model or at sampling.max_tokens",
     ),
-    "generation_kwargs": "sampling has temperature, top_p and max_tokens",
+    "generation_kwargs": "sampling has temperature, top_p, top_k, min_p, max_tokens and min_tokens",
+    "min_new_tokens": "set sampling.min_tokens",
     "do_sample": "sampling.temperature 0 is greedy, in jobs of kind eval",
     "epochs": "set steps to epochs x rows / data.prompts_per_step",
     "num_train_epochs": "set steps to epochs x rows / data.prompts_per_step",

@@ -112,7 +112,10 @@ class SamplingBody(_Body):
 
     temperature: float = Field(1.0, ge=0, le=10)
     top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0, lt=1 << 31, description="0 = all tokens")
+    min_p: float = Field(0.0, ge=0, le=1)
     max_tokens: int = Field(256, ge=1, lt=1 << 24)
+    min_tokens: int = Field(0, ge=0, lt=1 << 24)
     stop_token_ids: tuple[Annotated[int, Field(ge=0, lt=1 << 31)], ...] = Field((), max_length=64)
 
     def resolved(self) -> Sampling:

@@ -57,6 +57,13 @@ def test_minimal_job_of_each_kind_parses_and_round_trips(kind: str) -> None:
             {"sampling": {"temperature": 1e-9}},
             "sampling.temperature: should be 0 (greedy), or 0.01 or more, not 1e-09",
         ),
+        ("rl", {"sampling": {"top_k": -1}}, "sampling.top_k: should be 0 or more, not -1"),
+        ("eval", {"sampling": {"min_p": 1.5}}, "sampling.min_p: should be 1 or less, not 1.5"),
+        (
+            "rl",
+            {"sampling": {"min_tokens": 9, "max_tokens": 8}},
+            "sampling.min_tokens: 9 is more than max_tokens, 8: lower it",
+        ),
         ("rl", {"sampling": {"temperature": 1e9}}, "sampling.temperature: should be 10 or less, not 1000000000.0"),
         ("eval", {"reward": None}, "reward: a job of kind eval needs it, or an environment or agent"),
         (

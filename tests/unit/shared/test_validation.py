@@ -182,14 +182,15 @@ def test_no_wrong_value_is_answered_in_the_words_of_python(path: tuple[str, ...]
             "RLBoost calls it data.prompts_per_step = generation_batch_size / num_generations",
         ),
         ({"per_device_train_batch_size": 8}, "RLBoost calls it trainer.micro_batch_tokens (there in completions)"),
-        ({"sampling": {"top_k": 8}}, "unknown key: RLBoost has no top_k (docs/coming-from.md#what-differs)"),
-        ({"sampling": {"min_p": 0.1}}, "sampling.min_p: unknown key: RLBoost has no min_p"),
+        ({"top_k": 8}, "top_k: unknown key: RLBoost calls it sampling.top_k"),
+        ({"actor_rollout_ref": {"rollout": {"top_k": -1}}}, "rollout.top_k is sampling.top_k (there -1 for all)"),
+        ({"sampling": {"min_new_tokens": 4}}, "(docs/coming-from.md#what-differs): set sampling.min_tokens"),
+        ({"sampling": {"typical_p": 0.9}}, "sampling has temperature, top_p, top_k and min_p"),
         (
             {"sampling": {"repetition_penalty": 1.1}},
             "the trainer's log-probabilities are of the model's own distribution",
         ),
         ({"sampling": {"logit_bias": {"5": 1}}}, "sampling.logit_bias: unknown key: RLBoost has no logit_bias"),
-        ({"sampling": {"min_tokens": 4}}, "sampling.min_tokens: unknown key: RLBoost has no min_tokens"),
         ({"sampling": {"stop": ["#"]}}, "a completion ends at an end token of the model or at sampling.max_tokens"),
         (
             {"sampling": {"n": 8}},
