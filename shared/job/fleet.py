@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from rlboost.shared.messages import InFlightPolicy
 from rlboost.shared.validation import Section, off_is_no_boolean
@@ -27,6 +27,15 @@ MIN_TEMPERATURE = 0.01
 """vLLM samples at this one in place of lower ones, and the trainer would score another."""
 
 
+def _one_or_more(value: object) -> object:
+    return (value,) if isinstance(value, str) else value
+
+
+_StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+StopStrings = Annotated[tuple[_StopString, ...], Field(max_length=16), BeforeValidator(_one_or_more)]
+"""Strings, or a single one, that end a completion."""
+
+
 class SamplingSpec(Section):
     """How completions are sampled."""
 
@@ -45,6 +54,10 @@ class SamplingSpec(Section):
     min_tokens: int = Field(0, ge=0)
     """Sample no end token before this many tokens of a completion, or of each turn. Log-probabilities as with
     `top_p`."""
+
+    stop: StopStrings = ()
+    """Strings that end a completion or a turn, at most 16, or a single one. It ends with the token that completes one
+    of them in its text, and rewards and environments get this text, stop string included."""
 
     @field_validator("temperature")
     @classmethod

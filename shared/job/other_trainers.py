@@ -128,6 +128,7 @@ NAMES: Mapping[str, Names] = {
         "`max_completion_length`", "`data.max_response_length`", "`rollout.max_new_tokens`", "`sampling.max_tokens`"
     ),
     "sampling.min_tokens": Names("`generation_kwargs.min_tokens`", "", "", "`sampling.min_tokens`"),
+    "sampling.stop": Names("`generation_kwargs.stop`", "`rollout.stop`", "", "`sampling.stop`"),
     "optimizer.name": Names("`optim`", "`actor.optim.optimizer`", "`actor.optim`", "`optim.type`"),
     "optimizer.lr": Names("`learning_rate`", "`actor.optim.lr`", "`actor.adam.lr`", "`optim.lr`"),
     "optimizer.betas": Names(
@@ -230,10 +231,11 @@ ABSENT: Mapping[str, str] = {
         "the trainer's log-probabilities are of the model's own distribution, so engines sample from it",
     ),
     **dict.fromkeys(
-        ("stop", "stop_strings", "stop_token_ids", "ignore_eos"),
-        "a completion ends at an end token of the model or at sampling.max_tokens",
+        ("stop_token_ids", "ignore_eos"),
+        "a completion ends at an end token of the model, at a string of sampling.stop or at sampling.max_tokens",
     ),
-    "generation_kwargs": "sampling has temperature, top_p, top_k, min_p, max_tokens and min_tokens",
+    "stop_strings": "set sampling.stop",
+    "generation_kwargs": "sampling has temperature, top_p, top_k, min_p, max_tokens, min_tokens and stop",
     "min_new_tokens": "set sampling.min_tokens",
     "do_sample": "sampling.temperature 0 is greedy, in jobs of kind eval",
     "epochs": "set steps to epochs x rows / data.prompts_per_step",

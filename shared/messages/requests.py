@@ -53,7 +53,7 @@ class EngineProfile(Message):
 
 FinishReason = Literal["stop", "length"]
 MAX_TOP_LOGPROBS = 20
-SamplingOption = Literal["top_k", "min_p", "min_tokens", "logit_bias", "top_logprobs", "grammar"]
+SamplingOption = Literal["top_k", "min_p", "min_tokens", "logit_bias", "top_logprobs", "grammar", "stop"]
 """A field of `Sampling` that not every engine supports."""
 RESUMES_GRAMMAR = "resumes_grammar"
 """What an engine supports, besides options, that continues a completion with a grammar from its tokens."""
@@ -87,6 +87,9 @@ class Sampling(Message):
     """Return this many of the most likely tokens at each position with their log-probabilities."""
     grammar: str = ""
     """What the completion must match, as a structural tag of xgrammar in JSON; empty for any text."""
+
+    stop: Annotated[tuple[str, ...], Strict(False)] = ()
+    """The completion ends with the token that completes one of these in its text, which has no special tokens."""
 
     @property
     def options(self) -> frozenset[SamplingOption]:

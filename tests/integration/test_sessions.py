@@ -186,7 +186,7 @@ def test_messages_of_anthropic_are_turns_that_continue(system: System) -> None:
         ({"temperature": 0.5}, 400, "temperature: this session trains with 1"),
         ({"extra_body": {"top_k": 5}}, 400, "top_k: this session trains with 0: leave it out, or set sampling.top_k"),
         ({"n": 2}, 400, "one answer a turn"),
-        ({"stop": "t9"}, 400, "stop: not supported in a trainable session"),
+        ({"stop": "t9"}, 400, "stop: not supported in a trainable session: leave it out, or set sampling.stop"),
         ({"seed": 3}, 400, "seed: not supported"),
         ({"logit_bias": {"5": 1}}, 400, "logit_bias: not supported"),
         ({"logprobs": True, "top_logprobs": 2}, 400, "top_logprobs: not supported"),

@@ -413,7 +413,8 @@ def _check(body: ChatBody, record: SessionRecord) -> None:
         raise _unsupported("n: a session has one answer a turn: leave it out", "n")
     for name in _NOT_TRAINED:
         if getattr(body, name):
-            raise _unsupported(f"{name}: not supported in a trainable session: leave it out", name)
+            more = ", or set sampling.stop of the job" if name == "stop" else ""
+            raise _unsupported(f"{name}: not supported in a trainable session: leave it out{more}", name)
     if body.must_call:
         raise _unsupported(
             "tool_choice: a trainable session draws all answers alike: give 'auto' or 'none'", "tool_choice"

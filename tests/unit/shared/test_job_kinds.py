@@ -64,6 +64,17 @@ def test_minimal_job_of_each_kind_parses_and_round_trips(kind: str) -> None:
             {"sampling": {"min_tokens": 9, "max_tokens": 8}},
             "sampling.min_tokens: 9 is more than max_tokens, 8: lower it",
         ),
+        ("rl", {"sampling": {"stop": [""]}}, "sampling.stop.0: should be text with 1 or more characters"),
+        ("rl", {"sampling": {"stop": {"a": 1}}}, "sampling.stop: should be a list"),
+        ("eval", {"sampling": {"stop": [7]}}, "sampling.stop.0: should be text"),
+        (
+            "rl",
+            {"sampling": {"stop": "#"}, "trainer": {"router_replay": "R3"}},
+            (
+                "sampling.stop: not supported with trainer.router_replay, as engines return the experts only of "
+                "completions that they end themselves: remove one of the two"
+            ),
+        ),
         ("rl", {"sampling": {"temperature": 1e9}}, "sampling.temperature: should be 10 or less, not 1000000000.0"),
         ("eval", {"reward": None}, "reward: a job of kind eval needs it, or an environment or agent"),
         (

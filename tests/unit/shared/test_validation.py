@@ -191,7 +191,9 @@ def test_no_wrong_value_is_answered_in_the_words_of_python(path: tuple[str, ...]
             "the trainer's log-probabilities are of the model's own distribution",
         ),
         ({"sampling": {"logit_bias": {"5": 1}}}, "sampling.logit_bias: unknown key: RLBoost has no logit_bias"),
-        ({"sampling": {"stop": ["#"]}}, "a completion ends at an end token of the model or at sampling.max_tokens"),
+        ({"sampling": {"stop_token_ids": [7]}}, "a completion ends at an end token of the model, at a string of "),
+        ({"stop_strings": ["#"]}, "stop_strings: unknown key: RLBoost has no stop_strings (docs/coming-from.md"),
+        ({"actor_rollout_ref": {"rollout": {"stop": ["#"]}}}, "actor_rollout_ref.rollout.stop is sampling.stop"),
         (
             {"sampling": {"n": 8}},
             "sampling.n: unknown key: RLBoost has no n (docs/coming-from.md#what-differs): set ",

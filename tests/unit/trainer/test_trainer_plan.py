@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -72,7 +73,15 @@ def test_groups_have_the_ids_that_the_job_and_step_give_them() -> None:
 
 
 def test_request_has_the_jobs_sampling() -> None:
-    sampling = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "max_tokens": 9, "min_tokens": 2}
+    sampling: dict[str, Any] = {
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 20,
+        "min_p": 0.05,
+        "max_tokens": 9,
+        "min_tokens": 2,
+    }
+    sampling |= {"stop": ("#", "</answer>")}
     spec = job(sampling=sampling)
     (group, *_) = plan_step(spec, 7, 2, 100, 5)
     asked = request_of(Rig(Path(), spec).claimed(no=7), 2, group, b"").sampling
