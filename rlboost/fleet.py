@@ -286,7 +286,11 @@ class AsyncFleet:
         max_tokens: int = 256,
         temperature: float = 1.0,
         top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        min_tokens: int = 0,
         stop_token_ids: Sequence[int] = (),
+        stop: Sequence[str] = (),
         max_staleness: int = 0,
         seed: int = 0,
         step: int | None = None,
@@ -298,8 +302,12 @@ class AsyncFleet:
             n: completions of each.
             max_tokens: most tokens of a completion.
             temperature: of sampling; 0 is greedy.
-            top_p: of sampling; log-probabilities stay those of the whole distribution.
+            top_p: of sampling; log-probabilities stay those of the whole distribution, here and with the next three.
+            top_k: sample from this many of the most likely tokens; 0: from all.
+            min_p: sample from the tokens that are at least this fraction as likely as the most likely one.
+            min_tokens: sample no token of `stop_token_ids` before this many tokens.
             stop_token_ids: tokens that end a completion.
+            stop: strings that do, with the token that completes one in its text.
             max_staleness: how many versions older than the newest a token's may be.
             seed: of the draws.
             step: to which the groups belong; by default the newest version. The calls of a step are known by their
@@ -311,12 +319,9 @@ class AsyncFleet:
 
         """
         step = self.version if step is None else step
-        sampling = {
-            "temperature": temperature,
-            "top_p": top_p,
-            "max_tokens": max_tokens,
-            "stop_token_ids": list(stop_token_ids),
-        }
+        limits = {"top_p": top_p, "top_k": top_k, "min_p": min_p, "min_tokens": min_tokens, "max_tokens": max_tokens}
+        ends = {"stop_token_ids": list(stop_token_ids), "stop": list(stop)}
+        sampling = {"temperature": temperature, **limits, **ends}
         first = self._numbers[step]
         self._numbers[step] += len(prompts)
         groups = [

@@ -37,14 +37,14 @@ T = TypeVar("T")
 
 _NEWS_S = 20.0
 """How long the processes that wait for the main one hear nothing of it: less than any limit of their collectives."""
-_UNSUPPORTED = {"top_k": (None, 0, -1), "min_p": (None, 0.0), "repetition_penalty": (None, 1.0)}
+_UNSUPPORTED = {"repetition_penalty": (None, 1.0)}
 """Argument of `GRPOConfig` -> the values with which it changes nothing."""
 
 
 def rollout_func(fleet: Fleet) -> RolloutFunc:
     """Return the `rollout_func` of a `GRPOTrainer`, which samples on an open fleet.
 
-    Sampling is as `GRPOConfig` says (`temperature`, `top_p`, `max_completion_length`).
+    Sampling is as `GRPOConfig` says (`temperature`, `top_p`, `top_k`, `min_p`, `max_completion_length`).
     """
     return _Rollout(fleet)
 
@@ -109,6 +109,8 @@ class _Rollout:
         sampling = {
             "temperature": args.temperature,
             "top_p": args.top_p,
+            "top_k": max(0, args.top_k or 0),
+            "min_p": args.min_p or 0.0,
             "max_tokens": args.max_completion_length,
             "stop_token_ids": eos_token_ids,
         }

@@ -30,7 +30,6 @@ from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import TEACHER
 from rlboost.shared.job.data import DataSpec, Rows, SftDataSpec
 from rlboost.shared.job.file import load
-from rlboost.shared.job.fleet import NUCLEUS_ADVICE
 from rlboost.shared.job.spec import InvalidJob, JobSpec, parse
 from rlboost.shared.job.training import TrainerSpec
 from rlboost.shared.user_code.functions import ForbiddenFunction, check_arguments
@@ -251,7 +250,7 @@ def _isolation_advice(spec: JobSpec) -> str:
 
 
 def _nucleus_advice(spec: JobSpec) -> str:
-    return NUCLEUS_ADVICE if spec.kind == "rl" and spec.sampling.top_p < 1 else ""
+    return spec.sampling.advice if spec.kind == "rl" else ""
 
 
 def _notices(model: str) -> list[str]:

@@ -16,6 +16,7 @@ from rlboost.services.rollout_worker.adapters.memory import MemoryProbe
 from rlboost.services.rollout_worker.adapters.peer_address import listen_address, peer_url
 from rlboost.services.rollout_worker.adapters.preemption import Aws, Azure, Google, Metadata, NoticeFile
 from rlboost.services.rollout_worker.adapters.store_weights import ModelFolderSeeder, StoreWeights
+from rlboost.services.rollout_worker.adapters.tokenizer import decoder
 from rlboost.services.rollout_worker.adapters.torch.factory import TorchFactory
 from rlboost.services.rollout_worker.adapters.vllm.factory import VllmFactory, is_quantized
 from rlboost.services.rollout_worker.adapters.vllm.options import VllmOptions
@@ -68,6 +69,7 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
         precision=_precision(settings),
         tolerance=settings.parity_tolerance,
         suspects=VllmOptions(settings.slots, vllm_args=settings.vllm_args).suspects,
+        decoder=decoder,
     )
     identity = WorkerIdentity(
         role=settings.role,

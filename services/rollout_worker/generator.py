@@ -40,6 +40,7 @@ from rlboost.services.rollout_worker.domain.parity_check import (
 )
 from rlboost.services.rollout_worker.domain.requests import NOT_A_NUMBER, Emission, Request, RequestKey
 from rlboost.services.rollout_worker.domain.session import EnginePause, PauseReason
+from rlboost.services.rollout_worker.domain.stop_strings import Decode, StopStrings
 from rlboost.services.rollout_worker.ports import Engine, EngineFactory, EngineFailed, StagedWeights
 from rlboost.shared.errors import Corrupt, Fatal, UnsuitableWeights
 from rlboost.shared.model.experts import is_mixture
@@ -90,6 +91,7 @@ class Generator:
         tolerance: allowed mean difference of the parity check in nats; see `domain.parity_check.judge`.
         parity_limit_s: time limit of one parity check.
         suspects: engine options that may change how tokens are sampled, for the error of a failed check.
+        decoder: returns what decodes tokens with a `tokenizer.json`, whose text may be empty; None if it is unusable.
 
     """
 
@@ -101,8 +103,11 @@ class Generator:
         tolerance: float = 0.0,
         parity_limit_s: float = _PARITY_LIMIT_S,
         suspects: str = "",
+        decoder: Callable[[str], Decode | None] = lambda _: None,
     ) -> None:
         self._engines = engines
+        self._decoder = decoder
+        self._stops = StopStrings()
         self._precision: Precision = precision
         self._tolerance = tolerance
         self._parity_limit_s = parity_limit_s
@@ -153,11 +158,12 @@ class Generator:
 
     def submit(self, requests: Sequence[Request]) -> None:
         if self._engine is not None:
-            self._engine.submit(requests)
+            self._engine.submit(self._stops.submit(requests))
             self._hang_detector.on_submit(max((len(r.prompt) + len(r.tokens) for r in requests), default=0))
 
     def abort(self, keys: Sequence[RequestKey]) -> None:
         if self._engine is not None:
+            self._stops.on_abort(keys)
             self._engine.abort(keys)
 
     def release(self, keys: Sequence[RequestKey]) -> None:
@@ -170,9 +176,17 @@ class Generator:
             self._engine.hint(completions)
 
     def take_emissions(self) -> list[Emission]:
-        """See `Engine.take_emissions`; emissions of a replaced engine come first."""
+        """See `Engine.take_emissions`; emissions of a replaced engine come first, and none passes a stop string."""
         untaken, self._untaken = self._untaken, []
-        return untaken + self._engine.take_emissions() if self._engine is not None else untaken
+        if (engine := self._engine) is None:
+            return untaken
+        # Those that the engine does not run emit nothing more after this.
+        over = self._stops.ended - engine.running() if self._stops.ended else ()
+        emissions, at_stop = self._stops.cut(engine.take_emissions())
+        if at_stop:
+            self.abort(at_stop)
+        self._stops.forget(over)
+        return untaken + emissions
 
     def stats(self) -> EngineStats:
         return self._engine.stats() if self._engine is not None else _NO_ENGINE
@@ -187,7 +201,7 @@ class Generator:
             "kv_block_tokens": engine.kv_block_tokens,
             "max_request_tokens": engine.max_request_tokens,
             "returns_routed_experts": engine.returns_routed_experts,
-            "sampling_options": tuple(sorted(engine.sampling_options)),
+            "sampling_options": tuple(sorted(engine.sampling_options | self._stops.options)),
         }
 
     def running(self) -> set[RequestKey]:
@@ -404,13 +418,18 @@ class Generator:
             self._pause.on_decoding()
             self._loaded_contents, self._unchecked = {}, None
             self._sampling_checked.clear()
-            self._building = run_in_thread("engine-build", lambda: self._engines.build(config_json, tokenizer_json))
+            self._building = run_in_thread("engine-build", lambda: self._build(config_json, tokenizer_json))
         try:
             self._engine = await asyncio.shield(self._building)
         except UnsuitableWeights:
             self._building = None
             raise
         return self._engine
+
+    def _build(self, config_json: str, tokenizer_json: str) -> Engine:
+        engine = self._engines.build(config_json, tokenizer_json)
+        self._stops = StopStrings(self._decoder(tokenizer_json))
+        return engine
 
     async def _close_old_engine(self) -> None:
         """Close the engine, if there is one; the next needs its memory, so keep no reference to it."""
@@ -420,7 +439,7 @@ class Generator:
             except UnsuitableWeights:  # built for an update that was cancelled
                 self._building = None
                 return
-            self._untaken += old.take_emissions()  # the last: its requests have been released
+            self._untaken += self._stops.cut(old.take_emissions())[0]  # the last: its requests have been released
             self._engine = self._building = None
             await old.close()
 

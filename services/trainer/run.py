@@ -36,7 +36,6 @@ from rlboost.services.trainer.step.durable import DurableCurriculum, DurableResa
 from rlboost.services.trainer.step.intake import Intake
 from rlboost.services.trainer.step.run import StepRun
 from rlboost.shared.errors import Fatal
-from rlboost.shared.job.fleet import NUCLEUS_ADVICE
 from rlboost.shared.job.spec import GeneratingJob, JobSpec, SftJob, to_json
 from rlboost.shared.wire import I32, floats, length
 
@@ -111,8 +110,8 @@ class JobRun:
         await resources.rewards.start()
         if resources.environments is not None:
             await resources.environments.start()
-        if spec.kind == "rl" and spec.sampling.top_p < 1:
-            await job.warn(NUCLEUS_ADVICE)
+        if spec.kind == "rl" and spec.sampling.advice:
+            await job.warn(spec.sampling.advice)
         if data.n_too_long or data.n_too_long_eval:
             await job.emit_event(
                 "prompts_filtered",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+import json
+from typing import Annotated, Any, ClassVar, NamedTuple
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
+from rlboost.shared.data.messages import TEMPLATE_KWARGS, template_kwargs_of
 from rlboost.shared.data.shards import Source
+from rlboost.shared.errors import ConfigError
 from rlboost.shared.ids import MAX_GROUPS_PER_STEP
 from rlboost.shared.job.training import CurriculumSpec
 from rlboost.shared.validation import Section
@@ -20,6 +23,18 @@ class Rows(NamedTuple):
     split: str
 
 
+def _template_kwargs(value: object) -> dict[str, Any]:
+    try:
+        found = template_kwargs_of(value)
+        if json.loads(json.dumps(found, allow_nan=False)) == found:
+            return found
+    except ConfigError as error:
+        raise ValueError(str(error).removeprefix(f"{TEMPLATE_KWARGS!r} ")) from error
+    except (TypeError, ValueError):
+        pass
+    raise ValueError("should have names and values of JSON only: text, numbers, true, false, lists and mappings")
+
+
 class DataSpec(Section):
     """The source of rows, for all kinds of jobs; additional columns are passed to the reward.
 
@@ -31,6 +46,9 @@ class DataSpec(Section):
     """The configuration of a Hugging Face dataset that has several."""
     prompt_key: str = "prompt"
     """The column of the prompt: text, or chat messages, which the model's chat template renders."""
+    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_template_kwargs)] = Field(default_factory=dict)
+    """Arguments of the chat template, such as `enable_thinking: false`, wherever it renders messages for the job: rows,
+    environments, calls of agents and chats with its model. Those of a row or a call come first."""
     max_prompt_tokens: int | None = Field(None, ge=1)
     """Rows with longer prompts are left out and counted."""
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from rlboost.shared.messages import InFlightPolicy
 from rlboost.shared.validation import Section, off_is_no_boolean
@@ -26,12 +26,14 @@ MAX_STALENESS = 16
 MIN_TEMPERATURE = 0.01
 """vLLM samples at this one in place of lower ones, and the trainer would score another."""
 
-NUCLEUS_ADVICE = (
-    "sampling.top_p below 1 draws training samples from the nucleus, and their log-probabilities, ratios and KL are of "
-    "the whole distribution: the gradient is not corrected for tokens that cannot be drawn, and vllm workers need an "
-    "option and temperature 1 (docs/algorithms.md#top-p)"
-)
-"""What to know about reinforcement learning with top-p."""
+
+def _one_or_more(value: object) -> object:
+    return (value,) if isinstance(value, str) else value
+
+
+_StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+StopStrings = Annotated[tuple[_StopString, ...], Field(max_length=16), BeforeValidator(_one_or_more)]
+"""Strings, or a single one, that end a completion."""
 
 
 class SamplingSpec(Section):
@@ -42,8 +44,20 @@ class SamplingSpec(Section):
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus sampling; 1 keeps every token. Log-probabilities stay those of the whole distribution, which biases the
     gradient and restricts vllm workers."""
+    top_k: int = Field(0, ge=0, lt=1 << 31)
+    """Sample from this many of the most likely tokens; 0: from all. Log-probabilities as with `top_p`."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Sample from the tokens that are at least this fraction as likely as the most likely one; 0: from all.
+    Log-probabilities as with `top_p`."""
     max_tokens: int = Field(256, ge=1)
     """Maximum tokens of a completion."""
+    min_tokens: int = Field(0, ge=0)
+    """Sample no end token before this many tokens of a completion, or of each turn. Log-probabilities as with
+    `top_p`."""
+
+    stop: StopStrings = ()
+    """Strings that end a completion or a turn, at most 16, or a single one. It ends with the token that completes one
+    of them in its text, and rewards and environments get this text, stop string included."""
 
     @field_validator("temperature")
     @classmethod
@@ -51,6 +65,32 @@ class SamplingSpec(Section):
         if 0 < value < MIN_TEMPERATURE:
             raise ValueError(f"should be 0 (greedy), or {MIN_TEMPERATURE} or more, not {value}")
         return value
+
+    @model_validator(mode="after")
+    def _can_have_the_least_tokens(self) -> Self:
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"sampling.min_tokens: {self.min_tokens} is more than max_tokens, {self.max_tokens}: lower it"
+            )
+        return self
+
+    @property
+    def advice(self) -> str:
+        """Return what to know about reinforcement learning with samples that are not drawn from all tokens."""
+        given = {
+            "top_p below 1": self.top_p < 1,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "min_tokens": self.min_tokens,
+        }
+        names = [f"sampling.{name}" for name, is_given in given.items() if is_given]
+        if not names:
+            return ""
+        return (
+            f"{' and '.join(names)} draw{'s' * (len(names) == 1)} training samples from some of the tokens, and their "
+            "log-probabilities, ratios and KL are of the whole distribution: the gradient is not corrected for tokens "
+            "that cannot be drawn, and vllm workers need an option and temperature 1 (docs/algorithms.md#top-p)"
+        )
 
     @property
     def scored_temperature(self) -> float:

@@ -30,6 +30,7 @@ NAMES: Mapping[str, Names] = {
     "data.train": Names("`train_dataset`", "`data.train_files`", "`data.prompt_dataset`", "`env`"),
     "data.eval": Names("`eval_dataset`", "`data.val_files`", "`eval.dataset`", "`eval.env`"),
     "data.prompt_key": Names("", "`data.prompt_key`", "`data.input_key`"),
+    "data.chat_template_kwargs": Names("`chat_template_kwargs`", "`data.apply_chat_template_kwargs`"),
     "data.train_split": Names("", "", "`data.prompt_split`"),
     "data.eval_split": Names("", "", "`eval.split`"),
     "data.max_prompt_tokens": Names("", "`data.max_prompt_length`"),
@@ -125,9 +126,13 @@ NAMES: Mapping[str, Names] = {
         "`temperature`", "`rollout.temperature`", "`rollout.temperature`", "`sampling.temperature`"
     ),
     "sampling.top_p": Names("`top_p`", "`rollout.top_p`", "`rollout.top_p`"),
+    "sampling.top_k": Names("`top_k`", "`rollout.top_k` (-1 for all)", "", "`sampling.top_k`"),
+    "sampling.min_p": Names("`min_p`", "", "", "`sampling.min_p`"),
     "sampling.max_tokens": Names(
         "`max_completion_length`", "`data.max_response_length`", "`rollout.max_new_tokens`", "`sampling.max_tokens`"
     ),
+    "sampling.min_tokens": Names("`generation_kwargs.min_tokens`", "", "", "`sampling.min_tokens`"),
+    "sampling.stop": Names("`generation_kwargs.stop`", "`rollout.stop`", "", "`sampling.stop`"),
     "optimizer.name": Names("`optim`", "`actor.optim.optimizer`", "`actor.optim`", "`optim.type`"),
     "optimizer.lr": Names("`learning_rate`", "`actor.optim.lr`", "`actor.adam.lr`", "`optim.lr`"),
     "optimizer.betas": Names(
@@ -218,7 +223,7 @@ NAMES: Mapping[str, Names] = {
 """Dotted job key -> what others call it. Entries of `reward.functions` have no index."""
 
 ABSENT: Mapping[str, str] = {
-    **dict.fromkeys(("top_k", "min_p", "typical_p"), "sampling has temperature and top_p"),
+    "typical_p": "sampling has temperature, top_p, top_k and min_p",
     **dict.fromkeys(
         (
             *(
@@ -229,15 +234,17 @@ ABSENT: Mapping[str, str] = {
                 "logit_bias",
                 "bad_words",
             ),
-            *("allowed_token_ids", "logits_processors", "min_tokens", "min_new_tokens"),
+            *("allowed_token_ids", "logits_processors"),
         ),
         "the trainer's log-probabilities are of the model's own distribution, so engines sample from it",
     ),
     **dict.fromkeys(
-        ("stop", "stop_strings", "stop_token_ids", "ignore_eos"),
-        "a completion ends at an end token of the model or at sampling.max_tokens",
+        ("stop_token_ids", "ignore_eos"),
+        "a completion ends at an end token of the model, at a string of sampling.stop or at sampling.max_tokens",
     ),
-    "generation_kwargs": "sampling has temperature, top_p and max_tokens",
+    "stop_strings": "set sampling.stop",
+    "generation_kwargs": "sampling has temperature, top_p, top_k, min_p, max_tokens, min_tokens and stop",
+    "min_new_tokens": "set sampling.min_tokens",
     "do_sample": "sampling.temperature 0 is greedy, in jobs of kind eval",
     "epochs": "set steps to epochs x rows / data.prompts_per_step; algorithm.epochs repeats the samples of each step",
     "num_train_epochs": "set steps to epochs x rows / data.prompts_per_step",
@@ -245,7 +252,6 @@ ABSENT: Mapping[str, str] = {
     "num_episodes": "set steps to episodes x rows / data.prompts_per_step",
     "ppo_mini_batch_size": "set algorithm.updates_per_step to train_batch_size / ppo_mini_batch_size",
     "gradient_accumulation_steps": "trainer.micro_batch_tokens divides a batch, and results do not depend on it",
-    "chat_template_kwargs": "give it as a column of the data",
     "push_to_hub": "rlboost export writes a folder that you can upload",
     "use_vllm": "the engine is a setting of workers, RLBOOST_WORKER_ENGINE",
     "vllm_mode": "workers are processes of their own, and reserved ones may share the trainer's GPU (trainer.offload)",

@@ -252,6 +252,15 @@ class RlJob(_TrainingJob, _RewardedJob):
         return value
 
     @model_validator(mode="after")
+    def _replays_whole_completions(self) -> Self:
+        if self.sampling.stop and self.trainer.router_replay != "none":
+            raise ValueError(
+                "sampling.stop: not supported with trainer.router_replay, as engines return the experts only of "
+                "completions that they end themselves: remove one of the two"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _supports_an_agent(self) -> Self:
         if self.agent is None:
             return self

@@ -53,8 +53,8 @@ class EngineProfile(Message):
 
 FinishReason = Literal["stop", "length"]
 MAX_TOP_LOGPROBS = 20
-SamplingOption = Literal["top_k", "min_p", "min_tokens", "logit_bias", "top_logprobs", "grammar"]
-"""A field of `Sampling` that only clients set, and that not every engine supports."""
+SamplingOption = Literal["top_k", "min_p", "min_tokens", "logit_bias", "top_logprobs", "grammar", "stop"]
+"""A field of `Sampling` that not every engine supports."""
 RESUMES_GRAMMAR = "resumes_grammar"
 """What an engine supports, besides options, that continues a completion with a grammar from its tokens."""
 
@@ -63,7 +63,7 @@ class Sampling(Message):
     """Sampling parameters.
 
     The returned `logprobs` are of the whole distribution at this temperature, or at 1 if it is 0: `top_p` and the
-    options of clients change only what is drawn.
+    options change only what is drawn.
     """
 
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
@@ -88,9 +88,12 @@ class Sampling(Message):
     grammar: str = ""
     """What the completion must match, as a structural tag of xgrammar in JSON; empty for any text."""
 
+    stop: Annotated[tuple[str, ...], Strict(False)] = ()
+    """The completion ends with the token that completes one of these in its text, which has no special tokens."""
+
     @property
     def options(self) -> frozenset[SamplingOption]:
-        """Return the options that are set: a worker that does not support one would ignore it."""
+        """Return the options that are set: a worker that does not support one refuses the sample."""
         return frozenset(name for name in SAMPLING_OPTIONS if getattr(self, name))
 
 

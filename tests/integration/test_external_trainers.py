@@ -385,7 +385,8 @@ GROUP = {"step": 0, "number": 0, "prompt": [3, 4]}
         ({"number": 1 << 16}, 422, "groups.0.number"),
         ({"version": 7}, 409, "version 7 of job .* is not published: its newest is 0"),
         ({"sampling": {"temperature": 0.001}}, 422, "sampling.temperature"),
-        ({"sampling": {"top_k": 3}}, 422, "groups.0.sampling.top_k: unknown key"),
+        ({"sampling": {"top_k": -1}}, 422, "groups.0.sampling.top_k: should be 0 or more, not -1"),
+        ({"sampling": {"best_of": 3}}, 422, "groups.0.sampling.best_of: unknown key"),
         ({"max_staleness": 99}, 422, "groups.0.max_staleness"),
     ],
 )

@@ -73,7 +73,7 @@ async def raw_vllm(folder: Path) -> AsyncIterator[Engine]:
     await engine.close()
 
 
-async def sampled(engine: Engine, top_p: float, temperature: float = 1.0) -> list[TrainingRow]:
+async def sampled(engine: Engine, top_p: float, temperature: float = 1.0, **options: Any) -> list[TrainingRow]:
     """Return groups of training rows whose advantages are of both signs."""
     requests = [
         request(
@@ -83,6 +83,7 @@ async def sampled(engine: Engine, top_p: float, temperature: float = 1.0) -> lis
             temperature=temperature,
             top_p=top_p,
             whole_logprobs=True,
+            **options,
         )
         for sample in range(GROUPS * SAMPLES)
     ]
@@ -119,6 +120,25 @@ async def test_first_step_has_ratio_1_with_each_preset_and_top_p(
     rows = await sampled(torch_engine, top_p)
     for preset in RATIO_PRESETS:
         assert_first_step_is_on_policy(rows, folder, name=preset)
+
+
+OPTIONS: list[dict[str, Any]] = [{"top_k": 5}, {"min_p": 0.3}, {"min_tokens": 4, "stop": range(48)}]
+"""Other limits of what is drawn."""
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+async def test_first_step_has_ratio_1_with_other_limits(
+    torch_engine: Engine, folder: Path, options: dict[str, Any]
+) -> None:
+    rows = await sampled(torch_engine, 1.0, 0.8, **options)
+    assert_first_step_is_on_policy(rows, folder, 0.8, name="grpo")
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+async def test_vllm_with_raw_logprobs_has_ratio_1_with_other_limits(
+    raw_vllm: Engine, folder: Path, options: dict[str, Any]
+) -> None:
+    assert_first_step_is_on_policy(await sampled(raw_vllm, 1.0, **options), folder, name="grpo")
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.3])

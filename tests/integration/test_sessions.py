@@ -184,8 +184,9 @@ def test_messages_of_anthropic_are_turns_that_continue(system: System) -> None:
     ("asked", "status", "words"),
     [
         ({"temperature": 0.5}, 400, "temperature: this session trains with 1"),
+        ({"extra_body": {"top_k": 5}}, 400, "top_k: this session trains with 0: leave it out, or set sampling.top_k"),
         ({"n": 2}, 400, "one answer a turn"),
-        ({"stop": "t9"}, 400, "stop: not supported in a trainable session"),
+        ({"stop": "t9"}, 400, "stop: not supported in a trainable session: leave it out, or set sampling.stop"),
         ({"seed": 3}, 400, "seed: not supported"),
         ({"logit_bias": {"5": 1}}, 400, "logit_bias: not supported"),
         ({"logprobs": True, "top_logprobs": 2}, 400, "top_logprobs: not supported"),
@@ -202,7 +203,7 @@ def test_what_cannot_be_trained_is_refused_by_name(
         session.ask(user("t3"), **asked)
     assert refused.value.status_code == status
     assert session.entries() == []
-    session.ask(user("t3"), temperature=1.0, top_p=1.0, n=1, model=system.job)
+    session.ask(user("t3"), temperature=1.0, top_p=1.0, n=1, model=system.job, extra_body={"top_k": 0, "min_p": 0})
 
 
 def test_session_ends_at_its_limit_and_with_its_end(system: System) -> None:

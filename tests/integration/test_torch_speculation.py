@@ -141,7 +141,7 @@ async def test_samples_with_an_option_are_the_same(start: Start, model: Any, opt
 async def test_samples_with_a_grammar_are_the_same_without_drafts(start: Start, model: Any, tmp_path: Path) -> None:
     pytest.importorskip("xgrammar")
     from rlboost.services.rollout_manager.serving.structured import grammar  # noqa: PLC0415 - only where xgrammar is
-    from rlboost.services.rollout_worker.adapters.grammar_tokens import tokenizer_for_grammars  # noqa: PLC0415 - as above
+    from rlboost.services.rollout_worker.adapters.tokenizer import tokenizer_for_grammars  # noqa: PLC0415 - as above
 
     tokenizer = tokenizer_for_grammars(
         (write_character_tokenizer(tmp_path / "tokenizer") / "tokenizer.json").read_text()

@@ -36,7 +36,7 @@ from rlboost.shared.http.access import STORE_CREDENTIAL_LIFE_S, Publishing, issu
 from rlboost.shared.http.guard import limits_body, principal_of
 from rlboost.shared.http.problem import Problem, Responses, problems, success
 from rlboost.shared.ids import MAX_GROUP_SIZE, MAX_GROUPS_PER_STEP, MAX_STEPS, SampleId
-from rlboost.shared.job.fleet import MAX_STALENESS, MIN_TEMPERATURE
+from rlboost.shared.job.fleet import MAX_STALENESS, MIN_TEMPERATURE, StopStrings
 from rlboost.shared.job.spec import to_json
 from rlboost.shared.messages import (
     GroupRequested,
@@ -112,8 +112,12 @@ class SamplingBody(_Body):
 
     temperature: float = Field(1.0, ge=0, le=10)
     top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0, lt=1 << 31, description="0 = all tokens")
+    min_p: float = Field(0.0, ge=0, le=1)
     max_tokens: int = Field(256, ge=1, lt=1 << 24)
+    min_tokens: int = Field(0, ge=0, lt=1 << 24)
     stop_token_ids: tuple[Annotated[int, Field(ge=0, lt=1 << 31)], ...] = Field((), max_length=64)
+    stop: StopStrings = Field((), description="strings that end a completion, with the token that completes one")
 
     def resolved(self) -> Sampling:
         """Return the sampling of a request, whose tokens are trained on."""

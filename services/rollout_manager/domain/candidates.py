@@ -168,7 +168,7 @@ def admits(worker: Worker, sample: Sample) -> bool:
 
 
 def supports(worker: Worker, sample: Sample) -> bool:
-    """Return True if the worker's engine does what a client asks for; another one would ignore it."""
+    """Return True if the worker's engine supports the options of a sample; another one would refuse it."""
     sampling = sample.request.sampling
     if sampling.grammar and sample.n_tokens and RESUMES_GRAMMAR not in worker.sampling_options:
         return False

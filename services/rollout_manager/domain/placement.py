@@ -23,7 +23,7 @@ from rlboost.services.rollout_manager.domain.tokens import Sample
 from rlboost.services.rollout_manager.domain.workers import Fleet, Serving, Worker
 from rlboost.services.rollout_manager.domain.world import World
 from rlboost.shared.ids import is_served
-from rlboost.shared.messages import Assign, Assignment, Placed, Release
+from rlboost.shared.messages import SAMPLING_OPTIONS, Assign, Assignment, Placed, Release
 from rlboost.shared.wire import U32, U64, pack
 
 REBALANCE_EVERY_S = 0.2
@@ -80,8 +80,8 @@ def _select_worker(
 ) -> Worker | None:
     """Return the worker for a sample, None to postpone it.
 
-    A sample that no engine accepts goes to the best worker all the same: its engine reports the reason. One with an
-    option of a client waits for a worker that supports it.
+    A sample that no engine accepts goes to the best worker all the same: its engine reports the reason. A client's
+    waits for a worker that supports its options.
     """
     if not sample.failed_on:
         prefers = sample.request.preferred_worker
@@ -90,7 +90,8 @@ def _select_worker(
             worker = _another(members, worker, sample)
         if admits(worker, sample):
             return worker
-    members = [worker for worker in members if supports(worker, sample)]
+    if is_served(sample.id):
+        members = [worker for worker in members if supports(worker, sample)]
     admitting = [worker for worker in members if admits(worker, sample)]
     if sample.failed_on:
         return worker_for_retry(sample, admitting or members)
@@ -177,7 +178,12 @@ def rebalance(world: World, now: Now) -> list[Effect]:
             continue
         job = world.jobs.get(job_id)
         replays = job is not None and job.record.spec.trainer.router_replay != "none"
-        able = [worker for worker in workers if worker.returns_routed_experts or not replays]
+        options = {name for name in SAMPLING_OPTIONS if job and getattr(job.record.spec.sampling, name, None)}
+        able = [
+            worker
+            for worker in workers
+            if (worker.returns_routed_experts or not replays) and options <= worker.sampling_options
+        ]
         loads = [_load_of(world.jobs, world.fleet, worker, now) for worker in able]
         for worker_id, sample_ids in select_migrations([load for load in loads if load.profile.known]).items():
             worker = world.fleet.workers[worker_id]

@@ -200,7 +200,7 @@ class _Chats:
         job = _find_job(self.manager, body.model)
         served = await self.models.get(job)
         await asyncio.sleep(0)  # a body may have many messages, and each was checked
-        messages, options = _template_input(body)
+        messages, options = _template_input(body, job)
         turn = None
         style = await _call_style(served, body)
         try:
@@ -218,7 +218,7 @@ class _Chats:
         sessions, session = self.sessions, SessionId.parse(principal.subject)
         job = sessions.job_of(session, body.model)
         served = await self.models.get(job)
-        messages, options = _template_input(body)
+        messages, options = _template_input(body, job)
         style = await _call_style(served, body)
         async with sessions.lock(session):
             try:
@@ -240,7 +240,7 @@ class _Chats:
             else _find_job(self.manager, body.model)
         )
         served = await self.models.get(job)
-        messages, options = _template_input(body)
+        messages, options = _template_input(body, job)
         await _call_style(served, body)
         try:
             return length(await served.encode_chat(messages, options))
@@ -378,9 +378,10 @@ async def _prompt_tokens(model: ServedModel, body: CompletionBody) -> list[bytes
     return [next(encoded) if isinstance(prompt, str) else prompt for prompt in body.prompt]
 
 
-def _template_input(body: ChatBody) -> tuple[list[Message], TemplateOptions]:
+def _template_input(body: ChatBody, job: Job) -> tuple[list[Message], TemplateOptions]:
     messages = [message.for_template() for message in body.messages]
-    return messages, TemplateOptions(body.tools, body.chat_template_kwargs)
+    of_job = {} if job.spec.kind == "external" else job.spec.data.chat_template_kwargs
+    return messages, TemplateOptions(body.tools, {**of_job, **body.chat_template_kwargs})
 
 
 async def _call_style(model: ServedModel, body: ChatBody) -> CallStyle | None:

@@ -396,7 +396,7 @@ def _repeated(same: Sequence[_Turn], retry: Retry) -> _Turn | None:
 
 
 _NOT_TRAINED = (
-    *("stop", "ignore_eos", "seed", "top_k", "min_p", "min_tokens", "logit_bias", "top_logprobs"),
+    *("stop", "ignore_eos", "seed", "logit_bias", "top_logprobs"),
     *("response_format", "structured_outputs"),
 )
 """Fields that a call in a session cannot have."""
@@ -404,16 +404,17 @@ _NOT_TRAINED = (
 
 def _check(body: ChatBody, record: SessionRecord) -> None:
     """Refuse what would have the turn drawn from another distribution than the one that is trained."""
-    sampling, given = record.sampling, body.model_fields_set
-    for name, value in (("temperature", sampling.temperature), ("top_p", sampling.top_p)):
-        if name in given and getattr(body, name) != value:
+    given = body.model_fields_set
+    for name in ("temperature", "top_p", "top_k", "min_p", "min_tokens"):
+        if name in given and getattr(body, name) != (value := getattr(record.sampling, name)):
             detail = f"{name}: this session trains with {value:g}: leave it out, or set sampling.{name} of the job"
             raise _unsupported(detail, name)
     if body.n > 1:
         raise _unsupported("n: a session has one answer a turn: leave it out", "n")
     for name in _NOT_TRAINED:
         if getattr(body, name):
-            raise _unsupported(f"{name}: not supported in a trainable session: leave it out", name)
+            more = ", or set sampling.stop of the job" if name == "stop" else ""
+            raise _unsupported(f"{name}: not supported in a trainable session: leave it out{more}", name)
     if body.must_call:
         raise _unsupported(
             "tool_choice: a trainable session draws all answers alike: give 'auto' or 'none'", "tool_choice"

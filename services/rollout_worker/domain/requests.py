@@ -167,7 +167,8 @@ def validation_error(
 
 def _option_error(sampling: Sampling, vocabulary: int, options: Collection[str]) -> str:
     if unsupported := sorted(sampling.options.difference(options)):
-        return f"this worker does not support {', '.join(unsupported)}"
+        needs = ": stop strings need a tokenizer.json in the model's folder, where the manager reads it"
+        return f"this worker does not support {', '.join(unsupported)}{needs if 'stop' in unsupported else ''}"
     if sampling.min_p > 1:
         return f"min_p {sampling.min_p} is outside [0, 1]"
     if sampling.top_logprobs > vocabulary:

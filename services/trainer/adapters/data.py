@@ -81,7 +81,7 @@ def load_data(spec: JobSpec, model: Path, created: datetime | None = None) -> Da
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model {model}: tokenizer and config.json cannot be loaded: {error}") from error
     end_ids = _stop_token_ids(model, tokenizer, config)
-    tokens = PromptTokenizer(tokenizer, config, end_ids, created)
+    tokens = PromptTokenizer(tokenizer, config, end_ids, created, spec.data.chat_template_kwargs)
     if spec.agent is not None and tokenizer.chat_template is None:
         raise ConfigError(
             f"agent: model {model} has no chat template, which an agent's calls need: use a model that has one, or add "
@@ -124,6 +124,7 @@ class _Reader:
             partial(self._examples, spec.data) if spec.kind == "sft" else lambda row, place: [self._prompt(row, place)]
         )
         self._agent_rows = rows_of(spec.agent)
+        self._needs_messages = bool(spec.data.chat_template_kwargs) and spec.conversation is None
         self._max_tokens = spec.sampling.max_tokens
         self._tokens = tokens
 
@@ -150,6 +151,7 @@ class _Reader:
                 raise ConfigError(f"{location}: a column named {name!r} hides a reward function argument: rename it")
         with _naming(location):
             prompt = prompt_of(row.values, key)
+            self._check_is_rendered(is_text=isinstance(prompt.given, str))
             ids = self._tokens.prompt(*prompt)
         if _is_longer(ids, self._spec.max_prompt_tokens):
             return None
@@ -163,6 +165,13 @@ class _Reader:
         _check_columns(columns, location)
         return Prompt(prompt.given, pack(ids, I32), columns)
 
+    def _check_is_rendered(self, *, is_text: bool) -> None:
+        if is_text and self._needs_messages:
+            raise ConfigError(
+                "the prompt is text, which no chat template renders: give chat messages, or remove "
+                "data.chat_template_kwargs"
+            )
+
     def _examples(self, spec: SftDataSpec, row: Row, location: str) -> list[Prompt | None]:
         """Return the prompts of a row with their completions, None for each that is too long."""
         with _naming(location):
@@ -172,6 +181,7 @@ class _Reader:
 
     def _example(self, spec: SftDataSpec, example: Example, location: str) -> Prompt | None:
         with _naming(location):
+            self._check_is_rendered(is_text=isinstance(example, TextExample))
             if isinstance(example, TextExample):
                 ids = self._tokens.prompt(example.prompt)
                 target = self._tokens.completion(example.prompt, example.completion)

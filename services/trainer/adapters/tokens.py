@@ -41,7 +41,14 @@ _NO_NAME = "unknown"
 class PromptTokenizer:
     """A model's tokenizer and chat template, which refuse what the model would not see as it was given."""
 
-    def __init__(self, tokenizer: Any, config: Any, end_ids: Sequence[int], now: datetime | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        config: Any,
+        end_ids: Sequence[int],
+        now: datetime | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
         """Use a model's tokenizer and `config.json`.
 
         Args:
@@ -49,6 +56,7 @@ class PromptTokenizer:
             config: the model's.
             end_ids: the tokens that end a completion.
             now: the date that chat templates print; None: today's.
+            template_kwargs: arguments of the chat template of all messages; those of a call come first.
 
         """
         self._tokenizer = tokenizer
@@ -58,6 +66,7 @@ class PromptTokenizer:
         self._template: ChatTemplate | None = None
         self._source: Any = None
         self._now = now or datetime.now(UTC)
+        self._template_kwargs = template_kwargs or {}
         self.max_length: int | None = getattr(config, "max_position_embeddings", None)
         """Number of positions of the model, None if its config does not name it."""
 
@@ -133,7 +142,10 @@ class PromptTokenizer:
         cleaned = self._cleaned(messages)
         template = self._checked_template()
         render = template.render_prefill if is_open and cleaned[-1]["role"] == ASSISTANT else template.render
-        return render(cleaned, tools=tools, kwargs=kwargs)
+        return render(cleaned, tools=tools, kwargs=self._with_defaults(kwargs))
+
+    def _with_defaults(self, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+        return {**self._template_kwargs, **(kwargs or {})}
 
     # --- what follows a prompt ---
 
@@ -165,6 +177,7 @@ class PromptTokenizer:
                 an answer follows.
 
         """
+        kwargs = self._with_defaults(kwargs)
         before = self.rendered_prompt(prompt, tools, kwargs, is_open=False).text
         messages = self._cleaned([*prompt, *answer])
         whole = self._checked_template().render(messages, tools=tools, kwargs=kwargs, is_prompt=False)
@@ -176,7 +189,7 @@ class PromptTokenizer:
                 )
             raise ConfigError(
                 "the chat template renders the prompt differently when an answer follows, as those of thinking models "
-                "do: give the answer's reasoning_content, set chat_template_kwargs such as {'enable_thinking': false}, "
+                "do: give the answer's reasoning_content, set data.chat_template_kwargs to {enable_thinking: false}, "
                 "or give prompt and completion as text"
             )
         ids = self.encode_after(before, whole.text[len(before) :])
@@ -206,6 +219,7 @@ class PromptTokenizer:
             ConfigError: see `prompt`; or the template changes the model's answer.
 
         """
+        kwargs = self._with_defaults(kwargs)
         given = [*prompt, {"role": ASSISTANT, "content": ANSWER_PLACEHOLDER}, *observation]
         messages = self._cleaned(given, self._end_tokens)  # a page that a tool has read may name other tokens
         if messages[len(prompt) - 1]["role"] == ASSISTANT:  # which the model has continued

@@ -318,7 +318,11 @@ def request_of(job: Job, step: int, group: PlannedGroup, prompt: bytes) -> Group
         sampling=Sampling(
             temperature=spec.sampling.temperature,
             top_p=spec.sampling.top_p,
+            top_k=spec.sampling.top_k,
+            min_p=spec.sampling.min_p,
             max_tokens=spec.sampling.max_tokens,
+            min_tokens=spec.sampling.min_tokens,
+            stop=spec.sampling.stop,
             stop_token_ids=resources.data.stop_token_ids,
             routed_experts=() if group.is_eval else tuple(resources.replayed or ()),
             whole_logprobs=not group.is_eval,

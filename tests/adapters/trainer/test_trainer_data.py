@@ -54,6 +54,44 @@ def test_chat_messages_go_through_the_chat_template(model: Path) -> None:
     assert prompt.given == messages
 
 
+KWARGS_TEMPLATE = CHAT_TEMPLATE.replace("t90", "{% if thinks %}t80{% else %}t{{ level }}{% endif %}")
+
+
+def test_template_arguments_of_the_job_apply_to_every_chat(model: Path) -> None:
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": KWARGS_TEMPLATE}))
+    asked = [{"role": "user", "content": "t5 t6"}]
+    rows = [{"prompt": asked}, {"prompt": asked, "chat_template_kwargs": {"thinks": True}}]
+    given = {"chat_template_kwargs": {"level": 70, "thinks": False}}
+    data = load(model, rows, data=given, environment={"function": "m:e"})
+    assert [ints(prompt.tokens)[-1] for prompt in data.train] == [70, 80], "a row's own come first"
+    assert data.train[0].columns == {}
+    formatter = data.chat_formatter
+    assert formatter is not None
+    assert formatter.format_prompt(asked, [], {})[-1] == 70, "what an environment says"
+    assert formatter.format_observation(asked, 7, "t9", [], {})[-2:] == [9, 70]
+
+
+def test_template_arguments_of_the_job_apply_to_sft(model: Path) -> None:
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    template = "t{{ level }} {% for m in messages %}{{ m['content'] }} {% endfor %}"
+    (model / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
+    row = {"prompt": [{"role": "user", "content": "t5"}], "completion": [{"role": "assistant", "content": "t7"}]}
+    data = {"chat_template_kwargs": {"level": 70}}
+    [prompt] = load(model, [row], kind="sft", data=data, reward=None, sampling=None).train
+    assert (ints(prompt.tokens), ints(prompt.completion)[:1]) == ([70, 5], [7])
+
+
+def test_template_arguments_that_nothing_reads_are_refused(model: Path) -> None:
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": KWARGS_TEMPLATE}))
+    chat, text = {"prompt": [{"role": "user", "content": "t5"}]}, {"prompt": "t5"}
+    with pytest.raises(ConfigError, match=r"line 2: the prompt is text, .*or remove data.chat_template_kwargs"):
+        load(model, [chat, text], data={"chat_template_kwargs": {"level": 70}})
+    with pytest.raises(ConfigError, match="no argument 'levels': remove it from chat_template_kwargs"):
+        load(model, [chat], data={"chat_template_kwargs": {"levels": 70}})
+
+
 def test_empty_lines_are_skipped_and_keys_are_configurable(model: Path) -> None:
     data = load(model, ['{"q": "t5"}', "", '{"q": "t6"}'], data={"prompt_key": "q"})
     assert [ints(prompt.tokens) for prompt in data.train] == [[1, 5], [1, 6]]

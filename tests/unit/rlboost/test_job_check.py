@@ -267,14 +267,26 @@ def test_check_warns_if_generated_programs_are_not_isolated(isolated: bool, n_wa
     assert len([text for text in found.advice if "isolated: False lets generated programs" in text]) == n_warnings
 
 
-@pytest.mark.parametrize(("kind", "top_p", "n_warnings"), [("rl", 1.0, 0), ("rl", 0.95, 1), ("eval", 0.95, 0)])
-def test_check_says_what_top_p_means_for_training(folder: Path, kind: str, top_p: float, n_warnings: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "sampling", "warning"),
+    [
+        ("rl", {"top_p": 1.0}, ""),
+        ("rl", {"top_p": 0.95}, "sampling.top_p below 1 draws training samples from some of the tokens, "),
+        ("rl", {"top_k": 20, "min_p": 0.1}, "sampling.top_k and sampling.min_p draw training samples from "),
+        ("eval", {"top_p": 0.95}, ""),
+    ],
+)
+def test_check_says_what_limits_of_sampling_mean_for_training(
+    folder: Path, kind: str, sampling: dict[str, Any], warning: str
+) -> None:
     job: dict[str, Any] = {"kind": kind, "model": "base", "reward": {"function": "my_reward:score"}}
     if kind == "rl":
         job |= {"steps": 1, "data": {"train": "train.jsonl"}}
     else:
         job |= {"data": {"eval": "train.jsonl"}, "eval": {}}
-    Path("job.yaml").write_text(yaml.safe_dump({**job, "sampling": {"top_p": top_p}}))
+    Path("job.yaml").write_text(yaml.safe_dump({**job, "sampling": sampling}))
     found = jobcheck.check(Path("job.yaml"), [])
     assert found.problems == []
-    assert len([text for text in found.advice if text.startswith("sampling.top_p below 1 ")]) == n_warnings
+    assert [text[: len(warning)] for text in found.advice if " training samples from " in text] == [warning] * bool(
+        warning
+    )

@@ -21,15 +21,13 @@ def trainer(processes: int = 1, rank: int = 0, *, parallel: Any = None, **option
 @pytest.mark.parametrize(
     ("given", "rank", "why"),
     [
-        (trainer(top_k=5), 0, "top_k: 5 is not supported"),
-        (trainer(min_p=0.1), 0, r"min_p: 0\.1 is not supported"),
         (trainer(repetition_penalty=1.1), 0, r"repetition_penalty: 1\.1 is not supported"),
         (trainer(generation_kwargs={"seed": 1}), 0, "generation_kwargs: not supported"),
         (trainer(4, 0, parallel=ParallelismConfig(tp_size=2)), 0, "parallelism_config: several processes"),
         (trainer(), 1, r"its trainer is alone: .*use_cpu=True"),
         (trainer(2, 1), 0, "this is process 1 of the trainer, and its Fleet has 0: give rank=1"),
     ],
-    ids=["top_k", "min_p", "repetition_penalty", "generation_kwargs", "parallel", "alone", "other rank"],
+    ids=["repetition_penalty", "generation_kwargs", "parallel", "alone", "other rank"],
 )
 def test_what_would_be_sampled_otherwise_is_rejected_by_name(given: Any, rank: int, why: str) -> None:
     fleet = Fleet("http://manager.example", "token", job="sums", rank=rank)

@@ -174,6 +174,16 @@ async def test_template_arguments_are_passed_to_the_template(site: Site) -> None
         await chat(site, **given({"enable_thnking": False}))
 
 
+async def test_template_arguments_of_the_job_apply_where_a_request_has_none(site: Site) -> None:
+    record = site.manager.world.jobs["j"].record
+    assert record.spec.kind == "rl"
+    data = record.spec.data.model_copy(update={"chat_template_kwargs": {"enable_thinking": False}})
+    record.spec = record.spec.model_copy(update={"data": data})
+    for kwargs, is_closed in (({}, True), ({"enable_thinking": True}, False)):
+        made = await chat(site, "ok", extra_body={"return_token_ids": True, "chat_template_kwargs": kwargs})
+        assert text_of(site, made.prompt_token_ids).endswith("<think></think>") is is_closed
+
+
 # --- conversations ---
 
 

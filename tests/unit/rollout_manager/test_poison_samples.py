@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+import pytest
+
 from rlboost.services.rollout_manager.domain.effects import Now
 from rlboost.services.rollout_manager.domain.jobs import Audit
 from rlboost.services.rollout_manager.domain.tokens import FAILURES_LIMIT
@@ -38,8 +40,8 @@ TOKENS = 60
 class Fleet:
     """A manager and workers that are restarted whenever one has ended, driven step by step."""
 
-    def __init__(self, workers: int, *, groups: int = 6, n: int = 4, routed_experts: tuple[int, ...] = ()) -> None:
-        self.routed_experts = routed_experts
+    def __init__(self, workers: int, *, groups: int = 6, n: int = 4, **sampling: Any) -> None:
+        self.sampling = Sampling(max_tokens=TOKENS, **sampling)
         self.clock = 100.0
         self.bus = MemoryBus(clock=lambda: self.clock)
         self.lives = Counter[str]()
@@ -67,7 +69,7 @@ class Fleet:
         )
 
     def _request(self, number: int, n: int) -> int:
-        sampling = Sampling(max_tokens=TOKENS, routed_experts=self.routed_experts)
+        sampling = self.sampling
         request = group_requested(number, job_id=JOB, n=n, sampling=sampling)
         self.run(self.bus.append(names.rollouts_requested(JOB), request))
         return request.group
@@ -252,10 +254,18 @@ def test_samples_with_routed_experts_wait_for_a_worker_that_returns_them() -> No
     assert workers_of_a_run(fleet, without=unable) == {able.id}
 
 
-def test_sample_that_no_engine_accepts_is_dropped_with_the_engines_reason() -> None:
-    fleet = Fleet(2, groups=2)
+def test_samples_with_an_option_wait_for_a_worker_that_supports_it() -> None:
+    fleet = Fleet(2, groups=8, min_p=0.1)
+    unable, able = fleet.workers
+    able.sampling_options = ("min_p",)
+    assert workers_of_a_run(fleet, without=unable) == {able.id}
+
+
+@pytest.mark.parametrize("cause", ["length", "option"])
+def test_sample_that_no_engine_accepts_is_dropped_with_the_engines_reason(cause: str) -> None:
+    fleet = Fleet(2, groups=2, top_k=0 if cause == "length" else 5)
     for worker in fleet.workers:
-        worker.max_request_tokens = TOKENS
+        worker.max_request_tokens = TOKENS if cause == "length" else 0
     for _ in range(300):
         fleet.step()
         for worker in fleet.workers:

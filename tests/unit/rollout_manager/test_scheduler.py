@@ -16,6 +16,7 @@ from rlboost.services.rollout_manager.domain.placement import (
 )
 from rlboost.services.rollout_manager.domain.queue import unassign
 from rlboost.services.rollout_manager.domain.world import World
+from rlboost.shared.job.fleet import SamplingSpec
 from rlboost.shared.messages import Admitted, Release, Restated, Revoke, SampleDropped
 from rlboost.shared.wire import I32, U64, ints, pack
 from tests.support.builders import (
@@ -84,7 +85,8 @@ def test_sample_that_has_run_ignores_its_preferred_worker() -> None:
     assert owner(world) == "a"
 
 
-def test_rebalance_waits_for_the_releases_under_way() -> None:
+def unequal_loads() -> World:
+    """Return a world in which one worker has many samples, and another one none."""
     world = world_with()
     apply(world, worker_joined("w", slots=64), heartbeat("w", version=STEP))
     for running in (1, 4, 16, 64) * MIN_OBSERVATIONS:
@@ -93,6 +95,21 @@ def test_rebalance_waits_for_the_releases_under_way() -> None:
     prove(world)
     assert owner(world) == "w"
     apply(world, worker_joined("z", slots=64), heartbeat("z", version=STEP))
+    return world
+
+
+def test_samples_do_not_migrate_to_a_worker_without_the_jobs_options() -> None:
+    world = unequal_loads()
+    record = world.jobs["j"].record
+    record.spec = record.spec.model_copy(update={"sampling": SamplingSpec(min_p=0.1)})
+    world.fleet.workers["w"].sampling_options = frozenset({"min_p"})
+    assert rebalance(world, NOW) == []
+    world.fleet.workers["z"].sampling_options = frozenset({"min_p"})
+    assert released(rebalance(world, NOW._replace(mono=NOW.mono + 2 * REBALANCE_EVERY_S)))
+
+
+def test_rebalance_waits_for_the_releases_under_way() -> None:
+    world = unequal_loads()
     assert released(rebalance(world, NOW))
     assert released(rebalance(world, NOW._replace(mono=NOW.mono + 2 * REBALANCE_EVERY_S))) == []
 

@@ -12,7 +12,7 @@ from rlboost.services.rollout_worker.adapters.vllm.options import logprobs_error
 from rlboost.services.rollout_worker.domain.frames import StreamedRequests
 from rlboost.services.rollout_worker.domain.requests import stream_seed
 from rlboost.shared.errors import Conflict
-from rlboost.shared.messages import FINISH_LENGTH, FINISH_NONE, FINISH_RELEASED, FINISH_STOP
+from rlboost.shared.messages import FINISH_LENGTH, FINISH_NONE, FINISH_RELEASED, FINISH_STOP, SAMPLING_OPTIONS
 from tests.support.engines import request
 
 
@@ -96,24 +96,28 @@ def test_stream_seed_differs_by_seed_and_offset_and_fits_63_bits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "temperature", "top_p", "why"),
+    ("mode", "temperature", "limits", "why"),
     [
-        ("processed_logprobs", 0.7, 1.0, ""),
-        ("processed_logprobs", 1.0, 0.99, "sampling.top_p is 0.99"),
-        ("processed_logprobs", 0.0, 0.5, ""),
-        ("raw_logprobs", 1.0, 0.5, ""),
-        ("raw_logprobs", 0.0, 0.5, ""),
-        ("raw_logprobs", 0.7, 1.0, "sampling.temperature is 0.7"),
-        ("raw_logprobs", 1.1, 0.9, "sampling.temperature is 1.1"),
-        ("processed_logprobs", 0.009, 1.0, "vllm samples at 0.01 or more"),
-        ("processed_logprobs", 0.01, 1.0, ""),
+        ("processed_logprobs", 0.7, {}, ""),
+        ("processed_logprobs", 1.0, {"top_p": 0.99}, "sampling.top_p is 0.99"),
+        ("processed_logprobs", 1.0, {"top_k": 5}, "sampling.top_k is 5"),
+        ("processed_logprobs", 1.0, {"min_p": 0.1}, "sampling.min_p is 0.1"),
+        ("processed_logprobs", 0.0, {"top_p": 0.5, "top_k": 5, "min_p": 0.1}, ""),
+        ("processed_logprobs", 0.0, {"min_tokens": 2}, "sampling.min_tokens is 2"),
+        ("raw_logprobs", 1.0, {"top_p": 0.5, "top_k": 5, "min_p": 0.1, "min_tokens": 2}, ""),
+        ("raw_logprobs", 0.0, {"top_p": 0.5}, ""),
+        ("raw_logprobs", 0.7, {}, "sampling.temperature is 0.7"),
+        ("raw_logprobs", 1.1, {"top_p": 0.9}, "sampling.temperature is 1.1"),
+        ("processed_logprobs", 0.009, {}, "vllm samples at 0.01 or more"),
+        ("processed_logprobs", 0.01, {}, ""),
     ],
 )
 def test_vllm_refuses_training_samples_whose_logprobs_it_cannot_report(
-    mode: str, temperature: float, top_p: float, why: str
+    mode: str, temperature: float, limits: dict[str, Any], why: str
 ) -> None:
-    table = StreamedRequests(8, 20, 96, logprobs_error=partial(logprobs_error, mode))
-    sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p}
+    options = frozenset(SAMPLING_OPTIONS)
+    table = StreamedRequests(8, 20, 96, logprobs_error=partial(logprobs_error, mode), options=options)
+    sampling: dict[str, Any] = {"temperature": temperature, **limits}
     table.submit([request(1, whole_logprobs=True, **sampling), request(2, **sampling)])
     started = [live.request.sample for live in table.start()]
     assert started == ([2] if why else [1, 2]), "an evaluation's is generated"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,50 @@ def test_minimal_job_of_each_kind_parses_and_round_trips(kind: str) -> None:
             "rl",
             {"sampling": {"temperature": 1e-9}},
             "sampling.temperature: should be 0 (greedy), or 0.01 or more, not 1e-09",
+        ),
+        (
+            "rl",
+            {"data": {"train": "t", "chat_template_kwargs": {"messages": []}}},
+            "data.chat_template_kwargs: has 'messages', which is set for every prompt: remove it",
+        ),
+        (
+            "sft",
+            {"data": {"train": "t", "chat_template_kwargs": ["enable_thinking"]}},
+            "data.chat_template_kwargs: is ['enable_thinking']: give a mapping such as {'enable_thinking': false}",
+        ),
+        (
+            "eval",
+            {"data": {"eval": "e", "chat_template_kwargs": {"enable_thinking": "false"}}},
+            "data.chat_template_kwargs: has enable_thinking: 'false', which is text: remove the quotes",
+        ),
+        *(
+            (
+                "rl",
+                {"data": {"train": "t", "chat_template_kwargs": given}},
+                (
+                    "data.chat_template_kwargs: should have names and values of JSON only: text, numbers, true, false, "
+                    "lists and mappings"
+                ),
+            )
+            for given in ({"day": date(2026, 1, 2)}, {"level": math.inf}, {"level": math.nan}, {1: 2}, {"of": (1, 2)})
+        ),
+        ("rl", {"sampling": {"top_k": -1}}, "sampling.top_k: should be 0 or more, not -1"),
+        ("eval", {"sampling": {"min_p": 1.5}}, "sampling.min_p: should be 1 or less, not 1.5"),
+        (
+            "rl",
+            {"sampling": {"min_tokens": 9, "max_tokens": 8}},
+            "sampling.min_tokens: 9 is more than max_tokens, 8: lower it",
+        ),
+        ("rl", {"sampling": {"stop": [""]}}, "sampling.stop.0: should be text with 1 or more characters"),
+        ("rl", {"sampling": {"stop": {"a": 1}}}, "sampling.stop: should be a list"),
+        ("eval", {"sampling": {"stop": [7]}}, "sampling.stop.0: should be text"),
+        (
+            "rl",
+            {"sampling": {"stop": "#"}, "trainer": {"router_replay": "R3"}},
+            (
+                "sampling.stop: not supported with trainer.router_replay, as engines return the experts only of "
+                "completions that they end themselves: remove one of the two"
+            ),
         ),
         ("rl", {"sampling": {"temperature": 1e9}}, "sampling.temperature: should be 10 or less, not 1000000000.0"),
         ("eval", {"reward": None}, "reward: a job of kind eval needs it, or an environment or agent"),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -23,7 +24,7 @@ from rlboost.services.trainer.domain.plan import (
 from rlboost.services.trainer.step.turns import request_of
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.ids import MAX_JOBS, SampleId, within_job
-from rlboost.shared.job.fleet import EvalSpec
+from rlboost.shared.job.fleet import EvalSpec, SamplingSpec
 from rlboost.shared.job.spec import RlJob
 from rlboost.shared.job.training import OptimizerSpec
 from tests.support.jobs import parse_rl
@@ -69,6 +70,23 @@ def test_groups_have_the_ids_that_the_job_and_step_give_them() -> None:
     assert training == [SampleId(7, False, 2, g, 0) for g in range(4)]
     assert all(group.n == 3 for group in groups if not group.is_eval)
     assert len({group.seed for group in groups}) == len(groups)
+
+
+def test_request_has_the_jobs_sampling() -> None:
+    sampling: dict[str, Any] = {
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 20,
+        "min_p": 0.05,
+        "max_tokens": 9,
+        "min_tokens": 2,
+    }
+    sampling |= {"stop": ("#", "</answer>")}
+    spec = job(sampling=sampling)
+    (group, *_) = plan_step(spec, 7, 2, 100, 5)
+    asked = request_of(Rig(Path(), spec).claimed(no=7), 2, group, b"").sampling
+    assert {name: getattr(asked, name) for name in sampling} == sampling
+    assert spec.sampling.model_fields_set == set(sampling) == set(SamplingSpec.model_fields), "each of them"
 
 
 def sample_seeds(job_no: int, step: int) -> dict[int, tuple[int, int]]:

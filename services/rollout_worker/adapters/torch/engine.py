@@ -282,7 +282,7 @@ class TorchEngine(ThreadedEngine):
         self._routing = RoutingRecorder(self._model)
         vocabulary = self._model.get_input_embeddings().num_embeddings
         self._grammars = _grammar_compiler(tokenizer_json, vocabulary)
-        options = {*SAMPLING_OPTIONS, RESUMES_GRAMMAR} - ({"grammar"} if self._grammars is None else set())
+        options = {*SAMPLING_OPTIONS, RESUMES_GRAMMAR} - {"stop"} - ({"grammar"} if self._grammars is None else set())
         self._new_table = partial(RequestTable, slots, max_len, vocabulary, capacity, self._routing.shape, options)
         table = self._new_table()
         self._drafter = drafter

@@ -35,7 +35,7 @@ class TorchFactory:
 
     def build(self, config_json: str, tokenizer_json: str = "") -> Engine:
         """See `EngineFactory`."""
-        from rlboost.services.rollout_worker.adapters.grammar_tokens import tokenizer_for_grammars  # noqa: PLC0415 - slow
+        from rlboost.services.rollout_worker.adapters.tokenizer import tokenizer_for_grammars  # noqa: PLC0415 - slow
         from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine  # noqa: PLC0415 - it imports torch
 
         with TemporaryDirectory(prefix="rlboost-model-") as directory:

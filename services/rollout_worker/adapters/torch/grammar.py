@@ -12,7 +12,7 @@ import xgrammar
 from transformers import PreTrainedTokenizerFast
 
 from rlboost.services.rollout_worker.adapters.engine_thread import EngineThread
-from rlboost.services.rollout_worker.adapters.grammar_tokens import loaded
+from rlboost.services.rollout_worker.adapters.tokenizer import loaded
 from rlboost.shared.errors import Rejected
 from rlboost.shared.messages import Sampling
 

@@ -72,7 +72,7 @@ class VllmFactory:
         arguments.check_arguments(self._options.vllm_args)
 
     def build(self, config_json: str, tokenizer_json: str = "") -> Engine:
-        from rlboost.services.rollout_worker.adapters.grammar_tokens import tokenizer_for_grammars  # noqa: PLC0415 - likewise
+        from rlboost.services.rollout_worker.adapters.tokenizer import tokenizer_for_grammars  # noqa: PLC0415 - likewise
         from rlboost.services.rollout_worker.adapters.vllm.engine import VllmEngine, start  # noqa: PLC0415 - it imports vllm
 
         with engine_core_environment():

@@ -86,7 +86,7 @@ def argument_error(name: str, value: object) -> str:
 
 def supported_options(vllm_args: Mapping[str, Any], *, has_grammars: bool) -> frozenset[str]:
     """Return the options of clients that vLLM supports with these engine arguments."""
-    without = {"grammar"} if not has_grammars else set[str]()
+    without = {"stop"} if has_grammars else {"stop", "grammar"}
     if vllm_args.get("speculative_config") or vllm_args.get("spec_method"):
         without |= {"grammar", "logit_bias", "min_p", "min_tokens"}  # vLLM ignores them, or changes what it accepts
     return frozenset(SAMPLING_OPTIONS).difference(without)
@@ -110,10 +110,14 @@ def logprobs_error(mode: str, sampling: Sampling) -> str:
             f"sampling.temperature is {sampling.temperature}, and this worker reports log-probabilities at temperature "
             "1: remove logprobs_mode from its RLBOOST_WORKER_VLLM_ARGS, or set the temperature to 1"
         )
-    if mode != "raw_logprobs" and sampling.temperature and sampling.top_p < 1:
+    limits = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k, "min_p": sampling.min_p}
+    # At temperature 0, vLLM applies the last one only.
+    limits = {**(limits if sampling.temperature else {}), "min_tokens": sampling.min_tokens}
+    if mode != "raw_logprobs" and (name := next((name for name, is_set in limits.items() if is_set), "")):
         return (
-            f"sampling.top_p is {sampling.top_p}, and this worker reports log-probabilities within the nucleus, which "
-            """differ from the trainer's: start vllm workers with RLBOOST_WORKER_VLLM_ARGS='{"logprobs_mode": """
-            """"raw_logprobs"}', which needs temperature 1, or use torch workers, or set top_p to 1"""
+            f"sampling.{name} is {getattr(sampling, name)}, and this worker reports log-probabilities among the tokens "
+            "that may be drawn, which differ from the trainer's: start vllm workers with RLBOOST_WORKER_VLLM_ARGS="
+            """'{"logprobs_mode": "raw_logprobs"}', which needs temperature 1, or use torch workers, or leave """
+            f"{name} out"
         )
     return ""

@@ -1,14 +1,19 @@
-"""The tokenizer with which an engine follows grammars: only its tokens' texts count."""
+"""A model's tokenizer: for an engine that follows grammars, and for stop strings. Only its tokens' texts count."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
+
+from rlboost.services.rollout_worker.domain.stop_strings import Decode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 log = structlog.get_logger(__name__)
 
@@ -40,8 +45,31 @@ def tokenizer_for_grammars(tokenizer_json: str) -> str:
     return found
 
 
+def decoder(tokenizer_json: str) -> Decode | None:
+    """Return what decodes tokens to text without special tokens; None if there is no usable tokenizer.
+
+    Args:
+        tokenizer_json: a tokenizer in the format of the library tokenizers; empty for none.
+
+    """
+    if not tokenizer_json:
+        return None
+    try:
+        tokenizer = Tokenizer.from_str(tokenizer_json)
+    except Exception as error:  # noqa: BLE001 - the library raises it bare; the worker serves all the rest
+        log.warning("tokenizer_unusable", reason=f"there will be no stop strings: {error!r}")
+        return None
+
+    def decode(tokens: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    return decode
+
+
 def loaded(tokenizer_json: str) -> PreTrainedTokenizerFast:
     """Return a tokenizer as transformers has it."""
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415 - slow, and only grammars need it
+
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(tokenizer_json))
 
 
