@@ -176,6 +176,11 @@ class Prompt:
     rejected: bytes = b""
     """The same of the worse completion of a pair."""
 
+    @property
+    def completions(self) -> tuple[bytes, ...]:
+        """Return the completion, of a pair both."""
+        return (self.completion, self.rejected) if self.rejected else (self.completion,)
+
 
 @dataclass(frozen=True, slots=True)
 class Data:

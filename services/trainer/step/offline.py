@@ -81,7 +81,7 @@ def _rows(examples: Sequence[Prompt]) -> list[TrainingRow]:
     """Return examples as training rows, of a pair the better one first; no policy generated them, so `sampled` is 0."""
     rows = []
     for example in examples:
-        for completion in filter(None, (example.completion, example.rejected)):
+        for completion in example.completions:
             row = SequenceRow(example.tokens, completion, bytes(len(completion)))
             rows.append(TrainingRow.of(row, constant(1.0, row)))
     return rows

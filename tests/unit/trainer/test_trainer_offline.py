@@ -183,6 +183,32 @@ async def test_a_killed_trainers_successor_ends_with_the_same_bits(tmp_path: Pat
     assert sorted(killed.folder.rows) == list(range(STEPS))
 
 
+@pytest.mark.parametrize("column", ["completion", "rejected"])
+async def test_resume_with_other_completions_fails_the_job(tmp_path: Path, column: str) -> None:
+    class Changing(OfflineRig):
+        builds = 0
+
+        def build(self, job: JobSpec, job_id: str, created: datetime) -> JobResources:
+            self.builds += 1
+            built = super().build(job, job_id, created)
+            other: Any = {column: pack([40, 2], I32)} if self.builds > 1 else {}
+            first, *others = built.data.train
+            return replace(built, data=replace(built.data, train=[replace(first, **other), *others]))
+
+    rig = Changing(tmp_path, sft(kind="dpo"))
+    engine = Hanging(3)
+    rig.make_engine = lambda: engine
+    async with rig.trainer(killed=True):
+        await rig.command("create")
+        await eventually(lambda: engine.hangs)
+    engine.goes_on.set()
+    rig.make_engine = FakeEngine
+    rig.lease_runs_out()
+    report = await rig.resume()
+    assert report.state == "failed"
+    assert "data.train has 10 prompts as when the job was interrupted, but" in report.error
+
+
 async def test_committed_sft_version_replaces_the_retrained_one(tmp_path: Path) -> None:
     rig = OfflineRig(tmp_path, sft())
     await run(rig)
