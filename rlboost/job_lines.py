@@ -18,7 +18,7 @@ GONE = frozenset({"lost", "left"})
 # --- Lines ------------------------------------------------------------------------------------------------------------
 
 
-_SHOWN = ("reward/mean", "perplexity", "completions/mean_length", "perf/tokens_per_s")
+_SHOWN = ("reward/mean", "perplexity", "rewards/accuracies", "completions/mean_length", "perf/tokens_per_s")
 RECENT_STEPS = 10
 """Steps whose mean duration is used to estimate how long a job will take."""
 _PHASES = {"publishing": "publishing weights", "finishing": "saving the model"}
@@ -39,7 +39,7 @@ _UNITS = (("day", 86_400), ("h", 3_600), ("min", 60))
 
 def step_line(row: Mapping[str, Any], steps: int, width: int | None = None) -> str:
     """Format a finished step: the main metrics, and all of the evaluation; on one line if no width is given."""
-    shown = ("loss", *_SHOWN) if "perplexity" in row else _SHOWN
+    shown = _SHOWN if "reward/mean" in row else ("loss", *_SHOWN)
     names = [name for name in shown if name in row] + sorted(name for name in row if name.startswith("eval/"))
     if row["step"] < steps:
         lines = [f"step {row['step'] + 1:>4}/{steps}"]

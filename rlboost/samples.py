@@ -53,9 +53,8 @@ def of_step(client: Client, record: dict[str, Any], step: int | None, *, evaluat
 
 def _why_none(record: dict[str, Any]) -> str:
     if record["finished_at"]:
-        return (
-            f"is {record['state']} and has no samples: it generated none (kind: sft), or it ended more than 7 days ago"
-        )
+        why = "it generated none (kind: sft or dpo), or it ended more than 7 days ago"
+        return f"is {record['state']} and has no samples: {why}"
     return (
         f"has no samples yet: it is {record['state']} at step {record['step']} of {record['steps']}; "
         f"'rlboost status {record['id']}' shows what it waits for"

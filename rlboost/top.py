@@ -186,9 +186,9 @@ def _difference(total: float, parts: Mapping[str, float], before: Sequence[Mappi
 
 JOBS_SHOWN = 8
 """Maximum number of jobs in a snapshot: active ones first, then the newest."""
-_CURVES = ("reward/mean", "perplexity", "loss")
+_CURVES = ("reward/mean", "perplexity", "rewards/accuracies", "loss")
 """The first of these metrics that a job reports is its curve."""
-_EVALUATIONS = ("eval/pass@1", "eval/reward_mean", "eval/perplexity", "eval/loss")
+_EVALUATIONS = ("eval/pass@1", "eval/reward_mean", "eval/perplexity", "eval/rewards/accuracies", "eval/loss")
 """The first of these metrics that a job reports is its evaluation."""
 _RECENT_ROWS = STEPS_BEFORE + 2
 """The last step, those before it, and the evaluation after it."""

@@ -23,14 +23,14 @@ from rlboost.jobs.model_check import (
 from rlboost.jobs.model_path import is_hub_id, nearest
 from rlboost.jobs.user_code_check import MissingHere, complaint
 from rlboost.local.layout import DeviceSummary
-from rlboost.shared.data.examples import examples_of, prompt_of
+from rlboost.shared.data.examples import examples_of, pair_of, prompt_of
 from rlboost.shared.data.rows import BadRow, Row, is_messages, is_remote, read_rows
 from rlboost.shared.data.shards import Source, exists_locally, format_source, names_of
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import TEACHER
-from rlboost.shared.job.data import DataSpec, Rows, SftDataSpec
+from rlboost.shared.job.data import DataSpec, DpoDataSpec, Rows, SftDataSpec
 from rlboost.shared.job.file import load
-from rlboost.shared.job.spec import InvalidJob, JobSpec, parse
+from rlboost.shared.job.spec import InvalidJob, JobSpec, OfflineJob, parse
 from rlboost.shared.job.training import TrainerSpec
 from rlboost.shared.user_code.functions import ForbiddenFunction, check_arguments
 
@@ -39,13 +39,27 @@ from rlboost.shared.user_code.functions import ForbiddenFunction, check_argument
 
 SMALL_MODEL = 10_000_000
 """Parameters; models below it, trained from scratch for tests, need and bear rates of 1e-3."""
-HIGHEST = {("rl", "full"): 1e-4, ("rl", "lora"): 1e-3, ("sft", "full"): 1e-3, ("sft", "lora"): 5e-3}
+HIGHEST = {
+    ("rl", "full"): 1e-4,
+    ("rl", "lora"): 1e-3,
+    ("sft", "full"): 1e-3,
+    ("sft", "lora"): 5e-3,
+    ("dpo", "full"): 1e-4,
+    ("dpo", "lora"): 1e-3,
+}
 """Highest learning rates of AdamW by kind of job and of weights, about ten times the usual ones or more.
 
-Usual are 1e-6 for RL of all weights, the default of TRL's and verl's GRPO, and 1e-5 for fine-tuning; LoRA takes ten
-times these or more, as its product starts at zero.
+Usual are 1e-6 for RL and DPO of all weights, the default of TRL's and verl's GRPO and of TRL's DPO, and 1e-5 for
+fine-tuning; LoRA takes ten times these or more, as its product starts at zero.
 """
-_USUAL = {("rl", "full"): "1e-6", ("rl", "lora"): "1e-5", ("sft", "full"): "1e-5", ("sft", "lora"): "1e-4"}
+_USUAL = {
+    ("rl", "full"): "1e-6",
+    ("rl", "lora"): "1e-5",
+    ("sft", "full"): "1e-5",
+    ("sft", "lora"): "1e-4",
+    ("dpo", "full"): "1e-6",
+    ("dpo", "lora"): "1e-5",
+}
 
 
 def lr_advice(spec: JobSpec, n_parameters: int | None) -> str:
@@ -167,9 +181,10 @@ def check_job(raw: object, on_part: Callable[[str], None] = _ignore, devices: De
         found.append(_model(spec.algorithm.teacher.model, TEACHER))
     on_part("reading the data")
     seen = _Seen()
-    used = [rows for rows in spec.data.rows if spec.kind != "sft" or spec.eval or rows.field == "data.train"]
+    is_offline = isinstance(spec, OfflineJob)
+    used = [rows for rows in spec.data.rows if not is_offline or spec.eval or rows.field == "data.train"]
     for rows in used:
-        is_rewarded = spec.kind != "sft" or rows.field != "data.train"
+        is_rewarded = not is_offline or rows.field != "data.train"
         found.append(_data(spec, rows, seen if is_rewarded else _Seen()))
     # Only the trainer can check a reward service.
     on_part("importing the functions that it names")
@@ -329,6 +344,8 @@ def _prompt(spec: DataSpec, row: Row) -> object:
     key = spec.prompt_key
     if isinstance(spec, SftDataSpec):
         return examples_of(row.values, key, spec.completion_key, every_turn=spec.assistant_only_loss)[-1].prompt
+    if isinstance(spec, DpoDataSpec):
+        return pair_of(row.values, key, spec.chosen_key, spec.rejected_key)[0].prompt
     return prompt_of(row.values, key).given
 
 

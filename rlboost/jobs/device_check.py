@@ -9,7 +9,7 @@ from rlboost.jobs import memory
 from rlboost.jobs.memory import size_of
 from rlboost.local.layout import DeviceSummary, n_gpus
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.job.spec import JobSpec
+from rlboost.shared.job.spec import JobSpec, OfflineJob
 from rlboost.shared.job.training import TrainerSpec
 from rlboost.shared.model.experts import count_in_experts
 from rlboost.shared.model.folder import count_parameters, read_config
@@ -56,7 +56,7 @@ def _added_parameters(spec: JobSpec, config: dict[str, Any]) -> tuple[int, int]:
 def _check_engines(
     spec: JobSpec, config: dict[str, Any], n_parameters: int, devices: DeviceSummary, found: Fit
 ) -> None:
-    if spec.kind == "sft":
+    if isinstance(spec, OfflineJob):
         return
     split = devices.tensor_parallel
     heads = config.get("num_attention_heads")

@@ -194,12 +194,11 @@ def trained_model(
         n_teacher: see `teacher_parameters`.
 
     """
-    algorithm = spec.algorithm if spec.kind == "rl" else None
-    keeps_start = algorithm is not None and algorithm.needs_reference and algorithm.teacher is None
+    has_teacher = spec.kind == "rl" and spec.algorithm.teacher is not None
     return TrainedModel(
         n_parameters,
         frozen=spec.adapter is not None,
-        has_reference=keeps_start and spec.adapter is None,
+        has_reference=spec.needs_reference and spec.adapter is None and not has_teacher,
         has_entropies=spec.kind == "rl" and spec.algorithm.entropy_coef > 0,
         muon=spec.optimizer.name == "muon",
         n_in_experts=n_in_experts,
@@ -294,15 +293,15 @@ def estimate(spec: JobSpec, longest_sample: int = 0) -> Estimate:
 
     Args:
         spec: the job.
-        longest_sample: tokens of the longest sample with its prompt; 0: `sampling.max_tokens`, and with `kind: sft`,
-            whose samples are not known here, a GPU's part of a micro-batch.
+        longest_sample: tokens of the longest sample with its prompt; 0: `sampling.max_tokens`, and with `kind: sft`
+            and `dpo`, whose samples are not known here, a GPU's part of a micro-batch.
 
     Raises:
         ConfigError: the job trains nothing, or the model is not a local folder, or of an unknown kind.
 
     """
     if spec.kind == "eval":
-        raise ConfigError("a job of kind eval trains nothing: give a job of kind rl or sft")
+        raise ConfigError("a job of kind eval trains nothing: give a job of kind rl, sft or dpo")
     folder = Path(spec.model).expanduser()
     if not folder.is_dir():
         raise ConfigError(_no_folder(spec.model))

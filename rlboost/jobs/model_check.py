@@ -27,7 +27,7 @@ from rlboost.services.trainer.settings import Settings
 from rlboost.shared.data.rows import Row, is_remote
 from rlboost.shared.data.shards import names_of
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.job.spec import JobSpec, missing_log_libraries
+from rlboost.shared.job.spec import JobSpec, OfflineJob, missing_log_libraries
 from rlboost.shared.job.training import check_targets
 from rlboost.shared.model.experts import require_known_experts, require_mixture, require_replayable
 from rlboost.shared.model.folder import (
@@ -203,7 +203,7 @@ def _load_data(spec: JobSpec) -> DataFindings:
     from rlboost.services.trainer.domain import plan  # noqa: PLC0415 - only where a trainer may run
 
     data = load_data(spec, Path(spec.model).expanduser())
-    if spec.kind != "sft":
+    if not isinstance(spec, OfflineJob):
         plan.check(spec, len(data.evaluation))
     notices = []
     if ignored := ", ".join(sorted(data.ignored_keys)):
@@ -215,7 +215,8 @@ def _load_data(spec: JobSpec) -> DataFindings:
     if spec.kind == "rl" and spec.data.eval is not None and spec.eval is None:
         notices.append("data.eval: only rlboost eval reads it, since there is no section eval")
     first = next(iter([*data.train[:1], *data.evaluation[:1]]), None)
-    example = "" if first is None else _shown(data, ints(first.tokens), ints(first.completion))
+    answers = () if first is None else (ints(first.completion), ints(first.rejected))
+    example = "" if first is None else _shown(data, ints(first.tokens), *answers)
     return DataFindings(example=example, notices=notices, data=data)
 
 
@@ -275,11 +276,12 @@ def _formatted(spec: JobSpec, data: Data, rows: Sequence[Prompt], answer: dict[s
     return DataFindings(example=example)
 
 
-def _shown(data: Data, prompt: list[int], completion: Sequence[int] = ()) -> str:
+def _shown(data: Data, prompt: list[int], *answers: list[int]) -> str:
     """Return the first prompt, and what is trained after it, as text of several lines."""
     lines = [f"the first prompt, as the model sees it ({len(prompt)} tokens):", _shortened(data, prompt)]
-    if completion:
-        lines += [f"and what it is trained to answer ({len(completion)} tokens):", _shortened(data, list(completion))]
+    for what, answer in zip(("what it is trained to answer", "what is worse"), answers, strict=False):
+        if answer:
+            lines += [f"and {what} ({len(answer)} tokens):", _shortened(data, answer)]
     return "\n".join(lines)
 
 

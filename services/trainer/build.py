@@ -22,8 +22,8 @@ from rlboost.services.trainer.adapters.user_code import UserCodeLog, load_loss, 
 from rlboost.services.trainer.adapters.weights import RanksPublisher
 from rlboost.services.trainer.domain.canary_prompts import build_canary_prompts
 from rlboost.services.trainer.domain.loss.inputs import LossFn
-from rlboost.services.trainer.domain.loss.policy import PolicyLoss, job_loss
-from rlboost.services.trainer.domain.sft import sft_loss
+from rlboost.services.trainer.domain.loss.policy import PAIR_LOSS, PolicyLoss, job_loss
+from rlboost.services.trainer.domain.offline import sft_loss
 from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.services.trainer.ports.samples import Data
 from rlboost.services.trainer.ports.storage import JobResources
@@ -133,6 +133,8 @@ def _environments(spec: JobSpec, waits: Waits, folder: Path, style: CallStyle) -
 def _loss(spec: JobSpec) -> LossFn:
     if spec.kind == "sft":
         return sft_loss
+    if spec.kind == "dpo":
+        return PAIR_LOSS
     return job_loss(spec, load_loss(spec.algorithm.loss) if spec.algorithm.loss else None)
 
 

@@ -14,30 +14,22 @@ after the position of the checkpoint.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from datetime import datetime
-from functools import partial
 
 from rlboost.services.trainer.domain import plan
-from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow, constant, pack, select
-from rlboost.services.trainer.domain.loss import sums
-from rlboost.services.trainer.domain.sft import SftStep, perplexity
 from rlboost.services.trainer.job.checkpoints import Checkpoints
 from rlboost.services.trainer.job.job import LEASE_WAIT_LIMIT_S, Job
 from rlboost.services.trainer.job.log import StepLog
 from rlboost.services.trainer.job.publishing import VersionPublisher
-from rlboost.services.trainer.ports.engine import NotFinite
-from rlboost.services.trainer.ports.samples import Prompt
 from rlboost.services.trainer.ports.storage import JobResources, TrainState
+from rlboost.services.trainer.step import offline
 from rlboost.services.trainer.step.durable import DurableCurriculum, DurableResampling
 from rlboost.services.trainer.step.intake import Intake
 from rlboost.services.trainer.step.run import StepRun
-from rlboost.shared.errors import Fatal
-from rlboost.shared.job.spec import GeneratingJob, JobSpec, SftJob, to_json
-from rlboost.shared.wire import I32, floats, length
+from rlboost.shared.job.spec import GeneratingJob, JobSpec, OfflineJob, to_json
 
 BUILD_LIMIT_S = 4 * 3600.0
 
@@ -89,8 +81,8 @@ class JobRun:
         job, spec = self._job, self._job.spec
         await self._load()
         state = await self._restore()
-        if spec.kind == "sft":
-            await self._run_sft_steps(spec, state.step)
+        if isinstance(spec, OfflineJob):
+            await self._run_offline_steps(spec, state.step)
         else:
             await self._run_generating_steps(spec, state)
         await self._checkpoints.wait_until_saved()
@@ -102,7 +94,7 @@ class JobRun:
         """Load the model, start user-code processes, and emit warnings about settings and filtered prompts."""
         job, spec = self._job, self._job.spec
         resources, data = job.resources, job.resources.data
-        if spec.kind != "sft":
+        if not isinstance(spec, OfflineJob):
             plan.check(spec, len(data.evaluation))
         if resources.machines is not None:
             await resources.machines.gather()
@@ -214,11 +206,9 @@ class JobRun:
     async def _save(self, intake: Intake, step: int) -> None:
         await self._checkpoints.start_save(self._checkpoints.state(step, *intake.cursors))
 
-    # --- the steps of supervised fine-tuning: on completions from the data, without workers or rewards ---
-    # The job's seed and the step's number determine the rows of a step, and their lengths the order, so a trainer that
-    # resumes from a checkpoint computes the same bits.
+    # --- the steps of a job that learns from completions in the data, without workers or rewards ---
 
-    async def _run_sft_steps(self, spec: SftJob, first: int) -> None:
+    async def _run_offline_steps(self, spec: OfflineJob, first: int) -> None:
         """Run all steps from `first`. No worker needs the weights, so only the last version is published."""
         job, checkpoints, versions = self._job, self._checkpoints, self._versions
         for step in range(first, spec.steps):
@@ -227,8 +217,8 @@ class JobRun:
                 await checkpoints.start_save(checkpoints.state(step))
             evaluated = await self._evaluate(spec, step)
             job.enter("training", step)
-            done = await self._run_sft_step(spec, step)
-            await self._log.record(step, done.metrics() | evaluated, wait_s=0.0, train_s=done.train_s)
+            trained = await offline.train_step(job, spec, step)
+            await self._log.record(step, trained | evaluated, wait_s=0.0, train_s=trained["time/train_s"])
         if checkpoints.is_due(first, spec.steps):
             await checkpoints.start_save(checkpoints.state(spec.steps))
         if evaluated := await self._evaluate(spec, spec.steps):
@@ -239,52 +229,9 @@ class JobRun:
         if was_committed:
             await versions.publish(spec.steps)  # load the committed bits, which may differ on another machine
 
-    async def _run_sft_step(self, spec: SftJob, step: int) -> SftStep:
-        """Train on the rows of step `step`: forward and backward over its micro-batches, and one update.
-
-        Raises:
-            Fatal: a loss or the gradients are not finite; the weights are unchanged.
-
-        """
-        began, device, resources = time.monotonic(), self._job.device, self._job.resources
-        data, engine, numbers = resources.data.train, resources.engine, dict[str, float]()
-        indices = plan.prompt_indices(spec.trainer.seed, step, spec.data.prompts_per_step, len(data))
-        rows = [_sft_row(data[i]) for i in indices]
-        rate = plan.learning_rate(spec.optimizer, step, spec.steps)
-        try:
-            for batch in select(rows, pack(rows, spec.trainer.micro_batch_tokens)):
-                # One call per micro-batch: a cancelled job waits for one only.
-                sums.add(numbers, await device.run(partial(engine.accumulate, [batch], resources.loss)))
-            norm = await device.run(partial(engine.step, rate))
-        except NotFinite as error:
-            path = await device.run(partial(resources.folder.dump_batch, f"not-finite-step-{step}.jsonl", rows))
-            raise Fatal(
-                f"step {step + 1}: {error}. Look for bad data among the {len(rows)} rows in {path}, or lower "
-                "optimizer.lr"
-            ) from error
-        lengths = [length(row.completion, I32) for row in rows]
-        return SftStep(numbers, lengths, norm, rate, train_s=time.monotonic() - began)
-
-    async def _evaluate(self, spec: SftJob, step: int) -> dict[str, float]:
-        """Return the metrics of the present weights on the held-out rows, empty if no evaluation is due.
-
-        The loss is the mean over all their tokens.
-        """
+    async def _evaluate(self, spec: OfflineJob, step: int) -> dict[str, float]:
+        """Return the metrics of the present weights on the held-out rows, empty if no evaluation is due."""
         if spec.eval is None or not spec.eval.is_due(step, spec.steps):
             return {}
         self._job.enter("evaluating", step)
-        resources = self._job.resources
-        rows = [_sft_row(example) for example in resources.data.evaluation]
-        nats, n_tokens = 0.0, 0
-        for batch in select(rows, pack(rows, spec.trainer.micro_batch_tokens)):
-            for column in await self._job.device.run(partial(resources.engine.logprobs, [batch])):
-                logprobs = floats(column)
-                nats, n_tokens = nats - math.fsum(logprobs), n_tokens + len(logprobs)
-        loss = nats / n_tokens
-        return {"eval/loss": loss, "eval/perplexity": perplexity(loss)}
-
-
-def _sft_row(example: Prompt) -> TrainingRow:
-    """Return an example as a training row, with log-probabilities 0: no policy generated it."""
-    row = SequenceRow(example.tokens, example.completion, bytes(len(example.completion)))
-    return TrainingRow.of(row, constant(1.0, row))
+        return await offline.evaluate(self._job, spec)

@@ -1,4 +1,4 @@
-"""What a row of data for `kind: sft` says: a prompt, and the completion that is to be imitated."""
+"""What a row of data says: a prompt, and the completion to imitate (`kind: sft`) or a pair of them (`kind: dpo`)."""
 
 from __future__ import annotations
 
@@ -170,6 +170,74 @@ def _joined(prompt: list[dict[str, Any]], completion: list[dict[str, Any]]) -> _
             "the prompt ends with a message of the assistant, which is not trained: move it to the completion"
         )
     return [*prompt, *completion], len(prompt)
+
+
+def pair_of(values: dict[str, Any], prompt_key: str, chosen_key: str, rejected_key: str) -> tuple[Example, Example]:
+    """Return the better and the worse completion in a row, each with the prompt.
+
+    Without a prompt, or with one that is text, both may be conversations: the messages that they begin with are the
+    prompt, as with TRL's `DPOTrainer`. Each completion is one message; see `examples_of` for other columns.
+
+    Raises:
+        ConfigError: there is no pair; the text says what is wrong, not where.
+
+    """
+    keys = chosen_key, rejected_key
+    for key, name in zip(keys, ("chosen_key", "rejected_key"), strict=True):
+        if key not in values:
+            raise ConfigError(f"no key {key!r} ({_keys(values)}): correct the row, or set data.{name}")
+    chosen, rejected = (parsed_messages(values[key]) for key in keys)
+    if is_messages(chosen) != is_messages(rejected):
+        text, chat = reversed(keys) if is_messages(chosen) else keys
+        raise ConfigError(f"{chat!r} has chat messages, and {text!r} has none: give both as text or both as messages")
+    if chosen == rejected:
+        raise ConfigError(f"{chosen_key!r} and {rejected_key!r} are equal, so neither is better: leave out the row")
+    prompt = parsed_messages(values.get(prompt_key))
+    if is_messages(chosen) and is_messages(rejected) and not is_messages(prompt):
+        n_shared = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), -1)
+        values = {**values, **_parted(keys, chosen, rejected, n_shared), prompt_key: chosen[:n_shared]}
+        if prompt is not None and prompt not in [message.get("content") for message in chosen[:n_shared]]:
+            raise ConfigError(
+                f"{prompt_key!r} is none of the messages that {chosen_key!r} and {rejected_key!r} begin with: give it "
+                "as chat messages, or remove it"
+            )
+    elif prompt is None:
+        raise ConfigError(
+            f"no key {prompt_key!r} ({_keys(values)}), and where a prompt of text ends is unknown: give it a column of "
+            "its own (data.prompt_key)"
+        )
+    return _answer(values, prompt_key, chosen_key), _answer(values, prompt_key, rejected_key)
+
+
+def _parted(
+    keys: tuple[str, str], chosen: list[dict[str, Any]], rejected: list[dict[str, Any]], n_shared: int
+) -> dict[str, object]:
+    """Return what follows the messages that two conversations begin with."""
+    if n_shared < 0:
+        shorter, longer = keys if len(chosen) < len(rejected) else reversed(keys)
+        raise ConfigError(f"{shorter!r} is the beginning of {longer!r}: give it an answer of its own")
+    if not n_shared:
+        raise ConfigError(
+            f"{keys[0]!r} and {keys[1]!r} begin with different messages, so there is no prompt: give it a column of "
+            "its own (data.prompt_key)"
+        )
+    return dict(zip(keys, (chosen[n_shared:], rejected[n_shared:]), strict=True))
+
+
+def _answer(values: dict[str, Any], prompt_key: str, key: str) -> Example:
+    """Return the only completion in a column."""
+    try:
+        examples = examples_of(values, prompt_key, key)
+    except ConfigError as error:
+        if any(repr(name) in str(error) for name in (prompt_key, key)):
+            raise
+        raise ConfigError(f"{key!r}: {error}") from error
+    if len(examples) > 1:
+        raise ConfigError(
+            f"{key!r} has {len(examples)} messages of the assistant, and a pair compares one with another: join them, "
+            "or move what comes before the last to the prompt"
+        )
+    return examples[0]
 
 
 class RlPrompt(NamedTuple):

@@ -52,14 +52,15 @@ class CriticSpec(Section):
 
 
 class PreferenceSpec(Section):
-    """The loss of online DPO, which prefers the best completion of a group to the worst."""
+    """The loss of pairs of completions, of which one is preferred to the other."""
 
-    variant: Literal["sigmoid", "ipo"] = "sigmoid"
-    """Loss of a pair: DPO (arXiv 2305.18290), or IPO (arXiv 2310.12036), which stops at a margin of 1 / (2 beta)."""
+    variant: Literal["sigmoid", "robust", "ipo"] = "sigmoid"
+    """Loss of a pair: DPO (arXiv 2305.18290), robust DPO (arXiv 2403.00409) or IPO (arXiv 2310.12036), which stops at a
+    margin of 1 / (2 beta) a token."""
     beta: float = Field(0.1, gt=0, allow_inf_nan=False)
     """Weight of the distance to the starting weights."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """With `sigmoid`: assumed probability that the preference is wrong."""
+    """With `sigmoid` and `robust`: assumed probability that the preference is wrong."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -83,6 +84,13 @@ class TeacherSpec(Section):
     in `trainer.dtype`."""
     coef: float = Field(1.0, gt=0, allow_inf_nan=False)
     """Weight of the teacher next to advantages from rewards."""
+
+
+class PairsSpec(Section):
+    """How a job of kind `dpo` learns from pairs."""
+
+    preference: PreferenceSpec = PreferenceSpec()
+    """The loss of pairs."""
 
 
 class RejectionSpec(Section):
@@ -358,7 +366,7 @@ class AlgorithmSpec(Section):
     critic: CriticSpec | None = None
     """The critic, with `advantage: gae`."""
     preference: PreferenceSpec | None = None
-    """The loss of pairs, with `advantage: best_worst`."""
+    """The loss of pairs, with `advantage: best_worst` or kind `dpo`."""
 
     @property
     def needs_reference(self) -> bool:

@@ -80,7 +80,7 @@ class TrainDataSpec(DataSpec):
     eval_split: str = "test"
     """Split of a Hugging Face dataset for evaluation."""
     prompts_per_step: int = Field(32, ge=1, lt=MAX_GROUPS_PER_STEP)
-    """Prompts per step; with kind `sft`, rows per step."""
+    """Prompts per step; with kind `sft`, rows per step; with kind `dpo`, pairs per step."""
 
 
 class RlDataSpec(TrainDataSpec):
@@ -90,16 +90,31 @@ class RlDataSpec(TrainDataSpec):
     """Skips prompts because of the rewards of their earlier groups."""
 
 
-class SftDataSpec(TrainDataSpec):
-    """Prompts with completions for supervised fine-tuning."""
+class OfflineDataSpec(TrainDataSpec):
+    """Prompts with completions."""
 
     curriculum: ClassVar[None] = None
+    max_completion_tokens: int | None = Field(None, ge=1)
+    """Rows with longer completions are left out and counted."""
+
+
+class SftDataSpec(OfflineDataSpec):
+    """Prompts with completions for supervised fine-tuning."""
+
     completion_key: str = "completion"
     """The column of the completion: text, or chat messages of the assistant."""
     assistant_only_loss: bool = False
     """Train every turn of the assistant in chat messages, tool calls included, each as an example of its own."""
-    max_completion_tokens: int | None = Field(None, ge=1)
-    """Rows with longer completions are left out and counted."""
+
+
+class DpoDataSpec(OfflineDataSpec):
+    """Prompts with a better and a worse completion, in the formats of TRL's `DPOTrainer`."""
+
+    chosen_key: str = "chosen"
+    """The column of the better completion: text, chat messages of the assistant, or a conversation that both
+    completions begin with, and that is the prompt."""
+    rejected_key: str = "rejected"
+    """The column of the worse completion, of the same form."""
 
 
 class EvalDataSpec(DataSpec):

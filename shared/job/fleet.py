@@ -138,7 +138,7 @@ class RlElasticSpec(VersionsSpec, _FleetSpec):
     recomputed KV cache, continue with the cache they have, or finish under the old weights first."""
 
 
-class SftElasticSpec(VersionsSpec):
+class OfflineElasticSpec(VersionsSpec):
     """How the result is published. Workers only serve it: they are shared out as by default."""
 
     seeding: ClassVar[Literal["auto"]] = "auto"
@@ -164,7 +164,7 @@ class ExternalElasticSpec(_ShareSpec):
     with a recomputed KV cache, continue with the cache they have, or finish under the old weights first."""
 
 
-class SftEvalSpec(Section):
+class OfflineEvalSpec(Section):
     """Evaluation on held-out rows."""
 
     every: int = Field(10, ge=1)
@@ -175,7 +175,7 @@ class SftEvalSpec(Section):
         return step % self.every == 0 or step == n_steps
 
 
-class EvalSpec(SftEvalSpec):
+class EvalSpec(OfflineEvalSpec):
     """Evaluation on held-out prompts, generated alongside the training samples of the same step."""
 
     samples: int = Field(256, ge=1)

@@ -1,8 +1,8 @@
 """What other trainers call RLBoost's job keys: for the error about an unknown key, and for two pages of the docs.
 
-Names are those of TRL 1.16 (`GRPOConfig`, and arguments of `GRPOTrainer`), verl 0.9 (`ppo_trainer.yaml`; `actor.`,
-`rollout.` and `model.` are below `actor_rollout_ref`), OpenRLHF 0.11 (`train_ppo_ray`) and prime-rl (2026; `model.`,
-`optim.`, `loss.` and `scheduler.` are the trainer's, the others the orchestrator's).
+Names are those of TRL 1.16 (`GRPOConfig`, `DPOConfig`, and arguments of `GRPOTrainer`), verl 0.9 (`ppo_trainer.yaml`;
+`actor.`, `rollout.` and `model.` are below `actor_rollout_ref`), OpenRLHF 0.11 (`train_ppo_ray`) and prime-rl (2026;
+`model.`, `optim.`, `loss.` and `scheduler.` are the trainer's, the others the orchestrator's).
 """
 
 from __future__ import annotations
@@ -122,6 +122,9 @@ NAMES: Mapping[str, Names] = {
     "algorithm.critic.gamma": Names("", "`algorithm.gamma`", "`algo.advantage.gamma`"),
     "algorithm.critic.gae_lambda": Names("", "`algorithm.lam`", "`algo.advantage.lambd`"),
     "algorithm.critic.value_clip": Names("", "`critic.cliprange_value`", "`critic.value_clip`"),
+    "algorithm.preference.variant": Names("`loss_type`"),
+    "algorithm.preference.beta": Names("`beta`"),
+    "algorithm.preference.label_smoothing": Names("`label_smoothing`"),
     "sampling.temperature": Names(
         "`temperature`", "`rollout.temperature`", "`rollout.temperature`", "`sampling.temperature`"
     ),
@@ -252,6 +255,12 @@ ABSENT: Mapping[str, str] = {
     "num_episodes": "set steps to episodes x rows / data.prompts_per_step",
     "ppo_mini_batch_size": "set algorithm.updates_per_step to train_batch_size / ppo_mini_batch_size",
     "gradient_accumulation_steps": "trainer.micro_batch_tokens divides a batch, and results do not depend on it",
+    **dict.fromkeys(
+        ("max_length", "truncation_mode"),
+        "no row is cut: data.max_prompt_tokens and data.max_completion_tokens leave out longer ones",
+    ),
+    "ref_model": "the reference is the job's model as it starts",
+    "disable_dropout": "models are trained without dropout, but for lora.dropout",
     "push_to_hub": "rlboost export writes a folder that you can upload",
     "use_vllm": "the engine is a setting of workers, RLBOOST_WORKER_ENGINE",
     "vllm_mode": "workers are processes of their own, and reserved ones may share the trainer's GPU (trainer.offload)",
@@ -329,12 +338,12 @@ def _index() -> tuple[Mapping[str, list[str]], Mapping[str, list[str]]]:
             found = full.setdefault(name, [])
             if ours not in found and not (found and _IS in ours):
                 found.append(ours)
-    last: dict[str, list[str]] = {}
+    last: dict[str, set[tuple[str, ...]]] = {}
     for name, found in full.items():
-        last.setdefault(name.rpartition(".")[2], []).extend(found)
+        last.setdefault(name.rpartition(".")[2], set()).add(tuple(found))
     ours_by_last = {key.rpartition(".")[2]: key for key in NAMES}
-    unique = {name: found[0] for name, found in last.items() if len(set(found)) == 1}
-    return full, {name: [found] for name, found in unique.items() if ours_by_last.get(name, found) == found}
+    unique = {name: [*found] for name, (found, *others) in last.items() if not others}
+    return full, {name: found for name, found in unique.items() if ours_by_last.get(name, found[0]) in found}
 
 
 def _named_in(cell: str, key: str) -> Iterator[tuple[str, str]]:

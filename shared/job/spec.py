@@ -13,17 +13,25 @@ from rlboost.shared.data.shards import AGENT_ROWS, Source, names_of
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.ids import MAX_STEPS
 from rlboost.shared.job import other_trainers
-from rlboost.shared.job.algorithm import GROUPLESS, AlgorithmSpec, with_former_defaults
-from rlboost.shared.job.data import DataSpec, EvalDataSpec, RlDataSpec, SftDataSpec, TrainDataSpec
+from rlboost.shared.job.algorithm import GROUPLESS, AlgorithmSpec, PairsSpec, with_former_defaults
+from rlboost.shared.job.data import (
+    DataSpec,
+    DpoDataSpec,
+    EvalDataSpec,
+    OfflineDataSpec,
+    RlDataSpec,
+    SftDataSpec,
+    TrainDataSpec,
+)
 from rlboost.shared.job.fleet import (
     REMOVED_ELASTIC,
     EvalElasticSpec,
     EvalSpec,
     ExternalElasticSpec,
+    OfflineElasticSpec,
+    OfflineEvalSpec,
     RlElasticSpec,
     SamplingSpec,
-    SftElasticSpec,
-    SftEvalSpec,
     VersionsSpec,
 )
 from rlboost.shared.job.reward import AgentSpec, ConversationSpec, EnvironmentSpec, RewardPart, RewardSpec
@@ -71,8 +79,8 @@ def missing_log_libraries(spec: LogSpec) -> list[str]:
 # --- The job file -----------------------------------------------------------------------------------------------------
 
 
-Kind = Literal["rl", "sft", "eval", "external"]
-_SECTIONS_BY_KIND = ("data", "elastic", "eval")
+Kind = Literal["rl", "sft", "dpo", "eval", "external"]
+_SECTIONS_BY_KIND = ("data", "elastic", "eval", "algorithm")
 """Sections whose keys depend on the kind of job."""
 NO_MAPPING = "a job file is a mapping with the keys model, data, reward, steps, ..."
 
@@ -84,9 +92,9 @@ class BaseJob(Section):
     """What such a job does, for the error about a key that does not apply."""
 
     kind: Kind
-    """`rl`: reinforcement learning. `sft`: supervised fine-tuning on completions that the data has. `eval`: one
-    evaluation of the model, which stays as it is. `external`: a trainer of your own publishes weights and requests
-    samples."""
+    """`rl`: reinforcement learning. `sft`: supervised fine-tuning on completions that the data has. `dpo`: preference
+    optimization on pairs of completions that the data has. `eval`: one evaluation of the model, which stays as it is.
+    `external`: a trainer of your own publishes weights and requests samples."""
     name: str = Field("job", min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the job; its id is the name and a random suffix."""
     model: str = Field(min_length=1)
@@ -102,6 +110,11 @@ class ServiceJob(BaseJob):
     """How the trainer runs."""
     log: LogSpec = LogSpec()
     """Where metrics are logged, in addition to `metrics.jsonl`."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Return True if losses need log-probabilities under the starting weights."""
+        return False
 
     @model_validator(mode="after")
     def _has_the_agent_of_its_rows(self) -> Self:
@@ -176,7 +189,7 @@ class _TrainingJob(ServiceJob):
         return self
 
 
-def require_held_out_rows(evaluation: SftEvalSpec | None, rows: Source | None) -> None:
+def require_held_out_rows(evaluation: OfflineEvalSpec | None, rows: Source | None) -> None:
     """Raise ValueError if a job is to be evaluated and names no held-out rows."""
     if evaluation is not None and rows is None:
         raise ValueError("data.eval: missing, and eval is set: name the file of held-out rows, or remove eval")
@@ -243,6 +256,10 @@ class RlJob(_TrainingJob, _RewardedJob):
     @property
     def _learns_without_rewards(self) -> bool:
         return self.algorithm.advantage == "none"
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.algorithm.needs_reference
 
     @field_validator("sampling")
     @classmethod
@@ -317,8 +334,8 @@ class RlJob(_TrainingJob, _RewardedJob):
         return self
 
 
-class SftJob(_TrainingJob):
-    """Supervised fine-tuning."""
+class OfflineJob(_TrainingJob):
+    """A job that learns from completions in the data, without workers and rewards."""
 
     purpose: ClassVar[str] = "generates nothing"
     environment: ClassVar[None] = None
@@ -329,15 +346,41 @@ class SftJob(_TrainingJob):
     sampling: ClassVar[SamplingSpec] = SamplingSpec()
     """How the served result is sampled."""
 
-    kind: Literal["sft"] = "sft"
-    data: SftDataSpec
-    elastic: SftElasticSpec = SftElasticSpec()
-    eval: SftEvalSpec | None = None
+    data: OfflineDataSpec
+    elastic: OfflineElasticSpec = OfflineElasticSpec()
+    eval: OfflineEvalSpec | None = None
     """Evaluation on held-out rows; needs `data.eval`."""
 
     @model_validator(mode="after")
     def _has_held_out_rows(self) -> Self:
         require_held_out_rows(self.eval, self.data.eval)
+        return self
+
+
+class SftJob(OfflineJob):
+    """Supervised fine-tuning."""
+
+    kind: Literal["sft"] = "sft"
+    data: SftDataSpec
+
+
+class DpoJob(OfflineJob):
+    """Direct preference optimization on pairs in the data."""
+
+    kind: Literal["dpo"] = "dpo"
+    data: DpoDataSpec
+    algorithm: PairsSpec = PairsSpec()
+
+    @property
+    def needs_reference(self) -> bool:
+        return True
+
+    @model_validator(mode="after")
+    def _trains_without_dropout(self) -> Self:
+        if self.adapter is not None and self.adapter.dropout:
+            raise ValueError(
+                "lora.dropout: pairs are compared without dropout, as with TRL's disable_dropout: set it to 0"
+            )
         return self
 
 
@@ -386,13 +429,14 @@ class ExternalJob(BaseJob):
 
 GeneratingJob = RlJob | EvalJob
 """Jobs of the step loop, whose samples workers generate."""
-JobSpec = Annotated[RlJob | SftJob | EvalJob, Field(discriminator="kind")]
+JobSpec = Annotated[RlJob | SftJob | DpoJob | EvalJob, Field(discriminator="kind")]
 """A job of the trainer service; `parse` returns one."""
-AnyJob = Annotated[RlJob | SftJob | EvalJob | ExternalJob, Field(discriminator="kind")]
+AnyJob = Annotated[RlJob | SftJob | DpoJob | EvalJob | ExternalJob, Field(discriminator="kind")]
 """A job; `parse_any` returns one."""
-_KINDS: Mapping[str, type[RlJob] | type[SftJob] | type[EvalJob] | type[ExternalJob]] = {
+_KINDS: Mapping[str, type[RlJob] | type[SftJob] | type[DpoJob] | type[EvalJob] | type[ExternalJob]] = {
     "rl": RlJob,
     "sft": SftJob,
+    "dpo": DpoJob,
     "eval": EvalJob,
     "external": ExternalJob,
 }
@@ -431,7 +475,7 @@ def parse_any(raw: object) -> AnyJob:
     if job.kind == "external":
         return job
     problems = _forbidden_functions(job)
-    if job.kind == "sft" and job.data.eval is not None and job.eval is None:
+    if isinstance(job, OfflineJob) and job.data.eval is not None and job.eval is None:
         problems.append("data.eval: not used without a section eval: add eval: {every: 10}, or remove it")
     if problems:
         raise InvalidJob(problems)
@@ -468,7 +512,7 @@ def _job(raw: object, *, is_stored: bool) -> AnyJob:
         raise InvalidJob([f"kind: {one_of(kind, list(_KINDS))}"])
     spec = _KINDS[kind]
     applicable, inapplicable = _split_by_kind(spec, raw)
-    if is_stored and isinstance(algorithm := applicable.get("algorithm"), dict):
+    if is_stored and kind == "rl" and isinstance(algorithm := applicable.get("algorithm"), dict):
         applicable["algorithm"] = with_former_defaults(algorithm)
     if is_stored and isinstance(elastic := applicable.get("elastic"), dict):
         applicable["elastic"] = {name: value for name, value in elastic.items() if name not in REMOVED_ELASTIC}
@@ -523,7 +567,7 @@ def parse_stored(raw: object) -> AnyJob:
         InvalidJob: names each invalid field.
 
     """
-    return raw if isinstance(raw, RlJob | SftJob | EvalJob | ExternalJob) else _job(raw, is_stored=True)
+    return raw if isinstance(raw, RlJob | SftJob | DpoJob | EvalJob | ExternalJob) else _job(raw, is_stored=True)
 
 
 StoredJob = Annotated[AnyJob, BeforeValidator(parse_stored)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -372,10 +373,14 @@ async def test_the_health_routes_answer(site: Site) -> None:
 TUNING = 120
 
 
-async def fine_tuned(site: Site, job_id: str, kill_at: int | None = None) -> JobReport:
-    """Imitate for `TUNING` steps, without anybody who could generate; the trainer is killed behind a step."""
+async def fine_tuned(site: Site, job_id: str, kill_at: int | None = None, **changes: Any) -> JobReport:
+    """Imitate, or prefer, for `TUNING` steps without anybody who could generate; the trainer is killed after a step."""
     file = site.folder / "pairs.jsonl"
-    rows = [{"prompt": f"t{5 + i}", "completion": f"t{20 + i} t{40 + i}"} for i in range(10)]
+    columns = {"completion": 20, "chosen": 20, "rejected": 60}
+    rows = [
+        {"prompt": f"t{5 + i}", **{name: f"t{first + i} t{40 + i}" for name, first in columns.items()}}
+        for i in range(10)
+    ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     raw = {
         "kind": "sft",
@@ -384,6 +389,7 @@ async def fine_tuned(site: Site, job_id: str, kill_at: int | None = None) -> Job
         "optimizer": {"lr": 1e-2, "warmup_steps": 2},
         "trainer": {"checkpoint_every": 10},
         "steps": TUNING,
+        **changes,
     }
     await site.submit(job_id, raw)
     if kill_at is not None:
@@ -437,3 +443,22 @@ async def test_sft_without_workers_survives_a_kill_and_its_model_is_evaluated(
     ]
     assert 0 < step.metrics["eval/pass@1"] < step.metrics["eval/pass@4"] <= 1
     assert not (machine.folder / "runs/judged/model").exists()
+
+
+@pytest.mark.parametrize("weights", ["full", "lora"])
+async def test_dpo_without_workers_survives_a_kill_and_prefers_the_chosen(
+    site: Site, machine: Machine, weights: str
+) -> None:
+    steady, killed = (f"preferred-{weights}-{name}" for name in ("steady", "killed"))
+    changes: dict[str, Any] = {"kind": "dpo", "elastic": {"weights": weights}, "steps": 60}
+    await fine_tuned(site, steady, **changes)
+    await fine_tuned(site, killed, kill_at=20, **changes)
+    [resumed] = [fields for kind, fields in await site.events(killed) if kind == "job_resumed"]
+    assert resumed["step"] >= 10
+    assert site.model(killed) == site.model(steady)
+    lines = (machine.folder / f"runs/{steady}/metrics.jsonl").read_text().splitlines()
+    first, *_, last = [json.loads(line) for line in lines]
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert first["rewards/margins"] == pytest.approx(0.0, abs=1e-4)
+    assert last["rewards/accuracies"] == 1.0
+    assert last["loss"] < first["loss"] - 0.1

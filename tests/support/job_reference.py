@@ -32,6 +32,7 @@ _TYPES = {bool: "`true`, `false`", int: "whole number", float: "number", str: "t
 _KINDS: dict[str, type[BaseModel]] = {
     "rl": job_spec.RlJob,
     "sft": job_spec.SftJob,
+    "dpo": job_spec.DpoJob,
     "eval": job_spec.EvalJob,
     "external": job_spec.ExternalJob,
 }

@@ -1,11 +1,11 @@
-"""Loads a job's prompts or SFT examples as token ids, and finds the model's directory."""
+"""Loads a job's prompts, SFT examples or pairs as token ids, and finds the model's directory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,11 @@ from rlboost.services.trainer.adapters.environment_pool import TokenizerChatForm
 from rlboost.services.trainer.adapters.tokens import PromptTokenizer
 from rlboost.services.trainer.domain.conversations import Decode
 from rlboost.services.trainer.ports.samples import Data, Prompt
-from rlboost.shared.data.examples import Example, TextExample, examples_of, prompt_of
+from rlboost.shared.data.examples import Example, TextExample, examples_of, pair_of, prompt_of
 from rlboost.shared.data.rows import Row, read_rows
 from rlboost.shared.data.shards import Source, format_source
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.job.data import SftDataSpec
+from rlboost.shared.job.data import DpoDataSpec, OfflineDataSpec, SftDataSpec
 from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.model.folder import merge_eos_ids, require_tokenizer
 from rlboost.shared.user_code.functions import RAW_ARGUMENTS, TRL_ARGUMENTS
@@ -120,9 +120,6 @@ def _decoder(tokenizer: Any) -> Decode:
 class _Reader:
     def __init__(self, spec: JobSpec, tokens: PromptTokenizer) -> None:
         self._spec = spec.data
-        self._row: Callable[[Row, str], list[Prompt | None]] = (
-            partial(self._examples, spec.data) if spec.kind == "sft" else lambda row, place: [self._prompt(row, place)]
-        )
         self._agent_rows = rows_of(spec.agent)
         self._needs_messages = bool(spec.data.chat_template_kwargs) and spec.conversation is None
         self._max_tokens = spec.sampling.max_tokens
@@ -132,7 +129,7 @@ class _Reader:
         """Return the prompts of a source, and the number of rows left out for their length."""
         found, n_long = [], 0
         for row in read_rows(source, split, self._spec.subset, self._agent_rows):
-            prompts = self._row(row, f"{row.source}, {row.place}")
+            prompts = self._prompts(row, f"{row.source}, {row.place}")
             n_long += prompts.count(None)
             found += [prompt for prompt in prompts if prompt is not None]
         if found:
@@ -142,6 +139,15 @@ class _Reader:
         raise ConfigError(
             f"{format_source(source)} has no prompts: give one JSON object per line, or one row per prompt"
         )
+
+    def _prompts(self, row: Row, location: str) -> list[Prompt | None]:
+        """Return the prompts of a row, None for each that is too long."""
+        match self._spec:
+            case SftDataSpec() as spec:
+                return self._examples(spec, row, location)
+            case DpoDataSpec() as spec:
+                return [self._pair(spec, row, location)]
+        return [self._prompt(row, location)]
 
     def _prompt(self, row: Row, location: str) -> Prompt | None:
         """Return the row as a prompt, None if it is too long."""
@@ -179,7 +185,18 @@ class _Reader:
             examples = examples_of(row.values, *keys, every_turn=spec.assistant_only_loss)
         return [self._example(spec, example, location) for example in examples]
 
-    def _example(self, spec: SftDataSpec, example: Example, location: str) -> Prompt | None:
+    def _pair(self, spec: DpoDataSpec, row: Row, location: str) -> Prompt | None:
+        """Return the prompt of a row with both completions, None if one is too long."""
+        with _naming(location):
+            pair = pair_of(row.values, spec.prompt_key, spec.chosen_key, spec.rejected_key)
+        chosen, rejected = (self._example(spec, example, location) for example in pair)
+        if chosen is None or rejected is None:
+            return None
+        if chosen.completion == rejected.completion:
+            raise ConfigError(f"{location}: both completions have the same tokens, so neither is better: leave it out")
+        return replace(chosen, rejected=rejected.completion)
+
+    def _example(self, spec: OfflineDataSpec, example: Example, location: str) -> Prompt | None:
         with _naming(location):
             self._check_is_rendered(is_text=isinstance(example, TextExample))
             if isinstance(example, TextExample):

@@ -10,6 +10,7 @@ from math import comb
 
 from rlboost.services.trainer.domain.advantages import standard_deviation
 from rlboost.services.trainer.domain.groups import ScoredGroup
+from rlboost.services.trainer.domain.loss.preference import pair_metrics
 from rlboost.services.trainer.domain.loss.sums import routing_metrics
 from rlboost.services.trainer.domain.rewards import all_equal, reaches
 from rlboost.shared.messages import EngineProfile
@@ -138,8 +139,6 @@ _TOKEN_MEANS = {
     "moe/replayed": "replayed_tokens",
 }
 """Metric -> the sum that it is the mean of, over tokens."""
-_PAIR_MEANS = {"dpo/loss": "pair_losses", "dpo/margin": "pair_margins", "dpo/accuracy": "pairs_right"}
-"""Metric -> the sum that it is the mean of, over pairs."""
 
 
 @dataclass(slots=True)
@@ -321,8 +320,7 @@ def _training(tally: StepTally) -> dict[str, float]:
         "lr": tally.learning_rate,
     }
     row |= {name: sums[key] / n_tokens for name, key in _TOKEN_MEANS.items() if key in sums}
-    if pairs := sums.get("pairs"):
-        row |= {name: sums[key] / pairs for name, key in _PAIR_MEANS.items()}
+    row |= pair_metrics(sums)
     if "max_ratio_clipped" in sums:
         row["ratio/max_clipped"] = sums["max_ratio_clipped"]
     if tokens := sums.get("mismatch_tokens"):

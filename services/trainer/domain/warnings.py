@@ -89,7 +89,8 @@ UNPASSED = 100
 """Held-out completions of the last evaluations, none of which passes. A model that passes one time in 50 would show
 none of a hundred with a probability of e^-2."""
 LOSS_RATIO = 1.5
-"""Loss of the last steps over that of the first. A supervised loss ends above its start only if updates do damage."""
+"""Loss of the last steps over that of the first. On completions in the data it ends above its start only if updates do
+damage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,7 +385,7 @@ def gradient_zero(history: History, _: JobFacts) -> Finding | None:
         f"the gradient was 0 in each of the last {WINDOW_STEPS} steps, though {tokens[-1]:.0f} tokens were trained in "
         "the last, so the weights do not change",
         "the loss does not depend on the trained weights (an algorithm.loss of your own), or it is already 0",
-        "check algorithm.loss, or the completions in the data of a job of kind sft",
+        "check algorithm.loss, or the completions in the data of a job of kind sft or dpo",
     )
 
 
@@ -432,9 +433,9 @@ def nothing_passes(history: History, job: JobFacts) -> Finding | None:
 
 
 def loss_rose(history: History, _: JobFacts) -> Finding | None:
-    """Return a finding if a supervised loss is worse than at the start."""
+    """Return a finding if the loss of a job that learns from completions in the data is worse than at the start."""
     losses = history.window("loss")
-    if not history.window("perplexity") or not losses or history.n_steps < 2 * WINDOW_STEPS:
+    if history.window("reward/mean") or not losses or history.n_steps < 2 * WINDOW_STEPS:
         return None
     began, now = _mean([row["loss"] for row in history.first]), _mean(losses)
     if now <= LOSS_RATIO * began:

@@ -59,7 +59,11 @@ class Checkpoints:
         """
         job, resume = self._job, self._job.spec.trainer.resume
         self._data_digest = await job.device.run(
-            lambda: fingerprint((row.tokens, row.completion, row.columns) for row in job.resources.data.train)
+            lambda: fingerprint(
+                (row.tokens, completion, row.columns)
+                for row in job.resources.data.train
+                for completion in row.completions
+            )
         )
         async with job.waits.on(
             "the newest checkpoint", because="it is read", limit_s=READ_LIMIT_S, progress=self._store.progress

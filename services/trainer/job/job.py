@@ -23,7 +23,7 @@ from rlboost.services.trainer.domain.warnings import FaultWarnings
 from rlboost.services.trainer.ports.samples import Prompt
 from rlboost.services.trainer.ports.storage import JobResources
 from rlboost.shared.errors import BusUnavailable, ConfigError, DiskFull, Fatal, Fenced, WaitTimedOut
-from rlboost.shared.job.spec import GeneratingJob, JobSpec, SftJob, parse_stored
+from rlboost.shared.job.spec import GeneratingJob, JobSpec, OfflineJob, parse_stored
 from rlboost.shared.messages import Event, JobReport, JobState
 from rlboost.shared.process.logs import IN_EVENTS
 from rlboost.shared.process.waiting import Waits, retry_while
@@ -165,7 +165,7 @@ class Job:
     @property
     def generating_spec(self) -> GeneratingJob:
         """Return the file of a job whose samples workers generate."""
-        assert not isinstance(self.spec, SftJob)
+        assert not isinstance(self.spec, OfflineJob)
         return self.spec
 
     @property

@@ -15,7 +15,7 @@ from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow
 from rlboost.services.trainer.domain.loss.inputs import LossFn
 from rlboost.shared.errors import Fatal
 from rlboost.shared.job.algorithm import Aggregation, CriticSpec
-from rlboost.shared.job.spec import JobSpec
+from rlboost.shared.job.spec import JobSpec, OfflineJob
 from rlboost.shared.job.training import MAX_LOGITS, LoraSpec, Offload, OptimizerSpec
 from rlboost.shared.weights.shards import Shard
 from rlboost.shared.wire import RoutedShape
@@ -73,8 +73,8 @@ class PolicySettings(BaseModel):
             dtype=trainer.dtype,
             seed=trainer.seed,
             lora=spec.adapter,
-            critic=None if spec.kind == "sft" else spec.algorithm.critic,
-            reference=spec.kind == "rl" and spec.algorithm.needs_reference,
+            critic=None if isinstance(spec, OfflineJob) else spec.algorithm.critic,
+            reference=spec.needs_reference,
             teacher=teacher,
             offload=trainer.offload,
             activation_checkpointing=trainer.activation_checkpointing,

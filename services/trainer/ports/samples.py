@@ -171,7 +171,15 @@ class Prompt:
     columns: dict[str, Any]
     """The line's other keys."""
     completion: bytes = b""
-    """int32 column of token ids including the end token: the target of supervised fine-tuning, empty otherwise."""
+    """int32 column of token ids including the end token: the target of supervised fine-tuning, or the better completion
+    of a pair; empty otherwise."""
+    rejected: bytes = b""
+    """The same of the worse completion of a pair."""
+
+    @property
+    def completions(self) -> tuple[bytes, ...]:
+        """Return the completion, of a pair both."""
+        return (self.completion, self.rejected) if self.rejected else (self.completion,)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,17 @@ Run = Callable[[Callable[[], list[bytes]]], Awaitable[list[bytes]]]
 """Runs a call on the device once the trainer has it: `DeviceTurn.run`."""
 
 
+async def engine_columns(rows: Sequence[SequenceRow], call: EngineCall, max_tokens: int, run: Run) -> list[bytes]:
+    """Return the engine's column of each row, computed in micro-batches of at most `max_tokens` tokens."""
+    columns = [b""] * len(rows)
+    for batch in pack(rows, max_tokens):
+        # One call per micro-batch: the turn may end between two, and a cancelled job waits for one only.
+        found = await run(partial(call, select(rows, [batch])))
+        for index, column in zip(batch, found, strict=True):
+            columns[index] = column
+    return columns
+
+
 class TrainingRows(ABC):
     """Builds the training rows of one step; a subclass turns the rewards of groups into the advantages of rows."""
 
@@ -90,14 +101,7 @@ class TrainingRows(ABC):
         return rows
 
     async def _columns(self, rows: Sequence[SequenceRow], call: EngineCall) -> list[bytes]:
-        """Return the engine's column of each row, computed in micro-batches."""
-        columns = [b""] * len(rows)
-        for batch in pack(rows, self._micro_batch_tokens):
-            # One call per micro-batch: the turn may end between two.
-            found = await self._run(partial(call, select(rows, [batch])))
-            for index, column in zip(batch, found, strict=True):
-                columns[index] = column
-        return columns
+        return await engine_columns(rows, call, self._micro_batch_tokens, self._run)
 
     def _trainable(self, group: ScoredGroup, scalars: Sequence[float]) -> list[tuple[SequenceRow, float]]:
         """Return the rows of each sample that has a token and is not masked, with its scalar; none without scalars."""
@@ -211,20 +215,9 @@ class _PreferencePairs(TrainingRows):
         assert spec is not None
         trained = await self._columns(rows, self._engine.logprobs)
         reference = await self._columns(rows, self._engine.reference_logprobs)
-        moved = np.array(
-            [
-                preference.sequence_log_ratio(_array(now), _array(then))
-                for now, then in zip(trained, reference, strict=True)
-            ]
-        )
-        margins = moved[::2] - moved[1::2]
-        losses = preference.pair_losses(margins, spec)
-        sums.add(self._tally.loss_sums, preference.pair_sums(margins, losses, spec))
-        weights = [weight for of_best in losses.weights.tolist() for weight in (of_best, -of_best)]
-        return [
-            replace(row, advantages=constant(weight, row), reference=column)
-            for row, weight, column in zip(rows, weights, reference, strict=True)
-        ]
+        weighted, found = preference.weighted(rows, trained, reference, spec)
+        sums.add(self._tally.loss_sums, found)
+        return weighted
 
 
 def _taught(row: TrainingRow, column: bytes, coef: float) -> TrainingRow:

@@ -10,8 +10,8 @@ export const STATE_COLORS = {
   joining: "grey", pulling: "orange", ready: "green", suspended: "sky", draining: "pink", silent: "red", "other job": "line",
 };
 export const CURVES = {
-  reward: ["reward/mean", "perplexity", "dpo/accuracy", "loss"],
-  evaluation: ["eval/pass@1", "eval/reward_mean", "eval/perplexity", "eval/loss"],
+  reward: ["reward/mean", "perplexity", "rewards/accuracies", "loss"],
+  evaluation: ["eval/pass@1", "eval/reward_mean", "eval/perplexity", "eval/rewards/accuracies", "eval/loss"],
   length: ["completions/mean_length", "eval/mean_length"],
   throughput: ["perf/tokens_per_s"],
 };

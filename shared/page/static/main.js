@@ -11,7 +11,7 @@ import { showSamples } from "./samples.js";
 const POLL_MS = 2000;
 const EVENTS_SHOWN = 100;
 const PREEMPTIONS_SHOWN = 10;
-const TITLES = { "reward/mean": "Reward", perplexity: "Perplexity", "dpo/accuracy": "Accuracy of preferences", loss: "Loss" };
+const TITLES = { "reward/mean": "Reward", perplexity: "Perplexity", "rewards/accuracies": "Accuracy of preferences", loss: "Loss" };
 const ENDED = ["completed", "failed", "cancelled"];
 const ACTIONS = { pending: ["cancel"], running: ["pause", "cancel"], paused: ["resume", "cancel"] };
 

@@ -75,6 +75,22 @@ def test_a_job_that_fits_its_model_has_no_problem() -> None:
     assert check() == []
 
 
+def test_check_prints_the_first_pair_as_the_model_sees_it(folder: Path) -> None:
+    (folder / "train.jsonl").write_text('{"prompt": "t5 t6", "chosen": " t7", "rejected": " t8 t9"}\n')
+    raw = {"kind": "dpo", "model": "base", "data": {"train": "train.jsonl", "prompts_per_step": 1}, "steps": 1}
+    Path("job.yaml").write_text(yaml.safe_dump(raw))
+    found = jobcheck.check(Path("job.yaml"), [])
+    assert found.problems == []
+    assert found.example.splitlines() == [
+        "the first prompt, as the model sees it (3 tokens):",
+        "  | <bos> t5 t6",
+        "and what it is trained to answer (2 tokens):",
+        "  | t7 <eos>",
+        "and what is worse (3 tokens):",
+        "  | t8 t9 <eos>",
+    ]
+
+
 def test_a_prompt_that_does_not_fit_the_models_positions_is_named(folder: Path) -> None:
     (folder / "train.jsonl").write_text('{"prompt": "t5"}\n' + json.dumps({"prompt": "t5 " * 155}) + "\n")
     [problem] = check()

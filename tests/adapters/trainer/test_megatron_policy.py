@@ -23,9 +23,12 @@ import torch
 from rlboost.services.trainer.adapters.torch.policy import MegatronPolicy, RanksPolicy, TorchPolicy
 from rlboost.services.trainer.adapters.torch.ranks import Layout
 from rlboost.services.trainer.domain.loss.inputs import TokenBatch
+from rlboost.services.trainer.domain.loss.policy import PAIR_LOSS
+from rlboost.services.trainer.domain.loss.preference import weighted
 from rlboost.services.trainer.domain.loss.sums import EXPERT_LOAD, ROUTED_TOKENS, ROUTING_LOSS
 from rlboost.services.trainer.ports.engine import NotFinite, PolicyEngine, PolicySettings
 from rlboost.shared.errors import ConfigError, Retryable
+from rlboost.shared.job.algorithm import PreferenceSpec
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
 from rlboost.shared.model.experts import split_experts
 from rlboost.shared.wire import F32, pack, unpack
@@ -121,6 +124,23 @@ def test_ranks_three_steps_match_torch_backend(
             assert_close({name: 10 * value for name, value in moments.items()}, clipped, 1e-6)
     assert_trained_equally(values(many), values(one))
     np.testing.assert_allclose(logprobs(many), logprobs(one), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["tp2", pytest.param("fsdp3", marks=pytest.mark.long)])
+def test_updates_of_pairs_match_torch_backend(policies: Policies, models: Callable[[str], Path], layout: str) -> None:
+    settings = PolicySettings(optimizer=OPTIMIZER, temperature=TEMPERATURE, reference=True)
+    one, many = TorchPolicy(settings, device="cpu"), policies(layout)
+    found: list[list[float]] = []
+    for policy in (one, many):
+        policy.load_hf(models("qwen3"))
+        found.append([])
+        for _ in range(2):
+            trained, reference = policy.logprobs(BATCHES[:1]), policy.reference_logprobs(BATCHES[:1])
+            pairs, sums = weighted(BATCHES[0], trained, reference, PreferenceSpec())
+            policy.accumulate([pairs[:4], pairs[4:]], PAIR_LOSS)
+            found[-1] += [sums["loss"], policy.step(RATE)]
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
+    assert found[0][2] < found[0][0], "the second update starts from a lower loss"
 
 
 @pytest.mark.parametrize(("rope", "layout"), [("linear", "dp2"), ("llama3", "tp2"), ("yarn", "pp2")])

@@ -14,14 +14,14 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
-from rlboost.services.trainer.domain.batches import TrainingRow, constant
+from rlboost.services.trainer.domain.batches import TrainingRow
 from rlboost.services.trainer.domain.loss.policy import job_loss
-from rlboost.services.trainer.domain.loss.preference import pair_losses, sequence_log_ratio
+from rlboost.services.trainer.domain.loss.preference import weighted
 from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.shared.job.algorithm import PreferenceSpec
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
 from rlboost.shared.model.experts import split_experts
-from rlboost.shared.wire import F32, ints, unpack
+from rlboost.shared.wire import ints
 from tests.support.jobs import parse_rl
 from tests.support.model_folder import write_model
 from tests.support.tiny_models import CONFIGS
@@ -49,22 +49,14 @@ def pairs(n: int = 4, seed: int = 0) -> list[tuple[TrainingRow, TrainingRow]]:
     return list(zip(rows(n, seed), rows(n, seed + 100), strict=True))
 
 
-def update(made: TorchPolicy, given: list[tuple[TrainingRow, TrainingRow]], cut: int) -> tuple[float, list[float]]:
-    """Update as a step does; return the gradient's norm and the pairs' losses."""
+def update(made: TorchPolicy, given: list[tuple[TrainingRow, TrainingRow]], cut: int) -> tuple[float, float]:
+    """Update as a step does; return the gradient's norm and the mean loss of pairs."""
     flat = [row for pair in given for row in pair]
-    trained, start = made.logprobs([flat]), made.reference_logprobs([flat])
-    gone = [
-        sequence_log_ratio(unpack(a, F32).astype(float), unpack(b, F32).astype(float))
-        for a, b in zip(trained, start, strict=True)
-    ]
-    judged = pair_losses(np.array(gone[::2]) - np.array(gone[1::2]), SPEC)
-    weights = [by for weight in judged.weights for by in (weight, -weight)]
-    known = zip(flat, weights, start, strict=True)
-    weighed = [replace(row, advantages=constant(weight, row), reference=column) for row, weight, column in known]
+    weighed, sums = weighted(flat, made.logprobs([flat]), made.reference_logprobs([flat]), SPEC)
     by_length = sorted(weighed, key=lambda row: -row.n_tokens)
     for i in range(0, len(by_length), cut):
         made.accumulate([by_length[i : i + cut]], LOSS)
-    return made.step(RATE), judged.losses.tolist()
+    return made.step(RATE), sums["loss"] / len(flat)
 
 
 def written(model: Any, start: Any, given: list[tuple[TrainingRow, TrainingRow]]) -> Tensor:
@@ -96,14 +88,14 @@ def test_preference_update_with_split_pairs_matches_the_formula(tmp_path: Path, 
     losses.mean().backward()
     expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item()
     norm, ours = update(made, pairs(), cut)
-    assert ours == pytest.approx(losses.tolist(), rel=1e-3)
+    assert ours == pytest.approx(losses.mean().item(), rel=1e-3)
     assert norm == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize("lora", [None, LoraSpec()], ids=["model", "adapter"])
 def test_preference_updates_prefer_the_best(tmp_path: Path, lora: LoraSpec | None) -> None:
     made = engine(write_model(tmp_path), lora)
-    losses = [sum(update(made, pairs(), 3)[1]) / 4 for _ in range(8)]
+    losses = [update(made, pairs(), 3)[1] for _ in range(8)]
     assert losses[0] == pytest.approx(np.log(2), abs=1e-5), "nothing has moved yet"
     assert losses[-1] < losses[0] / 2
 

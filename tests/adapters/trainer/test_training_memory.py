@@ -265,6 +265,17 @@ def test_sft_without_tokens_takes_those_of_the_micro_batch(tmp_path: Path) -> No
     assert estimate(parse(sft), 5000).tokens == 5000
 
 
+def test_pairs_need_memory_for_the_reference(tmp_path: Path) -> None:
+    raw = job(tmp_path, QWEN3_235B, data_parallel=2)
+    imitated, preferred = (
+        estimate(parse({"kind": kind, **{name: raw[name] for name in ("model", "data", "trainer", "steps")}}))
+        for kind in ("sft", "dpo")
+    )
+    assert preferred.bytes["state"] > imitated.bytes["state"]
+    online = {**raw, "algorithm": {"name": "dpo"}}
+    assert estimate(parse(online)).bytes["state"] == preferred.bytes["state"]
+
+
 def test_job_that_trains_nothing_is_refused(tmp_path: Path) -> None:
     raw = job(tmp_path, QWEN3_235B)
     evaluation = {

@@ -188,6 +188,23 @@ def test_a_job_that_imitates_needs_completions_and_no_reward(folder: Path, text:
     assert all(line.startswith(f"data.train: {problem}") for line in found)
 
 
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ('{"prompt": "1", "chosen": "2", "rejected": "3"}', ""),
+        ('{"prompt": "1", "chosen": "2"}', "train.jsonl line 1: no key 'rejected' (keys: prompt, chosen)"),
+        ('{"prompt": "1", "chosen": "2", "rejected": "2"}', "train.jsonl line 1: 'chosen' and 'rejected' are equal"),
+    ],
+)
+def test_a_job_on_pairs_needs_two_completions_and_no_reward(folder: Path, row: str, problem: str) -> None:
+    (folder / "train.jsonl").write_text(row + "\n")
+    job = {"kind": "dpo", "model": "base", "data": {"train": "train.jsonl"}, "steps": 1}
+    Path("job.yaml").write_text(yaml.safe_dump(job))
+    found = jobcheck.check(Path("job.yaml"), []).problems
+    assert len(found) == bool(problem)
+    assert all(line.startswith(f"data.train: {problem}") for line in found)
+
+
 def test_a_job_that_only_evaluates_needs_no_training_data(folder: Path) -> None:
     job = {"kind": "eval", "model": "base", "data": {"eval": "train.jsonl"}, "reward": {"function": "my_reward:score"}}
     Path("job.yaml").write_text(yaml.safe_dump({**job, "eval": {"samples": 4}}))

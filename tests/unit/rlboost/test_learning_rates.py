@@ -12,7 +12,7 @@ LARGE = 600_000_000
 
 def advice(lr: float, n_parameters: int | None = LARGE, **changes: Any) -> str:
     job: dict[str, Any] = {"model": "m", "data": {"train": "t"}, "optimizer": {"lr": lr}, "steps": 1}
-    if changes.get("kind") != "sft":
+    if "kind" not in changes:
         job["reward"] = {"function": "a:b"}
     return lr_advice(job_spec.parse({**job, **changes}), n_parameters)
 
@@ -24,6 +24,7 @@ def advice(lr: float, n_parameters: int | None = LARGE, **changes: Any) -> str:
         (5e-4, {"n_parameters": None}),
         (5e-3, {"elastic": {"weights": "lora"}}),
         (5e-3, {"kind": "sft"}),
+        (5e-4, {"kind": "dpo"}),
     ],
 )
 def test_lr_advice_high_rate_warns_and_names_a_usual_one(lr: float, changes: dict[str, Any]) -> None:
@@ -40,6 +41,7 @@ def test_lr_advice_high_rate_warns_and_names_a_usual_one(lr: float, changes: dic
         (5e-4, {"n_parameters": SMALL_MODEL - 1}),
         (2e-4, {"elastic": {"weights": "lora"}}),
         (1e-4, {"kind": "sft"}),
+        (1e-5, {"kind": "dpo"}),
         (2e-2, {"kind": "sft", "optimizer": {"name": "muon", "lr": 2e-2}}),
     ],
 )

@@ -41,6 +41,10 @@ def sft(loss: float, grad_norm: float = 1.0) -> dict[str, float]:
     return {"loss": loss, "perplexity": 2.0, "lr": 1e-4, "grad_norm": grad_norm, "tokens/trained": 100.0}
 
 
+def dpo(loss: float) -> dict[str, float]:
+    return {"loss": loss, "rewards/accuracies": 0.5, "lr": 1e-6, "grad_norm": 1.0, "tokens/trained": 100.0}
+
+
 def evaluated(pass_at_8: float) -> dict[str, float]:
     """Return the metrics of an evaluation with partial rewards, of whose 200 completions few or none pass."""
     return {"eval/reward_mean": 0.3, "eval/pass@1": pass_at_8 / 8, "eval/pass@8": pass_at_8}
@@ -115,6 +119,7 @@ def test_a_healthy_job_has_no_warning(rows: list[dict[str, float]]) -> None:
         ([rl(eval__reward_mean=0.0), rl(), rl(eval__reward_mean=0.0)], (2, "eval_reward_zero")),
         ([rl(0.3, **evaluated(pass_at_8=0.0))], (0, "nothing_passes")),
         ([sft(2.0)] * 3 + [sft(4.0)] * 3, (5, "loss_rose")),
+        ([dpo(0.7)] * 3 + [dpo(1.4)] * 3, (5, "loss_rose")),
         ([sft(0.0, grad_norm=0.0)] * 3, (2, "gradient_zero")),
     ],
 )

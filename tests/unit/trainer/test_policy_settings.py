@@ -54,3 +54,5 @@ def test_settings_of_a_job_have_all_of_its_choices() -> None:
         replayed=SHAPE,
     )
     assert PolicySettings.of(parse({**job, "kind": "sft"}), "token_mean", None) == PolicySettings(**common)
+    pairs = PolicySettings.of(parse({**job, "kind": "dpo"}), "sequence_sum", None)
+    assert pairs == PolicySettings(**common, reference=True, aggregation="sequence_sum")

@@ -16,7 +16,13 @@ from torch.nn import functional
 
 from rlboost.services.trainer.domain.loss.inputs import TokenBatch
 from rlboost.services.trainer.domain.loss.policy import job_loss
-from rlboost.services.trainer.domain.loss.preference import best_and_worst, pair_losses, pair_sums, sequence_log_ratio
+from rlboost.services.trainer.domain.loss.preference import (
+    PairLogprobs,
+    best_and_worst,
+    pair_losses,
+    pair_metrics,
+    pair_sums,
+)
 from rlboost.shared.job.algorithm import PreferenceSpec
 from tests.support.jobs import parse_rl
 
@@ -24,8 +30,15 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 SPECS = {
     "dpo": PreferenceSpec(beta=0.3),
     "smoothed": PreferenceSpec(beta=0.3, label_smoothing=0.1),
+    "robust": PreferenceSpec(variant="robust", beta=0.3, label_smoothing=0.1),
     "ipo": PreferenceSpec(variant="ipo", beta=0.3),
 }
+
+
+def of_margins(margins: Array, lengths: tuple[int, int] = (1, 1)) -> PairLogprobs:
+    """Return pairs with log ratios of which only the better one's differs from 0."""
+    trained = np.stack([margins, np.zeros_like(margins)], axis=1)
+    return PairLogprobs(trained - 3.0, np.full_like(trained, -3.0), np.full_like(trained, lengths))
 
 
 def papers(kind: str, h: float) -> float:
@@ -37,6 +50,7 @@ def papers(kind: str, h: float) -> float:
     losses: dict[str, Callable[[], float]] = {
         "dpo": lambda: -math.log(sigma(0.3 * h)),
         "smoothed": lambda: -0.9 * math.log(sigma(0.3 * h)) - 0.1 * math.log(sigma(-0.3 * h)),
+        "robust": lambda: (-0.9 * math.log(sigma(0.3 * h)) + 0.1 * math.log(sigma(-0.3 * h))) / 0.8,
         "ipo": lambda: (h - 1 / (2 * 0.3)) ** 2,
     }
     return float(losses[kind]())
@@ -45,17 +59,24 @@ def papers(kind: str, h: float) -> float:
 @pytest.mark.parametrize("kind", sorted(SPECS))
 def test_losses_are_their_papers_and_weights_their_derivatives(kind: str) -> None:
     margins = np.linspace(-9, 9, 37)
-    judged = pair_losses(margins, SPECS[kind])
+    judged = pair_losses(of_margins(margins), SPECS[kind])
     np.testing.assert_allclose(judged.losses, [papers(kind, h) for h in margins], atol=1e-6)
     d = 1e-6
     slopes = [(papers(kind, h + d) - papers(kind, h - d)) / (2 * d) for h in margins]
-    np.testing.assert_allclose(judged.weights, -2 * np.array(slopes), atol=1e-6)
+    np.testing.assert_allclose(judged.weights, np.outer(slopes, [-2, 2]), atol=1e-6)
+
+
+def test_ipo_compares_log_ratios_per_token() -> None:
+    judged = pair_losses(of_margins(np.array([6.0]), lengths=(4, 8)), SPECS["ipo"])
+    assert judged.losses.tolist() == [pytest.approx(papers("ipo", 6.0 / 4))]
+    slope = 2 * (6.0 / 4 - 1 / 0.6)
+    assert judged.weights.tolist() == [[pytest.approx(-2 * slope / 4), pytest.approx(2 * slope / 8)]]
 
 
 def test_margins_of_any_size_have_finite_losses() -> None:
-    judged = pair_losses(np.array([-1e6, 1e6]), PreferenceSpec(beta=1.0))
+    judged = pair_losses(of_margins(np.array([-1e6, 1e6])), PreferenceSpec(beta=1.0))
     assert judged.losses.tolist() == [1e6, 0.0]
-    assert judged.weights.tolist() == [2.0, 0.0]
+    assert judged.weights.tolist() == [[2.0, -2.0], [0.0, 0.0]]
 
 
 def test_best_and_worst_is_none_for_equal_rewards() -> None:
@@ -65,14 +86,18 @@ def test_best_and_worst_is_none_for_equal_rewards() -> None:
 
 
 def test_pair_sums_are_sums_over_pairs_and_the_loss_counts_both_completions() -> None:
-    margins = np.array([2.0, -1.0, 0.0])
-    judged = pair_losses(margins, SPECS["dpo"])
-    found = pair_sums(margins, judged, SPECS["dpo"])
-    assert found["pairs"] == 3
-    assert found["pairs_right"] == 1
-    assert found["pair_margins"] == pytest.approx(0.3)
-    assert found["pair_losses"] == pytest.approx(sum(papers("dpo", h) for h in margins))
-    assert found["loss"] == pytest.approx(2 * found["pair_losses"])
+    pairs = of_margins(margins := np.array([2.0, -1.0, 0.0]))
+    found = pair_sums(pairs, pair_losses(pairs, SPECS["dpo"]), SPECS["dpo"])
+    assert found["loss"] == pytest.approx(2 * sum(papers("dpo", h) for h in margins))
+    assert pair_metrics(found) == {
+        "rewards/chosen": pytest.approx(0.1),
+        "rewards/rejected": 0.0,
+        "rewards/margins": pytest.approx(0.1),
+        "rewards/accuracies": pytest.approx(1 / 3),
+        "logps/chosen": pytest.approx(-3 + 1 / 3),
+        "logps/rejected": -3.0,
+    }
+    assert pair_metrics({"loss": 1.0}) == {}
 
 
 # --- the gradient -----------------------------------------------------------------------------------------------------
@@ -107,14 +132,17 @@ def written_loss(kind: str, table: Tensor, start: Tensor, pairs: list[tuple[list
     """Return the mean loss over pairs, in one graph: what DPO's authors would write."""
     spec, losses = SPECS[kind], []
     for best, worst in pairs:
-        h = (logprobs(table, best) - logprobs(start, best)).sum() - (
-            logprobs(table, worst) - logprobs(start, worst)
-        ).sum()
+        ratios = [logprobs(table, tokens) - logprobs(start, tokens) for tokens in (best, worst)]
+        best_ratio, worst_ratio = (one.mean() if kind == "ipo" else one.sum() for one in ratios)
+        h = best_ratio - worst_ratio
         if kind == "ipo":
             losses.append((h - 1 / (2 * spec.beta)) ** 2)
         else:
             e = spec.label_smoothing
-            losses.append(-(1 - e) * functional.logsigmoid(spec.beta * h) - e * functional.logsigmoid(-spec.beta * h))
+            right, wrong = functional.logsigmoid(spec.beta * h), functional.logsigmoid(-spec.beta * h)
+            losses.append(
+                -(1 - e) * right - e * wrong if kind != "robust" else (e * wrong - (1 - e) * right) / (1 - 2 * e)
+            )
     return torch.stack(losses).mean()
 
 
@@ -123,15 +151,14 @@ def trained_gradient(
 ) -> Tensor:
     """Return the gradient as an update has it: weights first, then micro-batches of any completions."""
     with torch.no_grad():
-        gone = [
-            [sequence_log_ratio(logprobs(table, y).numpy(), logprobs(start, y).numpy()) for y in pair] for pair in pairs
-        ]
-    weights = pair_losses(np.array([best - worst for best, worst in gone]), SPECS[kind]).weights
+        found = [[[logprobs(one, y).sum().item() for y in pair] for pair in pairs] for one in (table, start)]
+    lengths_of_pairs = np.array([[float(len(y)) for y in pair] for pair in pairs])
+    weights = pair_losses(PairLogprobs(np.array(found[0]), np.array(found[1]), lengths_of_pairs), SPECS[kind]).weights
     divisor = 0.0
     for part in cut:
         completions = [pairs[pair][side] for pair, side in part]
         lengths = tuple(map(len, completions))
-        by = [(1 - 2 * side) * weights[pair] for pair, side in part]
+        by = [weights[pair, side] for pair, side in part]
         now = torch.cat([logprobs(table, tokens) for tokens in completions])
         advantages = torch.tensor(np.repeat(by, lengths))
         total, sums = LOSS(TokenBatch(now, now.detach() - 0.1, advantages, lengths))

@@ -16,10 +16,11 @@ from rlboost.services.trainer.domain.advantages import NEED_THE_STEP, Experience
 from rlboost.services.trainer.domain.batches import Accumulate, UpdatePlanner, select
 from rlboost.services.trainer.domain.loss.inputs import TokenBatch
 from rlboost.services.trainer.domain.loss.policy import job_loss, value_loss
-from rlboost.services.trainer.domain.loss.preference import best_and_worst, pair_losses, sequence_log_ratio
+from rlboost.services.trainer.domain.loss.preference import PairLogprobs, best_and_worst, pair_losses
 from rlboost.services.trainer.domain.loss.sums import add
 from rlboost.shared.job.algorithm import PRESETS
 from rlboost.shared.job.spec import RlJob
+from rlboost.shared.wire import F32
 from tests.support.jobs import parse_rl
 
 VOCABULARY, CONTEXTS, GROUP = 5, 3, 3
@@ -111,14 +112,12 @@ def weighed(spec: RlJob, policy: TinyPolicy, work: Accumulate[Sample]) -> list[l
     if spec.algorithm.preference is None:
         return work.batches
 
-    def gone(row: Sample) -> float:
+    def column(table: Tensor, row: Sample) -> bytes:
         with torch.no_grad():
-            now, start = (policy.logprobs(table, [row]).numpy() for table in (policy.table, policy.reference))
-        return sequence_log_ratio(now, start)
+            return policy.logprobs(table, [row]).numpy().astype(F32).tobytes()
 
-    margins = np.array([gone(best) - gone(worst) for best, worst in zip(work.rows[::2], work.rows[1::2], strict=True)])
-    judged = pair_losses(margins, spec.algorithm.preference)
-    weights = [by for w in judged.weights for by in (w, -w)]
+    columns = [[column(table, row) for row in work.rows] for table in (policy.table, policy.reference)]
+    weights = pair_losses(PairLogprobs.of(*columns), spec.algorithm.preference).weights.ravel().tolist()
     rows = [Sample(row.tokens, row.before, (by,) * row.n_tokens) for row, by in zip(work.rows, weights, strict=True)]
     return select(rows, work.indices)
 

@@ -147,11 +147,15 @@ def weighted_likelihood(batch: TokenBatch) -> Tensor:
     return -batch.advantages * (batch.logprobs - batch.logprobs.detach())
 
 
+PAIR_LOSS = PolicyLoss(user_loss=weighted_likelihood, aggregation="sequence_sum")
+"""The loss of preference pairs, whose rows have weights."""
+
+
 def job_loss(spec: GeneratingJob, user_loss: TokenLoss | None = None) -> LossFn:
     """Return the loss of a job; `user_loss` is the function of `algorithm.loss`, if there is one."""
     algorithm = spec.algorithm
     if algorithm.preference is not None:
-        return PolicyLoss(user_loss=weighted_likelihood, aggregation="sequence_sum")
+        return PAIR_LOSS
     return PolicyLoss(
         ratio=algorithm.ratio or "token",
         clip=algorithm.clip or "none",

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on fakes: what a job of `kind: sft` does without a worker, and how it goes on after a kill."""
+"""Jobs of `kind: sft` and `dpo` on fakes: what they do without a worker, and how they continue after a kill."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from typing import Any
 import pytest
 import torch
 
+from rlboost.services.trainer.domain.batches import TrainingRow
 from rlboost.services.trainer.domain.loss.inputs import LossFn, TokenBatch
-from rlboost.services.trainer.domain.sft import SftStep, sft_loss
+from rlboost.services.trainer.domain.offline import OfflineStep, sft_loss
 from rlboost.services.trainer.fakes import FakeEngine
 from rlboost.services.trainer.ports.engine import NotFinite
 from rlboost.services.trainer.ports.samples import Prompt
 from rlboost.services.trainer.ports.storage import JobResources
 from rlboost.shared.job.spec import JobSpec, parse
 from rlboost.shared.messages import JobCommand
-from rlboost.shared.wire import I32, pack
+from rlboost.shared.wire import I32, length, pack
 from tests.support.eventually import eventually
 from tests.support.trainer_rig import JOB, Rig
+from tests.support.training_rows import advantage_of
 
 STEPS = 7
 
@@ -39,11 +41,13 @@ def sft(**changes: Any) -> JobSpec:
     return parse({**raw, **changes})
 
 
-class SftRig(Rig):
-    """Rows of a prompt, and three to five tokens to imitate."""
+class OfflineRig(Rig):
+    """Rows of a prompt and three to five tokens to imitate, with two worse ones for pairs."""
 
     def build(self, job: JobSpec, job_id: str, created: datetime) -> JobResources:
         rows = [Prompt(f"p{i}", pack([1, i], I32), {}, pack([3 + i] * (2 + i % 3) + [2], I32)) for i in range(10)]
+        if job.kind == "dpo":
+            rows = [replace(row, rejected=pack([13 + i, 2], I32)) for i, row in enumerate(rows)]
         built = super().build(job, job_id, created)
         return replace(built, data=replace(built.data, train=rows, evaluation=rows[:3]))
 
@@ -71,7 +75,7 @@ async def run(rig: Rig) -> None:
 
 async def test_held_out_rows_are_evaluated_before_the_first_step_and_after_the_last(tmp_path: Path) -> None:
     raw = sft().model_dump(mode="json")
-    rig = SftRig(tmp_path, parse({**raw, "data": raw["data"] | {"eval": "e.jsonl"}, "eval": {"every": 3}}))
+    rig = OfflineRig(tmp_path, parse({**raw, "data": raw["data"] | {"eval": "e.jsonl"}, "eval": {"every": 3}}))
     await run(rig)
     evaluated = {step: row for step, row in rig.folder.rows.items() if "eval/loss" in row}
     assert sorted(evaluated) == [0, 3, 6, STEPS]
@@ -80,8 +84,43 @@ async def test_held_out_rows_are_evaluated_before_the_first_step_and_after_the_l
     assert "loss" in rig.folder.rows[3]
 
 
+async def test_pairs_give_trls_metrics_of_training_and_of_held_out_rows(tmp_path: Path) -> None:
+    """A token's log ratio is 0.5 (`FakeEngine`); completions have 3, 4 or 5 tokens and 2."""
+    data = {"train": "t", "eval": "e", "prompts_per_step": 10}
+    algorithm = {"preference": {"beta": 0.2, "label_smoothing": 0.1}}
+    rig = OfflineRig(tmp_path, sft(kind="dpo", data=data, eval={"every": 5}, algorithm=algorithm, steps=1))
+    seen: list[TrainingRow] = []
+
+    class Noting(FakeEngine):
+        def accumulate(self, batches: Any, loss: LossFn) -> dict[str, float]:
+            seen.extend(row for rows in batches for row in rows)
+            return super().accumulate(batches, loss)
+
+    rig.make_engine = Noting
+    await run(rig)
+    row, after = rig.folder.rows[0], rig.folder.rows[1]
+    margins = [0.2 * 0.5 * (1 + i % 3) for i in range(10)]
+    losses = [0.9 * math.log1p(math.exp(-m)) + 0.1 * math.log1p(math.exp(m)) for m in margins]
+    assert row["loss"] * row["tokens/trained"] == pytest.approx(2 * sum(losses)), "the fake divides by tokens"
+    assert row["rewards/margins"] == pytest.approx(sum(margins) / 10)
+    assert row["rewards/rejected"] == pytest.approx(0.2)
+    assert row["rewards/chosen"] == pytest.approx(0.2 + sum(margins) / 10)
+    assert (row["rewards/accuracies"], row["logps/rejected"], row["logps/chosen"]) == (1.0, -2.0, -3.9)
+    assert "perplexity" not in row
+    assert after == {
+        "eval/loss": pytest.approx(sum(losses[:3]) / 3),
+        "eval/rewards/accuracies": 1.0,
+        "eval/rewards/margins": pytest.approx(0.2),
+    }
+    assert len(seen) == 20
+    better = [advantage_of(row) for row in seen if length(row.completion, I32) > 2]
+    worse = [advantage_of(row) for row in seen if length(row.completion, I32) == 2]
+    assert sorted(better) == sorted(-weight for weight in worse)
+    assert min(better) > 0
+
+
 async def test_a_job_trains_without_a_worker_and_publishes_its_last_version(tmp_path: Path) -> None:
-    rig = SftRig(tmp_path, sft())
+    rig = OfflineRig(tmp_path, sft())
     await run(rig)
     assert rig.manager.requests == []
     assert sorted(rig.weights.versions) == [STEPS]
@@ -94,7 +133,7 @@ async def test_a_job_trains_without_a_worker_and_publishes_its_last_version(tmp_
 
 async def test_a_job_that_an_earlier_version_stored_is_trained(tmp_path: Path) -> None:
     stored = (Path(__file__).parents[2] / "golden/jobs/sft.json").read_text()
-    rig = SftRig(tmp_path)
+    rig = OfflineRig(tmp_path)
     async with rig.trainer():
         await rig.append(JobCommand(command_id="create", action="create", job_id=JOB, job_no=1, spec_json=stored))
         assert (await rig.ended()).state == "completed"
@@ -102,7 +141,7 @@ async def test_a_job_that_an_earlier_version_stored_is_trained(tmp_path: Path) -
 
 
 async def test_an_adapter_comes_with_the_model_that_it_belongs_to(tmp_path: Path) -> None:
-    rig = SftRig(tmp_path, sft(elastic={"weights": "lora"}))
+    rig = OfflineRig(tmp_path, sft(elastic={"weights": "lora"}))
     rig.make_engine = lambda: FakeEngine('{"r": 1}')
     await run(rig)
     assert sorted(rig.weights.versions) == [0, STEPS]
@@ -111,7 +150,7 @@ async def test_an_adapter_comes_with_the_model_that_it_belongs_to(tmp_path: Path
 
 
 async def test_each_row_is_seen_once_an_epoch_in_micro_batches_of_the_given_size(tmp_path: Path) -> None:
-    rig = SftRig(tmp_path, sft(data={"train": "t", "prompts_per_step": 5}, steps=4))
+    rig = OfflineRig(tmp_path, sft(data={"train": "t", "prompts_per_step": 5}, steps=4))
     seen: list[bytes] = []
 
     class Noting(FakeEngine):
@@ -126,9 +165,9 @@ async def test_each_row_is_seen_once_an_epoch_in_micro_batches_of_the_given_size
     assert seen[:10] != seen[10:]
 
 
-@pytest.mark.parametrize("killed_in", [0, 1, 2, STEPS - 1])
-async def test_a_killed_trainers_successor_ends_with_the_same_bits(tmp_path: Path, killed_in: int) -> None:
-    steady, killed = SftRig(tmp_path / "a", sft()), SftRig(tmp_path / "b", sft())
+@pytest.mark.parametrize(("kind", "killed_in"), [*(("sft", i) for i in (0, 1, 2, STEPS - 1)), ("dpo", 1)])
+async def test_a_killed_trainers_successor_ends_with_the_same_bits(tmp_path: Path, kind: str, killed_in: int) -> None:
+    steady, killed = (OfflineRig(tmp_path / name, sft(kind=kind)) for name in "ab")
     await run(steady)
     engine = Hanging(killed_in)
     killed.make_engine = lambda: engine
@@ -144,11 +183,37 @@ async def test_a_killed_trainers_successor_ends_with_the_same_bits(tmp_path: Pat
     assert sorted(killed.folder.rows) == list(range(STEPS))
 
 
+@pytest.mark.parametrize("column", ["completion", "rejected"])
+async def test_resume_with_other_completions_fails_the_job(tmp_path: Path, column: str) -> None:
+    class Changing(OfflineRig):
+        builds = 0
+
+        def build(self, job: JobSpec, job_id: str, created: datetime) -> JobResources:
+            self.builds += 1
+            built = super().build(job, job_id, created)
+            other: Any = {column: pack([40, 2], I32)} if self.builds > 1 else {}
+            first, *others = built.data.train
+            return replace(built, data=replace(built.data, train=[replace(first, **other), *others]))
+
+    rig = Changing(tmp_path, sft(kind="dpo"))
+    engine = Hanging(3)
+    rig.make_engine = lambda: engine
+    async with rig.trainer(killed=True):
+        await rig.command("create")
+        await eventually(lambda: engine.hangs)
+    engine.goes_on.set()
+    rig.make_engine = FakeEngine
+    rig.lease_runs_out()
+    report = await rig.resume()
+    assert report.state == "failed"
+    assert "data.train has 10 prompts as when the job was interrupted, but" in report.error
+
+
 async def test_committed_sft_version_replaces_the_retrained_one(tmp_path: Path) -> None:
-    rig = SftRig(tmp_path, sft())
+    rig = OfflineRig(tmp_path, sft())
     await run(rig)
     committed = [shard._replace(data=b"\x00\x00\x80?" * 2) for shard in rig.weights.versions[STEPS]]
-    again = SftRig(tmp_path / "again", sft())
+    again = OfflineRig(tmp_path / "again", sft())
     again.weights.versions[STEPS] = committed
     await run(again)
     assert again.folder.model == committed
@@ -156,7 +221,7 @@ async def test_committed_sft_version_replaces_the_retrained_one(tmp_path: Path) 
 
 
 async def test_sft_job_stops_while_paused_and_can_be_cancelled(tmp_path: Path) -> None:
-    rig = SftRig(tmp_path, sft(steps=1_000))
+    rig = OfflineRig(tmp_path, sft(steps=1_000))
     engine = Hanging(3)
     rig.make_engine = lambda: engine
     async with rig.trainer() as trainer:
@@ -177,7 +242,7 @@ async def test_non_finite_sft_loss_fails_the_job_and_dumps_the_rows(tmp_path: Pa
         def accumulate(self, batches: Any, loss: LossFn) -> dict[str, float]:
             raise NotFinite("the loss is nan")
 
-    rig = SftRig(tmp_path, sft())
+    rig = OfflineRig(tmp_path, sft())
     rig.make_engine = Broken
     report = await rig.run()
     assert report.state == "failed"
@@ -188,7 +253,7 @@ async def test_non_finite_sft_loss_fails_the_job_and_dumps_the_rows(tmp_path: Pa
 
 
 async def test_omitted_rows_are_reported(tmp_path: Path) -> None:
-    rig = SftRig(tmp_path, sft(steps=1, data={"train": "t", "max_prompt_tokens": 9, "max_completion_tokens": 5}))
+    rig = OfflineRig(tmp_path, sft(steps=1, data={"train": "t", "max_prompt_tokens": 9, "max_completion_tokens": 5}))
     rig.n_too_long = 3
     await run(rig)
     [reason] = [fields["reason"] for kind, fields in await rig.events() if kind == "prompts_filtered"]
@@ -208,7 +273,7 @@ def test_the_loss_is_the_cross_entropy_of_the_completions_tokens() -> None:
 
 
 def test_the_run_log_has_loss_and_perplexity_a_token() -> None:
-    step = SftStep({"loss": 6.0, "tokens": 12.0, "divisor": 12.0}, [4, 8], 0.7, 1e-3, train_s=2.0)
+    step = OfflineStep({"loss": 6.0, "tokens": 12.0, "divisor": 12.0}, [4, 8], 0.7, 1e-3, train_s=2.0)
     assert step.metrics() == {
         "loss": 0.5,
         "perplexity": pytest.approx(math.exp(0.5)),

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the loss of a micro-batch, and a step's row of the run log."""
+"""Learning from completions in the data: the loss of supervised fine-tuning, and a step's row of the run log."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rlboost.services.trainer.domain.loss.inputs import TokenBatch
+from rlboost.services.trainer.domain.loss.preference import pair_metrics
 from rlboost.services.trainer.domain.loss.sums import routing_metrics
 
 if TYPE_CHECKING:
@@ -34,11 +35,11 @@ def perplexity(loss: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class SftStep:
+class OfflineStep:
     """The results of one step."""
 
     sums: Mapping[str, float]
-    """The loss function's sums over all micro-batches."""
+    """The loss function's sums over all micro-batches, and those of pairs."""
     lengths: Sequence[int]
     """Number of tokens of each completion."""
     grad_norm: float
@@ -51,7 +52,7 @@ class SftStep:
         loss, n_tokens = self.sums["loss"] / self.sums["divisor"], self.sums["tokens"]
         return {
             "loss": loss,
-            "perplexity": perplexity(loss),
+            **(pair_metrics(self.sums) or {"perplexity": perplexity(loss)}),
             "grad_norm": self.grad_norm,
             "lr": self.learning_rate,
             "tokens/trained": n_tokens,

@@ -1,0 +1,87 @@
+"""One step, or one evaluation, of a job that learns from completions in the data, without workers or rewards.
+
+The job's seed and the step's number determine the rows of a step, and their lengths the order, so a trainer that
+resumes from a checkpoint computes the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from rlboost.services.trainer.domain import plan
+from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow, constant, pack, select
+from rlboost.services.trainer.domain.loss import preference, sums
+from rlboost.services.trainer.domain.offline import OfflineStep, perplexity
+from rlboost.services.trainer.job.job import Job
+from rlboost.services.trainer.ports.engine import NotFinite
+from rlboost.services.trainer.ports.samples import Prompt
+from rlboost.services.trainer.step.training_rows import EngineCall, engine_columns
+from rlboost.shared.errors import Fatal
+from rlboost.shared.job.spec import DpoJob, OfflineJob
+from rlboost.shared.wire import I32, floats, length
+
+
+async def train_step(job: Job, spec: OfflineJob, step: int) -> dict[str, float]:
+    """Train on the rows of step `step`, forward and backward over its micro-batches and one update; return its metrics.
+
+    Raises:
+        Fatal: a loss or the gradients are not finite; the weights are unchanged.
+
+    """
+    began, device, resources = time.monotonic(), job.device, job.resources
+    data, engine, numbers = resources.data.train, resources.engine, dict[str, float]()
+    indices = plan.prompt_indices(spec.trainer.seed, step, spec.data.prompts_per_step, len(data))
+    rows = _rows([data[i] for i in indices])
+    rate = plan.learning_rate(spec.optimizer, step, spec.steps)
+    try:
+        if isinstance(spec, DpoJob):
+            rows, numbers = await _pairs(job, spec, rows)
+        for batch in select(rows, pack(rows, spec.trainer.micro_batch_tokens)):
+            # One call per micro-batch: a cancelled job waits for one only.
+            sums.add(numbers, await device.run(partial(engine.accumulate, [batch], resources.loss)))
+        norm = await device.run(partial(engine.step, rate))
+    except NotFinite as error:
+        path = await device.run(partial(resources.folder.dump_batch, f"not-finite-step-{step}.jsonl", rows))
+        raise Fatal(
+            f"step {step + 1}: {error}. Look for bad data among the {len(rows)} rows in {path}, or lower optimizer.lr"
+        ) from error
+    lengths = [length(row.completion, I32) for row in rows]
+    return OfflineStep(numbers, lengths, norm, rate, train_s=time.monotonic() - began).metrics()
+
+
+async def evaluate(job: Job, spec: OfflineJob) -> dict[str, float]:
+    """Return the metrics of the present weights on the held-out rows: means over all their tokens, or all pairs."""
+    rows = _rows(job.resources.data.evaluation)
+    if isinstance(spec, DpoJob):
+        _, found = await _pairs(job, spec, rows)
+        means = preference.pair_metrics(found)
+        shown = {f"eval/{name}": means[name] for name in ("rewards/accuracies", "rewards/margins")}
+        return {"eval/loss": found["loss"] / len(rows), **shown}
+    columns = [floats(column) for column in await _columns(job, rows, job.resources.engine.logprobs)]
+    loss = -math.fsum(math.fsum(column) for column in columns) / sum(map(len, columns))
+    return {"eval/loss": loss, "eval/perplexity": perplexity(loss)}
+
+
+async def _pairs(job: Job, spec: DpoJob, rows: Sequence[TrainingRow]) -> tuple[list[TrainingRow], dict[str, float]]:
+    """Return the rows of pairs with weights that depend on the current weights of the model, and the pairs' sums."""
+    engine = job.resources.engine
+    trained = await _columns(job, rows, engine.logprobs)
+    reference = await _columns(job, rows, engine.reference_logprobs)
+    return preference.weighted(rows, trained, reference, spec.algorithm.preference)
+
+
+async def _columns(job: Job, rows: Sequence[SequenceRow], call: EngineCall) -> list[bytes]:
+    return await engine_columns(rows, call, job.spec.trainer.micro_batch_tokens, job.device.run)
+
+
+def _rows(examples: Sequence[Prompt]) -> list[TrainingRow]:
+    """Return examples as training rows, of a pair the better one first; no policy generated them, so `sampled` is 0."""
+    rows = []
+    for example in examples:
+        for completion in example.completions:
+            row = SequenceRow(example.tokens, completion, bytes(len(completion)))
+            rows.append(TrainingRow.of(row, constant(1.0, row)))
+    return rows
