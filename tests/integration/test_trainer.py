@@ -193,6 +193,25 @@ async def test_killed_job_with_epochs_entropies_and_masks_ends_with_the_same_bit
         assert 3 < one.metrics["policy/entropy"] < 6
 
 
+async def test_killed_trainer_of_a_taught_job_ends_with_the_same_bits(site: Site, tmp_path: Path) -> None:
+    teacher = write_tokenizer(write_model(tmp_path / "teacher", "qwen3-tied", seed=1))
+    algorithm = {"name": "distill", "group_size": 3, "updates_per_step": 2, "teacher": {"model": str(teacher)}}
+    changes: dict[str, Any] = {"algorithm": algorithm, "steps": 3}
+    await train(site, "taught", **changes)
+    async with site.manager("taught-killed") as manager:
+        manager.withholds = withholding(1, 2)
+        await site.create("taught-killed", **changes)
+        await site.waits_in("taught-killed", 1, manager)
+        site.trainer.kill()
+        await manager.release()
+        await asyncio.to_thread(site.trainer.start)
+        report = await site.ended("taught-killed")
+    assert report.state == "completed", report.error
+    assert site.model("taught-killed") == site.model("taught")
+    steps = [report for report in await site.reports("taught") if isinstance(report, StepReport)]
+    assert all(report.metrics["kl"] > 0 for report in steps[:3])
+
+
 def withholding(step: int, first_group: int) -> Callable[[int], bool]:
     def decide(sample: int) -> bool:
         sample_id = SampleId.unpack(sample)
@@ -339,6 +358,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "wrong-model": ({"model": "nowhere/at-all/really"}, "is not a directory"),
     "wrong-data": ({"data": {"train": "nowhere.jsonl"}, "eval": None}, "nowhere.jsonl"),
     "wrong-length": ({"sampling": {"max_tokens": 500}}, "sampling.max_tokens"),
+    "wrong-teacher": (
+        {"algorithm": {"name": "distill", "teacher": {"model": "nowhere/at-all/really"}}},
+        "algorithm.teacher.model: 'nowhere/at-all/really' is not a directory",
+    ),
 }
 
 
