@@ -142,7 +142,7 @@ def test_unparsable_override_is_named(value: str, told: str) -> None:
         ("reward={functions: [{functon: 'a:b'}]}", "reward.functions.0.functon: unknown key: did you mean function?"),
         ("data.curriculum.windw=2", "data.curriculum.windw: unknown key: did you mean window?"),
         ("log.wandb={project: p, entty: e}", "log.wandb.entty: unknown key: did you mean entity?"),
-        ("sampling.steps=1", "sampling.steps: unknown key: remove it or fix its spelling"),
+        ("sampling.quux=1", "sampling.quux: unknown key: remove it or fix its spelling"),
         ("'off'=1", "'off': unknown key: remove it or fix its spelling"),
     ],
 )
