@@ -214,6 +214,8 @@ class AsyncFleet:
             try:
                 return Attachment(self._client, self._renewing, job_id, self._options)
             except ClientError as error:
+                if error.title == "Superseded":  # another process of this name has attached meanwhile
+                    raise Superseded(error.detail) from error
                 if error.title != "Job has a trainer" or time.monotonic() > limit:
                     raise
             time.sleep(_POLL_S)

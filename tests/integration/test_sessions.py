@@ -174,7 +174,8 @@ def test_messages_of_anthropic_are_turns_that_continue(system: System) -> None:
     assert counted["input_tokens"] > 0
     refused = httpx.post(url, headers=headers, json=asked | {"stop_sequences": ["t9"]}, timeout=WAIT_S)
     message = refused.json()["error"]["message"]
-    assert message == "stop_sequences: not supported in a trainable session: leave it out"
+    text = "stop_sequences: not supported in a trainable session: leave it out, or set sampling.stop of the job"
+    assert message == text
     opened, ends = session.turns()
     assert [one.parent for one in opened] == [0, opened[0].sample]
     assert len(ends) == 2
