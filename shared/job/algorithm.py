@@ -74,9 +74,10 @@ TEACHER = "algorithm.teacher.model"
 
 
 class TeacherSpec(Section):
-    """On-policy distillation (arXiv 2306.13649): each token's advantage grows by what a teacher thinks of it.
+    """On-policy distillation (arXiv 2306.13649): a larger or a trained model scores each token that was generated.
 
-    The amount is `coef` x (log p of the teacher - log p of the engine), whose mean is the reverse KL divergence.
+    The token's advantage grows by `coef` x (log p of the teacher - log p of the engine), whose mean is the negative
+    reverse KL divergence.
     """
 
     model: str = Field(min_length=1)
@@ -208,7 +209,7 @@ _PAIRS = _Reason(
 )
 _TAUGHT = _Reason(
     lambda a: a.get("teacher") is not None,
-    "a teacher judges every token, also those of groups of equal rewards: remove algorithm.teacher",
+    "a teacher scores every token, also those of groups of equal rewards: remove algorithm.teacher",
 )
 _CUSTOM_LOSS = _Reason(lambda a: bool(a.get("loss")), "algorithm.loss takes the place of ratio and clip")
 
@@ -315,9 +316,9 @@ class AlgorithmSpec(Section):
     """How often each step's samples are trained on, in the same order, with the old policy of the step's start."""
     advantage: Advantage = "group_std"
     """Baseline and scale of a sample's reward; `best_worst` trains on one pair per group and nothing else, `none` on
-    what `teacher` thinks: rewards are only logged, and the job needs none."""
+    the scores of `teacher`: rewards are only logged, and the job needs none."""
     teacher: TeacherSpec | None = None
-    """A model that judges each token."""
+    """A model that scores each token."""
     equal_groups: Literal["drop", "keep"] | None = "drop"
     """Whether groups of equal rewards are left out of the loss, or count in its denominator."""
     resample: Annotated[int, Field(ge=0, le=64)] | None = 0

@@ -103,7 +103,7 @@ class JobFacts:
     compares_within_groups: bool = True
     """Whether advantages compare only completions of the same prompt."""
     has_teacher: bool = False
-    """Whether a teacher judges the tokens: the job learns from equal rewards too, and `kl` is the KL to the teacher."""
+    """Whether a teacher scores the tokens: the job learns from equal rewards too, and `kl` is the KL to the teacher."""
     has_curriculum: bool = False
     limits: str = ""
     """The settings that cut a completion, with their values."""

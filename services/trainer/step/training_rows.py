@@ -137,7 +137,7 @@ class TrainingRows(ABC):
 
 
 class _FromRewards(TrainingRows):
-    """Compares rewards, which gives all tokens of a sample one advantage; a teacher judges each token."""
+    """Compares rewards, which gives all tokens of a sample one advantage; a teacher scores each token."""
 
     async def _estimate(self, groups: Sequence[ScoredGroup], rewards: Sequence[list[float]]) -> list[list[TrainingRow]]:
         advantages = group_advantages(self._algorithm.advantage, rewards, drop_equal=self._drops_equal_groups)
@@ -222,8 +222,8 @@ class _PreferencePairs(TrainingRows):
 
 def _taught(row: TrainingRow, column: bytes, coef: float) -> TrainingRow:
     """Return a row whose tokens' advantages also grow by coef x (log p of the teacher - log p of the engine)."""
-    judged = coef * (_array(column) - _array(row.sampled))
-    return replace(row, advantages=_column(_array(row.advantages) + judged), reference=column)
+    scored = coef * (_array(column) - _array(row.sampled))
+    return replace(row, advantages=_column(_array(row.advantages) + scored), reference=column)
 
 
 def _flat(groups: Sequence[Sequence[T]]) -> list[T]:

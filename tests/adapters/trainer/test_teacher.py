@@ -78,7 +78,7 @@ def student(folder: Path, **settings: Any) -> Iterator[RanksPolicy]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_teacher_judges_what_the_student_generated(layout: dict[str, Any], tmp_path: Path) -> None:
+def test_teacher_scores_what_the_student_generated(layout: dict[str, Any], tmp_path: Path) -> None:
     write_teacher(tmp_path / "teacher")
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "teacher", attn_implementation="eager")
     with student(tmp_path, **layout) as policy:

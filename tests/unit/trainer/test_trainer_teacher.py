@@ -66,7 +66,7 @@ def test_distillation_needs_no_reward_and_no_group() -> None:
         ({"algorithm": {"name": "ppo", "teacher": TEACHER}}, "teacher: not supported with advantage: gae"),
         ({"algorithm": {"name": "dpo", "teacher": TEACHER}}, "teacher: not supported with advantage: best_worst"),
         ({"algorithm": {"teacher": TEACHER, "kl_coef": 0.1}}, "teacher: not supported with kl_coef"),
-        ({"algorithm": {"teacher": TEACHER, "equal_groups": "drop"}}, "equal_groups does not apply, a teacher judges"),
+        ({"algorithm": {"teacher": TEACHER, "equal_groups": "drop"}}, "equal_groups does not apply, a teacher scores"),
         ({"algorithm": {"name": "dapo", "teacher": TEACHER, "resample": 4}}, "resample does not apply, a teacher"),
         (
             {"algorithm": {"name": "distill", "teacher": TEACHER}, "trainer": {"router_replay": "R3"}},
