@@ -123,6 +123,7 @@ NAMES: Mapping[str, Names] = {
     "algorithm.critic.gae_lambda": Names("", "`algorithm.lam`", "`algo.advantage.lambd`"),
     "algorithm.critic.value_clip": Names("", "`critic.cliprange_value`", "`critic.value_clip`"),
     "algorithm.preference.variant": Names("`loss_type`"),
+    "algorithm.teacher.model": Names("`teacher_model_name_or_path`"),
     "algorithm.preference.beta": Names("`beta`"),
     "algorithm.preference.label_smoothing": Names("`label_smoothing`"),
     "sampling.temperature": Names(
