@@ -199,19 +199,25 @@ def test_async_trl_trains_by_one_url_while_worker_and_manager_die(kind: list[str
                 box.until_step(job["id"], version)
                 box.kill(role)
             assert trl.end() == 0, (folder / "trl.log").read_text()[-3000:]
+            # TRL's last requests end once the manager has noticed that their client is gone.
+            box.until(lambda: all_ended(box, job["id"]), "the end of all requests", within_s=60)
             audit = box.get(f"/v1/jobs/{job['id']}/audit")["serving"]
         finally:
             gateway.kill()
             gateway.communicate()
             if trl is not None:
                 trl.process.kill()
-    assert audit["requested"] == audit["delivered"] + sum(audit["dropped"].values())
-    assert all(reason.startswith("the client") for reason in audit["dropped"]), audit  # TRL's last requests
+    assert all(reason.startswith("the client") for reason in audit["dropped"]), audit
     logged = trl.said[-1]["logged"]
     assert len(logged) == 8
     assert logged[0]["kl"] < 1e-6  # the weights are those that sampled
     assert trl.said[-1]["gap"] < 1e-4
     assert sum(row["reward"] for row in logged[-2:]) > sum(row["reward"] for row in logged[:2])
+
+
+def all_ended(box: BlackBox, job_id: str) -> bool:
+    audit = box.get(f"/v1/jobs/{job_id}/audit")["serving"]
+    return bool(audit["requested"] == audit["delivered"] + sum(audit["dropped"].values()))
 
 
 def answers(url: str) -> bool:
