@@ -177,8 +177,8 @@ def check_job(raw: object, on_part: Callable[[str], None] = _ignore, devices: De
     except InvalidJob as error:
         return Found(error.problems, [])
     found: list[str | None] = [_model(spec.model), _resume(spec.trainer)]
-    if spec.kind == "rl" and spec.algorithm.teacher is not None:
-        found.append(_model(spec.algorithm.teacher.model, TEACHER))
+    if spec.teacher is not None:
+        found.append(_model(spec.teacher.model, TEACHER))
     on_part("reading the data")
     seen = _Seen()
     is_offline = isinstance(spec, OfflineJob)

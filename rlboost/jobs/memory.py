@@ -175,9 +175,9 @@ def teacher_parameters(spec: JobSpec) -> int:
         ConfigError: the teacher is not a local folder, or of an unknown kind.
 
     """
-    if spec.kind != "rl" or spec.algorithm.teacher is None:
+    if spec.teacher is None:
         return 0
-    config = read_config(Path(spec.algorithm.teacher.model).expanduser())
+    config = read_config(Path(spec.teacher.model).expanduser())
     return size_of(config.get("text_config", config)).total
 
 
@@ -194,11 +194,10 @@ def trained_model(
         n_teacher: see `teacher_parameters`.
 
     """
-    has_teacher = spec.kind == "rl" and spec.algorithm.teacher is not None
     return TrainedModel(
         n_parameters,
         frozen=spec.adapter is not None,
-        has_reference=spec.needs_reference and spec.adapter is None and not has_teacher,
+        has_reference=spec.needs_reference and spec.adapter is None and spec.teacher is None,
         has_entropies=spec.kind == "rl" and spec.algorithm.entropy_coef > 0,
         muon=spec.optimizer.name == "muon",
         n_in_experts=n_in_experts,

@@ -110,8 +110,8 @@ def model_problems(spec: JobSpec) -> list[str]:
         checks.append(lambda: require_replayable(model, spec.sampling.max_tokens))
     if spec.trainer.backend == "torch" and spec.trainer.context_parallel > 1:
         checks.append(lambda: _check_heads(spec, model))
-    if spec.kind == "rl" and spec.algorithm.teacher is not None:
-        teacher = Path(spec.algorithm.teacher.model).expanduser()
+    if spec.teacher is not None:
+        teacher = Path(spec.teacher.model).expanduser()
         checks.append(lambda: require_teachable(model, teacher) if teacher.is_dir() else None)
     if (adapter := spec.adapter) is not None:
         checks.append(lambda: check_targets(adapter, read_tensor_shapes(model)))

@@ -152,9 +152,9 @@ def _machines(
 
 def _teacher(spec: JobSpec, model: Path) -> str:
     """Return the directory of a job's teacher, empty if it has none."""
-    if spec.kind != "rl" or spec.algorithm.teacher is None:
+    if spec.teacher is None:
         return ""
-    teacher = find_model(spec.algorithm.teacher.model, TEACHER)
+    teacher = find_model(spec.teacher.model, TEACHER)
     require_teachable(model, teacher)
     return str(teacher)
 

@@ -52,7 +52,7 @@ class CriticSpec(Section):
 
 
 class PreferenceSpec(Section):
-    """The loss of pairs of completions, of which one is preferred to the other."""
+    """The loss of pairs of completions: one is preferred to the other."""
 
     variant: Literal["sigmoid", "robust", "ipo"] = "sigmoid"
     """Loss of a pair: DPO (arXiv 2305.18290), robust DPO (arXiv 2403.00409) or IPO (arXiv 2310.12036), which stops at a

@@ -13,7 +13,7 @@ from rlboost.shared.data.shards import AGENT_ROWS, Source, names_of
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.ids import MAX_STEPS
 from rlboost.shared.job import other_trainers
-from rlboost.shared.job.algorithm import GROUPLESS, AlgorithmSpec, PairsSpec, with_former_defaults
+from rlboost.shared.job.algorithm import GROUPLESS, AlgorithmSpec, PairsSpec, TeacherSpec, with_former_defaults
 from rlboost.shared.job.data import (
     DataSpec,
     DpoDataSpec,
@@ -115,6 +115,11 @@ class ServiceJob(BaseJob):
     def needs_reference(self) -> bool:
         """Return True if losses need log-probabilities under the starting weights."""
         return False
+
+    @property
+    def teacher(self) -> TeacherSpec | None:
+        """Return the section of the job's teacher."""
+        return None
 
     @model_validator(mode="after")
     def _has_the_agent_of_its_rows(self) -> Self:
@@ -261,6 +266,10 @@ class RlJob(_TrainingJob, _RewardedJob):
     def needs_reference(self) -> bool:
         return self.algorithm.needs_reference
 
+    @property
+    def teacher(self) -> TeacherSpec | None:
+        return self.algorithm.teacher
+
     @field_validator("sampling")
     @classmethod
     def _samples_differ(cls, value: SamplingSpec) -> SamplingSpec:
@@ -297,7 +306,7 @@ class RlJob(_TrainingJob, _RewardedJob):
 
     @model_validator(mode="after")
     def _supports_a_teacher(self) -> Self:
-        if self.algorithm.teacher is not None and self.trainer.router_replay != "none":
+        if self.teacher is not None and self.trainer.router_replay != "none":
             raise ValueError(
                 "trainer.router_replay: replays the experts of the job's model, which algorithm.teacher does not have: "
                 "set it to none"

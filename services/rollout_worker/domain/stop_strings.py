@@ -106,7 +106,7 @@ class StopStrings:
         return found, aborted
 
     def forget(self, keys: Iterable[RequestKey]) -> None:
-        """Forget requests of which all emissions were cut."""
+        """Forget requests whose emissions were all cut."""
         for key in keys:
             self.ended.discard(key)
             self._completions.pop(key, None)

@@ -50,8 +50,8 @@ def check_named_paths(spec: JobSpec, runs: Path, folders: Sequence[str]) -> None
 def _named(spec: JobSpec) -> Iterator[tuple[str, str]]:
     """Yield the field and the name of each local path."""
     models = {"model": spec.model}
-    if spec.kind == "rl" and spec.algorithm.teacher is not None:
-        models[TEACHER] = spec.algorithm.teacher.model
+    if spec.teacher is not None:
+        models[TEACHER] = spec.teacher.model
     for field, model in models.items():
         if model.startswith(("/", ".", "~")) or Path(model).exists():
             yield field, model

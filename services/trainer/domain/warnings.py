@@ -124,7 +124,7 @@ class JobFacts:
             spec.data.prompts_per_step,
             spec.algorithm.group_size,
             compares_within_groups=spec.algorithm.advantage not in GROUPLESS,
-            has_teacher=spec.algorithm.teacher is not None,
+            has_teacher=spec.teacher is not None,
             has_curriculum=spec.data.curriculum is not None,
             limits=f"sampling.max_tokens is {spec.sampling.max_tokens}{turns}",
             eval_samples=spec.eval.samples if spec.eval is not None else 0,

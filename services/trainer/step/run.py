@@ -221,7 +221,8 @@ class StepRun:
                 (rows,) = await self._rows.build([await self._intake.next_group()])
             for work in planner.add(rows):
                 await self._run_work(work)
-                done.append(work)
+                if spec.algorithm.epochs > 1:
+                    done.append(work)
         for work in done * (spec.algorithm.epochs - 1):
             await self._run_work(work)
         self._turn.end_step()
