@@ -84,6 +84,19 @@ async def train(site: Site, job_id: str, script: Script = scripted, **changes: A
     return manager
 
 
+async def train_killed(site: Site, job_id: str, step: int, script: Script = scripted, **changes: Any) -> None:
+    """Run a job whose trainer is killed once, in a step that has half of its samples; the step has no evaluation."""
+    async with site.manager(job_id) as manager:
+        manager.script, manager.withholds = script, withholding(step, 2)
+        await site.create(job_id, **changes)
+        await site.waits_in(job_id, step, manager)
+        site.trainer.kill()
+        await manager.release()
+        await asyncio.to_thread(site.trainer.start)
+        report = await site.ended(job_id)
+    assert report.state == "completed", report.error
+
+
 async def test_a_job_runs_to_its_end(site: Site, machine: Machine, tmp_path: Path) -> None:
     await train(site, "plain")
     assert await site.head("plain") == STEPS
@@ -170,19 +183,7 @@ async def test_killed_job_with_epochs_entropies_and_masks_ends_with_the_same_bit
         return scripted(request, sample, finish="length" if SampleId.unpack(sample).member == 0 else "stop")
 
     await train(site, "all-options", cut, **changes)
-    async with site.manager("all-options-killed") as manager:
-        manager.script, manager.withholds = cut, withholding(3, 2)
-        await site.create("all-options-killed", **changes)
-
-        async def is_half_delivered() -> bool:
-            return sum(SampleId.unpack(sample).step == 3 for sample in manager.answered) == 12
-
-        await eventually(is_half_delivered, within_s=120)
-        site.trainer.kill()
-        await manager.release()
-        await asyncio.to_thread(site.trainer.start)
-        report = await site.ended("all-options-killed")
-    assert report.state == "completed", report.error
+    await train_killed(site, "all-options-killed", 3, cut, **changes)
     assert site.model("all-options-killed") == site.model("all-options")
     reports = [one for one in await site.reports("all-options") if isinstance(one, StepReport)]
     rates = [one.metrics["lr"] for one in reports]
@@ -198,15 +199,7 @@ async def test_killed_trainer_of_a_taught_job_ends_with_the_same_bits(site: Site
     algorithm = {"name": "distill", "group_size": 3, "updates_per_step": 2, "teacher": {"model": str(teacher)}}
     changes: dict[str, Any] = {"algorithm": algorithm, "steps": 3}
     await train(site, "taught", **changes)
-    async with site.manager("taught-killed") as manager:
-        manager.withholds = withholding(1, 2)
-        await site.create("taught-killed", **changes)
-        await site.waits_in("taught-killed", 1, manager)
-        site.trainer.kill()
-        await manager.release()
-        await asyncio.to_thread(site.trainer.start)
-        report = await site.ended("taught-killed")
-    assert report.state == "completed", report.error
+    await train_killed(site, "taught-killed", 1, **changes)
     assert site.model("taught-killed") == site.model("taught")
     steps = [report for report in await site.reports("taught") if isinstance(report, StepReport)]
     assert all(report.metrics["kl"] > 0 for report in steps[:3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,13 @@ def write_character_tokenizer(directory: Path) -> Path:
     tokenizer.decoder = decoders.Fuse()
     special = {"bos_token": BOS, "pad_token": PAD, "eos_token": EOS}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(directory)
+    return directory
+
+
+def with_chat_template(directory: Path, template: str) -> Path:
+    """Give a tokenizer that was written a chat template, and return its directory."""
+    file = directory / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": template}))
     return directory
 
 

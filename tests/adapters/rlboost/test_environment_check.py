@@ -10,7 +10,7 @@ import pytest
 
 from rlboost.jobs import check as jobcheck
 from rlboost.jobs.check import Found
-from tests.support.model_folder import write_model, write_tokenizer
+from tests.support.model_folder import with_chat_template, write_model, write_tokenizer
 
 TEMPLATE = (
     "{% if tools %}{% if tools[0].function.name == 'refused' %}{{ raise_exception('no such tool') }}{% endif %}"
@@ -44,8 +44,7 @@ class Game:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     model = write_tokenizer(write_model(tmp_path / "base"))
-    config = json.loads((model / "tokenizer_config.json").read_text())
-    (model / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
+    with_chat_template(model, TEMPLATE)
     (tmp_path / "games.py").write_text(GAMES)
     rows(row("t5"), row("t6"))
     return tmp_path

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from rlboost.shared.data.rows import is_remote, read_rows
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import parse
 from rlboost.shared.wire import ints
-from tests.support.model_folder import write_model, write_tokenizer
+from tests.support.model_folder import with_chat_template, write_model, write_tokenizer
 
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}t90{% endif %}"
 
@@ -37,9 +36,7 @@ def verl_row(question: str, answer: str, index: int) -> dict[str, Any]:
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     folder = write_tokenizer(write_model(tmp_path / "model"))
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": CHAT_TEMPLATE}))
-    return folder
+    return with_chat_template(folder, CHAT_TEMPLATE)
 
 
 def write_parquet(file: Path, rows: list[dict[str, Any]]) -> str:

@@ -13,7 +13,7 @@ from rlboost.services.trainer.ports.samples import Data
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import parse
 from rlboost.shared.wire import ints
-from tests.support.model_folder import write_model, write_tokenizer
+from tests.support.model_folder import with_chat_template, write_model, write_tokenizer
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ 't90 ' if m['role'] == 'user' else 't91 ' }}{{ m['content'] }} <eos> t92 {% endfor %}"
@@ -31,9 +31,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def chat_model(model: Path) -> Path:
-    config = json.loads((model / "tokenizer_config.json").read_text())
-    (model / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": CHAT_TEMPLATE}))
-    return model
+    return with_chat_template(model, CHAT_TEMPLATE)
 
 
 def load(model: Path, *rows: object, **data: Any) -> Data:

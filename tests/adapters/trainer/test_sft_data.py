@@ -17,7 +17,7 @@ from rlboost.services.trainer.ports.samples import Data
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import parse
 from rlboost.shared.wire import ints
-from tests.support.model_folder import write_model, write_tokenizer
+from tests.support.model_folder import with_chat_template, write_model, write_tokenizer
 
 TURNS = (
     "{% for m in messages %}{{ 't90 ' if m['role'] == 'user' else 't91 ' }}{{ m['content'] }} <eos> t92 {% endfor %}"
@@ -34,13 +34,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def chat_model(model: Path) -> Path:
-    return with_template(model, CHAT_TEMPLATE)
-
-
-def with_template(model: Path, template: str) -> Path:
-    config = json.loads((model / "tokenizer_config.json").read_text())
-    (model / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
-    return model
+    return with_chat_template(model, CHAT_TEMPLATE)
 
 
 def load(model: Path, *rows: object, **data: Any) -> Data:
@@ -107,7 +101,7 @@ def test_prompt_that_is_text_may_be_a_conversation_rendered_by_hand(model: Path)
 
 @pytest.mark.parametrize("as_text", [False, True])
 def test_tools_column_gives_the_prompts_of_a_tool_environment(model: Path, as_text: bool) -> None:
-    with_template(model, TOOLS_TEMPLATE)
+    with_chat_template(model, TOOLS_TEMPLATE)
     tools = ToolEnvironment([add]).tools
     row = {"prompt": [USER], "completion": [ANSWER], "tools": json.dumps(tools) if as_text else tools}
     [(prompt, completion)] = pairs(load(model, row))
@@ -119,7 +113,7 @@ def test_tools_column_gives_the_prompts_of_a_tool_environment(model: Path, as_te
 
 
 def test_tools_null_or_empty_are_no_tools(model: Path) -> None:
-    with_template(model, TOOLS_TEMPLATE)
+    with_chat_template(model, TOOLS_TEMPLATE)
     nothing: tuple[object, ...] = (None, [], "")
     rows = [{"messages": [USER, ANSWER], "tools": tools} for tools in nothing]
     assert {tuple(prompt[-6:]) for prompt, _ in pairs(load(model, *rows))} == {(90, 5, 6, 2, 92, 91)}
@@ -202,6 +196,6 @@ def test_invalid_row_error_names_the_line(model: Path, row: dict[str, Any], text
 
 
 def test_template_that_renders_the_prompt_differently_is_rejected(model: Path) -> None:
-    with_template(model, TURNS + "{% if add_generation_prompt %}t91 t93 {% endif %}")
+    with_chat_template(model, TURNS + "{% if add_generation_prompt %}t91 t93 {% endif %}")
     with pytest.raises(ConfigError, match="line 1: the chat template renders the prompt differently"):
         load(model, {"messages": [USER, ANSWER]})

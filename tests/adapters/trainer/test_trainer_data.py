@@ -14,7 +14,7 @@ from rlboost.services.trainer.ports.samples import Data
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import parse
 from rlboost.shared.wire import ints
-from tests.support.model_folder import write_model, write_tokenizer
+from tests.support.model_folder import with_chat_template, write_model, write_tokenizer
 
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}t90{% endif %}"
 
@@ -46,8 +46,7 @@ def test_text_is_tokenized_with_its_special_tokens_and_other_keys_are_columns(mo
 
 
 def test_chat_messages_go_through_the_chat_template(model: Path) -> None:
-    config = json.loads((model / "tokenizer_config.json").read_text())
-    (model / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": CHAT_TEMPLATE}))
+    with_chat_template(model, CHAT_TEMPLATE)
     messages = [{"role": "user", "content": "t5 t6"}]
     [prompt] = load(model, [{"prompt": messages}]).train
     assert ints(prompt.tokens)[-3:] == [5, 6, 90]
@@ -58,8 +57,7 @@ KWARGS_TEMPLATE = CHAT_TEMPLATE.replace("t90", "{% if thinks %}t80{% else %}t{{ 
 
 
 def test_template_arguments_of_the_job_apply_to_every_chat(model: Path) -> None:
-    config = json.loads((model / "tokenizer_config.json").read_text())
-    (model / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": KWARGS_TEMPLATE}))
+    with_chat_template(model, KWARGS_TEMPLATE)
     asked = [{"role": "user", "content": "t5 t6"}]
     rows = [{"prompt": asked}, {"prompt": asked, "chat_template_kwargs": {"thinks": True}}]
     given = {"chat_template_kwargs": {"level": 70, "thinks": False}}
@@ -73,9 +71,8 @@ def test_template_arguments_of_the_job_apply_to_every_chat(model: Path) -> None:
 
 
 def test_template_arguments_of_the_job_apply_to_sft(model: Path) -> None:
-    config = json.loads((model / "tokenizer_config.json").read_text())
     template = "t{{ level }} {% for m in messages %}{{ m['content'] }} {% endfor %}"
-    (model / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
+    with_chat_template(model, template)
     row = {"prompt": [{"role": "user", "content": "t5"}], "completion": [{"role": "assistant", "content": "t7"}]}
     data = {"chat_template_kwargs": {"level": 70}}
     [prompt] = load(model, [row], kind="sft", data=data, reward=None, sampling=None).train
@@ -83,8 +80,7 @@ def test_template_arguments_of_the_job_apply_to_sft(model: Path) -> None:
 
 
 def test_template_arguments_that_nothing_reads_are_refused(model: Path) -> None:
-    config = json.loads((model / "tokenizer_config.json").read_text())
-    (model / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": KWARGS_TEMPLATE}))
+    with_chat_template(model, KWARGS_TEMPLATE)
     chat, text = {"prompt": [{"role": "user", "content": "t5"}]}, {"prompt": "t5"}
     with pytest.raises(ConfigError, match=r"line 2: the prompt is text, .*or remove data.chat_template_kwargs"):
         load(model, [chat, text], data={"chat_template_kwargs": {"level": 70}})
@@ -191,8 +187,7 @@ def test_a_model_that_is_neither_here_nor_there_is_refused(tmp_path: Path, monke
 def test_prompts_have_the_date_on_which_the_job_was_created(model: Path) -> None:
     """Else a job that is resumed on another day has other prompts than its samples and its checkpoint."""
     dated = "{{ 't8' ~ (strftime_now('%d') | int % 9) }} " + CHAT_TEMPLATE
-    config = json.loads((model / "tokenizer_config.json").read_text())
-    (model / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": dated}))
+    with_chat_template(model, dated)
     file = model.parent / "train.jsonl"
     file.write_text(json.dumps({"prompt": [{"role": "user", "content": "t5"}]}))
     job = {"model": str(model), "data": {"train": str(file)}, "environment": {"function": "m:f"}, "steps": 1}

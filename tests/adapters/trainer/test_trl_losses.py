@@ -48,7 +48,7 @@ def columns(seed: int, scale: float = 0.3) -> list[torch.Tensor]:
 def rows_of(
     spec: RlJob, sampled: list[torch.Tensor], tally: StepTally, start: Sequence[torch.Tensor] = ()
 ) -> list[TrainingRow]:
-    """Return the rows of one group, of which some completions were cut; `start` are the engine's log-probabilities."""
+    """Return the rows of one group, some of them cut; `start` are the engine's log-probabilities."""
     samples = tuple(
         SampleFinished(
             sample=number,

@@ -23,7 +23,7 @@ from rlboost.shared.job.algorithm import PreferenceSpec
 from rlboost.shared.job.spec import parse
 from rlboost.shared.job.training import OptimizerSpec
 from rlboost.shared.wire import ints
-from tests.support.model_folder import write_model, write_tokenizer
+from tests.support.model_folder import with_chat_template, write_model, write_tokenizer
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ 't90 ' if m['role'] == 'user' else 't91 ' }}{{ m['content'] }} <eos>{% endfor %}"
@@ -57,8 +57,7 @@ METRICS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/acc
 def folders(tmp_path: Path) -> tuple[Path, Path]:
     """Return the model that training starts from, and one of other weights."""
     start, trained = (write_tokenizer(write_model(tmp_path / str(seed), seed=seed)) for seed in (0, 1))
-    config = json.loads((start / "tokenizer_config.json").read_text())
-    (start / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": CHAT_TEMPLATE}))
+    with_chat_template(start, CHAT_TEMPLATE)
     return start, trained
 
 

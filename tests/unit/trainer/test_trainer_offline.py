@@ -69,6 +69,18 @@ class Hanging(FakeEngine):
         return super().step(learning_rate)
 
 
+async def kill_in_update(rig: OfflineRig, step: int) -> None:
+    """Kill the trainer of a new job in the update of a step, and let its lease run out."""
+    engine = Hanging(step)
+    rig.make_engine = lambda: engine
+    async with rig.trainer(killed=True):
+        await rig.command("create")
+        await eventually(lambda: engine.hangs)
+    engine.goes_on.set()
+    rig.make_engine = FakeEngine
+    rig.lease_runs_out()
+
+
 async def run(rig: Rig) -> None:
     assert (await rig.run()).state == "completed"
 
@@ -169,14 +181,7 @@ async def test_each_row_is_seen_once_an_epoch_in_micro_batches_of_the_given_size
 async def test_a_killed_trainers_successor_ends_with_the_same_bits(tmp_path: Path, kind: str, killed_in: int) -> None:
     steady, killed = (OfflineRig(tmp_path / name, sft(kind=kind)) for name in "ab")
     await run(steady)
-    engine = Hanging(killed_in)
-    killed.make_engine = lambda: engine
-    async with killed.trainer(killed=True):
-        await killed.command("create")
-        await eventually(lambda: engine.hangs)
-    engine.goes_on.set()
-    killed.make_engine = FakeEngine
-    killed.lease_runs_out()
+    await kill_in_update(killed, killed_in)
     assert (await killed.resume()).state == "completed"
     assert killed.weights.versions == steady.weights.versions
     assert killed.folder.model == steady.folder.model
@@ -196,14 +201,7 @@ async def test_resume_with_other_completions_fails_the_job(tmp_path: Path, colum
             return replace(built, data=replace(built.data, train=[replace(first, **other), *others]))
 
     rig = Changing(tmp_path, sft(kind="dpo"))
-    engine = Hanging(3)
-    rig.make_engine = lambda: engine
-    async with rig.trainer(killed=True):
-        await rig.command("create")
-        await eventually(lambda: engine.hangs)
-    engine.goes_on.set()
-    rig.make_engine = FakeEngine
-    rig.lease_runs_out()
+    await kill_in_update(rig, 3)
     report = await rig.resume()
     assert report.state == "failed"
     assert "data.train has 10 prompts as when the job was interrupted, but" in report.error

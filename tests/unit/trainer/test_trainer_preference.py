@@ -36,7 +36,7 @@ SPECS = {
 
 
 def of_margins(margins: Array, lengths: tuple[int, int] = (1, 1)) -> PairLogprobs:
-    """Return pairs with log ratios of which only the better one's differs from 0."""
+    """Return pairs whose log ratios are 0 but for the better one's."""
     trained = np.stack([margins, np.zeros_like(margins)], axis=1)
     return PairLogprobs(trained - 3.0, np.full_like(trained, -3.0), np.full_like(trained, lengths))
 
