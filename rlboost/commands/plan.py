@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from rlboost.planning import Plan, Spread
     from rlboost.simulation.presets import Completions, Model
     from rlboost.simulation.result import Summary
-    from rlboost.simulation.traces import FleetTrace
 
 
 # --- `rlboost plan`: predict time and dollars of a job on spot fleets of several sizes --------------------------------
@@ -205,6 +204,7 @@ def simulate(  # noqa: PLR0913, PLR0917 - the options of a command
     from rlboost.simulation.policies import ABLATIONS, POLICIES  # noqa: PLC0415 - likewise
     from rlboost.simulation.presets import LENGTHS, SHAPES, preset  # noqa: PLC0415 - likewise
     from rlboost.simulation.result import summarize  # noqa: PLC0415 - likewise
+    from rlboost.simulation.traces import trace_segment  # noqa: PLC0415 - likewise
 
     known = POLICIES | ABLATIONS
     names = policy or ["verl", "paper", "rlboost"]
@@ -215,7 +215,7 @@ def simulate(  # noqa: PLR0913, PLR0917 - the options of a command
     chosen = cast("Model", model)
     job, machine = preset(chosen, cast("Completions", completions))
     limit = SHAPES[chosen].useful_instances if instances is None else instances
-    fleet = _fleet(trace, sample, start, hours, limit)
+    fleet = trace_segment(trace, sample=sample, start_h=start, hours=hours, limit=limit)
     results = {name: [run(job, machine, fleet, known[name], seed=seed) for seed in range(seeds)] for name in names}
     try:
         summaries = [summarize(runs) for runs in results.values()]
@@ -231,16 +231,6 @@ def simulate(  # noqa: PLR0913, PLR0917 - the options of a command
 def _check(option: str, value: str, known: Iterable[str]) -> None:
     if value not in known:
         raise ConfigError(f"{option} {value} is unknown: choose one of {', '.join(known)}")
-
-
-def _fleet(path: Path | None, sample: float, start_h: float, hours: float, limit: int) -> FleetTrace:
-    from rlboost.simulation.traces import G4DN, generate_trace, read_trace  # noqa: PLC0415 - keeps --help quick
-
-    whole = read_trace(path) if path else generate_trace(G4DN, seed=0)
-    if start_h * 3600 >= whole.duration_s:
-        raise ConfigError(f"--start {start_h:g}: the trace has {whole.duration_s / 3600:.1f} hours")
-    part = whole.sampled(sample, seed=0).between(start_h * 3600, (start_h + hours) * 3600)
-    return part.limited(limit)
 
 
 def _rows(summaries: list[Summary]) -> Iterable[tuple[str, ...]]:

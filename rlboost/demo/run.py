@@ -16,8 +16,10 @@ import random
 import shutil
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ from rlboost.shared.job import spec as job_spec
 from rlboost.shared.job.file import load
 from rlboost.shared.messages import ENDED
 from rlboost.shared.process.modules import EngineName
+from rlboost.simulation.traces import FleetTrace
 
 # --- The demo's state folder, empty at the start of each run so that no earlier job continues -------------------------
 
@@ -213,6 +216,25 @@ def plan(steps: int, workers: int, seed: int) -> list[PlannedChange]:
     return sorted(planned, key=lambda change: change.at_step)
 
 
+def plan_of_trace(trace: FleetTrace, steps: int) -> tuple[int, list[PlannedChange]]:
+    """Return the initial workers and the changes of a spot trace, compressed into a job of this many steps.
+
+    Every reclaimed instance is a kill: hours become minutes, in which a notice of 30 s is none.
+    """
+    first = sum(event.at_s == 0.0 for event in trace.events)
+    planned: list[PlannedChange] = []
+    for at_s, group in groupby(trace.events[first:], key=lambda event: event.at_s):
+        at, events = LAST_AT * steps * at_s / trace.duration_s, list(group)
+        times = Counter(event.instance for event in events)
+        # An instance that came and went at one time was never there.
+        planned += [
+            PlannedChange(at_step=at, action="join" if event.kind == "add" else "kill")
+            for event in events
+            if times[event.instance] == 1
+        ]
+    return first, planned
+
+
 def _sizes(preemptions: int, workers: int) -> list[int]:
     """Return the number of workers preempted at each time."""
     singles = preemptions - workers
@@ -249,6 +271,8 @@ class DemoOptions:
     engine: EngineName = "torch"
     autoscale: int = 0
     """Maximum number of spot workers, which follows the manager's autoscaling; 0: a join follows each preemption."""
+    trace: FleetTrace | None = None
+    """Replaces `workers` and the generated preemptions."""
 
 
 def run(options: DemoOptions, console: Console) -> Record | None:
@@ -282,14 +306,16 @@ class Demo:
     def __init__(self, options: DemoOptions, console: Console) -> None:
         self._job, goal = countdown(options.steps, options.seed)
         steps: int = self._job["steps"]
-        planned = plan(steps, options.workers, options.seed) if options.chaos else []
+        workers, planned = options.workers, plan(steps, options.workers, options.seed) if options.chaos else []
+        if options.trace:
+            workers, planned = plan_of_trace(options.trace, steps)
         if options.autoscale:
             planned = [change for change in planned if change.action != "join"]
             self._job["elastic"]["seeding"] = "auto"  # which learns the number of workers worth having
         self.record = Record(
             settings=Settings(
                 steps=steps,
-                workers=options.workers,
+                workers=workers,
                 reserved=_RESERVED,
                 chaos=bool(planned),
                 seed=options.seed,
@@ -315,7 +341,7 @@ class Demo:
         local = LocalOptions(
             state_dir=self._options.state,
             reserved=_RESERVED,
-            workers=self._options.workers,
+            workers=self.record.settings.workers,
             engine=self._options.engine,
             autoscale=self._options.autoscale,
             env={"RLBOOST_MANAGER_SCALE_IN_DELAY_S": _SCALE_IN_DELAY_S} if self._options.autoscale else {},

@@ -188,6 +188,26 @@ def read_trace(path: Path) -> FleetTrace:
     return _counts(path, lines) if _COUNT.fullmatch(lines[0][1]) else _event_lines(path, lines)
 
 
+def trace_segment(path: Path | None, *, sample: float, start_h: float, hours: float, limit: int) -> FleetTrace:
+    """Return a part of a recorded trace, or without a path of one that resembles Bamboo's.
+
+    Args:
+        path: a recorded trace.
+        sample: fraction of its instances that is used.
+        start_h: hour of the trace at which the part begins.
+        hours: its duration.
+        limit: maximum number of instances at a time.
+
+    Raises:
+        ConfigError: the file is no trace, or the trace ends before `start_h`.
+
+    """
+    whole = read_trace(path) if path else generate_trace(G4DN, seed=0)
+    if start_h * 3600 >= whole.duration_s:
+        raise ConfigError(f"--start {start_h:g}: the trace has {whole.duration_s / 3600:.1f} hours")
+    return whole.sampled(sample, seed=0).between(start_h * 3600, (start_h + hours) * 3600).limited(limit)
+
+
 def _event_lines(path: Path, lines: list[tuple[int, str]]) -> FleetTrace:
     events = []
     for number, line in lines:

@@ -103,6 +103,23 @@ def test_successful_demo_prints_the_path_of_its_report(demo: Any, tmp_path: Path
     assert (tmp_path / "report/index.html").exists()
 
 
+def test_demo_replays_hours_of_a_trace_with_at_most_as_many_workers(demo: Any, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("0,add,a\n0,add,b\n0,add,c\n3600000,remove,a\n7200000,remove,b\n9000000,add,d\n")
+    result, asked = demo(record(), "--trace", str(trace), "--start", "1", "--hours", "1", "--workers", "1")
+    assert result.exit_code == 0, result.output
+    replayed = asked[0].trace
+    assert replayed is not None
+    assert (replayed.duration_s, [event.instance for event in replayed.events]) == (3600.0, ["b"])
+
+
+@pytest.mark.parametrize("other", ["--no-chaos", "--autoscale=2"])
+def test_trace_excludes_other_changes_of_the_fleet(demo: Any, tmp_path: Path, other: str) -> None:
+    result, asked = demo(record(), "--trace", str(tmp_path / "trace.csv"), other)
+    assert (result.exit_code, asked) == (2, [])
+    assert "--trace says when workers join and are killed" in result.stderr
+
+
 def test_demo_starts_no_more_workers_than_autoscaling_may_run(demo: Any) -> None:
     _, asked = demo(record(), "--autoscale", "2")
     result, _ = demo(record(), "--autoscale", "2", "--workers", "3")

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from rlboost.demo.run import FIRST_AT, LAST_AT, JobProgressEstimate, PreemptionSchedule, plan
+from rlboost.demo.run import FIRST_AT, LAST_AT, JobProgressEstimate, PreemptionSchedule, plan, plan_of_trace
 from rlboost.report.record import PlannedChange
+from rlboost.simulation.traces import FleetEvent, FleetTrace
 from tests.support.synthetic_record import seen
 
 
@@ -44,6 +45,25 @@ def test_the_same_seed_gives_the_same_schedule() -> None:
 
 def test_without_workers_there_is_nothing_to_take() -> None:
     assert plan(60, 0, 0) == []
+
+
+def test_trace_is_compressed_into_the_job() -> None:
+    events = [
+        FleetEvent(0.0, "add", "a"),
+        FleetEvent(0.0, "add", "b"),
+        FleetEvent(3600.0, "remove", "b"),
+        FleetEvent(7200.0, "remove", "a"),
+        FleetEvent(7200.0, "add", "c"),
+        FleetEvent(7200.0, "remove", "c"),
+        FleetEvent(7200.0, "add", "d"),
+    ]
+    initial, planned = plan_of_trace(FleetTrace(tuple(events), 7200.0), steps=100)
+    assert initial == 2
+    assert [(change.action, change.at_step) for change in planned] == [
+        ("kill", 50 * LAST_AT),
+        ("kill", 100 * LAST_AT),
+        ("join", 100 * LAST_AT),
+    ]
 
 
 def changes(*planned: tuple[float, str]) -> list[PlannedChange]:
