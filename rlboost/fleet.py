@@ -292,7 +292,7 @@ class AsyncFleet:
         min_p: float = 0.0,
         min_tokens: int = 0,
         stop_token_ids: Sequence[int] = (),
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         max_staleness: int = 0,
         seed: int = 0,
         step: int | None = None,
@@ -309,7 +309,7 @@ class AsyncFleet:
             min_p: sample from the tokens that are at least this fraction as likely as the most likely one.
             min_tokens: sample no token of `stop_token_ids` before this many tokens.
             stop_token_ids: tokens that end a completion.
-            stop: strings that do, with the token that completes one in its text.
+            stop: strings (or one) that do, with the token that completes one in its text.
             max_staleness: how many versions older than the newest a token's may be.
             seed: of the draws.
             step: to which the groups belong; by default the newest version. The calls of a step are known by their
@@ -322,7 +322,7 @@ class AsyncFleet:
         """
         step = self.version if step is None else step
         limits = {"top_p": top_p, "top_k": top_k, "min_p": min_p, "min_tokens": min_tokens, "max_tokens": max_tokens}
-        ends = {"stop_token_ids": list(stop_token_ids), "stop": list(stop)}
+        ends = {"stop_token_ids": list(stop_token_ids), "stop": [stop] if isinstance(stop, str) else list(stop)}
         sampling = {"temperature": temperature, **limits, **ends}
         first = self._numbers[step]
         self._numbers[step] += len(prompts)

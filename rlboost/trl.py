@@ -39,12 +39,16 @@ _NEWS_S = 20.0
 """How long the processes that wait for the main one hear nothing of it: less than any limit of their collectives."""
 _UNSUPPORTED = {"repetition_penalty": (None, 1.0)}
 """Argument of `GRPOConfig` -> the values with which it changes nothing."""
+_OF_GENERATION_KWARGS = frozenset(
+    {"temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "stop", "stop_token_ids"}
+)
 
 
 def rollout_func(fleet: Fleet) -> RolloutFunc:
     """Return the `rollout_func` of a `GRPOTrainer`, which samples on an open fleet.
 
-    Sampling is as `GRPOConfig` says (`temperature`, `top_p`, `top_k`, `min_p`, `max_completion_length`).
+    Sampling is as `GRPOConfig` says: `temperature`, `top_p`, `top_k`, `min_p`, `max_completion_length`, and of
+    `generation_kwargs` what the fleet has, which comes first there, too.
     """
     return _Rollout(fleet)
 
@@ -112,8 +116,9 @@ class _Rollout:
             "top_k": max(0, args.top_k or 0),
             "min_p": args.min_p or 0.0,
             "max_tokens": args.max_completion_length,
-            "stop_token_ids": eos_token_ids,
+            **(args.generation_kwargs or {}),
         }
+        sampling["stop_token_ids"] = [*eos_token_ids, *sampling.get("stop_token_ids", ())]
         # A call has one number of samples for all its prompts, and a group at most so many.
         for size in sorted({size for _, size in groups}):
             if size > MAX_GROUP_SIZE:
@@ -176,8 +181,10 @@ def _check(trainer: Any, fleet: Fleet) -> None:
     for name, neutral in _UNSUPPORTED.items():
         if (value := getattr(trainer.args, name, None)) not in neutral:
             raise ConfigError(f"{name}: {value} is not supported with rollout_func on a fleet: remove it")
-    if getattr(trainer.args, "generation_kwargs", None):
-        raise ConfigError("generation_kwargs: not supported with rollout_func on a fleet: remove it")
+    if others := sorted(set(getattr(trainer.args, "generation_kwargs", None) or {}) - _OF_GENERATION_KWARGS):
+        raise ConfigError(
+            f"generation_kwargs: {', '.join(others)}: a fleet has only {', '.join(sorted(_OF_GENERATION_KWARGS))}"
+        )
     parallel = getattr(trainer.accelerator, "parallelism_config", None)
     if parallel is not None and parallel.non_data_parallel_size > 1:
         raise ConfigError(
