@@ -48,6 +48,11 @@ class TokenizerChatFormatter:
         self, prompt: Message, tools: Sequence[dict[str, Any]], columns: Mapping[str, Any] | None = None
     ) -> list[int]:
         with _faults():
+            if isinstance(prompt, str) and self._tokens.template_kwargs:
+                raise ConfigError(
+                    "the environment's prompt is text, which no chat template renders: return chat messages, or remove "
+                    "data.chat_template_kwargs"
+                )
             return self._tokens.prompt(prompt, *_options(tools, columns or {}))
 
     def format_observation(

@@ -66,7 +66,7 @@ class PromptTokenizer:
         self._template: ChatTemplate | None = None
         self._source: Any = None
         self._now = now or datetime.now(UTC)
-        self._template_kwargs = template_kwargs or {}
+        self.template_kwargs = template_kwargs or {}
         self.max_length: int | None = getattr(config, "max_position_embeddings", None)
         """Number of positions of the model, None if its config does not name it."""
 
@@ -145,7 +145,7 @@ class PromptTokenizer:
         return render(cleaned, tools=tools, kwargs=self._with_defaults(kwargs))
 
     def _with_defaults(self, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-        return {**self._template_kwargs, **(kwargs or {})}
+        return {**self.template_kwargs, **(kwargs or {})}
 
     # --- what follows a prompt ---
 

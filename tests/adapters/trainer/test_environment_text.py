@@ -105,6 +105,13 @@ def test_text_observation_of_a_text_prompt_is_that_text(chat_formatter: Tokenize
     assert chat_formatter.format_observation("12+5=", tokenizer.eos_token_id, "", []) == []
 
 
+def test_text_prompt_of_a_job_with_template_arguments_is_a_reason(tokenizer: Any) -> None:
+    config, ends = SimpleNamespace(vocab_size=len(tokenizer)), [tokenizer.eos_token_id]
+    formatter = TokenizerChatFormatter(PromptTokenizer(tokenizer, config, ends, None, {"add_generation_prompt": True}))
+    with pytest.raises(EnvironmentFault, match=r"prompt is text, .*or remove data\.chat_template_kwargs"):
+        formatter.format_prompt("12+5=", [])
+
+
 def test_unformattable_observation_is_a_reason(chat_formatter: TokenizerChatFormatter, tokenizer: Any) -> None:
     end = tokenizer.eos_token_id
     with pytest.raises(EnvironmentFault, match="the prompt is text"):
