@@ -23,12 +23,12 @@ from rlboost.jobs.model_check import (
 from rlboost.jobs.model_path import is_hub_id, nearest
 from rlboost.jobs.user_code_check import MissingHere, complaint
 from rlboost.local.layout import DeviceSummary
-from rlboost.shared.data.examples import examples_of, pair_of, prompt_of
+from rlboost.shared.data.examples import examples_of, margin_of, pair_of, prompt_of
 from rlboost.shared.data.rows import BadRow, Row, is_messages, is_remote, read_rows
 from rlboost.shared.data.shards import Source, exists_locally, format_source, names_of
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import TEACHER
-from rlboost.shared.job.data import DataSpec, DpoDataSpec, Rows, SftDataSpec
+from rlboost.shared.job.data import DataSpec, DpoDataSpec, RewardDataSpec, Rows, SftDataSpec
 from rlboost.shared.job.file import load
 from rlboost.shared.job.spec import InvalidJob, JobSpec, OfflineJob, parse
 from rlboost.shared.job.training import TrainerSpec
@@ -46,11 +46,13 @@ HIGHEST = {
     ("sft", "lora"): 5e-3,
     ("dpo", "full"): 1e-4,
     ("dpo", "lora"): 1e-3,
+    ("reward", "full"): 1e-3,
+    ("reward", "lora"): 5e-3,
 }
 """Highest learning rates of AdamW by kind of job and of weights, about ten times the usual ones or more.
 
 Usual are 1e-6 for RL and DPO of all weights, the default of TRL's and verl's GRPO and of TRL's DPO, and 1e-5 for
-fine-tuning; LoRA takes ten times these or more, as its product starts at zero.
+fine-tuning and reward models; LoRA takes ten times these or more, as its product starts at zero.
 """
 _USUAL = {
     ("rl", "full"): "1e-6",
@@ -59,6 +61,8 @@ _USUAL = {
     ("sft", "lora"): "1e-4",
     ("dpo", "full"): "1e-6",
     ("dpo", "lora"): "1e-5",
+    ("reward", "full"): "1e-5",
+    ("reward", "lora"): "1e-4",
 }
 
 
@@ -344,6 +348,8 @@ def _prompt(spec: DataSpec, row: Row) -> object:
     key = spec.prompt_key
     if isinstance(spec, SftDataSpec):
         return examples_of(row.values, key, spec.completion_key, every_turn=spec.assistant_only_loss)[-1].prompt
+    if isinstance(spec, RewardDataSpec):
+        margin_of(row.values)
     if isinstance(spec, DpoDataSpec):
         return pair_of(row.values, key, spec.chosen_key, spec.rejected_key)[0].prompt
     return prompt_of(row.values, key).given

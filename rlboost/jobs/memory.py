@@ -49,9 +49,14 @@ class ModelSize:
         return self.vocabulary * self.hidden * (1 if self.tied else 2)
 
     @property
+    def reward_model(self) -> int:
+        """Return the parameters of a reward model: the output head is replaced by one of one score."""
+        return self.total - (0 if self.tied else self.vocabulary * self.hidden) + self.hidden
+
+    @property
     def critic(self) -> int:
-        """Return the parameters of a critic: the output head is replaced by one of one value."""
-        return self.total - (0 if self.tied else self.vocabulary * self.hidden) + self.hidden + 1
+        """Return the parameters of a critic, whose head has a bias."""
+        return self.reward_model + 1
 
     @property
     def layer(self) -> int:
@@ -160,6 +165,8 @@ class TrainedModel:
     """Parameters of an adapter and of a critic, which AdamW trains in float32; only with torch."""
     n_teacher: int = 0
     """Parameters of a teacher, which is frozen."""
+    scores: bool = False
+    """True if it is a reward model, which has no logits."""
 
 
 def added_parameters(spec: JobSpec, size: ModelSize) -> int:
@@ -203,6 +210,7 @@ def trained_model(
         n_in_experts=n_in_experts,
         n_added=n_added,
         n_teacher=n_teacher,
+        scores=spec.kind == "reward",
     )
 
 
@@ -292,15 +300,15 @@ def estimate(spec: JobSpec, longest_sample: int = 0) -> Estimate:
 
     Args:
         spec: the job.
-        longest_sample: tokens of the longest sample with its prompt; 0: `sampling.max_tokens`, and with `kind: sft`
-            and `dpo`, whose samples are not known here, a GPU's part of a micro-batch.
+        longest_sample: tokens of the longest sample with its prompt; 0: `sampling.max_tokens`, and with `kind: sft`,
+            `dpo` and `reward`, whose samples are not known here, a GPU's part of a micro-batch.
 
     Raises:
         ConfigError: the job trains nothing, or the model is not a local folder, or of an unknown kind.
 
     """
     if spec.kind == "eval":
-        raise ConfigError("a job of kind eval trains nothing: give a job of kind rl, sft or dpo")
+        raise ConfigError("a job of kind eval trains nothing: give a job of kind rl, sft, dpo or reward")
     folder = Path(spec.model).expanduser()
     if not folder.is_dir():
         raise ConfigError(_no_folder(spec.model))
@@ -310,13 +318,14 @@ def estimate(spec: JobSpec, longest_sample: int = 0) -> Estimate:
     n_tokens = max(trainer.micro_batch_tokens // trainer.data_parallel, longest_sample)
     n_tokens = -(-n_tokens // trainer.context_parallel)
     added = added_parameters(spec, size), teacher_parameters(spec)
-    model = trained_model(spec, size.total, size.in_experts, *added)
+    n_trained = size.reward_model if spec.kind == "reward" else size.total
+    model = trained_model(spec, n_trained, size.in_experts, *added)
     if spec.adapter is not None or trainer.backend == "megatron":
         found = {"state": state_bytes(model, trainer)}
     else:
         update = update_memory(size, model, trainer, n_tokens)
         found = {**update._asdict(), "total": update.total}
-    return Estimate(size.total, size.active, trainer.n_ranks, n_tokens, found)
+    return Estimate(n_trained, size.active, trainer.n_ranks, n_tokens, found)
 
 
 def _no_folder(model: str) -> str:
@@ -362,7 +371,7 @@ def update_memory(size: ModelSize, model: TrainedModel, spec: TrainerSpec, n_tok
     checkpointed = spec.activation_checkpointing
     activations = size.layers * (4 * n_tokens * size.hidden if checkpointed else layer)
     activations += 12 * n_tokens * size.hidden  # the last norm
-    n_logits = n_tokens * size.vocabulary
+    n_logits = 0 if model.scores else n_tokens * size.vocabulary
     logits = 2 * (2 if half else 4) * min(MAX_LOGITS, n_logits)
     # Their softmax; in bfloat16 also a copy of them; the terms of entropies.
     logits += (1 + half + model.has_entropies) * 4 * min(CHUNK_LOGITS, n_logits)

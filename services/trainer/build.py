@@ -14,8 +14,9 @@ from rlboost.services.trainer.adapters.machines.registry import JobMachines, Tra
 from rlboost.services.trainer.adapters.model_checks import hardware_of
 from rlboost.services.trainer.adapters.named_paths import check_named_paths, check_processes
 from rlboost.services.trainer.adapters.reward_pool import NoReward, RewardPool
-from rlboost.services.trainer.adapters.run_folder import LocalRunFolder
+from rlboost.services.trainer.adapters.run_folder import LocalRunFolder, RewardModel
 from rlboost.services.trainer.adapters.run_log import openers
+from rlboost.services.trainer.adapters.torch.passes import classifier_of
 from rlboost.services.trainer.adapters.torch.policy import MegatronPolicy, RanksPolicy, TorchPolicy
 from rlboost.services.trainer.adapters.torch.ranks import Layout
 from rlboost.services.trainer.adapters.user_code import UserCodeLog, load_loss, load_skip_function
@@ -95,7 +96,7 @@ def build_resources(
             deltas=spec.elastic.weights == "delta",
             token=token,
         ),
-        folder=LocalRunFolder(folder, model, openers(spec, job_id, folder)),
+        folder=LocalRunFolder(folder, model, openers(spec, job_id, folder), _reward_model(spec, model, data)),
         predecessor=places.predecessor(spec.trainer.resume),
         critic=engine if policy.critic else None,
         hardware=hardware_of(spec, model, config.device),
@@ -133,9 +134,16 @@ def _environments(spec: JobSpec, waits: Waits, folder: Path, style: CallStyle) -
 def _loss(spec: JobSpec) -> LossFn:
     if spec.kind == "sft":
         return sft_loss
-    if spec.kind == "dpo":
+    if spec.kind == "dpo" or spec.kind == "reward":  # noqa: PLR1714 - mypy narrows by these
         return PAIR_LOSS
     return job_loss(spec, load_loss(spec.algorithm.loss) if spec.algorithm.loss else None)
+
+
+def _reward_model(spec: JobSpec, model: Path, data: Data) -> RewardModel | None:
+    """Return what the final model's folder says of a reward model."""
+    if spec.kind != "reward":
+        return None
+    return RewardModel(classifier_of(model), data.pad_id)
 
 
 def _machines(

@@ -126,6 +126,7 @@ NAMES: Mapping[str, Names] = {
     "algorithm.teacher.model": Names("`teacher_model_name_or_path`"),
     "algorithm.preference.beta": Names("`beta`"),
     "algorithm.preference.label_smoothing": Names("`label_smoothing`"),
+    "algorithm.center_rewards_coefficient": Names("`center_rewards_coefficient`"),
     "sampling.temperature": Names(
         "`temperature`", "`rollout.temperature`", "`rollout.temperature`", "`sampling.temperature`"
     ),

@@ -134,6 +134,72 @@ def _token_ids(model: Path) -> dict[str, int]:
         ) from error
 
 
+# --- Reward models ----------------------------------------------------------------------------------------------------
+
+
+HEAD = "score.weight"
+"""The head of a reward model, as transformers' classes of sequence classification have it: [1, hidden size]."""
+_CLASSIFIER = "ForSequenceClassification"
+
+
+def is_classifier(config: Mapping[str, Any]) -> bool:
+    """Return True if `config.json` describes a model of sequence classification, such as a reward model."""
+    return any(name.endswith(_CLASSIFIER) for name in config.get("architectures") or ())
+
+
+def require_language_model(config: Mapping[str, Any]) -> None:
+    """Check that `config.json` does not describe a reward model, whose head predicts no tokens.
+
+    Raises:
+        ConfigError: it does.
+
+    """
+    if is_classifier(config):
+        raise ConfigError(
+            f"config.json: the model is a reward model ({', '.join(config['architectures'])}), which generates no "
+            "tokens: name a causal language model, or train it with kind: reward"
+        )
+
+
+def require_scores(model: Path) -> None:
+    """Check that a directory has a reward model: one with a head of one score.
+
+    Raises:
+        ConfigError: it has another model, or its head is missing or has several numbers.
+
+    """
+    config = read_config(model)
+    if not is_classifier(config):
+        found = ", ".join(config.get("architectures") or ["no architecture"])
+        raise ConfigError(
+            f"model {model} is no reward model: config.json has {found}, not one that ends with {_CLASSIFIER}: train "
+            "one with kind: reward"
+        )
+    shape = read_tensor_shapes(model).get(HEAD)
+    if shape is None:
+        raise ConfigError(f"model {model} has no tensor {HEAD}, the head of a reward model: copy the model again")
+    if shape[0] != 1:
+        raise ConfigError(f"model {model} has {shape[0]} labels ({HEAD} is {list(shape)}): a reward model has one")
+
+
+def declare_scores(folder: Path, architecture: str, pad_id: int | None) -> None:
+    """Make `config.json` describe a reward model of one score, whose batches are padded with a token.
+
+    Raises:
+        OSError: it cannot be read or written.
+
+    """
+    file = folder / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    # For a score, vLLM's pooling applies no activation to the output of a regression.
+    labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "problem_type": "regression"}
+    config.update(labels, architectures=[architecture], pad_token_id=pad_id)
+    file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+# --- The tensors of a model's files -----------------------------------------------------------------------------------
+
+
 def read_tensor_shapes(model: Path) -> dict[str, Shape]:
     """Return the shape of every tensor in the directory's .safetensors files, by name.
 

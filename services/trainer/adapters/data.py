@@ -20,11 +20,11 @@ from rlboost.services.trainer.adapters.environment_pool import TokenizerChatForm
 from rlboost.services.trainer.adapters.tokens import PromptTokenizer
 from rlboost.services.trainer.domain.conversations import Decode
 from rlboost.services.trainer.ports.samples import Data, Prompt
-from rlboost.shared.data.examples import Example, TextExample, examples_of, pair_of, prompt_of
+from rlboost.shared.data.examples import MARGIN, Example, TextExample, examples_of, margin_of, pair_of, prompt_of
 from rlboost.shared.data.rows import Row, read_rows
 from rlboost.shared.data.shards import Source, format_source
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.job.data import DpoDataSpec, OfflineDataSpec, SftDataSpec
+from rlboost.shared.job.data import DpoDataSpec, OfflineDataSpec, RewardDataSpec, SftDataSpec
 from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.model.folder import merge_eos_ids, require_tokenizer
 from rlboost.shared.user_code.functions import RAW_ARGUMENTS, TRL_ARGUMENTS
@@ -101,6 +101,7 @@ def load_data(spec: JobSpec, model: Path, created: datetime | None = None) -> Da
         n_too_long=n_long,
         n_too_long_eval=n_long_eval,
         stop_token_ids=end_ids,
+        pad_id=tokens.pad_id,
         call_style=tokens.call_style,
         ignored_keys=tokens.ignored_keys,
         split_tokens=tokens.split_tokens,
@@ -145,6 +146,8 @@ class _Reader:
         match self._spec:
             case SftDataSpec() as spec:
                 return self._examples(spec, row, location)
+            case RewardDataSpec() as spec:
+                return [self._scored_pair(spec, row, location)]
             case DpoDataSpec() as spec:
                 return [self._pair(spec, row, location)]
         return [self._prompt(row, location)]
@@ -205,6 +208,29 @@ class _Reader:
             else:
                 ids = self._tokens.prompt(example.prompt, example.tools, example.kwargs, is_open=False)
                 target = self._tokens.answer(*example)
+        return self._fitting(spec, example, ids, target, location)
+
+    def _scored_pair(self, spec: RewardDataSpec, row: Row, location: str) -> Prompt | None:
+        """Return a pair of conversations, parted where their tokens differ; None if one is too long."""
+        with _naming(location):
+            pair = pair_of(row.values, spec.prompt_key, spec.chosen_key, spec.rejected_key)
+            margin = margin_of(row.values)
+            self._check_is_rendered(is_text=isinstance(pair[0], TextExample))
+            chosen, rejected = (self._tokens.scored(*example) for example in pair)
+        if chosen == rejected:
+            raise ConfigError(f"{location}: both completions have the same tokens, so neither is better: leave it out")
+        # One may be the beginning of the other; each keeps its last token, which has the score.
+        n_shared = min(len(chosen), len(rejected)) - 1
+        n = next((i for i in range(n_shared) if chosen[i] != rejected[i]), n_shared)
+        better, worse = (self._fitting(spec, pair[0], ids[:n], ids[n:], location) for ids in (chosen, rejected))
+        if better is None or worse is None:
+            return None
+        return replace(better, rejected=worse.completion, columns={} if margin is None else {MARGIN: margin})
+
+    def _fitting(
+        self, spec: OfflineDataSpec, example: Example, ids: list[int], target: list[int], location: str
+    ) -> Prompt | None:
+        """Return a prompt and what follows it, None if one of them is too long."""
         if _is_longer(ids, spec.max_prompt_tokens) or _is_longer(target, spec.max_completion_tokens):
             return None
         if not self._tokens.fit(len(ids) + len(target)):
