@@ -32,6 +32,7 @@ from rlboost.shared.job.data import DataSpec, DpoDataSpec, RewardDataSpec, Rows,
 from rlboost.shared.job.file import load
 from rlboost.shared.job.spec import InvalidJob, JobSpec, OfflineJob, parse
 from rlboost.shared.job.training import TrainerSpec
+from rlboost.shared.model.folder import REWARD_MODEL, require_reward_model
 from rlboost.shared.user_code.functions import ForbiddenFunction, check_arguments
 
 # --- Warn about learning rates that usually ruin a model --------------------------------------------------------------
@@ -183,6 +184,7 @@ def check_job(raw: object, on_part: Callable[[str], None] = _ignore, devices: De
     found: list[str | None] = [_model(spec.model), _resume(spec.trainer)]
     if spec.teacher is not None:
         found.append(_model(spec.teacher.model, TEACHER))
+    found += [_reward_model(part.model) for part in spec.reward_parts if part.model]
     on_part("reading the data")
     seen = _Seen()
     is_offline = isinstance(spec, OfflineJob)
@@ -290,6 +292,17 @@ def _model(model: str, field: str = "model") -> str | None:
         return f"{field}: {model} has no config.json: it is not a Hugging Face model directory"
     if not any(folder.glob("*.safetensors")):
         return f"{field}: {model} has no *.safetensors file: save the model's weights there"
+    return None
+
+
+def _reward_model(model: str) -> str | None:
+    folder = Path(model).expanduser()
+    if (problem := _model(model, REWARD_MODEL)) or not folder.is_dir():
+        return problem
+    try:
+        require_reward_model(folder)
+    except ConfigError as error:
+        return str(error)
     return None
 
 

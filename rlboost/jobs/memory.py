@@ -167,6 +167,8 @@ class TrainedModel:
     """Parameters of a teacher, which is frozen."""
     scores: bool = False
     """True if it is a reward model, which has no logits."""
+    n_reward_models: int = 0
+    """Parameters of the reward models that score its completions, of all copies; on one GPU, whole."""
 
 
 def added_parameters(spec: JobSpec, size: ModelSize) -> int:
@@ -188,8 +190,25 @@ def teacher_parameters(spec: JobSpec) -> int:
     return size_of(config.get("text_config", config)).total
 
 
+def scoring_parameters(spec: JobSpec) -> int:
+    """Return the parameters of the reward models that score a job's completions, in all of its reward processes.
+
+    Raises:
+        ConfigError: one is not a local folder, or of an unknown kind.
+
+    """
+    configs = [read_config(Path(part.model).expanduser()) for part in spec.reward_parts if part.model]
+    n_processes = spec.reward.workers if spec.reward is not None else 0
+    return n_processes * sum(size_of(config.get("text_config", config)).reward_model for config in configs)
+
+
 def trained_model(
-    spec: JobSpec, n_parameters: int, n_in_experts: int = 0, n_added: int = 0, n_teacher: int = 0
+    spec: JobSpec,
+    n_parameters: int,
+    n_in_experts: int = 0,
+    n_added: int = 0,
+    n_teacher: int = 0,
+    n_reward_models: int = 0,
 ) -> TrainedModel:
     """Return what a job trains.
 
@@ -199,6 +218,7 @@ def trained_model(
         n_in_experts: how many of them are in experts.
         n_added: see `added_parameters`.
         n_teacher: see `teacher_parameters`.
+        n_reward_models: see `scoring_parameters`.
 
     """
     return TrainedModel(
@@ -211,6 +231,7 @@ def trained_model(
         n_added=n_added,
         n_teacher=n_teacher,
         scores=spec.kind == "reward",
+        n_reward_models=n_reward_models,
     )
 
 
@@ -222,10 +243,19 @@ def state_bytes(model: TrainedModel, spec: TrainerSpec) -> int:
     divides them by `fsdp_size`, by default `data_parallel` x `context_parallel`; megatron by `tensor_parallel` x
     `pipeline_parallel`, those of experts also by `expert_parallel`; moments and master copies by `data_parallel` x
     `context_parallel` with `distributed_optimizer`, of experts too.
+    Reward models are whole on the first GPU, 4 or 2 bytes per parameter, also while engines generate.
     """
     n_split = spec.n_shards if spec.backend == "torch" else spec.tensor_parallel * spec.pipeline_parallel
-    added = 16 * model.n_added / spec.n_shards + (2 if spec.dtype == "bfloat16" else 4) * model.n_teacher / n_split
-    return math.ceil(_on_each_gpu(model, *_per_parameter(model, spec), spec) + added)
+    added = 16 * model.n_added / spec.n_shards + _frozen_width(spec) * model.n_teacher / n_split
+    return math.ceil(_on_each_gpu(model, *_per_parameter(model, spec), spec) + added) + _scoring_bytes(model, spec)
+
+
+def _frozen_width(spec: TrainerSpec) -> int:
+    return 2 if spec.dtype == "bfloat16" else 4
+
+
+def _scoring_bytes(model: TrainedModel, spec: TrainerSpec) -> int:
+    return _frozen_width(spec) * model.n_reward_models
 
 
 def generating_bytes(model: TrainedModel, spec: TrainerSpec) -> int:
@@ -234,7 +264,7 @@ def generating_bytes(model: TrainedModel, spec: TrainerSpec) -> int:
     Gradients, 4 bytes per parameter, exist only during an update; with megatron always, unless they are offloaded.
     """
     if spec.offload == "all":
-        return 0
+        return _scoring_bytes(model, spec)
     stay = spec.backend == "megatron" and spec.offload == "none"
     gradients = 0.0 if model.frozen or stay else 4.0
     optimizer = _per_parameter(model, spec)[1] if spec.offload == "optimizer" else 0.0
@@ -317,7 +347,7 @@ def estimate(spec: JobSpec, longest_sample: int = 0) -> Estimate:
     longest_sample = longest_sample or (spec.sampling.max_tokens if spec.kind == "rl" else 0)
     n_tokens = max(trainer.micro_batch_tokens // trainer.data_parallel, longest_sample)
     n_tokens = -(-n_tokens // trainer.context_parallel)
-    added = added_parameters(spec, size), teacher_parameters(spec)
+    added = added_parameters(spec, size), teacher_parameters(spec), scoring_parameters(spec)
     n_trained = size.reward_model if spec.kind == "reward" else size.total
     model = trained_model(spec, n_trained, size.in_experts, *added)
     if spec.adapter is not None or trainer.backend == "megatron":

@@ -44,6 +44,7 @@ NAMES: Mapping[str, Names] = {
     "data.curriculum.skip_failed_below": Names("", "", "", "`buffer.hard_threshold`"),
     "reward.function": Names("`reward_funcs`", "`reward.custom_reward_function.path`", "`reward.remote_url`"),
     "reward.url": Names("", "", "`reward.remote_url`"),
+    "reward.model": Names("`reward_funcs`"),
     "reward.workers": Names("", "`reward.num_workers`"),
     "reward.functions.weight": Names("`reward_weights`"),
     "environment.function": Names(

@@ -211,6 +211,15 @@ class _RewardedJob(ServiceJob):
         return self
 
     @model_validator(mode="after")
+    def _scores_single_completions(self) -> Self:
+        if self.conversation is not None and any(part.model for part in self.reward_parts):
+            raise ValueError(
+                "reward.model: scores a prompt with one completion, and conversations have more: use reward.url or "
+                "reward.function, or remove the environment or agent"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _is_environment_or_agent(self) -> Self:
         if self.environment is not None and self.agent is not None:
             raise ValueError("agent: a sample is a session of an agent or a conversation with an environment: give one")

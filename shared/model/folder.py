@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterable, Mapping
+from hashlib import blake2b, file_digest
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,40 @@ def require_scores(model: Path) -> None:
         raise ConfigError(f"model {model} has no tensor {HEAD}, the head of a reward model: copy the model again")
     if shape[0] != 1:
         raise ConfigError(f"model {model} has {shape[0]} labels ({HEAD} is {list(shape)}): a reward model has one")
+
+
+REWARD_MODEL = "reward.model"
+"""The key of a job file that names a reward model, for errors."""
+
+
+def require_reward_model(model: Path) -> None:
+    """Check the files of a reward model that scores the completions of a job.
+
+    Raises:
+        ConfigError: names the key of the job file.
+
+    """
+    try:
+        require_unquantized(read_config(model))
+        require_scores(model)
+        require_whole_weights(model)
+        require_tokenizer(model)
+    except ConfigError as error:
+        raise ConfigError(f"{REWARD_MODEL}: {error}") from error
+
+
+def digest_of_weights(model: Path) -> str:
+    """Return a digest of a directory's weights, as hexadecimal digits, which changes with any of their bits.
+
+    Raises:
+        OSError: they cannot be read.
+
+    """
+    digest = blake2b(digest_size=16)
+    for path in sorted(model.glob("*.safetensors")):
+        with path.open("rb") as file:
+            digest.update(file_digest(file, blake2b).digest())
+    return digest.hexdigest()
 
 
 def declare_scores(folder: Path, architecture: str, pad_id: int | None) -> None:

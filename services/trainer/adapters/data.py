@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 from httpx import HTTPError
@@ -58,6 +58,38 @@ def find_model(model: str, field: str = "model") -> Path:
         ) from error
 
 
+class LoadedTokenizer(NamedTuple):
+    """What the files of a model say about tokens."""
+
+    tokenizer: Any
+    """Of transformers."""
+    config: Any
+    """The model's configuration, of transformers."""
+    end_ids: tuple[int, ...]
+    """The tokens that end a completion."""
+    prompts: PromptTokenizer
+
+
+def load_tokenizer(model: Path, created: datetime | None, template_kwargs: Mapping[str, Any]) -> LoadedTokenizer:
+    """Load a model's tokenizer; see `PromptTokenizer` for the arguments.
+
+    Raises:
+        ConfigError: the directory has none, or it does not match the model.
+
+    """
+    require_tokenizer(model)
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(model, local_files_only=True)
+        config: Any = AutoConfig.from_pretrained(model, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model {model}: tokenizer and config.json cannot be loaded: {error}") from error
+    text = config.get_text_config()
+    end_ids = _stop_token_ids(model, tokenizer, text)
+    return LoadedTokenizer(
+        tokenizer, config, end_ids, PromptTokenizer(tokenizer, text, end_ids, created, template_kwargs)
+    )
+
+
 def load_data(spec: JobSpec, model: Path, created: datetime | None = None) -> Data:
     """Read and tokenize all prompts of a job.
 
@@ -74,14 +106,7 @@ def load_data(spec: JobSpec, model: Path, created: datetime | None = None) -> Da
         ConfigError: a file, a line or the tokenizer is invalid; the text names it.
 
     """
-    require_tokenizer(model)
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(model, local_files_only=True)
-        config: Any = AutoConfig.from_pretrained(model, local_files_only=True).get_text_config()
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"model {model}: tokenizer and config.json cannot be loaded: {error}") from error
-    end_ids = _stop_token_ids(model, tokenizer, config)
-    tokens = PromptTokenizer(tokenizer, config, end_ids, created, spec.data.chat_template_kwargs)
+    tokenizer, config, end_ids, tokens = load_tokenizer(model, created, spec.data.chat_template_kwargs)
     if spec.agent is not None and tokenizer.chat_template is None:
         raise ConfigError(
             f"agent: model {model} has no chat template, which an agent's calls need: use a model that has one, or add "
@@ -105,7 +130,7 @@ def load_data(spec: JobSpec, model: Path, created: datetime | None = None) -> Da
         call_style=tokens.call_style,
         ignored_keys=tokens.ignored_keys,
         split_tokens=tokens.split_tokens,
-        vocab_size=int(config.vocab_size),
+        vocab_size=int(config.get_text_config().vocab_size),
         decode=_decoder(tokenizer),
         chat_formatter=TokenizerChatFormatter(tokens) if spec.environment is not None else None,
     )

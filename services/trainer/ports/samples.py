@@ -240,6 +240,8 @@ class Scores:
     detail: str = ""
     parts: dict[str, tuple[float | None, ...]] = field(default_factory=dict)
     """Function name -> its unweighted reward per completion, if there are several; None where it does not apply."""
+    models: Mapping[str, str] = field(default_factory=dict)
+    """Reward model, as the job file names it -> digest of its weights."""
 
 
 class RewardFunction(Protocol):
