@@ -405,7 +405,7 @@ def update_memory(size: ModelSize, model: TrainedModel, spec: TrainerSpec, n_tok
     logits = 2 * (2 if half else 4) * min(MAX_LOGITS, n_logits)
     # Their softmax; in bfloat16 also a copy of them; the terms of entropies.
     logits += (1 + half + model.has_entropies) * 4 * min(CHUNK_LOGITS, n_logits)
-    n_cast = (1 if checkpointed else size.layers) * size.layer + size.vocabulary * size.hidden
+    n_cast = (1 if checkpointed else size.layers) * size.layer + (0 if model.scores else size.vocabulary * size.hidden)
     working = 2 * n_cast if half else 0
     if spec.n_shards > 1:
         # The root's own parameters stay gathered for the whole pass, a layer's while it computes.
