@@ -23,7 +23,7 @@ from rlboost.jobs.model_check import (
 from rlboost.jobs.model_path import is_hub_id, nearest
 from rlboost.jobs.user_code_check import MissingHere, complaint
 from rlboost.local.layout import DeviceSummary
-from rlboost.shared.data.examples import examples_of, margin_of, pair_of, prompt_of
+from rlboost.shared.data.examples import examples_of, labelled_of, margin_of, pair_of, prompt_of
 from rlboost.shared.data.rows import BadRow, Row, is_messages, is_remote, read_rows
 from rlboost.shared.data.shards import Source, exists_locally, format_source, names_of
 from rlboost.shared.errors import ConfigError
@@ -362,6 +362,8 @@ def _prompt(spec: DataSpec, row: Row) -> object:
     if isinstance(spec, SftDataSpec):
         return examples_of(row.values, key, spec.completion_key, every_turn=spec.assistant_only_loss)[-1].prompt
     if isinstance(spec, RewardDataSpec):
+        if (labelled := labelled_of(row.values, key, spec.chosen_key)) is not None:
+            return labelled[0].prompt
         margin_of(row.values)
     if isinstance(spec, DpoDataSpec):
         return pair_of(row.values, key, spec.chosen_key, spec.rejected_key)[0].prompt

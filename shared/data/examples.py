@@ -29,6 +29,9 @@ MESSAGES = "messages"
 
 MARGIN = "margin"
 """The column of a pair that says by how much the better completion's score is to be higher."""
+LABEL = "label"
+"""The column that says whether a completion is right."""
+_COMPLETION = "completion"
 
 
 class TextExample(NamedTuple):
@@ -226,6 +229,21 @@ def margin_of(values: Mapping[str, Any]) -> float | None:
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
         raise ConfigError(f"{MARGIN!r} is {margin!r}, not a number: correct it, or remove the column")
     return float(margin)
+
+
+def labelled_of(values: dict[str, Any], prompt_key: str, chosen_key: str) -> tuple[Example, float] | None:
+    """Return the completion in a row with its label, 1.0 or 0.0; None if the row has a pair.
+
+    Raises:
+        ConfigError: the row has no completion, or a label that is none; the text says what is wrong, not where.
+
+    """
+    if LABEL not in values or chosen_key in values:
+        return None
+    label = values[LABEL]
+    if label not in (0, 1):
+        raise ConfigError(f"{LABEL!r} is {label!r}: give 1 or true for a right completion, 0 or false for a wrong one")
+    return _answer(values, prompt_key, _COMPLETION), float(label)
 
 
 def _parted(

@@ -118,7 +118,10 @@ class DpoDataSpec(OfflineDataSpec):
 
 
 class RewardDataSpec(DpoDataSpec):
-    """Pairs of whole conversations, in the formats of TRL's `RewardTrainer`, whose column `margin` they may have."""
+    """Pairs of whole conversations, in the formats of TRL's `RewardTrainer`, whose column `margin` they may have.
+
+    Or conversations with a `completion` and a `label`.
+    """
 
 
 class EvalDataSpec(DataSpec):

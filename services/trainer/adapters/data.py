@@ -20,7 +20,17 @@ from rlboost.services.trainer.adapters.environment_pool import TokenizerChatForm
 from rlboost.services.trainer.adapters.tokens import PromptTokenizer
 from rlboost.services.trainer.domain.conversations import Decode
 from rlboost.services.trainer.ports.samples import Data, Prompt
-from rlboost.shared.data.examples import MARGIN, Example, TextExample, examples_of, margin_of, pair_of, prompt_of
+from rlboost.shared.data.examples import (
+    LABEL,
+    MARGIN,
+    Example,
+    TextExample,
+    examples_of,
+    labelled_of,
+    margin_of,
+    pair_of,
+    prompt_of,
+)
 from rlboost.shared.data.rows import Row, read_rows
 from rlboost.shared.data.shards import Source, format_source
 from rlboost.shared.errors import ConfigError
@@ -150,6 +160,7 @@ class _Reader:
         self._needs_messages = bool(spec.data.chat_template_kwargs) and spec.conversation is None
         self._max_tokens = spec.sampling.max_tokens
         self._tokens = tokens
+        self._is_centered = spec.kind == "reward" and spec.algorithm.center_rewards_coefficient > 0
 
     def read(self, source: Source, split: str) -> tuple[list[Prompt], int]:
         """Return the prompts of a source, and the number of rows left out for their length."""
@@ -158,6 +169,10 @@ class _Reader:
             prompts = self._prompts(row, f"{row.source}, {row.place}")
             n_long += prompts.count(None)
             found += [prompt for prompt in prompts if prompt is not None]
+        if isinstance(self._spec, RewardDataSpec) and len({bool(prompt.rejected) for prompt in found}) > 1:
+            raise ConfigError(f"{format_source(source)}: some rows have a pair, others a label: give rows of one form")
+        if self._is_centered and any(LABEL in prompt.columns for prompt in found):
+            raise ConfigError("algorithm.center_rewards_coefficient is for pairs, and rows have labels: remove it")
         if found:
             return found, n_long
         if n_long:
@@ -172,7 +187,7 @@ class _Reader:
             case SftDataSpec() as spec:
                 return self._examples(spec, row, location)
             case RewardDataSpec() as spec:
-                return [self._scored_pair(spec, row, location)]
+                return [self._scored(spec, row, location)]
             case DpoDataSpec() as spec:
                 return [self._pair(spec, row, location)]
         return [self._prompt(row, location)]
@@ -235,9 +250,15 @@ class _Reader:
                 target = self._tokens.answer(*example)
         return self._fitting(spec, example, ids, target, location)
 
-    def _scored_pair(self, spec: RewardDataSpec, row: Row, location: str) -> Prompt | None:
-        """Return a pair of conversations, parted where their tokens differ; None if one is too long."""
+    def _scored(self, spec: RewardDataSpec, row: Row, location: str) -> Prompt | None:
+        """Return a pair of conversations, parted where their tokens differ, or a labelled one; None: it is too long."""
         with _naming(location):
+            if (labelled := labelled_of(row.values, spec.prompt_key, spec.chosen_key)) is not None:
+                example, label = labelled
+                self._check_is_rendered(is_text=isinstance(example, TextExample))
+                ids = self._tokens.scored(*example)
+                found = self._fitting(spec, example, ids[:1], ids[1:], location)
+                return found and replace(found, columns={LABEL: label})
             pair = pair_of(row.values, spec.prompt_key, spec.chosen_key, spec.rejected_key)
             margin = margin_of(row.values)
             self._check_is_rendered(is_text=isinstance(pair[0], TextExample))

@@ -169,7 +169,7 @@ class Prompt:
     tokens: bytes
     """int32 column of token ids: the model's input."""
     columns: dict[str, Any]
-    """The line's other keys; of a pair for a reward model only its margin, if it has one."""
+    """The line's other keys; of a row for a reward model only its margin, if it has one, or its label."""
     completion: bytes = b""
     """int32 column of token ids including the end token: the target of supervised fine-tuning, or the better completion
     of a pair; empty otherwise."""

@@ -19,7 +19,7 @@ from rlboost.services.trainer.job.job import Job
 from rlboost.services.trainer.ports.engine import NotFinite
 from rlboost.services.trainer.ports.samples import Prompt
 from rlboost.services.trainer.step.training_rows import EngineCall, engine_columns
-from rlboost.shared.data.examples import MARGIN
+from rlboost.shared.data.examples import LABEL, MARGIN
 from rlboost.shared.errors import Fatal
 from rlboost.shared.job.spec import DpoJob, OfflineJob, RewardJob
 from rlboost.shared.wire import I32, floats, length
@@ -28,7 +28,7 @@ _HELD_OUT = {
     "dpo": ("rewards/accuracies", "rewards/margins"),
     "reward": ("accuracy", "margin", "mean_reward"),
 }
-"""Kind of job -> the metrics of held-out pairs, next to the loss."""
+"""Kind of job -> the metrics of held-out pairs or labelled rows, next to the loss."""
 
 
 async def train_step(job: Job, spec: OfflineJob, step: int) -> dict[str, float]:
@@ -46,7 +46,7 @@ async def train_step(job: Job, spec: OfflineJob, step: int) -> dict[str, float]:
     rate = plan.learning_rate(spec.optimizer, step, spec.steps)
     try:
         if isinstance(spec, DpoJob | RewardJob):
-            rows, numbers = await _pairs(job, spec, examples, rows)
+            rows, numbers = await _weighted(job, spec, examples, rows)
         for batch in select(rows, pack(rows, spec.trainer.micro_batch_tokens)):
             # One call per micro-batch: a cancelled job waits for one only.
             sums.add(numbers, await device.run(partial(engine.accumulate, [batch], resources.loss)))
@@ -65,24 +65,26 @@ async def evaluate(job: Job, spec: OfflineJob) -> dict[str, float]:
     examples = job.resources.data.evaluation
     rows = _rows(spec, examples)
     if isinstance(spec, DpoJob | RewardJob):
-        _, found = await _pairs(job, spec, examples, rows)
+        _, found = await _weighted(job, spec, examples, rows)
         means = preference.pair_metrics(found) | reward_model.score_metrics(found)
         return {
             "eval/loss": found["loss"] / len(rows),
-            **{f"eval/{name}": means[name] for name in _HELD_OUT[spec.kind]},
+            **{f"eval/{name}": means[name] for name in _HELD_OUT[spec.kind] if name in means},
         }
     columns = [floats(column) for column in await _columns(job, rows, job.resources.engine.logprobs)]
     loss = -math.fsum(math.fsum(column) for column in columns) / sum(map(len, columns))
     return {"eval/loss": loss, "eval/perplexity": perplexity(loss)}
 
 
-async def _pairs(
+async def _weighted(
     job: Job, spec: DpoJob | RewardJob, examples: Sequence[Prompt], rows: Sequence[TrainingRow]
 ) -> tuple[list[TrainingRow], dict[str, float]]:
-    """Return the rows of pairs with weights that depend on the current weights of the model, and the pairs' sums."""
+    """Return the rows with weights that depend on the current weights of the model, and the sums of pairs or labels."""
     engine = job.resources.engine
     trained = await _columns(job, rows, engine.logprobs)
     if isinstance(spec, RewardJob):
+        if not examples[0].rejected:
+            return reward_model.weighted_labels(rows, trained, [example.columns[LABEL] for example in examples])
         margins = [example.columns.get(MARGIN, 0.0) for example in examples]
         return reward_model.weighted(rows, trained, margins, spec.algorithm.center_rewards_coefficient)
     reference = await _columns(job, rows, engine.reference_logprobs)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from torch.nn import functional
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from trl import RewardConfig, RewardTrainer
 
@@ -18,10 +19,10 @@ from rlboost.services.trainer.adapters.torch.passes import classifier_of, initia
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow
 from rlboost.services.trainer.domain.loss.policy import PAIR_LOSS
-from rlboost.services.trainer.domain.loss.reward_model import score_metrics, weighted
+from rlboost.services.trainer.domain.loss.reward_model import score_metrics, weighted, weighted_labels
 from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.services.trainer.ports.samples import Data, Prompt
-from rlboost.shared.data.examples import MARGIN
+from rlboost.shared.data.examples import LABEL, MARGIN
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import parse
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
@@ -128,6 +129,38 @@ def test_loss_metrics_and_gradient_are_those_of_trl(model: Path, center: float, 
     assert engine.step(1e-6) == pytest.approx(torch.nn.utils.get_total_norm(gradients).item(), rel=1e-5)
 
 
+LABELLED = [
+    {"prompt": "t5 t6", "completion": " t7 t8 t9", "label": 1},
+    {"prompt": [{"role": "user", "content": "t11"}], "completion": "t12", "label": False},
+    {"prompt": "t20 t21 t22", "completion": " t23", "label": 0.0},
+]
+
+
+def test_loss_and_gradient_of_labels_are_those_of_cross_entropy(model: Path, tmp_path: Path) -> None:
+    engine = engine_of(model, seed=3)
+    loaded: Any = AutoModelForSequenceClassification.from_pretrained(exported(engine, model, tmp_path / "run"))
+    pairs = list(load(model, LABELLED).train)
+    labels = [pair.columns[LABEL] for pair in pairs]
+    assert labels == [1.0, 0.0, 0.0]
+    rows = training_rows(pairs)
+    ids = [torch.tensor([[*ints(row.prompt), *ints(row.completion)]]) for row in rows]
+    assert [one.tolist()[0][-2:] for one in ids] == [[9, 2], [2, 92], [23, 2]]
+    scores = torch.cat([loaded(input_ids=one).logits[0] for one in ids])
+    loss = functional.binary_cross_entropy_with_logits(scores, torch.tensor(labels))
+    loss.backward()
+    gradients = [parameter.grad for parameter in loaded.parameters() if parameter.grad is not None]
+    rows, sums = weighted_labels(rows, engine.logprobs([rows]), labels)
+    assert sums["loss"] / len(rows) == pytest.approx(loss.item(), abs=1e-6)
+    found = score_metrics(sums)
+    assert found["accuracy"] == pytest.approx(
+        ((scores > 0) == torch.tensor([True, False, False])).double().mean().item()
+    )
+    assert found["mean_reward"] == pytest.approx(scores.mean().item(), abs=1e-6)
+    assert sorted(found) == ["accuracy", "max_reward", "mean_reward", "min_reward"]
+    engine.accumulate([rows[:1], rows[1:]], PAIR_LOSS)
+    assert engine.step(1e-6) == pytest.approx(torch.nn.utils.get_total_norm(gradients).item(), rel=1e-5)
+
+
 @pytest.mark.parametrize("lora", [None, LoraSpec(rank=2)], ids=["full", "lora"])
 def test_the_folder_is_one_of_transformers_and_another_job_starts_from_it(
     model: Path, lora: LoraSpec | None, tmp_path: Path
@@ -174,11 +207,24 @@ def test_the_head_depends_on_the_seed(model: Path) -> None:
         ({"prompt": "t5", "chosen": " t7", "rejected": " t7 "}, "line 1: both completions have the same tokens"),
         ({"prompt": "t5", "chosen": " t7", "rejected": " t8", "margin": "1"}, "'margin' is '1', not a number"),
         ({"chosen": "t5 t7", "rejected": "t5 t8"}, "no key 'prompt'"),
+        ({"prompt": "t5", "completion": " t7", "label": 0.5}, "'label' is 0.5: give 1 or true for a right"),
+        ({"prompt": "t5", "label": 1}, "no key 'completion'"),
     ],
 )
 def test_a_row_that_is_no_pair_is_refused_by_name(model: Path, row: dict[str, Any], error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         load(model, [row])
+
+
+def test_rows_of_two_forms_and_settings_of_the_other_form_are_refused(model: Path) -> None:
+    with pytest.raises(ConfigError, match="some rows have a pair, others a label: give rows of one form"):
+        load(model, [TEXTS[0], LABELLED[0]])
+    file = model.parent / "pairs.jsonl"
+    file.write_text(json.dumps(LABELLED[0]) + "\n")
+    algorithm = {"center_rewards_coefficient": 0.1}
+    job = {"kind": "reward", "model": "m", "data": {"train": str(file)}, "algorithm": algorithm, "steps": 1}
+    with pytest.raises(ConfigError, match=r"algorithm.center_rewards_coefficient is for pairs, and rows have labels"):
+        load_data(parse(job), model)
 
 
 def test_a_folder_whose_head_is_missing_or_has_several_labels_is_refused(model: Path, tmp_path: Path) -> None:

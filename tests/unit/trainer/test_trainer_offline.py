@@ -19,6 +19,7 @@ from rlboost.services.trainer.fakes import FakeEngine
 from rlboost.services.trainer.ports.engine import NotFinite
 from rlboost.services.trainer.ports.samples import Prompt
 from rlboost.services.trainer.ports.storage import JobResources
+from rlboost.shared.data.examples import LABEL
 from rlboost.shared.job.spec import JobSpec, parse
 from rlboost.shared.messages import JobCommand
 from rlboost.shared.wire import I32, length, pack
@@ -219,6 +220,30 @@ async def test_a_reward_model_trains_on_the_last_tokens_of_pairs_and_is_not_publ
     assert sorted({advantage_of(one) for one in seen}) == pytest.approx([-1 + 0.08, 1 + 0.08])
     assert rig.weights.versions == {}
     assert rig.folder.model
+
+
+async def test_a_reward_model_trains_on_labels_in_place_of_pairs(tmp_path: Path) -> None:
+    """All scores are -1 (`FakeEngine`)."""
+
+    class Labelled(OfflineRig):
+        def build(self, job: JobSpec, job_id: str, created: datetime) -> JobResources:
+            built = super().build(job, job_id, created)
+            rows = [replace(row, rejected=b"", columns={LABEL: float(i % 2)}) for i, row in enumerate(built.data.train)]
+            return replace(built, data=replace(built.data, train=rows, evaluation=rows[:3]))
+
+    data = {"train": "t", "eval": "e", "prompts_per_step": 10}
+    rig = Labelled(tmp_path, sft(kind="reward", data=data, eval={"every": 5}, steps=1))
+    await run(rig)
+    wrong, right = math.log1p(math.e), math.log1p(1 / math.e)
+    row, after = rig.folder.rows[0], rig.folder.rows[1]
+    assert row["loss"] == pytest.approx((wrong + right) / 2)
+    assert (row["accuracy"], row["mean_reward"]) == (0.5, -1.0)
+    assert "margin" not in row
+    assert after == {
+        "eval/loss": pytest.approx((wrong + 2 * right) / 3),
+        "eval/accuracy": pytest.approx(2 / 3),
+        "eval/mean_reward": -1.0,
+    }
 
 
 @pytest.mark.parametrize("column", ["completion", "rejected"])
