@@ -170,7 +170,7 @@ def check(
     """Check a job file: its fields, the model and data, and the functions it names.
 
     The functions are the reward, environment, loss and curriculum. Missing libraries that training needs are warnings.
-    Prints the first prompt with its special tokens, and for kinds sft and dpo what the model is trained to answer.
+    Prints the first prompt with its special tokens, and for kinds sft, dpo and reward what follows it.
     """
     from rlboost.jobs import check as jobcheck  # noqa: PLC0415 - only this command needs it
 

@@ -267,7 +267,7 @@ def memory(
         int,
         typer.Option(
             min=0,
-            help="Tokens of the longest sample and its prompt; 0: sampling.max_tokens, or the micro-batch's (sft, dpo)",
+            help="Tokens of the longest sample and its prompt; 0: sampling.max_tokens, or the micro-batch's (no rl)",
         ),
     ] = 0,
     as_json: JsonOption = False,

@@ -23,15 +23,16 @@ from rlboost.jobs.model_check import (
 from rlboost.jobs.model_path import is_hub_id, nearest
 from rlboost.jobs.user_code_check import MissingHere, complaint
 from rlboost.local.layout import DeviceSummary
-from rlboost.shared.data.examples import examples_of, pair_of, prompt_of
+from rlboost.shared.data.examples import examples_of, labelled_of, margin_of, pair_of, prompt_of
 from rlboost.shared.data.rows import BadRow, Row, is_messages, is_remote, read_rows
 from rlboost.shared.data.shards import Source, exists_locally, format_source, names_of
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import TEACHER
-from rlboost.shared.job.data import DataSpec, DpoDataSpec, Rows, SftDataSpec
+from rlboost.shared.job.data import DataSpec, DpoDataSpec, RewardDataSpec, Rows, SftDataSpec
 from rlboost.shared.job.file import load
 from rlboost.shared.job.spec import InvalidJob, JobSpec, OfflineJob, parse
 from rlboost.shared.job.training import TrainerSpec
+from rlboost.shared.model.folder import REWARD_MODEL, require_reward_model
 from rlboost.shared.user_code.functions import ForbiddenFunction, check_arguments
 
 # --- Warn about learning rates that usually ruin a model --------------------------------------------------------------
@@ -46,11 +47,13 @@ HIGHEST = {
     ("sft", "lora"): 5e-3,
     ("dpo", "full"): 1e-4,
     ("dpo", "lora"): 1e-3,
+    ("reward", "full"): 1e-3,
+    ("reward", "lora"): 5e-3,
 }
 """Highest learning rates of AdamW by kind of job and of weights, about ten times the usual ones or more.
 
 Usual are 1e-6 for RL and DPO of all weights, the default of TRL's and verl's GRPO and of TRL's DPO, and 1e-5 for
-fine-tuning; LoRA takes ten times these or more, as its product starts at zero.
+fine-tuning and reward models; LoRA takes ten times these or more, as its product starts at zero.
 """
 _USUAL = {
     ("rl", "full"): "1e-6",
@@ -59,6 +62,8 @@ _USUAL = {
     ("sft", "lora"): "1e-4",
     ("dpo", "full"): "1e-6",
     ("dpo", "lora"): "1e-5",
+    ("reward", "full"): "1e-5",
+    ("reward", "lora"): "1e-4",
 }
 
 
@@ -179,6 +184,7 @@ def check_job(raw: object, on_part: Callable[[str], None] = _ignore, devices: De
     found: list[str | None] = [_model(spec.model), _resume(spec.trainer)]
     if spec.teacher is not None:
         found.append(_model(spec.teacher.model, TEACHER))
+    found += [_reward_model(part.model) for part in spec.reward_parts if part.model]
     on_part("reading the data")
     seen = _Seen()
     is_offline = isinstance(spec, OfflineJob)
@@ -289,6 +295,17 @@ def _model(model: str, field: str = "model") -> str | None:
     return None
 
 
+def _reward_model(model: str) -> str | None:
+    folder = Path(model).expanduser()
+    if (problem := _model(model, REWARD_MODEL)) or not folder.is_dir():
+        return problem
+    try:
+        require_reward_model(folder)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
 def _resume(trainer: TrainerSpec) -> str | None:
     place = trainer.resume
     if not trainer.starts_from_checkpoint or "://" in place or Path(place).exists():
@@ -344,6 +361,10 @@ def _prompt(spec: DataSpec, row: Row) -> object:
     key = spec.prompt_key
     if isinstance(spec, SftDataSpec):
         return examples_of(row.values, key, spec.completion_key, every_turn=spec.assistant_only_loss)[-1].prompt
+    if isinstance(spec, RewardDataSpec):
+        if (labelled := labelled_of(row.values, key, spec.chosen_key)) is not None:
+            return labelled[0].prompt
+        margin_of(row.values)
     if isinstance(spec, DpoDataSpec):
         return pair_of(row.values, key, spec.chosen_key, spec.rejected_key)[0].prompt
     return prompt_of(row.values, key).given

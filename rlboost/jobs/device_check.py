@@ -45,12 +45,13 @@ def fit(spec: JobSpec, devices: DeviceSummary) -> Fit:
     return found
 
 
-def _added_parameters(spec: JobSpec, config: dict[str, Any]) -> tuple[int, int]:
-    """Return the parameters of adapter and critic, and of the teacher; 0 in a family of unknown sizes."""
+def _added_parameters(spec: JobSpec, config: dict[str, Any]) -> tuple[int, int, int]:
+    """Return the parameters of adapter and critic, teacher, and reward models; 0 in a family of unknown sizes."""
     try:
-        return memory.added_parameters(spec, size_of(config)), memory.teacher_parameters(spec)
+        added = memory.added_parameters(spec, size_of(config))
+        return added, memory.teacher_parameters(spec), memory.scoring_parameters(spec)
     except ConfigError:
-        return 0, 0
+        return 0, 0, 0
 
 
 def _check_engines(

@@ -49,9 +49,14 @@ class ModelSize:
         return self.vocabulary * self.hidden * (1 if self.tied else 2)
 
     @property
+    def reward_model(self) -> int:
+        """Return the parameters of a reward model: the output head is replaced by one of one score."""
+        return self.total - (0 if self.tied else self.vocabulary * self.hidden) + self.hidden
+
+    @property
     def critic(self) -> int:
-        """Return the parameters of a critic: the output head is replaced by one of one value."""
-        return self.total - (0 if self.tied else self.vocabulary * self.hidden) + self.hidden + 1
+        """Return the parameters of a critic, whose head has a bias."""
+        return self.reward_model + 1
 
     @property
     def layer(self) -> int:
@@ -160,6 +165,10 @@ class TrainedModel:
     """Parameters of an adapter and of a critic, which AdamW trains in float32; only with torch."""
     n_teacher: int = 0
     """Parameters of a teacher, which is frozen."""
+    scores: bool = False
+    """True if it is a reward model, which has no logits."""
+    n_reward_models: int = 0
+    """Parameters of the reward models that score its completions, of all copies; on one GPU, whole."""
 
 
 def added_parameters(spec: JobSpec, size: ModelSize) -> int:
@@ -181,8 +190,25 @@ def teacher_parameters(spec: JobSpec) -> int:
     return size_of(config.get("text_config", config)).total
 
 
+def scoring_parameters(spec: JobSpec) -> int:
+    """Return the parameters of the reward models that score a job's completions, in all of its reward processes.
+
+    Raises:
+        ConfigError: one is not a local folder, or of an unknown kind.
+
+    """
+    configs = [read_config(Path(part.model).expanduser()) for part in spec.reward_parts if part.model]
+    n_processes = spec.reward.workers if spec.reward is not None else 0
+    return n_processes * sum(size_of(config.get("text_config", config)).reward_model for config in configs)
+
+
 def trained_model(
-    spec: JobSpec, n_parameters: int, n_in_experts: int = 0, n_added: int = 0, n_teacher: int = 0
+    spec: JobSpec,
+    n_parameters: int,
+    n_in_experts: int = 0,
+    n_added: int = 0,
+    n_teacher: int = 0,
+    n_reward_models: int = 0,
 ) -> TrainedModel:
     """Return what a job trains.
 
@@ -192,6 +218,7 @@ def trained_model(
         n_in_experts: how many of them are in experts.
         n_added: see `added_parameters`.
         n_teacher: see `teacher_parameters`.
+        n_reward_models: see `scoring_parameters`.
 
     """
     return TrainedModel(
@@ -203,6 +230,8 @@ def trained_model(
         n_in_experts=n_in_experts,
         n_added=n_added,
         n_teacher=n_teacher,
+        scores=spec.kind == "reward",
+        n_reward_models=n_reward_models,
     )
 
 
@@ -214,10 +243,19 @@ def state_bytes(model: TrainedModel, spec: TrainerSpec) -> int:
     divides them by `fsdp_size`, by default `data_parallel` x `context_parallel`; megatron by `tensor_parallel` x
     `pipeline_parallel`, those of experts also by `expert_parallel`; moments and master copies by `data_parallel` x
     `context_parallel` with `distributed_optimizer`, of experts too.
+    Reward models are whole on the first GPU, 4 or 2 bytes per parameter, also while engines generate.
     """
     n_split = spec.n_shards if spec.backend == "torch" else spec.tensor_parallel * spec.pipeline_parallel
-    added = 16 * model.n_added / spec.n_shards + (2 if spec.dtype == "bfloat16" else 4) * model.n_teacher / n_split
-    return math.ceil(_on_each_gpu(model, *_per_parameter(model, spec), spec) + added)
+    added = 16 * model.n_added / spec.n_shards + _frozen_width(spec) * model.n_teacher / n_split
+    return math.ceil(_on_each_gpu(model, *_per_parameter(model, spec), spec) + added) + _scoring_bytes(model, spec)
+
+
+def _frozen_width(spec: TrainerSpec) -> int:
+    return 2 if spec.dtype == "bfloat16" else 4
+
+
+def _scoring_bytes(model: TrainedModel, spec: TrainerSpec) -> int:
+    return _frozen_width(spec) * model.n_reward_models
 
 
 def generating_bytes(model: TrainedModel, spec: TrainerSpec) -> int:
@@ -226,7 +264,7 @@ def generating_bytes(model: TrainedModel, spec: TrainerSpec) -> int:
     Gradients, 4 bytes per parameter, exist only during an update; with megatron always, unless they are offloaded.
     """
     if spec.offload == "all":
-        return 0
+        return _scoring_bytes(model, spec)
     stay = spec.backend == "megatron" and spec.offload == "none"
     gradients = 0.0 if model.frozen or stay else 4.0
     optimizer = _per_parameter(model, spec)[1] if spec.offload == "optimizer" else 0.0
@@ -292,15 +330,15 @@ def estimate(spec: JobSpec, longest_sample: int = 0) -> Estimate:
 
     Args:
         spec: the job.
-        longest_sample: tokens of the longest sample with its prompt; 0: `sampling.max_tokens`, and with `kind: sft`
-            and `dpo`, whose samples are not known here, a GPU's part of a micro-batch.
+        longest_sample: tokens of the longest sample with its prompt; 0: `sampling.max_tokens`, and with `kind: sft`,
+            `dpo` and `reward`, whose samples are not known here, a GPU's part of a micro-batch.
 
     Raises:
         ConfigError: the job trains nothing, or the model is not a local folder, or of an unknown kind.
 
     """
     if spec.kind == "eval":
-        raise ConfigError("a job of kind eval trains nothing: give a job of kind rl, sft or dpo")
+        raise ConfigError("a job of kind eval trains nothing: give a job of kind rl, sft, dpo or reward")
     folder = Path(spec.model).expanduser()
     if not folder.is_dir():
         raise ConfigError(_no_folder(spec.model))
@@ -309,14 +347,15 @@ def estimate(spec: JobSpec, longest_sample: int = 0) -> Estimate:
     longest_sample = longest_sample or (spec.sampling.max_tokens if spec.kind == "rl" else 0)
     n_tokens = max(trainer.micro_batch_tokens // trainer.data_parallel, longest_sample)
     n_tokens = -(-n_tokens // trainer.context_parallel)
-    added = added_parameters(spec, size), teacher_parameters(spec)
-    model = trained_model(spec, size.total, size.in_experts, *added)
+    added = added_parameters(spec, size), teacher_parameters(spec), scoring_parameters(spec)
+    n_trained = size.reward_model if spec.kind == "reward" else size.total
+    model = trained_model(spec, n_trained, size.in_experts, *added)
     if spec.adapter is not None or trainer.backend == "megatron":
         found = {"state": state_bytes(model, trainer)}
     else:
         update = update_memory(size, model, trainer, n_tokens)
         found = {**update._asdict(), "total": update.total}
-    return Estimate(size.total, size.active, trainer.n_ranks, n_tokens, found)
+    return Estimate(n_trained, size.active, trainer.n_ranks, n_tokens, found)
 
 
 def _no_folder(model: str) -> str:
@@ -362,11 +401,11 @@ def update_memory(size: ModelSize, model: TrainedModel, spec: TrainerSpec, n_tok
     checkpointed = spec.activation_checkpointing
     activations = size.layers * (4 * n_tokens * size.hidden if checkpointed else layer)
     activations += 12 * n_tokens * size.hidden  # the last norm
-    n_logits = n_tokens * size.vocabulary
+    n_logits = 0 if model.scores else n_tokens * size.vocabulary
     logits = 2 * (2 if half else 4) * min(MAX_LOGITS, n_logits)
     # Their softmax; in bfloat16 also a copy of them; the terms of entropies.
     logits += (1 + half + model.has_entropies) * 4 * min(CHUNK_LOGITS, n_logits)
-    n_cast = (1 if checkpointed else size.layers) * size.layer + size.vocabulary * size.hidden
+    n_cast = (1 if checkpointed else size.layers) * size.layer + (0 if model.scores else size.vocabulary * size.hidden)
     working = 2 * n_cast if half else 0
     if spec.n_shards > 1:
         # The root's own parameters stay gathered for the whole pass, a layer's while it computes.

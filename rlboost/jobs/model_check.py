@@ -27,13 +27,17 @@ from rlboost.services.trainer.settings import Settings
 from rlboost.shared.data.rows import Row, is_remote
 from rlboost.shared.data.shards import names_of
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.job.spec import JobSpec, OfflineJob, missing_log_libraries
+from rlboost.shared.job.log import missing_log_libraries
+from rlboost.shared.job.spec import JobSpec, OfflineJob
 from rlboost.shared.job.training import check_targets
 from rlboost.shared.model.experts import require_known_experts, require_mixture, require_replayable
 from rlboost.shared.model.folder import (
     count_parameters,
+    is_classifier,
     read_config,
     read_tensor_shapes,
+    require_language_model,
+    require_scores,
     require_teachable,
     require_tokenizer,
     require_unquantized,
@@ -100,6 +104,7 @@ def model_problems(spec: JobSpec) -> list[str]:
         lambda: require_tokenizer(model),
         lambda: require_whole_weights(model),
         lambda: require_unquantized(read_config(model)),
+        lambda: _check_head(spec, model),
         lambda: require_known_experts(model),
     ]
     if spec.trainer.router_aux_loss_coef:
@@ -216,7 +221,8 @@ def _load_data(spec: JobSpec) -> DataFindings:
         notices.append("data.eval: only rlboost eval reads it, since there is no section eval")
     first = next(iter([*data.train[:1], *data.evaluation[:1]]), None)
     answers = () if first is None else (ints(first.completion), ints(first.rejected))
-    example = "" if first is None else _shown(data, ints(first.tokens), *answers)
+    what = "what is better" if spec.kind == "reward" else "what it is trained to answer"
+    example = "" if first is None else _shown(data, ints(first.tokens), *answers, what=what)
     return DataFindings(example=example, notices=notices, data=data)
 
 
@@ -276,12 +282,20 @@ def _formatted(spec: JobSpec, data: Data, rows: Sequence[Prompt], answer: dict[s
     return DataFindings(example=example)
 
 
-def _shown(data: Data, prompt: list[int], *answers: list[int]) -> str:
-    """Return the first prompt, and what is trained after it, as text of several lines."""
+def _shown(data: Data, prompt: list[int], *answers: list[int], what: str = "") -> str:
+    """Return the first prompt, and what is trained after it, as text of several lines.
+
+    Args:
+        data: the job's prompts.
+        prompt: the first one.
+        answers: what follows it: one completion, or of a pair both.
+        what: describes the first of these.
+
+    """
     lines = [f"the first prompt, as the model sees it ({len(prompt)} tokens):", _shortened(data, prompt)]
-    for what, answer in zip(("what it is trained to answer", "what is worse"), answers, strict=False):
+    for described, answer in zip((what, "what is worse"), answers, strict=False):
         if answer:
-            lines += [f"and {what} ({len(answer)} tokens):", _shortened(data, answer)]
+            lines += [f"and {described} ({len(answer)} tokens):", _shortened(data, answer)]
     return "\n".join(lines)
 
 
@@ -306,6 +320,14 @@ def _check_cut(spec: JobSpec, model: Path) -> None:
     except AttributeError:
         return  # an incomplete configuration: only the trainer can check it
     megatron.require_divisible(shape, Layout.of(spec.trainer))
+
+
+def _check_head(spec: JobSpec, model: Path) -> None:
+    config = read_config(model)
+    if spec.kind != "reward":
+        require_language_model(config)
+    elif is_classifier(config):
+        require_scores(model)
 
 
 def _check_heads(spec: JobSpec, model: Path) -> None:

@@ -13,9 +13,10 @@ from rlboost.services.trainer.adapters.environment_pool import EnvironmentPool
 from rlboost.services.trainer.adapters.machines.registry import JobMachines, TrainerMachines
 from rlboost.services.trainer.adapters.model_checks import hardware_of
 from rlboost.services.trainer.adapters.named_paths import check_named_paths, check_processes
-from rlboost.services.trainer.adapters.reward_pool import NoReward, RewardPool
-from rlboost.services.trainer.adapters.run_folder import LocalRunFolder
+from rlboost.services.trainer.adapters.reward_pool import NoReward, RewardModelSource, RewardPool
+from rlboost.services.trainer.adapters.run_folder import LocalRunFolder, RewardModel
 from rlboost.services.trainer.adapters.run_log import openers
+from rlboost.services.trainer.adapters.torch.passes import classifier_of
 from rlboost.services.trainer.adapters.torch.policy import MegatronPolicy, RanksPolicy, TorchPolicy
 from rlboost.services.trainer.adapters.torch.ranks import Layout
 from rlboost.services.trainer.adapters.user_code import UserCodeLog, load_loss, load_skip_function
@@ -34,7 +35,7 @@ from rlboost.shared.job.sessions import session_key
 from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.job.training import TrainerSpec
 from rlboost.shared.model.experts import require_replayable
-from rlboost.shared.model.folder import require_teachable
+from rlboost.shared.model.folder import REWARD_MODEL, digest_of_weights, require_reward_model, require_teachable
 from rlboost.shared.model.tool_calls import CallStyle
 from rlboost.shared.process.torch_device import require_device
 from rlboost.shared.process.waiting import Waits
@@ -81,7 +82,7 @@ def build_resources(
         model=model,
         loss=loss,
         data=data,
-        rewards=_rewards(config, spec, waits, folder, data),
+        rewards=_rewards(config, spec, waits, folder, data, created),
         environments=_environments(spec, waits, folder, data.call_style),
         session_key=None if spec.agent is None else partial(session_key, token),
         checkpoints=places.store(spec.trainer.checkpoints or config.checkpoints, job_id),
@@ -95,7 +96,7 @@ def build_resources(
             deltas=spec.elastic.weights == "delta",
             token=token,
         ),
-        folder=LocalRunFolder(folder, model, openers(spec, job_id, folder)),
+        folder=LocalRunFolder(folder, model, openers(spec, job_id, folder), _reward_model(spec, model, data)),
         predecessor=places.predecessor(spec.trainer.resume),
         critic=engine if policy.critic else None,
         hardware=hardware_of(spec, model, config.device),
@@ -111,13 +112,33 @@ def build_resources(
     )
 
 
-def _rewards(config: Settings, spec: JobSpec, waits: Waits, folder: Path, data: Data) -> RewardPool | NoReward:
+def _rewards(
+    config: Settings, spec: JobSpec, waits: Waits, folder: Path, data: Data, created: datetime
+) -> RewardPool | NoReward:
     if spec.reward is None:
         return NoReward()
     token_origins = config.reward_token_origins.split(",")
     columns = {name for prompt in (*data.train, *data.evaluation) for name in prompt.columns}
     log = UserCodeLog(folder / "reward.log")
-    return RewardPool(spec.reward, waits, log, token_origins=token_origins, columns=columns)
+    models = {part.model: _scorer(config, spec, part.model, data, created) for part in spec.reward_parts if part.model}
+    return RewardPool(spec.reward, waits, log, token_origins=token_origins, columns=columns, models=models)
+
+
+def _scorer(config: Settings, spec: JobSpec, name: str, data: Data, created: datetime) -> RewardModelSource:
+    """Return a reward model of the job, once its files are checked."""
+    folder, trainer = find_model(name, REWARD_MODEL), spec.trainer
+    require_reward_model(folder)
+    prompts = (*data.train, *data.evaluation)
+    scorer = {
+        "folder": str(folder),
+        "device": config.device,
+        "dtype": trainer.dtype,
+        "micro_batch_tokens": trainer.micro_batch_tokens,
+        "created": created.isoformat(),
+        "chat_template_kwargs": spec.data.chat_template_kwargs,
+        "has_chats": any(not isinstance(prompt.given, str) for prompt in prompts),
+    }
+    return RewardModelSource(scorer, digest_of_weights(folder))
 
 
 def _environments(spec: JobSpec, waits: Waits, folder: Path, style: CallStyle) -> EnvironmentPool | None:
@@ -133,9 +154,16 @@ def _environments(spec: JobSpec, waits: Waits, folder: Path, style: CallStyle) -
 def _loss(spec: JobSpec) -> LossFn:
     if spec.kind == "sft":
         return sft_loss
-    if spec.kind == "dpo":
+    if spec.kind == "dpo" or spec.kind == "reward":  # noqa: PLR1714 - mypy narrows by these
         return PAIR_LOSS
     return job_loss(spec, load_loss(spec.algorithm.loss) if spec.algorithm.loss else None)
+
+
+def _reward_model(spec: JobSpec, model: Path, data: Data) -> RewardModel | None:
+    """Return what the final model's folder says of a reward model."""
+    if spec.kind != "reward":
+        return None
+    return RewardModel(classifier_of(model), data.pad_id)
 
 
 def _machines(

@@ -223,6 +223,8 @@ class JobRun:
             await checkpoints.start_save(checkpoints.state(spec.steps))
         if evaluated := await self._evaluate(spec, spec.steps):
             await self._log.record(spec.steps, evaluated, wait_s=0.0, train_s=0.0)
+        if spec.kind == "reward":
+            return  # no engine generates with a reward model
         job.enter("publishing", spec.steps)
         was_committed = versions.head >= spec.steps
         await versions.ensure_published(spec.steps)

@@ -1,7 +1,8 @@
-"""What a row of data says: a prompt, and the completion to imitate (`kind: sft`) or a pair of them (`kind: dpo`)."""
+"""What a row of data says: a prompt, and a completion to imitate (`kind: sft`) or a pair (`kind: dpo`, `reward`)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +25,13 @@ from rlboost.shared.errors import ConfigError
 
 MESSAGES = "messages"
 """The column of whole conversations in most chat data; `data.prompt_key` may name another."""
+
+
+MARGIN = "margin"
+"""The column of a pair that says by how much the better completion's score is to be higher."""
+LABEL = "label"
+"""The column that says whether a completion is right."""
+_COMPLETION = "completion"
 
 
 class TextExample(NamedTuple):
@@ -207,6 +215,35 @@ def pair_of(values: dict[str, Any], prompt_key: str, chosen_key: str, rejected_k
             "its own (data.prompt_key)"
         )
     return _answer(values, prompt_key, chosen_key), _answer(values, prompt_key, rejected_key)
+
+
+def margin_of(values: Mapping[str, Any]) -> float | None:
+    """Return the margin of a pair, None if it has none.
+
+    Raises:
+        ConfigError: it is not a number; the text says what is wrong, not where.
+
+    """
+    if (margin := values.get(MARGIN)) is None:
+        return None
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+        raise ConfigError(f"{MARGIN!r} is {margin!r}, not a number: correct it, or remove the column")
+    return float(margin)
+
+
+def labelled_of(values: dict[str, Any], prompt_key: str, chosen_key: str) -> tuple[Example, float] | None:
+    """Return the completion in a row with its label, 1.0 or 0.0; None if the row has a pair.
+
+    Raises:
+        ConfigError: the row has no completion, or a label that is none; the text says what is wrong, not where.
+
+    """
+    if LABEL not in values or chosen_key in values:
+        return None
+    label = values[LABEL]
+    if label not in (0, 1):
+        raise ConfigError(f"{LABEL!r} is {label!r}: give 1 or true for a right completion, 0 or false for a wrong one")
+    return _answer(values, prompt_key, _COMPLETION), float(label)
 
 
 def _parted(

@@ -94,6 +94,13 @@ class PairsSpec(Section):
     """The loss of pairs."""
 
 
+class ScoresSpec(Section):
+    """How a job of kind `reward` learns from pairs."""
+
+    center_rewards_coefficient: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """Weight of the squared sum of a pair's scores, which keeps scores around 0 (arXiv 2312.09244); such as 0.01."""
+
+
 class RejectionSpec(Section):
     """Tokens that are left out of the loss, by the ratio of the trainer's probabilities to the engine's."""
 

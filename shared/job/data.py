@@ -80,7 +80,7 @@ class TrainDataSpec(DataSpec):
     eval_split: str = "test"
     """Split of a Hugging Face dataset for evaluation."""
     prompts_per_step: int = Field(32, ge=1, lt=MAX_GROUPS_PER_STEP)
-    """Prompts per step; with kind `sft`, rows per step; with kind `dpo`, pairs per step."""
+    """Prompts per step; with kind `sft`, rows per step; with kinds `dpo` and `reward`, pairs per step."""
 
 
 class RlDataSpec(TrainDataSpec):
@@ -115,6 +115,13 @@ class DpoDataSpec(OfflineDataSpec):
     completions begin with, and that is the prompt."""
     rejected_key: str = "rejected"
     """The column of the worse completion, of the same form."""
+
+
+class RewardDataSpec(DpoDataSpec):
+    """Pairs of whole conversations, in the formats of TRL's `RewardTrainer`, whose column `margin` they may have.
+
+    Or conversations with a `completion` and a `label`.
+    """
 
 
 class EvalDataSpec(DataSpec):

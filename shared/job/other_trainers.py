@@ -44,6 +44,7 @@ NAMES: Mapping[str, Names] = {
     "data.curriculum.skip_failed_below": Names("", "", "", "`buffer.hard_threshold`"),
     "reward.function": Names("`reward_funcs`", "`reward.custom_reward_function.path`", "`reward.remote_url`"),
     "reward.url": Names("", "", "`reward.remote_url`"),
+    "reward.model": Names("`reward_funcs`"),
     "reward.workers": Names("", "`reward.num_workers`"),
     "reward.functions.weight": Names("`reward_weights`"),
     "environment.function": Names(
@@ -126,6 +127,7 @@ NAMES: Mapping[str, Names] = {
     "algorithm.teacher.model": Names("`teacher_model_name_or_path`"),
     "algorithm.preference.beta": Names("`beta`"),
     "algorithm.preference.label_smoothing": Names("`label_smoothing`"),
+    "algorithm.center_rewards_coefficient": Names("`center_rewards_coefficient`"),
     "sampling.temperature": Names(
         "`temperature`", "`rollout.temperature`", "`rollout.temperature`", "`sampling.temperature`"
     ),

@@ -13,12 +13,20 @@ from rlboost.shared.data.shards import AGENT_ROWS, Source, names_of
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.ids import MAX_STEPS
 from rlboost.shared.job import other_trainers
-from rlboost.shared.job.algorithm import GROUPLESS, AlgorithmSpec, PairsSpec, TeacherSpec, with_former_defaults
+from rlboost.shared.job.algorithm import (
+    GROUPLESS,
+    AlgorithmSpec,
+    PairsSpec,
+    ScoresSpec,
+    TeacherSpec,
+    with_former_defaults,
+)
 from rlboost.shared.job.data import (
     DataSpec,
     DpoDataSpec,
     EvalDataSpec,
     OfflineDataSpec,
+    RewardDataSpec,
     RlDataSpec,
     SftDataSpec,
     TrainDataSpec,
@@ -34,52 +42,17 @@ from rlboost.shared.job.fleet import (
     SamplingSpec,
     VersionsSpec,
 )
+from rlboost.shared.job.log import LogSpec
 from rlboost.shared.job.reward import AgentSpec, ConversationSpec, EnvironmentSpec, RewardPart, RewardSpec
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec, TrainerSpec
-from rlboost.shared.process.modules import is_installed, pip_install
 from rlboost.shared.user_code import functions
 from rlboost.shared.user_code.functions import ForbiddenFunction, check_name
 from rlboost.shared.validation import Section, describe, one_of
 
-# --- The section of a job file about logging metrics to Weights & Biases and TensorBoard ------------------------------
-
-
-class WandbSpec(Section):
-    """A run of Weights & Biases. WANDB_API_KEY and WANDB_MODE are read from the trainer's environment."""
-
-    project: str = Field(min_length=1)
-    """Project of the run."""
-    entity: str | None = None
-    """Owner of the project; by default the owner of the API key."""
-    group: str | None = None
-    """Group of the run."""
-    tags: tuple[str, ...] = ()
-    """Tags of the run."""
-
-
-class LogSpec(Section):
-    """Where the run's metrics are logged, in addition to `metrics.jsonl`."""
-
-    wandb: WandbSpec | None = None
-    """Log to Weights & Biases."""
-    tensorboard: bool = False
-    """Write event files to the run's folder `tensorboard/`."""
-
-
-def missing_log_libraries(spec: LogSpec) -> list[str]:
-    """Return one line per enabled library that is not installed; imports nothing."""
-    enabled = {"wandb": spec.wandb is not None, "tensorboard": spec.tensorboard}
-    return [
-        f"log.{name} needs {name}: install it with: {pip_install('logs')}"
-        for name, is_enabled in enabled.items()
-        if is_enabled and not is_installed(name)
-    ]
-
-
 # --- The job file -----------------------------------------------------------------------------------------------------
 
 
-Kind = Literal["rl", "sft", "dpo", "eval", "external"]
+Kind = Literal["rl", "sft", "dpo", "reward", "eval", "external"]
 _SECTIONS_BY_KIND = ("data", "elastic", "eval", "algorithm")
 """Sections whose keys depend on the kind of job."""
 NO_MAPPING = "a job file is a mapping with the keys model, data, reward, steps, ..."
@@ -93,8 +66,9 @@ class BaseJob(Section):
 
     kind: Kind
     """`rl`: reinforcement learning. `sft`: supervised fine-tuning on completions that the data has. `dpo`: preference
-    optimization on pairs of completions that the data has. `eval`: one evaluation of the model, which stays as it is.
-    `external`: a trainer of your own publishes weights and requests samples."""
+    optimization on pairs of completions that the data has. `reward`: a reward model from such pairs. `eval`: one
+    evaluation of the model, which stays as it is. `external`: a trainer of your own publishes weights and requests
+    samples."""
     name: str = Field("job", min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the job; its id is the name and a random suffix."""
     model: str = Field(min_length=1)
@@ -237,6 +211,15 @@ class _RewardedJob(ServiceJob):
         return self
 
     @model_validator(mode="after")
+    def _scores_single_completions(self) -> Self:
+        if self.conversation is not None and any(part.model for part in self.reward_parts):
+            raise ValueError(
+                "reward.model: scores a prompt with one completion, and conversations have more: use reward.url or "
+                "reward.function, or remove the environment or agent"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _is_environment_or_agent(self) -> Self:
         if self.environment is not None and self.agent is not None:
             raise ValueError("agent: a sample is a session of an agent or a conversation with an environment: give one")
@@ -373,7 +356,19 @@ class SftJob(OfflineJob):
     data: SftDataSpec
 
 
-class DpoJob(OfflineJob):
+class _PairsJob(OfflineJob):
+    """A job that learns from pairs in the data."""
+
+    @model_validator(mode="after")
+    def _trains_without_dropout(self) -> Self:
+        if self.adapter is not None and self.adapter.dropout:
+            raise ValueError(
+                "lora.dropout: pairs are compared without dropout, as with TRL's disable_dropout: set it to 0"
+            )
+        return self
+
+
+class DpoJob(_PairsJob):
     """Direct preference optimization on pairs in the data."""
 
     kind: Literal["dpo"] = "dpo"
@@ -384,12 +379,20 @@ class DpoJob(OfflineJob):
     def needs_reference(self) -> bool:
         return True
 
+
+class RewardJob(_PairsJob):
+    """A reward model: a linear head of one score on a language model, trained on pairs in the data."""
+
+    kind: Literal["reward"] = "reward"
+    data: RewardDataSpec
+    algorithm: ScoresSpec = ScoresSpec()
+
     @model_validator(mode="after")
-    def _trains_without_dropout(self) -> Self:
-        if self.adapter is not None and self.adapter.dropout:
-            raise ValueError(
-                "lora.dropout: pairs are compared without dropout, as with TRL's disable_dropout: set it to 0"
-            )
+    def _supports_a_head(self) -> Self:
+        if self.trainer.backend == "megatron":
+            raise ValueError("trainer.backend: megatron has no head for scores: set it to torch")
+        if self.trainer.router_aux_loss_coef:
+            raise ValueError("trainer.router_aux_loss_coef: experts of a reward model are not balanced: remove it")
         return self
 
 
@@ -438,14 +441,17 @@ class ExternalJob(BaseJob):
 
 GeneratingJob = RlJob | EvalJob
 """Jobs of the step loop, whose samples workers generate."""
-JobSpec = Annotated[RlJob | SftJob | DpoJob | EvalJob, Field(discriminator="kind")]
+JobSpec = Annotated[RlJob | SftJob | DpoJob | RewardJob | EvalJob, Field(discriminator="kind")]
 """A job of the trainer service; `parse` returns one."""
-AnyJob = Annotated[RlJob | SftJob | DpoJob | EvalJob | ExternalJob, Field(discriminator="kind")]
+AnyJob = Annotated[RlJob | SftJob | DpoJob | RewardJob | EvalJob | ExternalJob, Field(discriminator="kind")]
 """A job; `parse_any` returns one."""
-_KINDS: Mapping[str, type[RlJob] | type[SftJob] | type[DpoJob] | type[EvalJob] | type[ExternalJob]] = {
+_KINDS: Mapping[
+    str, type[RlJob] | type[SftJob] | type[DpoJob] | type[RewardJob] | type[EvalJob] | type[ExternalJob]
+] = {
     "rl": RlJob,
     "sft": SftJob,
     "dpo": DpoJob,
+    "reward": RewardJob,
     "eval": EvalJob,
     "external": ExternalJob,
 }
@@ -576,7 +582,11 @@ def parse_stored(raw: object) -> AnyJob:
         InvalidJob: names each invalid field.
 
     """
-    return raw if isinstance(raw, RlJob | SftJob | DpoJob | EvalJob | ExternalJob) else _job(raw, is_stored=True)
+    return (
+        raw
+        if isinstance(raw, RlJob | SftJob | DpoJob | RewardJob | EvalJob | ExternalJob)
+        else _job(raw, is_stored=True)
+    )
 
 
 StoredJob = Annotated[AnyJob, BeforeValidator(parse_stored)]

@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterable, Mapping
+from hashlib import blake2b, file_digest
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,106 @@ def _token_ids(model: Path) -> dict[str, int]:
             f"model {model}: tokenizer.json cannot be read ({error}), which a job with a teacher needs: save the "
             "tokenizer there with save_pretrained"
         ) from error
+
+
+# --- Reward models ----------------------------------------------------------------------------------------------------
+
+
+HEAD = "score.weight"
+"""The head of a reward model, as transformers' classes of sequence classification have it: [1, hidden size]."""
+_CLASSIFIER = "ForSequenceClassification"
+
+
+def is_classifier(config: Mapping[str, Any]) -> bool:
+    """Return True if `config.json` describes a model of sequence classification, such as a reward model."""
+    return any(name.endswith(_CLASSIFIER) for name in config.get("architectures") or ())
+
+
+def require_language_model(config: Mapping[str, Any]) -> None:
+    """Check that `config.json` does not describe a reward model, whose head predicts no tokens.
+
+    Raises:
+        ConfigError: it does.
+
+    """
+    if is_classifier(config):
+        raise ConfigError(
+            f"config.json: the model is a reward model ({', '.join(config['architectures'])}), which generates no "
+            "tokens: name a causal language model, or train it with kind: reward"
+        )
+
+
+def require_scores(model: Path) -> None:
+    """Check that a directory has a reward model: one with a head of one score.
+
+    Raises:
+        ConfigError: it has another model, or its head is missing or has several numbers.
+
+    """
+    config = read_config(model)
+    if not is_classifier(config):
+        found = ", ".join(config.get("architectures") or ["no architecture"])
+        raise ConfigError(
+            f"model {model} is no reward model: config.json has {found}, not one that ends with {_CLASSIFIER}: train "
+            "one with kind: reward"
+        )
+    shape = read_tensor_shapes(model).get(HEAD)
+    if shape is None:
+        raise ConfigError(f"model {model} has no tensor {HEAD}, the head of a reward model: copy the model again")
+    if shape[0] != 1:
+        raise ConfigError(f"model {model} has {shape[0]} labels ({HEAD} is {list(shape)}): a reward model has one")
+
+
+REWARD_MODEL = "reward.model"
+"""The key of a job file that names a reward model, for errors."""
+
+
+def require_reward_model(model: Path) -> None:
+    """Check the files of a reward model that scores the completions of a job.
+
+    Raises:
+        ConfigError: names the key of the job file.
+
+    """
+    try:
+        require_unquantized(read_config(model))
+        require_scores(model)
+        require_whole_weights(model)
+        require_tokenizer(model)
+    except ConfigError as error:
+        raise ConfigError(f"{REWARD_MODEL}: {error}") from error
+
+
+def digest_of_weights(model: Path) -> str:
+    """Return a digest of a directory's weights, as hexadecimal digits, which changes with any of their bits.
+
+    Raises:
+        OSError: they cannot be read.
+
+    """
+    digest = blake2b(digest_size=16)
+    for path in sorted(model.glob("*.safetensors")):
+        with path.open("rb") as file:
+            digest.update(file_digest(file, blake2b).digest())
+    return digest.hexdigest()
+
+
+def declare_scores(folder: Path, architecture: str, pad_id: int | None) -> None:
+    """Make `config.json` describe a reward model of one score, whose batches are padded with a token.
+
+    Raises:
+        OSError: it cannot be read or written.
+
+    """
+    file = folder / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    # For a score, vLLM's pooling applies no activation to the output of a regression.
+    labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "problem_type": "regression"}
+    config.update(labels, architectures=[architecture], pad_token_id=pad_id)
+    file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+# --- The tensors of a model's files -----------------------------------------------------------------------------------
 
 
 def read_tensor_shapes(model: Path) -> dict[str, Shape]:

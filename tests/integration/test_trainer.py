@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import os
+import random
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import GroupRequested, JobReport, StepReport
+from rlboost.shared.model.folder import require_scores
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams import names
 from rlboost.shared.weights.cache import Cache
@@ -478,3 +480,37 @@ async def test_dpo_without_workers_survives_a_kill_and_prefers_the_chosen(
     assert first["rewards/margins"] == pytest.approx(0.0, abs=1e-4)
     assert last["rewards/accuracies"] == 1.0
     assert last["loss"] < first["loss"] - 0.1
+
+
+async def test_a_reward_model_survives_a_kill_and_learns_to_prefer_held_out_pairs(site: Site, machine: Machine) -> None:
+    """The better completion has more of the token t7; which pairs are seen does not matter."""
+    rng = random.Random(3)
+    pairs = []
+    while len(pairs) < 160:
+        prompt, *words = ([f"t{rng.randrange(8, 90)}" for _ in range(5)] for _ in range(3))
+        words[0][:2] = ["t7", "t7"]
+        for completion in words:
+            rng.shuffle(completion)
+        pairs.append(dict(zip(("prompt", "chosen", "rejected"), map(" ".join, (prompt, *words)), strict=True)))
+    held_out = site.folder / "held_out.jsonl"
+    train = site.folder / "preferences.jsonl"
+    for file, rows in ((train, pairs[:120]), (held_out, pairs[120:])):
+        file.write_text("".join(json.dumps({**row, "prompt": f"{row['prompt']} "}) + "\n" for row in rows))
+    changes: dict[str, Any] = {
+        "kind": "reward",
+        "data": {"train": str(train), "eval": str(held_out), "prompts_per_step": 16},
+        "eval": {"every": 20},
+        "optimizer": {"lr": 3e-3},
+        "steps": 40,
+    }
+    await fine_tuned(site, "scores", **changes)
+    await fine_tuned(site, "scores-killed", kill_at=20, **changes)
+    [resumed] = [fields for kind, fields in await site.events("scores-killed") if kind == "job_resumed"]
+    assert resumed["step"] >= 10
+    assert site.model("scores-killed") == site.model("scores")
+    lines = (machine.folder / "runs/scores/metrics.jsonl").read_text().splitlines()
+    evaluated = [row for row in map(json.loads, lines) if "eval/loss" in row]
+    assert evaluated[0]["eval/accuracy"] < 0.8
+    assert evaluated[-1]["eval/accuracy"] > 0.95
+    require_scores(machine.folder / "runs/scores/model")
+    assert await site.head("scores") == -1

@@ -33,6 +33,7 @@ _KINDS: dict[str, type[BaseModel]] = {
     "rl": job_spec.RlJob,
     "sft": job_spec.SftJob,
     "dpo": job_spec.DpoJob,
+    "reward": job_spec.RewardJob,
     "eval": job_spec.EvalJob,
     "external": job_spec.ExternalJob,
 }

@@ -149,3 +149,9 @@ def verl_without_score(data_source: Any, solution_str: str, ground_truth: Any, e
 
 def verl_without_return(data_source: Any, solution_str: str, ground_truth: Any, extra_info: Any) -> None:
     len(solution_str)
+
+
+def even_words(completions: list[str], **_: Any) -> list[float]:
+    """The fraction of a completion's words `tN` whose number is even."""
+    numbers = [[int(word[1:]) for word in text.split() if word[1:].isdecimal()] for text in completions]
+    return [sum(number % 2 == 0 for number in one) / max(1, len(one)) for one in numbers]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 from httpx import HTTPError
@@ -20,11 +20,21 @@ from rlboost.services.trainer.adapters.environment_pool import TokenizerChatForm
 from rlboost.services.trainer.adapters.tokens import PromptTokenizer
 from rlboost.services.trainer.domain.conversations import Decode
 from rlboost.services.trainer.ports.samples import Data, Prompt
-from rlboost.shared.data.examples import Example, TextExample, examples_of, pair_of, prompt_of
+from rlboost.shared.data.examples import (
+    LABEL,
+    MARGIN,
+    Example,
+    TextExample,
+    examples_of,
+    labelled_of,
+    margin_of,
+    pair_of,
+    prompt_of,
+)
 from rlboost.shared.data.rows import Row, read_rows
 from rlboost.shared.data.shards import Source, format_source
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.job.data import DpoDataSpec, OfflineDataSpec, SftDataSpec
+from rlboost.shared.job.data import DpoDataSpec, OfflineDataSpec, RewardDataSpec, SftDataSpec
 from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.model.folder import merge_eos_ids, require_tokenizer
 from rlboost.shared.user_code.functions import RAW_ARGUMENTS, TRL_ARGUMENTS
@@ -58,6 +68,38 @@ def find_model(model: str, field: str = "model") -> Path:
         ) from error
 
 
+class LoadedTokenizer(NamedTuple):
+    """What the files of a model say about tokens."""
+
+    tokenizer: Any
+    """Of transformers."""
+    config: Any
+    """The model's configuration, of transformers."""
+    end_ids: tuple[int, ...]
+    """The tokens that end a completion."""
+    prompts: PromptTokenizer
+
+
+def load_tokenizer(model: Path, created: datetime | None, template_kwargs: Mapping[str, Any]) -> LoadedTokenizer:
+    """Load a model's tokenizer; see `PromptTokenizer` for the arguments.
+
+    Raises:
+        ConfigError: the directory has none, or it does not match the model.
+
+    """
+    require_tokenizer(model)
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(model, local_files_only=True)
+        config: Any = AutoConfig.from_pretrained(model, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model {model}: tokenizer and config.json cannot be loaded: {error}") from error
+    text = config.get_text_config()
+    end_ids = _stop_token_ids(model, tokenizer, text)
+    return LoadedTokenizer(
+        tokenizer, config, end_ids, PromptTokenizer(tokenizer, text, end_ids, created, template_kwargs)
+    )
+
+
 def load_data(spec: JobSpec, model: Path, created: datetime | None = None) -> Data:
     """Read and tokenize all prompts of a job.
 
@@ -74,14 +116,7 @@ def load_data(spec: JobSpec, model: Path, created: datetime | None = None) -> Da
         ConfigError: a file, a line or the tokenizer is invalid; the text names it.
 
     """
-    require_tokenizer(model)
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(model, local_files_only=True)
-        config: Any = AutoConfig.from_pretrained(model, local_files_only=True).get_text_config()
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"model {model}: tokenizer and config.json cannot be loaded: {error}") from error
-    end_ids = _stop_token_ids(model, tokenizer, config)
-    tokens = PromptTokenizer(tokenizer, config, end_ids, created, spec.data.chat_template_kwargs)
+    tokenizer, config, end_ids, tokens = load_tokenizer(model, created, spec.data.chat_template_kwargs)
     if spec.agent is not None and tokenizer.chat_template is None:
         raise ConfigError(
             f"agent: model {model} has no chat template, which an agent's calls need: use a model that has one, or add "
@@ -101,10 +136,11 @@ def load_data(spec: JobSpec, model: Path, created: datetime | None = None) -> Da
         n_too_long=n_long,
         n_too_long_eval=n_long_eval,
         stop_token_ids=end_ids,
+        pad_id=tokens.pad_id,
         call_style=tokens.call_style,
         ignored_keys=tokens.ignored_keys,
         split_tokens=tokens.split_tokens,
-        vocab_size=int(config.vocab_size),
+        vocab_size=int(config.get_text_config().vocab_size),
         decode=_decoder(tokenizer),
         chat_formatter=TokenizerChatFormatter(tokens) if spec.environment is not None else None,
     )
@@ -124,6 +160,7 @@ class _Reader:
         self._needs_messages = bool(spec.data.chat_template_kwargs) and spec.conversation is None
         self._max_tokens = spec.sampling.max_tokens
         self._tokens = tokens
+        self._is_centered = spec.kind == "reward" and spec.algorithm.center_rewards_coefficient > 0
 
     def read(self, source: Source, split: str) -> tuple[list[Prompt], int]:
         """Return the prompts of a source, and the number of rows left out for their length."""
@@ -132,6 +169,10 @@ class _Reader:
             prompts = self._prompts(row, f"{row.source}, {row.place}")
             n_long += prompts.count(None)
             found += [prompt for prompt in prompts if prompt is not None]
+        if isinstance(self._spec, RewardDataSpec) and len({bool(prompt.rejected) for prompt in found}) > 1:
+            raise ConfigError(f"{format_source(source)}: some rows have a pair, others a label: give rows of one form")
+        if self._is_centered and any(LABEL in prompt.columns for prompt in found):
+            raise ConfigError("algorithm.center_rewards_coefficient is for pairs, and rows have labels: remove it")
         if found:
             return found, n_long
         if n_long:
@@ -145,6 +186,8 @@ class _Reader:
         match self._spec:
             case SftDataSpec() as spec:
                 return self._examples(spec, row, location)
+            case RewardDataSpec() as spec:
+                return [self._scored(spec, row, location)]
             case DpoDataSpec() as spec:
                 return [self._pair(spec, row, location)]
         return [self._prompt(row, location)]
@@ -205,6 +248,35 @@ class _Reader:
             else:
                 ids = self._tokens.prompt(example.prompt, example.tools, example.kwargs, is_open=False)
                 target = self._tokens.answer(*example)
+        return self._fitting(spec, example, ids, target, location)
+
+    def _scored(self, spec: RewardDataSpec, row: Row, location: str) -> Prompt | None:
+        """Return a pair of conversations, parted where their tokens differ, or a labelled one; None: it is too long."""
+        with _naming(location):
+            if (labelled := labelled_of(row.values, spec.prompt_key, spec.chosen_key)) is not None:
+                example, label = labelled
+                self._check_is_rendered(is_text=isinstance(example, TextExample))
+                ids = self._tokens.scored(*example)
+                found = self._fitting(spec, example, ids[:1], ids[1:], location)
+                return found and replace(found, columns={LABEL: label})
+            pair = pair_of(row.values, spec.prompt_key, spec.chosen_key, spec.rejected_key)
+            margin = margin_of(row.values)
+            self._check_is_rendered(is_text=isinstance(pair[0], TextExample))
+            chosen, rejected = (self._tokens.scored(*example) for example in pair)
+        if chosen == rejected:
+            raise ConfigError(f"{location}: both completions have the same tokens, so neither is better: leave it out")
+        # One may be the beginning of the other; each keeps its last token, which has the score.
+        n_shared = min(len(chosen), len(rejected)) - 1
+        n = next((i for i in range(n_shared) if chosen[i] != rejected[i]), n_shared)
+        better, worse = (self._fitting(spec, pair[0], ids[:n], ids[n:], location) for ids in (chosen, rejected))
+        if better is None or worse is None:
+            return None
+        return replace(better, rejected=worse.completion, columns={} if margin is None else {MARGIN: margin})
+
+    def _fitting(
+        self, spec: OfflineDataSpec, example: Example, ids: list[int], target: list[int], location: str
+    ) -> Prompt | None:
+        """Return a prompt and what follows it, None if one of them is too long."""
         if _is_longer(ids, spec.max_prompt_tokens) or _is_longer(target, spec.max_completion_tokens):
             return None
         if not self._tokens.fit(len(ids) + len(target)):

@@ -19,6 +19,7 @@ from rlboost.shared.data.shards import AGENT_ROWS, names_of, shards
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import TEACHER
 from rlboost.shared.job.spec import JobSpec
+from rlboost.shared.model.folder import REWARD_MODEL
 
 _STATE_FOLDER = ".rlboost"
 _OF_THE_SYSTEM = ("cache", "drained", "logs", "redis", "weights")
@@ -49,10 +50,11 @@ def check_named_paths(spec: JobSpec, runs: Path, folders: Sequence[str]) -> None
 
 def _named(spec: JobSpec) -> Iterator[tuple[str, str]]:
     """Yield the field and the name of each local path."""
-    models = {"model": spec.model}
+    models = [("model", spec.model)]
     if spec.teacher is not None:
-        models[TEACHER] = spec.teacher.model
-    for field, model in models.items():
+        models.append((TEACHER, spec.teacher.model))
+    models += [(REWARD_MODEL, part.model) for part in spec.reward_parts if part.model]
+    for field, model in models:
         if model.startswith(("/", ".", "~")) or Path(model).exists():
             yield field, model
     for rows in spec.data.rows:

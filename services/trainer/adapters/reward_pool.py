@@ -8,10 +8,13 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from rlboost.services.trainer.adapters.user_code import (
+    IMPORT_LIMIT_S,
     UserCodeFault,
     UserCodeLog,
     UserCodeProcess,
@@ -46,6 +49,17 @@ class NoReward:
 
 
 _DETAIL_CHARS = 500
+_LOAD_LIMIT_S = 1800.0
+"""How long the weights of a reward model may take to load."""
+
+
+class RewardModelSource(NamedTuple):
+    """A reward model that the processes load."""
+
+    scorer: dict[str, Any]
+    """The arguments of `torch.reward_model.RewardModel`."""
+    digest: str
+    """Of its weights."""
 
 
 class RewardPool:
@@ -59,6 +73,7 @@ class RewardPool:
         *,
         token_origins: Collection[str] = (),
         columns: Collection[str] = (),
+        models: Mapping[str, RewardModelSource] = MappingProxyType({}),
     ) -> None:
         """Describe the processes; `start` starts them.
 
@@ -68,12 +83,16 @@ class RewardPool:
             log: where the output of the processes goes.
             token_origins: services that may get `REWARD_TOKEN`, as `origin_of` names them.
             columns: those of the data, without the prompt.
+            models: the reward models, as the job file names them.
 
         """
+        self._models = {name: model.digest for name, model in models.items()}
         self._spec = spec
         self._waits = waits
         self._log = log
-        self._processes = [UserCodeProcess(_program(spec, token_origins, columns), log) for _ in range(spec.workers)]
+        self._processes = [
+            UserCodeProcess(_program(spec, token_origins, columns, models), log) for _ in range(spec.workers)
+        ]
         self._idle: asyncio.LifoQueue[UserCodeProcess] = asyncio.LifoQueue()
 
     async def start(self) -> None:
@@ -99,7 +118,7 @@ class RewardPool:
             return Scores(None, fault.reason, fault.detail)
         finally:
             self._idle.put_nowait(process)
-        return _scores(answer, batch, self._spec.parts)
+        return replace(_scores(answer, batch, self._spec.parts), models=self._models)
 
     async def close(self) -> None:
         await asyncio.gather(*(process.kill() for process in self._processes))
@@ -107,12 +126,18 @@ class RewardPool:
             self._log.close()
 
 
-def _program(spec: RewardSpec, token_origins: Collection[str], columns: Collection[str]) -> UserProgram:
+def _program(
+    spec: RewardSpec,
+    token_origins: Collection[str],
+    columns: Collection[str],
+    models: Mapping[str, RewardModelSource],
+) -> UserProgram:
     parts = json.dumps(
         [
             {
                 **part.model_dump(),
                 "timeout_s": spec.timeout_s,
+                "scorer": models[part.model].scorer if part.model else None,
                 "hidden": [name for name in part.arguments if name in columns],
                 "gets_token": part.url is not None and origin_of(part.url) in token_origins,
             }
@@ -120,7 +145,9 @@ def _program(spec: RewardSpec, token_origins: Collection[str], columns: Collecti
         ]
     )
     functions = ", ".join(part.source for part in spec.parts)
-    return UserProgram("rlboost.services.trainer.children.reward", parts, "reward.function", functions)
+    field = "reward.function" if any(part.function for part in spec.parts) else "reward.model"
+    limit_s = _LOAD_LIMIT_S if models else IMPORT_LIMIT_S
+    return UserProgram("rlboost.services.trainer.children.reward", parts, field, functions, limit_s)
 
 
 def _scores(answer: dict[str, Any], batch: RewardBatch, parts: Sequence[RewardPart]) -> Scores:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -23,7 +23,7 @@ from rlboost.services.trainer.domain.batches import TrainingRow
 from rlboost.shared.errors import DiskFull, Fatal
 from rlboost.shared.files import replace_file, write_error
 from rlboost.shared.job.run_profile import RunProfile
-from rlboost.shared.model.folder import copy_without_weights, declare_dtype
+from rlboost.shared.model.folder import copy_without_weights, declare_dtype, declare_scores
 from rlboost.shared.weights.shards import Shard
 from rlboost.shared.wire import floats, ints
 
@@ -31,12 +31,31 @@ _FINISH_LIMIT_S = 5.0
 """How long loggers may take at the end: a stopping trainer has ten seconds in all."""
 
 
+class RewardModel(NamedTuple):
+    """What `config.json` of a trained reward model says, unlike the model that it started from."""
+
+    architecture: str
+    """transformers' class."""
+    pad_id: int | None
+    """The token that pads batches."""
+
+
 class LocalRunFolder:
     """`RunFolder` in a local folder."""
 
-    def __init__(self, folder: Path, model: Path, loggers: Mapping[str, Opener] | None = None) -> None:
-        """Use `folder`, created if missing; `model` is the base model's directory."""
+    def __init__(
+        self,
+        folder: Path,
+        model: Path,
+        loggers: Mapping[str, Opener] | None = None,
+        reward_model: RewardModel | None = None,
+    ) -> None:
+        """Use `folder`, created if missing; `model` is the base model's directory.
+
+        With `reward_model` the final model is one.
+        """
         self._folder = folder
+        self._reward_model = reward_model
         self._log = RunLog(loggers or {})
         self._model = model
         self._metrics = folder / "metrics.jsonl"
@@ -79,6 +98,8 @@ class LocalRunFolder:
             shutil.copymode(directory / "config.json", directory / "model.safetensors")
             dtypes = (t.dtype for t in tensors.values() if t.is_floating_point())
             declare_dtype(directory, str(next(dtypes)).removeprefix("torch."))
+            if self._reward_model is not None:
+                declare_scores(directory, *self._reward_model)
         return self._folder / "model"
 
     def export_adapter(self, shards: Iterable[Shard], adapter_json: str) -> Path:

@@ -21,7 +21,8 @@ import structlog
 
 from rlboost.services.trainer.adapters.wandb_child import STARTED
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.job.spec import ServiceJob, WandbSpec, missing_log_libraries
+from rlboost.shared.job.log import WandbSpec, missing_log_libraries
+from rlboost.shared.job.spec import ServiceJob
 from rlboost.shared.settings import environment_without_settings
 
 log = structlog.get_logger(__name__)

@@ -34,6 +34,12 @@ def _texts_in(value: Any) -> Iterator[str]:
         yield from _texts_in(inner)
 
 
+def pad_id_of(tokenizer: Any) -> int | None:
+    """Return the token that pads batches of a reward model: the tokenizer's own, or else its end token, as with TRL."""
+    found: int | None = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    return found
+
+
 _NO_NAME = "unknown"
 """The name of a call that could not be read."""
 
@@ -63,6 +69,8 @@ class PromptTokenizer:
         self._vocab_size = int(config.vocab_size)
         self._end_ids = frozenset(end_ids)
         self._end_id = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else end_ids[0]
+        self.pad_id = pad_id_of(tokenizer)
+        """The token that pads batches of a reward model."""
         self._template: ChatTemplate | None = None
         self._source: Any = None
         self._now = now or datetime.now(UTC)
@@ -197,6 +205,37 @@ class PromptTokenizer:
         n_inner = sum(token in self._end_ids for token in self._encode(whole.text[len(before) : whole.end]))
         ends = [i for i, token in enumerate(ids) if token in self._end_ids][n_inner:]
         return self._require_in_vocabulary(ids[: ends[0] + 1] if ends else [*ids, self._end_id])
+
+    def scored(
+        self,
+        prompt: str | Messages,
+        completion: str | Messages,
+        tools: Tools = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Return the token ids of a prompt and its completion as a reward model sees them, as TRL's `RewardTrainer`.
+
+        Text is tokenized as a whole, with an end token; the chat template renders messages up to its end of the last
+        turn. Padding at the end is left out: the score is that of the last token that is none, as in transformers.
+
+        Raises:
+            ConfigError: see `prompt`.
+
+        """
+        if isinstance(prompt, str):
+            end = self.decode([self._end_id])
+            ids = self._with_begin(self._encode(f"{prompt}{str(completion).removesuffix(end)}{end}"))
+        else:
+            messages = self._cleaned([*prompt, *completion])
+            whole = self._checked_template().render(
+                messages, tools=tools, kwargs=self._with_defaults(kwargs), is_prompt=False
+            )
+            ids = self._encode(whole.text)
+        while ids and ids[-1] == self.pad_id:
+            ids.pop()
+        if len(ids) < 2:
+            raise ConfigError("it has fewer than two tokens: leave it out")
+        return self._require_in_vocabulary(ids)
 
     def observation(
         self,

@@ -169,6 +169,11 @@ class UserCodeProcess:
         self._process: Process | None = None
 
     @property
+    def import_limit_s(self) -> float:
+        """Return how long a start may take."""
+        return self._program.import_limit_s
+
+    @property
     def is_running(self) -> bool:
         """Return True if the process was started and has not ended."""
         return self._process is not None and self._process.returncode is None
@@ -352,8 +357,10 @@ async def start_all(processes: Iterable[UserCodeProcess], waits: Waits, subject:
         ConfigError: see `UserCodeProcess.start`.
 
     """
-    async with waits.on(subject, because="import of the user's code", limit_s=IMPORT_LIMIT_S + 5):
-        await asyncio.gather(*(process.start() for process in processes))
+    starting = [*processes]
+    limit_s = max((process.import_limit_s for process in starting), default=IMPORT_LIMIT_S)
+    async with waits.on(subject, because="import of the user's code", limit_s=limit_s + 5):
+        await asyncio.gather(*(process.start() for process in starting))
 
 
 # --- The user's function that skips prompts. It runs in the trainer's process, in a thread ----------------------------

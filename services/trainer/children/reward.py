@@ -274,6 +274,21 @@ def _rows(request: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
+# --- A reward model in this process -----------------------------------------------------------------------------------
+
+
+def reward_model(part: Mapping[str, Any]) -> Caller:
+    """Return a caller of the reward model that `part["scorer"]` describes.
+
+    Raises:
+        ConfigError: it cannot be loaded.
+
+    """
+    from rlboost.services.trainer.adapters.torch.reward_model import RewardModel  # noqa: PLC0415 - imports torch
+
+    return Caller(part["name"], part["model"], RewardModel(**part["scorer"]).score, reward_number)
+
+
 # --- The process ------------------------------------------------------------------------------------------------------
 
 
@@ -282,6 +297,13 @@ def main() -> int:
     pipe = Pipe()
     callers = []
     for part in json.loads(sys.argv[1]):
+        if part["model"]:
+            try:
+                callers.append(reward_model(part))
+            except Exception as error:  # noqa: BLE001 - of a library, such as a device without memory
+                pipe.write({"failed": f"{part['model']}: {error}"})
+                return 1
+            continue
         try:
             function = None if part["url"] else _loaded(part)
             callers.append(remote(part) if function is None else caller(function, part))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from rlboost.services.trainer.domain.loss.inputs import TokenBatch
 from rlboost.services.trainer.domain.loss.preference import pair_metrics
+from rlboost.services.trainer.domain.loss.reward_model import score_metrics
 from rlboost.services.trainer.domain.loss.sums import routing_metrics
 
 if TYPE_CHECKING:
@@ -49,14 +50,14 @@ class OfflineStep:
 
     def metrics(self) -> dict[str, float]:
         """Return the step's row of the run log."""
-        loss, n_tokens = self.sums["loss"] / self.sums["divisor"], self.sums["tokens"]
+        loss, n_tokens = self.sums["loss"] / self.sums["divisor"], float(sum(self.lengths))
         return {
             "loss": loss,
-            **(pair_metrics(self.sums) or {"perplexity": perplexity(loss)}),
+            **(pair_metrics(self.sums) or score_metrics(self.sums) or {"perplexity": perplexity(loss)}),
             "grad_norm": self.grad_norm,
             "lr": self.learning_rate,
             "tokens/trained": n_tokens,
-            "completions/mean_length": sum(self.lengths) / len(self.lengths),
+            "completions/mean_length": n_tokens / len(self.lengths),
             "completions/max_length": float(max(self.lengths)),
             "time/step_s": self.train_s,
             "time/train_s": self.train_s,

@@ -385,7 +385,7 @@ def gradient_zero(history: History, _: JobFacts) -> Finding | None:
         f"the gradient was 0 in each of the last {WINDOW_STEPS} steps, though {tokens[-1]:.0f} tokens were trained in "
         "the last, so the weights do not change",
         "the loss does not depend on the trained weights (an algorithm.loss of your own), or it is already 0",
-        "check algorithm.loss, or the completions in the data of a job of kind sft or dpo",
+        "check algorithm.loss, or the completions in the data of a job of kind sft, dpo or reward",
     )
 
 

@@ -36,6 +36,9 @@ class PolicySettings(BaseModel):
     """Seeds the adapter's initial values and its dropout."""
     lora: LoraSpec | None = None
     """The adapter to train; None to train the model itself. Not with megatron."""
+    scores: bool = False
+    """Whether the model is a reward model: columns have the score at each row's last token, as its only loss token, in
+    place of log-probabilities. Not with megatron."""
     critic: CriticSpec | None = None
     """The value model to train along with the policy, if any. Not with megatron."""
     reference: bool = False
@@ -73,6 +76,7 @@ class PolicySettings(BaseModel):
             dtype=trainer.dtype,
             seed=trainer.seed,
             lora=spec.adapter,
+            scores=spec.kind == "reward",
             critic=None if isinstance(spec, OfflineJob) else spec.algorithm.critic,
             reference=spec.needs_reference,
             teacher=teacher,

@@ -169,7 +169,7 @@ class Prompt:
     tokens: bytes
     """int32 column of token ids: the model's input."""
     columns: dict[str, Any]
-    """The line's other keys."""
+    """The line's other keys; of a row for a reward model only its margin, if it has one, or its label."""
     completion: bytes = b""
     """int32 column of token ids including the end token: the target of supervised fine-tuning, or the better completion
     of a pair; empty otherwise."""
@@ -204,6 +204,8 @@ class Data:
     """What the chat template writes like a special token, and the tokenizer splits into several tokens."""
     vocab_size: int = 0
     """Number of token ids of the model; 0 if unknown."""
+    pad_id: int | None = None
+    """The token that pads batches of a reward model."""
 
 
 # --- The user's reward functions --------------------------------------------------------------------------------------
@@ -238,6 +240,8 @@ class Scores:
     detail: str = ""
     parts: dict[str, tuple[float | None, ...]] = field(default_factory=dict)
     """Function name -> its unweighted reward per completion, if there are several; None where it does not apply."""
+    models: Mapping[str, str] = field(default_factory=dict)
+    """Reward model, as the job file names it -> digest of its weights."""
 
 
 class RewardFunction(Protocol):

@@ -13,15 +13,22 @@ from functools import partial
 
 from rlboost.services.trainer.domain import plan
 from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow, constant, pack, select
-from rlboost.services.trainer.domain.loss import preference, sums
+from rlboost.services.trainer.domain.loss import preference, reward_model, sums
 from rlboost.services.trainer.domain.offline import OfflineStep, perplexity
 from rlboost.services.trainer.job.job import Job
 from rlboost.services.trainer.ports.engine import NotFinite
 from rlboost.services.trainer.ports.samples import Prompt
 from rlboost.services.trainer.step.training_rows import EngineCall, engine_columns
+from rlboost.shared.data.examples import LABEL, MARGIN
 from rlboost.shared.errors import Fatal
-from rlboost.shared.job.spec import DpoJob, OfflineJob
+from rlboost.shared.job.spec import DpoJob, OfflineJob, RewardJob
 from rlboost.shared.wire import I32, floats, length
+
+_HELD_OUT = {
+    "dpo": ("rewards/accuracies", "rewards/margins"),
+    "reward": ("accuracy", "margin", "mean_reward"),
+}
+"""Kind of job -> the metrics of held-out pairs or labelled rows, next to the loss."""
 
 
 async def train_step(job: Job, spec: OfflineJob, step: int) -> dict[str, float]:
@@ -34,11 +41,12 @@ async def train_step(job: Job, spec: OfflineJob, step: int) -> dict[str, float]:
     began, device, resources = time.monotonic(), job.device, job.resources
     data, engine, numbers = resources.data.train, resources.engine, dict[str, float]()
     indices = plan.prompt_indices(spec.trainer.seed, step, spec.data.prompts_per_step, len(data))
-    rows = _rows([data[i] for i in indices])
+    examples = [data[i] for i in indices]
+    rows = _rows(spec, examples)
     rate = plan.learning_rate(spec.optimizer, step, spec.steps)
     try:
-        if isinstance(spec, DpoJob):
-            rows, numbers = await _pairs(job, spec, rows)
+        if isinstance(spec, DpoJob | RewardJob):
+            rows, numbers = await _weighted(job, spec, examples, rows)
         for batch in select(rows, pack(rows, spec.trainer.micro_batch_tokens)):
             # One call per micro-batch: a cancelled job waits for one only.
             sums.add(numbers, await device.run(partial(engine.accumulate, [batch], resources.loss)))
@@ -48,27 +56,37 @@ async def train_step(job: Job, spec: OfflineJob, step: int) -> dict[str, float]:
         raise Fatal(
             f"step {step + 1}: {error}. Look for bad data among the {len(rows)} rows in {path}, or lower optimizer.lr"
         ) from error
-    lengths = [length(row.completion, I32) for row in rows]
+    lengths = [length(completion, I32) for example in examples for completion in example.completions]
     return OfflineStep(numbers, lengths, norm, rate, train_s=time.monotonic() - began).metrics()
 
 
 async def evaluate(job: Job, spec: OfflineJob) -> dict[str, float]:
     """Return the metrics of the present weights on the held-out rows: means over all their tokens, or all pairs."""
-    rows = _rows(job.resources.data.evaluation)
-    if isinstance(spec, DpoJob):
-        _, found = await _pairs(job, spec, rows)
-        means = preference.pair_metrics(found)
-        shown = {f"eval/{name}": means[name] for name in ("rewards/accuracies", "rewards/margins")}
-        return {"eval/loss": found["loss"] / len(rows), **shown}
+    examples = job.resources.data.evaluation
+    rows = _rows(spec, examples)
+    if isinstance(spec, DpoJob | RewardJob):
+        _, found = await _weighted(job, spec, examples, rows)
+        means = preference.pair_metrics(found) | reward_model.score_metrics(found)
+        return {
+            "eval/loss": found["loss"] / len(rows),
+            **{f"eval/{name}": means[name] for name in _HELD_OUT[spec.kind] if name in means},
+        }
     columns = [floats(column) for column in await _columns(job, rows, job.resources.engine.logprobs)]
     loss = -math.fsum(math.fsum(column) for column in columns) / sum(map(len, columns))
     return {"eval/loss": loss, "eval/perplexity": perplexity(loss)}
 
 
-async def _pairs(job: Job, spec: DpoJob, rows: Sequence[TrainingRow]) -> tuple[list[TrainingRow], dict[str, float]]:
-    """Return the rows of pairs with weights that depend on the current weights of the model, and the pairs' sums."""
+async def _weighted(
+    job: Job, spec: DpoJob | RewardJob, examples: Sequence[Prompt], rows: Sequence[TrainingRow]
+) -> tuple[list[TrainingRow], dict[str, float]]:
+    """Return the rows with weights that depend on the current weights of the model, and the sums of pairs or labels."""
     engine = job.resources.engine
     trained = await _columns(job, rows, engine.logprobs)
+    if isinstance(spec, RewardJob):
+        if not examples[0].rejected:
+            return reward_model.weighted_labels(rows, trained, [example.columns[LABEL] for example in examples])
+        margins = [example.columns.get(MARGIN, 0.0) for example in examples]
+        return reward_model.weighted(rows, trained, margins, spec.algorithm.center_rewards_coefficient)
     reference = await _columns(job, rows, engine.reference_logprobs)
     return preference.weighted(rows, trained, reference, spec.algorithm.preference)
 
@@ -77,11 +95,18 @@ async def _columns(job: Job, rows: Sequence[SequenceRow], call: EngineCall) -> l
     return await engine_columns(rows, call, job.spec.trainer.micro_batch_tokens, job.device.run)
 
 
-def _rows(examples: Sequence[Prompt]) -> list[TrainingRow]:
-    """Return examples as training rows, of a pair the better one first; no policy generated them, so `sampled` is 0."""
+def _rows(spec: OfflineJob, examples: Sequence[Prompt]) -> list[TrainingRow]:
+    """Return examples as training rows, of a pair the better one first; no policy generated them, so `sampled` is 0.
+
+    A reward model trains on one number for each row: the score at its last token.
+    """
     rows = []
     for example in examples:
         for completion in example.completions:
-            row = SequenceRow(example.tokens, completion, bytes(len(completion)))
+            given, trained = example.tokens, completion
+            if isinstance(spec, RewardJob):
+                whole = given + completion
+                given, trained = whole[: -I32.itemsize], whole[-I32.itemsize :]
+            row = SequenceRow(given, trained, bytes(len(trained)))
             rows.append(TrainingRow.of(row, constant(1.0, row)))
     return rows

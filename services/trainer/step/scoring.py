@@ -75,6 +75,7 @@ def sample_summaries(
                 "completion": _without_middle(data.decode(tokens, skip_special_tokens=True), _TEXT_CHARS),
                 "reward": reward,
                 **({"rewards": {name: values[i] for name, values in scores.parts.items()}} if scores.parts else {}),
+                **({"reward_models": dict(scores.models)} if scores.models else {}),
                 "reason": scores.reason,
                 "finish": sample.finish,
                 "n_tokens": len(ints(sample.tokens)),

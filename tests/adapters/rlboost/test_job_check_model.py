@@ -22,6 +22,7 @@ from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import parse
 from rlboost.shared.job.training import LoraSpec
+from rlboost.shared.model.folder import declare_scores
 from rlboost.shared.process.modules import pip_install
 from tests.support import rank_policies
 from tests.support.model_folder import write_model, write_tokenizer, write_unmarked_model
@@ -89,6 +90,29 @@ def test_check_prints_the_first_pair_as_the_model_sees_it(folder: Path) -> None:
         "and what is worse (3 tokens):",
         "  | t8 t9 <eos>",
     ]
+
+
+def test_check_prints_the_first_pair_of_a_reward_model_and_refuses_its_folder_as_a_policy(folder: Path) -> None:
+    (folder / "train.jsonl").write_text('{"prompt": "t5 t6", "chosen": " t7 t8", "rejected": " t7 t9"}\n')
+    raw = {"kind": "reward", "model": "base", "data": {"train": "train.jsonl", "prompts_per_step": 1}, "steps": 1}
+    found = jobcheck.check_job(raw)
+    assert found.problems == []
+    assert found.example.splitlines() == [
+        "the first prompt, as the model sees it (4 tokens):",
+        "  | <bos> t5 t6 t7",
+        "and what is better (2 tokens):",
+        "  | t8 <eos>",
+        "and what is worse (2 tokens):",
+        "  | t9 <eos>",
+    ]
+    declare_scores(folder / "base", "LlamaForSequenceClassification", 0)
+    [problem] = check()
+    assert problem.startswith("config.json: the model is a reward model (LlamaForSequenceClassification), which")
+    assert problem == trainers_words(lambda: TorchPolicy(PolicySettings(), device="cpu").load_hf(Path("base")))
+    [problem] = jobcheck.check_job(raw).problems
+    assert problem == "model base has no tensor score.weight, the head of a reward model: copy the model again"
+    engine = TorchPolicy(PolicySettings(scores=True), device="cpu")
+    assert problem == trainers_words(lambda: engine.load_hf(Path("base")))
 
 
 def test_a_prompt_that_does_not_fit_the_models_positions_is_named(folder: Path) -> None:

@@ -68,7 +68,9 @@ def test_path_in_the_operators_folders_is_allowed(folder: Path, changes: dict[st
         checked(**absolute)
 
 
-@pytest.mark.parametrize("field", ["data.train", "data.eval", "model", "trainer.checkpoints", "trainer.resume"])
+@pytest.mark.parametrize(
+    "field", ["data.train", "data.eval", "model", "reward.model", "trainer.checkpoints", "trainer.resume"]
+)
 @pytest.mark.parametrize(
     "path",
     [

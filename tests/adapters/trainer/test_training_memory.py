@@ -20,8 +20,11 @@ from rlboost.jobs.memory import (
     TrainedModel,
     adapter_parameters,
     estimate,
+    generating_bytes,
+    scoring_parameters,
     size_of,
     state_bytes,
+    trained_model,
     update_memory,
 )
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
@@ -274,6 +277,23 @@ def test_pairs_need_memory_for_the_reference(tmp_path: Path) -> None:
     assert preferred.bytes["state"] > imitated.bytes["state"]
     online = {**raw, "algorithm": {"name": "dpo"}}
     assert estimate(parse(online)).bytes["state"] == preferred.bytes["state"]
+
+
+def test_a_reward_model_has_no_logits_and_needs_memory_where_it_scores(tmp_path: Path) -> None:
+    raw, size = job(tmp_path, QWEN3_235B, data_parallel=64, offload="all"), size_of(QWEN3_235B)
+    imitated, scored = (
+        estimate(parse({"kind": kind, **{name: raw[name] for name in ("model", "data", "trainer", "steps")}}))
+        for kind in ("sft", "reward")
+    )
+    assert scored.parameters == size.total - (size.vocabulary - 1) * size.hidden
+    assert scored.bytes["state"] < imitated.bytes["state"]
+    assert scored.bytes["logits"] == 0 < imitated.bytes["logits"]
+    spec = parse({**raw, "reward": {"functions": [{"model": raw["model"]}], "workers": 2}})
+    n_scoring = scoring_parameters(spec)
+    assert n_scoring == 2 * size.reward_model
+    assert estimate(spec).bytes["state"] - estimate(parse(raw)).bytes["state"] == 4 * n_scoring
+    model = trained_model(spec, size.total, n_reward_models=n_scoring)
+    assert generating_bytes(model, spec.trainer) == 4 * n_scoring, "offloading leaves it where it is"
 
 
 def test_job_that_trains_nothing_is_refused(tmp_path: Path) -> None:

@@ -9,8 +9,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-SOURCES = ("advantages", "curriculum", "loss/preference", "metrics", "offline")
-ALONE = {"loss", "lr", "kl", "entropy", "grad_norm", "mismatch_kl", "frac_reward_zero_std", "perplexity"}
+SOURCES = ("advantages", "curriculum", "loss/preference", "loss/reward_model", "metrics", "offline")
+ALONE = {"loss", "lr", "kl", "entropy", "grad_norm", "mismatch_kl", "frac_reward_zero_std", "perplexity"} | {
+    "accuracy",
+    "margin",
+    "mean_reward",
+    "min_reward",
+    "max_reward",
+}
 """Metrics without a slash."""
 EXPECTED = (
     "reward/mean",

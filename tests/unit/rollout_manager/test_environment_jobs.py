@@ -44,6 +44,7 @@ def test_environment_replaces_or_complements_a_reward() -> None:
         ({"environment": {"function": "guess"}}, "environment.function"),
         ({"environment": {**GAME, "max_turns": 0}}, "environment.max_turns"),
         ({"environment": {**GAME, "turns": 3}}, "turns"),
+        ({"environment": GAME, "reward": {"model": "m"}}, "reward.model: scores a prompt with one completion, and"),
         ({"environment": GAME, "kind": "sft"}, "a job of kind sft generates nothing: remove environment"),
     ],
 )

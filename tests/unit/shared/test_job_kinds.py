@@ -24,6 +24,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "rl": {"model": "m", "data": {"train": "t"}, "reward": REWARD, "steps": 1},
     "sft": {"kind": "sft", "model": "m", "data": {"train": "t"}, "steps": 1},
     "dpo": {"kind": "dpo", "model": "m", "data": {"train": "t"}, "steps": 1},
+    "reward": {"kind": "reward", "model": "m", "data": {"train": "t"}, "steps": 1},
     "eval": {"kind": "eval", "model": "m", "data": {"eval": "e"}, "reward": REWARD, "eval": {"samples": 4}},
 }
 
@@ -54,6 +55,26 @@ def test_minimal_job_of_each_kind_parses_and_round_trips(kind: str) -> None:
             "dpo",
             {"elastic": {"weights": "lora"}, "lora": {"dropout": 0.1}},
             "lora.dropout: pairs are compared without dropout, as with TRL's disable_dropout: set it to 0",
+        ),
+        (
+            "reward",
+            {"elastic": {"weights": "lora"}, "lora": {"dropout": 0.1}},
+            "lora.dropout: pairs are compared without dropout, as with TRL's disable_dropout: set it to 0",
+        ),
+        (
+            "reward",
+            {"algorithm": {"center_rewards_coefficient": -1}},
+            "algorithm.center_rewards_coefficient: should be 0 or more, not -1",
+        ),
+        (
+            "reward",
+            {"trainer": {"backend": "megatron"}},
+            "trainer.backend: megatron has no head for scores: set it to torch",
+        ),
+        (
+            "reward",
+            {"trainer": {"router_aux_loss_coef": 0.1}},
+            "trainer.router_aux_loss_coef: experts of a reward model are not balanced: remove it",
         ),
         ("eval", {"data": {}}, "data.eval: missing: give it"),
         ("sft", {"eval": {}}, "data.eval: missing, and eval is set: name the file of held-out rows, or remove eval"),
@@ -124,8 +145,8 @@ def test_minimal_job_of_each_kind_parses_and_round_trips(kind: str) -> None:
             "reward: every function has weight 0 and is only logged: give one of them another weight",
         ),
         ("eval", {"eval": None}, "eval: should be a section with the keys every, samples, pass_reward"),
-        ("eval", {"kind": "test"}, "kind: 'test' is unknown: use 'rl', 'sft', 'dpo', 'eval' or 'external'"),
-        ("eval", {"kind": ["sft"]}, "kind: should be 'rl', 'sft', 'dpo', 'eval' or 'external'"),
+        ("eval", {"kind": "test"}, "kind: 'test' is unknown: use 'rl', 'sft', 'dpo', 'reward', 'eval' or 'external'"),
+        ("eval", {"kind": ["sft"]}, "kind: should be 'rl', 'sft', 'dpo', 'reward', 'eval' or 'external'"),
     ],
 )
 def test_missing_setting_of_a_kind_is_named(kind: str, changes: dict[str, Any], text: str) -> None:
@@ -169,6 +190,12 @@ RL, SFT, EVAL = "learns from what it generates, up to sampling.max_tokens", "gen
             },
             SFT,
             "reward, data.completion_key, algorithm.name",
+        ),
+        (
+            "reward",
+            {"algorithm": {"preference": {"beta": 0.2}}, "data": {"train": "t", "completion_key": "a"}},
+            SFT,
+            "data.completion_key, algorithm.preference",
         ),
         ("eval", {"steps": 0, "optimizer": {"lr": 0.1}, "lora": {}}, EVAL, "steps, optimizer, lora"),
         (

@@ -11,9 +11,10 @@ from pydantic import BaseModel
 
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import CriticSpec, PreferenceSpec
+from rlboost.shared.job.log import WandbSpec
 from rlboost.shared.job.other_trainers import NAMES, advice
 from rlboost.shared.job.reward import EnvironmentSpec, RewardPart
-from rlboost.shared.job.spec import RlJob, WandbSpec, parse
+from rlboost.shared.job.spec import RlJob, parse
 from rlboost.shared.job.training import CurriculumSpec, LoraSpec
 from tests.support.jobs import job_file
 

@@ -56,3 +56,5 @@ def test_settings_of_a_job_have_all_of_its_choices() -> None:
     assert PolicySettings.of(parse({**job, "kind": "sft"}), "token_mean", None) == PolicySettings(**common)
     pairs = PolicySettings.of(parse({**job, "kind": "dpo"}), "sequence_sum", None)
     assert pairs == PolicySettings(**common, reference=True, aggregation="sequence_sum")
+    scores = PolicySettings.of(parse({**job, "kind": "reward"}), "sequence_sum", None)
+    assert scores == PolicySettings(**common, scores=True, aggregation="sequence_sum")

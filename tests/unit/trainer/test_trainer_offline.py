@@ -1,4 +1,4 @@
-"""Jobs of `kind: sft` and `dpo` on fakes: what they do without a worker, and how they continue after a kill."""
+"""Jobs of `kind: sft`, `dpo` and `reward` on fakes: what they do without a worker, and how they go on after a kill."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from rlboost.services.trainer.fakes import FakeEngine
 from rlboost.services.trainer.ports.engine import NotFinite
 from rlboost.services.trainer.ports.samples import Prompt
 from rlboost.services.trainer.ports.storage import JobResources
+from rlboost.shared.data.examples import LABEL
 from rlboost.shared.job.spec import JobSpec, parse
 from rlboost.shared.messages import JobCommand
 from rlboost.shared.wire import I32, length, pack
@@ -46,7 +47,7 @@ class OfflineRig(Rig):
 
     def build(self, job: JobSpec, job_id: str, created: datetime) -> JobResources:
         rows = [Prompt(f"p{i}", pack([1, i], I32), {}, pack([3 + i] * (2 + i % 3) + [2], I32)) for i in range(10)]
-        if job.kind == "dpo":
+        if job.kind in ("dpo", "reward"):
             rows = [replace(row, rejected=pack([13 + i, 2], I32)) for i, row in enumerate(rows)]
         built = super().build(job, job_id, created)
         return replace(built, data=replace(built.data, train=rows, evaluation=rows[:3]))
@@ -177,7 +178,9 @@ async def test_each_row_is_seen_once_an_epoch_in_micro_batches_of_the_given_size
     assert seen[:10] != seen[10:]
 
 
-@pytest.mark.parametrize(("kind", "killed_in"), [*(("sft", i) for i in (0, 1, 2, STEPS - 1)), ("dpo", 1)])
+@pytest.mark.parametrize(
+    ("kind", "killed_in"), [*(("sft", i) for i in (0, 1, 2, STEPS - 1)), ("dpo", 1), ("reward", 1)]
+)
 async def test_a_killed_trainers_successor_ends_with_the_same_bits(tmp_path: Path, kind: str, killed_in: int) -> None:
     steady, killed = (OfflineRig(tmp_path / name, sft(kind=kind)) for name in "ab")
     await run(steady)
@@ -186,6 +189,61 @@ async def test_a_killed_trainers_successor_ends_with_the_same_bits(tmp_path: Pat
     assert killed.weights.versions == steady.weights.versions
     assert killed.folder.model == steady.folder.model
     assert sorted(killed.folder.rows) == list(range(STEPS))
+
+
+async def test_a_reward_model_trains_on_the_last_tokens_of_pairs_and_is_not_published(tmp_path: Path) -> None:
+    """All scores are -1 (`FakeEngine`), so only the margins and the coefficient change the loss."""
+    data = {"train": "t", "eval": "e", "prompts_per_step": 10}
+    algorithm = {"center_rewards_coefficient": 0.01}
+    rig = OfflineRig(tmp_path, sft(kind="reward", data=data, eval={"every": 5}, algorithm=algorithm, steps=1))
+    seen: list[TrainingRow] = []
+
+    class Noting(FakeEngine):
+        def accumulate(self, batches: Any, loss: LossFn) -> dict[str, float]:
+            seen.extend(row for rows in batches for row in rows)
+            return super().accumulate(batches, loss)
+
+    rig.make_engine = Noting
+    await run(rig)
+    row, after = rig.folder.rows[0], rig.folder.rows[1]
+    assert row["loss"] == pytest.approx(math.log(2) + 0.01 * 4)
+    assert (row["accuracy"], row["margin"], row["mean_reward"]) == (0.0, 0.0, -1.0)
+    assert (row["min_reward"], row["max_reward"]) == (-1.0, -1.0)
+    assert after == {
+        "eval/loss": pytest.approx(math.log(2) + 0.01 * 4),
+        "eval/accuracy": 0.0,
+        "eval/margin": 0.0,
+        "eval/mean_reward": -1.0,
+    }
+    assert row["tokens/trained"] == sum(3 + i % 3 for i in range(10)) + 20
+    assert {length(one.completion, I32) for one in seen} == {1}
+    assert sorted({advantage_of(one) for one in seen}) == pytest.approx([-1 + 0.08, 1 + 0.08])
+    assert rig.weights.versions == {}
+    assert rig.folder.model
+
+
+async def test_a_reward_model_trains_on_labels_in_place_of_pairs(tmp_path: Path) -> None:
+    """All scores are -1 (`FakeEngine`)."""
+
+    class Labelled(OfflineRig):
+        def build(self, job: JobSpec, job_id: str, created: datetime) -> JobResources:
+            built = super().build(job, job_id, created)
+            rows = [replace(row, rejected=b"", columns={LABEL: float(i % 2)}) for i, row in enumerate(built.data.train)]
+            return replace(built, data=replace(built.data, train=rows, evaluation=rows[:3]))
+
+    data = {"train": "t", "eval": "e", "prompts_per_step": 10}
+    rig = Labelled(tmp_path, sft(kind="reward", data=data, eval={"every": 5}, steps=1))
+    await run(rig)
+    wrong, right = math.log1p(math.e), math.log1p(1 / math.e)
+    row, after = rig.folder.rows[0], rig.folder.rows[1]
+    assert row["loss"] == pytest.approx((wrong + right) / 2)
+    assert (row["accuracy"], row["mean_reward"]) == (0.5, -1.0)
+    assert "margin" not in row
+    assert after == {
+        "eval/loss": pytest.approx((wrong + 2 * right) / 3),
+        "eval/accuracy": pytest.approx(2 / 3),
+        "eval/mean_reward": -1.0,
+    }
 
 
 @pytest.mark.parametrize("column", ["completion", "rejected"])

@@ -29,11 +29,14 @@ from rlboost.services.trainer.adapters.torch.layers import (
 from rlboost.services.trainer.adapters.torch.packing import DUMMY_ROWS, ContextGroup
 from rlboost.services.trainer.adapters.torch.passes import (
     LogprobPass,
+    ScorePass,
     ValuePass,
     empty_critic,
     empty_model,
+    initial_head,
     whole_critic,
     whole_model,
+    with_scores,
 )
 from rlboost.services.trainer.adapters.torch.ranks import Coordinates, Layout, TensorSlice
 from rlboost.services.trainer.adapters.torch.trainable import (
@@ -53,6 +56,7 @@ from rlboost.services.trainer.domain.loss import sums
 from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.job.training import OptimizerSpec
 from rlboost.shared.model.experts import matrices, n_matrices, names_of_expert
+from rlboost.shared.model.folder import HEAD
 
 # --- Models of transformers, whole on one rank, or sharded by FSDP2 (arXiv 2304.11277) --------------------------------
 # A layer's parameters are gathered only while the layer computes.
@@ -128,8 +132,8 @@ def optimizers(
 def hidden_matrices(model: Any, parameters: Sequence[Tensor]) -> list[Tensor]:
     """Return the two-dimensional parameters except embeddings and the output head."""
     outer = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
-    if (head := model.get_output_embeddings()) is not None:
-        outer.append(head.weight)
+    heads = (model.get_output_embeddings(), getattr(model, "score", None))
+    outer += [head.weight for head in heads if head is not None]
     excluded = {id(weight) for weight in outer}
     return [parameter for parameter in parameters if parameter.ndim == 2 and id(parameter) not in excluded]
 
@@ -440,13 +444,14 @@ class FsdpRank(RankEngine):
         settings, source = self._settings, Path(model["source"])
         dtype = self._dtype if settings.lora else torch.float32
         if self._mesh is None:
-            module = whole_model(source, model["attention"], dtype).to(self._device)
+            module = whole_model(source, model["attention"], dtype, scores=settings.scores).to(self._device)
             if settings.compile:
                 torch.compiler.reset()  # the code of earlier jobs counts towards torch's limit of variants
         else:
-            module = empty_model(source, model["attention"], dtype)
+            module = empty_model(source, model["attention"], dtype, scores=settings.scores)
+        head = {HEAD: initial_head(source, settings.seed)} if settings.scores else NO_TENSORS
         self.module = module
-        self._adapter = Adapter(module, settings.lora) if settings.lora else None
+        self._adapter = Adapter(module, settings.lora, scores=settings.scores) if settings.lora else None
         if self._mesh is None and settings.reference and self._adapter is None and not settings.teacher:
             self.reference = copy.deepcopy(module).requires_grad_(False)
         self._prepare(module, module)
@@ -455,13 +460,13 @@ class FsdpRank(RankEngine):
         if (adapter := self._adapter) is None:
             parameters = dict(module.named_parameters())
             return self._trainable(
-                TrainedFsdpModel(module, parameters, settings.optimizer, self._mesh, buffers), passes
+                TrainedFsdpModel(module, parameters, settings.optimizer, self._mesh, buffers), passes, initial=head
             )
         return self._trainable(
             TrainedFsdpModel(module, adapter.tensors, settings.optimizer, self._mesh),
             passes,
             Frozen(FsdpModel(adapter.frozen, self._mesh, buffers), _BasePasses(passes, adapter)),
-            adapter.initial_values(settings.seed),
+            adapter.initial_values(settings.seed, head),
             adapter.json,
         )
 
@@ -504,9 +509,13 @@ class FsdpRank(RankEngine):
         return self._trainable(trained, passes, initial=initial)
 
     def _passes_of(self, module: Any, *, balances: bool = False) -> FsdpForwardBackward:
-        forward = LogprobPass(
-            module, self._settings, device=torch.device(self._device), context=self._context, balances=balances
-        )
+        device, context = torch.device(self._device), self._context
+        forward: LogprobPass | ScorePass
+        if self._settings.scores:
+            with_scores(module)
+            forward = ScorePass(module, dtype=self._dtype, device=device, context=context)
+        else:
+            forward = LogprobPass(module, self._settings, device=device, context=context, balances=balances)
         return FsdpForwardBackward(forward, self._mesh, self._context, self._balancing)
 
     @property

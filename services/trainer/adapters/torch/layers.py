@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -333,6 +333,9 @@ def _packed(model: Any, rows: Sequence[Tensor]) -> Tensor:
 
 _NAME = "default"
 """PEFT's name of an unnamed adapter."""
+_HEAD = "base_model.model.score."
+"""The head of a reward model, which is trained whole: PEFT's copy of it, in its file under this prefix."""
+_HEAD_COPY = f"{_HEAD}modules_to_save.{_NAME}.weight"
 
 
 class Adapter:
@@ -341,12 +344,13 @@ class Adapter:
     Its tensors are float32 for any model dtype, and uninitialized: see `initial_values`.
     """
 
-    def __init__(self, model: Any, spec: LoraSpec) -> None:
+    def __init__(self, model: Any, spec: LoraSpec, *, scores: bool = False) -> None:
         """Add an adapter to `model`, in place.
 
         Args:
             model: a transformers model, on any device, also torch's meta device.
             spec: the adapter's settings.
+            scores: True if it is a reward model, whose head is trained too.
 
         Raises:
             ConfigError: PEFT is not installed, or `lora.targets` names modules that cannot have an adapter.
@@ -362,7 +366,7 @@ class Adapter:
             lora_alpha=spec.alpha,
             lora_dropout=spec.dropout,
             target_modules=spec.targets if isinstance(spec.targets, str) else list(spec.targets),
-            task_type="CAUSAL_LM",
+            task_type="SEQ_CLS" if scores else "CAUSAL_LM",
         )
         check_targets(spec, shapes)
         try:
@@ -390,25 +394,31 @@ class Adapter:
     def tensors(self) -> dict[str, Tensor]:
         """The trained tensors, by PEFT's names."""
         named = dict(self._wrapped.named_parameters())
-        return {own: named[name] for name, own in wrapped_names(named, _NAME).adapter.items()}
+        head = {f"{_HEAD}weight": named[_HEAD_COPY]} if _HEAD_COPY in named else {}
+        return {own: named[name] for name, own in wrapped_names(named, _NAME).adapter.items()} | head
 
     @property
     def frozen(self) -> dict[str, Tensor]:
-        """The model's own parameters, by their Hugging Face names."""
-        named = dict(self._model.named_parameters())
+        """The model's own parameters, by their Hugging Face names, without a head that is trained."""
+        named = {name: one for name, one in self._model.named_parameters() if not name.startswith("score.")}
         return {own: named[name] for name, own in wrapped_names(named, _NAME).model.items()}
 
-    def initial_values(self, seed: int) -> dict[str, Tensor]:
+    def initial_values(self, seed: int, others: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the values that training starts from, on the CPU: those of PEFT, which are the identity.
 
         They depend on the seed and the shapes only, not on the device or on how the tensors are sharded.
+
+        Args:
+            seed: the job's.
+            others: values of trained tensors of the model, by their Hugging Face names.
+
         """
         generator = torch.Generator().manual_seed(seed)
         values = {name: torch.zeros(tensor.shape) for name, tensor in self.tensors.items()}
         for name, value in values.items():
             if ".lora_A." in name:
                 torch.nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
-        return values
+        return values | {f"base_model.model.{name}": value for name, value in others.items()}
 
     @contextmanager
     def training(self) -> Iterator[None]:

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 from rlboost.services.trainer.adapters.torch import packing
 from rlboost.services.trainer.adapters.torch.layers import EXPERTS
@@ -32,13 +33,16 @@ from rlboost.services.trainer.adapters.torch.packing import (
     replayed,
     select_rows,
 )
+from rlboost.services.trainer.adapters.torch.ranks import TensorSlice
 from rlboost.services.trainer.adapters.torch.routing import Balance, Replay, Routers
+from rlboost.services.trainer.adapters.torch.tensors import SliceReader
 from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow
 from rlboost.services.trainer.domain.loss.policy import value_loss
 from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.job.training import CHUNK_LOGITS
+from rlboost.shared.model.folder import HEAD, read_tensor_shapes
 
 # --- Log-probabilities of selected tokens and their gradient, without a second copy of the logits ---------------------
 # With a large vocabulary the logits dominate an update's memory: 151,936 per token, against a hidden state of a few
@@ -275,12 +279,12 @@ class ValuePass:
     """The load of a critic's experts is not balanced; see `LogprobPass.balance`."""
 
     def __init__(
-        self, model: ValueModel, *, dtype: torch.dtype, device: torch.device, context: ContextGroup | None = None
+        self, model: Any, *, dtype: torch.dtype, device: torch.device, context: ContextGroup | None = None
     ) -> None:
         """Use a model.
 
         Args:
-            model: the critic.
+            model: a `ValueModel`, or a reward model whose `forward` is that of `with_scores`.
             dtype: dtype of matrix multiplications.
             device: the model's device.
             context: the ranks that divide the tokens of each micro-batch, if any.
@@ -294,18 +298,44 @@ class ValuePass:
 
     def __call__(self, rows: Sequence[SequenceRow]) -> Tensor:
         """Return the values before all trained tokens, row by row, [tokens]."""
-        packed, context = packing.packed(rows), self._context
+        batch, context = self._packed(rows), self._context
         if context is not None:
-            packed = packed.padded(context.size)
-        ids, positions = (torch.from_numpy(part).to(self._device) for part in (packed.ids, packed.predicts))
-        inputs = model_inputs(packed, ids, packs=self._packs, context=context)
+            batch = batch.padded(context.size)
+        ids, positions = (torch.from_numpy(part).to(self._device) for part in (batch.ids, batch.predicts))
+        inputs = model_inputs(batch, ids, packs=self._packs, context=context)
         with in_dtype(self._dtype, self._device):
             if context is None:
                 values: Tensor = self._model(**inputs, positions=positions)
                 return values
-            own = context.positions(packed.predicts, len(ids))
+            own = context.positions(batch.predicts, len(ids))
             found = self._model(**inputs, positions=positions[own] - context.slice_of(len(ids)).start)
         return context.joined(found, own, len(positions))
+
+    def _packed(self, rows: Sequence[SequenceRow]) -> Packed:
+        return packed(rows)
+
+
+class ScorePass(ValuePass):
+    """Forward passes of a reward model: the score at the last token of each row, [rows]."""
+
+    def _packed(self, rows: Sequence[SequenceRow]) -> Packed:
+        found = packed(rows)
+        return found._replace(predicts=found.boundaries[1:].astype(np.int64) - 1)
+
+
+def with_scores(model: Any) -> None:
+    """Replace the `forward` of a reward model, which FSDP2 surrounds with hooks, by one over packed rows.
+
+    The head computes in float32.
+    """
+
+    def forward(*, positions: Tensor, **given: Any) -> Tensor:
+        hidden = select_rows(model.base_model(**given).last_hidden_state[0], positions)
+        with torch.autocast(hidden.device.type, enabled=False):
+            scores: Tensor = model.score(hidden.float())[:, 0]
+        return scores
+
+    model.forward = forward
 
 
 def summed_value_loss(rows: Sequence[TrainingRow], values: Tensor, spec: CriticSpec) -> tuple[Tensor, dict[str, float]]:
@@ -328,8 +358,10 @@ def summed_value_loss(rows: Sequence[TrainingRow], values: Tensor, spec: CriticS
 # --- Builds models of transformers, with or without weights -----------------------------------------------------------
 
 
-def whole_model(source: Path, attention: str, dtype: torch.dtype) -> Any:
+def whole_model(source: Path, attention: str, dtype: torch.dtype, *, scores: bool = False) -> Any:
     """Return the causal language model in a Hugging Face directory, with its weights, on the CPU.
+
+    With `scores` it is a reward model, whose head is random if the directory has a causal language model.
 
     It is in evaluation mode: with dropout the trained distribution would differ from the sampled one.
 
@@ -338,8 +370,9 @@ def whole_model(source: Path, attention: str, dtype: torch.dtype) -> Any:
 
     """
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, report = _CLASSES[scores].from_pretrained(
             source,
+            **_OPTIONS[scores],
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below
             dtype=dtype,
@@ -355,12 +388,64 @@ def whole_model(source: Path, attention: str, dtype: torch.dtype) -> Any:
             f"model {source}: {name} has the shape {list(found)}, but config.json describes {list(described)}: copy "
             "the model again"
         )
-    if missing := sorted(report["missing_keys"]):
+    if missing := sorted({*report["missing_keys"]} - ({HEAD} if scores else set())):
         raise ConfigError(
             f"model {source}: its files lack {len(missing)} of the weights that its config.json describes, such as "
             f"{missing[0]}, and transformers would take random ones: copy the model again"
         )
-    return model.eval()
+    return _with_head(model, source).eval() if scores else model.eval()
+
+
+_CLASSES: tuple[Any, Any] = AutoModelForCausalLM, AutoModelForSequenceClassification
+_OPTIONS: tuple[dict[str, Any], dict[str, Any]] = {}, {"num_labels": 1}
+"""Of language models, and of reward models."""
+
+
+def classifier_of(source: Path) -> str:
+    """Return transformers' class of reward models of the family in a directory.
+
+    Raises:
+        ConfigError: there is none.
+
+    """
+    config = AutoConfig.from_pretrained(source, local_files_only=True)
+    if (found := MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)) is None:
+        raise ConfigError(
+            f"model {source}: transformers has no reward model of the family {config.model_type}: use another, such as "
+            "Llama or Qwen"
+        )
+    return str(found.__name__)
+
+
+def _with_head(model: Any, source: Path) -> Any:
+    """Return a reward model with its head in float32.
+
+    Raises:
+        ConfigError: the family's head is not a linear layer `score` without a bias.
+
+    """
+    head: Any = getattr(model, "score", None)
+    if head is None or getattr(head, "bias", head) is not None:
+        raise ConfigError(
+            f"model {source}: {type(model).__name__} has no head {HEAD} without a bias: use a model of another family, "
+            "such as Llama or Qwen"
+        )
+    head.float()
+    return model
+
+
+def initial_head(source: Path, seed: int) -> Tensor:
+    """Return the head of the reward model in a directory; for a causal language model a random one, as transformers'.
+
+    It depends on the seed and the shape only.
+    """
+    if (shape := read_tensor_shapes(source).get(HEAD)) is not None:
+        with SliceReader(sorted(source.glob("*.safetensors"))) as reader:
+            return reader.read(TensorSlice.whole(HEAD, shape)).float()
+    config = AutoConfig.from_pretrained(source, local_files_only=True).get_text_config()
+    spread: float = getattr(config, "initializer_range", 0.02)
+    values = torch.randn(1, config.hidden_size, generator=torch.Generator().manual_seed(seed))
+    return spread * values
 
 
 def whole_critic(source: Path, attention: str) -> ValueModel:
@@ -383,22 +468,23 @@ def whole_critic(source: Path, attention: str) -> ValueModel:
         raise ConfigError(f"model {source} cannot be loaded as a critic: {error}") from error
 
 
-def empty_model(source: Path, attention: str, dtype: torch.dtype = torch.float32) -> Any:
+def empty_model(source: Path, attention: str, dtype: torch.dtype = torch.float32, *, scores: bool = False) -> Any:
     """Return a causal language model on the meta device: no rank ever holds whole weights, each reads its own rows.
 
     Args:
         source: a Hugging Face directory; only its configuration is read.
         attention: the model's `attn_implementation`.
         dtype: that of the parameters.
+        scores: return a reward model.
 
     Raises:
         ConfigError: the directory holds no causal language model.
 
     """
     try:
-        config = AutoConfig.from_pretrained(source, local_files_only=True)
+        config = AutoConfig.from_pretrained(source, local_files_only=True, **_OPTIONS[scores])
         with init_empty_weights(include_buffers=False):
-            module: Any = AutoModelForCausalLM.from_config(
+            module: Any = _CLASSES[scores].from_config(
                 config, dtype=torch.float32, attn_implementation=attention, experts_implementation=EXPERTS
             )
     except (OSError, ValueError, KeyError) as error:
@@ -406,7 +492,7 @@ def empty_model(source: Path, attention: str, dtype: torch.dtype = torch.float32
     module.tie_weights()
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)
-    return module.eval()
+    return _with_head(module, source).eval() if scores else module.eval()
 
 
 def empty_critic(source: Path, attention: str) -> ValueModel:

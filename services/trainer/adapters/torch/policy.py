@@ -57,7 +57,14 @@ from rlboost.shared.errors import ConfigError, DiskFull, Fatal
 from rlboost.shared.files import write_error
 from rlboost.shared.job.algorithm import TEACHER, CriticSpec
 from rlboost.shared.model.experts import require_known_experts, require_mixture
-from rlboost.shared.model.folder import read_config, require_unquantized, require_whole_weights
+from rlboost.shared.model.folder import (
+    is_classifier,
+    read_config,
+    require_language_model,
+    require_scores,
+    require_unquantized,
+    require_whole_weights,
+)
 from rlboost.shared.process.modules import pip_install
 from rlboost.shared.weights.shards import Shard
 from rlboost.shared.wire import F32, unpack
@@ -163,7 +170,12 @@ class RanksPolicy(ABC):
 
     def _arguments(self, source: Path) -> dict[str, Any]:
         """Return the arguments from which a rank builds the model in a directory, once its files are checked."""
-        require_unquantized(read_config(source))
+        config = read_config(source)
+        require_unquantized(config)
+        if not self.settings.scores:
+            require_language_model(config)
+        elif is_classifier(config):
+            require_scores(source)
         require_known_experts(source)
         try:
             model = self._model_arguments(source, AutoConfig.from_pretrained(source, local_files_only=True))

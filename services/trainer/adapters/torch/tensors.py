@@ -23,6 +23,7 @@ from torch import Tensor
 
 from rlboost.services.trainer.adapters.torch.ranks import RankCalls, TensorSlice
 from rlboost.services.trainer.ports.engine import Loaded
+from rlboost.shared.model.folder import HEAD
 from rlboost.shared.weights.lora import adapter_of
 from rlboost.shared.weights.manifest import ChunkRef, digest_of
 from rlboost.shared.weights.shards import ChunkCopy, Shard
@@ -317,6 +318,8 @@ def merged_shards(
 ) -> Iterator[Shard]:
     """Yield the tensors of a model with its adapter merged in, with the same bits as workers merge it.
 
+    The head of a reward model comes from the adapter.
+
     Args:
         base: the whole tensors of the model.
         adapter: the tensors of the adapter.
@@ -325,9 +328,13 @@ def merged_shards(
 
     """
     tensors = {shard.name: tensor_of(shard) for shard in adapter}
+    if (head := tensors.pop(f"base_model.model.{HEAD}", None)) is not None:
+        adapter_json = json.dumps({**json.loads(adapter_json), "modules_to_save": None})
     found = adapter_of(adapter_json, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, shapes)
     for shard in base:
         if (pair := found.factors.get(shard.name)) is None:
             yield shard
         else:
             yield whole_shard(shard.name, merged(tensor_of(shard), tensors[pair.a], tensors[pair.b], found.scaling))
+    if head is not None:
+        yield whole_shard(HEAD, head)

@@ -20,7 +20,7 @@ from rlboost.shared.wire import F32, unpack
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
-_PER_PAIR = 2
+PER_PAIR = 2
 """Completions per pair: corrects sums that the engine divides by the number of completions."""
 _MEANS = {
     "rewards/chosen": "pair_rewards_chosen",
@@ -101,7 +101,7 @@ def pair_losses(logprobs: PairLogprobs, spec: PreferenceSpec) -> PairLosses:
             right = 1.0 - wrong
         losses = right * np.logaddexp(0.0, -scaled) + wrong * np.logaddexp(0.0, scaled)
         slopes = spec.beta * (wrong * _sigmoid(scaled) - right * _sigmoid(-scaled))
-    return PairLosses(losses, scale * (slopes[:, np.newaxis] * [-_PER_PAIR, _PER_PAIR]))
+    return PairLosses(losses, scale * (slopes[:, np.newaxis] * [-PER_PAIR, PER_PAIR]))
 
 
 def weighted(
@@ -128,7 +128,7 @@ def pair_sums(logprobs: PairLogprobs, judged: PairLosses, spec: PreferenceSpec) 
     rewards = spec.beta * (logprobs.trained - logprobs.reference)
     margins = _difference(rewards)
     return {
-        "loss": _PER_PAIR * float(judged.losses.sum()),
+        "loss": PER_PAIR * float(judged.losses.sum()),
         "pairs": float(len(margins)),
         "pair_rewards_chosen": float(rewards[:, 0].sum()),
         "pair_rewards_rejected": float(rewards[:, 1].sum()),
