@@ -125,6 +125,9 @@ def join(  # noqa: PLR0913, PLR0917 - the options of a command
     gpu_memory_utilization: Annotated[
         float | None, typer.Option(help="Fraction of each GPU for its engine; default: the engine's own, reserved 0.4.")
     ] = None,
+    beside: Annotated[
+        str | None, typer.Option(help="URL of a vLLM server on the same device: generate only while it serves nothing.")
+    ] = None,
     state: StateOption = DEFAULT_STATE,
 ) -> None:
     """Run a worker on this machine in the foreground; Ctrl-C hands off its samples and exits.
@@ -144,6 +147,7 @@ def join(  # noqa: PLR0913, PLR0917 - the options of a command
         "gpus": gpus,
         "tensor_parallel": tensor_parallel,
         "gpu_memory_utilization": gpu_memory_utilization,
+        "beside": beside,
     }
     spec = spec_file.load(spec_file.NodeSpec, file, given)
     if spec.gpus and device is not None:

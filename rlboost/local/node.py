@@ -30,7 +30,7 @@ def place(spec: NodeSpec, gpus: Sequence[Gpu], name: str) -> Layout:
         ConfigError: a GPU does not exist, or the GPUs cannot be divided into groups.
 
     """
-    shared = SHARED_MEMORY_FRACTION if spec.role == "reserved" else 0.0
+    shared = SHARED_MEMORY_FRACTION if spec.role == "reserved" or spec.beside else 0.0
     fraction = spec.gpu_memory_utilization or shared
     usable = select(spec.gpus, list(gpus), "--gpus")
     return plan_workers(usable, name, tensor_parallel=spec.tensor_parallel, memory_fraction=fraction)

@@ -148,6 +148,13 @@ class NodeSpec(MachineSpec):
 
     role: Literal["preemptible", "reserved"] = "preemptible"
     """`reserved` workers share their GPUs with the trainer."""
+    beside: str = ""
+    """URL of a vLLM server on the same GPUs: the workers generate only while it serves nothing."""
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """Return `env` with the settings that other keys stand for."""
+        return super().settings | ({"RLBOOST_WORKER_BESIDE_URL": self.beside} if self.beside else {})
 
 
 S = TypeVar("S", bound=MachineSpec)

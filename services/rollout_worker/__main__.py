@@ -15,17 +15,20 @@ from rlboost.services.rollout_worker.adapters.manager_http import fetch_tokenize
 from rlboost.services.rollout_worker.adapters.memory import MemoryProbe
 from rlboost.services.rollout_worker.adapters.peer_address import listen_address, peer_url
 from rlboost.services.rollout_worker.adapters.preemption import Aws, Azure, Google, Metadata, NoticeFile
+from rlboost.services.rollout_worker.adapters.serving_metrics import ServingMetrics
 from rlboost.services.rollout_worker.adapters.store_weights import ModelFolderSeeder, StoreWeights
 from rlboost.services.rollout_worker.adapters.tokenizer import decoder
 from rlboost.services.rollout_worker.adapters.torch.factory import TorchFactory
 from rlboost.services.rollout_worker.adapters.vllm.factory import VllmFactory, is_quantized
 from rlboost.services.rollout_worker.adapters.vllm.options import VllmOptions
 from rlboost.services.rollout_worker.app import WorkerApp, WorkerOptions
+from rlboost.services.rollout_worker.domain.borrowing import Borrowing
 from rlboost.services.rollout_worker.domain.parity_check import Precision
 from rlboost.services.rollout_worker.generator import Generator
 from rlboost.services.rollout_worker.manager_connection import ManagerConnection, WorkerIdentity
 from rlboost.services.rollout_worker.ports import EngineFactory, Membership, NoticeSource
 from rlboost.services.rollout_worker.preemption_watch import PreemptionWatch
+from rlboost.services.rollout_worker.serving_watch import ServingWatch, check_serving
 from rlboost.services.rollout_worker.settings import Settings
 from rlboost.services.rollout_worker.startup_timer import StartupTimer, process_age_s
 from rlboost.services.rollout_worker.watchdog import Watchdog
@@ -52,6 +55,9 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
     startup.end("import")
     bind_to_cpus(settings.cpus)
     token, name = settings.token.get_secret_value(), settings.worker_name
+    serving = ServingMetrics(settings.beside_url) if settings.beside_url else None
+    if serving is not None:
+        await check_serving(serving)
     first = await join(settings.url, token, name, settings.role)
     waits = Waits()
     access = IssuedAccess(first.store_credential, first.manifest_key)
@@ -104,9 +110,14 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
         watch = _preemption_watch(settings, metadata, worker)
         progress = Watchdog(generator, settings.stall_limit_s)
         loops = {"http": serve, "peers": peers.announce, "notices": watch.run, "progress": progress.run}
+        if serving is not None:
+            borrowing = Borrowing(settings.beside_max_running, settings.beside_ttft_ms / 1e3)
+            loops["serving"] = ServingWatch(serving, borrowing, worker, connection).run
         await worker.run(loops)
     finally:
         await metadata.close()
+        if serving is not None:
+            await serving.close()
         puller.close()
         await transport.close()
         await store.close()
@@ -153,7 +164,7 @@ def _engines(settings: Settings) -> EngineFactory:
             kv_cache_bytes=settings.kv_cache_bytes,
             gpu_memory_utilization=settings.gpu_memory_utilization,
             tensor_parallel=settings.tensor_parallel,
-            enable_sleep=settings.role == "reserved",
+            enable_sleep=settings.role == "reserved" or bool(settings.beside_url),
             vllm_args=settings.vllm_args,
         )
     )

@@ -222,6 +222,16 @@ class WorkerApp:
             self._drain_reason = reason
             self._stop.set()
 
+    # --- the serving engine beside it ---------------------------------------------------------------------------------
+
+    async def yield_device(self) -> None:
+        """Stop generating, and hand all samples back; idempotent."""
+        await self._commands.yield_device()
+
+    async def take_device(self) -> None:
+        """Generate again, if the manager knows of the pause; idempotent."""
+        await self._commands.take_device()
+
     async def wait_handed_off(self) -> None:
         """Wait until `shutdown` has handed off everything."""
         await self._handed_off.wait()

@@ -73,6 +73,8 @@ LOAD_LIMIT_S = 3600.0
 """Time limit of the engine for one load, its build included: compiling a large model takes many minutes."""
 
 
+YIELD_LIMIT_S = 7 * 86_400.0
+"""How long a version may wait for the device. Each newer version restarts the wait."""
 Execute = Callable[[Sequence[Effect]], Awaitable[None]]
 """Executes what the session has decided."""
 Report = Callable[[WeightsRef, str], Awaitable[None]]
@@ -115,6 +117,8 @@ class WeightUpdates:
         self._task: asyncio.Task[None] | None = None
         """The newest update."""
         self._flushed = asyncio.Event()
+        self._may_load = asyncio.Event()
+        self._may_load.set()
         self._starts, self._loads, self._checks = LastDuration(), LastDuration(), LastDuration()
 
     async def run(self, execute: Execute) -> None:
@@ -159,6 +163,13 @@ class WeightUpdates:
         """Pull weights with a new credential from now on."""
         self._source.renew_access(credential)
 
+    def allow_loads(self, *, allowed: bool) -> None:
+        """Say whether a pulled version may be loaded now; a load under way ends all the same."""
+        if allowed:
+            self._may_load.set()
+        else:
+            self._may_load.clear()
+
     def on_flush(self) -> None:
         """Check again whether the samples in flight have finished."""
         self._flushed.set()
@@ -167,6 +178,7 @@ class WeightUpdates:
         weights, began = WeightsRef(pull.job_id, pull.version), time.monotonic()
         try:
             staged = await self._pull(weights, pull)
+            began += await self._until_allowed(weights)  # which says nothing of how long an update takes
             pulled = time.monotonic()
             parity_s = await self._load(staged, weights, pull)
         except (NotFound, BadSignature) as error:
@@ -200,6 +212,15 @@ class WeightUpdates:
         if pull.in_flight == "finish" and self._connection.session.serving is not None:
             await self._until_finished(weights)
         return staged
+
+    async def _until_allowed(self, weights: WeightsRef) -> float:
+        """Wait while the device is the serving engine's; return how long, in seconds."""
+        began = time.monotonic()
+        if not self._may_load.is_set():
+            because = f"{weights} is loaded when the serving engine beside this worker leaves it idle"
+            async with self._waits.on("the device", because=because, limit_s=YIELD_LIMIT_S):
+                await self._may_load.wait()
+        return time.monotonic() - began
 
     async def _load(self, staged: StagedWeights, weights: WeightsRef, pull: PullWeights) -> float:
         """Load the weights; pull them again if they are damaged. Return how long the parity check took."""
@@ -387,6 +408,28 @@ class CommandLoop:
                 await self._generator.resume("suspended")
             case _:
                 assert_never(effect)
+
+    async def yield_device(self) -> None:
+        """Give the device to the serving engine beside this worker; idempotent. Loads wait until `take_device`."""
+        self._updates.allow_loads(allowed=False)
+        await self._generator.pause("suspended")  # at once, whatever command is being executed
+        await self._decide_and_execute(Session.yield_device)
+
+    async def take_device(self) -> None:
+        """Take the device back; does nothing before the manager was told that it was given."""
+        session = self._connection.session
+        if session.yields and not self._connection.has_reported_suspension:
+            return
+        self._updates.allow_loads(allowed=True)
+        if session.yields:
+            await self._decide_and_execute(Session.take_device)
+
+    async def _decide_and_execute(self, decide: Callable[[Session], list[Effect]]) -> None:
+        async with self._executing:
+            try:
+                await self.execute(decide(self._connection.session))
+            except CredentialRejected as error:
+                await self._rejoin(str(error), is_rejected=True)
 
     async def rejoin_rejected(self, reason: str) -> None:
         """Join again because Redis no longer accepts this incarnation."""

@@ -222,6 +222,11 @@ class ManagerConnection:
             self._reported = (heartbeat.state, session.serving)
 
     @property
+    def has_reported_suspension(self) -> bool:
+        """Return True if the last heartbeat said `suspended`."""
+        return self._reported is not None and self._reported[0] == "suspended"
+
+    @property
     def state_changed(self) -> bool:
         """Return True if state or weights differ from the last heartbeat."""
         return self._reported != (self.session.state, self.session.serving)
@@ -339,6 +344,18 @@ class ManagerConnection:
         log.warning("rebalance_recommended", reason=reason)
         if self.session.target is not None:
             await self._emit_event(self.session.target.job_id, "rebalance_recommended", reason=reason)
+
+    async def report_serving_unavailable(self, reason: str) -> None:
+        """Emit an event, if a job is assigned: the serving engine beside this worker does not answer."""
+        log.warning("serving_unavailable", reason=reason)
+        if self.session.target is not None:
+            await self._emit_event(self.session.target.job_id, "serving_unavailable", reason=reason)
+
+    async def report_serving_late(self, reason: str) -> None:
+        """Emit an event, if a job is assigned: the serving engine misses its limit while this worker yields."""
+        log.warning("serving_late", reason=reason)
+        if self.session.target is not None:
+            await self._emit_event(self.session.target.job_id, "serving_late", reason=reason)
 
     async def _emit_event(self, job_id: str, kind: str, **fields: str | float) -> None:
         worker = self.incarnation.worker

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from rlboost.shared.http.server_url import manager_url
@@ -100,6 +100,22 @@ class Settings(ServiceSettings):
     )
     notice_file: Path | None = Field(None, description="local file whose appearance is a preemption notice")
 
+    beside_url: str = Field(
+        "",
+        pattern=r"^(https?://[^\s?#@]+)?$",
+        description="URL of a vLLM server on the same device: the worker generates only while that serves nothing; "
+        "if empty, the device is the worker's own",
+    )
+    beside_max_running: int = Field(
+        0, ge=0, description="requests that may run in that server while the worker generates"
+    )
+    beside_ttft_ms: float = Field(
+        0.0,
+        ge=0,
+        description="the worker yields while more than 5 % of that server's requests wait longer for a first token; "
+        "0: no limit",
+    )
+
     host: str = Field(
         "",
         description="address that serves health, metrics and weights for other workers; "
@@ -118,6 +134,14 @@ class Settings(ServiceSettings):
     @classmethod
     def _is_of_a_manager(cls, url: str) -> str:
         return manager_url("RLBOOST_WORKER_URL", url)
+
+    @model_validator(mode="after")
+    def _shares_with_one(self) -> Self:
+        if self.beside_url and self.role == "reserved":
+            raise ValueError("beside_url: a reserved worker shares the trainer's device: use role preemptible")
+        if (self.beside_max_running or self.beside_ttft_ms) and not self.beside_url:
+            raise ValueError("beside_max_running and beside_ttft_ms need beside_url, the server that they are about")
+        return self
 
     @property
     def worker_name(self) -> str:

@@ -159,7 +159,7 @@ def _uses_reserved(progress: JobProgress) -> bool:
 
 
 def _count_workers(fleet: Fleet, queues: Queues, job: JobEntry) -> FleetCounts:
-    workers = [w for w in fleet.workers.values() if w.job == job.id and w.state != "draining"]
+    workers = [w for w in fleet.workers.values() if w.job == job.id and w.is_available]
     requirements = [each for each in queues.in_flight.of_job(job.id) if not each.is_serving]
     reserved = [worker for worker in workers if worker.reserved]
     ready = [w for w in workers if not w.reserved and any(each.is_met_by(w) for each in requirements)]
@@ -214,7 +214,7 @@ def _reallocate(
     workers = [
         AllocatedWorker(worker.id, worker.job, len(worker.samples), int(min(worker.batch_cap, worker.sample_limit)))
         for worker in fleet.workers.values()
-        if not worker.reserved and worker.state != "draining"
+        if not worker.reserved and worker.is_available
     ]
     if not workers:
         return []

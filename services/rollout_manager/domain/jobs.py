@@ -369,7 +369,7 @@ class LengthEstimates:
 
 
 class FleetCounts(NamedTuple):
-    """Numbers of workers allocated to a job and not draining."""
+    """Numbers of workers allocated to a job that neither drain nor yield to a serving engine beside them."""
 
     reserved: int = 0
     reserved_awake: int = 0

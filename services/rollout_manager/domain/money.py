@@ -101,8 +101,8 @@ def step_without_spot(fleet: Fleet, job: JobEntry) -> tuple[float, float] | None
 
 
 def _serving_workers(fleet: Fleet, job: JobEntry) -> tuple[list[Worker], list[Worker]]:
-    """Return the job's reserved and preemptible workers that do not drain."""
-    workers = [worker for worker in fleet.workers.values() if worker.job == job.id and worker.state != "draining"]
+    """Return the job's reserved and preemptible workers that neither drain nor yield."""
+    workers = [worker for worker in fleet.workers.values() if worker.job == job.id and worker.is_available]
     return [worker for worker in workers if worker.reserved], [worker for worker in workers if not worker.reserved]
 
 
@@ -142,9 +142,9 @@ DRAIN_RESERVE_S = 30.0
 def charge_jobs(jobs: Jobs, fleet: Fleet, periodic: PeriodicDecisions, now: Now) -> list[Effect]:
     """Charge each active job with the time of its workers and its trainer since the last charge, if that is due.
 
-    A worker costs from the start of its process until it is gone, except for time in which it serves no job; a trainer
-    while it holds the job's lease. Time in which no manager led is charged by the next one, for those that are still
-    there.
+    A worker costs from the start of its process until it is gone, except for time in which it serves no job or yields
+    its device; a trainer while it holds the job's lease. Time in which no manager led is charged by the next one, for
+    those that are still there.
     """
     last = periodic.charged_at
     if last is not None and now.mono - last < CHARGE_EVERY_S:
@@ -200,7 +200,8 @@ def _check_budget(fleet: Fleet, job: JobEntry, now: Now) -> list[Effect]:
 
 def _billed_workers(fleet: Fleet, job: JobEntry) -> list[Worker]:
     """Return the workers that the job pays for."""
-    return [worker for worker in fleet.workers.values() if (worker.job or worker.job_id) == job.id]
+    workers = fleet.workers.values()
+    return [worker for worker in workers if (worker.job or worker.job_id) == job.id and not worker.yields]
 
 
 # --- cost report ------------------------------------------------------------------------------------------------------

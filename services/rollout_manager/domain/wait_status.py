@@ -175,7 +175,7 @@ def _why_none(fleet: Fleet) -> str:
         how = "was lost" if last and last.state == "lost" else "left"
         gone = f" ({last.id} {how}: {last.gone_reason})" if last else ""
         return f"there is no worker{gone}; start one with 'rlboost worker join'"
-    states = [worker.state for worker in workers]
+    states = ["yielding to the serving engine beside it" if worker.yields else worker.state for worker in workers]
     counted = ", ".join(f"{states.count(state)} {state}" for state in sorted(set(states)))
     waits = [(worker.waiting, worker) for worker in workers if worker.waiting]
     oldest = min(waits, key=lambda found: found[0].since, default=None)

@@ -129,6 +129,16 @@ class Worker:
         return self.joined.role == "reserved"
 
     @property
+    def yields(self) -> bool:
+        """Return True if its device is at present that of the serving engine beside it: it costs and gives nothing."""
+        return self.state == "suspended" and not self.reserved
+
+    @property
+    def is_available(self) -> bool:
+        """Return True unless it drains or yields; a reserved worker that is suspended is available."""
+        return self.state != "draining" and not self.yields
+
+    @property
     def load(self) -> int:
         """Return how many samples it holds and is not asked to release."""
         return len(self.samples) - len(self.releasing)
@@ -156,7 +166,7 @@ class Worker:
 
     def expected_tokens_per_s(self) -> float:
         """Return the throughput with a full batch, 0 while its kind is not profiled."""
-        if not self.profile.known or self.state == "draining":
+        if not self.profile.known or not self.is_available:
             return 0.0
         return self.profile.tokens_per_s(self.batch_cap, self.batch_cap * self._tokens_each) * self.speed
 
@@ -378,6 +388,8 @@ class Fleet:
         before = worker.on_heartbeat(heartbeat, now)
         if worker.state == "joining":
             worker.starting = True
+        elif worker.yields:
+            worker.starting = False
         elif worker.starting and worker.state == "ready":
             worker.starting = False
             self.lifetimes[worker.joined.kind].on_startup(worker.age_s)

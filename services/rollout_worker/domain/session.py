@@ -138,6 +138,8 @@ Effect = EngineEffect | PullWeights | CancelPull | RenewAccess | DrainWorker | R
 
 
 PauseReason = Literal["suspended", "loading", "unsent", "shutdown"]
+DeviceOwner = Literal["trainer", "serving"]
+"""Who else uses the device: the trainer, for which the manager commands it, or the serving engine beside a worker."""
 
 
 class EnginePause:
@@ -198,7 +200,7 @@ class Session:
         """The held samples whose weights are not loaded yet."""
         self._accepted: dict[int, int] = {}
         """Sample -> highest attempt accepted since the weights changed: a repeated assignment is ignored."""
-        self._suspended = False
+        self._suspended_for: set[DeviceOwner] = set()
         self._engine_suspended = False
         self._draining = False
 
@@ -225,7 +227,13 @@ class Session:
 
     def command_digest(self) -> int:
         """Return the digest of what is assigned, for the manager to compare."""
-        return command_digest(list(self.held), list(self.held.values()), self.assigned, suspended=self._suspended)
+        suspended = "trainer" in self._suspended_for
+        return command_digest(list(self.held), list(self.held.values()), self.assigned, suspended=suspended)
+
+    @property
+    def yields(self) -> bool:
+        """Return True while the device is the serving engine's: see `yield_device`."""
+        return "serving" in self._suspended_for
 
     def on_command(self, command: Message) -> list[Effect]:
         """Take the next command; return what to do. A draining session ignores all commands."""
@@ -245,9 +253,9 @@ class Session:
             case Siblings():
                 effects = self._hint(command)
             case Suspend():
-                effects = self._suspend()
+                effects = self._suspend("trainer")
             case Resume():
-                effects = self._resume()
+                effects = self._resume("trainer")
             case Drain():
                 effects = [*self.drain(), DrainWorker(command.reason or "drained")]
             case StoreCredential():
@@ -274,7 +282,7 @@ class Session:
         return [*released, PullWeights(*weights, in_flight)]
 
     def _assign(self, command: Assign) -> list[Effect]:
-        if self._suspended:
+        if "trainer" in self._suspended_for:
             return []  # sent before the manager saw `suspended`; it reassigns these samples then
         if (command.job_id, command.version) != self.target:
             reason = (
@@ -291,8 +299,10 @@ class Session:
                 replaced.append((assignment.sample, self.held[assignment.sample]))
             accepted[assignment.sample] = assignment
         aborts = self._abort_keys(replaced)
-        for sample, assignment in accepted.items():
-            self.held[sample] = self._accepted[sample] = assignment.attempt
+        self._accepted |= {sample: assignment.attempt for sample, assignment in accepted.items()}
+        if self.yields:
+            return [*aborts, *([ReleaseUnstarted(tuple(accepted.values()))] if accepted else [])]
+        self.held |= {sample: assignment.attempt for sample, assignment in accepted.items()}
         if self.serving == self.target:
             return [*aborts, *([SubmitSamples(tuple(accepted.values()))] if accepted else [])]
         self._awaiting_weights |= accepted
@@ -316,19 +326,33 @@ class Session:
             start += n
         return [HintSiblings(tuple(hints))] if hints else []
 
-    def _suspend(self) -> list[Effect]:
-        if self._suspended:
+    def _suspend(self, owner: DeviceOwner) -> list[Effect]:
+        was_suspended = bool(self._suspended_for)
+        self._suspended_for.add(owner)
+        if was_suspended:
             return []
-        self._suspended = True
         keys = list(self.held.items())
         self._drop(keys)
         return [SuspendEngine(tuple(keys))]
 
-    def _resume(self) -> list[Effect]:
-        if not self._suspended:
+    def _resume(self, owner: DeviceOwner) -> list[Effect]:
+        if self._suspended_for != {owner}:
+            self._suspended_for.discard(owner)
             return []
-        self._suspended = self._engine_suspended = False
+        self._suspended_for.clear()
+        self._engine_suspended = False
         return [ResumeEngine()]
+
+    def yield_device(self) -> list[Effect]:
+        """Hand all samples back and take none until `take_device`: the serving engine beside it needs the device.
+
+        To the manager it is a worker that suspends itself, which the digest of its commands does not show.
+        """
+        return [] if self._draining else self._suspend("serving")
+
+    def take_device(self) -> list[Effect]:
+        """Generate again. The manager must have read `suspended` by then: it takes the samples back by that alone."""
+        return [] if self._draining else self._resume("serving")
 
     def drain(self) -> list[Effect]:
         """Ignore all commands from now on; return the effect that cancels a running pull."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Container, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterator
 from typing import Any
 
 import pytest
@@ -473,6 +473,73 @@ async def test_load_while_suspended_does_not_resume_the_engine(rig: Rig) -> None
     await rig.manager.send(worker, Resume(step=1), assign(1, version=1))
     made = await rig.manager.until_finished((1, 1))
     assert set(made[1, 1].versions) == {1}
+
+
+def takes_device(rig: Rig) -> Callable[[], Awaitable[bool]]:
+    async def attempt() -> bool:
+        await rig.worker.take_device()
+        return not rig.connection.session.yields
+
+    return attempt
+
+
+async def test_yielded_worker_has_sent_every_token_and_returns_what_it_is_assigned(rig: Rig) -> None:
+    worker = await rig.manager.ready_worker()
+    await rig.manager.send(worker, assign(1, 2, max_tokens=ENDLESS))
+    await rig.manager.until_generated((1, 1), (2, 1), tokens=20)
+    await rig.worker.yield_device()
+    await rig.manager.until(worker, "suspended")
+    made = await rig.manager.generated()
+    assert sum(len(row.tokens) for row in made.values()) == rig.engine.stats().tokens_generated_total
+    await rig.manager.send(worker, assign(3))
+    made = await rig.manager.until_finished((3, 1))
+    assert (made[3, 1].finish, made[3, 1].tokens) == (FINISH_RELEASED, [])
+    await eventually(takes_device(rig))
+    await rig.manager.until(worker, "ready")
+    await rig.manager.send(worker, assign(3, attempt=2))
+    await rig.manager.until_finished((3, 2))
+
+
+async def test_yielded_worker_pulls_versions_and_loads_them_once_it_has_the_device(rig: Rig) -> None:
+    worker = await rig.manager.ready_worker()
+    await rig.worker.yield_device()
+    await rig.manager.send(worker, UseVersion(job_id=JOB, version=1))
+    await eventually(lambda: any("leaves it idle" in wait.because for wait in rig.waits.current()))
+    assert (rig.engine.loads, rig.weights.pulled[-1]) == (1, (JOB, 1))
+    await eventually(takes_device(rig))
+    await rig.manager.until(worker, "ready", 1)
+    assert rig.engine.loads == 2
+
+
+async def test_device_is_taken_only_after_the_yield_was_reported(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = await rig.manager.ready_worker()
+    sent, is_silent = rig.connection.send_heartbeat, True
+
+    async def send_heartbeat() -> None:
+        if not is_silent:
+            await sent()
+
+    monkeypatch.setattr(rig.connection, "send_heartbeat", send_heartbeat)
+    await rig.worker.yield_device()
+    await rig.worker.take_device()
+    assert rig.connection.session.state == "suspended"
+    is_silent = False
+    await rig.manager.until(worker, "suspended")
+    await eventually(takes_device(rig))
+    await rig.manager.until(worker, "ready")
+
+
+async def test_worker_that_joins_again_while_it_yields_yields_again(rig: Rig) -> None:
+    worker = await rig.manager.ready_worker()
+    await rig.worker.yield_device()
+    await rig.manager.send(worker, Dismissed(reason="lost"))
+    again = await rig.manager.joined(2)
+    await rig.worker.yield_device()
+    await rig.manager.until(again, "suspended")
+    assert rig.generator.is_paused
+    await eventually(takes_device(rig))
+    await rig.manager.send(again, UseVersion(job_id=JOB, version=0), assign(2))
+    await rig.manager.until_finished((2, 1))
 
 
 async def test_revoked_sample_stops(rig: Rig) -> None:

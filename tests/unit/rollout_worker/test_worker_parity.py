@@ -126,7 +126,7 @@ async def test_suspension_during_the_parity_check_frees_memory_again(rig: Rig, m
     await asked.wait()
     assert rig.engine.kept_kv == [False, False], "a suspension and a load"
     await rig.manager.send(worker, Suspend(step=1))
-    await eventually(lambda: rig.connection.session._suspended)
+    await eventually(lambda: rig.connection.session._suspended_for)
     may_answer.set()
     await rig.manager.until(worker, "suspended")
     assert rig.engine.kept_kv == [False, False, False], "and another suspension"

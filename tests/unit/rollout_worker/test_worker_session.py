@@ -43,6 +43,7 @@ from rlboost.shared.messages import (
     UseVersion,
     WorkerLeft,
 )
+from rlboost.shared.messages.command_digest import command_digest
 from rlboost.shared.wire import I32, U32, U64, pack
 
 
@@ -287,6 +288,59 @@ def test_a_suspension_does_not_wait_for_a_pull() -> None:
     assert state(session) == "pulling"
 
 
+def test_yield_hands_all_samples_back_and_is_no_command(ready: Session) -> None:
+    ready.on_command(assign((7, 1), (8, 1)))
+    assert ready.yield_device() == [SuspendEngine(((7, 1), (8, 1)))]
+    ready.on_engine_suspended()
+    assert (state(ready), ready.held, ready.yields) == ("suspended", {}, True)
+    assert ready.command_digest() == command_digest([], [], ("j", 0), suspended=False)
+    assert ready.yield_device() == []
+    assert ready.take_device() == [ResumeEngine()]
+    assert (state(ready), ready.yields) == ("ready", False)
+    assert ready.take_device() == []
+
+
+def test_samples_assigned_during_a_yield_go_back_at_once(ready: Session) -> None:
+    ready.yield_device()
+    assert ready.on_command(assign((7, 1))) == [ReleaseUnstarted((assignment(7),))]
+    assert ready.on_command(assign((7, 1))) == []
+    assert ready.held == {}
+    ready.take_device()
+    assert submitted(ready.on_command(assign((7, 2)))) == [(7, 2)]
+
+
+def test_samples_that_await_weights_are_handed_back_by_a_yield() -> None:
+    session = Session("w")
+    session.on_command(use(0))
+    session.on_command(assign((7, 1)))
+    session.yield_device()
+    assert session.on_weights_loaded(WeightsRef("j", 0)) == []
+    assert (session.held, session.n_awaiting_weights) == ({}, 0)
+
+
+@pytest.mark.parametrize("trainer_first", [True, False])
+def test_device_is_free_again_when_trainer_and_serving_have_returned_it(ready: Session, *, trainer_first: bool) -> None:
+    def suspend(*, trainer: bool) -> list[Effect]:
+        return ready.on_command(Suspend(step=0)) if trainer else ready.yield_device()
+
+    def resume(*, trainer: bool) -> list[Effect]:
+        return ready.on_command(Resume(step=1)) if trainer else ready.take_device()
+
+    assert suspend(trainer=trainer_first) == [SuspendEngine(())]
+    ready.on_engine_suspended()
+    assert suspend(trainer=not trainer_first) == []
+    assert resume(trainer=trainer_first) == []
+    assert state(ready) == "suspended"
+    assert resume(trainer=not trainer_first) == [ResumeEngine()]
+    assert state(ready) == "ready"
+
+
+def test_draining_worker_neither_yields_nor_takes_its_device(ready: Session) -> None:
+    ready.on_command(assign((7, 1)))
+    ready.drain()
+    assert (ready.yield_device(), ready.take_device(), ready.held) == ([], [], {7: 1})
+
+
 def test_new_version_of_the_same_job_keeps_held_samples(ready: Session) -> None:
     ready.on_command(assign((7, 1)))
     assert ready.on_command(use(1)) == [PullWeights("j", 1)]
@@ -403,7 +457,7 @@ commands: st.SearchStrategy[Message] = st.one_of(
     st.just(Suspend(step=0)),
     st.just(Resume(step=0)),
 )
-steps = st.one_of(commands, st.sampled_from(["pulled", "gone", "on_weights_unloaded"]), keys)
+steps = st.one_of(commands, st.sampled_from(["pulled", "gone", "on_weights_unloaded", "yield", "take"]), keys)
 
 
 class Engine:
@@ -448,6 +502,10 @@ def take(step: object, session: Session, engine: Engine) -> list[Effect]:
     pulling = weights is not None and session.serving != weights
     if isinstance(step, Message):
         return session.on_command(step)
+    if step == "yield":
+        return session.yield_device()
+    if step == "take":
+        return session.take_device()
     if isinstance(step, tuple) and step in engine.keys:
         engine.keys.remove(step)
         session.on_emissions([ended(*step)])
