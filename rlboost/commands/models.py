@@ -44,7 +44,7 @@ def evaluate(
     ],
     overrides: OverridesArgument = None,
     model: Annotated[str | None, typer.Option(help="What to evaluate in place of the job's (final) model.")] = None,
-    samples: Annotated[int | None, typer.Option(min=1, help="Completions in all; eval.samples if not given.")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Completions of each set; else eval.samples.")] = None,
     no_check: NoCheckOption = False,
     state: StateOption = DEFAULT_STATE,
     as_json: JsonOption = False,

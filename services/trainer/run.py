@@ -95,7 +95,7 @@ class JobRun:
         job, spec = self._job, self._job.spec
         resources, data = job.resources, job.resources.data
         if not isinstance(spec, OfflineJob):
-            plan.check(spec, len(data.evaluation))
+            plan.check(spec, data.n_evaluation)
         if resources.machines is not None:
             await resources.machines.gather()
         await job.device.run(lambda: resources.engine.load_hf(resources.model))

@@ -212,6 +212,8 @@ NAMES: Mapping[str, Names] = {
     ),
     "elastic.in_flight": Names("", "", "`train.partial_rollout_enable`"),
     "eval.every": Names("`eval_steps`", "`trainer.test_freq`", "`eval.steps`", "`eval.interval`"),
+    "eval.sets": Names("`eval_dataset` (a dict)", "`data.val_files` (a list)", "", "`eval.env` (a list)"),
+    "eval.sets.sampling": Names("", "`rollout.val_kwargs`", "", "`eval.sampling`"),
     "eval.samples": Names(
         "`num_generations_eval` (per prompt)",
         "`rollout.val_kwargs.n` (per prompt)",

@@ -9,6 +9,7 @@ Produces: a row of the run log; a `StepReport` with the warnings that hold; `war
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 
 import structlog
@@ -36,7 +37,8 @@ SHOWN = (
     *("entropy", "loss", "grad_norm", "lr", "kl", "off_policy/staleness", "groups/dropped_ratio"),
     *("perf/tokens_per_s", "eval/reward_mean", "eval/pass@1"),
 )
-"""Metrics of the run log that are exported. A fixed list: jobs may report any number of others."""
+"""Metrics of the run log that are exported, the last two for each held-out set. A fixed list: jobs may report any
+number of others."""
 _STEPS = Counter("rlboost_trainer_steps", "Training steps finished by this process")
 _PHASES = Counter("rlboost_trainer_phase_seconds", "Time of finished steps by phase", ["phase"])
 _LAST = Gauge("rlboost_trainer_step_metric", "Main metrics of the last step, named as in the run log", ["name"])
@@ -48,9 +50,9 @@ def observe_step(metrics: Mapping[str, float], *, trained: bool) -> None:
     for phase in PHASES:
         _PHASES.labels(phase).inc(metrics.get(f"time/{phase}_s", 0.0))
     _LAST.clear()
-    for name in SHOWN:
-        if name in metrics:
-            _LAST.labels(name).set(metrics[name])
+    for name, value in metrics.items():
+        if re.sub("^eval/[^/]+/", "eval/", name) in SHOWN:
+            _LAST.labels(name).set(value)
 
 
 # --- The record of each finished step ---------------------------------------------------------------------------------
