@@ -224,6 +224,13 @@ NAMES: Mapping[str, Names] = {
     "log.wandb.project": Names("`project`", "`trainer.project_name`", "`logger.wandb.project`", "`wandb.project`"),
     "log.wandb.entity": Names("", "", "`logger.wandb.org`"),
     "log.wandb.group": Names("", "", "`logger.wandb.group`"),
+    "log.mlflow": Names("`report_to`", "`trainer.logger`"),
+    "log.mlflow.experiment": Names("", "`trainer.project_name`"),
+    "log.swanlab": Names("`report_to`", "`trainer.logger`"),
+    "log.swanlab.project": Names("", "`trainer.project_name`"),
+    "log.samples": Names(
+        "`log_completions`, `num_completions_to_print`", "`trainer.log_val_generations`", "", "`wandb.log_extras`"
+    ),
     "log.tensorboard": Names("`report_to`", "`trainer.logger`", "`logger.tensorboard_dir`"),
 }
 """Dotted job key -> what others call it. Entries of `reward.functions` have no index."""

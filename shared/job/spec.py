@@ -37,47 +37,12 @@ from rlboost.shared.job.fleet import (
     VersionsSpec,
     held_out_sets,
 )
+from rlboost.shared.job.log import LogSpec
 from rlboost.shared.job.reward import AgentSpec, ConversationSpec, EnvironmentSpec, RewardPart, RewardSpec
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec, TrainerSpec
-from rlboost.shared.process.modules import is_installed, pip_install
 from rlboost.shared.user_code import functions
 from rlboost.shared.user_code.functions import ForbiddenFunction, check_name
 from rlboost.shared.validation import Section, describe, one_of
-
-# --- The section of a job file about logging metrics to Weights & Biases and TensorBoard ------------------------------
-
-
-class WandbSpec(Section):
-    """A run of Weights & Biases. WANDB_API_KEY and WANDB_MODE are read from the trainer's environment."""
-
-    project: str = Field(min_length=1)
-    """Project of the run."""
-    entity: str | None = None
-    """Owner of the project; by default the owner of the API key."""
-    group: str | None = None
-    """Group of the run."""
-    tags: tuple[str, ...] = ()
-    """Tags of the run."""
-
-
-class LogSpec(Section):
-    """Where the run's metrics are logged, in addition to `metrics.jsonl`."""
-
-    wandb: WandbSpec | None = None
-    """Log to Weights & Biases."""
-    tensorboard: bool = False
-    """Write event files to the run's folder `tensorboard/`."""
-
-
-def missing_log_libraries(spec: LogSpec) -> list[str]:
-    """Return one line per enabled library that is not installed; imports nothing."""
-    enabled = {"wandb": spec.wandb is not None, "tensorboard": spec.tensorboard}
-    return [
-        f"log.{name} needs {name}: install it with: {pip_install('logs')}"
-        for name, is_enabled in enabled.items()
-        if is_enabled and not is_installed(name)
-    ]
-
 
 # --- The job file -----------------------------------------------------------------------------------------------------
 
@@ -375,6 +340,12 @@ class OfflineJob(_TrainingJob):
     elastic: OfflineElasticSpec = OfflineElasticSpec()
     eval: OfflineEvalSpec | None = None
     """Evaluation on held-out rows; needs `data.eval` or `eval.sets`."""
+
+    @model_validator(mode="after")
+    def _logs_no_samples(self) -> Self:
+        if self.log.samples:
+            raise ValueError(f"log.samples: a job of kind {self.kind} {self.purpose}: remove it")
+        return self
 
 
 class SftJob(OfflineJob):

@@ -63,6 +63,22 @@ NO_HELD_OUT = "data.eval: missing, and eval is set: name the file of held-out ro
         ("sft", {"eval": {}}, NO_HELD_OUT),
         (
             "rl",
+            {"log": {"tensorboard": True, "samples": 4}},
+            "log.samples: only wandb, mlflow and swanlab show samples: enable one, or remove it",
+        ),
+        (
+            "sft",
+            {"log": {"wandb": {"project": "p"}, "samples": 4}},
+            "log.samples: a job of kind sft generates nothing: remove it",
+        ),
+        ("rl", {"log": {"mlflow": {}}}, "log.mlflow.experiment: missing: give it"),
+        (
+            "rl",
+            {"log": {"swanlab": {"entity": "e"}}},
+            "log.swanlab.project: missing: give it; log.swanlab.entity: unknown key: remove it or fix its spelling",
+        ),
+        (
+            "rl",
             {"eval": {"sets": {"a/b": {"data": "t"}}}},
             (
                 "eval.sets: 'a/b' is a part of metrics' names: use at most 64 ASCII letters, digits, '_' and '-', with "

@@ -11,9 +11,10 @@ from pydantic import BaseModel
 
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import CriticSpec, PreferenceSpec
+from rlboost.shared.job.log import MlflowSpec, SwanlabSpec, WandbSpec
 from rlboost.shared.job.other_trainers import NAMES, advice
 from rlboost.shared.job.reward import EnvironmentSpec, RewardPart
-from rlboost.shared.job.spec import RlJob, WandbSpec, parse
+from rlboost.shared.job.spec import RlJob, parse
 from rlboost.shared.job.training import CurriculumSpec, LoraSpec
 from tests.support.jobs import job_file
 
@@ -131,6 +132,8 @@ INNER: dict[str, type[BaseModel]] = {
     "environment": EnvironmentSpec,
     "data.curriculum": CurriculumSpec,
     "log.wandb": WandbSpec,
+    "log.mlflow": MlflowSpec,
+    "log.swanlab": SwanlabSpec,
     "algorithm.critic": CriticSpec,
     "algorithm.preference": PreferenceSpec,
     "reward.functions": RewardPart,
@@ -176,7 +179,10 @@ def test_no_wrong_value_is_answered_in_the_words_of_python(path: tuple[str, ...]
         ({"sampling": {"max_completion_length": 8}}, "unknown key: RLBoost calls it sampling.max_tokens"),
         ({"data": {"train_batch_size": 8}}, "unknown key: RLBoost calls it data.prompts_per_step"),
         ({"algorithm": {"loss_type": "dapo"}}, "unknown key: RLBoost calls it algorithm.aggregation"),
-        ({"report_to": "wandb"}, "unknown key: RLBoost calls it log.wandb or log.tensorboard"),
+        (
+            {"report_to": "wandb"},
+            "unknown key: RLBoost calls it log.wandb or log.mlflow or log.swanlab or log.tensorboard",
+        ),
         (
             {"generation_batch_size": 256},
             "RLBoost calls it data.prompts_per_step = generation_batch_size / num_generations",

@@ -94,6 +94,22 @@ async def test_evaluation_runs_at_its_interval_and_at_the_end(tmp_path: Path) ->
     assert "reward/mean" not in rows[5]
 
 
+@pytest.mark.parametrize(("most", "shown"), [(0, 0), (3, 3), (64, 4)])
+async def test_some_samples_of_each_step_are_logged(tmp_path: Path, most: int, shown: int) -> None:
+    log = {"wandb": {"project": "p"}, "samples": most}
+    rig = Rig(tmp_path, spec(data={"train": "t", "prompts_per_step": 4}, steps=2, log=log))
+    await rig.run()
+    assert {step: len(samples) for step, samples in rig.folder.samples.items()} == {0: shown, 1: shown}
+    stream = await rig.bus.read({names.job_samples(JOB): START}, count=10_000)
+    scored = [entry.message.fields for entry in stream if isinstance(entry.message, Event)]
+    first = {
+        (one["step"], one["prompt"], one["completion"], one["reward"]) for one in scored if one["sample"].endswith("/0")
+    }
+    for samples in rig.folder.samples.values():
+        assert set(samples) <= first, "of different prompts"
+        assert len(set(samples)) == len(samples)
+
+
 SETS = {
     "strict": {"data": "s", "samples": 6, "sampling": {"temperature": 0, "max_tokens": 7}},
     "lenient": {"data": "l", "samples": 2, "pass_reward": -1},
