@@ -271,7 +271,7 @@ ABSENT: Mapping[str, str] = {
     ),
     "ref_model": "the reference is the job's model as it starts",
     "disable_dropout": "models are trained without dropout, but for lora.dropout",
-    "push_to_hub": "rlboost export writes a folder that you can upload",
+    "push_to_hub": "rlboost export JOB --out FOLDER --push-to-hub OWNER/NAME uploads a version",
     "use_vllm": "the engine is a setting of workers, RLBOOST_WORKER_ENGINE",
     "vllm_mode": "workers are processes of their own, and reserved ones may share the trainer's GPU (trainer.offload)",
     "packing": "rows are always packed, up to trainer.micro_batch_tokens",
