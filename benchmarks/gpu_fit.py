@@ -6,23 +6,16 @@ each GPU that are all trained. `python -m benchmarks.gpu_fit --write` puts the t
 
 from __future__ import annotations
 
-from rlboost.jobs.memory import ModelSize, TrainedModel, UpdateMemory, kv_token_bytes, update_memory
-from rlboost.shared.job.training import TrainerSpec
+from rlboost.jobs.memory import ModelSize
+from rlboost.jobs.model_fit import GPUS, full_gib, lora_gib, n_samples, smallest
+from rlboost.shared.job.training import LoraSpec
 from tests.support.generated_docs import ROOT, run
 
 PAGE = ROOT / "docs" / "first-settings.md"
 BLOCK = "gpus"
 TOKENS = 4096
 """Tokens of a micro-batch, and of one sample on a worker."""
-_GIB = 2**30
-_GPUS = {"24 GB": 22.5, "48 GB": 44.5, "80 GB": 79.2, "141 GB": 139.8}
-"""Name -> GiB that CUDA reports."""
-_CONTEXT_GIB = 1.5
-"""CUDA context and libraries' workspaces."""
-_KV_FILL = 0.85
-"""Part of vLLM's cache that the manager fills."""
-_LORA_FRACTION = 0.01
-"""Adapter's parameters of the model's: rank 32 on all linear layers is about that."""
+_LORA = LoraSpec(rank=32, alpha=64)
 
 
 def _qwen3(layers: int, hidden: int, heads: int, mlp: int, *, tied: bool) -> ModelSize:
@@ -41,35 +34,8 @@ MODELS = {
 }
 
 
-def full_gib(size: ModelSize, gpus: int = 1) -> float:
-    """Return the trainer's peak on each GPU: float32 weights, gradients and moments, sharded by FSDP2."""
-    return _update(size, TrainedModel(size.total), gpus).total / _GIB + _CONTEXT_GIB
-
-
-def lora_gib(size: ModelSize) -> float:
-    """Return the trainer's peak with a bfloat16 base, which is not cast for matmuls, and a float32 adapter."""
-    update = _update(size, TrainedModel(size.total, frozen=True))
-    layer_inputs = 2 * TOKENS * size.hidden * size.layers
-    update = update._replace(working_weights=0, activations=update.activations - layer_inputs)
-    return (update.total + 16 * _LORA_FRACTION * size.total) / _GIB + _CONTEXT_GIB
-
-
-def _update(size: ModelSize, model: TrainedModel, gpus: int = 1) -> UpdateMemory:
-    spec = TrainerSpec(dtype="bfloat16", data_parallel=gpus, activation_checkpointing=True)
-    return update_memory(size, model, spec, TOKENS)
-
-
-def samples(size: ModelSize, gib: float) -> int:
-    """Return how many samples of `TOKENS` tokens a worker's KV cache holds after bfloat16 weights."""
-    free = gib * 0.9 - _CONTEXT_GIB - 2 * size.total / _GIB
-    # `size.key` is the size of all key heads.
-    return max(int(free * _KV_FILL * _GIB / (kv_token_bytes(size.layers, 1, size.key) * TOKENS)), 0)
-
-
-def smallest(gib: float) -> str:
-    """Return the smallest GPU with that memory, with the memory."""
-    name = next((name for name, size in _GPUS.items() if gib <= size), "none")
-    return f"{name} ({gib:.0f} GiB)"
+def _cell(gib: float) -> str:
+    return f"{smallest(gib)} ({gib:.0f} GiB)"
 
 
 def tables() -> str:
@@ -79,11 +45,11 @@ def tables() -> str:
         "|---|---|---|---|---|",
     ]
     for name, size in MODELS.items():
-        cells = (smallest(full_gib(size)), smallest(full_gib(size, 8)), smallest(lora_gib(size)))
+        cells = map(_cell, (full_gib(size, TOKENS), full_gib(size, TOKENS, 8), lora_gib(size, TOKENS, _LORA)))
         lines.append(f"| {name} | {size.total / 1e9:.1f} B | {' | '.join(cells)} |")
-    lines += ["", f"| worker with vLLM | {' | '.join(_GPUS)} |", "|---" * (len(_GPUS) + 1) + "|"]
+    lines += ["", f"| worker with vLLM | {' | '.join(GPUS)} |", "|---" * (len(GPUS) + 1) + "|"]
     for name, size in MODELS.items():
-        counts = [samples(size, gib) for gib in _GPUS.values()]
+        counts = [n_samples(size, TOKENS, gib) for gib in GPUS.values()]
         lines.append(f"| {name} | {' | '.join(str(count) if count else '-' for count in counts)} |")
     return "\n".join(lines)
 

@@ -236,6 +236,8 @@ class Exported(NamedTuple):
     """A folder or a version, for display."""
     version: int | None
     """None for the result of a finished run."""
+    spec: dict[str, Any]
+    """The resolved job file."""
     state: str = "completed"
     """The state of the job."""
 
@@ -254,7 +256,11 @@ def copy(folder: Path, to: NewFolder) -> Exported:
 
     """
     copy_files(folder, to)
-    return Exported(str(folder), None)
+    try:
+        spec = json.loads((folder.parent / "job.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        spec = {}  # an export does not need it
+    return Exported(str(folder), None, spec)
 
 
 def from_store(
@@ -282,7 +288,7 @@ def from_store(
     with _warnings_only():
         version = asyncio.run(_pulled(url, token, request, base, to))
     state = client.jobs.show(request.job_id)["state"]
-    return Exported(f"version {version} of {request.job_id}", version, state)
+    return Exported(f"version {version} of {request.job_id}", version, spec, state)
 
 
 @contextmanager

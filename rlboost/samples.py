@@ -87,7 +87,8 @@ def lines(sample: Sample, width: int) -> Iterator[str]:
     scored = f"reward {reward:g}" if reward is not None else f"not scored ({reason or 'unknown'})"
     turns = [_turns(sample)] if "turns" in sample else []
     facts = [scored, *turns, f"{sample['n_tokens']} tokens", f"finish {sample['finish']}"]
-    place = f"group {_group(sample).rpartition('/')[2]}, sample {str(sample['sample']).rpartition('/')[2]}"
+    place = f"{sample['set']}, " if sample.get("set") else ""
+    place += f"group {_group(sample).rpartition('/')[2]}, sample {str(sample['sample']).rpartition('/')[2]}"
     yield f"--- {place}: {', '.join(facts)}"
     if parts := sample.get("rewards"):
         named = (f"{name} {'-' if value is None else format(value, 'g')}" for name, value in parts.items())

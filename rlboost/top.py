@@ -188,8 +188,8 @@ JOBS_SHOWN = 8
 """Maximum number of jobs in a snapshot: active ones first, then the newest."""
 _CURVES = ("reward/mean", "perplexity", "rewards/accuracies", "loss")
 """The first of these metrics that a job reports is its curve."""
-_EVALUATIONS = ("eval/pass@1", "eval/reward_mean", "eval/perplexity", "eval/rewards/accuracies", "eval/loss")
-"""The first of these metrics that a job reports is its evaluation."""
+_EVALUATIONS = ("pass@1", "reward_mean", "perplexity", "rewards/accuracies", "loss")
+"""The first of these metrics that a job reports is its evaluation: of `data.eval`, or of the first of `eval.sets`."""
 _RECENT_ROWS = STEPS_BEFORE + 2
 """The last step, those before it, and the evaluation after it."""
 
@@ -273,10 +273,16 @@ def _add_row(job: JobSnapshot, row: Mapping[str, Any]) -> None:
     job.curve_name = job.curve_name or next((name for name in _CURVES if name in row), "")
     if job.curve_name in row:
         job.curve.append(row[job.curve_name])
-    job.evaluation_name = job.evaluation_name or next((name for name in _EVALUATIONS if name in row), "")
+    job.evaluation_name = job.evaluation_name or _evaluation_of(row)
     if job.evaluation_name in row:
         job.evaluation.append(row[job.evaluation_name])
     job.recent = [*job.recent, dict(row)][-_RECENT_ROWS:]
+
+
+def _evaluation_of(row: Mapping[str, Any]) -> str:
+    names = [name for name in row if name.startswith("eval/")]
+    named = ((name, end) for end in _EVALUATIONS for name in (f"eval/{end}", *names))
+    return next((name for name, end in named if name in row and name.endswith(f"/{end}")), "")
 
 
 # --- Drawing a snapshot for the terminal ------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ Advice = Callable[[str, object, bool], str]
 
 _ARM = re.compile(r"(?:literal|tuple|list|dict|constrained|function)[\[-].*|str|int|float|bool")
 """Location parts with which pydantic names one alternative of a union."""
-_FIELD_PREFIX = re.compile(r"([a-z_]+(?:\.[a-z_]+)*): ")
+_FIELD_PREFIX = re.compile(r"([a-z_]+(?:\.[\w-]+)*): ")
 """The beginning of an error about several fields that names the one to change."""
 _EXPECTED = {
     "string_type": "text",

@@ -185,6 +185,7 @@ def run(
     """
     from rlboost.jobs import file as jobfile  # noqa: PLC0415 - only this command needs it
     from rlboost.shared.job.file import load  # noqa: PLC0415 - only this command needs it
+    from rlboost.shared.job.log import TRACKERS  # noqa: PLC0415 - likewise
 
     raw = load(str(job_file), overrides)
     if not (dry_run or no_check):
@@ -196,8 +197,8 @@ def run(
         else:
             echo(jobfile.as_yaml(job), nl=False)
         return
-    here = [name for name in ("WANDB_API_KEY", "WANDB_MODE") if name in os.environ]
-    if here and job["log"]["wandb"]:
+    here = [name for tracker in TRACKERS if job["log"][tracker] for name in TRACKERS[tracker].environment]
+    if here := [name for name in here if name in os.environ]:
         echo(
             f"rlboost: note: {' and '.join(here)} of this shell do not reach the trainer, which reads the environment "
             "of 'rlboost up' or of its service",

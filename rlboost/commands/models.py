@@ -44,7 +44,7 @@ def evaluate(
     ],
     overrides: OverridesArgument = None,
     model: Annotated[str | None, typer.Option(help="What to evaluate in place of the job's (final) model.")] = None,
-    samples: Annotated[int | None, typer.Option(min=1, help="Completions in all; eval.samples if not given.")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Completions of each set; else eval.samples.")] = None,
     no_check: NoCheckOption = False,
     state: StateOption = DEFAULT_STATE,
     as_json: JsonOption = False,
@@ -176,13 +176,22 @@ def export(  # noqa: PLR0913, PLR0917 - the command's options
         str, typer.Option("--weight-store", help="URL of the weight store, if not the one advertised to workers.")
     ] = "",
     force: Annotated[bool, typer.Option("--force", help="Write into a folder that is not empty.")] = False,
+    push_to_hub: Annotated[
+        str | None,
+        typer.Option(metavar="OWNER/NAME", help="Also upload the folder to this repository of the Hugging Face Hub."),
+    ] = None,
+    public: Annotated[bool, typer.Option("--public", help="Create that repository for everyone to read.")] = False,
     state: StateOption = DEFAULT_STATE,
     as_json: JsonOption = False,
 ) -> None:
     """Write a job's model as a Hugging Face folder: the result of a finished run, or a stored version."""
     from rlboost import export as work  # noqa: PLC0415 - keeps --help quick
     from rlboost.export import new_folder  # noqa: PLC0415 - likewise
+    from rlboost.hub import HubRepository, add_card  # noqa: PLC0415 - likewise
 
+    if public and push_to_hub is None:
+        raise ConfigError("--public is for --push-to-hub OWNER/NAME: give it too")
+    repository = None if push_to_hub is None else HubRepository(push_to_hub)
     # The runs of a remote system are not on this machine.
     runs = None if os.environ.get("RLBOOST_URL") else state / "runs"
     request = work.ExportRequest(job, version, adapter)
@@ -198,10 +207,14 @@ def export(  # noqa: PLR0913, PLR0917 - the command's options
             _, token = endpoint(state)
             with connect(state) as client:
                 done = work.from_store(client, request, weight_store, token, model, to)
+        if repository is not None:
+            add_card(to.scratch, repository.name, done, request)
+    url = None if repository is None else repository.push(out, private=not public)
     if as_json:
-        print_json({"job": request.job_id, "version": done.version, "path": str(out.absolute())})
+        pushed = {} if url is None else {"url": url}
+        print_json({"job": request.job_id, "version": done.version, "path": str(out.absolute()), **pushed})
     else:
-        echo(f"{done.source} is in {out}")
+        echo(f"{done.source} is in {out}{'' if url is None else f', and at {url}'}")
         if done.state == "failed":
             echo(f"rlboost: warning: {request.job_id} failed: these are its last weights, not its result", err=True)
 

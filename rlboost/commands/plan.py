@@ -258,16 +258,22 @@ def _rows(summaries: list[Summary]) -> Iterable[tuple[str, ...]]:
 
 
 _GIB = 1 << 30
+_TOKENS = 4096
+"""Of the longest sample, if nothing says how long it is."""
 
 
 def memory(
-    job_file: JobFileArgument,
+    job_file: Annotated[Path | None, typer.Argument(metavar="JOB.yaml", help="The job file; or give --model.")] = None,
     overrides: OverridesArgument = None,
+    model: Annotated[
+        str | None, typer.Option(help="Folder or Hugging Face id of a model: what fits with common settings.")
+    ] = None,
     tokens: Annotated[
         int,
         typer.Option(
             min=0,
-            help="Tokens of the longest sample and its prompt; 0: sampling.max_tokens, or the micro-batch's (no rl)",
+            help="Tokens of the longest sample and its prompt; 0: sampling.max_tokens, or the micro-batch's (no rl), "
+            "or 4096 with --model.",
         ),
     ] = 0,
     as_json: JsonOption = False,
@@ -275,8 +281,14 @@ def memory(
     """Compute the GPU memory of a job's training from its model's config.json, before anything loads.
 
     With LoRA and with megatron only weights, gradients and optimizer are computed. A CUDA context, libraries'
-    workspaces and fragmentation come on top.
+    workspaces and fragmentation come on top. With --model instead of a job file it shows which GPUs train the model
+    with common settings, and how many samples a worker generates at a time.
     """
+    if (job_file is None) == (model is None):
+        raise ConfigError("give a job file, or --model FOLDER or --model OWNER/NAME")
+    if model is not None:
+        _show_fit(model, tokens or _TOKENS, as_json=as_json)
+        return
     from rlboost.jobs.memory import estimate  # noqa: PLC0415 - keeps --help quick
     from rlboost.shared.job.file import load  # noqa: PLC0415 - likewise
     from rlboost.shared.job.spec import parse  # noqa: PLC0415 - likewise
@@ -292,6 +304,27 @@ def memory(
     echo(f"on each of {found.gpus} GPUs, with {found.tokens} tokens in a micro-batch:")
     for name, n_bytes in found.bytes.items():
         echo(f"  {name.replace('_', ' '):<28}{n_bytes / _GIB:>8.1f} GiB")
+
+
+def _show_fit(model: str, tokens: int, *, as_json: bool) -> None:
+    from rlboost.jobs.model_fit import fit_of  # noqa: PLC0415 - keeps --help quick
+    from rlboost.jobs.model_path import config_of  # noqa: PLC0415 - likewise
+
+    found = fit_of(config_of(model), tokens)
+    if as_json:
+        print_json({**found._asdict(), "variants": [variant._asdict() for variant in found.variants]})
+        return
+    echo(f"{model}: {found.parameters / 1e9:.2f} billion parameters, {found.active_parameters / 1e9:.2f} per token")
+    echo(f"trainer, GiB on each GPU, computed: bfloat16, AdamW, activation checkpointing, {tokens:,} tokens at a time")
+    echo("(the last columns: what stays there while a reserved worker generates, by trainer.offload)")
+    columns = ("", "update", "smallest GPU", *(f"offload {name}" for name in found.variants[0].generating_gib))
+    rows = [
+        (one.name, f"{one.gib:.1f}", one.gpu, *(f"{gib:.1f}" for gib in one.generating_gib.values()))
+        for one in found.variants
+    ]
+    print_table("", columns, rows)
+    echo(f"worker with vLLM, samples of {tokens:,} tokens at a time:")
+    print_table("", ("", ""), [(gpu, f"{n:,}" if n else "-") for gpu, n in found.samples.items()])
 
 
 # --- Registration -----------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from rlboost.jobs.user_code_check import MissingHere, complaint
 from rlboost.local.layout import DeviceSummary
 from rlboost.shared.data.examples import examples_of, labelled_of, margin_of, pair_of, prompt_of
 from rlboost.shared.data.rows import BadRow, Row, is_messages, is_remote, read_rows
-from rlboost.shared.data.shards import Source, exists_locally, format_source, names_of
+from rlboost.shared.data.shards import exists_locally, format_source, names_of
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import TEACHER
 from rlboost.shared.job.data import DataSpec, DpoDataSpec, RewardDataSpec, Rows, SftDataSpec
@@ -188,7 +188,7 @@ def check_job(raw: object, on_part: Callable[[str], None] = _ignore, devices: De
     on_part("reading the data")
     seen = _Seen()
     is_offline = isinstance(spec, OfflineJob)
-    used = [rows for rows in spec.data.rows if not is_offline or spec.eval or rows.field == "data.train"]
+    used = [rows for rows in spec.rows if not is_offline or spec.eval or rows.field == "data.train"]
     for rows in used:
         is_rewarded = not is_offline or rows.field != "data.train"
         found.append(_data(spec, rows, seen if is_rewarded else _Seen()))
@@ -318,37 +318,37 @@ def _resume(trainer: TrainerSpec) -> str | None:
 
 def _data(spec: JobSpec, rows: Rows, seen: _Seen) -> str | None:
     """Return the problem of a source, and add its rows to those seen."""
-    field, source, split = rows
-    here = tuple(name for name in names_of(source) if not is_remote(name))
+    here = tuple(name for name in names_of(rows.source) if not is_remote(name))
     if not here:
         return None  # only the trainer can check it
     try:
-        wrong = _rows(spec, here, split, seen)
+        wrong = _rows(spec, rows._replace(source=here), seen)
     except BadRow as error:
         wrong = f"{error.source} {error.place} is not a JSON object: {error.why}"
     except ConfigError as error:
         wrong = str(error)
     if not wrong:
         return None
-    return f"{field}: {wrong}" if all(map(exists_locally, here)) else MissingHere(f"{field}: {wrong}")
+    found = f"{rows.field}: {wrong}"
+    return found if all(map(exists_locally, here)) else MissingHere(found)
 
 
-def _rows(spec: JobSpec, source: Source, split: str, seen: _Seen) -> str | None:
+def _rows(spec: JobSpec, rows: Rows, seen: _Seen) -> str | None:
     chat, n_rows = "", 0
-    for n_rows, row in enumerate(read_rows(source, split, spec.data.subset, agent_rows(spec)), 1):
+    for n_rows, row in enumerate(read_rows(rows.source, rows.split, rows.subset, agent_rows(spec)), 1):
         if n_rows <= _MAX_REWARD_ROWS:
             seen.rows.append(row)
         try:
-            prompt = _prompt(spec.data, row)
+            prompt = _prompt(spec.data, rows.prompt_key, row)
         except ConfigError as error:
             return f"{row.source} {row.place}: {error}"
-        given = tuple(name for name in row.values if name != spec.data.prompt_key)
+        given = tuple(name for name in row.values if name != rows.prompt_key)
         if given not in seen.columns and len(seen.columns) < _MAX_KINDS_OF_ROWS:
             seen.columns[given] = f"{row.source} {row.place}"
         if is_messages(prompt):
             chat = chat or f"{row.source} {row.place}"
     if not n_rows:
-        return f"{format_source(source)} is empty: it needs one JSON object per line, or one row per problem"
+        return f"{format_source(rows.source)} is empty: it needs one JSON object per line, or one row per problem"
     if chat and not _may_have_chat_template(Path(spec.model).expanduser()):
         return (
             f"{chat} has chat messages, but {spec.model} has no chat template: use a model that has one, "
@@ -357,8 +357,7 @@ def _rows(spec: JobSpec, source: Source, split: str, seen: _Seen) -> str | None:
     return None
 
 
-def _prompt(spec: DataSpec, row: Row) -> object:
-    key = spec.prompt_key
+def _prompt(spec: DataSpec, key: str, row: Row) -> object:
     if isinstance(spec, SftDataSpec):
         return examples_of(row.values, key, spec.completion_key, every_turn=spec.assistant_only_loss)[-1].prompt
     if isinstance(spec, RewardDataSpec):

@@ -26,7 +26,7 @@ _COPIED_FROM = {
         "sequence_parallel",
     ),
     "elastic": ("seeding", "share"),
-    "eval": ("samples", "pass_reward"),
+    "eval": ("samples", "pass_reward", "sets"),
 }
 _SUFFIX = "-eval"
 _NAME_CHARS = 64
@@ -40,7 +40,7 @@ def evaluation_of(job: Mapping[str, Any], model: str | None = None, samples: int
     Args:
         job: a job file as a mapping, of any kind.
         model: evaluated instead of the job's own model.
-        samples: total number of completions; None for the job's own number, or the default.
+        samples: number of completions of each set; None for the job's own number, or the default.
 
     Raises:
         ConfigError: the job has no reward or no held-out data.
@@ -57,12 +57,16 @@ def evaluation_of(job: Mapping[str, Any], model: str | None = None, samples: int
     _drop_unneeded_parallelism(made["trainer"])
     if not made.keys() & {"reward", "environment", "agent"}:
         raise ConfigError("there is no reward: give a job file that has one, and --model to evaluate")
-    if isinstance(made["data"], dict) and "eval" not in made["data"]:
+    sets = made["eval"].get("sets") if isinstance(made["eval"], dict) else None
+    if isinstance(made["data"], dict) and "eval" not in made["data"] and not sets:
         raise ConfigError("data.eval is not set: name held-out prompts, such as data.eval=test.jsonl")
     if isinstance(made["eval"], dict):
         made["eval"].setdefault("samples", EvalSpec().samples)
         if samples is not None:
             made["eval"]["samples"] = samples
+            if isinstance(sets, Mapping):
+                own = {name: one for name, one in sets.items() if isinstance(one, Mapping)}
+                made["eval"]["sets"] = {**sets, **{name: {**one, "samples": samples} for name, one in own.items()}}
     return made
 
 

@@ -43,9 +43,10 @@ def complete(raw: dict[str, Any]) -> dict[str, Any]:
     teacher = job.get("algorithm", {}).get("teacher")
     for models in (job, *([teacher] if teacher else [])):
         models["model"] = _absolute(models["model"])
-    for key in ("train", "eval"):
-        if (given := job["data"].get(key)) is not None:
-            job["data"][key] = _absolute(given) if isinstance(given, str) else [_absolute(one) for one in given]
+    sets = (job.get("eval") or {}).get("sets", {}).values()
+    for section, key in ((job["data"], "train"), (job["data"], "eval"), *((one, "data") for one in sets)):
+        if (given := section.get(key)) is not None:
+            section[key] = _absolute(given) if isinstance(given, str) else [_absolute(one) for one in given]
     return job
 
 

@@ -194,7 +194,7 @@ def check_data(spec: JobSpec) -> DataFindings:
 
     Does what the trainer does before training: tokenizes every row and compares it with the model's context length.
     """
-    sources = [name for rows in spec.data.rows for name in names_of(rows.source)]
+    sources = [name for rows in spec.rows for name in names_of(rows.source)]
     if not is_installed("torch", "transformers") or any(map(is_remote, sources)):
         return DataFindings()  # only the trainer can tell
     try:
@@ -209,7 +209,7 @@ def _load_data(spec: JobSpec) -> DataFindings:
 
     data = load_data(spec, Path(spec.model).expanduser())
     if not isinstance(spec, OfflineJob):
-        plan.check(spec, len(data.evaluation))
+        plan.check(spec, data.n_evaluation)
     notices = []
     if ignored := ", ".join(sorted(data.ignored_keys)):
         notices.append(f"data: the chat template does not show these keys of messages: {ignored}")
@@ -365,10 +365,10 @@ def _other_libraries(spec: JobSpec) -> Iterator[str]:
         yield f"elastic.weights: lora needs PEFT: {pip_install('trainer')}"
     if spec.trainer.backend == "megatron" and not is_installed("megatron"):
         yield f"trainer.backend: megatron needs megatron-core: {pip_install('megatron')}"
-    for field, source, _ in spec.data.rows:
-        remote = [name for name in names_of(source) if is_remote(name)]
+    for rows in spec.rows:
+        remote = [name for name in names_of(rows.source) if is_remote(name)]
         if remote and not is_installed("datasets"):
-            yield f"{field}: {remote[0]} needs the library datasets: {pip_install('data')}"
+            yield f"{rows.field}: {remote[0]} needs the library datasets: {pip_install('data')}"
 
 
 def _error_of(check: Callable[[], Any]) -> str:

@@ -15,7 +15,7 @@ from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow
 from rlboost.services.trainer.domain.loss.inputs import LossFn
 from rlboost.services.trainer.ports.engine import Exported, Loaded, Snapshot
 from rlboost.services.trainer.ports.samples import EnvironmentFault, ResetResult, RewardBatch, Scores, StepResult
-from rlboost.services.trainer.ports.storage import TrainState
+from rlboost.services.trainer.ports.storage import LoggedSample, TrainState
 from rlboost.shared.errors import Conflict, Corrupt, Fatal, NotFound
 from rlboost.shared.job.environment import Environment, Message
 from rlboost.shared.job.run_profile import RunProfile
@@ -336,6 +336,7 @@ class MemoryFolder:
         self.adapter: list[Shard] = []
         self.batches: dict[str, list[TrainingRow]] = {}
         self.profile: RunProfile | None = None
+        self.samples: dict[int, list[LoggedSample]] = {}
         self.troubles: dict[int, list[str]] = {}
         """Step -> problems that its loggers report."""
 
@@ -343,8 +344,9 @@ class MemoryFolder:
         del spec_json
         self.rows = {number: row for number, row in self.rows.items() if number < step}
 
-    def log_step(self, step: int, metrics: dict[str, float]) -> list[str]:
+    def log_step(self, step: int, metrics: dict[str, float], samples: Sequence[LoggedSample] = ()) -> list[str]:
         self.rows[step] = metrics
+        self.samples[step] = list(samples)
         return self.troubles.pop(step, [])
 
     def write_profile(self, profile: RunProfile) -> None:

@@ -29,6 +29,7 @@ from rlboost.services.trainer.step import offline
 from rlboost.services.trainer.step.durable import DurableCurriculum, DurableResampling
 from rlboost.services.trainer.step.intake import Intake
 from rlboost.services.trainer.step.run import StepRun
+from rlboost.services.trainer.step.scoring import logged_samples
 from rlboost.shared.job.spec import GeneratingJob, JobSpec, OfflineJob, to_json
 
 BUILD_LIMIT_S = 4 * 3600.0
@@ -95,7 +96,7 @@ class JobRun:
         job, spec = self._job, self._job.spec
         resources, data = job.resources, job.resources.data
         if not isinstance(spec, OfflineJob):
-            plan.check(spec, len(data.evaluation))
+            plan.check(spec, data.n_evaluation)
         if resources.machines is not None:
             await resources.machines.gather()
         await job.device.run(lambda: resources.engine.load_hf(resources.model))
@@ -201,7 +202,8 @@ class JobRun:
             await self._versions.publish(step + 1)
             tally.durations.publish_s = time.monotonic() - publish_began
         tally.durations.step_s = time.monotonic() - began
-        await self._log.record_generated(tally)
+        shown = tally, job.resources.data, job.spec.log.samples
+        await self._log.record_generated(tally, await asyncio.to_thread(logged_samples, *shown))
 
     async def _save(self, intake: Intake, step: int) -> None:
         await self._checkpoints.start_save(self._checkpoints.state(step, *intake.cursors))

@@ -188,7 +188,8 @@ def _dataset(source: str, path: Path, split: str, subset: str | None) -> Iterato
     if isinstance(found, dict):
         if split not in found:
             raise ConfigError(
-                f"{source} has no split {split!r}, but {', '.join(found)}: set data.train_split or data.eval_split"
+                f"{source} has no split {split!r}, but {', '.join(found)}: set data.train_split, data.eval_split, "
+                "or the split of the set in eval.sets"
             )
         found = found[split]
     for number, values in enumerate(found, 1):

@@ -21,6 +21,8 @@ class Rows(NamedTuple):
     field: str
     source: Source
     split: str
+    subset: str | None
+    prompt_key: str
 
 
 def _template_kwargs(value: object) -> dict[str, Any]:
@@ -57,7 +59,9 @@ class DataSpec(Section):
         """Return all sources of rows."""
         named = {name: getattr(self, name, None) for name in ("train", "eval")}
         return tuple(
-            Rows(f"data.{name}", source, getattr(self, f"{name}_split")) for name, source in named.items() if source
+            Rows(f"data.{name}", source, getattr(self, f"{name}_split"), self.subset, self.prompt_key)
+            for name, source in named.items()
+            if source
         )
 
     @property
@@ -130,7 +134,7 @@ class EvalDataSpec(DataSpec):
     train: ClassVar[None] = None
     prompts_per_step: ClassVar[int] = 0
     curriculum: ClassVar[None] = None
-    eval: Source
+    eval: Source | None = None
     """Held-out rows, for the job's evaluations and for `rlboost eval` with its job file."""
     eval_split: str = "test"
     """Split of a Hugging Face dataset for evaluation."""

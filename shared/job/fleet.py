@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
+from rlboost.shared.data.shards import Source
+from rlboost.shared.job.data import DataSpec, Rows
 from rlboost.shared.messages import InFlightPolicy
-from rlboost.shared.validation import Section, off_is_no_boolean
+from rlboost.shared.validation import Section, describe, off_is_no_boolean
 
 # --- Units of measurement ---------------------------------------------------------------------------------------------
 
@@ -164,11 +168,51 @@ class ExternalElasticSpec(_ShareSpec):
     with a recomputed KV cache, continue with the cache they have, or finish under the old weights first."""
 
 
+class OfflineEvalSet(Section):
+    """A further set of held-out rows, evaluated whenever the job is. Its metrics are named `eval/NAME/...`."""
+
+    data: Source
+    """Its rows, as in `data.eval`."""
+    split: str | None = None
+    """Split of a Hugging Face dataset; that of `data.eval_split` if not given."""
+    subset: str | None = None
+    """The configuration of a Hugging Face dataset that has several."""
+    prompt_key: str | None = None
+    """The column of the prompt; that of `data.prompt_key` if not given."""
+
+
+class EvalSet(OfflineEvalSet):
+    """A further set of held-out prompts."""
+
+    samples: int | None = Field(None, ge=1)
+    """Number of completions; `eval.samples` if not given."""
+    pass_reward: float | None = Field(None, allow_inf_nan=False)
+    """Lowest reward of a completion that passes; `eval.pass_reward` if not given."""
+    sampling: dict[str, Any] = Field(default_factory=dict)
+    """What differs from the job's `sampling`, such as `{temperature: 0, max_tokens: 4096}`."""
+
+
+_SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+
+
 class OfflineEvalSpec(Section):
     """Evaluation on held-out rows."""
 
     every: int = Field(10, ge=1)
     """Steps between evaluations; the model is also evaluated before the first step and after the last one."""
+    sets: Mapping[str, OfflineEvalSet] = Field(default_factory=dict)
+    """Further sets of held-out rows by name, with `data.eval` or in place of it."""
+
+    @field_validator("sets")
+    @classmethod
+    def _are_named(cls, value: Mapping[str, OfflineEvalSet]) -> Mapping[str, OfflineEvalSet]:
+        for name in value:
+            if not _SET_NAME.fullmatch(name):
+                raise ValueError(
+                    f"{name!r} is a part of metrics' names: use at most 64 ASCII letters, digits, '_' and '-', with a "
+                    "letter or digit first"
+                )
+        return value
 
     def is_due(self, step: int, n_steps: int) -> bool:
         """Return True if the model is evaluated before this step, or after the last one of `n_steps`."""
@@ -182,3 +226,59 @@ class EvalSpec(OfflineEvalSpec):
     """Number of completions, spread evenly over the evaluation prompts."""
     pass_reward: float = Field(1.0, allow_inf_nan=False)
     """Lowest reward of a completion that passes, for `eval/pass@k`."""
+    sets: Mapping[str, EvalSet] = Field(default_factory=dict)
+
+
+class HeldOutSet(NamedTuple):
+    """A set of held-out rows, with all that it takes from the rest of the job file."""
+
+    name: str
+    """Empty for `data.eval`."""
+    rows: Rows
+    samples: int = 0
+    """Number of completions; 0 in a job that generates none."""
+    pass_reward: float = 1.0
+    sampling: SamplingSpec = SamplingSpec()
+
+    @property
+    def prefix(self) -> str:
+        """Return what the names of its metrics begin with."""
+        return f"eval/{self.name}/" if self.name else "eval/"
+
+    @property
+    def section(self) -> str:
+        """Return the section of the job file that has its keys."""
+        return f"eval.sets.{self.name}" if self.name else "eval"
+
+
+def held_out_sets(data: DataSpec, evaluation: OfflineEvalSpec, sampling: SamplingSpec) -> tuple[HeldOutSet, ...]:
+    """Return the sets of a job that evaluates, `data.eval` first.
+
+    Raises:
+        ValueError: a set's `sampling` is invalid; names each key.
+
+    """
+    samples, pass_reward = 0, 1.0
+    if isinstance(evaluation, EvalSpec):
+        samples, pass_reward = evaluation.samples, evaluation.pass_reward
+    found = [HeldOutSet("", rows, samples, pass_reward, sampling) for rows in data.rows if rows.field == "data.eval"]
+    default_split = getattr(data, "eval_split", "test")
+    for name, given in evaluation.sets.items():
+        split, key = given.split or default_split, given.prompt_key or data.prompt_key
+        one = HeldOutSet(name, Rows(f"eval.sets.{name}.data", given.data, split, given.subset, key))
+        if isinstance(given, EvalSet):
+            one = one._replace(
+                samples=given.samples or samples,
+                pass_reward=pass_reward if given.pass_reward is None else given.pass_reward,
+                sampling=_merged(sampling, given.sampling, f"{one.section}.sampling"),
+            )
+        found.append(one)
+    return tuple(found)
+
+
+def _merged(sampling: SamplingSpec, changes: Mapping[str, Any], section: str) -> SamplingSpec:
+    try:
+        return SamplingSpec.model_validate({**sampling.model_dump(), **changes})
+    except ValidationError as error:
+        lines = (line.removeprefix("sampling.") for line in describe(error, SamplingSpec, "sampling"))
+        raise ValueError("; ".join(f"{section}.{line}" for line in lines)) from error

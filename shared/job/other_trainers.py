@@ -214,6 +214,8 @@ NAMES: Mapping[str, Names] = {
     ),
     "elastic.in_flight": Names("", "", "`train.partial_rollout_enable`"),
     "eval.every": Names("`eval_steps`", "`trainer.test_freq`", "`eval.steps`", "`eval.interval`"),
+    "eval.sets": Names("`eval_dataset` (a dict)", "`data.val_files` (a list)", "", "`eval.env` (a list)"),
+    "eval.sets.sampling": Names("", "`rollout.val_kwargs`", "", "`eval.sampling`"),
     "eval.samples": Names(
         "`num_generations_eval` (per prompt)",
         "`rollout.val_kwargs.n` (per prompt)",
@@ -224,6 +226,13 @@ NAMES: Mapping[str, Names] = {
     "log.wandb.project": Names("`project`", "`trainer.project_name`", "`logger.wandb.project`", "`wandb.project`"),
     "log.wandb.entity": Names("", "", "`logger.wandb.org`"),
     "log.wandb.group": Names("", "", "`logger.wandb.group`"),
+    "log.mlflow": Names("`report_to`", "`trainer.logger`"),
+    "log.mlflow.experiment": Names("", "`trainer.project_name`"),
+    "log.swanlab": Names("`report_to`", "`trainer.logger`"),
+    "log.swanlab.project": Names("", "`trainer.project_name`"),
+    "log.samples": Names(
+        "`log_completions`, `num_completions_to_print`", "`trainer.log_val_generations`", "", "`wandb.log_extras`"
+    ),
     "log.tensorboard": Names("`report_to`", "`trainer.logger`", "`logger.tensorboard_dir`"),
 }
 """Dotted job key -> what others call it. Entries of `reward.functions` have no index."""
@@ -264,7 +273,7 @@ ABSENT: Mapping[str, str] = {
     ),
     "ref_model": "the reference is the job's model as it starts",
     "disable_dropout": "models are trained without dropout, but for lora.dropout",
-    "push_to_hub": "rlboost export writes a folder that you can upload",
+    "push_to_hub": "rlboost export JOB --out FOLDER --push-to-hub OWNER/NAME uploads a version",
     "use_vllm": "the engine is a setting of workers, RLBOOST_WORKER_ENGINE",
     "vllm_mode": "workers are processes of their own, and reserved ones may share the trainer's GPU (trainer.offload)",
     "packing": "rows are always packed, up to trainer.micro_batch_tokens",

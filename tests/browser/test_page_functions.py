@@ -72,6 +72,20 @@ def test_texts_of_completions_are_never_markup(files: Page) -> None:
     assert parts == [0, "<img", " src=x onerror=alert(1)>"]
 
 
+def test_each_held_out_set_has_a_curve(files: Page) -> None:
+    rows = [
+        {"step": 0, "eval/math/pass@1": 0.25, "eval/math/reward_mean": 0.5, "eval/aime/pass@1": 0.0},
+        {"step": 1, "loss": 1.0},
+        {"step": 2, "eval/math/pass@1": 0.5, "eval/aime/pass@1": 0.125, "eval/aime/pass@2": 0.25},
+    ]
+    found = call(files, "facts.js", "m.evaluations(a[0])", rows)
+    assert found == [
+        {"name": "eval/math/pass@1", "points": [[0, 0.25], [2, 0.5]]},
+        {"name": "eval/aime/pass@1", "points": [[0, 0.0], [2, 0.125]]},
+    ]
+    assert call(files, "facts.js", "m.evaluations(a[0])", rows[1:2]) == [{"name": "eval/pass@1", "points": []}]
+
+
 def test_completion_parts_of_a_cut_completion_keep_their_workers(files: Page) -> None:
     sample = {
         "completion": "aaabb\n[4 characters cut]\nbcccc",

@@ -164,6 +164,26 @@ def test_pass_at_k_is_how_often_one_of_k_completions_passes(
     assert metrics["eval/pass@1"] < metrics["eval/pass@2"] < metrics["eval/pass@4"]
 
 
+def test_each_held_out_set_is_sampled_by_its_own_settings(box: BlackBox, base: CountdownModel, tmp_path: Path) -> None:
+    problems = base.clear_problems(MAX_TOKENS)[:16]
+    held_out((problem.row for problem in problems), tmp_path)
+    rows = {"data": str(tmp_path / "eval.jsonl"), "samples": len(problems)}
+    sets = {
+        "greedy": {**rows, "sampling": {"temperature": 0, "max_tokens": MAX_TOKENS}},
+        "short": {**rows, "samples": 2 * len(problems), "sampling": {"max_tokens": 2}},
+    }
+    report = json.loads(box.command("eval", JOB, "eval.samples=8", f"eval.sets={json.dumps(sets)}", "--json"))
+    metrics = report["metrics"]
+    assert metrics["eval/greedy/pass@1"] == pytest.approx(share(problems))
+    assert metrics["eval/greedy/mean_length"] == pytest.approx(np.mean([len(problem.tokens) for problem in problems]))
+    assert 0 < metrics["eval/short/mean_length"] <= 2
+    assert metrics["eval/mean_length"] > 2
+    assert {name for name in metrics if "pass@" in name} == {
+        *("eval/pass@1", "eval/greedy/pass@1", "eval/short/pass@1", "eval/short/pass@2")
+    }
+    assert box.get(f"/v1/jobs/{report['job']['id']}/audit")["delivered"] == 8 + 3 * len(problems)
+
+
 def test_an_exported_version_is_the_one_that_made_its_samples(trained: Trained, base: CountdownModel) -> None:
     of_version = [
         (prompt, tokens, np.frombuffer(body["logprobs"], "<f4"))

@@ -9,7 +9,7 @@ import ast
 import inspect
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from itertools import pairwise
 from types import NoneType, UnionType
@@ -49,14 +49,14 @@ class Key(NamedTuple):
     kinds: tuple[str, ...]
     """Kinds of jobs that have it."""
     is_section: bool
-    is_list: bool
-    """A section that is a list, whose entries have the keys below it."""
+    entries: str
+    """Written after a section that is a list, or a mapping of names, whose entries have the keys below it."""
 
     @property
     def shown(self) -> str:
-        """The path with `[]` after the sections that are lists."""
-        lists = [key.path for key in job_keys() if key.is_list and self.path.startswith(f"{key.path}.")]
-        return next((f"{path}[]{self.path.removeprefix(path)}" for path in lists), self.path)
+        """The path with `[]` after the sections that are lists, and `.NAME` after those that are mappings."""
+        above = [key for key in job_keys() if key.entries and self.path.startswith(f"{key.path}.")]
+        return next((f"{key.path}{key.entries}{self.path.removeprefix(key.path)}" for key in above), self.path)
 
 
 @cache
@@ -103,10 +103,8 @@ def _walk(model: type[BaseModel], prefix: str, kind: str) -> Iterator[Key]:
         meaning = _docstring(model, name)
         default = "" if section else _default(model, name, field)
         values = "" if section else _values(field.annotation, field.metadata)
-        is_section = section is not None
-        yield Key(
-            path, meaning, default, values, (kind,), is_section, is_list=is_section and _is_list(field.annotation)
-        )
+        entries = _entries(field.annotation) if section else ""
+        yield Key(path, meaning, default, values, (kind,), section is not None, entries)
         if section:
             yield from _walk(section, f"{path}.", kind)
 
@@ -194,8 +192,10 @@ def _bounds(metadata: list[Any]) -> str:
     )
 
 
-def _is_list(annotation: Any) -> bool:
-    return get_origin(annotation) is tuple or any(map(_is_list, get_args(annotation)))
+def _entries(annotation: Any) -> str:
+    if get_origin(annotation) in (tuple, Mapping):
+        return "[]" if get_origin(annotation) is tuple else ".NAME"
+    return next(filter(None, map(_entries, get_args(annotation))), "")
 
 
 def _section_of(annotation: Any) -> type[BaseModel] | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from rlboost.shared.job.data import Rows
+from rlboost.shared.job.fleet import HeldOutSet
 from rlboost.shared.job.spec import RlJob, parse
 
 
@@ -23,6 +25,11 @@ def parse_rl(raw: object) -> RlJob:
 def job(**changes: Any) -> RlJob:
     """Return the parsed job of `job_file`."""
     return parse_rl(job_file(**changes))
+
+
+def held_out(**changes: Any) -> HeldOutSet:
+    """Return the rows of `data.eval` as a set, with fields replaced."""
+    return HeldOutSet("", Rows("data.eval", "e.jsonl", "test", None, "prompt"))._replace(**changes)
 
 
 def with_teacher(**algorithm: Any) -> dict[str, Any]:

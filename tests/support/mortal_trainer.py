@@ -121,8 +121,8 @@ class Store(Wrapper):
 class Folder(Wrapper):
     """The run's folder: after a row of metrics, and before the final model."""
 
-    def log_step(self, step: int, metrics: dict[str, float]) -> Any:
-        answer = self._inner.log_step(step, metrics)
+    def log_step(self, step: int, *of: Any) -> Any:
+        answer = self._inner.log_step(step, *of)
         self._fate.comes("logged", step)
         return answer
 

@@ -88,7 +88,7 @@ def in_places(what: RlJob, equal: frozenset[int]) -> tuple[dict[int, int], dict[
     """Return all groups of a job by the rule, and those that teach; each with its row."""
     groups, teaching = {}, {}
     for step in range(what.steps):
-        first = plan_step(what, 1, step, ROWS, 0)
+        first = plan_step(what, 1, step, ROWS, ())
         rule = Replacements.of(what, step, ROWS)
         rows = rule.replacement_rows([group.row for group in first])
         for initial in first:

@@ -125,9 +125,10 @@ class Rig:
             loss=_no_loss,
             data=Data(
                 prompts,
-                prompts[:3],
+                prompts[:3] * len(self.job.held_out),
                 (2,),
                 decode_as_numbers,
+                [3] * len(self.job.held_out),
                 self.n_too_long,
                 vocab_size=self.vocab_size,
             ),

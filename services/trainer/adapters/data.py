@@ -32,9 +32,10 @@ from rlboost.shared.data.examples import (
     prompt_of,
 )
 from rlboost.shared.data.rows import Row, read_rows
-from rlboost.shared.data.shards import Source, format_source
+from rlboost.shared.data.shards import format_source
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.job.data import DpoDataSpec, OfflineDataSpec, RewardDataSpec, SftDataSpec
+from rlboost.shared.job.data import DpoDataSpec, OfflineDataSpec, RewardDataSpec, Rows, SftDataSpec
+from rlboost.shared.job.fleet import HeldOutSet
 from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.model.folder import merge_eos_ids, require_tokenizer
 from rlboost.shared.user_code.functions import RAW_ARGUMENTS, TRL_ARGUMENTS
@@ -122,19 +123,15 @@ def load_data(spec: JobSpec, model: Path, created: datetime | None = None) -> Da
             f"agent: model {model} has no chat template, which an agent's calls need: use a model that has one, or add "
             "its chat_template.jinja"
         )
-    reader = _Reader(spec, tokens)
-    train: list[Prompt] = []
-    evaluation: list[Prompt] = []
-    n_long = n_long_eval = 0
-    if spec.kind != "eval":
-        train, n_long = reader.read(spec.data.train, spec.data.train_split)
-    if spec.eval is not None and spec.data.eval is not None:
-        evaluation, n_long_eval = reader.read(spec.data.eval, spec.data.eval_split)
+    training = (_Reader(spec, tokens, rows).read() for rows in spec.data.rows if rows.field == "data.train")
+    train, n_long = next(training, ([], 0))
+    held_out = [_Reader(spec, tokens, one.rows, one).read() for one in spec.held_out]
     return Data(
         train=train,
-        evaluation=evaluation,
+        evaluation=[prompt for prompts, _ in held_out for prompt in prompts],
+        n_evaluation=[len(prompts) for prompts, _ in held_out],
         n_too_long=n_long,
-        n_too_long_eval=n_long_eval,
+        n_too_long_eval=sum(n for _, n in held_out),
         stop_token_ids=end_ids,
         pad_id=tokens.pad_id,
         call_style=tokens.call_style,
@@ -154,18 +151,22 @@ def _decoder(tokenizer: Any) -> Decode:
 
 
 class _Reader:
-    def __init__(self, spec: JobSpec, tokens: PromptTokenizer) -> None:
+    """Reads one source of rows."""
+
+    def __init__(self, spec: JobSpec, tokens: PromptTokenizer, rows: Rows, held_out: HeldOutSet | None = None) -> None:
         self._spec = spec.data
+        self._rows = rows
         self._agent_rows = rows_of(spec.agent)
         self._needs_messages = bool(spec.data.chat_template_kwargs) and spec.conversation is None
-        self._max_tokens = spec.sampling.max_tokens
+        self._max_tokens = (spec if held_out is None else held_out).sampling.max_tokens
+        self._limit = f"{held_out.section}.sampling.max_tokens" if held_out and held_out.name else "sampling.max_tokens"
         self._tokens = tokens
         self._is_centered = spec.kind == "reward" and spec.algorithm.center_rewards_coefficient > 0
 
-    def read(self, source: Source, split: str) -> tuple[list[Prompt], int]:
-        """Return the prompts of a source, and the number of rows left out for their length."""
-        found, n_long = [], 0
-        for row in read_rows(source, split, self._spec.subset, self._agent_rows):
+    def read(self) -> tuple[list[Prompt], int]:
+        """Return the prompts, and the number of rows left out for their length."""
+        found, n_long, source = [], 0, self._rows.source
+        for row in read_rows(source, self._rows.split, self._rows.subset, self._agent_rows):
             prompts = self._prompts(row, f"{row.source}, {row.place}")
             n_long += prompts.count(None)
             found += [prompt for prompt in prompts if prompt is not None]
@@ -194,7 +195,7 @@ class _Reader:
 
     def _prompt(self, row: Row, location: str) -> Prompt | None:
         """Return the row as a prompt, None if it is too long."""
-        key = self._spec.prompt_key
+        key = self._rows.prompt_key
         for name in (*TRL_ARGUMENTS, *RAW_ARGUMENTS):
             if name in row.values and name != key:
                 raise ConfigError(f"{location}: a column named {name!r} hides a reward function argument: rename it")
@@ -206,8 +207,8 @@ class _Reader:
             return None
         if not self._tokens.fit(len(ids) + self._max_tokens):
             raise ConfigError(
-                f"{location}: {len(ids)} prompt tokens and sampling.max_tokens {self._max_tokens} do not fit the "
-                f"model's {self._tokens.max_length} positions: shorten the prompt, lower sampling.max_tokens, or set "
+                f"{location}: {len(ids)} prompt tokens and {self._limit} {self._max_tokens} do not fit the "
+                f"model's {self._tokens.max_length} positions: shorten the prompt, lower {self._limit}, or set "
                 "data.max_prompt_tokens to leave such prompts out"
             )
         columns = {name: value for name, value in row.values.items() if name != key}
@@ -224,14 +225,14 @@ class _Reader:
     def _examples(self, spec: SftDataSpec, row: Row, location: str) -> list[Prompt | None]:
         """Return the prompts of a row with their completions, None for each that is too long."""
         with _naming(location):
-            keys = spec.prompt_key, spec.completion_key
+            keys = self._rows.prompt_key, spec.completion_key
             examples = examples_of(row.values, *keys, every_turn=spec.assistant_only_loss)
         return [self._example(spec, example, location) for example in examples]
 
     def _pair(self, spec: DpoDataSpec, row: Row, location: str) -> Prompt | None:
         """Return the prompt of a row with both completions, None if one is too long."""
         with _naming(location):
-            pair = pair_of(row.values, spec.prompt_key, spec.chosen_key, spec.rejected_key)
+            pair = pair_of(row.values, self._rows.prompt_key, spec.chosen_key, spec.rejected_key)
         chosen, rejected = (self._example(spec, example, location) for example in pair)
         if chosen is None or rejected is None:
             return None
@@ -253,13 +254,13 @@ class _Reader:
     def _scored(self, spec: RewardDataSpec, row: Row, location: str) -> Prompt | None:
         """Return a pair of conversations, parted where their tokens differ, or a labelled one; None: it is too long."""
         with _naming(location):
-            if (labelled := labelled_of(row.values, spec.prompt_key, spec.chosen_key)) is not None:
+            if (labelled := labelled_of(row.values, self._rows.prompt_key, spec.chosen_key)) is not None:
                 example, label = labelled
                 self._check_is_rendered(is_text=isinstance(example, TextExample))
                 ids = self._tokens.scored(*example)
                 found = self._fitting(spec, example, ids[:1], ids[1:], location)
                 return found and replace(found, columns={LABEL: label})
-            pair = pair_of(row.values, spec.prompt_key, spec.chosen_key, spec.rejected_key)
+            pair = pair_of(row.values, self._rows.prompt_key, spec.chosen_key, spec.rejected_key)
             margin = margin_of(row.values)
             self._check_is_rendered(is_text=isinstance(pair[0], TextExample))
             chosen, rejected = (self._tokens.scored(*example) for example in pair)

@@ -57,7 +57,7 @@ def _named(spec: JobSpec) -> Iterator[tuple[str, str]]:
     for field, model in models:
         if model.startswith(("/", ".", "~")) or Path(model).exists():
             yield field, model
-    for rows in spec.data.rows:
+    for rows in spec.rows:
         for name in names_of(rows.source):
             if name != AGENT_ROWS and not is_remote(name):
                 yield rows.field, _without_pattern(name)

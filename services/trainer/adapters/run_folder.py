@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from rlboost.services.trainer.adapters.run_log import Opener, RunLog
+from rlboost.services.trainer.adapters.run_log import Opener, Row, RunLog
 from rlboost.services.trainer.adapters.torch.tensors import tensor_of
 from rlboost.services.trainer.domain.batches import TrainingRow
+from rlboost.services.trainer.ports.storage import LoggedSample
 from rlboost.shared.errors import DiskFull, Fatal
 from rlboost.shared.files import replace_file, write_error
 from rlboost.shared.job.run_profile import RunProfile
@@ -68,10 +69,10 @@ class LocalRunFolder:
                 replace_file(self._metrics, "".join(_rows_before(self._metrics, step)))
         self._log.begin(step)
 
-    def log_step(self, step: int, metrics: dict[str, float]) -> list[str]:
+    def log_step(self, step: int, metrics: dict[str, float], samples: Sequence[LoggedSample] = ()) -> list[str]:
         with self._disk_errors(), self._metrics.open("ab", buffering=0) as file:
             _append(file, (json.dumps({"step": step, **metrics}) + "\n").encode())
-        self._log.log(step, metrics)
+        self._log.log(Row(step, metrics, samples))
         return self._log.new_problems()
 
     def write_profile(self, profile: RunProfile) -> None:

@@ -7,21 +7,24 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import queue
+import re
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Any, NamedTuple, Protocol
 
 import structlog
 
-from rlboost.services.trainer.adapters.wandb_child import STARTED
+from rlboost.services.trainer.adapters.tracker_child import STARTED
+from rlboost.services.trainer.ports.storage import LoggedSample
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.job.log import WandbSpec, missing_log_libraries
+from rlboost.shared.job.log import TRACKERS, missing_log_libraries
 from rlboost.shared.job.spec import ServiceJob
 from rlboost.shared.settings import environment_without_settings
 
@@ -32,10 +35,18 @@ PATIENCE_S = 60.0
 """A logger that takes longer than this for one row is reported as hanging."""
 
 
+class Row(NamedTuple):
+    """What is logged of a step."""
+
+    step: int
+    metrics: dict[str, float]
+    samples: Sequence[LoggedSample] = ()
+
+
 class Logger(Protocol):
     """Destination of rows. Created, used and closed in one thread; may raise anything."""
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, row: Row) -> None:
         """Log a row; steps increase."""
 
     def close(self) -> None:
@@ -48,11 +59,6 @@ class LoggerFailed(Exception):
 
 Opener = Callable[[int], Logger]
 """Creates a logger for rows from this step on, which replace those that an earlier process has logged."""
-
-
-class _Row(NamedTuple):
-    step: int
-    metrics: Mapping[str, float]
 
 
 class RunLog:
@@ -68,10 +74,10 @@ class RunLog:
         """Open the loggers, for rows from `step` on."""
         self._threads = [_LoggerThread(name, opener, step, self._patience_s) for name, opener in self._openers.items()]
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, row: Row) -> None:
         """Queue a row for every logger, without blocking."""
         for thread in self._threads:
-            thread.put(_Row(step, metrics))
+            thread.put(row)
 
     def new_problems(self) -> list[str]:
         """Return the problems that were not returned before."""
@@ -93,7 +99,7 @@ class _LoggerThread:
         self._name = name
         self._opener = opener
         self._patience_s = patience_s
-        self._rows: queue.SimpleQueue[_Row | None] = queue.SimpleQueue()
+        self._rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
         """None after the last row. At most `_QUEUED_ROWS` rows."""
         self._busy_since: float | None = time.monotonic()
         self._problem = ""
@@ -103,7 +109,7 @@ class _LoggerThread:
         self._thread = threading.Thread(target=self._run, args=(step,), name=f"log-{name}", daemon=True)
         self._thread.start()
 
-    def put(self, row: _Row) -> None:
+    def put(self, row: Row) -> None:
         if not self._thread.is_alive():
             return
         since = self._busy_since
@@ -141,7 +147,7 @@ class _LoggerThread:
             self._busy_since = None
             while (row := self._rows.get()) is not None:
                 self._busy_since = time.monotonic()
-                logger.log(row.step, row.metrics)
+                logger.log(row)
                 self._busy_since = None
             self._busy_since = time.monotonic()
             logger.close()
@@ -150,28 +156,27 @@ class _LoggerThread:
             self._note(kind + str(error).partition("\n")[0].rstrip("."))
 
 
-# --- Weights & Biases as a logger -------------------------------------------------------------------------------------
-# Its library runs in a child process, because it waits for the network for minutes at exit, and a stopping trainer has
-# only seconds.
+# --- Trackers as loggers: Weights & Biases, MLflow and SwanLab --------------------------------------------------------
+# Their libraries run in a child process, because they wait for the network for minutes at exit, and a stopping trainer
+# has only seconds.
 
 
-class Wandb:
-    """`Logger` that creates or resumes the W&B run whose id is the job's.
+class TrackerProcess:
+    """`Logger` that creates the job's run of a tracker, or continues it."""
 
-    If a step is trained again, W&B keeps the first row: its steps only increase.
-    """
-
-    def __init__(self, wandb: WandbSpec, spec: ServiceJob, job_id: str, folder: Path) -> None:
-        """Start or resume the run; its files are in `folder`.
+    def __init__(self, name: str, spec: ServiceJob, job_id: str, folder: Path) -> None:
+        """Start or continue the run; its files are in `folder`.
 
         Raises:
-            LoggerFailed: the run cannot be started; with W&B's own message.
+            LoggerFailed: the run cannot be started; with the library's own message.
 
         """
         folder.mkdir(parents=True, exist_ok=True)
+        secret = (one for one in TRACKERS[name].environment if one.endswith(("_KEY", "_PASSWORD", "_TOKEN")))
+        self._secrets = [value for one in secret if (value := os.environ.get(one))]
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         self._process = Popen(
-            [sys.executable, "-m", "rlboost.services.trainer.adapters.wandb_child"],
+            [sys.executable, "-m", "rlboost.services.trainer.adapters.tracker_child"],
             stdin=PIPE,
             stdout=PIPE,
             stderr=self._stderr,
@@ -179,24 +184,15 @@ class Wandb:
             text=True,
             start_new_session=True,  # signals to the trainer must not stop it before it has sent its rows
         )
-        self._send(
-            {
-                "project": wandb.project,
-                "entity": wandb.entity,
-                "group": wandb.group,
-                "tags": list(wandb.tags) or None,
-                "name": spec.name,
-                "id": job_id,
-                "dir": str(folder),
-                "config": spec.model_dump(mode="json"),
-            }
-        )
+        section = spec.log.trackers[name].model_dump(mode="json")
+        job = {"name": spec.name, "id": job_id, "dir": str(folder), "config": spec.model_dump(mode="json")}
+        self._send({"tracker": name, "section": section, **job})
         assert self._process.stdout is not None
         if self._process.stdout.readline().strip() != STARTED:
             raise self._failure()
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._send({"step": step, "metrics": dict(metrics)})
+    def log(self, row: Row) -> None:
+        self._send({"step": row.step, "metrics": row.metrics, "samples": row.samples})
 
     def close(self) -> None:
         self._send(None)
@@ -218,7 +214,14 @@ class Wandb:
         self._stderr.seek(0)
         lines = self._stderr.read().decode(errors="replace").strip().splitlines()
         self._release()
-        return LoggerFailed(lines[-1] if lines else "its process ended without an error message")
+        return LoggerFailed(self._without_secrets(lines[-1]) if lines else "its process ended without an error message")
+
+    def _without_secrets(self, text: str) -> str:
+        """Return a library's message without passwords in URLs, and without those in the environment."""
+        text = re.sub(r"//[^/@\s]+@", "//***@", text)
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        return text
 
     def _release(self) -> None:
         with contextlib.suppress(BrokenPipeError):
@@ -226,7 +229,7 @@ class Wandb:
         self._stderr.close()
 
 
-# --- The loggers of a job file's `log` section: TensorBoard and Weights & Biases --------------------------------------
+# --- The loggers of a job file's `log` section: TensorBoard and the trackers ------------------------------------------
 
 
 def openers(spec: ServiceJob, job_id: str, folder: Path) -> dict[str, Opener]:
@@ -241,9 +244,11 @@ def openers(spec: ServiceJob, job_id: str, folder: Path) -> dict[str, Opener]:
     found: dict[str, Opener] = {}
     if spec.log.tensorboard:
         found["tensorboard"] = lambda step: TensorBoard(folder / "tensorboard", step)
-    if (wandb := spec.log.wandb) is not None:
-        found["wandb"] = lambda _step: Wandb(wandb, spec, job_id, folder)
-    return found
+    return found | {name: _tracker(name, spec, job_id, folder) for name in spec.log.trackers}
+
+
+def _tracker(name: str, spec: ServiceJob, job_id: str, folder: Path) -> Opener:
+    return lambda _step: TrackerProcess(name, spec, job_id, folder)
 
 
 class TensorBoard:
@@ -255,9 +260,9 @@ class TensorBoard:
 
         self._writer = SummaryWriter(str(folder), purge_step=step)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+    def log(self, row: Row) -> None:
+        for name, value in row.metrics.items():
+            self._writer.add_scalar(name, value, row.step)
         # Flush per row: a killed process must not lose rows.
         self._writer.flush()
 

@@ -10,6 +10,7 @@ from rlboost.services.trainer.domain.conversations import Conversation, Interval
 from rlboost.services.trainer.domain.rewards import total
 from rlboost.shared.errors import Fatal, Unprocessable
 from rlboost.shared.ids import SampleId, group_of
+from rlboost.shared.job.fleet import HeldOutSet
 from rlboost.shared.messages import (
     EngineProfile,
     GroupOpened,
@@ -45,6 +46,8 @@ class ScoredGroup:
     """int32 column of token ids, of all samples."""
     penalties: tuple[float, ...] = ()
     """The length penalty of each sample; empty if the job has none."""
+    held_out: HeldOutSet | None = None
+    """The set that it evaluates; None for a training group."""
 
     @property
     def shaped_rewards(self) -> list[float]:

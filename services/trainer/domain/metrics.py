@@ -165,8 +165,6 @@ class RolloutTally:
 
     scored: list[ScoredGroup] = field(default_factory=list)
     evaluated: list[ScoredGroup] = field(default_factory=list)
-    pass_reward: float = 1.0
-    """The lowest reward with which a completion passes an evaluation."""
     scoring_s: list[float] = field(default_factory=list)
     """Time from each training group's last sample to its rewards, with the wait for a free reward process."""
     dropped: Counter[str] = field(default_factory=Counter)
@@ -219,7 +217,11 @@ class StepTally:
         """Return the step's row of the run log, without metrics that do not apply."""
         rollouts = self.rollouts
         row = _rollout(rollouts.scored, self.step) | _training(self)
-        row |= _evaluation(rollouts.evaluated, rollouts.pass_reward)
+        by_set: dict[str, list[ScoredGroup]] = {}
+        for group in rollouts.evaluated:
+            by_set.setdefault(group.held_out.name if group.held_out is not None else "", []).append(group)
+        for groups in by_set.values():
+            row |= _evaluation(groups)
         row |= rollouts.measured | self.measured
         n_dropped = rollouts.dropped.total()
         row |= {"samples/duplicates": rollouts.duplicates, "groups/dropped": n_dropped}
@@ -328,16 +330,18 @@ def _training(tally: StepTally) -> dict[str, float]:
     return row | routing_metrics(sums)
 
 
-def _evaluation(groups: Sequence[ScoredGroup], pass_reward: float) -> dict[str, float]:
-    if not groups:
-        return {}
-    rates = pass_rates([[reaches(reward, pass_reward) for reward in group.rewards] for group in groups])
-    return {
+def _evaluation(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    """Return the metrics of one held-out set."""
+    held_out = groups[0].held_out
+    assert held_out is not None, "a group of an evaluation has its set"
+    rates = pass_rates([[reaches(reward, held_out.pass_reward) for reward in group.rewards] for group in groups])
+    row = {
         **{f"eval/pass@{k}": rate for k, rate in rates.items()},
         "eval/reward_mean": _mean([reward for group in groups for reward in group.rewards]),
         "eval/mean_length": _mean([length(sample.tokens, I32) for group in groups for sample in group.samples]),
         **_parts("eval/reward", groups),
     }
+    return {name.replace("eval/", held_out.prefix, 1): value for name, value in row.items()}
 
 
 def _parts(prefix: str, groups: Sequence[ScoredGroup]) -> dict[str, float]:

@@ -15,7 +15,7 @@ from rlboost.services.trainer.domain.conversations import StepTurnIds, TurnIds
 from rlboost.services.trainer.domain.rewards import all_equal
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.ids import MAX_GROUP_SIZE, MAX_GROUPS_PER_STEP, SampleId, within_job
-from rlboost.shared.job.fleet import EvalSpec
+from rlboost.shared.job.fleet import HeldOutSet
 from rlboost.shared.job.reward import REPLACEMENTS, SPARE_TURNS
 from rlboost.shared.job.spec import GeneratingJob, RlJob
 from rlboost.shared.job.training import OptimizerSpec
@@ -47,7 +47,8 @@ class PlannedGroup:
 
     id: int
     """Packed id of its sample 0."""
-    is_eval: bool
+    held_out: HeldOutSet | None
+    """The set that it evaluates; None for a training group."""
     row: int
     """Index of its prompt in the training or the evaluation data."""
     n: int
@@ -57,13 +58,18 @@ class PlannedGroup:
     number: int
     """Its number in the step, from 0, counted separately for training and evaluation groups."""
 
+    @property
+    def is_eval(self) -> bool:
+        """Return True if it is not trained."""
+        return self.held_out is not None
 
-def check(spec: GeneratingJob, n_eval: int) -> None:
+
+def check(spec: GeneratingJob, n_eval: Sequence[int]) -> None:
     """Check that every step of a job can be planned.
 
     Args:
         spec: the job.
-        n_eval: number of evaluation prompts.
+        n_eval: number of prompts of each held-out set.
 
     Raises:
         ConfigError: naming the field.
@@ -86,20 +92,19 @@ def check(spec: GeneratingJob, n_eval: int) -> None:
                 f"data.prompts_per_step, algorithm.group_size, algorithm.resample, {section}.replacements or "
                 "eval.samples"
             )
-    if spec.eval is None:
-        return
-    most = max(eval_group_sizes(spec.eval, n_eval), default=0)
-    if most > MAX_GROUP_SIZE:
-        raise ConfigError(
-            f"eval.samples: {spec.eval.samples} over {n_eval} evaluation prompts is {most} a prompt, more than "
-            f"{MAX_GROUP_SIZE}: lower it, or give more prompts in data.eval"
-        )
-    if min(spec.eval.samples, n_eval) >= MAX_GROUPS_PER_STEP:
+    for held_out, n_prompts in zip(spec.held_out, n_eval, strict=True):
+        most = max(eval_group_sizes(held_out.samples, n_prompts), default=0)
+        if most > MAX_GROUP_SIZE:
+            raise ConfigError(
+                f"{held_out.section}.samples: {held_out.samples} over {n_prompts} evaluation prompts is {most} a "
+                f"prompt, more than {MAX_GROUP_SIZE}: lower it, or give more prompts in {held_out.rows.field}"
+            )
+    if len(_evaluated(spec, n_eval)) >= MAX_GROUPS_PER_STEP:
         raise ConfigError(f"eval.samples: more than {MAX_GROUPS_PER_STEP - 1} evaluation prompts at once: lower it")
 
 
 def plan_step(
-    spec: GeneratingJob, job_no: int, step: int, n_train: int, n_eval: int, rows: Sequence[int] | None = None
+    spec: GeneratingJob, job_no: int, step: int, n_train: int, n_eval: Sequence[int], rows: Sequence[int] | None = None
 ) -> list[PlannedGroup]:
     """Return the groups of one step: training groups, then evaluation groups if they are due.
 
@@ -110,7 +115,7 @@ def plan_step(
         job_no: the job's number.
         step: the step.
         n_train: number of training prompts.
-        n_eval: number of evaluation prompts.
+        n_eval: number of prompts of each held-out set.
         rows: the training prompts that a curriculum chose; None: the next ones of the epoch order.
 
     """
@@ -120,9 +125,22 @@ def plan_step(
             rows = prompt_indices(spec.trainer.seed, step, spec.data.prompts_per_step, n_train)
         groups = [training_group(spec, job_no, step, g, row) for g, row in enumerate(rows)]
     if spec.eval is not None and spec.eval.is_due(step, spec.steps):
-        counts = enumerate(eval_group_sizes(spec.eval, n_eval))
-        groups += [_planned(spec, job_no, step, row, row, n, is_eval=True) for row, n in counts if n]
+        due = enumerate(_evaluated(spec, n_eval))
+        groups += [_planned(spec, job_no, step, number, row, n, held_out) for number, (held_out, row, n) in due]
     return groups
+
+
+def _evaluated(spec: GeneratingJob, n_eval: Sequence[int]) -> list[tuple[HeldOutSet, int, int]]:
+    """Return the held-out set, row and number of completions of each evaluation group.
+
+    Rows are numbered over all sets, groups without the prompts that get no completion.
+    """
+    found, first = [], 0
+    for held_out, n_prompts in zip(spec.held_out, n_eval, strict=True):
+        counts = enumerate(eval_group_sizes(held_out.samples, n_prompts), first)
+        found += [(held_out, row, n) for row, n in counts if n]
+        first += n_prompts
+    return found
 
 
 def training_group(spec: GeneratingJob, job_no: int, step: int, number: int, row: int) -> PlannedGroup:
@@ -135,13 +153,13 @@ def n_training_groups(spec: GeneratingJob) -> int:
     return spec.data.prompts_per_step * (1 + (spec.algorithm.resample or 0))
 
 
-def turn_ids(spec: GeneratingJob, n_eval: int) -> StepTurnIds:
-    """Return the ids of a step's turns."""
+def turn_ids(spec: GeneratingJob, n_eval: Sequence[int]) -> StepTurnIds:
+    """Return the ids of a step's turns; `n_eval` is the number of prompts of each held-out set."""
     training = evaluation = None
     if isinstance(spec, RlJob):
         training = _with_replacements(TurnIds(n_training_groups(spec), spec.algorithm.group_size, 1), spec)
     if spec.eval is not None:
-        counts = [n for n in eval_group_sizes(spec.eval, n_eval) if n]
+        counts = [n for _, _, n in _evaluated(spec, n_eval)]
         evaluation = _with_replacements(TurnIds(len(counts), max(counts), 1), spec)
     return StepTurnIds(training, evaluation)
 
@@ -174,20 +192,20 @@ def epoch_order(seed: int, epoch: int, n_rows: int) -> tuple[int, ...]:
     return tuple(sorted(range(n_rows), key=lambda row: _hash(f"{seed}/{epoch}/{row}")))
 
 
-def eval_group_sizes(evaluation: EvalSpec, n_prompts: int) -> list[int]:
-    """Return the number of completions of each evaluation prompt: as even as possible, the first ones get one more."""
-    each, more = divmod(evaluation.samples, n_prompts)
+def eval_group_sizes(samples: int, n_prompts: int) -> list[int]:
+    """Return the number of completions of each prompt of a set: as even as possible, the first ones get one more."""
+    each, more = divmod(samples, n_prompts)
     return [each + (i < more) for i in range(n_prompts)]
 
 
 def _planned(
-    spec: GeneratingJob, job_no: int, step: int, group: int, row: int, n: int, *, is_eval: bool = False
+    spec: GeneratingJob, job_no: int, step: int, group: int, row: int, n: int, held_out: HeldOutSet | None = None
 ) -> PlannedGroup:
-    packed = SampleId(job_no, is_eval, step, group, 0).pack()
+    packed = SampleId(job_no, held_out is not None, step, group, 0).pack()
     # Without the job's number: the same job draws the same samples again, and jobs that differ in one setting differ in
     # nothing else.
     seed = int.from_bytes(_hash(f"{spec.trainer.seed}/{within_job(packed)}")[:6], "big")
-    return PlannedGroup(packed, is_eval, row, n, seed, group)
+    return PlannedGroup(packed, held_out, row, n, seed, group)
 
 
 def _hash(text: str) -> bytes:

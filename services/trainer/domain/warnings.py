@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from rlboost.services.trainer.domain.rewards import is_equal, reaches
 from rlboost.shared.job.algorithm import GROUPLESS
+from rlboost.shared.job.fleet import HeldOutSet
 from rlboost.shared.job.spec import JobSpec, RlJob
 
 # --- When to warn of faults in user code: the first of each reason, and each note that user code gives ----------------
@@ -107,10 +108,8 @@ class JobFacts:
     has_curriculum: bool = False
     limits: str = ""
     """The settings that cut a completion, with their values."""
-    eval_samples: int = 0
-    """Completions of an evaluation; 0 if the job has none."""
-    pass_reward: float = 1.0
-    """Lowest reward of a completion that passes in an evaluation."""
+    held_out: tuple[HeldOutSet, ...] = ()
+    """The sets that the job is evaluated on."""
 
     @classmethod
     def of(cls, job_id: str, spec: JobSpec) -> JobFacts:
@@ -127,8 +126,7 @@ class JobFacts:
             has_teacher=spec.teacher is not None,
             has_curriculum=spec.data.curriculum is not None,
             limits=f"sampling.max_tokens is {spec.sampling.max_tokens}{turns}",
-            eval_samples=spec.eval.samples if spec.eval is not None else 0,
-            pass_reward=spec.eval.pass_reward if spec.eval is not None else 1.0,
+            held_out=spec.held_out,
         )
 
 
@@ -170,7 +168,7 @@ class History:
 
     def add(self, row: Row) -> None:
         """Take the next step."""
-        if "eval/reward_mean" in row:
+        if any(name.startswith("eval/") for name in row):
             self.evaluations.append(row)
         if "reward/mean" not in row and "lr" not in row:
             return  # the evaluation after the last step
@@ -390,45 +388,52 @@ def gradient_zero(history: History, _: JobFacts) -> Finding | None:
 
 
 def eval_reward_zero(history: History, job: JobFacts) -> Finding | None:
-    """Return a finding if evaluations give no reward though training does."""
-    rows = history.evaluations
-    if (
-        len(rows) < 2
-        or history.lowest < 0
-        or history.highest <= 0
-        or not all(is_equal(row["eval/reward_mean"], 0.0) for row in rows)
-    ):
+    """Return a finding if evaluations on one of the sets give no reward though training does."""
+    if len(history.evaluations) < 2 or history.lowest < 0 or history.highest <= 0:
         return None
-    expected = [row.get("reward/mean", 0.0) / history.highest * job.eval_samples for row in rows]
+    return next(filter(None, (_reward_zero(history, job, held_out) for held_out in job.held_out)), None)
+
+
+def _reward_zero(history: History, job: JobFacts, held_out: HeldOutSet) -> Finding | None:
+    rows, metric = history.evaluations, f"{held_out.prefix}reward_mean"
+    if not all(metric in row and is_equal(row[metric], 0.0) for row in rows):
+        return None
+    expected = [row.get("reward/mean", 0.0) / history.highest * held_out.samples for row in rows]
     expected = [n for row, n in zip(rows, expected, strict=True) if "reward/mean" in row]
     if not expected or min(expected) < EXPECTED_REWARDS:
         return None
     return Finding(
         "eval_reward_zero",
-        f"eval/reward_mean was 0 in the last two evaluations, at a mean training reward of {_last_reward(rows):.3g}",
-        "the rows of data.eval have other columns or another prompt format than those of data.train, or the model "
-        "does not generalize at all",
+        f"{metric} was 0 in the last two evaluations, at a mean training reward of {_last_reward(rows):.3g}",
+        f"the rows of {held_out.rows.field} have other columns or another prompt format than those of data.train, or "
+        "the model does not generalize at all",
         f"compare 'rlboost samples {job.job_id} --eval' with 'rlboost samples {job.job_id}'",
     )
 
 
 def nothing_passes(history: History, job: JobFacts) -> Finding | None:
-    """Return a finding if no held-out completion passes, however much the rewards of training differ."""
-    rows = history.evaluations
-    passed = any(value for row in rows for name, value in row.items() if name.startswith("eval/pass@"))
-    if passed or not all("eval/pass@1" in row for row in rows) or len(rows) * job.eval_samples < UNPASSED:
-        return None
+    """Return a finding if no completion of one of the sets passes, however much the rewards of training differ."""
     if no_learning_signal(history, job) or eval_reward_zero(history, job):  # which say more
         return None
+    return next(filter(None, (_unpassed(history, job, held_out) for held_out in job.held_out)), None)
+
+
+def _unpassed(history: History, job: JobFacts, held_out: HeldOutSet) -> Finding | None:
+    rows, prefix, n_samples = history.evaluations, held_out.prefix, len(history.evaluations) * held_out.samples
+    passed = any(value for row in rows for name, value in row.items() if name.startswith(f"{prefix}pass@"))
+    if passed or not all(f"{prefix}pass@1" in row for row in rows) or n_samples < UNPASSED:
+        return None
     which = "the last evaluation" if len(rows) == 1 else f"the last {len(rows)} evaluations"
+    where = f" on {held_out.name}" if held_out.name else ""
+    limit = f"{held_out.section}.pass_reward"
     return Finding(
         "nothing_passes",
-        f"none of the {len(rows) * job.eval_samples} completions of {which} got a reward of {job.pass_reward:g} "
-        f"(eval.pass_reward) or more; their mean is {rows[-1]['eval/reward_mean']:.3g}",
+        f"none of the {n_samples} completions of {which}{where} got a reward of {held_out.pass_reward:g} "
+        f"({limit}) or more; their mean is {rows[-1][f'{prefix}reward_mean']:.3g}",
         "the model cannot do the task yet, because a supervised warm-up did not suffice or the prompts are too hard, "
-        "so training can only raise partial rewards; or eval.pass_reward is more than the reward gives",
+        f"so training can only raise partial rewards; or {limit} is more than the reward gives",
         f"look at them with 'rlboost samples {job.job_id} --eval'; train longer on examples first (kind: sft, until "
-        "'rlboost eval' of its model has a pass@k above 0), use easier prompts, or set eval.pass_reward",
+        f"'rlboost eval' of its model has a pass@k above 0), use easier prompts, or set {limit}",
     )
 
 

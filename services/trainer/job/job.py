@@ -23,6 +23,7 @@ from rlboost.services.trainer.domain.warnings import FaultWarnings
 from rlboost.services.trainer.ports.samples import Prompt
 from rlboost.services.trainer.ports.storage import JobResources
 from rlboost.shared.errors import BusUnavailable, ConfigError, DiskFull, Fatal, Fenced, WaitTimedOut
+from rlboost.shared.job.fleet import SamplingSpec
 from rlboost.shared.job.spec import GeneratingJob, JobSpec, OfflineJob, parse_stored
 from rlboost.shared.messages import Event, JobReport, JobState
 from rlboost.shared.process.logs import IN_EVENTS
@@ -172,6 +173,10 @@ class Job:
     def created(self) -> datetime:
         """Return when the job was created, by the clock of Redis."""
         return datetime.fromtimestamp(position(self.command)[0] / 1000, UTC)
+
+    def sampling(self, group: PlannedGroup) -> SamplingSpec:
+        """Return how the samples of a group are drawn."""
+        return self.generating_spec.sampling if group.held_out is None else group.held_out.sampling
 
     def prompt(self, group: PlannedGroup) -> Prompt:
         """Return the prompt of a group."""

@@ -9,7 +9,8 @@ Produces: a row of the run log; a `StepReport` with the warnings that hold; `war
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 
 import structlog
 from prometheus_client import Counter, Gauge
@@ -20,6 +21,7 @@ from rlboost.services.trainer.domain.warnings import Change, JobFacts, WarningTr
 from rlboost.services.trainer.job.checkpoints import Checkpoints
 from rlboost.services.trainer.job.job import Job
 from rlboost.services.trainer.ports.samples import Data
+from rlboost.services.trainer.ports.storage import LoggedSample
 from rlboost.shared.messages import StepReport
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Append
@@ -36,7 +38,8 @@ SHOWN = (
     *("entropy", "loss", "grad_norm", "lr", "kl", "off_policy/staleness", "groups/dropped_ratio"),
     *("perf/tokens_per_s", "eval/reward_mean", "eval/pass@1"),
 )
-"""Metrics of the run log that are exported. A fixed list: jobs may report any number of others."""
+"""Metrics of the run log that are exported, the last two for each held-out set. A fixed list: jobs may report any
+number of others."""
 _STEPS = Counter("rlboost_trainer_steps", "Training steps finished by this process")
 _PHASES = Counter("rlboost_trainer_phase_seconds", "Time of finished steps by phase", ["phase"])
 _LAST = Gauge("rlboost_trainer_step_metric", "Main metrics of the last step, named as in the run log", ["name"])
@@ -48,9 +51,9 @@ def observe_step(metrics: Mapping[str, float], *, trained: bool) -> None:
     for phase in PHASES:
         _PHASES.labels(phase).inc(metrics.get(f"time/{phase}_s", 0.0))
     _LAST.clear()
-    for name in SHOWN:
-        if name in metrics:
-            _LAST.labels(name).set(metrics[name])
+    for name, value in metrics.items():
+        if re.sub("^eval/[^/]+/", "eval/", name) in SHOWN:
+            _LAST.labels(name).set(value)
 
 
 # --- The record of each finished step ---------------------------------------------------------------------------------
@@ -75,12 +78,13 @@ class StepLog:
         except Exception:  # a warning must not end a job
             log.exception("learning_watch_failed", job=self._job.id)
 
-    async def record_generated(self, tally: StepTally) -> None:
-        """Record a step whose samples were generated, once its durations are complete."""
+    async def record_generated(self, tally: StepTally, samples: Sequence[LoggedSample] = ()) -> None:
+        """Record a step whose samples were generated, once its durations are complete, and log some of them."""
         times = tally.durations
         # Replacement prompts are known only after scoring, so no faster generation would shorten this wait.
         wait_s = times.wait_s - times.resample_s
-        await self.record(tally.step, tally.metrics(), wait_s=wait_s, train_s=times.train_s, tally=tally)
+        seconds = {"wait_s": wait_s, "train_s": times.train_s}
+        await self.record(tally.step, tally.metrics(), **seconds, tally=tally, samples=samples)
         if not tally.requested_before:
             tokens = tally.tokens_by_worker()
             await self._job.emit_event("step_ended", step=tally.step, step_s=round(times.step_s, 3), tokens=tokens)
@@ -88,7 +92,14 @@ class StepLog:
             await self._job.write(lambda: self._job.resources.folder.write_profile(profile))
 
     async def record(
-        self, step: int, metrics: dict[str, float], *, wait_s: float, train_s: float, tally: StepTally | None = None
+        self,
+        step: int,
+        metrics: dict[str, float],
+        *,
+        wait_s: float,
+        train_s: float,
+        tally: StepTally | None = None,
+        samples: Sequence[LoggedSample] = (),
     ) -> None:
         """Record a step.
 
@@ -98,11 +109,12 @@ class StepLog:
             wait_s: how long the trainer waited for samples, which faster generation would shorten.
             train_s: how long it computed.
             tally: counts of the step, if its samples were generated.
+            samples: for the loggers that show some.
 
         """
         job = self._job
         observe_step(metrics, trained=step < job.spec.steps)
-        await job.warn(*await job.write(lambda: job.resources.folder.log_step(step, metrics)))
+        await job.warn(*await job.write(lambda: job.resources.folder.log_step(step, metrics, samples)))
         report = StepReport(
             job_id=job.id,
             step=step,

@@ -188,8 +188,11 @@ class Data:
 
     train: Sequence[Prompt]
     evaluation: Sequence[Prompt]
+    """The prompts of all held-out sets, in the order of `JobSpec.held_out`."""
     stop_token_ids: tuple[int, ...]
     decode: Decode
+    n_evaluation: Sequence[int] = ()
+    """Number of prompts of each held-out set."""
     n_too_long: int = 0
     """Training prompts left out because of their length."""
     n_too_long_eval: int = 0

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from rlboost.services.trainer.domain.batches import TrainingRow
 from rlboost.services.trainer.domain.canary_prompts import CanaryPrompts
@@ -38,6 +38,15 @@ class TrainState:
     """Position up to which `rollouts.finished` was read. Entries between the two positions may be of earlier steps."""
     data_digest: str = ""
     """Digest of the training prompts, see `job.checkpoints.fingerprint`; empty: not checked."""
+
+
+class LoggedSample(NamedTuple):
+    """A sample as the job's loggers show it."""
+
+    step: int
+    prompt: str
+    completion: str
+    reward: float
 
 
 class CheckpointStore(Protocol):
@@ -148,8 +157,8 @@ class RunFolder(Protocol):
     def begin(self, spec_json: str, step: int) -> None:
         """Write the resolved job file; delete metrics of `step` and later, which will be trained again."""
 
-    def log_step(self, step: int, metrics: dict[str, float]) -> list[str]:
-        """Append a row to the run log, and pass it to the job's loggers.
+    def log_step(self, step: int, metrics: dict[str, float], samples: Sequence[LoggedSample] = ()) -> list[str]:
+        """Append a row to the run log, and pass it to the job's loggers, with some of its samples.
 
         Returns:
             New problems of the loggers, each once.

@@ -80,7 +80,7 @@ class StepIntake:
         self._scoring = all_steps.scoring
         selection = curriculum.plan(step) if curriculum is not None and step < spec.steps else None
         rows = None if selection is None else selection.rows
-        planned = plan_step(spec, job.no, step, len(data.train), len(data.evaluation), rows)
+        planned = plan_step(spec, job.no, step, len(data.train), data.n_evaluation, rows)
         initial = [group.row for group in planned if not group.is_eval]
         self.n_train = self.n_initial_pending = len(initial)
         """Number of training groups of the step, and of those initially requested that are not complete."""
@@ -90,7 +90,7 @@ class StepIntake:
         self._unstarted = planned
         self._unsent: list[GroupRequested] = []
         """The requests of started groups."""
-        sizes, ids = {group.id: group.n for group in planned}, turn_ids(spec, len(data.evaluation))
+        sizes, ids = {group.id: group.n for group in planned}, turn_ids(spec, data.n_evaluation)
         answered = None if spec.conversation is None else ids
         least = None if spec.conversation is None else spec.conversation.least(spec.algorithm.group_size)
         self.groups: StepCollector
@@ -102,8 +102,6 @@ class StepIntake:
             self.groups = SessionCollector(job.no, step, sizes, spec.elastic.max_staleness, answered, least)
             self.turns = StepSessions(job, step, self._planned, self.groups, ids, all_steps.scoring)
         self._tally = RolloutTally()
-        if spec.eval is not None:
-            self._tally.pass_reward = spec.eval.pass_reward
         if selection is not None:
             self._tally.measured |= selection.metrics()
         if self._replacements is not None:
@@ -180,7 +178,9 @@ class StepIntake:
         if not self._was_trained:
             shown = outcome, start, scores, data, self.turns.tools.get(planned.id, ())
             # What a model writes may take long to read: the loop renews the trainer's lease meanwhile.
-            await job.publish_samples(await asyncio.to_thread(sample_summaries, *shown))
+            summaries = await asyncio.to_thread(sample_summaries, *shown)
+            held_out = {"set": planned.held_out.name} if planned.held_out is not None and planned.held_out.name else {}
+            await job.publish_samples([summary | held_out for summary in summaries])
         if scores.rewards is None:
             await self._drop(outcome.group, scores.reason, scores.detail)
             return None
@@ -194,6 +194,7 @@ class StepIntake:
             outcome.conversations,
             start,
             length_penalties(outcome.completions, spec.algorithm, spec.sampling.max_tokens),
+            planned.held_out,
         )
 
     async def _drop(self, group: int, reason: str, detail: str) -> None:

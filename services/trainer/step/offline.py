@@ -61,19 +61,25 @@ async def train_step(job: Job, spec: OfflineJob, step: int) -> dict[str, float]:
 
 
 async def evaluate(job: Job, spec: OfflineJob) -> dict[str, float]:
-    """Return the metrics of the present weights on the held-out rows: means over all their tokens, or all pairs."""
-    examples = job.resources.data.evaluation
+    """Return the metrics of the present weights on each held-out set: means over all its tokens, or all its pairs."""
+    data, first, metrics = job.resources.data, 0, dict[str, float]()
+    for held_out, n_rows in zip(spec.held_out, data.n_evaluation, strict=True):
+        found = await _evaluate(job, spec, data.evaluation[first : first + n_rows])
+        metrics |= {held_out.prefix + name: value for name, value in found.items()}
+        first += n_rows
+    return metrics
+
+
+async def _evaluate(job: Job, spec: OfflineJob, examples: Sequence[Prompt]) -> dict[str, float]:
     rows = _rows(spec, examples)
     if isinstance(spec, DpoJob | RewardJob):
         _, found = await _weighted(job, spec, examples, rows)
         means = preference.pair_metrics(found) | reward_model.score_metrics(found)
-        return {
-            "eval/loss": found["loss"] / len(rows),
-            **{f"eval/{name}": means[name] for name in _HELD_OUT[spec.kind] if name in means},
-        }
+        shown = {name: means[name] for name in _HELD_OUT[spec.kind] if name in means}
+        return {"loss": found["loss"] / len(rows), **shown}
     columns = [floats(column) for column in await _columns(job, rows, job.resources.engine.logprobs)]
     loss = -math.fsum(math.fsum(column) for column in columns) / sum(map(len, columns))
-    return {"eval/loss": loss, "eval/perplexity": perplexity(loss)}
+    return {"loss": loss, "perplexity": perplexity(loss)}
 
 
 async def _weighted(

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
+from operator import attrgetter
 from typing import Any
 
 from rlboost.services.trainer.domain.conversations import Conversation, messages_of
 from rlboost.services.trainer.domain.groups import WholeGroup
+from rlboost.services.trainer.domain.metrics import StepTally
 from rlboost.services.trainer.domain.rewards import total
 from rlboost.services.trainer.ports.samples import Data, Prompt, RewardBatch, Scores
+from rlboost.services.trainer.ports.storage import LoggedSample
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages.fields import Span
 from rlboost.shared.model.tool_call_formats import Tools
@@ -89,6 +92,17 @@ def sample_summaries(
             }
         )
     return rows
+
+
+def logged_samples(tally: StepTally, data: Data, n: int) -> list[LoggedSample]:
+    """Return the first sample of each of the first `n` groups, training groups if there are any; long texts are cut."""
+    groups = sorted(tally.rollouts.scored or tally.rollouts.evaluated, key=attrgetter("group"))[:n]
+    found = []
+    for group in groups:
+        first = WholeGroup(group.group, group.samples[:1], group.conversations[:1])
+        (shown,) = sample_summaries(first, group.prompt, Scores(group.rewards[:1]), data)
+        found.append(LoggedSample(tally.step, shown["prompt"], shown["completion"], group.rewards[0]))
+    return found
 
 
 def conversation_fields(

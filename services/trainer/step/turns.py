@@ -133,7 +133,7 @@ class StepTurns:
                 tokens = row.tokens
             else:
                 tokens = pack(self._formatter.format_prompt(prompt, reset.tools, row.columns), I32)
-            self._check_length(length(tokens, I32))
+            self._check_length(group, length(tokens, I32))
         except EnvironmentFault as error:
             self._groups.expect(group.id, b"")
             return GroupOpened(group=group.id, prompt_digest=b"", reason=error.reason, detail=error.detail), b""
@@ -165,8 +165,8 @@ class StepTurns:
         assert formatter is not None, "built without the job's chat formatter"
         return formatter
 
-    def _check_length(self, n_tokens: int) -> None:
-        max_tokens, positions = self._job.generating_spec.sampling.max_tokens, self._formatter.max_length
+    def _check_length(self, group: PlannedGroup, n_tokens: int) -> None:
+        max_tokens, positions = self._job.sampling(group).max_tokens, self._formatter.max_length
         if positions is not None and n_tokens + max_tokens > positions:
             raise EnvironmentFault(
                 "too_long",
@@ -266,7 +266,7 @@ class StepTurns:
             observation,
             last.reward,
             done=last.done,
-            max_tokens=self._job.generating_spec.sampling.max_tokens,
+            max_tokens=self._job.sampling(self._planned[group_of(conversation.sample)]).max_tokens,
             max_turns=self._ids.of(conversation.sample).max_turns,
         )
 
@@ -278,9 +278,10 @@ class StepTurns:
         return self._formatter.format_observation(prompt, last, result.observation, reset.tools, columns)
 
     def _next_request(self, conversation: Conversation, answer: TurnAnswered) -> GroupRequested:
-        first, turns = self.requests[group_of(conversation.sample)], conversation.turns
+        group, turns = group_of(conversation.sample), conversation.turns
+        first = self.requests[group]
         completion = conversation.completion + answer.tokens
-        tokens_left = self._job.generating_spec.sampling.max_tokens - length(completion, I32)
+        tokens_left = self._job.sampling(self._planned[group]).max_tokens - length(completion, I32)
         spans = turns[-1].spans
         return first.model_copy(
             update={
@@ -316,7 +317,7 @@ def request_of(job: Job, step: int, group: PlannedGroup, prompt: bytes) -> Group
         n=group.n,
         prompt=prompt,
         sampling=Sampling(
-            **spec.sampling.model_dump(),
+            **job.sampling(group).model_dump(),
             stop_token_ids=resources.data.stop_token_ids,
             routed_experts=() if group.is_eval else tuple(resources.replayed or ()),
             whole_logprobs=not group.is_eval,

@@ -11,8 +11,8 @@ export const STATE_COLORS = {
 };
 export const CURVES = {
   reward: ["reward/mean", "perplexity", "rewards/accuracies", "loss"],
-  evaluation: ["eval/pass@1", "eval/reward_mean", "eval/perplexity", "eval/rewards/accuracies", "eval/loss"],
-  length: ["completions/mean_length", "eval/mean_length"],
+  evaluation: ["pass@1", "reward_mean", "perplexity", "rewards/accuracies", "loss"], // below eval/, or eval/ and a set's name
+  length: ["completions/mean_length"],
   throughput: ["perf/tokens_per_s"],
 };
 
@@ -41,6 +41,13 @@ export function curve(rows, names) {
   const name = names.find((one) => rows.some((row) => one in row)) ?? names[0];
   const first = name.startsWith("eval/") ? 0 : 1;
   return { name, points: rows.filter((row) => name in row).map((row) => [row.step + first, row[name]]) };
+}
+
+// The curve of each set of held-out rows that has the first of these metrics that any has; an empty one if there is none.
+export function evaluations(rows, metrics = CURVES.evaluation) {
+  const names = [...new Set(rows.flatMap(Object.keys))].filter((name) => name.startsWith("eval/"));
+  const found = metrics.map((metric) => names.filter((name) => name.endsWith(`/${metric}`))).find((some) => some.length);
+  return (found ?? [`eval/${metrics[0]}`]).map((name) => curve(rows, [name]));
 }
 
 // The rows of steps whose time is known; the row after the last step has only an evaluation.
@@ -91,7 +98,7 @@ export function stepText(rows, step, incidents) {
   }
   const { "turns/model_s": model, "turns/outside_s": outside } = row;
   if (model + outside > 0) text += ` A conversation spent ${duration(model)} in the model and ${duration(outside)} outside it (tools, sandboxes, its own code), on average.`;
-  if ("eval/mean_length" in row || "eval/reward_mean" in row) text += " It includes an evaluation.";
+  if (Object.keys(row).some((name) => name.startsWith("eval/"))) text += " It includes an evaluation.";
   return incidents.length ? `${text} During it ${incidents.join("; ")}.` : text;
 }
 

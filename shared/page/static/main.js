@@ -4,7 +4,7 @@
 import { ApiError, events, forgetToken, get, hasToken, isReadOnly, post, present, report, setToken, takeTokenOfLink } from "./api.js";
 import { areas, gantt, lineChart, stepBars } from "./charts.js";
 import { el } from "./dom.js";
-import { activityText, auditRows, cheaperTexts, costText, CURVES, curve, dollars, duration, fleetText, forecastText, keptWorth, number, phaseName, preemptionCost, preemptionCostText, preemptionText, shortCount, stepText, timedSteps, workerName } from "./facts.js";
+import { activityText, auditRows, cheaperTexts, costText, CURVES, curve, dollars, duration, evaluations, fleetText, forecastText, keptWorth, number, phaseName, preemptionCost, preemptionCostText, preemptionText, shortCount, stepText, timedSteps, workerName } from "./facts.js";
 import { lives, migrations, preemptions, speeds, stepIncidents } from "./history.js";
 import { showSamples } from "./samples.js";
 
@@ -183,8 +183,10 @@ function drawJob({ rows, events: past, answers: { job, fleet, audit, cost, spec 
   const main = curve(rows, CURVES.reward);
   $("reward-title").textContent = TITLES[main.name];
   lineChart($("reward"), main);
-  lineChart($("evaluation"), curve(rows, CURVES.evaluation), "green");
-  lineChart($("length"), curve(rows, [CURVES.length[0]]), "orange", curve(rows, [CURVES.length[1]]));
+  const evaluated = evaluations(rows), boxes = evaluated.map(() => el("div"));
+  $("evaluation").replaceChildren(...boxes);
+  evaluated.forEach((one, i) => lineChart(boxes[i], one, "green"));
+  lineChart($("length"), curve(rows, CURVES.length), "orange", evaluations(rows, ["mean_length"])[0]);
   lineChart($("throughput"), curve(timedSteps(rows, job), CURVES.throughput), "pink");
   view.moves = migrations(past);
   const preempted = (view.preempted = preemptions(past, view.moves, job.id));
@@ -234,13 +236,13 @@ function selectByKey(event) {
 
 function drawCards(job, rows, fleet, audit, cost, preempted, now) {
   const latest = (names) => curve(rows, names).points.at(-1)?.[1];
-  const steps = timedSteps(rows, job).slice(-5), evaluations = curve(rows, CURVES.evaluation).points;
+  const steps = timedSteps(rows, job).slice(-5), evaluated = evaluations(rows)[0].points;
   const left = steps.length && job.steps ? ((job.steps - job.step) * steps.reduce((sum, row) => sum + row["time/step_s"], 0)) / steps.length : null;
   const end = job.finished_at ? Date.parse(job.finished_at) : now, saved = preempted.reduce((total, one) => total + one.tokens, 0);
   const cards = [
     ["step", job.steps ? `${job.step} of ${job.steps}` : number(job.step)],
     [TITLES[curve(rows, CURVES.reward).name].toLowerCase(), number(latest(CURVES.reward))],
-    [`evaluation${evaluations.length > 1 ? `, from ${number(evaluations[0][1])}` : ""}`, number(evaluations.at(-1)?.[1])],
+    [`evaluation${evaluated.length > 1 ? `, from ${number(evaluated[0][1])}` : ""}`, number(evaluated.at(-1)?.[1])],
     ...(ENDED.includes(job.state) ? [["tokens/s", number(curve(timedSteps(rows, job), CURVES.throughput).points.at(-1)?.[1])]] : [["tokens/s now", number(fleet?.tokens_per_s)]]),
     ["running for", job.started_at ? duration((end - Date.parse(job.started_at)) / 1000) : "-"],
     ...(ENDED.includes(job.state) ? [] : [["left, estimated", job.state === "running" && left !== null ? duration(left) : "-"]]),

@@ -90,6 +90,23 @@ def test_a_saved_dataset_is_read_by_its_splits(model: Path, tmp_path: Path) -> N
         load(model, str(folder), train_split="none")
 
 
+def test_held_out_sets_have_rows_and_limits_of_their_own(model: Path, tmp_path: Path) -> None:
+    source = write_parquet(tmp_path / "train.parquet", [{"prompt": "t5"}])
+    math = write_parquet(tmp_path / "math.parquet", [{"problem": "t6", "level": 2}, {"problem": "t7 t8", "level": 3}])
+    sets: dict[str, Any] = {"math": {"data": math, "prompt_key": "problem"}, "own": {"data": source}}
+    raw = {"model": str(model), "data": {"train": source, "eval": source}, "reward": {"function": "m:f"}, "steps": 1}
+
+    def load_sets() -> Data:
+        return load_data(parse({**raw, "sampling": {"max_tokens": 8}, "eval": {"sets": sets}}), model)
+
+    data = load_sets()
+    assert [prompt.given for prompt in data.evaluation] == ["t5", "t6", "t7 t8", "t5"]
+    assert (data.n_evaluation, data.evaluation[2].columns) == ([1, 2, 1], {"level": 3})
+    sets["math"]["sampling"] = {"max_tokens": 100_000}
+    with pytest.raises(ConfigError, match=r"math\.parquet.* eval\.sets\.math\.sampling\.max_tokens 100000 do not fit"):
+        load_sets()
+
+
 def test_a_saved_dataset_without_splits_and_a_folder_of_files_are_read_whole(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

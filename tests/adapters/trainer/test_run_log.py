@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +13,28 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rlboost.services.trainer.adapters import run_folder as folder
+from rlboost.services.trainer.adapters import tracker_child
 from rlboost.services.trainer.adapters.run_folder import LocalRunFolder
-from rlboost.services.trainer.adapters.run_log import RunLog, openers
+from rlboost.services.trainer.adapters.run_log import Row, RunLog, openers
+from rlboost.services.trainer.ports.storage import LoggedSample
 from rlboost.shared.errors import ConfigError
-from tests.support import wandb_file
+from tests.support import tracker_stand_ins, wandb_file
 from tests.support.eventually import LIMIT_S, eventually
 from tests.support.stopwatch import Stopwatch
 from tests.support.trainer_rig import Rig, spec
 
-ROWS = {step: {"loss": 1.0 / (step + 1), "reward/mean": float(step)} for step in range(6)}
+ROWS = {step: {"loss": 1.0 / (step + 1), "reward/mean": float(step), "eval/pass@1": 0.5} for step in range(6)}
+STAND_INS = Path(tracker_stand_ins.__file__).parent
 
 
 def run(path: Path, job: Any, first: int, end: int) -> list[str]:
     """Log steps as one process of a trainer does, and return what went wrong."""
     run_folder = LocalRunFolder(path, path, openers(job, "job-1-ab12", path))
     run_folder.begin("{}", first)
-    troubles = [trouble for step in range(first, end) for trouble in run_folder.log_step(step, ROWS[step])]
+    troubles: list[str] = []
+    for step in range(first, end):
+        samples = [LoggedSample(step, "1+1=", f"{step}", float(step))] if job.log.samples else []
+        troubles += run_folder.log_step(step, ROWS[step], samples)
     return troubles + run_folder.close()
 
 
@@ -37,7 +43,7 @@ def test_tensorboard_has_each_retrained_step_once(tmp_path: Path) -> None:
     assert run(tmp_path, job, 0, 4) == []
     assert run(tmp_path, job, 2, 6) == []
     shown = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert shown.Tags()["scalars"] == ["loss", "reward/mean"]
+    assert sorted(shown.Tags()["scalars"]) == ["eval/pass@1", "loss", "reward/mean"]
     for name in ("loss", "reward/mean"):
         events = shown.Scalars(name)
         assert [event.step for event in events] == list(range(6))
@@ -47,7 +53,7 @@ def test_tensorboard_has_each_retrained_step_once(tmp_path: Path) -> None:
 def test_wandb_has_one_run_with_the_jobs_id_settings_and_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setattr(folder, "_FINISH_LIMIT_S", LIMIT_S)
-    job = spec(name="sums", log={"wandb": {"project": "maths", "group": "g", "tags": ["a", "b"]}})
+    job = spec(name="sums", log={"wandb": {"project": "maths", "group": "g", "tags": ["a", "b"]}, "samples": 1})
     assert run(tmp_path, job, 2, 6) == []
     [file] = tmp_path.glob("wandb/offline-run-*/run-job-1-ab12.wandb")
     begun = next(record.run for record in wandb_file.records(file) if record.HasField("run"))
@@ -56,6 +62,11 @@ def test_wandb_has_one_run_with_the_jobs_id_settings_and_steps(tmp_path: Path, m
     config = {item.key: json.loads(item.value_json) for item in begun.config.update}
     assert config["algorithm"]["group_size"] == 2
     assert _history(file) == {step: ROWS[step] for step in range(2, 6)}
+    tables = [json.loads(table.read_text()) for table in tmp_path.glob("wandb/offline-run-*/files/media/table/*.json")]
+    assert sorted(table["data"] for table in tables) == [
+        [[step, "1+1=", f"{step}", float(step)]] for step in range(2, 6)
+    ]
+    assert {tuple(table["columns"]) for table in tables} == {LoggedSample._fields} == {tracker_child.SAMPLE_COLUMNS}
 
 
 def _history(file: Path) -> dict[int, dict[str, float]]:
@@ -73,26 +84,94 @@ async def test_wandb_start_failure_is_reported(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("HOME", str(tmp_path))
     log = RunLog(openers(spec(log={"wandb": {"project": "p"}}), "job-1", tmp_path))
     log.begin(0)
-    problems: list[str] = []
-
-    async def reported() -> bool:
-        problems.extend(log.new_problems())
-        return bool(problems)
-
-    await eventually(reported)
-    assert problems[0].startswith("log.wandb: ")
-    assert "No API key" in problems[0]
+    problem = await reported(log)
+    assert problem.startswith("log.wandb: ")
+    assert "No API key" in problem
     log.close(5.0)
 
 
+@pytest.fixture
+def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file into which stand-ins of trackers write what they are given."""
+    monkeypatch.syspath_prepend(str(STAND_INS))
+    monkeypatch.setenv("PYTHONPATH", str(STAND_INS))
+    monkeypatch.setenv("RECORD", str(tmp_path / "record"))
+    monkeypatch.setattr(folder, "_FINISH_LIMIT_S", LIMIT_S)
+    return tmp_path / "record"
+
+
+def test_mlflow_run_is_continued_by_the_next_trainer(
+    tmp_path: Path, record: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///mlflow.db")
+    job = spec(name="sums", log={"mlflow": {"experiment": "maths", "tags": {"team": "a"}}, "samples": 1})
+    assert run(tmp_path, job, 0, 2) == run(tmp_path, job, 2, 4) == []
+    [seen] = json.loads(record.read_text()).values()
+    assert (seen["name"], seen["tags"]) == ("sums", {"team": "a", "rlboost.job": "job-1-ab12"})
+    assert (seen["params"]["algorithm.group_size"], seen["status"]) == ("2", "FINISHED")
+    assert [step for step, _ in seen["metrics"]] == [0, 1, 2, 3]
+    assert seen["metrics"][0][1] == {"loss": 1.0, "reward/mean": 0.0, "eval/pass_at_1": 0.5}
+    assert seen["tables"]["samples-0.json"]["completion"] == ["0", "1", "2", "3"]
+    assert tuple(seen["tables"]["samples-0.json"]) == LoggedSample._fields
+
+
+async def reported(log: RunLog) -> str:
+    """Return the first problem."""
+    problems: list[str] = []
+
+    async def is_reported() -> bool:
+        problems.extend(log.new_problems())
+        return bool(problems)
+
+    await eventually(is_reported)
+    return problems[0]
+
+
+@pytest.mark.usefixtures("record")
+async def test_tracker_without_a_server_is_reported_without_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    job = spec(log={"mlflow": {"experiment": "maths"}})
+    log = RunLog(openers(job, "job-1", tmp_path))
+    log.begin(0)
+    assert (await reported(log)).startswith("log.mlflow: MLFLOW_TRACKING_URI is not set in the trainer's environment")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://ann:passw0rd@server")
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "t0ken")
+    log = RunLog(openers(job, "job-1", tmp_path))
+    log.begin(0)
+    for step in range(3):  # the process may end before or after it has read the first
+        log.log(Row(step, ROWS[step]))
+    log.close(LIMIT_S)
+    assert "RuntimeError: API request to http://***@server/log failed with ***; the job continues" in await reported(
+        log
+    )
+
+
+def test_swanlab_gets_the_jobs_id_rows_and_samples(tmp_path: Path, record: Path) -> None:
+    job = spec(name="sums", log={"swanlab": {"project": "maths", "tags": ["a"]}, "samples": 1})
+    assert run(tmp_path, job, 0, 2) == []
+    init, *logged, finish = map(json.loads, record.read_text().splitlines())
+    assert init[1:] == [["maths", None, None, ["a"], "sums", "job-1-ab12", "swanlog", "allow"], job.steps]
+    table = [list(LoggedSample._fields), [[0, "1+1=", "0", 0.0]]]
+    assert logged[0] == ["log", 0, {**ROWS[0], "samples": table}]
+    assert (len(logged), finish) == (2, ["finish", "success", None])
+
+
 @pytest.mark.parametrize(
-    ("section", "library"), [({"tensorboard": True}, "tensorboard"), ({"wandb": {"project": "p"}}, "wandb")]
+    ("section", "library", "extra"),
+    [
+        ({"tensorboard": True}, "tensorboard", "logs"),
+        ({"wandb": {"project": "p"}}, "wandb", "logs"),
+        ({"mlflow": {"experiment": "e"}}, "mlflow", "mlflow"),
+        ({"swanlab": {"project": "p"}}, "swanlab", "swanlab"),
+    ],
 )
 def test_missing_logger_library_is_rejected_by_name(
-    tmp_path: Path, section: dict[str, Any], library: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, section: dict[str, Any], library: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match=rf"log\.{library} needs {library}: .*'\.\[logs\]'"):
+    with pytest.raises(ConfigError, match=rf"log\.{library} needs {library}: .*'\.\[{extra}\]'"):
         openers(spec(log=section), "job-1", tmp_path)
 
 
@@ -110,8 +189,8 @@ class Hanging:
         self.released = threading.Event()
         self.got: list[int] = []
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.got.append(step)
+    def log(self, row: Row) -> None:
+        self.got.append(row.step)
         self.released.wait()
 
     def close(self) -> None:
@@ -124,10 +203,10 @@ class Broken:
     def __init__(self) -> None:
         self.got: list[int] = []
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, row: Row) -> None:
         if self.got:
             raise RuntimeError("no space left\nat all")
-        self.got.append(step)
+        self.got.append(row.step)
 
     def close(self) -> None:
         raise AssertionError("it has failed already")
@@ -156,13 +235,13 @@ async def test_failing_logger_is_reported_once_and_others_continue(tmp_path: Pat
         return len(problems) == 2
 
     for step in (3, 4, 5):
-        log.log(step, {})
+        log.log(Row(step, {}))
     await eventually(both)
     assert sorted(problems) == [
         "log.broken: RuntimeError: no space left; the job continues, and metrics.jsonl has every row",
         "log.never: OSError: no network at 3; the job continues, and metrics.jsonl has every row",
     ]
-    log.log(6, {})
+    log.log(Row(6, {}))
     log.close(5.0)
     assert log.new_problems() == []
     assert good.got == [3, 4, 5, 6, -1]
@@ -171,14 +250,14 @@ async def test_failing_logger_is_reported_once_and_others_continue(tmp_path: Pat
 async def test_hanging_logger_blocks_nothing(hanging: Hanging) -> None:
     log = RunLog({"slow": lambda _: hanging}, patience_s=0.0)
     log.begin(0)
-    log.log(0, {})
+    log.log(Row(0, {}))
     await eventually(lambda: hanging.got == [0])
-    log.log(1, {})
+    log.log(Row(1, {}))
     [problem] = log.new_problems()
     pattern = r"log\.slow: it has not answered for \d+ s; the job continues, and metrics\.jsonl has every row"
     assert re.fullmatch(pattern, problem)
     for step in range(5000):
-        log.log(step, {})
+        log.log(Row(step, {}))
     stopwatch = Stopwatch()
     log.close(0.05)
     assert stopwatch.read() < 2.0
@@ -189,7 +268,7 @@ def test_logger_queue_is_bounded_and_dropped_rows_are_reported(hanging: Hanging)
     log = RunLog({"slow": lambda _: hanging})
     log.begin(0)
     for step in range(1100):
-        log.log(step, {})
+        log.log(Row(step, {}))
     [problem] = log.new_problems()
     assert problem.startswith("log.slow: its queue of 1024 rows is full")
     log.close(0.0)
@@ -198,7 +277,7 @@ def test_logger_queue_is_bounded_and_dropped_rows_are_reported(hanging: Hanging)
 def test_slow_logger_continues_after_close(hanging: Hanging) -> None:
     log = RunLog({"slow": lambda _: hanging})
     log.begin(0)
-    log.log(0, {})
+    log.log(Row(0, {}))
     log.close(0.05)
     [problem] = log.new_problems()
     assert "it has not sent all rows at the end of the job" in problem

@@ -342,6 +342,20 @@ def test_following_shows_each_warning_once_though_the_manager_restarts(rest: Fak
     assert warned == {"warning": "top_p"}
 
 
+def test_variables_of_a_tracker_that_do_not_reach_the_trainer_are_noted(
+    rest: FakeRest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WANDB_API_KEY", "MLFLOW_TRACKING_URI", "MLFLOW_TRACKING_PASSWORD"):
+        monkeypatch.setenv(name, "secret")
+    write_job(log={"mlflow": {"experiment": "sums"}})
+    rest.on("POST /v1/jobs", ok({"id": "j-1", "state": "pending"}, 201))
+    result = rlboost("run", "job.yaml", "--no-check")
+    assert result.stderr.startswith(
+        "rlboost: note: MLFLOW_TRACKING_URI and MLFLOW_TRACKING_PASSWORD of this shell do not reach the trainer"
+    )
+    assert "secret" not in result.output
+
+
 def test_follow_works_without_events(rest: FakeRest) -> None:
     write_job()
     rest.on("POST /v1/jobs", ok({"id": "j-1", "state": "pending"}, 201))

@@ -137,7 +137,7 @@ def test_a_value_that_no_evaluation_reads_is_refused(rest: FakeRest, target: str
     result = rlboost(target, override)
     assert result.exit_code == 2
     assert result.stderr.startswith(f"rlboost: override {override!r}: an evaluation reads name, model, ")
-    assert "eval (samples, pass_reward)" in result.stderr
+    assert "eval (samples, pass_reward, sets)" in result.stderr
     assert rest.requests == []
 
 

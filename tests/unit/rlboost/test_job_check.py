@@ -213,6 +213,21 @@ def test_a_job_that_only_evaluates_needs_no_training_data(folder: Path) -> None:
     assert jobcheck.check(Path("job.yaml"), []).problems == ["a job of kind eval trains nothing: remove steps"]
 
 
+def test_rows_of_each_held_out_set_are_checked(folder: Path) -> None:
+    (folder / "math.jsonl").write_text('{"problem": "1", "ground_truth": "1"}\n')
+    reward = {"function": "my_reward:compute_score"}
+    (folder / "train.jsonl").write_text('{"prompt": "1", "ground_truth": "1"}\n')
+    sets: dict[str, Any] = {"math": {"data": "math.jsonl", "prompt_key": "problem"}, "aime": {"data": "missing.jsonl"}}
+    [problem] = check(reward=reward, eval={"sets": sets})
+    assert problem.startswith("eval.sets.aime.data: missing.jsonl")
+    del sets["math"]["prompt_key"], sets["aime"]
+    [problem] = check(reward=reward, eval={"sets": sets})
+    assert problem.startswith("eval.sets.math.data: math.jsonl line 1: no key 'prompt' (keys: problem, ground_truth)")
+    (folder / "math.jsonl").write_text('{"prompt": "1"}\n')
+    [problem] = check(reward=reward, eval={"sets": sets})
+    assert "needs a ground_truth" in problem or "math.jsonl line 1" in problem
+
+
 @pytest.mark.parametrize(
     ("code", "why"),
     [

@@ -133,6 +133,8 @@ def test_a_sample_is_shown_with_reward_parts_group_and_finish(rest: FakeRest) ->
         "prompt      2+2=",
         "completion  2<eos>",
     ]
+    rest.on("GET /v1/jobs/j-1/samples", ok([{**row, "is_eval": True, "set": "math500"}]))
+    assert "--- math500, group 3, sample 2: reward 1.25, 2 turns, 2 tokens, finish length" in samples("j-1").stdout
 
 
 def test_conversation_is_shown_turn_by_turn() -> None:

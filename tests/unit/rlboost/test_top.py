@@ -212,6 +212,24 @@ def test_snapshot_has_the_last_step_the_evaluation_and_the_cost_without_spot_wor
     assert seen["reserved_only"] == RESERVED_ONLY
 
 
+@pytest.mark.parametrize(
+    ("row", "name"),
+    [
+        ({"eval/math/pass@1": 0.5, "eval/aime/pass@1": 0.1, "eval/aime/reward_mean": 0.2}, "eval/math/pass@1"),
+        ({"eval/math/pass@1": 0.5, "eval/pass@1": 0.1}, "eval/pass@1"),
+        ({"eval/code/loss": 0.5, "eval/code/perplexity": 1.6, "loss": 1.0}, "eval/code/perplexity"),
+        ({"eval/reward/format/mean": 0.5, "loss": 1.0}, ""),
+    ],
+)
+def test_evaluation_of_a_job_with_sets_is_that_of_the_first(rest: FakeRest, row: dict[str, float], name: str) -> None:
+    rest.on("GET /v1/jobs", ok([job("running", 5, steps=9)]))
+    rest.on("GET /v1/jobs/j-1/metrics", ok([step(1, 2.0, **row)]))
+    rest.on("GET /v1/jobs/j-1/cost", ok({"dollars": 0.5, "dollars_per_step": 0.1, "reserved_only": None}))
+    rest.on("GET /v1/jobs/j-1/audit", ok({"preemptions": {}}))
+    (seen,) = SnapshotReader().read(client(rest)).public()["jobs"]
+    assert (seen["evaluation_name"], seen["evaluation"]) == (name, [row[name]] if name else [])
+
+
 def test_fleet_text_has_target_worth_price_and_autoscaling() -> None:
     pool = {"kind": "h100", "target": 3, "max_workers": 8, "error": None}
     scaling = SCALING | {"dollars_per_hour": 6.3, "max_dollars_per_hour": 10.0, "pools": [pool]}

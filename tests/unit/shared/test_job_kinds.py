@@ -14,6 +14,7 @@ from rlboost.jobs.evaluation import evaluation_of
 from rlboost.services.rollout_manager.domain.jobs import from_json as job_from_json
 from rlboost.services.rollout_manager.domain.jobs import to_json as job_to_json
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.data import Rows
 from rlboost.shared.job.spec import EvalJob, InvalidJob, RlJob, parse, parse_stored, to_json
 from rlboost.shared.job.training import TrainerSpec
 
@@ -36,6 +37,9 @@ def test_minimal_job_of_each_kind_parses_and_round_trips(kind: str) -> None:
     assert parse(json.loads(to_json(job))) == parse_stored(json.loads(to_json(job))) == job
 
 
+NO_HELD_OUT = "data.eval: missing, and eval is set: name the file of held-out rows, give eval.sets, or remove eval"
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "text"),
     [
@@ -45,7 +49,7 @@ def test_minimal_job_of_each_kind_parses_and_round_trips(kind: str) -> None:
         ("sft", {"steps": 0}, "steps: should be 1 or more, not 0"),
         ("sft", {"data": {}}, "data.train: missing: give it"),
         ("dpo", {"data": {}}, "data.train: missing: give it"),
-        ("dpo", {"eval": {}}, "data.eval: missing, and eval is set: name the file of held-out rows, or remove eval"),
+        ("dpo", {"eval": {}}, NO_HELD_OUT),
         (
             "dpo",
             {"algorithm": {"preference": {"beta": 0}}},
@@ -76,8 +80,52 @@ def test_minimal_job_of_each_kind_parses_and_round_trips(kind: str) -> None:
             {"trainer": {"router_aux_loss_coef": 0.1}},
             "trainer.router_aux_loss_coef: experts of a reward model are not balanced: remove it",
         ),
-        ("eval", {"data": {}}, "data.eval: missing: give it"),
-        ("sft", {"eval": {}}, "data.eval: missing, and eval is set: name the file of held-out rows, or remove eval"),
+        ("eval", {"data": {}}, NO_HELD_OUT),
+        ("sft", {"eval": {}}, NO_HELD_OUT),
+        (
+            "rl",
+            {"log": {"tensorboard": True, "samples": 4}},
+            "log.samples: only wandb, mlflow and swanlab show samples: enable one, or remove it",
+        ),
+        (
+            "sft",
+            {"log": {"wandb": {"project": "p"}, "samples": 4}},
+            "log.samples: a job of kind sft generates nothing: remove it",
+        ),
+        ("rl", {"log": {"mlflow": {}}}, "log.mlflow.experiment: missing: give it"),
+        (
+            "rl",
+            {"log": {"swanlab": {"entity": "e"}}},
+            "log.swanlab.project: missing: give it; log.swanlab.entity: unknown key: remove it or fix its spelling",
+        ),
+        (
+            "rl",
+            {"eval": {"sets": {"a/b": {"data": "t"}}}},
+            (
+                "eval.sets: 'a/b' is a part of metrics' names: use at most 64 ASCII letters, digits, '_' and '-', with "
+                "a letter or digit first"
+            ),
+        ),
+        (
+            "eval",
+            {"eval": {"sets": {"aime-24": {"data": "t", "sampling": {"temperature": -1}}}}},
+            "eval.sets.aime-24.sampling.temperature: should be 0 or more, not -1",
+        ),
+        (
+            "rl",
+            {"eval": {"sets": {"aime": {"data": "t", "sampling": {"max_token": 9}}}}},
+            "eval.sets.aime.sampling.max_token: unknown key: did you mean max_tokens?",
+        ),
+        (
+            "sft",
+            {"eval": {"sets": {"aime": {"data": "t", "samples": 4}}}},
+            "eval.sets.aime.samples: unknown key: remove it or fix its spelling",
+        ),
+        (
+            "rl",
+            {"eval": {"sets": {"aime": {"data": "agent:rows"}}}},
+            "eval.sets.aime.data: agent:rows are the rows of the job's agent, and it has none",
+        ),
         (
             "sft",
             {"data": {"train": "t", "eval": "e"}},
@@ -144,7 +192,7 @@ def test_minimal_job_of_each_kind_parses_and_round_trips(kind: str) -> None:
             {"reward": {"functions": [{"function": "a:b", "weight": 0}]}},
             "reward: every function has weight 0 and is only logged: give one of them another weight",
         ),
-        ("eval", {"eval": None}, "eval: should be a section with the keys every, samples, pass_reward"),
+        ("eval", {"eval": None}, "eval: should be a section with the keys every, sets, samples, pass_reward"),
         ("eval", {"kind": "test"}, "kind: 'test' is unknown: use 'rl', 'sft', 'dpo', 'reward', 'eval' or 'external'"),
         ("eval", {"kind": ["sft"]}, "kind: should be 'rl', 'sft', 'dpo', 'reward', 'eval' or 'external'"),
     ],
@@ -316,6 +364,33 @@ def test_evaluation_of_a_job_drops_training_settings() -> None:
     assert parse(evaluation_of(json.loads(to_json(made)))) == made.model_copy(update={"model": "other"})
 
 
+def test_held_out_sets_take_what_they_do_not_give_from_the_job() -> None:
+    sets = {
+        "math500": {"data": "m", "subset": "s", "prompt_key": "problem", "sampling": {"temperature": 0}},
+        "aime": {"data": "a", "split": "y", "samples": 3, "pass_reward": 0.0, "sampling": {"max_tokens": 99}},
+    }
+    job = {
+        **JOBS["rl"],
+        "data": {"train": "t", "eval": "e", "eval_split": "x", "subset": "own"},
+        "eval": {"samples": 20, "pass_reward": 0.5, "sets": sets},
+        "sampling": {"max_tokens": 9, "top_p": 0.9},
+    }
+    for given in (job, json.loads(to_json(parse(job)))):
+        unnamed, math500, aime = parse(given).held_out
+        assert unnamed[:-1] == ("", Rows("data.eval", "e", "x", "own", "prompt"), 20, 0.5)
+        assert math500[:-1] == ("math500", Rows("eval.sets.math500.data", "m", "x", "s", "problem"), 20, 0.5)
+        assert aime[:-1] == ("aime", Rows("eval.sets.aime.data", "a", "y", None, "prompt"), 3, 0.0)
+        drawn = [
+            (one.sampling.temperature, one.sampling.top_p, one.sampling.max_tokens) for one in parse(given).held_out
+        ]
+        assert drawn == [(1.0, 0.9, 9), (0.0, 0.9, 9), (1.0, 0.9, 99)]
+        made = evaluation_of(given, samples=7)
+        assert [one.samples for one in parse(made).held_out] == [7, 7, 7]
+        # An override of the job's sampling reaches the sets too, except for what they give themselves.
+        greedy = parse({**made, "sampling": {**made["sampling"], "top_p": 0.8}}).held_out
+        assert [one.sampling.top_p for one in greedy] == [0.8] * 3
+
+
 @pytest.mark.parametrize(
     ("trainer", "kept"),
     [
@@ -339,7 +414,7 @@ def test_evaluation_of_a_job_keeps_sharding_and_offload(trainer: dict[str, Any],
         ({"model": None}, "model: missing: give it"),
         ({"data": "x.jsonl"}, "data: should be a section with the keys subset, prompt_key,"),
         ({"trainer": 3}, "trainer: should be a section with the keys backend, dtype,"),
-        ({"eval": "often"}, "eval: should be a section with the keys every, samples, pass_reward"),
+        ({"eval": "often"}, "eval: should be a section with the keys every, sets, samples, pass_reward"),
     ],
 )
 def test_evaluation_of_an_invalid_job_is_invalid(changes: dict[str, Any], text: str) -> None:

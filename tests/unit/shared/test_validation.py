@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import CriticSpec, PreferenceSpec
-from rlboost.shared.job.log import WandbSpec
+from rlboost.shared.job.log import MlflowSpec, SwanlabSpec, WandbSpec
 from rlboost.shared.job.other_trainers import NAMES, advice
 from rlboost.shared.job.reward import EnvironmentSpec, RewardPart
 from rlboost.shared.job.spec import RlJob, parse
@@ -45,7 +45,7 @@ def complaint(**changes: Any) -> str:
         ({"data": "t.jsonl"}, "data: should be a section with the keys subset, prompt_key, chat_template_kwargs, "),
         ({"data": {}}, "data.train: missing: give it"),
         ({"data": {"train": "t", "max_prompt_tokens": 0}}, "data.max_prompt_tokens: should be 1 or more, not 0"),
-        ({"reward": "m:f"}, "reward: should be a section with the keys function, url, style, "),
+        ({"reward": "m:f"}, "reward: should be a section with the keys function, url, model, style, "),
         ({"reward": {"functions": "m:f"}}, "reward.functions: should be a list"),
         ({"reward": {"functions": []}}, "reward.functions: should be a list with 1 or more entries"),
         (
@@ -132,6 +132,8 @@ INNER: dict[str, type[BaseModel]] = {
     "environment": EnvironmentSpec,
     "data.curriculum": CurriculumSpec,
     "log.wandb": WandbSpec,
+    "log.mlflow": MlflowSpec,
+    "log.swanlab": SwanlabSpec,
     "algorithm.critic": CriticSpec,
     "algorithm.preference": PreferenceSpec,
     "reward.functions": RewardPart,
@@ -177,7 +179,10 @@ def test_no_wrong_value_is_answered_in_the_words_of_python(path: tuple[str, ...]
         ({"sampling": {"max_completion_length": 8}}, "unknown key: RLBoost calls it sampling.max_tokens"),
         ({"data": {"train_batch_size": 8}}, "unknown key: RLBoost calls it data.prompts_per_step"),
         ({"algorithm": {"loss_type": "dapo"}}, "unknown key: RLBoost calls it algorithm.aggregation"),
-        ({"report_to": "wandb"}, "unknown key: RLBoost calls it log.wandb or log.tensorboard"),
+        (
+            {"report_to": "wandb"},
+            "unknown key: RLBoost calls it log.wandb or log.mlflow or log.swanlab or log.tensorboard",
+        ),
         (
             {"generation_batch_size": 256},
             "RLBoost calls it data.prompts_per_step = generation_batch_size / num_generations",

@@ -38,8 +38,8 @@ class Echo:
 async def test_turn_answered_in_the_log_before_its_task_starts_is_answered_once() -> None:
     rig = ConversationRig(Path(), Echo)
     job = rig.claimed()
-    planned = {GROUP: PlannedGroup(GROUP, is_eval=False, row=0, n=1, seed=0, number=0)}
-    ids = turn_ids(job.generating_spec, 0)
+    planned = {GROUP: PlannedGroup(GROUP, held_out=None, row=0, n=1, seed=0, number=0)}
+    ids = turn_ids(job.generating_spec, ())
     groups = StepCollector(job.no, 4, {GROUP: 1}, turns=ids)
     async with asyncio.TaskGroup() as scoring:
         turns = StepTurns(job, 4, planned, groups, ids, scoring)

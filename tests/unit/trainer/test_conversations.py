@@ -153,19 +153,19 @@ def test_turn_ids_are_unique_and_encode_their_sample(
 
 def test_more_turns_than_a_step_has_ids_for_are_refused() -> None:
     much = {"data": {"train": "t", "prompts_per_step": 512}, "algorithm": {"group_size": 16}}
-    plan.check(spec(**much, environment={"function": "m:f", "max_turns": 8}), 0)
+    plan.check(spec(**much, environment={"function": "m:f", "max_turns": 8}), ())
     with pytest.raises(ConfigError, match=r"environment\.max_turns: 512 prompts with 16 samples of 9 turns"):
-        plan.check(spec(**much, environment={"function": "m:f", "max_turns": 9}), 0)
+        plan.check(spec(**much, environment={"function": "m:f", "max_turns": 9}), ())
     with pytest.raises(
         ConfigError, match=r"16 samples, and 2 that may begin again, of 8 turns .* environment\.replace"
     ):
-        plan.check(spec(**much, environment={"function": "m:f", "max_turns": 8, "replacements": 2}), 0)
+        plan.check(spec(**much, environment={"function": "m:f", "max_turns": 8, "replacements": 2}), ())
 
 
 def test_conversations_begin_again_twice_or_as_often_as_ids_allow() -> None:
     def training(prompts: int, **more: int) -> TurnIds | None:
         data = {"data": {"train": "t", "prompts_per_step": prompts}, "algorithm": {"group_size": 16}}
-        return plan.turn_ids(spec(**data, environment={"function": "m:f", "max_turns": 8, **more}), 0).training
+        return plan.turn_ids(spec(**data, environment={"function": "m:f", "max_turns": 8, **more}), ()).training
 
     assert [ids and ids.replacements for ids in (training(64), training(512), training(580))] == [2, 1, 0]
     assert training(64, replacements=5) == TurnIds(64, 16, 8, 5)

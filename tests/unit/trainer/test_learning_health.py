@@ -9,8 +9,11 @@ import pytest
 
 from rlboost.services.trainer.domain.warnings import CLEAR_STEPS, WINDOW_STEPS, Change, JobFacts, WarningTracker
 from rlboost.shared.job.spec import parse
+from tests.support.jobs import held_out
 
-FACTS = JobFacts("j-1", prompts_per_step=32, group_size=8, limits="sampling.max_tokens is 256", eval_samples=200)
+FACTS = JobFacts(
+    "j-1", prompts_per_step=32, group_size=8, limits="sampling.max_tokens is 256", held_out=(held_out(samples=200),)
+)
 
 
 def rl(reward: float = 0.5, **changes: Any) -> dict[str, float]:
@@ -144,7 +147,7 @@ def test_a_length_penalty_is_a_signal_though_rewards_are_equal() -> None:
 
 def test_small_evaluation_without_a_pass_needs_a_second_one() -> None:
     """The undertrained warm-up: rewards differ from the first step, and no completion is ever right."""
-    facts = JobFacts("j-1", prompts_per_step=32, group_size=8, eval_samples=60, pass_reward=0.9)
+    facts = JobFacts("j-1", prompts_per_step=32, group_size=8, held_out=(held_out(samples=60, pass_reward=0.9),))
     rows = [rl(0.3, **evaluated(0.0)), *[rl(0.3)] * 9, rl(0.31, **evaluated(0.0))]
     [(at, change)] = changes(rows, facts)
     assert at == 10
@@ -223,6 +226,22 @@ def test_a_warning_is_raised_once_and_cleared_after_good_steps() -> None:
 def test_single_good_steps_do_not_raise_a_warning_again() -> None:
     rows = ([equal(0.0)] * 3 + [rl()]) * 5
     assert raised(rows) == [(2, "no_learning_signal")]
+
+
+@pytest.mark.parametrize(("metric", "name"), [(0.0, "eval_reward_zero"), (0.3, "nothing_passes")])
+def test_warning_about_one_of_several_sets_names_it(metric: float, name: str) -> None:
+    aime = held_out(name="aime", samples=200, pass_reward=0.9)
+    aime = aime._replace(rows=aime.rows._replace(field="eval.sets.aime.data"))
+    facts = JobFacts("j-1", prompts_per_step=32, group_size=8, held_out=(held_out(samples=200), aime))
+    both = {"eval/reward_mean": 0.4, "eval/pass@1": 0.4, "eval/aime/reward_mean": metric, "eval/aime/pass@1": 0.0}
+    tracker = WarningTracker(facts)
+    changes = [change for step in range(2) for change in tracker.observe(step, rl(0.5, **both))]
+    finding = {change.finding.name: change.finding for change in changes}[name]
+    expected = {
+        "eval_reward_zero": ("eval/aime/reward_mean was 0", "rows of eval.sets.aime.data"),
+        "nothing_passes": ("evaluation on aime got a reward of 0.9", "set eval.sets.aime.pass_reward"),
+    }
+    assert [text for text in expected[name] if text not in finding.text] == []
 
 
 def test_the_final_evaluation_clears_no_warning() -> None:

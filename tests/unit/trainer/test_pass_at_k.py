@@ -8,6 +8,7 @@ from rlboost.services.trainer.domain.groups import ScoredGroup
 from rlboost.services.trainer.domain.metrics import RolloutTally, StepTally, pass_at_k, pass_rates
 from rlboost.shared.messages import SampleFinished
 from rlboost.shared.wire import F32, I32, pack
+from tests.support.jobs import held_out
 
 
 @pytest.mark.parametrize(("n", "n_passed"), [(1, 0), (1, 1), (5, 0), (5, 2), (6, 6)])
@@ -34,8 +35,14 @@ def test_pass_at_k_depends_on_the_pass_reward() -> None:
     empty = SampleFinished(
         sample=1, tokens=pack([], I32), logprobs=pack([], F32), finish="stop", spans=[], attempts=1, group_done=False
     )
-    groups = [ScoredGroup(1, (empty, empty), (1.0, 0.5)), ScoredGroup(1, (empty, empty), (0.0, 0.5))]
+    sets = held_out(), held_out(name="lenient", pass_reward=0.5)
+    groups = [
+        ScoredGroup(1, (empty, empty), rewards, held_out=one) for one in sets for rewards in ((1.0, 0.5), (0.0, 0.5))
+    ]
     tally = StepTally(rollouts=RolloutTally(evaluated=groups))
-    assert {k: v for k, v in tally.metrics().items() if "@" in k} == {"eval/pass@1": 0.25, "eval/pass@2": 0.5}
-    tally.rollouts.pass_reward = 0.5
-    assert {k: v for k, v in tally.metrics().items() if "@" in k} == {"eval/pass@1": 0.75, "eval/pass@2": 1.0}
+    assert {k: v for k, v in tally.metrics().items() if "@" in k} == {
+        "eval/pass@1": 0.25,
+        "eval/pass@2": 0.5,
+        "eval/lenient/pass@1": 0.75,
+        "eval/lenient/pass@2": 1.0,
+    }

@@ -14,7 +14,7 @@ from rlboost.services.trainer.domain.rewards import all_equal, combine, is_equal
 from rlboost.services.trainer.domain.warnings import History, JobFacts, no_learning_signal
 from rlboost.shared.messages import SampleFinished
 from rlboost.shared.wire import F32, I32, pack
-from tests.support.jobs import job
+from tests.support.jobs import held_out, job
 
 NEXT_BELOW_ONE = 0.9999999999999999
 
@@ -70,7 +70,8 @@ def test_pass_reward_is_reached_up_to_rounding(reward: float, limit: float, pass
     sample = SampleFinished(
         sample=1, tokens=pack([], I32), logprobs=pack([], F32), finish="stop", spans=[], attempts=1, group_done=False
     )
-    rollouts = RolloutTally(evaluated=[ScoredGroup(1, (sample,), (reward,))], pass_reward=limit)
+    evaluated = [ScoredGroup(1, (sample,), (reward,), held_out=held_out(pass_reward=limit))]
+    rollouts = RolloutTally(evaluated=evaluated)
     assert StepTally(rollouts=rollouts).metrics()["eval/pass@1"] == float(passes)
 
 

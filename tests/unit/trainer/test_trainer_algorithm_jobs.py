@@ -278,7 +278,7 @@ async def test_groups_of_equal_rewards_train_with_a_critic_unless_dropped(
 ) -> None:
     engine = Recording()
     rig = rig_of(tmp_path, engine, algorithm={"name": "ppo", "equal_groups": equal_groups})
-    rig.reward = equal_in(*[group.row for group in plan_step(rig.rl_job, 1, 0, 10, 3)[:2]])
+    rig.reward = equal_in(*[group.row for group in plan_step(rig.rl_job, 1, 0, 10, ())[:2]])
     metrics = await completed(rig)
     assert len(engine.rows) == trained
     assert metrics.get("groups/excluded/equal_rewards", 0.0) == (0.0 if trained == 8 else 2.0)

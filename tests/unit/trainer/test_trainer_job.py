@@ -7,6 +7,7 @@ import gc
 import json
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -91,6 +92,65 @@ async def test_evaluation_runs_at_its_interval_and_at_the_end(tmp_path: Path) ->
     assert [step for step in rows if "eval/reward_mean" in rows[step]] == [0, 2, 4, 5]
     assert REGISTRY.get_sample_value("rlboost_trainer_steps_total") == trained + 5
     assert "reward/mean" not in rows[5]
+
+
+@pytest.mark.parametrize(("most", "shown"), [(0, 0), (3, 3), (64, 4)])
+async def test_some_samples_of_each_step_are_logged(tmp_path: Path, most: int, shown: int) -> None:
+    log = {"wandb": {"project": "p"}, "samples": most}
+    rig = Rig(tmp_path, spec(data={"train": "t", "prompts_per_step": 4}, steps=2, log=log))
+    await rig.run()
+    assert {step: len(samples) for step, samples in rig.folder.samples.items()} == {0: shown, 1: shown}
+    stream = await rig.bus.read({names.job_samples(JOB): START}, count=10_000)
+    scored = [entry.message.fields for entry in stream if isinstance(entry.message, Event)]
+    first = {
+        (one["step"], one["prompt"], one["completion"], one["reward"]) for one in scored if one["sample"].endswith("/0")
+    }
+    for samples in rig.folder.samples.values():
+        assert set(samples) <= first, "of different prompts"
+        assert len(set(samples)) == len(samples)
+
+
+SETS = {
+    "strict": {"data": "s", "samples": 6, "sampling": {"temperature": 0, "max_tokens": 7}},
+    "lenient": {"data": "l", "samples": 2, "pass_reward": -1},
+}
+
+
+def is_last_evaluation(sample: int) -> bool:
+    """Return True for a sample of the evaluation after the only step."""
+    return SampleId.unpack(sample)[1:3] == (True, 1)
+
+
+async def test_trainer_killed_during_an_evaluation_of_several_sets_generates_no_sample_twice(tmp_path: Path) -> None:
+    data = {"train": "t", "eval": "e", "prompts_per_step": 4}
+    rig = Rig(tmp_path, spec(steps=1, data=data, eval={"every": 9, "samples": 4, "sets": SETS}))
+    rig.manager.withholds = lambda sample: is_last_evaluation(sample) and sample % 2 == 0
+    async with rig.trainer(killed=True):
+        await rig.command("create")
+        await rig.waits_for("samples of the evaluation")
+        await eventually(lambda: sum(map(is_last_evaluation, rig.manager.answered)) == 12)
+    rig.lease_runs_out()
+    await rig.manager.release()
+    assert (await rig.resume()).state == "completed"
+    assert set(rig.manager.answered.values()) == {1}
+
+    last = [request for request in rig.manager.requests if is_last_evaluation(request.group)]
+    drawn = {request.group: (request.sampling.temperature, request.sampling.max_tokens, request.n) for request in last}
+    own = rig.rl_job.sampling.temperature, rig.rl_job.sampling.max_tokens
+    assert sorted(drawn.values()) == sorted([(*own, 2), (*own, 1), (*own, 1), *[(0.0, 7, 2)] * 3, *[(*own, 1)] * 2])
+    assert [SampleId.unpack(group).group for group in sorted(drawn)] == list(range(8)), "no number is left out"
+    row = rig.folder.rows[1]
+    assert {name for name in row if "pass@" in name} == {
+        *("eval/pass@1", "eval/strict/pass@1", "eval/strict/pass@2", "eval/lenient/pass@1")
+    }
+    assert row["eval/lenient/pass@1"] == 1.0
+    events = await rig.bus.read({names.job_samples(JOB): START}, count=10_000)
+    scored = [entry.message.fields for entry in events if isinstance(entry.message, Event)]
+    assert Counter(sample.get("set") for sample in scored if sample["is_eval"] and sample["step"] == 1) == {
+        None: 4,
+        "strict": 6,
+        "lenient": 2,
+    }
 
 
 class HeldRewards(FakeRewards):

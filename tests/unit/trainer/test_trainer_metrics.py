@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -15,6 +16,7 @@ from rlboost.services.trainer.domain.metrics import (
 )
 from rlboost.shared.messages import SampleFinished
 from rlboost.shared.wire import F32, I32, pack
+from tests.support.jobs import held_out
 
 
 def sample(n: int, *, finish: str = "stop", logprob: float = -0.5, old: int = 0) -> SampleFinished:
@@ -35,7 +37,7 @@ def test_the_rows_names_are_the_fields() -> None:
             ScoredGroup(1, (sample(2), sample(4, finish="length", old=3)), (1.0, 0.0)),
             ScoredGroup(1, (sample(3), sample(3)), (1.0, 1.0)),
         ],
-        evaluated=[ScoredGroup(1, (sample(8),), (0.25,))],
+        evaluated=[ScoredGroup(1, (sample(8),), (0.25,), held_out=held_out())],
         duplicates=3,
         measured={"data/skipped_solved": 3},
         penalties=[0.0, 0.5, 0.0, 0.5],
@@ -137,7 +139,9 @@ def test_empty_tally_has_no_reward_loss_or_evaluation_metrics() -> None:
 def test_reward_function_mean_covers_only_its_own_samples() -> None:
     first = ScoredGroup(1, (sample(2), sample(2)), (1.0, 2.0), {"right": (1.0, 0.0), "short": (None, 4.0)})
     second = ScoredGroup(1, (sample(2), sample(2)), (1.0, 1.0), {"right": (1.0, 1.0), "short": (None, None)})
-    row = StepTally(step=7, rollouts=RolloutTally(scored=[first, second], evaluated=[second])).metrics()
+    row = StepTally(
+        step=7, rollouts=RolloutTally(scored=[first, second], evaluated=[replace(second, held_out=held_out())])
+    ).metrics()
     assert {name: value for name, value in row.items() if "right" in name or "short" in name} == {
         "reward/right/mean": 0.75,
         "reward/short/mean": 4.0,
@@ -160,5 +164,7 @@ def test_utilization_is_reported_only_with_a_known_peak() -> None:
 
 def test_tokens_by_worker_count_the_spans_of_all_samples() -> None:
     scored = [ScoredGroup(1, (sample(2), sample(4, old=3)), (1.0, 0.0))]
-    rollouts = RolloutTally(scored=scored, evaluated=[ScoredGroup(1, (sample(8, old=2),), (0.25,))])
+    rollouts = RolloutTally(
+        scored=scored, evaluated=[ScoredGroup(1, (sample(8, old=2),), (0.25,), held_out=held_out())]
+    )
     assert StepTally(rollouts=rollouts).tokens_by_worker() == {"w": 2 + 1 + 6, "v": 3 + 2}

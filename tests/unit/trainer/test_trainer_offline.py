@@ -50,7 +50,7 @@ class OfflineRig(Rig):
         if job.kind in ("dpo", "reward"):
             rows = [replace(row, rejected=pack([13 + i, 2], I32)) for i, row in enumerate(rows)]
         built = super().build(job, job_id, created)
-        return replace(built, data=replace(built.data, train=rows, evaluation=rows[:3]))
+        return replace(built, data=replace(built.data, train=rows, evaluation=rows[:3] * len(job.held_out)))
 
 
 class Hanging(FakeEngine):
@@ -95,6 +95,17 @@ async def test_held_out_rows_are_evaluated_before_the_first_step_and_after_the_l
     assert all(row["eval/loss"] == 1.0 for row in evaluated.values()), "the log-probability of FakeEngine"
     assert evaluated[STEPS] == {"eval/loss": 1.0, "eval/perplexity": pytest.approx(math.e)}
     assert "loss" in rig.folder.rows[3]
+
+
+@pytest.mark.parametrize(("kind", "metric"), [("sft", "perplexity"), ("dpo", "rewards/margins")])
+async def test_each_held_out_set_has_metrics_of_its_own(tmp_path: Path, kind: str, metric: str) -> None:
+    evaluation = {"every": STEPS, "sets": {"math": {"data": "m"}, "code": {"data": "c"}}}
+    rig = OfflineRig(tmp_path, sft(kind=kind, eval=evaluation))
+    await run(rig)
+    row = rig.folder.rows[STEPS]
+    assert {f"eval/{name}/{one}" for name in ("math", "code") for one in ("loss", metric)} <= set(row)
+    assert row[f"eval/math/{metric}"] == row[f"eval/code/{metric}"], "the rows of this rig's sets are the same"
+    assert not {"eval/loss", f"eval/{metric}"} & set(row)
 
 
 async def test_pairs_give_trls_metrics_of_training_and_of_held_out_rows(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from rlboost.services.trainer.domain.plan import (
 from rlboost.services.trainer.step.turns import request_of
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.ids import MAX_JOBS, SampleId, within_job
-from rlboost.shared.job.fleet import EvalSpec, SamplingSpec
+from rlboost.shared.job.fleet import SamplingSpec
 from rlboost.shared.job.spec import RlJob
 from rlboost.shared.job.training import OptimizerSpec
 from tests.support.jobs import parse_rl
@@ -61,11 +61,11 @@ def test_the_order_changes_with_the_epoch_and_the_seed() -> None:
 
 
 def test_plan_step_is_deterministic() -> None:
-    assert plan_step(job(), 7, 2, 100, 5) == plan_step(job(), 7, 2, 100, 5)
+    assert plan_step(job(), 7, 2, 100, [5]) == plan_step(job(), 7, 2, 100, [5])
 
 
 def test_groups_have_the_ids_that_the_job_and_step_give_them() -> None:
-    groups = plan_step(job(), 7, 2, 100, 5)
+    groups = plan_step(job(), 7, 2, 100, [5])
     training = [SampleId.unpack(group.id) for group in groups if not group.is_eval]
     assert training == [SampleId(7, False, 2, g, 0) for g in range(4)]
     assert all(group.n == 3 for group in groups if not group.is_eval)
@@ -83,7 +83,7 @@ def test_request_has_the_jobs_sampling() -> None:
     }
     sampling |= {"stop": ("#", "</answer>")}
     spec = job(sampling=sampling)
-    (group, *_) = plan_step(spec, 7, 2, 100, 5)
+    (group, *_) = plan_step(spec, 7, 2, 100, [5])
     asked = request_of(Rig(Path(), spec).claimed(no=7), 2, group, b"").sampling
     assert {name: getattr(asked, name) for name in sampling} == sampling
     assert spec.sampling.model_fields_set == set(sampling) == set(SamplingSpec.model_fields), "each of them"
@@ -93,8 +93,8 @@ def sample_seeds(job_no: int, step: int) -> dict[int, tuple[int, int]]:
     """Return for each turn of a step, by its id within the job, its seed for the engine and for the environment."""
     spec = job(environment={"function": "m:e", "max_turns": 3}, algorithm={"group_size": 3, "resample": 2})
     claimed = Rig(Path(), spec).claimed(no=job_no)
-    groups = [*plan_step(spec, job_no, step, 100, 5), training_group(spec, job_no, step, 4, 17)]
-    ids, found = turn_ids(spec, 5), {}
+    groups = [*plan_step(spec, job_no, step, 100, [5]), training_group(spec, job_no, step, 4, 17)]
+    ids, found = turn_ids(spec, [5]), {}
     for group in groups:
         request = request_of(claimed, step, group, b"")
         for member in range(group.id, group.id + group.n):
@@ -114,8 +114,8 @@ def test_samples_have_the_same_seeds_whatever_the_jobs_number(step: int) -> None
 
 def test_evaluation_is_due_every_so_often_and_after_the_last_step() -> None:
     spec = job()
-    evaluated = [any(group.is_eval for group in plan_step(spec, 1, step, 9, 5)) for step in range(6)]
-    trained = [any(not group.is_eval for group in plan_step(spec, 1, step, 9, 5)) for step in range(6)]
+    evaluated = [any(group.is_eval for group in plan_step(spec, 1, step, 9, [5])) for step in range(6)]
+    trained = [any(not group.is_eval for group in plan_step(spec, 1, step, 9, [5])) for step in range(6)]
     assert evaluated == [True, False, True, False, True, True]
     assert trained == [True] * 5 + [False]
     assert last_step(spec) == 5
@@ -124,15 +124,15 @@ def test_evaluation_is_due_every_so_often_and_after_the_last_step() -> None:
 
 @given(samples=st.integers(1, 300), prompts=st.integers(1, 300))
 def test_evaluation_samples_are_spread_evenly_and_none_is_lost(samples: int, prompts: int) -> None:
-    counts = eval_group_sizes(EvalSpec(samples=samples), prompts)
+    counts = eval_group_sizes(samples, prompts)
     assert sum(counts) == samples
     assert max(counts) - min(counts) <= 1
 
 
 def test_a_job_that_cannot_be_planned_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"eval\.samples"):
-        check(job(eval={"samples": 2000}), 5)
-    check(job(), 5)
+        check(job(eval={"samples": 2000}), [5])
+    check(job(), [5])
 
 
 def test_the_learning_rate_warms_up_and_falls() -> None:

@@ -139,15 +139,15 @@ def test_invalid_resample_settings_are_refused(algorithm: dict[str, Any], proble
 
 def test_more_groups_than_a_step_has_ids_for_are_refused() -> None:
     large = {"train": "t", "prompts_per_step": 1 << 13}
-    check(job(7, data=large), 0)
+    check(job(7, data=large), ())
     with pytest.raises(ConfigError, match=r"algorithm\.resample: 8192 prompts a step, and up to 8 more"):
-        check(job(8, data=large), 0)
+        check(job(8, data=large), ())
     game = {"function": "m:f", "max_turns": 9}
-    check(job(3, data={"train": "t", "prompts_per_step": 960}, environment=game), 0)
+    check(job(3, data={"train": "t", "prompts_per_step": 960}, environment=game), ())
     with pytest.raises(
         ConfigError, match=r"environment\.max_turns: 4800 prompts \(with those that algorithm\.resample may add\)"
     ):
-        check(job(4, data={"train": "t", "prompts_per_step": 960}, environment=game), 0)
+        check(job(4, data={"train": "t", "prompts_per_step": 960}, environment=game), ())
 
 
 # --- a whole job ------------------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ async def killed(rig: Rig, point: str, step: int) -> None:
         rig.bus = bus = Deaf()
         rig.manager.bus = bus
         bus.deaf_in = step
-    of_step = [group.id for group in plan_step(rig.rl_job, 1, step, ROWS, 0)]
+    of_step = [group.id for group in plan_step(rig.rl_job, 1, step, ROWS, ())]
     late: dict[str, Callable[[int], bool]] = {
         "recorded": lambda _: False,
         "asked": lambda sample: SampleId.unpack(sample).group >= PLACES,
@@ -130,7 +130,7 @@ async def test_recorded_replacements_outlast_a_changed_reward(tmp_path: Path, la
 @pytest.mark.parametrize("before", ["another reward", "no reward"])
 async def test_trained_step_requests_no_more_replacements(tmp_path: Path, before: str) -> None:
     rig = rig_of(tmp_path)
-    first = plan_step(rig.rl_job, 1, 2, ROWS, 0)[0].row
+    first = plan_step(rig.rl_job, 1, 2, ROWS, ())[0].row
     assert first in EQUAL
 
     def reward(batch: RewardBatch) -> Scores:
