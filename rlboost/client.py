@@ -241,6 +241,11 @@ class Jobs:
         """Ask a paused job to continue; return `{id, state}`."""
         return self._act(job_id, "resume")
 
+    def profile(self, job_id: str, steps: int = 1) -> Json:
+        """Ask the trainer for traces of its next steps; return `{id, state, steps}`."""
+        answer: Json = self._client.request("POST", f"{job_path(job_id)}/profile", json={"steps": steps}).json()
+        return answer
+
     def metrics(self, job_id: str, from_step: int = 0) -> Rows:
         """Return one row per step, from a step on; the first one is 0."""
         rows: Rows = self._get(job_id, "metrics", params={"from_step": from_step})

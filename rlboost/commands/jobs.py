@@ -1,4 +1,4 @@
-"""Commands of jobs: `rlboost run`, `status`, `logs`, `follow`, `ps`, `pause`, `resume`, `cancel`."""
+"""Commands of jobs: `rlboost run`, `status`, `logs`, `follow`, `ps`, `pause`, `resume`, `cancel`, `profile`."""
 
 from __future__ import annotations
 
@@ -277,6 +277,27 @@ def cancel(job: JobArgument, state: StateOption = DEFAULT_STATE, as_json: JsonOp
     _act("cancel", job, state, "is being cancelled", "cancelled", as_json=as_json)
 
 
+def profile(
+    job: JobArgument,
+    steps: Annotated[int, typer.Option(min=1, max=10, help="Number of steps.")] = 1,
+    state: StateOption = DEFAULT_STATE,
+    as_json: JsonOption = False,
+) -> None:
+    """Have a job's trainer record traces of its next steps with torch.profiler, one file for each rank.
+
+    They are Chrome traces in the job's folder profile/, on the trainer's machine, for https://ui.perfetto.dev. The
+    event profile_written says when they are there. Steps take longer while they are recorded.
+    """
+    with connect(state) as client:
+        found = client.jobs.find(job)
+        answer = client.jobs.profile(found["id"], steps)
+    if as_json:
+        print_json(answer)
+    else:
+        logs = command(f"logs {found['id']}", state)
+        echo(f"{found['id']} will record its next {steps} step{'s' * (steps > 1)}: '{logs}' shows where")
+
+
 def _act(
     action: Literal["pause", "resume", "cancel"], job: str, state: Path, effect: str, goal: str, *, as_json: bool
 ) -> None:
@@ -360,5 +381,5 @@ def _activity(job: dict[str, Any]) -> str:
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    for verb in (run, status, logs, follow, ps, pause, resume, cancel):
+    for verb in (run, status, logs, follow, ps, pause, resume, cancel, profile):
         app.command()(verb)

@@ -47,6 +47,16 @@ class FakeEngine:
         self.is_offloaded = False
         """Whether it was offloaded since it last computed."""
         self.closed = False
+        self.profiles: list[Path] = []
+        """The folders of profiles, each once when it starts and once when it is written."""
+
+    def start_profile(self, folder: Path) -> list[str]:
+        self.profiles.append(folder)
+        return []
+
+    def stop_profile(self) -> list[str]:
+        self.profiles.append(self.profiles[-1])
+        return ["rank 0: no trace"]
 
     def load_hf(self, source: Path) -> None:
         """Start from the same weights for any directory."""
@@ -348,6 +358,9 @@ class MemoryFolder:
         self.rows[step] = metrics
         self.samples[step] = list(samples)
         return self.troubles.pop(step, [])
+
+    def path_of(self, name: str) -> Path:
+        return Path(name)
 
     def write_profile(self, profile: RunProfile) -> None:
         self.profile = profile

@@ -23,6 +23,7 @@ from rlboost.services.trainer.domain import plan
 from rlboost.services.trainer.job.checkpoints import Checkpoints
 from rlboost.services.trainer.job.job import LEASE_WAIT_LIMIT_S, Job
 from rlboost.services.trainer.job.log import StepLog
+from rlboost.services.trainer.job.profiling import Profiling
 from rlboost.services.trainer.job.publishing import VersionPublisher
 from rlboost.services.trainer.ports.storage import JobResources, TrainState
 from rlboost.services.trainer.step import offline
@@ -76,6 +77,7 @@ class JobRun:
         self._checkpoints = Checkpoints(job)
         self._versions = VersionPublisher(job)
         self._log = StepLog(job, self._checkpoints)
+        self._profiling = Profiling(job)
 
     async def to_the_end(self) -> None:
         """Load, restore, run all steps, and write the final model."""
@@ -167,7 +169,8 @@ class JobRun:
             for step in range(state.step, plan.last_step(spec) + 1):
                 await job.wait_while_paused(step)
                 save = checkpoints.is_due(state.step, step)
-                await self._run_generating_step(intake, step, save=save, requested_before=step <= requested_until)
+                async with self._profiling.step(step):
+                    await self._run_generating_step(intake, step, save=save, requested_before=step <= requested_until)
                 if resampling is not None:
                     await resampling.trim(checkpoints.covered_step)
             if spec.eval is None and checkpoints.is_due(state.step, spec.steps):
@@ -219,7 +222,8 @@ class JobRun:
                 await checkpoints.start_save(checkpoints.state(step))
             evaluated = await self._evaluate(spec, step)
             job.enter("training", step)
-            trained = await offline.train_step(job, spec, step)
+            async with self._profiling.step(step):
+                trained = await offline.train_step(job, spec, step)
             await self._log.record(step, trained | evaluated, wait_s=0.0, train_s=trained["time/train_s"])
         if checkpoints.is_due(first, spec.steps):
             await checkpoints.start_save(checkpoints.state(spec.steps))

@@ -98,6 +98,11 @@ def job_curriculum(job_id: str) -> str:
     return f"{PREFIX}job:{job_id}:curriculum"
 
 
+def job_profile(job_id: str) -> str:
+    """Hash: `steps` -> of how many steps the trainer is asked for traces; it deletes the hash when it begins."""
+    return f"{PREFIX}job:{job_id}:profile"
+
+
 def job_resampled(job_id: str) -> str:
     """Hash: packed id of a group that was resampled -> the row of the new prompt."""
     return f"{PREFIX}job:{job_id}:resampled"

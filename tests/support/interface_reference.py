@@ -40,6 +40,7 @@ EVENTS: Mapping[str, str] = {
     "trainer_missing": "an external job was without a trainer for `pause_after_s`, and is paused",
     "model_saved": "the model of a completed job is in its folder",
     "parity_check_failed": "a worker's engine disagrees with the trainer, or with itself; it generates nothing",
+    "profile_written": "the [traces](monitoring.md#profile-the-trainer) of some steps, up to this one, are in a folder",
     "prompts_filtered": "rows beyond the job's length limits were left out",
     "rebalance_recommended": "the cloud recommends replacing a worker's machine",
     "reclaim_requested": "the manager reclaims running samples of a worker",

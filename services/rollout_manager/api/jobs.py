@@ -46,7 +46,7 @@ from rlboost.shared.job.spec import to_json as spec_to_json
 from rlboost.shared.messages import JobCommand
 from rlboost.shared.page.files import STATIC
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import Append, Bus, Op
+from rlboost.shared.streams.bus import Append, Bus, HashSet, Op
 
 # --- web page ---------------------------------------------------------------------------------------------------------
 #
@@ -80,6 +80,9 @@ MAX_BODY_BYTES = 1 << 20
 """Limit on one request's body, above any job file: parsing one blocks the manager's loop."""
 IDEMPOTENCY_TTL_S = 24 * 3600.0
 IDEMPOTENCY_KEY_CHARACTERS = 255
+
+MAX_PROFILED_STEPS = 10
+"""Steps of one profile."""
 
 Action = Literal["pause", "resume", "cancel"]
 _DONE: dict[Action, str] = {"pause": "paused", "resume": "resumed", "cancel": "cancelled"}
@@ -230,6 +233,18 @@ async def resume_job(act: Act) -> dict[str, Any]:
 async def cancel_job(act: Act) -> dict[str, Any]:
     """Cancel the job."""
     return await act("cancel")
+
+
+@ROUTES("POST", "/jobs/{job_id}/profile", "job", "jobs", status_code=202, responses=_JOB)
+async def profile_job(
+    job: OneJob, write: AsLeader, steps: Annotated[int, Body(ge=1, le=MAX_PROFILED_STEPS, embed=True)] = 1
+) -> dict[str, Any]:
+    """Have the trainer record traces of its next steps with torch.profiler, into the job's folder."""
+    if job.ended or job.spec.kind in {"external", "eval"}:
+        what = f"is {job.state}" if job.ended else f"is of kind {job.spec.kind}"
+        raise Problem(409, "Conflict", f"job {job.id} {what}: the trainer service trains nothing to profile")
+    await write([HashSet(names.job_profile(job.id), {"steps": str(steps)})])
+    return {"id": job.id, "state": job.state, "steps": steps}
 
 
 def control(job: Job, action: Action, token: str) -> Op:

@@ -75,6 +75,9 @@ class LocalRunFolder:
         self._log.log(Row(step, metrics, samples))
         return self._log.new_problems()
 
+    def path_of(self, name: str) -> Path:
+        return self._folder.absolute() / name
+
     def write_profile(self, profile: RunProfile) -> None:
         with self._disk_errors():
             replace_file(self._folder / "profile.json", profile.model_dump_json(indent=2) + "\n")

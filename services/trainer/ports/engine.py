@@ -103,6 +103,12 @@ Snapshot = Callable[[Path], None]
 written."""
 
 
+PROFILED_BATCHES = 64
+"""Micro-batches of a profile: each is some ten thousand events of every rank, which are in its memory until the end."""
+MAX_TRACE_BYTES = 512 << 20
+"""A larger trace is deleted: no viewer opens it."""
+
+
 class NotFinite(Fatal):
     """A loss or its gradients are NaN or infinite; the weights are unchanged."""
 
@@ -201,6 +207,12 @@ class PolicyEngine(Protocol):
 
         Changes no value. Called when the reserved inference engines get the device.
         """
+
+    def start_profile(self, folder: Path) -> list[str]:
+        """Record what each rank computes, at most `PROFILED_BATCHES` micro-batches; return what went wrong."""
+
+    def stop_profile(self) -> list[str]:
+        """Write a Chrome trace of each rank, `rank-N.json.gz`, into the folder; return what went wrong."""
 
     def close(self) -> None:
         """Release memory."""

@@ -165,6 +165,9 @@ class RunFolder(Protocol):
 
         """
 
+    def path_of(self, name: str) -> Path:
+        """Return where a file or folder of this name is, or may be written by others."""
+
     def write_profile(self, profile: RunProfile) -> None:
         """Replace the run's measurements."""
 

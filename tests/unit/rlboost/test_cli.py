@@ -342,6 +342,15 @@ def test_following_shows_each_warning_once_though_the_manager_restarts(rest: Fak
     assert warned == {"warning": "top_p"}
 
 
+def test_profile_says_how_many_steps_and_where_to_look(rest: FakeRest) -> None:
+    rest.on("GET /v1/jobs/j-1", ok(job("running", 1)))
+    rest.on("POST /v1/jobs/j-1/profile", ok({"id": "j-1", "state": "running", "steps": 2}, 202))
+    result = rlboost("profile", "j-1", "--steps", "2")
+    assert result.stdout == "j-1 will record its next 2 steps: 'rlboost logs j-1' shows where\n"
+    assert json.loads(rest.requests[-1].content) == {"steps": 2}
+    assert rlboost("profile", "j-1", "--steps", "11").exit_code == 2
+
+
 def test_variables_of_a_tracker_that_do_not_reach_the_trainer_are_noted(
     rest: FakeRest, monkeypatch: pytest.MonkeyPatch
 ) -> None:

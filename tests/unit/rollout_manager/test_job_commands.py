@@ -125,3 +125,18 @@ async def test_metrics_that_are_no_numbers_are_left_out_and_the_job_survives_a_r
     await system.manager._leadership.resign()
     assert await successor.try_lead()
     assert successor.world.jobs[system.job].record.latest == {"reward/mean": 0.5}
+
+
+async def test_profile_is_asked_of_a_job_that_is_trained(system: System) -> None:
+    path = f"/jobs/{system.job}/profile"
+    answer = await system.http.post(path, json={"steps": 2})
+    assert (answer.status_code, answer.json()) == (202, {"id": system.job, "state": "running", "steps": 2})
+    assert await system.bus.hash_all(names.job_profile(system.job)) == {"steps": "2"}
+    assert (await system.http.post(path)).json()["steps"] == 1
+    for steps in (0, 11, "many"):
+        refused = await system.http.post(path, json={"steps": steps})
+        assert (refused.status_code, "steps" in refused.text) == (422, True)
+    assert await system.actions() == [], "no command on the job's state"
+    await system.report("completed")
+    refused = await system.http.post(path)
+    assert (refused.status_code, "is completed: the trainer service trains nothing" in refused.text) == (409, True)

@@ -32,7 +32,7 @@ from rlboost.shared.messages import (
     TrainerStatus,
 )
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import Renew
+from rlboost.shared.streams.bus import HashSet, Renew
 from rlboost.shared.streams.entries import START
 from rlboost.shared.wire import I32, pack
 from tests.support.builders import engine_profile
@@ -108,6 +108,24 @@ async def test_some_samples_of_each_step_are_logged(tmp_path: Path, most: int, s
     for samples in rig.folder.samples.values():
         assert set(samples) <= first, "of different prompts"
         assert len(set(samples)) == len(samples)
+
+
+async def test_steps_that_are_asked_for_are_profiled_once(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, spec(steps=4))
+    await rig.bus.transact([HashSet(names.job_profile(JOB), {"steps": "2"})])
+    assert (await rig.run()).state == "completed"
+    assert rig.engine.profiles == [Path("profile/step-0")] * 2
+    events = await rig.events()
+    assert [fields for kind, fields in events if kind == "profile_written"] == [{"step": 1, "path": "profile/step-0"}]
+    assert ("warning", {"text": "rank 0: no trace"}) in events
+    assert await rig.bus.hash_all(names.job_profile(JOB)) == {}
+
+
+async def test_profile_of_more_steps_than_are_left_ends_with_the_last(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, spec(steps=2, data={"train": "t", "eval": "e"}, eval={"every": 9, "samples": 3}))
+    await rig.bus.transact([HashSet(names.job_profile(JOB), {"steps": "9"})])
+    assert (await rig.run()).state == "completed"
+    assert [fields["step"] for kind, fields in await rig.events() if kind == "profile_written"] == [1]
 
 
 SETS = {

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, distributed
+from torch.profiler import ProfilerActivity
 
 from rlboost.services.trainer.adapters.checkpoint_folder import CRITIC_PREFIX
 from rlboost.services.trainer.adapters.torch.ranks import Coordinates, Layout
@@ -47,7 +48,7 @@ from rlboost.services.trainer.adapters.torch.trainable import (
     slices_of,
     write_file,
 )
-from rlboost.services.trainer.ports.engine import Loaded, PolicySettings, Snapshot
+from rlboost.services.trainer.ports.engine import MAX_TRACE_BYTES, Loaded, PolicySettings, Snapshot
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.process.waiting import Waits
@@ -112,6 +113,9 @@ class RankEngine(ABC):
         self._n_steps = 0
         self._runner: asyncio.Runner | None = None
         self._publisher: Publisher | None = None
+        self._profile: torch.profiler.profile | None = None
+        self._trace = Path()
+        """The file of the profile."""
 
     # --- what a backend implements ---
 
@@ -310,6 +314,39 @@ class RankEngine(ABC):
         self._n_accumulated = 0
 
     # --- offloading ---
+
+    def start_profile(self, folder: str) -> str:
+        """Record what this rank computes; return why it cannot, empty if it does."""
+        self._profile = None
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+        try:
+            recording = torch.profiler.profile(activities=activities)
+            recording.start()
+        except Exception as error:  # noqa: BLE001 - torch's profiler, without which the job continues
+            return f"rank {self._rank} records no trace: {error}"
+        self._profile = recording
+        self._trace = Path(folder, f"rank-{self._rank}.json.gz")
+        return ""
+
+    def end_profile(self) -> None:
+        """Record nothing more."""
+        if self._profile is not None:
+            self._profile.stop()
+
+    def write_profile(self) -> str:
+        """Write what was recorded; return why there is no file, empty if there is one."""
+        recording, self._profile = self._profile, None
+        if recording is None:
+            return ""
+        try:
+            self._trace.parent.mkdir(parents=True, exist_ok=True)
+            recording.export_chrome_trace(str(self._trace))
+            if (n_bytes := self._trace.stat().st_size) > MAX_TRACE_BYTES:
+                self._trace.unlink()
+                return f"the trace of rank {self._rank} had {n_bytes:,} bytes, more than {MAX_TRACE_BYTES:,}: deleted"
+        except (OSError, RuntimeError) as error:
+            return f"the trace of rank {self._rank} cannot be written: {error}"
+        return ""
 
     def offload(self) -> None:
         """Move tensors to host memory, as `trainer.offload` says, until a call that computes with them."""

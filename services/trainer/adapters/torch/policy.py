@@ -52,7 +52,14 @@ from rlboost.services.trainer.adapters.torch.tensors import (
 from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow, partition, select
 from rlboost.services.trainer.domain.loss import sums
 from rlboost.services.trainer.domain.loss.inputs import LossFn
-from rlboost.services.trainer.ports.engine import Exported, Loaded, NotFinite, PolicySettings, Snapshot
+from rlboost.services.trainer.ports.engine import (
+    PROFILED_BATCHES,
+    Exported,
+    Loaded,
+    NotFinite,
+    PolicySettings,
+    Snapshot,
+)
 from rlboost.shared.errors import ConfigError, DiskFull, Fatal
 from rlboost.shared.files import write_error
 from rlboost.shared.job.algorithm import TEACHER, CriticSpec
@@ -132,6 +139,8 @@ class RanksPolicy(ABC):
         self._folder = folder
         self._packs_rows = True
         self._divisor = self._n_tokens = 0
+        self._n_to_profile = 0
+        """Micro-batches that are still to be recorded."""
         self._shapes: dict[Loaded, dict[str, tuple[int, ...]]] = {"base": {}, "adapter": {}}
         self._captured: ScratchDir | None = None
         """The newest snapshot, until `drop_snapshot` removes it. `_capture_lock` is held while its files are linked."""
@@ -230,6 +239,7 @@ class RanksPolicy(ABC):
         rows, split = _flat(batches), self._split(batches)
         columns = [b""] * len(rows)
         replicas = [select(rows, replica) for replica in split]
+        self._count_profiled(len(batches))
         for indices, of_replica in zip(split, self._of_replicas(replicas, call, **arguments), strict=True):
             for batch, column in zip(indices, of_replica, strict=True):
                 ends = np.cumsum([rows[index].n_loss_tokens for index in batch])
@@ -262,6 +272,7 @@ class RanksPolicy(ABC):
         finally:
             self._divisor += int(losses.totals.get("divisor", 0))
             self._n_tokens += sum(row.n_loss_tokens for row in rows)
+        self._count_profiled(len(batches))
         for routing in routings:
             sums.add(losses.totals, routing)
         if losses.not_finite is not None:
@@ -350,6 +361,22 @@ class RanksPolicy(ABC):
         """See `PolicyEngine.offload`. Does nothing before `load_hf`: there are no ranks yet."""
         if self.settings.offload != "none" and self._shapes["base"]:
             self._call("offload")
+
+    def start_profile(self, folder: Path) -> list[str]:
+        self._n_to_profile = PROFILED_BATCHES
+        return [*filter(None, self._call("start_profile", folder=str(folder)))]
+
+    def _count_profiled(self, n_batches: int) -> None:
+        if self._n_to_profile > 0:
+            self._n_to_profile -= n_batches
+            if self._n_to_profile <= 0:
+                self._call("end_profile")
+
+    def stop_profile(self) -> list[str]:
+        if self._n_to_profile > 0:
+            self._call("end_profile")
+        self._n_to_profile = 0
+        return [*filter(None, self._call("write_profile"))]
 
     def close(self) -> None:
         self._drop_rank()
