@@ -11,13 +11,14 @@ from rlboost.services.trainer.adapters.checkpoint_bucket import CheckpointLocati
 from rlboost.services.trainer.adapters.data import find_model, load_data
 from rlboost.services.trainer.adapters.environment_pool import EnvironmentPool
 from rlboost.services.trainer.adapters.machines.registry import JobMachines, TrainerMachines
+from rlboost.services.trainer.adapters.megatron.policy import MegatronPolicy
 from rlboost.services.trainer.adapters.model_checks import hardware_of
 from rlboost.services.trainer.adapters.named_paths import check_named_paths, check_processes
 from rlboost.services.trainer.adapters.reward_pool import NoReward, RewardModelSource, RewardPool
 from rlboost.services.trainer.adapters.run_folder import LocalRunFolder, RewardModel
 from rlboost.services.trainer.adapters.run_log import openers
 from rlboost.services.trainer.adapters.torch.passes import classifier_of
-from rlboost.services.trainer.adapters.torch.policy import MegatronPolicy, RanksPolicy, TorchPolicy
+from rlboost.services.trainer.adapters.torch.policy import RanksPolicy, TorchPolicy
 from rlboost.services.trainer.adapters.torch.ranks import Layout
 from rlboost.services.trainer.adapters.user_code import UserCodeLog, load_loss, load_skip_function
 from rlboost.services.trainer.adapters.weights import RanksPublisher

@@ -27,7 +27,7 @@ def main(kind: str, *models: str) -> None:
     from transformers import AutoConfig  # noqa: PLC0415 - after megatron-core, as in a rank
 
     from rlboost.services.trainer.adapters.megatron.model_shape import shape_of  # noqa: PLC0415 - after megatron-core, as in a rank
-    from rlboost.services.trainer.adapters.torch.policy import with_frequencies  # noqa: PLC0415 - after megatron-core, as in a rank
+    from rlboost.services.trainer.adapters.megatron.policy import with_frequencies  # noqa: PLC0415 - after megatron-core, as in a rank
     from rlboost.services.trainer.adapters.torch.trainable import local_tensor  # noqa: PLC0415 - after megatron-core, as in a rank
     from tests.support.saved_bytes import saved_bytes  # noqa: PLC0415 - after megatron-core, as in a rank
 

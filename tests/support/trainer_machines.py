@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from rlboost.services.trainer.adapters.machines.registry import JobMachines, TrainerMachines
-from rlboost.services.trainer.adapters.torch.policy import MegatronPolicy, RanksPolicy, TorchPolicy
+from rlboost.services.trainer.adapters.megatron.policy import MegatronPolicy
+from rlboost.services.trainer.adapters.torch.policy import RanksPolicy, TorchPolicy
 from rlboost.services.trainer.adapters.torch.ranks import Layout
 from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.shared.http.server import bind

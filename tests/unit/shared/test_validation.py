@@ -50,7 +50,7 @@ def complaint(**changes: Any) -> str:
         ({"reward": {"functions": []}}, "reward.functions: should be a list with 1 or more entries"),
         (
             {"reward": {"functions": ["m:f"]}},
-            "reward.functions.0: should be a section with the keys function, url, model, weight, name, style, arguments",
+            "reward.functions.0: should be a section with the keys function, url, model, weight, name, style, ",
         ),
         (
             {"reward": {"functions": [{"func": "m:f"}]}},

@@ -8,7 +8,6 @@ processes and trainer as files, because only the final export and a rare repair 
 from __future__ import annotations
 
 import gc
-import importlib.util
 import itertools
 import math
 import os
@@ -23,10 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
-from rlboost.services.trainer.adapters.megatron.model_shape import ModelShape, require_divisible, shape_of
 from rlboost.services.trainer.adapters.torch.fsdp import FsdpRank
 from rlboost.services.trainer.adapters.torch.layers import attention_of, require_packed
 from rlboost.services.trainer.adapters.torch.packing import PACKED, one_row_each, token_batch
@@ -72,7 +69,6 @@ from rlboost.shared.model.folder import (
     require_unquantized,
     require_whole_weights,
 )
-from rlboost.shared.process.modules import pip_install
 from rlboost.shared.weights.shards import Shard
 from rlboost.shared.wire import F32, unpack
 
@@ -432,7 +428,7 @@ class RanksPolicy(ABC):
         return Coordinates.of(rank, self._layout).data
 
 
-# --- Policies of each backend -----------------------------------------------------------------------------------------
+# --- The policy of transformers' models ------------------------------------------------------------------------------
 
 
 class TorchPolicy(RanksPolicy):
@@ -455,49 +451,6 @@ class TorchPolicy(RanksPolicy):
             require_packed(config, attention)
             require_divisible_heads(config.get_text_config().num_attention_heads, self._layout.context)
         return {"source": str(source), "attention": attention}
-
-
-class MegatronPolicy(RanksPolicy):
-    """`RanksPolicy` on megatron-core. With `bfloat16` weights the optimizer has float32 master weights."""
-
-    kind = "megatron"
-
-    def __init__(self, settings: PolicySettings, layout: Layout, **others: Any) -> None:
-        """See `RanksPolicy`.
-
-        Raises:
-            ConfigError: megatron-core is not installed, or there are too few GPUs.
-
-        """
-        if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
-            raise ConfigError(f"trainer.backend: megatron needs megatron-core: {pip_install('megatron')}")
-        super().__init__(settings, layout, **others)
-
-    def _model_arguments(self, source: Path, config: Any) -> dict[str, Any]:
-        del source
-        shape = with_frequencies(shape_of(config), config)
-        require_divisible(shape, self._layout)
-        return {"shape": shape}
-
-
-def with_frequencies(shape: ModelShape, config: Any) -> ModelShape:
-    """Return the shape with the rotary frequencies of a transformers configuration, scaled ones too.
-
-    megatron-core has the same scalings (linear, llama3, yarn), but fixes all numbers of llama3 except its factor.
-
-    Raises:
-        KeyError: a number is missing.
-
-    """
-    compute = ROPE_INIT_FUNCTIONS.get((config.rope_parameters or {}).get("rope_type", "default"), _unscaled)
-    frequencies, scale = compute(config)
-    return shape._replace(rope_frequencies=tuple(frequencies.tolist()), rope_scale=float(scale))
-
-
-def _unscaled(config: Any) -> tuple[Tensor, float]:
-    head_size = shape_of(config).head_size
-    exponents = torch.arange(0, head_size, 2, dtype=torch.float32) / head_size
-    return 1.0 / (config.rope_parameters["rope_theta"] ** exponents), 1.0
 
 
 def _files(source: Path) -> list[str]:
