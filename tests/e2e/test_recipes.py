@@ -256,3 +256,19 @@ def test_tools_and_preference_train_as_their_readmes_say(tmp_path: Path) -> None
 
 def _lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@needs_redis
+def test_gsm8k_trains_by_make_gpu_and_is_drawn(tmp_path: Path) -> None:
+    folder = tmp_path / "build/recipes/gsm8k"
+    make(folder, "gsm8k")
+    command = ("benchmarks.gpu.recipe", "--whole", "gsm8k", "--gpus=", "--engine=torch", f"--model={folder / 'model'}")
+    few = ("data.prompts_per_step=2", "sampling.max_tokens=16", "eval.samples=2", "data.max_prompt_tokens=4096")
+    shown = json.loads(run(tmp_path, *command, *SMALL, *few).splitlines()[-1])
+    assert shown["tokens_per_s"] > 0
+    curve = folder / "curve.png"
+    assert curve.read_bytes().startswith(b"\x89PNG")
+    curve.unlink()
+    run(tmp_path, *command, *SMALL, *few)
+    assert curve.exists(), "a completed run is only drawn again"
+    assert len(list((folder / ".rlboost/runs").iterdir())) == 1
