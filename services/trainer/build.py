@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from rlboost.services.trainer.adapters.machines.registry import JobMachines, Tra
 from rlboost.services.trainer.adapters.megatron.policy import MegatronPolicy
 from rlboost.services.trainer.adapters.model_checks import hardware_of
 from rlboost.services.trainer.adapters.named_paths import check_named_paths, check_processes
+from rlboost.services.trainer.adapters.other_models import other_models
 from rlboost.services.trainer.adapters.reward_pool import NoReward, RewardModelSource, RewardPool
 from rlboost.services.trainer.adapters.run_folder import LocalRunFolder, RewardModel
 from rlboost.services.trainer.adapters.run_log import openers
@@ -65,6 +67,7 @@ def build_resources(
     folder = config.dir / job_id
     model = find_model(spec.model)
     data = load_data(spec, model, created)
+    columns = {name for prompt in (*data.train, *data.evaluation) for name in prompt.columns}
     places = CheckpointLocations(folder, config.outage_limit_s)
     token = config.token.get_secret_value()
     client = StoreClient(config.weight_store_url, token)
@@ -83,7 +86,7 @@ def build_resources(
         model=model,
         loss=loss,
         data=data,
-        rewards=_rewards(config, spec, waits, folder, data, created),
+        rewards=_rewards(config, spec, waits, folder, data, columns, created),
         environments=_environments(spec, waits, folder, data.call_style),
         session_key=None if spec.agent is None else partial(session_key, token),
         checkpoints=places.store(spec.trainer.checkpoints or config.checkpoints, job_id),
@@ -103,6 +106,16 @@ def build_resources(
         hardware=hardware_of(spec, model, config.device),
         machines=own_machines,
         skip_function=load_skip_function(skip_function, data.train) if skip_function else None,
+        models=other_models(
+            spec,
+            job_id,
+            created,
+            columns,
+            connect=lambda: StoreClient(config.weight_store_url, token),
+            folder=folder,
+            waits=waits,
+            limit_s=config.outage_limit_s,
+        ),
         canary_prompts=build_canary_prompts(
             data.vocab_size,
             temperature=spec.sampling.scored_temperature,
@@ -114,12 +127,17 @@ def build_resources(
 
 
 def _rewards(
-    config: Settings, spec: JobSpec, waits: Waits, folder: Path, data: Data, created: datetime
+    config: Settings,
+    spec: JobSpec,
+    waits: Waits,
+    folder: Path,
+    data: Data,
+    columns: Collection[str],
+    created: datetime,
 ) -> RewardPool | NoReward:
     if spec.reward is None:
         return NoReward()
     token_origins = config.reward_token_origins.split(",")
-    columns = {name for prompt in (*data.train, *data.evaluation) for name in prompt.columns}
     log = UserCodeLog(folder / "reward.log")
     models = {part.model: _scorer(config, spec, part.model, data, created) for part in spec.reward_parts if part.model}
     return RewardPool(spec.reward, waits, log, token_origins=token_origins, columns=columns, models=models)

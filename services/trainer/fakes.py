@@ -250,7 +250,11 @@ class FakeRewards:
         """See `RewardFunction.start`."""
 
     async def score(self, batch: RewardBatch) -> Scores:
-        return self._function(batch)
+        if not batch.verdicts:
+            return self._function(batch)
+        (given,) = batch.verdicts.values()
+        rewards = tuple(verdict.reward for verdict in given if verdict.reward is not None)
+        return Scores(rewards) if len(rewards) == len(given) else Scores(None, "missing", given[0].problem)
 
     async def close(self) -> None:
         self.closed = True

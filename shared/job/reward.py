@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from rlboost.shared.ids import MAX_GROUP_SIZE
+from rlboost.shared.job.judge import JudgeSpec
 from rlboost.shared.validation import FunctionPath, Section
 
 SPARE_TURNS = 4
@@ -46,10 +47,12 @@ class RewardPart(Section):
     """HTTP service that scores a group, instead of a function."""
     model: str | None = Field(None, min_length=1)
     """Folder or Hugging Face id of a reward model that scores a group, instead of a function."""
+    judge: JudgeSpec | None = None
+    """Model that scores each completion, instead of a function."""
     weight: float = Field(1.0, ge=-MAX_WEIGHT, le=MAX_WEIGHT)
     """Factor of its rewards in the sum; 0 only logs them."""
     name: str = Field("", pattern=r"^[A-Za-z0-9._-]*$")
-    """Logged as `reward/<name>/mean`; by default the function's name, `remote` or `model`."""
+    """Logged as `reward/<name>/mean`; by default the function's name, the judge's model, `remote` or `model`."""
     style: RewardStyle = "auto"
     """Calling convention; `auto` detects it by the names of the parameters."""
     arguments: dict[str, Any] = Field(default_factory=dict)
@@ -57,8 +60,8 @@ class RewardPart(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        if sum(given is not None for given in (self.function, self.url, self.model)) != 1:
-            raise ValueError("give either function, url or model")
+        if sum(given is not None for given in (self.function, self.url, self.model, self.judge)) != 1:
+            raise ValueError("give either function, url, model or judge")
         if self.function is None and (self.style != "auto" or self.arguments):
             raise ValueError("style and arguments are for a function; a url gets the columns of the data")
         return self
@@ -68,16 +71,18 @@ class RewardPart(Section):
         """Return the name of a part that has none of its own."""
         if self.function is not None:
             return self.function.rpartition(":")[2]
+        if self.judge is not None:
+            return self.judge.model
         return "model" if self.model is not None else "remote"
 
     @property
     def source(self) -> str:
-        """Return the function's path, the url or the model."""
-        return self.function or self.url or self.model or ""
+        """Return the function's path, the url, the model, or the name of the judge's model."""
+        return self.function or self.url or self.model or (self.judge.model if self.judge else "")
 
 
 class RewardSpec(Section):
-    """The reward: one function, one HTTP service or one reward model, or several of them with weights.
+    """The reward: one function, HTTP service, reward model or judge, or several of them with weights.
 
     A function has TRL's signature, `f(prompts, completions, completion_ids, **columns)`, or verl's,
     `f(data_source, solution_str, ground_truth, extra_info)`; it may be async.
@@ -89,23 +94,27 @@ class RewardSpec(Section):
     """HTTP service that scores a group, instead of a function."""
     model: str | None = Field(None, min_length=1)
     """Folder or Hugging Face id of a reward model (`kind: reward`) that scores a group, instead of a function."""
+    judge: JudgeSpec | None = None
+    """Model that scores each completion, instead of a function."""
     style: RewardStyle = "auto"
     """Calling convention; `auto` detects it by the names of the parameters."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function, in addition to the columns of the data."""
     functions: Annotated[tuple[RewardPart, ...], Field(min_length=1)] | None = None
-    """Several functions, services or models, whose weighted sum is the reward; replaces `function`, `url`, `model`,
-    `style` and `arguments`."""
+    """Several functions, services, models or judges, whose weighted sum is the reward; replaces `function`, `url`,
+    `model`, `judge`, `style` and `arguments`."""
     timeout_s: float = Field(5.0, gt=0)
-    """Seconds for one group, all functions together; then the group is dropped."""
+    """Seconds for one group, all functions and services together; then the group is dropped."""
     workers: int = Field(1, ge=1, le=MAX_USER_PROCESSES)
     """Processes that run reward functions, each with all reward models; with `url`, concurrent requests. At most 64, or
     16 for each CPU."""
 
     @model_validator(mode="after")
     def _one_form(self) -> Self:
-        if sum(given is not None for given in (self.function, self.url, self.model, self.functions)) != 1:
-            raise ValueError("give either function, or functions: a list of {function, weight, name}, or url, or model")
+        if sum(given is not None for given in (self.function, self.url, self.model, self.judge, self.functions)) != 1:
+            raise ValueError(
+                "give either function, or functions: a list of {function, weight, name}, or url, or model, or judge"
+            )
         if self.functions is not None and (self.style != "auto" or self.arguments):
             raise ValueError("style and arguments belong to each of functions")
         if len(set(names := [part.name for part in self.parts])) < len(names):
@@ -116,8 +125,8 @@ class RewardSpec(Section):
     def parts(self) -> tuple[RewardPart, ...]:
         """Return all functions, each with a name; a single function has an empty one."""
         if self.functions is None:
-            names = ("function", "url", "model", "style", "arguments")
-            return (RewardPart.model_validate({name: getattr(self, name) for name in names}),)
+            names = ("function", "url", "model", "judge", "style", "arguments")
+            return (RewardPart(**{name: getattr(self, name) for name in names}),)
         return tuple(
             part if part.name else part.model_copy(update={"name": part.default_name}) for part in self.functions
         )

@@ -9,7 +9,6 @@ from typing import Annotated, Any, ClassVar, Literal, Self, cast, get_args
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
-from rlboost.shared.data.shards import AGENT_ROWS, names_of
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.ids import MAX_STEPS
 from rlboost.shared.job import other_trainers
@@ -21,14 +20,13 @@ from rlboost.shared.job.algorithm import (
     TeacherSpec,
     with_former_defaults,
 )
+from rlboost.shared.job.base import BaseJob, ExternalJob, ServedJob, ServiceJob, UntrainedJob, served_id
 from rlboost.shared.job.data import (
-    DataSpec,
     DpoDataSpec,
     EvalDataSpec,
     OfflineDataSpec,
     RewardDataSpec,
     RlDataSpec,
-    Rows,
     SftDataSpec,
     TrainDataSpec,
 )
@@ -36,18 +34,16 @@ from rlboost.shared.job.fleet import (
     REMOVED_ELASTIC,
     EvalElasticSpec,
     EvalSpec,
-    ExternalElasticSpec,
-    HeldOutSet,
+    ModelSpec,
     OfflineElasticSpec,
     OfflineEvalSpec,
     RlElasticSpec,
     SamplingSpec,
+    ServedElasticSpec,
     VersionsSpec,
-    held_out_sets,
 )
-from rlboost.shared.job.log import LogSpec
 from rlboost.shared.job.reward import AgentSpec, ConversationSpec, EnvironmentSpec, RewardPart, RewardSpec
-from rlboost.shared.job.training import LoraSpec, OptimizerSpec, TrainerSpec
+from rlboost.shared.job.training import LoraSpec, OptimizerSpec
 from rlboost.shared.user_code import functions
 from rlboost.shared.user_code.functions import ForbiddenFunction, check_name
 from rlboost.shared.validation import Section, describe, one_of
@@ -55,86 +51,9 @@ from rlboost.shared.validation import Section, describe, one_of
 # --- The job file -----------------------------------------------------------------------------------------------------
 
 
-Kind = Literal["rl", "sft", "dpo", "reward", "eval", "external"]
 _SECTIONS_BY_KIND = ("data", "elastic", "eval", "algorithm")
 """Sections whose keys depend on the kind of job."""
 NO_MAPPING = "a job file is a mapping with the keys model, data, reward, steps, ..."
-
-
-class BaseJob(Section):
-    """The keys that all jobs have."""
-
-    purpose: ClassVar[str]
-    """What such a job does, for the error about a key that does not apply."""
-
-    kind: Kind
-    """`rl`: reinforcement learning. `sft`: supervised fine-tuning on completions that the data has. `dpo`: preference
-    optimization on pairs of completions that the data has. `reward`: a reward model from such pairs. `eval`: one
-    evaluation of the model, which stays as it is. `external`: a trainer of your own publishes weights and requests
-    samples."""
-    name: str = Field("job", min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Name of the job; its id is the name and a random suffix."""
-    model: str = Field(min_length=1)
-    """Folder or Hugging Face id of the model that the job starts from."""
-
-
-class ServiceJob(BaseJob):
-    """A job that the trainer service runs."""
-
-    data: DataSpec
-    """Source of prompts."""
-    trainer: TrainerSpec = TrainerSpec()
-    """How the trainer runs."""
-    log: LogSpec = LogSpec()
-    """Where metrics are logged, in addition to `metrics.jsonl`."""
-
-    @property
-    def needs_reference(self) -> bool:
-        """Return True if losses need log-probabilities under the starting weights."""
-        return False
-
-    @property
-    def teacher(self) -> TeacherSpec | None:
-        """Return the section of the job's teacher."""
-        return None
-
-    @property
-    def held_out(self) -> tuple[HeldOutSet, ...]:
-        """Return the sets that the job is evaluated on."""
-        evaluation: OfflineEvalSpec | None = getattr(self, "eval", None)
-        sampling: SamplingSpec | None = getattr(self, "sampling", None)
-        return held_out_sets(self.data, evaluation, sampling or SamplingSpec()) if evaluation else ()
-
-    @property
-    def rows(self) -> tuple[Rows, ...]:
-        """Return all sources of rows."""
-        return (*self.data.rows, *(one.rows for one in self.held_out if one.name))
-
-    @model_validator(mode="after")
-    def _has_held_out_rows(self) -> Self:
-        if getattr(self, "eval", None) is not None and not self.held_out:
-            raise ValueError(
-                "data.eval: missing, and eval is set: name the file of held-out rows, give eval.sets, or remove eval"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _has_the_agent_of_its_rows(self) -> Self:
-        for rows in self.rows:
-            agent: AgentSpec | None = getattr(self, "agent", None)
-            if AGENT_ROWS in names_of(rows.source) and (agent is None or agent.function is None):
-                has = "it has none" if agent is None else "a remote agent has none here"
-                raise ValueError(f"{rows.field}: {AGENT_ROWS} are the rows of the job's agent, and {has}")
-        return self
-
-    @model_validator(mode="after")
-    def _replays_only_generated_samples(self) -> Self:
-        if self.trainer.router_replay != "none" and self.kind != "rl":
-            raise ValueError(
-                f"trainer.router_replay: {self.trainer.router_replay} replays the experts of generated samples in "
-                f"training, and a job of kind {self.kind} {self.purpose}: remove it"
-            )
-        return self
 
 
 class _TrainingJob(ServiceJob):
@@ -191,6 +110,9 @@ class _TrainingJob(ServiceJob):
         return self
 
 
+_ModelName = Annotated[str, Field(min_length=1, max_length=32, pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
+
+
 class _RewardedJob(ServiceJob):
     """A job whose completions are generated by workers and rewarded."""
 
@@ -202,6 +124,9 @@ class _RewardedJob(ServiceJob):
     """The reward; may be omitted only with an `environment` or an `agent`."""
     sampling: SamplingSpec = SamplingSpec()
     """How completions are sampled."""
+    models: dict[_ModelName, ModelSpec] = Field(default_factory=dict)
+    """Other models that the workers serve while the job runs, by name: a judge of `reward.judge`, or one that is
+    called at the OpenAI endpoint as `JOB.NAME`."""
 
     @property
     def reward_parts(self) -> tuple[RewardPart, ...]:
@@ -216,6 +141,22 @@ class _RewardedJob(ServiceJob):
     @property
     def _learns_without_rewards(self) -> bool:
         return False
+
+    @property
+    def judges(self) -> tuple[RewardPart, ...]:
+        """Return the parts of the reward that a judge gives."""
+        return tuple(part for part in self.reward_parts if part.judge is not None)
+
+    @model_validator(mode="after")
+    def _has_its_judges(self) -> Self:
+        for part in self.judges:
+            if part.judge is not None and part.judge.model not in self.models:
+                has = f"it has {', '.join(self.models)}" if self.models else "it has none"
+                raise ValueError(
+                    f"reward.judge.model: {part.judge.model!r} is not among models, and {has}: define "
+                    f"models: {{{part.judge.model}: {{model: FOLDER_OR_ID}}}}"
+                )
+        return self
 
     @model_validator(mode="after")
     def _has_a_reward(self) -> Self:
@@ -437,34 +378,16 @@ class EvalJob(_RewardedJob):
         return self
 
 
-class ExternalJob(BaseJob):
-    """A job of a trainer outside of this system, which publishes weights and requests samples over HTTP."""
-
-    purpose: ClassVar[str] = "is trained by a trainer of your own, over HTTP"
-    steps: ClassVar[int] = MAX_STEPS
-    """The most that its trainer may report."""
-    environment: ClassVar[None] = None
-    agent: ClassVar[None] = None
-    trainer: ClassVar[TrainerSpec] = TrainerSpec()
-    sampling: ClassVar[SamplingSpec] = SamplingSpec()
-    """How the model is sampled where a request does not say."""
-
-    kind: Literal["external"] = "external"
-    elastic: ExternalElasticSpec = ExternalElasticSpec()
-    """How the job uses workers."""
-    pause_after_s: float = Field(300.0, ge=10, le=86_400)
-    """Seconds without a trainer after which the job is paused, so that it holds no workers."""
-
-
 GeneratingJob = RlJob | EvalJob
 """Jobs of the step loop, whose samples workers generate."""
 JobSpec = Annotated[RlJob | SftJob | DpoJob | RewardJob | EvalJob, Field(discriminator="kind")]
 """A job of the trainer service; `parse` returns one."""
-AnyJob = Annotated[RlJob | SftJob | DpoJob | RewardJob | EvalJob | ExternalJob, Field(discriminator="kind")]
-"""A job; `parse_any` returns one."""
-_KINDS: Mapping[
-    str, type[RlJob] | type[SftJob] | type[DpoJob] | type[RewardJob] | type[EvalJob] | type[ExternalJob]
-] = {
+AnyJob = Annotated[RlJob | SftJob | DpoJob | RewardJob | EvalJob | ExternalJob | ServedJob, Field(discriminator="kind")]
+"""A job; `parse_stored` returns one."""
+_JobType = (
+    type[RlJob] | type[SftJob] | type[DpoJob] | type[RewardJob] | type[EvalJob] | type[ExternalJob] | type[ServedJob]
+)
+_KINDS: Mapping[str, _JobType] = {
     "rl": RlJob,
     "sft": SftJob,
     "dpo": DpoJob,
@@ -472,6 +395,8 @@ _KINDS: Mapping[
     "eval": EvalJob,
     "external": ExternalJob,
 }
+"""Kinds of jobs that a file may describe."""
+_STORED_KINDS = {**_KINDS, "served": ServedJob}
 
 
 class InvalidJob(ConfigError):
@@ -496,7 +421,7 @@ def parse(raw: object) -> JobSpec:
 
     """
     job = parse_any(raw)
-    if job.kind == "external":
+    if isinstance(job, UntrainedJob):
         raise InvalidJob(["kind: external is for a trainer of your own, which creates the job: see rlboost.Fleet"])
     return job
 
@@ -504,7 +429,7 @@ def parse(raw: object) -> JobSpec:
 def parse_any(raw: object) -> AnyJob:
     """Return the job of any kind that a mapping describes; raises as `parse` does."""
     job = _job(raw, is_stored=False)
-    if job.kind == "external":
+    if isinstance(job, UntrainedJob):
         return job
     problems = _forbidden_functions(job)
     if isinstance(job, OfflineJob) and job.data.eval is not None and job.eval is None:
@@ -540,9 +465,10 @@ def _job(raw: object, *, is_stored: bool) -> AnyJob:
     if not isinstance(raw, dict):
         raise ConfigError(NO_MAPPING)
     kind = raw.get("kind", "rl")
-    if not isinstance(kind, str) or kind not in _KINDS:
-        raise InvalidJob([f"kind: {one_of(kind, list(_KINDS))}"])
-    spec = _KINDS[kind]
+    kinds = _STORED_KINDS if is_stored else _KINDS
+    if not isinstance(kind, str) or kind not in kinds:
+        raise InvalidJob([f"kind: {one_of(kind, list(kinds))}"])
+    spec = kinds[kind]
     applicable, inapplicable = _split_by_kind(spec, raw)
     if is_stored and kind == "rl" and isinstance(algorithm := applicable.get("algorithm"), dict):
         applicable["algorithm"] = with_former_defaults(algorithm)
@@ -599,11 +525,21 @@ def parse_stored(raw: object) -> AnyJob:
         InvalidJob: names each invalid field.
 
     """
-    return (
-        raw
-        if isinstance(raw, RlJob | SftJob | DpoJob | RewardJob | EvalJob | ExternalJob)
-        else _job(raw, is_stored=True)
-    )
+    return cast("AnyJob", raw) if isinstance(raw, BaseJob) else _job(raw, is_stored=True)
+
+
+def served_jobs(job_id: str, spec: AnyJob) -> dict[str, ServedJob]:
+    """Return the jobs that serve the models of a job, by id: they follow from its file alone."""
+    models = spec.models if isinstance(spec, RlJob | EvalJob) else {}
+    return {
+        served_id(job_id, name): ServedJob(
+            name=f"{spec.name}.{name}",
+            model=model.model,
+            job=job_id,
+            elastic=ServedElasticSpec(share=model.share, max_dollars=model.max_dollars),
+        )
+        for name, model in models.items()
+    }
 
 
 StoredJob = Annotated[AnyJob, BeforeValidator(parse_stored)]

@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 
 from rlboost.shared.job import spec as job_spec
 from rlboost.shared.job.algorithm import PRESETS, AlgorithmSpec
+from rlboost.shared.job.base import ExternalJob
 from rlboost.shared.job.other_trainers import NAMES, Names
 from rlboost.shared.validation import Section
 from tests.support.generated_docs import ROOT, write_block
@@ -35,7 +36,7 @@ _KINDS: dict[str, type[BaseModel]] = {
     "dpo": job_spec.DpoJob,
     "reward": job_spec.RewardJob,
     "eval": job_spec.EvalJob,
-    "external": job_spec.ExternalJob,
+    "external": ExternalJob,
 }
 
 

@@ -18,7 +18,7 @@ from rlboost.shared.data.rows import is_remote
 from rlboost.shared.data.shards import AGENT_ROWS, names_of, shards
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import TEACHER
-from rlboost.shared.job.spec import JobSpec
+from rlboost.shared.job.spec import JobSpec, OfflineJob
 from rlboost.shared.model.folder import REWARD_MODEL
 
 _STATE_FOLDER = ".rlboost"
@@ -54,6 +54,8 @@ def _named(spec: JobSpec) -> Iterator[tuple[str, str]]:
     if spec.teacher is not None:
         models.append((TEACHER, spec.teacher.model))
     models += [(REWARD_MODEL, part.model) for part in spec.reward_parts if part.model]
+    if not isinstance(spec, OfflineJob):
+        models += [(f"models.{name}.model", other.model) for name, other in spec.models.items()]
     for field, model in models:
         if model.startswith(("/", ".", "~")) or Path(model).exists():
             yield field, model

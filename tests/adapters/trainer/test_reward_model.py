@@ -80,7 +80,8 @@ async def test_scores_are_those_of_transformers_next_to_a_function(model: Path, 
     theirs = expected(model, [f"<bos> t5 t6 {text} <eos>" for text in TEXTS])
     assert found.parts["model"] == pytest.approx(theirs, abs=1e-5)
     assert found.rewards == pytest.approx(
-        [2 * score + 0.5 * length for score, length in zip(theirs, found.parts["lengths"], strict=True)], abs=1e-5
+        [2 * score + 0.5 * (length or 0.0) for score, length in zip(theirs, found.parts["lengths"], strict=True)],
+        abs=1e-5,
     )
     assert found.models == {"rm": digest_of_weights(model)}
     assert (await pool.score(group("t5 t6 ", TEXTS))).rewards == found.rewards, "the same bits"

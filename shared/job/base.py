@@ -1,0 +1,145 @@
+"""The keys that all jobs have, those of all that the trainer service runs, and the jobs that it does not run."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from rlboost.shared.data.shards import AGENT_ROWS, names_of
+from rlboost.shared.ids import MAX_STEPS
+from rlboost.shared.job.algorithm import TeacherSpec
+from rlboost.shared.job.data import DataSpec, Rows
+from rlboost.shared.job.fleet import (
+    ExternalElasticSpec,
+    HeldOutSet,
+    OfflineEvalSpec,
+    SamplingSpec,
+    ServedElasticSpec,
+    held_out_sets,
+)
+from rlboost.shared.job.log import LogSpec
+from rlboost.shared.job.reward import AgentSpec
+from rlboost.shared.job.training import TrainerSpec
+from rlboost.shared.validation import Section
+
+Kind = Literal["rl", "sft", "dpo", "reward", "eval", "external", "served"]
+
+
+class BaseJob(Section):
+    """The keys that all jobs have."""
+
+    purpose: ClassVar[str]
+    """What such a job does, for the error about a key that does not apply."""
+
+    kind: Kind
+    """`rl`: reinforcement learning. `sft`: supervised fine-tuning on completions that the data has. `dpo`: preference
+    optimization on pairs of completions that the data has. `reward`: a reward model from such pairs. `eval`: one
+    evaluation of the model, which stays as it is. `external`: a trainer of your own publishes weights and requests
+    samples."""
+    name: str = Field("job", min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the job; its id is the name and a random suffix."""
+    model: str = Field(min_length=1)
+    """Folder or Hugging Face id of the model that the job starts from."""
+
+
+class ServiceJob(BaseJob):
+    """A job that the trainer service runs."""
+
+    data: DataSpec
+    """Source of prompts."""
+    trainer: TrainerSpec = TrainerSpec()
+    """How the trainer runs."""
+    log: LogSpec = LogSpec()
+    """Where metrics are logged, in addition to `metrics.jsonl`."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Return True if losses need log-probabilities under the starting weights."""
+        return False
+
+    @property
+    def teacher(self) -> TeacherSpec | None:
+        """Return the section of the job's teacher."""
+        return None
+
+    @property
+    def held_out(self) -> tuple[HeldOutSet, ...]:
+        """Return the sets that the job is evaluated on."""
+        evaluation: OfflineEvalSpec | None = getattr(self, "eval", None)
+        sampling: SamplingSpec | None = getattr(self, "sampling", None)
+        return held_out_sets(self.data, evaluation, sampling or SamplingSpec()) if evaluation else ()
+
+    @property
+    def rows(self) -> tuple[Rows, ...]:
+        """Return all sources of rows."""
+        return (*self.data.rows, *(one.rows for one in self.held_out if one.name))
+
+    @model_validator(mode="after")
+    def _has_held_out_rows(self) -> Self:
+        if getattr(self, "eval", None) is not None and not self.held_out:
+            raise ValueError(
+                "data.eval: missing, and eval is set: name the file of held-out rows, give eval.sets, or remove eval"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_the_agent_of_its_rows(self) -> Self:
+        for rows in self.rows:
+            agent: AgentSpec | None = getattr(self, "agent", None)
+            if AGENT_ROWS in names_of(rows.source) and (agent is None or agent.function is None):
+                has = "it has none" if agent is None else "a remote agent has none here"
+                raise ValueError(f"{rows.field}: {AGENT_ROWS} are the rows of the job's agent, and {has}")
+        return self
+
+    @model_validator(mode="after")
+    def _replays_only_generated_samples(self) -> Self:
+        if self.trainer.router_replay != "none" and self.kind != "rl":
+            raise ValueError(
+                f"trainer.router_replay: {self.trainer.router_replay} replays the experts of generated samples in "
+                f"training, and a job of kind {self.kind} {self.purpose}: remove it"
+            )
+        return self
+
+
+class UntrainedJob(BaseJob):
+    """A job that the trainer service does not run: only what workers do for it belongs to this system."""
+
+    steps: ClassVar[int] = MAX_STEPS
+    """The most that a trainer of its own may report."""
+    environment: ClassVar[None] = None
+    agent: ClassVar[None] = None
+    trainer: ClassVar[TrainerSpec] = TrainerSpec()
+    sampling: ClassVar[SamplingSpec] = SamplingSpec()
+    """How the model is sampled where a request does not say."""
+
+
+class ExternalJob(UntrainedJob):
+    """A job of a trainer outside of this system, which publishes weights and requests samples over HTTP."""
+
+    purpose: ClassVar[str] = "is trained by a trainer of your own, over HTTP"
+
+    kind: Literal["external"] = "external"
+    elastic: ExternalElasticSpec = ExternalElasticSpec()
+    """How the job uses workers."""
+    pause_after_s: float = Field(300.0, ge=10, le=86_400)
+    """Seconds without a trainer after which the job is paused, so that it holds no workers."""
+
+
+class ServedJob(UntrainedJob):
+    """A model that a job names under `models`. It is served while that job runs, whose trainer publishes it."""
+
+    purpose: ClassVar[str] = "serves a model"
+
+    kind: Literal["served"] = "served"
+    """No file has it: the manager derives these jobs."""
+    name: str = Field(max_length=97)
+    """Names of the job and of the model, joined by a dot."""
+    job: str
+    """Id of that job."""
+    elastic: ServedElasticSpec = ServedElasticSpec()
+
+
+def served_id(job_id: str, model: str) -> str:
+    """Return the id of the job that serves a model of a job."""
+    return f"{job_id}.{model}"
