@@ -112,7 +112,7 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
         loops = {"http": serve, "peers": peers.announce, "notices": watch.run, "progress": progress.run}
         if serving is not None:
             borrowing = Borrowing(settings.beside_max_running, settings.beside_ttft_ms / 1e3)
-            loops["serving"] = ServingWatch(serving, borrowing, worker, connection).run
+            loops["serving"] = ServingWatch(serving, borrowing, worker, connection.report_serving_trouble).run
         await worker.run(loops)
     finally:
         await metadata.close()

@@ -345,17 +345,11 @@ class ManagerConnection:
         if self.session.target is not None:
             await self._emit_event(self.session.target.job_id, "rebalance_recommended", reason=reason)
 
-    async def report_serving_unavailable(self, reason: str) -> None:
-        """Emit an event, if a job is assigned: the serving engine beside this worker does not answer."""
-        log.warning("serving_unavailable", reason=reason)
+    async def report_serving_trouble(self, reason: str) -> None:
+        """Emit an event, if a job is assigned: something is wrong with the serving engine beside this worker."""
+        log.warning("serving_trouble", reason=reason)
         if self.session.target is not None:
-            await self._emit_event(self.session.target.job_id, "serving_unavailable", reason=reason)
-
-    async def report_serving_late(self, reason: str) -> None:
-        """Emit an event, if a job is assigned: the serving engine misses its limit while this worker yields."""
-        log.warning("serving_late", reason=reason)
-        if self.session.target is not None:
-            await self._emit_event(self.session.target.job_id, "serving_late", reason=reason)
+            await self._emit_event(self.session.target.job_id, "serving_trouble", reason=reason)
 
     async def _emit_event(self, job_id: str, kind: str, **fields: str | float) -> None:
         worker = self.incarnation.worker

@@ -1,7 +1,7 @@
 """The loop of a worker beside a serving engine: it watches that engine's load, yields the device and takes it back.
 
 Consumes: the serving engine's metrics, every 50 ms.
-Produces: calls of `Borrower`, and events when the engine does not answer, or is late without this worker.
+Produces: calls of `Borrower`, and an event when the engine does not answer, or is late without this worker.
 Waits for: an answer, 200 ms at most: a later one counts as pressure. A yield waits for the worker's engine to stop, and
     for a load under way.
 Ends when: the worker stops.
@@ -31,7 +31,6 @@ _START_LIMIT_S = 5.0
 _SILENCE_S = 5.0
 """A server that has not answered for this long is reported."""
 _REPORT_EVERY_S = 600.0
-"""At most this often for each reason."""
 _YIELDS = Counter("rlboost_worker_yields", "How often the worker yielded its device to the serving engine beside it.")
 _BORROWED = Counter(
     "rlboost_worker_borrowed_seconds", "Time for which the worker had the device of the serving engine beside it."
@@ -57,16 +56,6 @@ class Borrower(Protocol):
         """Generate again, or not yet: it is called until it has an effect."""
 
 
-class Reporter(Protocol):
-    """Emits events; the connection to the manager."""
-
-    async def report_serving_unavailable(self, reason: str) -> None:
-        """Emit an event: the serving engine does not answer."""
-
-    async def report_serving_late(self, reason: str) -> None:
-        """Emit an event: it misses its limit while the worker yields."""
-
-
 async def check_serving(source: LoadSource) -> None:
     """Read the load once, before anything else; a server that does not answer may start later.
 
@@ -77,7 +66,7 @@ async def check_serving(source: LoadSource) -> None:
     try:
         await source.read(_START_LIMIT_S)
     except Retryable as error:
-        log.warning("serving_unavailable", reason=str(error))
+        log.warning("serving_trouble", reason=str(error))
 
 
 class ServingWatch:
@@ -87,16 +76,18 @@ class ServingWatch:
         source: reads its load.
         borrowing: decides.
         worker: yields and takes.
-        reports: takes what users should know.
+        report: emits an event for users.
 
     """
 
-    def __init__(self, source: LoadSource, borrowing: Borrowing, worker: Borrower, reports: Reporter) -> None:
+    def __init__(
+        self, source: LoadSource, borrowing: Borrowing, worker: Borrower, report: Callable[[str], Awaitable[None]]
+    ) -> None:
         self._source = source
         self._borrowing = borrowing
         self._worker = worker
-        self._reports = reports
-        self._reported_at: dict[object, float] = {}
+        self._report = report
+        self._reported_at = -math.inf
 
     async def run(self, stop: asyncio.Event) -> None:
         """Watch until the stop.
@@ -105,7 +96,7 @@ class ServingWatch:
             ConfigError: the server's first answer shows that it does not report its load.
 
         """
-        generated, answered_at, error = False, time.monotonic(), ""
+        generates, answered_at, error = False, time.monotonic(), ""
         while True:
             began = time.monotonic()
             load: ServingLoad | None = None
@@ -114,34 +105,32 @@ class ServingWatch:
                 answered_at = time.monotonic()
             except Retryable as unavailable:
                 error = str(unavailable)
-            decided_at = time.monotonic()
-            if reason := self._borrowing.observe(load, decided_at):
-                await self._worker.yield_device()
-                if generated:
-                    _YIELDS.inc()
-                    took_s = round(time.monotonic() - began, 3)
-                    log.info("device_yielded", reason=reason, took_s=took_s, calm_s=self._borrowing.calm_s)
-            else:
-                await self._worker.take_device()
-                if not generated:
-                    log.info("device_taken", calm_s=self._borrowing.calm_s)
-            generated = not self._borrowing.reason
-            if decided_at - answered_at > _SILENCE_S:
-                await self._report(self._reports.report_serving_unavailable, error)
+            reason = self._borrowing.observe(load, time.monotonic())
+            await (self._worker.yield_device() if reason else self._worker.take_device())
+            if reason and generates:
+                _YIELDS.inc()
+                took_s = round(time.monotonic() - began, 3)
+                log.info("device_yielded", reason=reason, took_s=took_s, calm_s=self._borrowing.calm_s)
+            elif not reason and not generates:
+                log.info("device_taken", calm_s=self._borrowing.calm_s)
+            generates = not reason
+            if began - answered_at > _SILENCE_S:
+                await self._report_trouble(error)
             elif late := self._borrowing.late_alone:
-                reason = f"{self._source.url}: {late} while this worker yielded: raise RLBOOST_WORKER_BESIDE_TTFT_MS"
-                await self._report(self._reports.report_serving_late, reason)
+                await self._report_trouble(
+                    f"{self._source.url}: {late} while this worker yielded: raise RLBOOST_WORKER_BESIDE_TTFT_MS"
+                )
             if await until_stop(stop, began + POLL_INTERVAL_S - time.monotonic()):
                 return
-            if generated:
+            if generates:
                 _BORROWED.inc(time.monotonic() - began)
 
-    async def _report(self, report: Callable[[str], Awaitable[None]], reason: str) -> None:
+    async def _report_trouble(self, reason: str) -> None:
         now = time.monotonic()
-        if now - self._reported_at.get(report.__name__, -math.inf) < _REPORT_EVERY_S:
+        if now - self._reported_at < _REPORT_EVERY_S:
             return
-        self._reported_at[report.__name__] = now
+        self._reported_at = now
         try:
-            await report(reason)
+            await self._report(reason)
         except BusUnavailable as error:
-            log.warning("redis_unavailable", error=str(error), during="report the serving engine's state")
+            log.warning("redis_unavailable", error=str(error), during="report trouble with the serving engine")

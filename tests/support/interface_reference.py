@@ -58,10 +58,9 @@ EVENTS: Mapping[str, str] = {
     "seeding_window_closing": "the manager reclaims the samples of the reserved workers",
     "seeding_window_changed": "the open window got another length, because the number of spot workers changed",
     "seeding_window_updated": "a step was measured: both waits, and the window before and after it",
-    "serving_late": (
-        "the vLLM server beside a borrowed worker misses `RLBOOST_WORKER_BESIDE_TTFT_MS` while the worker yields"
+    "serving_trouble": (
+        "the vLLM server beside a borrowed worker does not answer, or misses its limit although the worker yields"
     ),
-    "serving_unavailable": "the vLLM server beside a borrowed worker does not answer; the worker yields",
     "step_ended": "a step's seconds, and the tokens of its samples by the worker that generated them",
     "wait_limit_exceeded": (
         "a wait of the trainer has reached its limit, or the job has waited 5 minutes for a trainer or a worker and "

@@ -43,19 +43,16 @@ class Scene:
     async def take_device(self) -> None:
         self.has_device = self.may_take
 
-    async def report_serving_unavailable(self, reason: str) -> None:
+    async def report(self, reason: str) -> None:
         if self.redis_is_down:
             raise BusUnavailable("down")
-        self.reports.append(reason)
-
-    async def report_serving_late(self, reason: str) -> None:
         self.reports.append(reason)
 
 
 @asynccontextmanager
 async def watched(scene: Scene) -> AsyncIterator[None]:
     stop = asyncio.Event()
-    watch = ServingWatch(scene, Borrowing(), scene, scene)
+    watch = ServingWatch(scene, Borrowing(), scene, scene.report)
     async with asyncio.TaskGroup() as group:
         group.create_task(watch.run(stop), name="watch")
         yield
@@ -106,7 +103,7 @@ async def test_silent_server_is_busy_and_is_reported_once(monkeypatch: pytest.Mo
 async def test_limit_that_the_server_misses_alone_is_reported() -> None:
     scene = Scene()
     borrowing = Borrowing()
-    watch, stop = ServingWatch(scene, borrowing, scene, scene), asyncio.Event()
+    watch, stop = ServingWatch(scene, borrowing, scene, scene.report), asyncio.Event()
 
     def observe(load: ServingLoad | None, now_s: float) -> str:
         del load, now_s
