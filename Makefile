@@ -103,8 +103,8 @@ bench: $(INSTALLED) ## run every benchmark of speed
 		name=$${file%/__main__.py}; name=$$(basename $$name .py); \
 		echo "== $$name"; $(BIN)/python -m benchmarks.$$name; done
 
-gpu: $(INSTALLED) ## tests and benchmarks that need a GPU, resumable; the results are in build/gpu.json
-	$(BIN)/python -m benchmarks.gpu.run $(ARGS)
+gpu: $(INSTALLED) ## tests and benchmarks that need a GPU, resumable, into build/gpu.json; with RECIPE=gsm8k that recipe
+	$(BIN)/python -m benchmarks.gpu.$(if $(RECIPE),recipe --whole $(RECIPE),run) $(ARGS)
 
 up: $(INSTALLED) ## start a whole system on this machine, in the background
 	$(BIN)/rlboost up --detach --engine $(ENGINE) $(ARGS)

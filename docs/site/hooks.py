@@ -10,6 +10,7 @@ from typing import Any
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[2]
+_RECIPES = sorted((ROOT / "recipes").glob("*/README.md"))
 PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -17,6 +18,7 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "deploy/README.md": "deploy.md",
     "examples/countdown/README.md": "countdown.md",
+    **{f"recipes/{file.parent.name}/README.md": f"recipe-{file.parent.name}.md" for file in _RECIPES},
 }
 """Page outside `docs/` -> its page of the site."""
 MERMAID = ROOT / "build" / "mermaid.min.js"

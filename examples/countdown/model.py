@@ -55,13 +55,16 @@ def write(out: Path, tokenizer: PreTrainedTokenizerFast, rounded: Path | None) -
     tokenizer.save_pretrained(out)
 
 
-def main(vocabulary: Sequence[str] = VOCABULARY) -> None:
+def main(vocabulary: Sequence[str] = VOCABULARY, chat_template: str | None = None) -> None:
     """Write the folder that the command line names; `vocabulary` has the text of each token, by token id."""
     parser = argparse.ArgumentParser(description="Write a model of 0.2 M parameters.")
     parser.add_argument("--out", type=Path, required=True, help="the directory to write")
     parser.add_argument("--rounded", type=Path, help="a trained model, whose weights are taken in bfloat16")
     asked = parser.parse_args()
-    write(asked.out, pretrained(vocabulary), asked.rounded)
+    tokenizer = pretrained(vocabulary)
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    write(asked.out, tokenizer, asked.rounded)
 
 
 if __name__ == "__main__":

@@ -201,18 +201,28 @@ def init(
     model: Annotated[
         str | None, typer.Option("--model", help="Hugging Face id or folder; a model of 0.2 M parameters if not given.")
     ] = None,
+    recipe: Annotated[
+        str | None, typer.Option("--recipe", help="A recipe, such as gsm8k or tools; sums of two numbers if not given.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a job folder to start from: data, a reward and its test, a warm-up and an RL job, on sums of two numbers."""
+    """Make a job folder to start from: by default data, a reward, a warm-up and an RL job, on sums of two numbers.
+
+    A recipe is a folder of the page Recipes; its README.md says what it trains and how to make its data.
+    """
     from rlboost.jobs import new_folder  # noqa: PLC0415 - only this command needs it
 
-    created = new_folder.make(folder, model)
+    created = new_folder.make(folder, model, recipe)
     if as_json:
         print_json({"folder": str(folder.absolute()), "made": created})
         return
     echo(f"created {', '.join(created)} in {folder.absolute()}\nnext:")
     if folder != Path():
         echo(f"  cd {shlex.quote(str(folder))}")
+    if "prepare.py" in created:
+        echo("  python prepare.py  # writes the data")
+    elif recipe is not None:
+        echo("  cat README.md  # its data, and what to watch")
     echo("  rlboost up --detach\n  rlboost run job.yaml --follow")
 
 

@@ -24,6 +24,8 @@ _WARM_UP_LIMIT_S = 60
 _WARM_UP_ANSWERS = ("7", "1.5", r"\frac{1}{2}", r"2\sqrt{3}", "x^2 + 5x - 7", "(1, 2)", "y = 3x + 2", r"\{1, 2\}")
 _DELIMITERS = ("$", "\\boxed", "\\(", "\\[")
 """Any of them in a text marks where its mathematics is."""
+_GSM8K = "####"
+"""Stands between a solution of GSM8K and its answer."""
 _NULLS = frozenset({"nan", "none", "null", "<na>", "n/a", "[]", "{}"})
 """What other tools write where a value is missing; as mathematics, these would be products of variables."""
 
@@ -34,9 +36,9 @@ def score(
     r"""Return 1.0 for each completion whose answer equals the ground truth, 0.0 for any other.
 
     The ground truth comes from the columns that `shared.user_code.functions.ground_truth` reads: LaTeX or plain text,
-    with or without `$` or `\boxed`, or a number. The reward is None, and a line is printed, if it is something else,
-    such as null, NaN, a list or a boolean (null also as text), or cannot be parsed. An answer that exceeds the limit is
-    wrong.
+    with or without `$` or `\boxed`, or a number; of a solution as GSM8K has it, what follows the last `####`. The
+    reward is None, and a line is printed, if it is something else, such as null, NaN, a list or a boolean (null also as
+    text), or cannot be parsed. An answer that exceeds the limit is wrong.
 
     Args:
         completions: texts, or lists of messages; only the last message is checked.
@@ -90,9 +92,10 @@ def _ground_truth(text: str, limit_s: int | None) -> tuple[Any, ...]:
 def _text_of(truth: object) -> str:
     """Return a ground truth as text."""
     if isinstance(truth, str):
-        if truth.strip().casefold() in _NULLS or not truth.strip(" \t\r\n#"):
+        answer = truth.rpartition(_GSM8K)[2]
+        if answer.strip().casefold() in _NULLS or not answer.strip(" \t\r\n#"):
             raise _UnusableError("is no answer")
-        return truth
+        return answer
     if isinstance(truth, int) and not isinstance(truth, bool):
         return str(truth)
     if isinstance(truth, float) and math.isfinite(truth):

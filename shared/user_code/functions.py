@@ -52,7 +52,7 @@ _WHERE = (
     + ", ".join(OUR_FUNCTIONS)
 )
 _SIMILAR = 0.9
-_CHECKOUT = ("rlboost", "services", "shared", "benchmarks", "examples", "docs")
+_CHECKOUT = ("rlboost", "services", "shared", "benchmarks", "examples", "recipes", "docs")
 
 
 class ForbiddenFunction(TypeError):

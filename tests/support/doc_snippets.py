@@ -15,6 +15,7 @@ DOCS = [
     ROOT / "deploy/README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "examples").glob("*/README.md")),
+    *sorted((ROOT / "recipes").glob("*/README.md")),
 ]
 
 

@@ -24,7 +24,7 @@ def environment(root: Path = ROOT) -> Mapping[str, str]:
 
 def next_release(root: Path, *, protocol: int = PROTOCOL) -> Mapping[str, str]:
     """Make a copy of this release in a new folder, and return the variables that run it."""
-    for package in ("services", "shared", "rlboost", "examples"):
+    for package in ("services", "shared", "rlboost", "examples", "recipes"):
         shutil.copytree(ROOT / package, root / package, symlinks=True)
     _replace(root / "shared/messages/fields.py", _LAST_OF_BASE, f"{_LAST_OF_BASE}    {ADDED}: int = 7\n")
     _replace(root / "shared/messages/protocol.py", f"\nPROTOCOL = {PROTOCOL}\n", f"\nPROTOCOL = {protocol}\n")

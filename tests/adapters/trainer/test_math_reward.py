@@ -60,6 +60,7 @@ def test_ground_truth_that_is_no_answer_is_missing_and_named(truth: object, caps
         ("72.0", r"\boxed{72}"),
         (" 72 ", r"\boxed{72}"),
         ("x #### 72", r"\boxed{72}"),
+        ("He pays $<<5*3=15>>15, in \\boxed{3} bills.\n#### 72", r"\boxed{72}"),
         ("1,000", r"\boxed{1000}"),
         ("\N{MINUS SIGN}5", r"\boxed{-5}"),
         (-5, r"\boxed{-5}"),

@@ -37,7 +37,7 @@ from tests.support.generated_docs import read_block
 from tests.support.jobs import job_file
 
 ROOT = Path(__file__).parents[3]
-_TOPS = r"services|shared|rlboost|tests|deploy|docs|examples|benchmarks|\.ci"
+_TOPS = r"services|shared|rlboost|tests|deploy|docs|examples|recipes|benchmarks|\.ci"
 _FILE = re.compile(rf"(?<![\w/.-])((?:{_TOPS})/[\w./*-]*[\w*])(?:::(\w+))?")
 _ROOT_FILE = re.compile(r"^[\w.-]+\.(?:toml|yml|md|txt)$|^Makefile$|^\.env\.example$")
 _ROUTE = r"(?:^|GET |POST )(/(?:v1/(?:jobs|join|workers|fleet)[\w/{}]*|healthz|readyz|metrics))(?![\w/])"
@@ -143,7 +143,7 @@ def test_make_target_exists(place: Mention) -> None:
 
 
 @pytest.mark.parametrize(
-    "place", named_in_code(r"python -m ((?:services|benchmarks|examples|rlboost|tests)[\w.]*)"), ids=str
+    "place", named_in_code(r"python -m ((?:services|benchmarks|examples|recipes|rlboost|tests)[\w.]*)"), ids=str
 )
 def test_module_to_run_exists(place: Mention) -> None:
     assert find_spec(place.text) is not None

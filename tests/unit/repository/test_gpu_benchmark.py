@@ -22,7 +22,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def part(name: str, folder: Path, program: str) -> gpu.Part:
     (folder / f"{name}_part.py").write_text(program)
-    return gpu.Part(name, "a part", (f"{name}_part",))
+    return gpu.Part(name, "a part", (f"{name}_part",), 60.0)
 
 
 def test_machine_without_a_gpu_gets_one_line(
@@ -60,6 +60,11 @@ def test_run_continues_with_the_parts_that_have_not_succeeded(
 def test_part_that_takes_too_long_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(folder))
     slow = part("slow", folder, "import time; print('begun', flush=True); time.sleep(600)")
-    found = gpu.run(slow, limit_s=1.0)
+    found = gpu.run(slow._replace(limit_s=1.0))
     assert not found["ok"]
     assert found["output"][-1] == "it took longer than 1 s"
+
+
+def test_parts_end_within_25_minutes_the_recipe_first() -> None:
+    assert sum(part.limit_s for part in gpu.PARTS) <= 25 * 60
+    assert gpu.PARTS[0].name == "gsm8k"

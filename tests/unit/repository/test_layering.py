@@ -14,8 +14,10 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 SERVICES = sorted(path.parent.name for path in (ROOT / "services").glob("*/__main__.py"))
-SOURCES = sorted(path for top in ("services", "shared", "rlboost", "examples") for path in (ROOT / top).rglob("*.py"))
-LINKED = re.compile(r"rlboost\.(services|shared|examples)\b")
+SOURCES = sorted(
+    path for top in ("services", "shared", "rlboost", "examples", "recipes") for path in (ROOT / top).rglob("*.py")
+)
+LINKED = re.compile(r"rlboost\.(services|shared|examples|recipes)\b")
 HEAVY = ("torch", "transformers", "vllm", "megatron", "fastapi")
 PURE_SHARED = {
     "shared.errors",
@@ -79,15 +81,16 @@ def test_no_service_imports_another(service: str) -> None:
 
 
 def test_modules_are_imported_from_rlboost() -> None:
-    """A user's folder may have packages `services`, `shared` and `examples`, and it comes first on the path."""
+    """A user's folder may have packages of these names, and it comes first on the path."""
     for path in [*SOURCES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
-        found = re.findall(r"^ *(?:from|import) (?:services|shared|examples)\b", path.read_text("utf-8"), re.MULTILINE)
+        named = r"^ *(?:from|import) (?:services|shared|examples|recipes)\b"
+        found = re.findall(named, path.read_text("utf-8"), re.MULTILINE)
         assert not found, f"{path}: {found}"
 
 
 def test_shared_imports_no_service() -> None:
     for path in (ROOT / "shared").rglob("*.py"):
-        assert not tops(imports(path)) & {"services", "rlboost", "examples"}, path
+        assert not tops(imports(path)) & {"services", "rlboost", "examples", "recipes"}, path
 
 
 PUBLIC = {"loss.py": {"services.trainer.domain.loss.inputs"}}
@@ -180,7 +183,7 @@ def test_packages_do_not_import_in_a_circle() -> None:
     modules = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         for path in SOURCES
-        if path.relative_to(ROOT).parts[0] != "examples"
+        if path.relative_to(ROOT).parts[0] not in {"examples", "recipes"}
     }
     imported: dict[str, set[str]] = {}
     for path in SOURCES:

@@ -14,7 +14,7 @@ from rlboost.shared.errors import ConfigError
 ROOT = Path(__file__).parents[3]
 NAMED = re.compile(r"(?:(?:rlboost|'\.)\[|pip_install\(['\"])([\w,.-]+)")
 """How a text names extras: rlboost[trainer,logs], '.[trainer,logs]', pip_install("logs")."""
-TOPS = ("services", "shared", "rlboost", "examples", "benchmarks", "deploy", "docs")
+TOPS = ("services", "shared", "rlboost", "examples", "recipes", "benchmarks", "deploy", "docs")
 
 
 def test_every_extra_that_a_text_names_exists() -> None:

@@ -124,12 +124,37 @@ def test_init_held_out_problems_are_not_trained_on(here: Path) -> None:
     assert set(prompts["eval"]).isdisjoint(prompts["train"] + prompts["warmup"])
 
 
-def test_init_template_is_package_data() -> None:
+@pytest.mark.parametrize("name", new_folder.names())
+def test_init_recipe_has_its_files_and_no_data(name: str, here: Path) -> None:
+    rlboost("init", "job", "--recipe", name.replace("_", "-"))
+    made = {path.name for path in (here / "job").iterdir()}
+    assert {"README.md", "job.yaml"} <= made
+    assert not made & {"__init__.py", "__pycache__", "make_model.py", "train.jsonl", "warmup.jsonl"}
+    assert job_spec.parse(load("job/job.yaml")).steps > 0
+
+
+def test_init_unknown_recipe_names_those_that_exist(here: Path) -> None:
+    shown = rlboost("init", "job", "--recipe", "gsm", code=2)
+    assert all(name in shown for name in new_folder.names())
+    assert list(here.iterdir()) == []
+
+
+def test_init_recipe_with_a_model_keeps_the_rate_of_a_large_one_only(here: Path) -> None:
+    rlboost("init", "lora", "--recipe", "lora", "--model", "Qwen/Qwen3-1.7B")
+    rlboost("init", "tools", "--recipe", "tools", "--model", "Qwen/Qwen3-0.6B")
+    large, small = (job_spec.parse(load(f"{name}/job.yaml")) for name in ("lora", "tools"))
+    assert (large.model, large.optimizer.lr) == ("Qwen/Qwen3-1.7B", 2e-5)
+    assert (small.model, small.optimizer.lr) == ("Qwen/Qwen3-0.6B", 1e-6)
+    assert not (here / "tools/model").exists()
+
+
+@pytest.mark.parametrize(("package", "folder"), [("examples.sums", SUMS), ("recipes", ROOT / "recipes")])
+def test_init_template_is_package_data(package: str, folder: Path) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    patterns = project["tool"]["setuptools"]["package-data"]["rlboost.examples.sums"]
-    files = [path.relative_to(SUMS).as_posix() for path in SUMS.rglob("*") if path.is_file()]
+    patterns = project["tool"]["setuptools"]["package-data"][f"rlboost.{package}"]
+    files = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
     others = [name for name in files if not name.endswith((".py", ".pyc"))]
-    assert "model/model.safetensors" in others
+    assert any(name.endswith("model/model.safetensors") for name in others)
     assert [name for name in others if not any(fnmatch(name, pattern) for pattern in patterns)] == []
 
 
