@@ -187,7 +187,7 @@ def export(  # noqa: PLR0913, PLR0917 - the command's options
     """Write a job's model as a Hugging Face folder: the result of a finished run, or a stored version."""
     from rlboost import export as work  # noqa: PLC0415 - keeps --help quick
     from rlboost.export import new_folder  # noqa: PLC0415 - likewise
-    from rlboost.hub import HubRepository, add_card  # noqa: PLC0415 - likewise
+    from rlboost.jobs.hub import HubRepository, add_card  # noqa: PLC0415 - likewise
 
     if public and push_to_hub is None:
         raise ConfigError("--public is for --push-to-hub OWNER/NAME: give it too")
