@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import shutil
 import sys
 import tempfile
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from rlboost.shared.process.waiting import Waits
+    from rlboost.verify import Record
 
 
 # --- An output folder that appears under its name only when complete, and the model or adapter files in it ------------
@@ -247,14 +249,52 @@ def finished(runs: Path, request: ExportRequest) -> Path | None:
 
 
 def copy(folder: Path, to: NewFolder) -> Exported:
-    """Copy the result of a finished run.
+    """Copy the result of a finished run, with a model card if the run has a record.
 
     Raises:
         ConfigError: a file cannot be read or written.
 
     """
     copy_files(folder, to)
+    if (folder.parent / "record").is_dir():
+        try:
+            from rlboost.verify import check  # noqa: PLC0415 - its libraries are extras
+        except ImportError as error:
+            raise ConfigError(f"export {_NEEDS}") from error
+        record = check(folder.parent)
+        if record.problems:
+            problem = f"{record.problems[0]}: the model card does not name it; see 'rlboost verify-run {folder.parent}'"
+            echo(f"rlboost: warning: the record of the run does not match: {problem}", err=True)
+        else:
+            with to.writing():
+                (to.scratch / "README.md").write_text(model_card(record, folder.name), encoding="utf-8")
     return Exported(str(folder), None)
+
+
+def model_card(record: Record, what: str) -> str:
+    """Return the model card of a finished run's `model` or `adapter`, which names the certificate of its record."""
+    spec = json.loads(record.read("job.json") or b"{}")
+    # Only the id of a model is a link there.
+    is_id = re.fullmatch(r"[\w.-]+/[\w.-]+", spec["model"]) and not Path(spec["model"]).exists()
+    base = f"base_model: {spec['model']}\n" if is_id else ""
+    return f"""---
+library_name: {"peft" if what == "adapter" else "transformers"}
+{base}tags: [rlboost]
+---
+
+# {spec["name"]}
+
+Trained from `{spec["model"]}` by job `{record.folder.name}` of RLBoost (`kind: {spec["kind"]}`, {spec["steps"]} steps).
+
+The record of the run says which worker, version and prompt made each trained token. It has this certificate:
+
+| | |
+|---|---|
+| certificate | `{record.head}` |
+| signed with | `{record.key}` |
+
+`rlboost verify-run RUN --key KEY` checks a copy of the run's folder, and prints its certificate.
+"""
 
 
 def from_store(

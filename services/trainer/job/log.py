@@ -2,8 +2,8 @@
 
 Consumes: the step's metrics and, of a step that generates, its tally; once, the metrics that earlier trainers recorded,
 so that a successor repeats no warning.
-Produces: a row of the run log; a `StepReport` with the warnings that hold; `warning` and `warning_cleared` events; a
-`step_ended` event for a step that generates; the run's profile; Prometheus metrics.
+Produces: a row of the run log, and a link of the run's record; a `StepReport` with the warnings that hold; `warning`
+and `warning_cleared` events; a `step_ended` event for a step that generates; the run's profile; Prometheus metrics.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from collections.abc import Mapping
 import structlog
 from prometheus_client import Counter, Gauge
 
+from rlboost.services.trainer.domain.groups import recorded
 from rlboost.services.trainer.domain.metrics import RolloutTally, StepTally
 from rlboost.services.trainer.domain.profile_recorder import ProfileRecorder
 from rlboost.services.trainer.domain.warnings import Change, JobFacts, WarningTracker
 from rlboost.services.trainer.job.checkpoints import Checkpoints
 from rlboost.services.trainer.job.job import Job
 from rlboost.services.trainer.ports.samples import Data
+from rlboost.shared.job.run_record import pack_groups
 from rlboost.shared.messages import StepReport
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Append
@@ -75,12 +77,13 @@ class StepLog:
         except Exception:  # a warning must not end a job
             log.exception("learning_watch_failed", job=self._job.id)
 
-    async def record_generated(self, tally: StepTally) -> None:
-        """Record a step whose samples were generated, once its durations are complete."""
+    async def record_generated(self, tally: StepTally, weights: str) -> None:
+        """Record a step whose samples were generated, once its durations are complete; see `record`."""
         times = tally.durations
         # Replacement prompts are known only after scoring, so no faster generation would shorten this wait.
         wait_s = times.wait_s - times.resample_s
-        await self.record(tally.step, tally.metrics(), wait_s=wait_s, train_s=times.train_s, tally=tally)
+        metrics = tally.metrics()
+        await self.record(tally.step, metrics, wait_s=wait_s, train_s=times.train_s, tally=tally, weights=weights)
         if not tally.requested_before:
             tokens = tally.tokens_by_worker()
             await self._job.emit_event("step_ended", step=tally.step, step_s=round(times.step_s, 3), tokens=tokens)
@@ -88,7 +91,14 @@ class StepLog:
             await self._job.write(lambda: self._job.resources.folder.write_profile(profile))
 
     async def record(
-        self, step: int, metrics: dict[str, float], *, wait_s: float, train_s: float, tally: StepTally | None = None
+        self,
+        step: int,
+        metrics: dict[str, float],
+        *,
+        wait_s: float,
+        train_s: float,
+        tally: StepTally | None = None,
+        weights: str = "",
     ) -> None:
         """Record a step.
 
@@ -98,11 +108,14 @@ class StepLog:
             wait_s: how long the trainer waited for samples, which faster generation would shorten.
             train_s: how long it computed.
             tally: counts of the step, if its samples were generated.
+            weights: digest of the version that it has published, if there is one.
 
         """
-        job = self._job
+        job, folder = self._job, self._job.resources.folder
         observe_step(metrics, trained=step < job.spec.steps)
-        await job.warn(*await job.write(lambda: job.resources.folder.log_step(step, metrics)))
+        await job.warn(*await job.write(lambda: folder.log_step(step, metrics)))
+        groups = b"" if tally is None else pack_groups(map(recorded, tally.rollouts.groups))
+        await job.write(lambda: folder.record_step(step, metrics, groups, weights))
         report = StepReport(
             job_id=job.id,
             step=step,

@@ -16,6 +16,7 @@ from rlboost.services.trainer.adapters import run_folder as folder
 from rlboost.services.trainer.adapters.run_folder import LocalRunFolder
 from rlboost.services.trainer.adapters.run_log import RunLog, openers
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.weights.access import RecordKey
 from tests.support import wandb_file
 from tests.support.eventually import LIMIT_S, eventually
 from tests.support.stopwatch import Stopwatch
@@ -26,7 +27,7 @@ ROWS = {step: {"loss": 1.0 / (step + 1), "reward/mean": float(step)} for step in
 
 def run(path: Path, job: Any, first: int, end: int) -> list[str]:
     """Log steps as one process of a trainer does, and return what went wrong."""
-    run_folder = LocalRunFolder(path, path, openers(job, "job-1-ab12", path))
+    run_folder = LocalRunFolder(path, path, RecordKey("secret"), openers(job, "job-1-ab12", path))
     run_folder.begin("{}", first)
     troubles = [trouble for step in range(first, end) for trouble in run_folder.log_step(step, ROWS[step])]
     return troubles + run_folder.close()
