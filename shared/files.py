@@ -7,6 +7,7 @@ import os
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 
 from rlboost.shared.errors import DiskFull, Fatal
@@ -98,6 +99,18 @@ def temporary_file(
         yield temporary
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def append_line(file: FileIO, line: bytes) -> None:
+    """Append a line whole or not at all."""
+    before = file.seek(0, os.SEEK_END)
+    try:
+        written = file.write(line)
+        if written < len(line):  # the disk is full: the rest says so
+            file.write(line[written:])
+    except OSError:
+        file.truncate(before)
+        raise
 
 
 def sync_path(path: Path) -> None:

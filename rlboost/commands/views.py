@@ -1,4 +1,4 @@
-"""Commands that show jobs in other ways: `rlboost page`, `report`, `samples`, `top`, `trace`."""
+"""Commands that show jobs in other ways: `rlboost page`, `report`, `samples`, `verify-run`, `top`, `trace`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import typer
 
 from rlboost.commands.common import (
     DEFAULT_STATE,
+    EXIT_FAILED,
     JobArgument,
     JsonOption,
     StateOption,
@@ -23,6 +24,7 @@ from rlboost.commands.common import (
 )
 from rlboost.commands.system import require_packages
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.secrets import clean_secret
 from rlboost.terminal import console, echo
 
 if TYPE_CHECKING:
@@ -132,6 +134,70 @@ def samples(
         echo("")
         for line in lines(sample, width):
             echo(line)
+
+
+# --- `rlboost verify-run`: check the record of a run, or compare two --------------------------------------------------
+
+
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, or the id of a job of this system.")]
+
+
+def verify_run(
+    run: RunArgument,
+    other: Annotated[
+        str | None, typer.Argument(metavar="OTHER", help="A run of the same job to compare it with.")
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option(help="Show which worker and version made each sample of a step, from 1.", min=1)
+    ] = None,
+    key: Annotated[str, typer.Option(help="The public key that the record must be signed with.")] = "",
+    state: StateOption = DEFAULT_STATE,
+    as_json: JsonOption = False,
+) -> None:
+    """Check the record of a run against its files, or compare two runs bit by bit. It needs no running system.
+
+    Exits with 1 if something does not match. Without --key the record must be signed with the key of RLBOOST_TOKEN or
+    of the system in the state folder, if there is one.
+    """
+    require_packages("blake3", "cryptography", extra="manager")
+    from rlboost.verify import check, compare, lines_of  # noqa: PLC0415 - keeps --help quick
+
+    folders = [_run_folder(name, state) for name in (run, other) if name is not None]
+    records = [check(folder, key or _known_key(state)) for folder in folders]
+    sound = not any(record.problems for record in records)
+    found = compare(*records) if sound and len(records) > 1 else None
+    if as_json:
+        checked = [
+            {"run": str(one.folder), "certificate": one.head, "key": one.key, "problems": one.problems}
+            for one in records
+        ]
+        print_json({"runs": checked, "differences": found and found.differences})
+    else:
+        for record in records:
+            for line in record.summary():
+                echo(line)
+        for line in found.summary() if found else ():
+            echo(line)
+        if step is not None and sound:
+            for line in lines_of(records[0], step - 1):
+                echo(line)
+    if not sound or (found and found.differences):
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _run_folder(name: str, state: Path) -> Path:
+    folder = state / "runs" / name
+    return folder if folder.is_dir() and not Path(name).is_dir() else Path(name)
+
+
+def _known_key(state: Path) -> str:
+    """Return the key of the system that is named here, empty if none is."""
+    from rlboost.shared.weights.access import RecordKey  # noqa: PLC0415 - keeps --help quick
+
+    file = state / "token"
+    token = clean_secret("RLBOOST_TOKEN", os.environ.get("RLBOOST_TOKEN", ""))
+    token = token or (file.read_text(encoding="utf-8").strip() if file.is_file() else "")
+    return RecordKey(token).public if token else ""
 
 
 # --- `rlboost top`: jobs and workers, redrawn while it runs -----------------------------------------------------------
@@ -253,5 +319,5 @@ def _redis_url(state: Path) -> str:
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    for verb in (page, report, samples, top, trace):
+    for verb in (page, report, samples, verify_run, top, trace):
         app.command()(verb)

@@ -42,6 +42,7 @@ from rlboost.shared.model.folder import REWARD_MODEL, digest_of_weights, require
 from rlboost.shared.model.tool_calls import CallStyle
 from rlboost.shared.process.torch_device import require_device
 from rlboost.shared.process.waiting import Waits
+from rlboost.shared.weights.access import RecordKey
 from rlboost.shared.weights.client import StoreClient
 
 
@@ -100,7 +101,9 @@ def build_resources(
             deltas=spec.elastic.weights == "delta",
             token=token,
         ),
-        folder=LocalRunFolder(folder, model, openers(spec, job_id, folder), _reward_model(spec, model, data)),
+        folder=LocalRunFolder(
+            folder, model, RecordKey(token), openers(spec, job_id, folder), _reward_model(spec, model, data)
+        ),
         predecessor=places.predecessor(spec.trainer.resume),
         critic=engine if policy.critic else None,
         hardware=hardware_of(spec, model, config.device),
@@ -213,6 +216,11 @@ def _engine(
         raise ConfigError(
             f"trainer.offload: {spec.offload} needs a GPU shared by reserved engines and the trainer, but the "
             "trainer's device is cpu (RLBOOST_TRAINER_DEVICE): leave it out"
+        )
+    if spec.deterministic and config.device != "cpu":
+        raise ConfigError(
+            f"trainer.deterministic is for a trainer on CPUs, and this one's device is {config.device} "
+            "(RLBOOST_TRAINER_DEVICE): the order of sums on a GPU is not fixed: leave it out"
         )
     if spec.in_one_process:
         require_device(config.device, "RLBOOST_TRAINER_DEVICE")

@@ -19,6 +19,7 @@ from rlboost.services.trainer.ports.storage import LoggedSample, TrainState
 from rlboost.shared.errors import Conflict, Corrupt, Fatal, NotFound
 from rlboost.shared.job.environment import Environment, Message
 from rlboost.shared.job.run_profile import RunProfile
+from rlboost.shared.weights.manifest import digest_of
 from rlboost.shared.weights.shards import ChunkCopy, Shard, chunks_among
 from rlboost.shared.wire import F32, I32, U8, unpack
 
@@ -300,6 +301,10 @@ class MemoryWeights:
     async def equals(self, version: int, shards: Iterable[Shard]) -> bool | None:
         return _copies(shards) == self.versions[version] if version in self.versions else None
 
+    async def digest(self, version: int, shards: Iterable[Shard]) -> str:
+        tensors = self.versions[version] if version in self.versions else _copies(shards)
+        return digest_of(b"".join(bytes(shard.data) for shard in tensors))
+
     async def damaged(self) -> frozenset[str]:
         return frozenset(self.lost)
 
@@ -353,9 +358,13 @@ class MemoryFolder:
         self.samples: dict[int, list[LoggedSample]] = {}
         self.troubles: dict[int, list[str]] = {}
         """Step -> problems that its loggers report."""
+        self.recorded: dict[int, tuple[bytes, str]] = {}
+        """Step -> its packed groups, and the digest of the weights that it trained."""
+        self.ended_with: str | None = None
+        """Digest of the last weights, once the record has ended."""
 
-    def begin(self, spec_json: str, step: int) -> None:
-        del spec_json
+    def begin(self, spec_json: str, step: int, data_digest: str = "") -> None:
+        del spec_json, data_digest
         self.rows = {number: row for number, row in self.rows.items() if number < step}
 
     def log_step(self, step: int, metrics: dict[str, float], samples: Sequence[LoggedSample] = ()) -> list[str]:
@@ -365,6 +374,13 @@ class MemoryFolder:
 
     def path_of(self, name: str) -> Path:
         return Path(name)
+
+    def record_step(self, step: int, metrics: dict[str, float], groups: bytes, weights: str) -> None:
+        assert self.rows[step] == metrics
+        self.recorded[step] = groups, weights
+
+    def record_end(self, weights: str) -> None:
+        self.ended_with = weights
 
     def write_profile(self, profile: RunProfile) -> None:
         self.profile = profile

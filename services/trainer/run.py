@@ -90,9 +90,12 @@ class JobRun:
         else:
             await self._run_generating_steps(spec, state)
         await self._checkpoints.wait_until_saved()
+        weights = ""
         if spec.kind != "eval":
             job.enter("finishing", spec.steps)
             await self._export()
+            weights = await self._versions.digest(spec.steps)
+        await job.write(lambda: job.resources.folder.record_end(weights))
 
     async def _load(self) -> None:
         """Load the model, start user-code processes, and emit warnings about settings and filtered prompts."""
@@ -125,7 +128,7 @@ class JobRun:
         await job.wait_for_lease(LEASE_WAIT_LIMIT_S)
         await self._versions.refresh_head()
         state = await self._checkpoints.restore(self._versions.head)
-        await job.write(lambda: job.resources.folder.begin(to_json(job.spec), state.step))
+        await job.write(lambda: job.resources.folder.begin(to_json(job.spec), state.step, state.data_digest))
         await self._checkpoints.save_initial(state)
         await self._log.restore()
         return state
@@ -209,14 +212,16 @@ class JobRun:
         tally = await run.run()
         tally.requested_before = requested_before
         await groups.record_scores()
+        weights = ""
         if step < job.spec.steps:
             job.enter("publishing", step)
             publish_began = time.monotonic()
             await self._versions.publish(step + 1)
+            weights = await self._versions.digest(step + 1)
             tally.durations.publish_s = time.monotonic() - publish_began
         tally.durations.step_s = time.monotonic() - began
         shown = tally, job.resources.data, job.spec.log.samples
-        await self._log.record_generated(tally, await asyncio.to_thread(logged_samples, *shown))
+        await self._log.record_generated(tally, weights, await asyncio.to_thread(logged_samples, *shown))
 
     async def _save(self, intake: Intake, step: int) -> None:
         await self._checkpoints.start_save(self._checkpoints.state(step, *intake.cursors))

@@ -190,6 +190,7 @@ NAMES: Mapping[str, Names] = {
     "trainer.router_aux_loss_coef": Names("`model_init_kwargs.router_aux_loss_coef`"),
     "trainer.router_replay": Names("", "`actor.megatron.router_replay.mode`"),
     "trainer.seed": Names("`seed`", "`data.seed`", "`train.seed`", "`seed`"),
+    "trainer.deterministic": Names("`full_determinism`"),
     "trainer.offload": Names(
         "", "`actor.fsdp_config.optimizer_offload`", "`ds.adam_offload`", "`model.optim_cpu_offload`"
     ),

@@ -181,6 +181,11 @@ class _RewardedJob(ServiceJob):
     def _is_environment_or_agent(self) -> Self:
         if self.environment is not None and self.agent is not None:
             raise ValueError("agent: a sample is a session of an agent or a conversation with an environment: give one")
+        if self.agent is not None and self.trainer.deterministic:
+            raise ValueError(
+                "trainer.deterministic: not supported with an agent, whose calls come in an order of their own: remove "
+                "it, or use an environment"
+            )
         return self
 
 
@@ -224,6 +229,15 @@ class RlJob(_TrainingJob, _RewardedJob):
             raise ValueError(
                 "sampling.stop: not supported with trainer.router_replay, as engines return the experts only of "
                 "completions that they end themselves: remove one of the two"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _fixes_the_version_of_each_token(self) -> Self:
+        if self.trainer.deterministic and self.elastic.max_staleness:
+            raise ValueError(
+                f"trainer.deterministic: with elastic.max_staleness: {self.elastic.max_staleness} the version that "
+                "generates a token depends on the time: set that to 0, or remove deterministic"
             )
         return self
 

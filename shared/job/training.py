@@ -78,6 +78,9 @@ class TrainerSpec(Section):
     """`R3`: train a mixture of experts with the experts that the engines selected (arXiv 2510.11370)."""
     seed: int = 0
     """Seed of the data's order and of every sample: the same job, data and seed draw the same samples in every run."""
+    deterministic: bool = False
+    """Fix the order of all sums: two runs of the job, with any faults, have the same tokens, log-probabilities, losses
+    and weights, bit for bit. For CPUs, with torch in one process; slower."""
     offload: Offload = "none"
     """State that is moved to host memory while reserved workers use the trainer's device."""
     tensor_parallel: int = Field(1, ge=1)
@@ -145,6 +148,11 @@ class TrainerSpec(Section):
             raise ValueError("fsdp_size needs trainer.backend: torch; megatron has distributed_optimizer: remove it")
         if self.backend == "megatron" and self.compile:
             raise ValueError("compile needs trainer.backend: torch: set that, or remove compile")
+        if self.deterministic and not self.in_one_process:
+            raise ValueError(
+                "deterministic needs trainer.backend: torch in one process, as the order of sums over several is not "
+                "fixed: set data_parallel and context_parallel to 1, or remove deterministic"
+            )
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ValueError("sequence_parallel is for tensor_parallel above 1: raise that, or remove it")
         if self.distributed_optimizer and self.data_parallel == self.context_parallel == 1:

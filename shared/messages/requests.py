@@ -53,7 +53,9 @@ class EngineProfile(Message):
 
 FinishReason = Literal["stop", "length"]
 MAX_TOP_LOGPROBS = 20
-SamplingOption = Literal["top_k", "min_p", "min_tokens", "logit_bias", "top_logprobs", "grammar", "stop"]
+SamplingOption = Literal[
+    "top_k", "min_p", "min_tokens", "logit_bias", "top_logprobs", "grammar", "stop", "batch_invariant"
+]
 """A field of `Sampling` that not every engine supports."""
 RESUMES_GRAMMAR = "resumes_grammar"
 """What an engine supports, besides options, that continues a completion with a grammar from its tokens."""
@@ -90,6 +92,8 @@ class Sampling(Message):
 
     stop: Annotated[tuple[str, ...], Strict(False)] = ()
     """The completion ends with the token that completes one of these in its text, which has no special tokens."""
+    batch_invariant: bool = False
+    """True if no bit of a log-probability may depend on other requests of the engine, or on an earlier attempt."""
 
     @property
     def options(self) -> frozenset[SamplingOption]:

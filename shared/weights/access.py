@@ -71,18 +71,17 @@ class IssuedAccess:
     is_renewed: ClassVar[bool] = True
 
 
-_PURPOSE = b"rlboost manifest signing key"
-
-
 class ManifestKey:
     """Signs what a manifest says, with the key of one system.
 
     The private key is derived from the system's token, so the store has it and need not keep it.
     """
 
+    _purpose: ClassVar[bytes] = b"rlboost manifest signing key"
+
     def __init__(self, token: str) -> None:
         """Derive the key from the system's token."""
-        seed = HKDF(algorithm=SHA256(), length=32, salt=None, info=_PURPOSE).derive(token.encode())
+        seed = HKDF(algorithm=SHA256(), length=32, salt=None, info=self._purpose).derive(token.encode())
         self._key = Ed25519PrivateKey.from_private_bytes(seed)
 
     def sign(self, statement: bytes) -> str:
@@ -95,6 +94,34 @@ class ManifestKey:
         return self._key.public_key().public_bytes_raw().hex()
 
 
+class RecordKey(ManifestKey):
+    """Signs the record of a run (`shared.job.run_record`), with a key of its own, which the trainer derives."""
+
+    _purpose = b"rlboost run record signing key"
+
+
+def is_key(public_key: str) -> bool:
+    """Return True if a text is a public key."""
+    return re.fullmatch("[0-9a-f]{64}", public_key) is not None
+
+
+def is_signed(statement: bytes, signature: str, public_key: str) -> bool:
+    """Return True if the owner of a key has signed a statement.
+
+    Raises:
+        ValueError: the key is malformed.
+
+    """
+    key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(public_key))
+    if not re.fullmatch("[0-9a-f]{128}", signature):
+        return False
+    try:
+        key.verify(bytes.fromhex(signature), statement)
+    except InvalidSignature:
+        return False
+    return True
+
+
 def check_manifest(manifest: Manifest, public_key: str) -> None:
     """Check that a holder of the system's token has signed a manifest.
 
@@ -104,13 +131,11 @@ def check_manifest(manifest: Manifest, public_key: str) -> None:
 
     """
     try:
-        key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(public_key))
+        signed = is_signed(manifest.statement(), manifest.signature, public_key)
     except ValueError as error:
         raise ConfigError(f"manifest key {public_key!r} is not an Ed25519 key: join the manager again") from error
-    try:
-        key.verify(bytes.fromhex(manifest.signature), manifest.statement())
-    except (InvalidSignature, ValueError) as error:
+    if not signed:
         raise BadSignature(
             f"the manifest of version {manifest.version} of job {manifest.job_id} is not signed by this system's "
             "weight store: its weights are not loaded"
-        ) from error
+        )

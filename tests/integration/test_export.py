@@ -25,9 +25,11 @@ from rlboost.shared.job.training import LoraSpec, OptimizerSpec
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.wire import F32, I32, pack, unpack
+from rlboost.verify import check
 from tests.support.fake_rest import FakeRest, job, ok, problem
 from tests.support.losses import clipped_loss
 from tests.support.model_folder import write_model, write_tokenizer
+from tests.support.recorded_run import KEY, SPEC, RecordedRun
 from tests.support.service_process import TOKEN, ServiceProcess
 from tests.support.training_rows import rows
 
@@ -189,6 +191,24 @@ def test_export_of_a_finished_run_needs_no_system(tmp_path: Path, monkeypatch: p
     assert other.exit_code == 2
     assert "does not run: start one with 'rlboost up'" in other.stderr
     assert not (tmp_path / "c").exists()
+
+
+def test_model_card_names_the_certificate_of_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RLBOOST_URL", raising=False)
+    spec = {**SPEC, "model": "Qwen/Qwen3-0.6B", "kind": "rl", "steps": 3}
+    run = tmp_path / ".rlboost/runs/sums-1"
+    RecordedRun(run, tmp_path, spec=spec).train((0, 1, 2))
+    done = CliRunner().invoke(app, ["export", "sums-1", "--out", "a"])
+    assert done.exit_code == 0, done.stderr
+    card = (tmp_path / "a/README.md").read_text()
+    assert f"| certificate | `{check(run).head}` |" in card
+    assert f"| signed with | `{KEY.public}` |" in card
+    assert 'base_model: "Qwen/Qwen3-0.6B"\n' in card
+    (run / "model/model.safetensors").write_bytes(b"others")
+    done = CliRunner().invoke(app, ["export", "sums-1", "--out", "b"])
+    assert "model/model.safetensors: it is not the file that was written" in done.stderr
+    assert "certificate" not in (tmp_path / "b/README.md").read_text()
 
 
 def test_a_folder_that_is_not_empty_stays_as_it_is(system: System) -> None:

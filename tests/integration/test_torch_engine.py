@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,37 @@ async def test_logprobs_equal_those_of_a_plain_forward_pass(config: Any, start: 
     for asked, made in zip(requests, await run(engine, requests), strict=True):
         expected = tiny_models.logprobs(model, asked.prompt, made.tokens, asked.sampling.temperature)
         assert made.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-untied", "qwen3-tied"])
+async def test_batch_invariant_bits_depend_on_no_other_request_and_no_earlier_attempt(name: str, start: Start) -> None:
+    model = tiny_models.make(tiny_models.CONFIGS[name])
+    requests = [
+        request(i, prompt=prompt, max_tokens=80 if i % 3 else 11, temperature=(1.0, 0.7)[i % 2], batch_invariant=True)
+        for i, prompt in enumerate(prompts(6) * 8)  # groups of eight share a prompt
+    ]
+    other = [request(100 + i, prompt=[*prompts(6)[5], i], max_tokens=60) for i in range(5)]
+    engine = await start(model)
+    collector = Collector(engine)
+    engine.submit(other)  # their prefixes are computed in passes of another shape
+    await eventually(lambda: engine.stats().tokens_generated_total > 2 * len(other))
+    engine.submit(requests)
+    together = await collector.all_ended(requests)
+    expected = tiny_models.logprobs(model, requests[1].prompt, together[1].tokens, 0.7)
+    assert together[1].logprobs == pytest.approx(expected, abs=1e-4)
+    for asked, made in zip(requests[::7], together[::7], strict=True):
+        (alone,) = await run(await start(model), [replace(asked, attempt=2)])
+        assert (alone.tokens, alone.logprobs) == (made.tokens, made.logprobs)
+        half = len(made.tokens) // 2
+        (resumed,) = await run(await start(model), [replace(asked, attempt=3, tokens=made.tokens[:half])])
+        assert (resumed.tokens, resumed.logprobs) == (made.tokens[half:], made.logprobs[half:])
+
+
+async def test_mixture_of_experts_is_not_batch_invariant(start: Start) -> None:
+    engine = await start(tiny_models.make(tiny_models.CONFIGS["qwen3-moe"]))
+    assert "batch_invariant" not in engine.sampling_options
+    (refused,) = await run(engine, [request(1, batch_invariant=True)])
+    assert "batch_invariant" in refused.error
 
 
 async def test_long_request_joining_short_ones_keeps_its_prefix(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import pytest
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import StepReport
 from rlboost.shared.variables import KILLED_ON_REQUEST, LAST_EXIT
+from rlboost.verify import check, compare
 from tests.support.fork_server import popen_module
 from tests.support.model_folder import write_model, write_tokenizer
 from tests.support.mortal_trainer import POINTS
@@ -172,6 +173,12 @@ async def test_trainer_killed_at_every_point_reaches_the_same_bits(site: Site, l
         await live_to_the_end(site, lives, "killed")
     assert site.model("killed") == site.model("undisturbed")
     assert rows(site, "killed") == rows(site, "undisturbed")
+    killed, undisturbed = (check(site.folder / "runs" / name) for name in ("killed", "undisturbed"))
+    assert killed.problems == undisturbed.problems == []
+    assert len(killed.starts) == len(LIVES) + 1
+    assert killed.n_repeated
+    assert not killed.changed
+    assert not compare(killed, undisturbed).differences
     assert [row.get("groups/resampled") for row in rows(site, "killed")] == [0, 1, 0, 1, 0, 0, 1, None]
     assert manager.answered == steady.answered, "not one sample was generated twice"
     assert {r.group: r.seed for r in manager.requests} == {r.group: r.seed for r in steady.requests}

@@ -76,6 +76,13 @@ async def test_committed_tensors_can_be_compared(weights: WeightPublisher) -> No
     assert await weights.equals(0, shards(0)[:1]) is False
 
 
+async def test_digest_is_of_the_committed_tensors_or_of_those_at_hand(weights: WeightPublisher) -> None:
+    await weights.publish(0, shards(0), expect=-1)
+    committed = await weights.digest(0, shards(1))
+    assert committed == await weights.digest(7, shards(0)), "version 7 is not kept"
+    assert committed != await weights.digest(7, shards(1))
+
+
 async def test_an_adapter_is_published_on_the_model_that_it_belongs_to(weights: WeightPublisher) -> None:
     await weights.publish(0, shards(0), expect=-1)
     for version in (1, 2, 3):

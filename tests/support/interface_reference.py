@@ -107,7 +107,7 @@ COMMAND_GROUPS: Mapping[str, tuple[str, ...]] = {
         *("init", "config check", "run", "eval", "follow", "status"),
         *("logs", "samples", "report", "pause", "resume", "cancel"),
     ),
-    "Models": ("export",),
+    "Models": ("export", "verify-run"),
     "Planning": ("plan", "prices", "simulate"),
     "Workers": ("worker list", "worker drain", "worker join"),
     "Training machines": ("trainer join",),

@@ -179,6 +179,7 @@ def rebalance(world: World, now: Now) -> list[Effect]:
         job = world.jobs.get(job_id)
         replays = job is not None and job.record.spec.trainer.router_replay != "none"
         options = {name for name in SAMPLING_OPTIONS if job and getattr(job.record.spec.sampling, name, None)}
+        options |= {"batch_invariant"} if job and job.record.spec.trainer.deterministic else set()
         able = [
             worker
             for worker in workers

@@ -169,6 +169,11 @@ class RequestTable:
         """Whether each slot's request has a grammar, a logit bias or a minimum of tokens."""
         return self._slot_state["restricted"][: self.n]
 
+    @property
+    def is_batch_invariant(self) -> bool:
+        """True if a running request asks for it."""
+        return any(request.sampling.batch_invariant for request in self.requests)
+
     def allowed(self, slot: int) -> npt.NDArray[np.bool_] | None:
         """Return which tokens [vocabulary] the grammar of a slot allows next; None without one."""
         request = self.requests[slot]

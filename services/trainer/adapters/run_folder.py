@@ -1,16 +1,14 @@
 """Writes a job's output folder.
 
-It holds `job.json`, `metrics.jsonl`, `profile.json`, `model/`, and `adapter/` if an adapter was trained.
+It holds `job.json`, `metrics.jsonl`, `record/`, `profile.json`, `model/`, and `adapter/` if an adapter was trained.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,13 +16,15 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from rlboost.services.trainer.adapters.run_log import Opener, Row, RunLog
+from rlboost.services.trainer.adapters.run_record import RunRecord
 from rlboost.services.trainer.adapters.torch.tensors import tensor_of
 from rlboost.services.trainer.domain.batches import TrainingRow
 from rlboost.services.trainer.ports.storage import LoggedSample
 from rlboost.shared.errors import DiskFull, Fatal
-from rlboost.shared.files import replace_file, write_error
+from rlboost.shared.files import append_line, replace_file, write_error
 from rlboost.shared.job.run_profile import RunProfile
 from rlboost.shared.model.folder import copy_without_weights, declare_dtype, declare_scores
+from rlboost.shared.weights.access import RecordKey
 from rlboost.shared.weights.shards import Shard
 from rlboost.shared.wire import floats, ints
 
@@ -48,35 +48,46 @@ class LocalRunFolder:
         self,
         folder: Path,
         model: Path,
+        key: RecordKey,
         loggers: Mapping[str, Opener] | None = None,
         reward_model: RewardModel | None = None,
     ) -> None:
-        """Use `folder`, created if missing; `model` is the base model's directory.
+        """Use `folder`, created if missing; `model` is the base model's directory, and `key` signs the run's record.
 
         With `reward_model` the final model is one.
         """
         self._folder = folder
         self._reward_model = reward_model
+        self._record = RunRecord(folder, key)
         self._log = RunLog(loggers or {})
         self._model = model
         self._metrics = folder / "metrics.jsonl"
 
-    def begin(self, spec_json: str, step: int) -> None:
+    def begin(self, spec_json: str, step: int, data_digest: str = "") -> None:
         with self._disk_errors():
             self._folder.mkdir(parents=True, exist_ok=True)
             replace_file(self._folder / "job.json", json.dumps(json.loads(spec_json), indent=2) + "\n")
             if self._metrics.exists():
                 replace_file(self._metrics, "".join(_rows_before(self._metrics, step)))
+            self._record.begin(step, data_digest)
         self._log.begin(step)
 
     def log_step(self, step: int, metrics: dict[str, float], samples: Sequence[LoggedSample] = ()) -> list[str]:
         with self._disk_errors(), self._metrics.open("ab", buffering=0) as file:
-            _append(file, (json.dumps({"step": step, **metrics}) + "\n").encode())
+            append_line(file, _line(step, metrics))
         self._log.log(Row(step, metrics, samples))
         return self._log.new_problems()
 
     def path_of(self, name: str) -> Path:
         return self._folder.absolute() / name
+
+    def record_step(self, step: int, metrics: dict[str, float], groups: bytes, weights: str) -> None:
+        with self._disk_errors():
+            self._record.add_step(step, _line(step, metrics), groups, weights)
+
+    def record_end(self, weights: str) -> None:
+        with self._disk_errors():
+            self._record.end(weights)
 
     def write_profile(self, profile: RunProfile) -> None:
         with self._disk_errors():
@@ -139,16 +150,9 @@ class LocalRunFolder:
             raise write_error(error, text) from error
 
 
-def _append(file: FileIO, line: bytes) -> None:
-    """Append a line whole or not at all."""
-    before = file.seek(0, os.SEEK_END)
-    try:
-        written = file.write(line)
-        if written < len(line):  # the disk is full: the rest says so
-            file.write(line[written:])
-    except OSError:
-        file.truncate(before)
-        raise
+def _line(step: int, metrics: Mapping[str, float]) -> bytes:
+    """Return a row of the run log."""
+    return (json.dumps({"step": step, **metrics}) + "\n").encode()
 
 
 _OPTIONAL_COLUMNS = ("reference", "values", "returns")

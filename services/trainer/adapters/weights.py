@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
@@ -79,13 +80,22 @@ class StorePublisher:
             await self._publisher.pin(self.job_id, version)
 
     async def equals(self, version: int, shards: Iterable[Shard]) -> bool | None:
+        committed = await self._committed(version)
+        return None if committed is None else committed == await self._digests(shards)
+
+    async def digest(self, version: int, shards: Iterable[Shard]) -> str:
+        committed = await self._committed(version)
+        found = await self._digests(shards) if committed is None else committed
+        return digest_of(json.dumps(sorted(found.items())).encode())
+
+    async def _committed(self, version: int) -> Digests | None:
+        """Return the digests of a committed version, None if it is no longer retained."""
         waiting = self.waits.on("the weight store", because=f"manifest of version {version}", limit_s=self.limit_s)
         try:
             async with waiting:
-                manifest = await retry_unavailable(lambda: self.client.manifest(self.job_id, version))
+                return _digests_in(await retry_unavailable(lambda: self.client.manifest(self.job_id, version)))
         except NotFound:
             return None
-        return _digests_in(manifest) == await self._digests(shards)
 
     async def damaged(self) -> frozenset[str]:
         try:

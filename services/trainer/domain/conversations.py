@@ -171,6 +171,11 @@ class Conversation:
         return b"".join(pack(mask, U8) for mask in masks)
 
     @property
+    def spans(self) -> list[tuple[str, int, int]]:
+        """Return what generated the model's tokens, turn by turn; see `SampleFinished.spans`."""
+        return [span for turn in self.turns for span in turn.spans]
+
+    @property
     def n_observation_tokens(self) -> int:
         """Return how many tokens are the environment's."""
         return sum(length(observation, I32) for _, observation in self._tokens())

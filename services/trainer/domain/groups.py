@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from rlboost.services.trainer.domain.conversations import Conversation, Interval, StepTurnIds, completions_of
+from rlboost.services.trainer.domain.conversations import Conversation, Interval, Row, StepTurnIds, completions_of
 from rlboost.services.trainer.domain.rewards import total
 from rlboost.shared.errors import Fatal, Unprocessable
 from rlboost.shared.ids import SampleId, group_of
@@ -46,6 +47,8 @@ class ScoredGroup:
     """int32 column of token ids, of all samples."""
     penalties: tuple[float, ...] = ()
     """The length penalty of each sample; empty if the job has none."""
+    row: int = 0
+    """Index of its prompt in the training or the evaluation data."""
     held_out: HeldOutSet | None = None
     """The set that it evaluates; None for a training group."""
 
@@ -59,6 +62,21 @@ class ScoredGroup:
     def completions(self) -> list[bytes]:
         """Return the completion of each sample; see `completions_of`."""
         return completions_of(self.samples, self.conversations)
+
+
+def recorded(group: ScoredGroup) -> dict[str, Any]:
+    """Return a group as it is in the run's record; docs/run-log.md describes it."""
+    name, talks = SampleId.unpack(group.group), group.conversations
+    scores = {"reward": group.rewards, **{f"reward/{part}": values for part, values in group.parts.items()}}
+    samples = []
+    for i, sample in enumerate(group.samples):
+        rows = talks[i].rows(group.prompt) if talks else [Row(group.prompt, sample.tokens, b"", sample.logprobs)]
+        sequences = [row._replace(prompt=b"") if row.prompt == group.prompt else row for row in rows]
+        spans = talks[i].spans if talks else sample.spans
+        values = {score: of_samples[i] for score, of_samples in scores.items()}
+        samples.append({**values, "finish": sample.finish, "spans": spans, "sequences": sequences})
+    number = f"{'e' if name.is_eval else ''}{name.group}"
+    return {"group": number, "row": group.row, "prompt": group.prompt, "samples": samples}
 
 
 # --- From the entries of `rollouts.finished` to complete groups -------------------------------------------------------

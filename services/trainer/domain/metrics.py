@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import comb
+from operator import attrgetter
 
 from rlboost.services.trainer.domain.advantages import standard_deviation
 from rlboost.services.trainer.domain.groups import ScoredGroup
@@ -186,6 +187,11 @@ class RolloutTally:
     """Throughput of the workers that generated, by kind."""
     measured: dict[str, float] = field(default_factory=dict)
     """Metrics of the step's prompts, by name."""
+
+    @property
+    def groups(self) -> list[ScoredGroup]:
+        """Return all scored groups in the order of their ids, which is that of the plan."""
+        return sorted((*self.scored, *self.evaluated), key=attrgetter("group"))
 
 
 @dataclass(slots=True)

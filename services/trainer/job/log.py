@@ -2,8 +2,8 @@
 
 Consumes: the step's metrics and, of a step that generates, its tally; once, the metrics that earlier trainers recorded,
 so that a successor repeats no warning.
-Produces: a row of the run log; a `StepReport` with the warnings that hold; `warning` and `warning_cleared` events; a
-`step_ended` event for a step that generates; the run's profile; Prometheus metrics.
+Produces: a row of the run log, and a link of the run's record; a `StepReport` with the warnings that hold; `warning`
+and `warning_cleared` events; a `step_ended` event for a step that generates; the run's profile; Prometheus metrics.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 import structlog
 from prometheus_client import Counter, Gauge
 
+from rlboost.services.trainer.domain.groups import recorded
 from rlboost.services.trainer.domain.metrics import RolloutTally, StepTally
 from rlboost.services.trainer.domain.profile_recorder import ProfileRecorder
 from rlboost.services.trainer.domain.warnings import Change, JobFacts, WarningTracker
@@ -22,6 +23,7 @@ from rlboost.services.trainer.job.checkpoints import Checkpoints
 from rlboost.services.trainer.job.job import Job
 from rlboost.services.trainer.ports.samples import Data
 from rlboost.services.trainer.ports.storage import LoggedSample
+from rlboost.shared.job.run_record import pack_groups
 from rlboost.shared.messages import StepReport
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Append
@@ -78,13 +80,12 @@ class StepLog:
         except Exception:  # a warning must not end a job
             log.exception("learning_watch_failed", job=self._job.id)
 
-    async def record_generated(self, tally: StepTally, samples: Sequence[LoggedSample] = ()) -> None:
-        """Record a step whose samples were generated, once its durations are complete, and log some of them."""
+    async def record_generated(self, tally: StepTally, weights: str, samples: Sequence[LoggedSample] = ()) -> None:
+        """Record a step whose samples were generated, once its durations are complete, and log some; see `record`."""
         times = tally.durations
         # Replacement prompts are known only after scoring, so no faster generation would shorten this wait.
-        wait_s = times.wait_s - times.resample_s
-        seconds = {"wait_s": wait_s, "train_s": times.train_s}
-        await self.record(tally.step, tally.metrics(), **seconds, tally=tally, samples=samples)
+        seconds = {"wait_s": times.wait_s - times.resample_s, "train_s": times.train_s}
+        await self.record(tally.step, tally.metrics(), **seconds, tally=tally, weights=weights, samples=samples)
         if not tally.requested_before:
             tokens = tally.tokens_by_worker()
             await self._job.emit_event("step_ended", step=tally.step, step_s=round(times.step_s, 3), tokens=tokens)
@@ -99,6 +100,7 @@ class StepLog:
         wait_s: float,
         train_s: float,
         tally: StepTally | None = None,
+        weights: str = "",
         samples: Sequence[LoggedSample] = (),
     ) -> None:
         """Record a step.
@@ -109,12 +111,15 @@ class StepLog:
             wait_s: how long the trainer waited for samples, which faster generation would shorten.
             train_s: how long it computed.
             tally: counts of the step, if its samples were generated.
+            weights: digest of the version that it has published, if there is one.
             samples: for the loggers that show some.
 
         """
-        job = self._job
+        job, folder = self._job, self._job.resources.folder
         observe_step(metrics, trained=step < job.spec.steps)
-        await job.warn(*await job.write(lambda: job.resources.folder.log_step(step, metrics, samples)))
+        await job.warn(*await job.write(lambda: folder.log_step(step, metrics, samples)))
+        groups = b"" if tally is None else pack_groups(map(recorded, tally.rollouts.groups))
+        await job.write(lambda: folder.record_step(step, metrics, groups, weights))
         report = StepReport(
             job_id=job.id,
             step=step,

@@ -85,6 +85,12 @@ class VersionPublisher:
         async with self._exporting:
             await self._publish_or_load(version, "adapter" if self._engine.adapter_json else "base")
 
+    async def digest(self, version: int) -> str:
+        """Return the digest of the tensors of the newest version that this process has trained or loaded."""
+        async with self._exporting:
+            shards = self._engine.export_shards("adapter" if self._engine.adapter_json else "base")
+            return await self._weights.digest(version, shards)
+
     async def restore_periodically(self) -> None:
         """Restore damaged chunks every `RESTORE_EVERY_S` seconds, until cancelled."""
         while True:

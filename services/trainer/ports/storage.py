@@ -123,6 +123,9 @@ class WeightPublisher(Protocol):
     async def equals(self, version: int, shards: Iterable[Shard]) -> bool | None:
         """Return True if a committed version holds exactly these tensors; None if it is no longer retained."""
 
+    async def digest(self, version: int, shards: Iterable[Shard]) -> str:
+        """Return a digest of the tensors of a committed version, of `shards` if it is no longer retained."""
+
     async def damaged(self) -> frozenset[str]:
         """Return the digests of chunks that the store has lost and workers ask for, also those of other jobs.
 
@@ -154,8 +157,11 @@ class RunFolder(Protocol):
     All but `dump_batch` and `close` raise `DiskFull` if there is no space; the same call may then be repeated.
     """
 
-    def begin(self, spec_json: str, step: int) -> None:
-        """Write the resolved job file; delete metrics of `step` and later, which will be trained again."""
+    def begin(self, spec_json: str, step: int, data_digest: str = "") -> None:
+        """Write the resolved job file; delete metrics of `step` and later, which will be trained again.
+
+        The run's record names the job file and the digest of the training prompts.
+        """
 
     def log_step(self, step: int, metrics: dict[str, float], samples: Sequence[LoggedSample] = ()) -> list[str]:
         """Append a row to the run log, and pass it to the job's loggers, with some of its samples.
@@ -167,6 +173,20 @@ class RunFolder(Protocol):
 
     def path_of(self, name: str) -> Path:
         """Return where a file or folder of this name is, or may be written by others."""
+
+    def record_step(self, step: int, metrics: dict[str, float], groups: bytes, weights: str) -> None:
+        """Add a step to the run's record, once its row is in the run log.
+
+        Args:
+            step: number of the step.
+            metrics: that row.
+            groups: its samples, as `shared.job.run_record.pack_groups` returns them; empty if none were generated.
+            weights: digest of the weights that it trained (`WeightPublisher.digest`); empty if it published none.
+
+        """
+
+    def record_end(self, weights: str) -> None:
+        """End the run's record, once the final model is written; `weights` is the digest of its last version."""
 
     def write_profile(self, profile: RunProfile) -> None:
         """Replace the run's measurements."""

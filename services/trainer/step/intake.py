@@ -107,10 +107,13 @@ class StepIntake:
         self._tally = RolloutTally()
         if selection is not None:
             self._tally.measured |= selection.metrics()
-        if self._replacements is not None:
-            self._tally.resampled = self._replacements.n_replaced
+        self._tally.resampled = self._replacements.n_replaced if self._replacements is not None else 0
         self._training: asyncio.Queue[tuple[PlannedGroup, asyncio.Task[ScoredGroup | None]]] = asyncio.Queue()
         """Training groups and their scoring, in order of completion; the task returns None for a dropped group."""
+        self._early: dict[int, tuple[PlannedGroup, asyncio.Task[ScoredGroup | None]]] = {}
+        """With `trainer.deterministic`: those that are complete before their turn, by their number in the step."""
+        self._turn = 0
+        """Number of the group whose turn it is."""
         self.n_undecided = 0
         """Number of complete groups that may still be replaced."""
         self._decided = asyncio.Event()
@@ -210,6 +213,7 @@ class StepIntake:
             outcome.conversations,
             start,
             length_penalties(outcome.completions, spec.algorithm, spec.sampling.max_tokens),
+            planned.row,
             planned.held_out,
         )
 
@@ -250,13 +254,24 @@ class StepIntake:
     async def next_group(self) -> ScoredGroup | None:
         """Return the next training group that is not replaced, None for a dropped one."""
         while True:
-            planned, scoring = await self._training.get()
+            planned, scoring = await self._next_training()
             if (group := await self._scored(scoring)) is not None:
                 self._tally.scored.append(group)
                 self._tally.penalties += group.penalties
             if self._replacements is None or not self._replacements.is_replaced(planned):
+                self._turn = planned.number % self.n_train + 1
                 return group
+            self._turn = planned.number + self.n_train  # the number of its replacement
             self._tally.replaced["equal_rewards"] += group is not None
+
+    async def _next_training(self) -> tuple[PlannedGroup, asyncio.Task[ScoredGroup | None]]:
+        """Return the next group in order of completion or, with `trainer.deterministic`, in that of the plan."""
+        while not self._job.spec.trainer.deterministic or self._turn not in self._early:
+            planned, scoring = await self._training.get()
+            if not self._job.spec.trainer.deterministic:
+                return planned, scoring
+            self._early[planned.number] = planned, scoring
+        return self._early.pop(self._turn)
 
     async def _scored(self, scoring: asyncio.Task[ScoredGroup | None]) -> ScoredGroup | None:
         because = f"a complete group of step {self.step + 1} has none yet"
@@ -286,7 +301,8 @@ class StepIntake:
         if any(not task.done() for task in tasks):
             async with self._reward_wait(f"the evaluation after step {self.step} is scored", len(tasks), scored):
                 await asyncio.wait(tasks)
-        return [group for task in tasks if (group := await task) is not None]
+        # Sums of rewards must not depend on which group was complete first.
+        return sorted([group for task in tasks if (group := await task) is not None], key=attrgetter("group"))
 
     @asynccontextmanager
     async def _reward_wait(self, because: str, n_groups: int, progress: Callable[[], str] = str) -> AsyncIterator[None]:

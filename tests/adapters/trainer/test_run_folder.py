@@ -15,6 +15,7 @@ from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.shared.errors import DiskFull, Fatal
 from rlboost.shared.job.run_profile import RunProfile
 from rlboost.shared.job.training import OptimizerSpec
+from rlboost.shared.weights.access import RecordKey
 from rlboost.shared.weights.shards import Shard
 from rlboost.shared.wire import F32, I32, pack
 from tests.support.losses import clipped_loss
@@ -22,9 +23,11 @@ from tests.support.model_folder import write_model, write_tokenizer
 from tests.support.small_disk import small_disk
 from tests.support.training_rows import rows, training_row
 
+KEY = RecordKey("secret")
+
 
 def test_run_folder_has_job_file_and_metrics(tmp_path: Path) -> None:
-    folder = LocalRunFolder(tmp_path / "run", tmp_path)
+    folder = LocalRunFolder(tmp_path / "run", tmp_path, KEY)
     folder.begin('{"name": "countdown"}', 0)
     folder.log_step(0, {"loss": 1.0})
     folder.log_step(1, {"loss": 0.5})
@@ -42,7 +45,7 @@ def test_profile_is_replaced(tmp_path: Path) -> None:
         train_s_per_token=0.02,
         update_s=0.5,
     )
-    folder = LocalRunFolder(tmp_path / "run", tmp_path)
+    folder = LocalRunFolder(tmp_path / "run", tmp_path, KEY)
     folder.begin("{}", 0)
     folder.write_profile(profile)
     folder.write_profile(later := profile.model_copy(update={"steps": 2}))
@@ -50,7 +53,7 @@ def test_profile_is_replaced(tmp_path: Path) -> None:
 
 
 def test_begin_drops_rows_of_steps_to_train_again(tmp_path: Path) -> None:
-    folder = LocalRunFolder(tmp_path / "run", tmp_path)
+    folder = LocalRunFolder(tmp_path / "run", tmp_path, KEY)
     folder.begin("{}", 0)
     for step in range(4):
         folder.log_step(step, {})
@@ -66,7 +69,7 @@ def test_full_disk_loses_no_row_and_no_model(tmp_path: Path) -> None:
     engine = TorchPolicy(PolicySettings(), device="cpu")
     engine.load_hf(base)
     with small_disk(tmp_path / "run", 8 << 20) as disk:
-        folder = LocalRunFolder(disk.path, base)
+        folder = LocalRunFolder(disk.path, base, KEY)
         folder.begin("{}", 0)
         for step in range(50):
             folder.log_step(step, {"loss": 1.0})
@@ -95,7 +98,7 @@ def test_export_writes_a_hugging_face_directory(tmp_path: Path) -> None:
     engine.load_hf(base)
     engine.accumulate([rows()], clipped_loss(0.2, 0.28))
     engine.step(1e-2)
-    folder = LocalRunFolder(tmp_path / "run", base)
+    folder = LocalRunFolder(tmp_path / "run", base, KEY)
     folder.begin("{}", 0)
     folder.export(engine.export_shards())
     path = folder.export(engine.export_shards())
@@ -111,11 +114,11 @@ def test_export_writes_a_hugging_face_directory(tmp_path: Path) -> None:
 def test_unwritable_run_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(Fatal, match=r"run's folder .*file/run cannot be written"):
-        LocalRunFolder(tmp_path / "file" / "run", tmp_path).begin("{}", 0)
+        LocalRunFolder(tmp_path / "file" / "run", tmp_path, KEY).begin("{}", 0)
 
 
 def test_export_adapter_writes_a_peft_directory(tmp_path: Path) -> None:
-    folder = LocalRunFolder(tmp_path / "run", tmp_path)
+    folder = LocalRunFolder(tmp_path / "run", tmp_path, KEY)
     for value in (b"\x00\x00\x00\x00", b"\x00\x00\x80?"):
         shard = Shard("base_model.model.q.lora_A.weight", "float32", (1, 1), (0, 0), (1, 1), value)
         path = folder.export_adapter([shard], '{"r": 1}')
@@ -126,7 +129,7 @@ def test_export_adapter_writes_a_peft_directory(tmp_path: Path) -> None:
 
 def test_dump_batch_writes_readable_rows(tmp_path: Path) -> None:
     row = training_row([1, 2], [3], [float("nan")], -0.5)
-    folder = LocalRunFolder(tmp_path / "run", tmp_path)
+    folder = LocalRunFolder(tmp_path / "run", tmp_path, KEY)
     folder.begin("{}", 0)
     path = folder.dump_batch("not-finite-step-3.jsonl", [row, row])
     assert path == tmp_path / "run/not-finite-step-3.jsonl"
@@ -140,7 +143,7 @@ def test_dump_batch_writes_readable_rows(tmp_path: Path) -> None:
 def test_dump_batch_writes_advantages_by_token_with_a_critic(tmp_path: Path) -> None:
     advantages, values, returns = (pack(column, F32) for column in ([-0.5, 2.0], [0.25, 0.5], [1.0, 1.0]))
     row = TrainingRow.of(SequenceRow(pack([1], I32), pack([2, 3], I32)), advantages, values=values, returns=returns)
-    folder = LocalRunFolder(tmp_path / "run", tmp_path)
+    folder = LocalRunFolder(tmp_path / "run", tmp_path, KEY)
     folder.begin("{}", 0)
     (dumped,) = map(json.loads, folder.dump_batch("not-finite-step-3.jsonl", [row]).read_text().splitlines())
     expected = {"advantage": 0.0, "advantages": [-0.5, 2.0], "values": [0.25, 0.5], "returns": [1.0, 1.0]}

@@ -18,6 +18,7 @@ from rlboost.services.trainer.adapters.run_folder import LocalRunFolder
 from rlboost.services.trainer.adapters.run_log import Row, RunLog, openers
 from rlboost.services.trainer.ports.storage import LoggedSample
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.weights.access import RecordKey
 from tests.support import tracker_stand_ins, wandb_file
 from tests.support.eventually import LIMIT_S, eventually
 from tests.support.stopwatch import Stopwatch
@@ -29,7 +30,7 @@ STAND_INS = Path(tracker_stand_ins.__file__).parent
 
 def run(path: Path, job: Any, first: int, end: int) -> list[str]:
     """Log steps as one process of a trainer does, and return what went wrong."""
-    run_folder = LocalRunFolder(path, path, openers(job, "job-1-ab12", path))
+    run_folder = LocalRunFolder(path, path, RecordKey("secret"), openers(job, "job-1-ab12", path))
     run_folder.begin("{}", first)
     troubles: list[str] = []
     for step in range(first, end):

@@ -19,6 +19,7 @@ from rlboost.services.trainer.ports.engine import PolicySettings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import parse
 from rlboost.shared.job.training import LoraSpec
+from rlboost.shared.weights.access import RecordKey
 from rlboost.shared.weights.cached_version import AdaptedVersion
 from rlboost.shared.weights.shards import Shard
 from rlboost.shared.wire import floats, ints
@@ -58,7 +59,9 @@ def tensor(shard: Shard) -> torch.Tensor:
 def merged_by_peft(folder: Path, policy: TorchPolicy, run: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Save the adapter as PEFT's users do, and let PEFT load and merge it."""
     run.mkdir()
-    adapter = LocalRunFolder(run, folder).export_adapter(policy.export_shards("adapter"), policy.adapter_json)
+    adapter = LocalRunFolder(run, folder, RecordKey("secret")).export_adapter(
+        policy.export_shards("adapter"), policy.adapter_json
+    )
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     merged: Any = peft.PeftModel.from_pretrained(model, adapter).merge_and_unload()
     found: dict[str, torch.Tensor] = merged.state_dict()

@@ -27,6 +27,7 @@ from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import parse
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
 from rlboost.shared.model.folder import HEAD, require_scores
+from rlboost.shared.weights.access import RecordKey
 from rlboost.shared.wire import ints
 from tests.support.model_folder import with_chat_template, write_model, write_tokenizer
 
@@ -86,7 +87,8 @@ def scores_of(engine: TorchPolicy, rows: list[TrainingRow]) -> torch.Tensor:
 
 def exported(engine: TorchPolicy, model: Path, to: Path) -> Path:
     pad = AutoTokenizer.from_pretrained(model).pad_token_id
-    return LocalRunFolder(to, model, None, RewardModel(classifier_of(model), pad)).export(engine.export_shards())
+    folder = LocalRunFolder(to, model, RecordKey("secret"), None, RewardModel(classifier_of(model), pad))
+    return folder.export(engine.export_shards())
 
 
 def trl_trainer(folder: Path, rows: list[dict[str, Any]], out: Path, **loss: Any) -> RewardTrainer:

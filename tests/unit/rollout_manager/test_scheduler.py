@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from rlboost.services.rollout_manager.domain.apply_messages import apply_delivered
@@ -17,6 +19,7 @@ from rlboost.services.rollout_manager.domain.placement import (
 from rlboost.services.rollout_manager.domain.queue import unassign
 from rlboost.services.rollout_manager.domain.world import World
 from rlboost.shared.job.fleet import SamplingSpec
+from rlboost.shared.job.training import TrainerSpec
 from rlboost.shared.messages import Admitted, Release, Restated, Revoke, SampleDropped
 from rlboost.shared.wire import I32, U64, ints, pack
 from tests.support.builders import (
@@ -98,13 +101,20 @@ def unequal_loads() -> World:
     return world
 
 
-def test_samples_do_not_migrate_to_a_worker_without_the_jobs_options() -> None:
+@pytest.mark.parametrize(
+    ("changes", "option"),
+    [
+        ({"sampling": SamplingSpec(min_p=0.1)}, "min_p"),
+        ({"trainer": TrainerSpec(deterministic=True)}, "batch_invariant"),
+    ],
+)
+def test_samples_do_not_migrate_to_a_worker_without_the_jobs_options(changes: dict[str, Any], option: str) -> None:
     world = unequal_loads()
     record = world.jobs["j"].record
-    record.spec = record.spec.model_copy(update={"sampling": SamplingSpec(min_p=0.1)})
-    world.fleet.workers["w"].sampling_options = frozenset({"min_p"})
+    record.spec = record.spec.model_copy(update=changes)
+    world.fleet.workers["w"].sampling_options = frozenset({option})
     assert rebalance(world, NOW) == []
-    world.fleet.workers["z"].sampling_options = frozenset({"min_p"})
+    world.fleet.workers["z"].sampling_options = frozenset({option})
     assert released(rebalance(world, NOW._replace(mono=NOW.mono + 2 * REBALANCE_EVERY_S)))
 
 

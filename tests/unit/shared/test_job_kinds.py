@@ -185,6 +185,30 @@ NO_HELD_OUT = "data.eval: missing, and eval is set: name the file of held-out ro
                 "completions that they end themselves: remove one of the two"
             ),
         ),
+        (
+            "rl",
+            {"trainer": {"deterministic": True}, "elastic": {"max_staleness": 1}},
+            (
+                "trainer.deterministic: with elastic.max_staleness: 1 the version that generates a token depends on "
+                "the time: set that to 0, or remove deterministic"
+            ),
+        ),
+        (
+            "eval",
+            {"trainer": {"deterministic": True}, "agent": {"function": "a:b", "max_turns": 2}},
+            (
+                "trainer.deterministic: not supported with an agent, whose calls come in an order of their own: remove "
+                "it, or use an environment"
+            ),
+        ),
+        (
+            "sft",
+            {"trainer": {"deterministic": True, "data_parallel": 2}},
+            (
+                "trainer: deterministic needs trainer.backend: torch in one process, as the order of sums over several "
+                "is not fixed: set data_parallel and context_parallel to 1, or remove deterministic"
+            ),
+        ),
         ("rl", {"sampling": {"temperature": 1e9}}, "sampling.temperature: should be 10 or less, not 1000000000.0"),
         ("eval", {"reward": None}, "reward: a job of kind eval needs it, or an environment or agent"),
         (

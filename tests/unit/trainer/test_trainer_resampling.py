@@ -153,14 +153,15 @@ def test_more_groups_than_a_step_has_ids_for_are_refused() -> None:
 # --- a whole job ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("max_staleness", [0, 2])
+@pytest.mark.parametrize(("max_staleness", "deterministic"), [(0, False), (2, False), (0, True)])
 @pytest.mark.parametrize("seed", range(6))
 async def test_step_trains_on_the_final_groups_of_its_places_in_any_order(
-    tmp_path: Path, seed: int, max_staleness: int
+    tmp_path: Path, seed: int, max_staleness: int, deterministic: bool
 ) -> None:
     rng = random.Random(seed)
     equal = frozenset(rng.sample(range(ROWS), rng.randrange(ROWS + 1)))
-    what = job(rng.randrange(1, 4), elastic={"max_staleness": max_staleness})
+    changes = {"elastic": {"max_staleness": max_staleness}, "trainer": {"deterministic": deterministic}}
+    what = job(rng.randrange(1, 4), **changes)
     rows: list[TrainingRow] = []
     rig = rig_of(tmp_path, what, equal)
     rig.make_engine = lambda: WatchedEngine(rows)
@@ -170,6 +171,24 @@ async def test_step_trains_on_the_final_groups_of_its_places_in_any_order(
     assert asked(rig) == groups
     assert Counter((row.prompt, row.completion) for row in rows) == rows_of(rig.manager.requests, teaching)
     assert sum(report.metrics["groups/resampled"] for report in await rig.steps()) == len(groups) - 4 * PLACES
+
+
+@pytest.mark.parametrize(("deterministic", "order"), [(True, [0, 1, 2]), (False, [1, 2, 0])])
+async def test_deterministic_step_trains_in_the_order_of_the_plan(
+    tmp_path: Path, deterministic: bool, order: list[int]
+) -> None:
+    rows: list[TrainingRow] = []
+    trainer = {"deterministic": deterministic, "micro_batch_tokens": 1}
+    rig = rig_of(tmp_path, job(0, steps=1, trainer=trainer), frozenset())
+    rig.make_engine = lambda: WatchedEngine(rows)
+    rig.manager.withholds = lambda sample: SampleId.unpack(sample).group == 0
+    async with rig.trainer():
+        await rig.command("create")
+        await eventually(lambda: any(wait.because.startswith("4 of 6") for wait in rig.waits.current()))
+        await rig.manager.release()
+        assert (await rig.ended()).state == "completed"
+    groups = {request.prompt: SampleId.unpack(request.group).group for request in rig.manager.requests}
+    assert list(dict.fromkeys(groups[row.prompt] for row in rows)) == order
 
 
 async def test_step_without_signal_stops_at_the_resample_limit(tmp_path: Path) -> None:

@@ -24,11 +24,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from rlboost.services.rollout_worker.adapters.engine_thread import EngineThread, ThreadedEngine
 from rlboost.services.rollout_worker.adapters.torch import model as torch_model
-from rlboost.services.rollout_worker.adapters.torch.model import Model
 from rlboost.services.rollout_worker.adapters.torch.slot_cache import SlotCache
 from rlboost.services.rollout_worker.domain import frames
 from rlboost.services.rollout_worker.domain.load import QUANTUM, EngineStats, KvCapacity
@@ -38,7 +36,7 @@ from rlboost.services.rollout_worker.domain.speculation import Drafter, Drafts
 from rlboost.services.rollout_worker.ports import Sequences
 from rlboost.shared.errors import UnsuitableWeights
 from rlboost.shared.messages import RESUMES_GRAMMAR, SAMPLING_OPTIONS
-from rlboost.shared.model.experts import FAMILIES, require_routing, routers_of, shape_of_routing
+from rlboost.shared.model.experts import FAMILIES, is_mixture, require_routing, routers_of, shape_of_routing
 from rlboost.shared.wire import TOP
 
 if TYPE_CHECKING:
@@ -180,40 +178,6 @@ def _column(values: npt.NDArray[np.generic], like: torch.Tensor) -> torch.Tensor
     return torch.from_numpy(values).to(like.device)[:, None]
 
 
-# --- Scores given tokens with the torch engine's model: one causal forward pass without a KV cache --------------------
-
-
-class _NoCache:
-    """Replaces the slot cache: each token attends to those before it in the same pass."""
-
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
-    ) -> torch.Tensor:
-        """See `SlotCache.attend`."""
-        del layer
-        grouped = query.shape[1] != key.shape[1]
-        attended = functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scale, enable_gqa=grouped
-        )
-        return attended.transpose(1, 2)
-
-
-def score(model: Model, sequences: Sequences, temperature: float) -> list[list[float]]:
-    """Return each completion token's log-probability; see `ports.Engine.score`."""
-    length = max(len(prompt) + len(completion) for prompt, completion in sequences)
-    padded = [
-        [*prompt, *completion] + [0] * (length - len(prompt) - len(completion)) for prompt, completion in sequences
-    ]
-    ids = torch.tensor(padded, device=model.device)
-    positions = torch.arange(length, device=ids.device).expand_as(ids)
-    logits = model(input_ids=ids, position_ids=positions, use_cache=False, slot_cache=_NoCache()).logits[:, :-1]
-    logprobs = torch.log_softmax(logits.float() / temperature, dim=-1).gather(2, ids[:, 1:, None])[..., 0].tolist()
-    return [
-        scores[len(prompt) - 1 : len(prompt) + len(completion) - 1]
-        for scores, (prompt, completion) in zip(logprobs, sequences, strict=True)
-    ]
-
-
 # --- The engine -------------------------------------------------------------------------------------------------------
 
 
@@ -283,6 +247,8 @@ class TorchEngine(ThreadedEngine):
         vocabulary = self._model.get_input_embeddings().num_embeddings
         self._grammars = _grammar_compiler(tokenizer_json, vocabulary)
         options = {*SAMPLING_OPTIONS, RESUMES_GRAMMAR} - {"stop"} - ({"grammar"} if self._grammars is None else set())
+        if device != "cpu" or is_mixture(self._model.config.to_dict()):
+            options.remove("batch_invariant")  # untested, and the number of an expert's tokens depends on the others
         self._new_table = partial(RequestTable, slots, max_len, vocabulary, capacity, self._routing.shape, options)
         table = self._new_table()
         self._drafter = drafter
@@ -356,7 +322,7 @@ class TorchEngine(ThreadedEngine):
 
     @torch.inference_mode()
     def _score(self, sequences: Sequences, temperature: float) -> list[list[float]]:
-        return score(self._model, sequences, temperature)
+        return torch_model.score(self._model, sequences, temperature)
 
     @torch.inference_mode()
     def _sample(self, requests: Sequence[Request]) -> list[Emission]:
@@ -409,6 +375,8 @@ class TorchEngine(ThreadedEngine):
     def _prefill_new(self, table: RequestTable, new: range) -> None:
         """Fill the cache with the prefixes of new slots, which come after all others."""
         held = [slot for slot in range(new.start) if table.requests[slot].key not in self._stale_keys]
+        if table.is_batch_invariant:  # the others may have been computed in passes of any shape
+            held = [slot for slot in held if table.requests[slot].sampling.batch_invariant]
         new_prefixes, held_prefixes = ([(slot, table.prefix(slot)) for slot in slots] for slots in (new, held))
         for turn in frames.plan(new_prefixes, held_prefixes):
             copies = [prefill for prefill in turn if prefill.shared]
@@ -416,7 +384,14 @@ class TorchEngine(ThreadedEngine):
                 pairs = np.array([(prefill.slot, prefill.donor) for prefill in copies])
                 self._cache.share(pairs[:, 0], pairs[:, 1], max(prefill.shared for prefill in copies))
                 table.share_routing(pairs[:, 0], pairs[:, 1], np.array([prefill.shared for prefill in copies]))
-            self._prefill(table, np.array([(prefill.slot, prefill.shared, prefill.length) for prefill in turn]))
+            todo = np.array([(prefill.slot, prefill.shared, prefill.length) for prefill in turn])
+            if table.is_batch_invariant:
+                slots, positions = (np.concatenate(part) for part in zip(*map(_rows_of, todo), strict=True))
+                if len(slots):
+                    self._compute_rows(table, slots, positions)
+                self.prefilled_tokens_total += len(slots)
+            else:
+                self._prefill(table, todo)
 
     def _prefill(self, table: RequestTable, todo: Ints) -> None:
         """Run the model on the tokens from `todo[:, 1]` to `todo[:, 2]` of the slots `todo[:, 0]`."""
@@ -440,13 +415,15 @@ class TorchEngine(ThreadedEngine):
             todo[batch, 1] += lengths
 
     def _sort(self, table: RequestTable) -> None:
-        if self._steps % _SORT_STEPS == 0 and (order := self._cache.order(table.positions)) is not None:
+        if self._steps % _SORT_STEPS or table.is_batch_invariant:
+            return
+        if (order := self._cache.order(table.positions)) is not None:
             with self._thread.lock:
                 table.reorder(order)
             self._cache.reorder(order)
 
     def _decode(self, table: RequestTable) -> None:
-        drafter = self._drafter if table is self._table else None
+        drafter = self._drafter if table is self._table and not table.is_batch_invariant else None
         if drafter is None:
             self._decode_one(table)
             return
@@ -460,16 +437,29 @@ class TorchEngine(ThreadedEngine):
     def _decode_one(self, table: RequestTable) -> None:
         """Decode one token per slot."""
         positions, n = table.positions, table.n
+        if table.is_batch_invariant:
+            logits = self._compute_rows(table, np.arange(n), positions)
+            self._commit_one(table, logits)
+            return
         self._cache.begin_decode(positions)
         last_tokens, at = (torch.from_numpy(a).to(self._device) for a in (table.last_tokens, positions))
         with self._routing.recording(enabled=table.records_routing) as experts:
             logits = torch_model.decode(self._model, last_tokens, at, self._cache)
         if table.records_routing:
             table.record_routing(np.arange(n), positions, np.ones(n, np.int64), experts(n))
-        tokens, logprobs, most_likely = self._draw(table, logits, np.arange(n), table.offsets)
+        self._commit_one(table, logits)
+
+    def _commit_one(self, table: RequestTable, logits: Tensor) -> None:
+        """Draw and commit the next token of each slot from its logits [n, vocabulary]."""
+        tokens, logprobs, most_likely = self._draw(table, logits, np.arange(table.n), table.offsets)
         with self._thread.lock:
             moves = table.commit(tokens, logprobs, most_likely)
         self._cache.move(moves)
+
+    def _compute_rows(self, table: RequestTable, slots: Ints, positions: Ints) -> Tensor:
+        """Run the model on the tokens of slots at positions; see `torch_model.compute_rows`."""
+        tokens = [table.tokens(slot)[at] for slot, at in zip(slots, positions, strict=True)]
+        return torch_model.compute_rows(self._model, np.array(tokens, np.int64), slots, positions, self._cache)
 
     def _verify(self, table: RequestTable, drafter: Drafter, drafts: Drafts) -> None:
         """Decode the tokens of each slot up to the first that differs from its draft."""
@@ -521,6 +511,12 @@ class TorchEngine(ThreadedEngine):
             # NaN may be in the cache, where even a masked column would affect the slot's next request.
             self._cache_is_stale = True
         return tokens, logprobs, top_logprobs(logits, temperature, table.top_logprobs[slots])
+
+
+def _rows_of(todo: Ints) -> tuple[Ints, Ints]:
+    """Return the slot and the position of each token of a prefill: see `TorchEngine._prefill`."""
+    slot, start, end = todo
+    return np.full(end - start, slot), np.arange(start, end)
 
 
 def _common_length(one: Sequence[int], other: Sequence[int]) -> int:

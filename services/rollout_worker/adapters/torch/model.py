@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from torch.nn import functional
@@ -20,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlboost.services.rollout_worker.adapters.torch.slot_cache import ATTENTION, SlotCache
 from rlboost.services.rollout_worker.domain.load import QUANTUM, KvCapacity
+from rlboost.services.rollout_worker.ports import Sequences
 from rlboost.shared.errors import RLBoostError, UnsuitableWeights
 from rlboost.shared.model.experts import split_experts
 
@@ -191,6 +193,31 @@ def verify(model: Model, tokens: torch.Tensor, positions: torch.Tensor, cache: S
     return logits
 
 
+FIXED_ROWS = 16
+"""Tokens of each pass of `compute_rows`: kernels choose the order of their sums by the shape of a pass."""
+
+
+def compute_rows(
+    model: Model,
+    tokens: npt.NDArray[np.int64],
+    slots: npt.NDArray[np.int64],
+    positions: npt.NDArray[np.int64],
+    cache: SlotCache,
+) -> torch.Tensor:
+    """Return the logits [n, vocabulary] after tokens [n] of slots [n] at positions [n], which are cached.
+
+    The tokens of a slot are in order, and all before them are cached. No bit of a row depends on the other rows.
+    """
+    found = []
+    for start in range(0, len(slots), FIXED_ROWS):
+        some = slice(start, start + FIXED_ROWS)
+        padding = 0, FIXED_ROWS - len(slots[some])
+        at = cache.begin_rows(np.pad(slots[some], padding, constant_values=-1), np.pad(positions[some], padding))
+        inputs = torch.from_numpy(np.pad(tokens[some], padding)).to(model.device)
+        found.append(verify(model, inputs, at, cache)[: len(slots[some])])
+    return torch.cat(found)
+
+
 class _RMSNorm(nn.Module):
     """RMS normalization over the last dimension with few kernels.
 
@@ -265,3 +292,37 @@ class Weights:
         if not may_be_partial:
             check_nothing_missing([name for name, own in self._tensors.items() if own.data_ptr() not in loaded])
         self.complete = True
+
+
+# --- Scores given tokens with the torch engine's model: one causal forward pass without a KV cache --------------------
+
+
+class _NoCache:
+    """Replaces the slot cache: each token attends to those before it in the same pass."""
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
+        """See `SlotCache.attend`."""
+        del layer
+        grouped = query.shape[1] != key.shape[1]
+        attended = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scale, enable_gqa=grouped
+        )
+        return attended.transpose(1, 2)
+
+
+def score(model: Model, sequences: Sequences, temperature: float) -> list[list[float]]:
+    """Return each completion token's log-probability; see `ports.Engine.score`."""
+    length = max(len(prompt) + len(completion) for prompt, completion in sequences)
+    padded = [
+        [*prompt, *completion] + [0] * (length - len(prompt) - len(completion)) for prompt, completion in sequences
+    ]
+    ids = torch.tensor(padded, device=model.device)
+    positions = torch.arange(length, device=ids.device).expand_as(ids)
+    logits = model(input_ids=ids, position_ids=positions, use_cache=False, slot_cache=_NoCache()).logits[:, :-1]
+    logprobs = torch.log_softmax(logits.float() / temperature, dim=-1).gather(2, ids[:, 1:, None])[..., 0].tolist()
+    return [
+        scores[len(prompt) - 1 : len(prompt) + len(completion) - 1]
+        for scores, (prompt, completion) in zip(logprobs, sequences, strict=True)
+    ]

@@ -134,6 +134,44 @@ class _Packed:
         return torch.cat(attended, dim=1).flatten(0, 1)[None, self._packed]
 
 
+class _ByRow:
+    """Attention of a pass over any tokens, each by itself: its output depends on no other, nor on their number.
+
+    Args:
+        slots: [tokens], the slot of each.
+        positions: [tokens], the position of each in its slot.
+        dtype: dtype of the mask.
+        device: the cache's.
+
+    """
+
+    def __init__(self, slots: Ints, positions: Ints, dtype: torch.dtype, device: torch.device) -> None:
+        spans = (positions // QUANTUM + 1) * QUANTUM
+        self._parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        """Of tokens that attend to as many columns: their places in the pass, slots and mask."""
+        for span in np.unique(spans):
+            rows = np.flatnonzero(spans == span)
+            hidden = np.arange(span) > positions[rows, None]
+            mask = torch.zeros(len(rows), 1, 1, int(span), dtype=dtype, device=device)
+            mask.masked_fill_(torch.from_numpy(hidden).to(device)[:, None, None], -torch.inf)
+            of_slots = torch.from_numpy(slots[rows]).to(device)
+            self._parts.append((torch.from_numpy(rows).to(device), of_slots, mask))
+
+    def attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
+        """Return the output [1, tokens, heads, head dim] of a query [1, heads, tokens, head dim]."""
+        (_, heads, tokens, size), kv_heads = query.shape, keys.shape[1]
+        grouped = query[0].transpose(0, 1).reshape(tokens, kv_heads, heads // kv_heads, size)
+        attended = query.new_empty(tokens, kv_heads, heads // kv_heads, values.shape[3])
+        for rows, slots, mask in self._parts:
+            span = mask.shape[3]
+            attended[rows] = functional.scaled_dot_product_attention(
+                grouped[rows], keys[slots, :, :span], values[slots, :, :span], attn_mask=mask, scale=scale
+            )
+        return attended.reshape(1, tokens, heads, values.shape[3])
+
+
 class SlotCache:
     """Keys and values of all slots, [slots, kv heads, columns, head dim] per layer; column p holds position p.
 
@@ -156,7 +194,7 @@ class SlotCache:
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._writes = _WritePositions(np.empty(0, np.int64), np.empty(0, np.int64), device)
         self._prefills = False
-        self._context: _Context | _Packed | None = None
+        self._context: _Context | _Packed | _ByRow | None = None
         self._blocks: list[tuple[slice, int, torch.Tensor]] = []
 
     @property
@@ -244,6 +282,20 @@ class SlotCache:
         one_by_one = self._dtype != torch.float32 and self._device.type == "cpu"
         self._context = _Packed(positions, packed, span, self._dtype, one_by_one=one_by_one)
         return torch.from_numpy(at).to(self._device)[None]
+
+    def begin_rows(self, slots: Ints, positions: Ints) -> torch.Tensor:
+        """Announce a pass over any tokens [tokens], each after those before it in its slot; see `_ByRow`.
+
+        A token with a slot of -1 is padding: it is not cached, and its output is meaningless.
+
+        Returns:
+            The positions of all tokens, [1, tokens].
+
+        """
+        real = np.flatnonzero(slots >= 0)
+        self._writes = _WritePositions(slots[real], positions[real], self._device, real)
+        self._context = _ByRow(np.maximum(slots, 0), positions, self._dtype, self._device)
+        return torch.from_numpy(positions).to(self._device)[None]
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
