@@ -485,7 +485,7 @@ async def test_dpo_without_workers_survives_a_kill_and_prefers_the_chosen(
 async def test_a_reward_model_survives_a_kill_and_learns_to_prefer_held_out_pairs(site: Site, machine: Machine) -> None:
     """The better completion has more of the token t7; which pairs are seen does not matter."""
     rng = random.Random(3)
-    pairs: list[dict[str, Any]] = []
+    pairs: list[dict[str, str]] = []
     while len(pairs) < 160:
         prompt, *words = ([f"t{rng.randrange(8, 90)}" for _ in range(5)] for _ in range(3))
         words[0][:2] = ["t7", "t7"]

@@ -52,13 +52,14 @@ _DETAIL_CHARS = 500
 _LOAD_LIMIT_S = 1800.0
 """How long the weights of a reward model may take to load."""
 _ANSWER_CHARS = 200
+_SCORER = "rlboost.services.trainer.adapters.torch.reward_model:RewardModel"
 
 
 class RewardModelSource(NamedTuple):
     """A reward model that the processes load."""
 
     scorer: dict[str, Any]
-    """The arguments of `torch.reward_model.RewardModel`."""
+    """The arguments of `RewardModel`."""
     digest: str
     """Of its weights."""
 
@@ -145,7 +146,7 @@ def _program(
             {
                 **part.model_dump(exclude={"judge"}),
                 "timeout_s": spec.timeout_s,
-                "scorer": models[part.model].scorer if part.model else None,
+                "scorer": {"class": _SCORER, "arguments": models[part.model].scorer} if part.model else None,
                 "hidden": [name for name in part.arguments if name in columns],
                 "gets_token": part.url is not None and origin_of(part.url) in token_origins,
             }

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
+from importlib import import_module
 from typing import Any, NamedTuple, SupportsFloat, SupportsIndex
 
 from rlboost.services.trainer.children.child import Pipe, unpack
@@ -278,15 +279,15 @@ def _rows(request: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def reward_model(part: Mapping[str, Any]) -> Caller:
-    """Return a caller of the reward model that `part["scorer"]` describes.
+    """Return a caller of the reward model that `part["scorer"]` describes: a class of the trainer's, and arguments.
 
     Raises:
         ConfigError: it cannot be loaded.
 
     """
-    from rlboost.services.trainer.adapters.torch.reward_model import RewardModel  # noqa: PLC0415 - imports torch
-
-    return Caller(part["name"], part["model"], RewardModel(**part["scorer"]).score, reward_number)
+    module, _, name = part["scorer"]["class"].partition(":")
+    made = getattr(import_module(module), name)(**part["scorer"]["arguments"])
+    return Caller(part["name"], part["model"], made.score, reward_number)
 
 
 # --- The process ------------------------------------------------------------------------------------------------------

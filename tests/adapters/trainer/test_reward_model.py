@@ -73,16 +73,14 @@ async def start() -> AsyncIterator[Start]:
 
 
 async def test_scores_are_those_of_transformers_next_to_a_function(model: Path, start: Start) -> None:
-    function = {"function": "tests.support.reward_functions:lengths", "weight": 0.5}
+    function = {"function": "tests.support.reward_functions:lengths", "weight": 0.0}
     pool = await start({"functions": [{"model": "rm", "weight": 2.0}, function]}, model)
     found = await pool.score(group("t5 t6 ", TEXTS))
     assert found.rewards is not None
     theirs = expected(model, [f"<bos> t5 t6 {text} <eos>" for text in TEXTS])
     assert found.parts["model"] == pytest.approx(theirs, abs=1e-5)
-    assert found.rewards == pytest.approx(
-        [2 * score + 0.5 * (length or 0.0) for score, length in zip(theirs, found.parts["lengths"], strict=True)],
-        abs=1e-5,
-    )
+    assert found.rewards == pytest.approx([2 * score for score in theirs], abs=1e-5)
+    assert found.parts["lengths"] == (0.25,) * 4
     assert found.models == {"rm": digest_of_weights(model)}
     assert (await pool.score(group("t5 t6 ", TEXTS))).rewards == found.rewards, "the same bits"
     chats = await pool.score(group([{"role": "user", "content": "t5 t6"}], TEXTS))
