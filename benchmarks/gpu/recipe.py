@@ -37,6 +37,7 @@ from rlboost.recipes import write_rows
 from rlboost.recipes.gsm8k.prepare import row
 from rlboost.shared.errors import RLBoostError
 from rlboost.shared.job.file import load
+from rlboost.shared.job.spec import parse
 from rlboost.shared.messages import ENDED
 
 FOLDER = Path("build/recipes")
@@ -84,14 +85,17 @@ async def run(options: LocalOptions, job: dict[str, Any]) -> Ran:
     """Run a job in a system of its own, or continue the one of its name that is in the system's state folder.
 
     Raises:
-        SystemExit: the job failed, or was cancelled.
+        SystemExit: the job failed or was cancelled, or the one to continue differs from `job`.
 
     """
     peak_bytes = 0
     async with LocalCluster(options) as cluster:
         with Client(cluster.url, cluster.token) as client:
-            known = [one["id"] for one in client.jobs.list() if one["name"] == job["name"]]
+            jobs = [one for one in client.jobs.list() if one["state"] not in {"failed", "cancelled"}]
+            known = [one["id"] for one in jobs if one["name"] == job["name"]]
             job_id = known[-1] if known else client.jobs.create(job)["id"]
+            if known and parse(client.jobs.spec(job_id)) != parse(job):
+                raise SystemExit(f"{job_id} began with other values: give the same ones, or remove {options.state_dir}")
             shown: dict[str, Any] = client.jobs.show(job_id)
             while shown["state"] not in ENDED:
                 await asyncio.sleep(_POLL_INTERVAL_S)
@@ -135,10 +139,11 @@ def whole(name: str, spec: SystemSpec, model: str | None, overrides: list[str]) 
     """Run a recipe at its size, or what is left of it, and draw its curve.
 
     Raises:
-        ConfigError: there is no such recipe, or its model does not fit it.
+        ConfigError: there is no such recipe, or no such device.
         SystemExit: the model is not at hand, its data cannot be prepared, or the job failed.
 
     """
+    options = local_options(spec, Path(".rlboost"))
     folder = FOLDER / name.replace("-", "_")
     if not (folder / "job.yaml").exists():
         new_folder.make(folder, recipe=name)
@@ -151,7 +156,7 @@ def whole(name: str, spec: SystemSpec, model: str | None, overrides: list[str]) 
         program = ["prepare.py"] if Path("prepare.py").exists() else ["-m", module]
         if subprocess.run([sys.executable, *program], check=False).returncode != 0:
             raise SystemExit(f"the data of {name} cannot be prepared: put train.jsonl and eval.jsonl into {folder}")
-    ran = asyncio.run(run(local_options(spec, Path(".rlboost")), complete(job)))
+    ran = asyncio.run(run(options, complete(job)))
     draw(ran, name)
     return ran
 

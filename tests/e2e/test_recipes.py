@@ -174,7 +174,7 @@ def test_recipe_fits_a_model_of_its_family(file: str, tmp_path: Path, monkeypatc
     name, _, job_file = file.partition("/")
     overrides = make(tmp_path, name)
     monkeypatch.chdir(tmp_path)
-    if name == "reasoning_gym" and job_file == "warmup.yaml":  # of the example's model, which has no chat template
+    if name == "reasoning_gym" and job_file != "job.yaml":  # of the example's model, which has no chat template
         write_rows(Path("train.jsonl"), reasoning_gym.rows("chain_sum", 4, seed=0, text=True))
         shutil.copy("train.jsonl", "eval.jsonl")
         shutil.copytree(ROOT / "examples/sums/model", "model", dirs_exist_ok=True)
@@ -185,7 +185,8 @@ def test_recipe_fits_a_model_of_its_family(file: str, tmp_path: Path, monkeypatc
     found = jobcheck.check(Path(job_file), overrides)
     assert found.problems == []
     assert list(found.warnings) == []
-    assert (CASES[name].shown in found.example) == (job_file == "job.yaml" or name != "reasoning_gym"), found.example
+    is_text = name == "reasoning_gym" and job_file != "job.yaml"
+    assert ("arithmetic problem: " if is_text else CASES[name].shown) in found.example
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.right])
@@ -271,4 +272,6 @@ def test_gsm8k_trains_by_make_gpu_and_is_drawn(tmp_path: Path) -> None:
     curve.unlink()
     run(tmp_path, *command, *SMALL, *few)
     assert curve.exists(), "a completed run is only drawn again"
+    with pytest.raises(AssertionError, match="began with other values"):
+        run(tmp_path, *command, *SMALL, *few, "steps=3")
     assert len(list((folder / ".rlboost/runs").iterdir())) == 1
