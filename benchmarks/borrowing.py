@@ -20,6 +20,7 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -64,6 +65,11 @@ ANSWER_TOKENS = 24
 @asynccontextmanager
 async def vllm_server(folder: Path, port: int) -> AsyncIterator[str]:
     """Start vLLM on this machine's CPUs; yield its URL."""
+    model = folder / "model"
+    shutil.copytree(MODEL, model)
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tokenizer["model"]["unk_token"] = next(iter(tokenizer["model"]["vocab"]))  # vLLM renders texts of its own
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
     env = os.environ | {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
@@ -71,7 +77,7 @@ async def vllm_server(folder: Path, port: int) -> AsyncIterator[str]:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    flags = {"model": MODEL, "served-model-name": "m", "dtype": "float32", "max-model-len": 256, "max-num-seqs": 16}
+    flags = {"model": model, "served-model-name": "m", "dtype": "float32", "max-model-len": 256, "max-num-seqs": 16}
     flags |= {"port": port, "kv-cache-memory-bytes": 64 << 20}
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
     command += [text for name, value in flags.items() for text in (f"--{name}", str(value))]
