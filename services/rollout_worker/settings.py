@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from rlboost.shared.http.server_url import manager_url
@@ -135,13 +135,19 @@ class Settings(ServiceSettings):
     def _is_of_a_manager(cls, url: str) -> str:
         return manager_url("RLBOOST_WORKER_URL", url)
 
-    @model_validator(mode="after")
-    def _shares_with_one(self) -> Self:
-        if self.beside_url and self.role == "reserved":
-            raise ValueError("beside_url: a reserved worker shares the trainer's device: use role preemptible")
-        if (self.beside_max_running or self.beside_ttft_ms) and not self.beside_url:
-            raise ValueError("beside_max_running and beside_ttft_ms need beside_url, the server that they are about")
-        return self
+    @field_validator("beside_url")
+    @classmethod
+    def _is_of_a_spot_worker(cls, url: str, info: ValidationInfo) -> str:
+        if url and info.data.get("role") == "reserved":
+            raise ValueError("a reserved worker shares the trainer's device: use role preemptible")
+        return url
+
+    @field_validator("beside_max_running", "beside_ttft_ms")
+    @classmethod
+    def _needs_a_server(cls, limit: float, info: ValidationInfo) -> float:
+        if limit and info.data.get("beside_url") == "":
+            raise ValueError("this is a limit for a server: name that with beside_url, or --beside")
+        return limit
 
     @property
     def worker_name(self) -> str:

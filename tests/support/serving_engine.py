@@ -29,6 +29,7 @@ class ServingEngine:
         first_token.labels("m", "1")
         self.set(running=0)
         self.status = 200
+        self.paths = {"/metrics", "/metrics/"}
         self.may_answer = threading.Event()
         self.may_answer.set()
         self.asked: list[list[str]] = []
@@ -57,10 +58,11 @@ def serving_engine() -> Iterator[tuple[ServingEngine, str]]:
             names = parse_qs(url.query).get("name[]", [])
             engine.asked.append(names)
             engine.may_answer.wait(10)
-            status = engine.status if url.path == "/metrics" else 404
+            status = engine.status if url.path in engine.paths else 404
             self.send_response(status)
             self.end_headers()
-            self.wfile.write(engine.page(names) if status == 200 else b"no")
+            page = engine.page(names if url.path.endswith("/") else [])
+            self.wfile.write(page if status == 200 else b"no")
 
         def log_message(self, *_: object) -> None:
             pass

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from rlboost.services.rollout_worker.domain.borrowing import (
     MAX_CALM_S,
@@ -16,6 +18,7 @@ from rlboost.services.rollout_worker.domain.borrowing import (
     Borrowing,
     ServingLoad,
 )
+from rlboost.services.rollout_worker.settings import Settings
 
 TICK_S = 0.05
 IDLE = ServingLoad(0, 0, {0.1: 0, math.inf: 0})
@@ -152,6 +155,21 @@ def test_it_generates_only_after_calm_and_never_under_pressure(loads: list[Servi
             assert (calm_ticks - 1) * TICK_S >= MIN_CALM_S - 1e-6
         if not has_pressure and (calm_ticks - 1) * TICK_S > borrowing.calm_s + 1e-6:
             assert not reasons[-1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"beside_url": "http://127.0.0.1:8000", "role": "reserved"}, "shares the trainer's device"),
+        ({"beside_ttft_ms": 100}, "name that with beside_url"),
+        ({"beside_max_running": 2}, "name that with beside_url"),
+        ({"beside_url": "127.0.0.1:8000"}, "pattern"),
+        ({"beside_url": "http://user:password@host"}, "pattern"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValidationError, match=problem):
+        Settings(token="t", **settings)
 
 
 @pytest.mark.parametrize("limit_s", [0.0, 0.1])
