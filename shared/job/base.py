@@ -13,7 +13,6 @@ from rlboost.shared.job.data import DataSpec, Rows
 from rlboost.shared.job.fleet import (
     ExternalElasticSpec,
     HeldOutSet,
-    OfflineEvalSpec,
     SamplingSpec,
     ServedElasticSpec,
     held_out_sets,
@@ -66,22 +65,12 @@ class ServiceJob(BaseJob):
     @property
     def held_out(self) -> tuple[HeldOutSet, ...]:
         """Return the sets that the job is evaluated on."""
-        evaluation: OfflineEvalSpec | None = getattr(self, "eval", None)
-        sampling: SamplingSpec | None = getattr(self, "sampling", None)
-        return held_out_sets(self.data, evaluation, sampling or SamplingSpec()) if evaluation else ()
+        return held_out_sets(self.data, getattr(self, "eval", None), getattr(self, "sampling", SamplingSpec()))
 
     @property
     def rows(self) -> tuple[Rows, ...]:
         """Return all sources of rows."""
         return (*self.data.rows, *(one.rows for one in self.held_out if one.name))
-
-    @model_validator(mode="after")
-    def _has_held_out_rows(self) -> Self:
-        if getattr(self, "eval", None) is not None and not self.held_out:
-            raise ValueError(
-                "data.eval: missing, and eval is set: name the file of held-out rows, give eval.sets, or remove eval"
-            )
-        return self
 
     @model_validator(mode="after")
     def _has_the_agent_of_its_rows(self) -> Self:

@@ -270,13 +270,15 @@ class HeldOutSet(NamedTuple):
         return f"eval.sets.{self.name}" if self.name else "eval"
 
 
-def held_out_sets(data: DataSpec, evaluation: OfflineEvalSpec, sampling: SamplingSpec) -> tuple[HeldOutSet, ...]:
-    """Return the sets of a job that evaluates, `data.eval` first.
+def held_out_sets(data: DataSpec, evaluation: OfflineEvalSpec | None, sampling: SamplingSpec) -> tuple[HeldOutSet, ...]:
+    """Return the sets of a job, `data.eval` first; none if it has no section `eval`.
 
     Raises:
-        ValueError: a set's `sampling` is invalid; names each key.
+        ValueError: it is to be evaluated and has none, or a set's `sampling` is invalid; names each key.
 
     """
+    if evaluation is None:
+        return ()
     samples, pass_reward = 0, 1.0
     if isinstance(evaluation, EvalSpec):
         samples, pass_reward = evaluation.samples, evaluation.pass_reward
@@ -292,6 +294,10 @@ def held_out_sets(data: DataSpec, evaluation: OfflineEvalSpec, sampling: Samplin
                 sampling=_merged(sampling, given.sampling, f"{one.section}.sampling"),
             )
         found.append(one)
+    if not found:
+        raise ValueError(
+            "data.eval: missing, and eval is set: name the file of held-out rows, give eval.sets, or remove eval"
+        )
     return tuple(found)
 
 
