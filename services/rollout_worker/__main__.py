@@ -154,6 +154,7 @@ def _engines(settings: Settings) -> EngineFactory:
             gpu_memory_utilization=settings.gpu_memory_utilization,
             tensor_parallel=settings.tensor_parallel,
             enable_sleep=settings.role == "reserved",
+            pack_weights=settings.pack_weights,
             vllm_args=settings.vllm_args,
         )
     )
