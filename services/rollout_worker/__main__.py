@@ -165,6 +165,7 @@ def _engines(settings: Settings) -> EngineFactory:
             gpu_memory_utilization=settings.gpu_memory_utilization,
             tensor_parallel=settings.tensor_parallel,
             enable_sleep=settings.role == "reserved" or bool(settings.beside_url),
+            pack_weights=settings.pack_weights,
             vllm_args=settings.vllm_args,
         )
     )

@@ -37,7 +37,7 @@ from rlboost.services.rollout_worker.domain.session import (
     SubmitSamples,
     SuspendEngine,
 )
-from rlboost.services.rollout_worker.generator import Generator, LoadStage
+from rlboost.services.rollout_worker.generator import Generator, LoadStage, ReplacementTimes
 from rlboost.services.rollout_worker.manager_connection import RETRY_INTERVAL_S, ManagerConnection
 from rlboost.services.rollout_worker.ports import StagedWeights, WeightSource
 from rlboost.services.rollout_worker.startup_timer import StartupTimer
@@ -178,9 +178,9 @@ class WeightUpdates:
         weights, began = WeightsRef(pull.job_id, pull.version), time.monotonic()
         try:
             staged = await self._pull(weights, pull)
+            pull_s = time.monotonic() - began
             began += await self._until_allowed(weights)  # which says nothing of how long an update takes
-            pulled = time.monotonic()
-            parity_s = await self._load(staged, weights, pull)
+            times = await self._load(staged, weights, pull)
         except (NotFound, BadSignature) as error:
             await self._on_unavailable(weights, str(error), self._connection.report_weights_unavailable, execute)
             return
@@ -192,12 +192,12 @@ class WeightUpdates:
             "weights_loaded",
             job=pull.job_id,
             version=pull.version,
-            pull_s=round(pulled - began, 3),
-            load_s=round(checked - pulled - parity_s, 3),
-            parity_s=round(parity_s, 3),
+            pull_s=round(pull_s, 3),
+            load_s=round(times.load_s, 3),
+            parity_s=round(times.parity_s, 3),
         )
         async with self._executing:
-            self._connection.meters.on_weights_replaced(checked - began, checked - pulled)
+            self._connection.meters.on_weights_replaced(checked - began, sum(times))
             effects = self._connection.session.on_weights_loaded(weights)
             await self._generator.resume("loading")
             await execute(effects)
@@ -222,8 +222,8 @@ class WeightUpdates:
                 await self._may_load.wait()
         return time.monotonic() - began
 
-    async def _load(self, staged: StagedWeights, weights: WeightsRef, pull: PullWeights) -> float:
-        """Load the weights; pull them again if they are damaged. Return how long the parity check took."""
+    async def _load(self, staged: StagedWeights, weights: WeightsRef, pull: PullWeights) -> ReplacementTimes:
+        """Load the weights; pull them again if they are damaged."""
         replace = partial(
             self._generator.replace_weights,
             version=pull.version,

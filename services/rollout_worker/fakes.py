@@ -13,7 +13,7 @@ import numpy as np
 from rlboost.services.rollout_worker.domain.load import EngineStats, KvCapacity
 from rlboost.services.rollout_worker.domain.request_table import RequestTable
 from rlboost.services.rollout_worker.domain.requests import Emission, Request, RequestKey, uniforms
-from rlboost.services.rollout_worker.ports import EngineFailed, Sequences, StagedWeights
+from rlboost.services.rollout_worker.ports import Changes, EngineFailed, Sequences, StagedWeights
 from rlboost.shared.errors import BadSignature, Corrupt, Fatal, NotFound, UnsuitableWeights
 from rlboost.shared.model.parity_reference import ParityReference
 from rlboost.shared.process.system import run_in_thread
@@ -122,19 +122,23 @@ class FakeEngine:
         return {request.key for request in self._table.requests}
 
     async def load_weights(
-        self, version: int, weights: StagedWeights, changed: Container[str] | None = None, *, keep_kv: bool = False
+        self, version: int, weights: StagedWeights, changes: Changes | None = None, *, keep_kv: bool = False
     ) -> list[str]:
         """See `ports.Engine`; accepts any tensors, and has no cache to keep."""
         del keep_kv
         self._catch_up()
         self.awake = True
         try:
-            self._tensors.update(weights.tensors(changed))
+            self._tensors.update(weights.tensors(None if changes is None else changes.names))
         except (Corrupt, UnsuitableWeights):
             self._table.begin_version(-1)
             raise
         self._table.begin_version(version)
         return await run_in_thread("weights-verify", lambda: weights.differing(self._tensors.items()))
+
+    async def differing(self, weights: StagedWeights) -> list[str]:
+        self._catch_up()
+        return weights.differing(self._tensors.items())
 
     async def score(self, sequences: Sequences, temperature: float) -> list[list[float]]:
         del temperature  # of a uniform distribution
@@ -217,10 +221,16 @@ class FakeStagedWeights:
         self.location: Mapping[str, str] = {}
         self.read: list[set[str]] = []
         """The tensor names requested by each load."""
+        self.compared: list[set[str]] = []
+        """The tensor names that were to be compared with loaded weights."""
 
     def tensors(self, names: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         self.read.append({name for name in self.contents if names is None or name in names})
         return iter(())
+
+    def changed_words(self, since: StagedWeights, names: Container[str]) -> None:
+        del since
+        self.compared.append({name for name in self.contents if name in names})
 
     def differing(self, loaded: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
         self.wrong_loads -= 1

@@ -21,9 +21,9 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
-from typing import Any, Literal
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import structlog
 
@@ -41,11 +41,14 @@ from rlboost.services.rollout_worker.domain.parity_check import (
 from rlboost.services.rollout_worker.domain.requests import NOT_A_NUMBER, Emission, Request, RequestKey
 from rlboost.services.rollout_worker.domain.session import EnginePause, PauseReason
 from rlboost.services.rollout_worker.domain.stop_strings import Decode, StopStrings
-from rlboost.services.rollout_worker.ports import Engine, EngineFactory, EngineFailed, StagedWeights
+from rlboost.services.rollout_worker.ports import Changes, Engine, EngineFactory, EngineFailed, StagedWeights
 from rlboost.shared.errors import Corrupt, Fatal, UnsuitableWeights
 from rlboost.shared.model.experts import is_mixture
 from rlboost.shared.model.parity_reference import ParityReference
 from rlboost.shared.process.system import run_in_thread
+
+if TYPE_CHECKING:
+    from rlboost.shared.weights.changed_words import ChangedWords
 
 log = structlog.get_logger(__name__)
 
@@ -65,6 +68,34 @@ LoadStage = Literal["load", "parity"]
 """A stage of `replace_weights`; "load" includes building the engine, and the check of the loaded bytes."""
 AroundStage = Callable[[LoadStage], AbstractAsyncContextManager[None]]
 """Entered around each stage, to limit its time and to list what is waited for."""
+
+
+class ReplacementTimes(NamedTuple):
+    """How long the engine stood still for new weights, in seconds."""
+
+    load_s: float
+    """Until the weights were in the engine's memory, the start of the engine left out."""
+    parity_s: float
+    """For the parity check."""
+
+
+async def _find_words(weights: StagedWeights, loaded: StagedWeights, names: set[str]) -> ChangedWords | None:
+    """Return `StagedWeights.changed_words`; None, too, if they cannot be found."""
+    finding = run_in_thread("weights-compare", lambda: weights.changed_words(loaded, names))
+    try:
+        return await asyncio.shield(finding)
+    except asyncio.CancelledError:
+        finding.add_done_callback(_remove_words)
+        raise
+    except (Corrupt, OSError) as error:
+        log.warning("weights_loaded_whole", reason=str(error))
+        return None
+
+
+def _remove_words(found: asyncio.Future[ChangedWords | None]) -> None:
+    if not found.cancelled() and found.exception() is None and (words := found.result()) is not None:
+        words.remove()
+
 
 _NO_ENGINE = EngineStats(running=0, pending=0, tokens_generated_total=0, version=-1)
 
@@ -125,8 +156,8 @@ class Generator:
         self._untaken: list[Emission] = []
         """Emissions of an engine that was replaced before they were taken."""
         self._loading: asyncio.Future[None] | None = None
-        self._loaded_contents: Mapping[str, Hashable] = {}
-        """`StagedWeights.contents` of the verified weights: the next load skips tensors that are equal."""
+        self._loaded: StagedWeights | None = None
+        """The verified weights: the next load may skip what is equal."""
         self._pause = EnginePause()
         self._transition = asyncio.Lock()
         """Held while the engine pauses, resumes or scores."""
@@ -278,8 +309,8 @@ class Generator:
         tokenizer_json: str = "",
         keep_kv: bool = False,
         around: AroundStage = lambda _: nullcontext(),
-    ) -> float:
-        """Load weights and verify them twice (invariant 5); return how long the parity check took, in seconds.
+    ) -> ReplacementTimes:
+        """Load weights and verify them twice (invariant 5).
 
         Returns with the engine paused as "loading": the caller records that the weights are good, then calls
         `resume("loading")`. With another reason to pause, such as a trainer that uses the device, the last `resume`
@@ -302,35 +333,72 @@ class Generator:
         """
         async with around("load"):
             engine = await self._engine_for(weights.config_json, tokenizer_json, on_unloaded)
-            await self.pause("loading", keep_kv=keep_kv)
-            on_unloaded()
-            self._loading = asyncio.create_task(self._load(engine, weights, version, keep_kv=keep_kv), name="load")
-            await asyncio.shield(self._loading)
-        began = time.monotonic()
+            async with self._changes(engine, weights) as changes:
+                began = time.monotonic()
+                await self.pause("loading", keep_kv=keep_kv)
+                on_unloaded()
+                load = self._load(engine, weights, changes, version, keep_kv=keep_kv)
+                self._loading = asyncio.create_task(load, name="load")
+                await asyncio.shield(self._loading)
+        loaded = time.monotonic()
         async with around("parity"), self._transition:
             if self._pause.is_only("loading"):
                 await self._check_parity()
-        return time.monotonic() - began
+        return ReplacementTimes(loaded - began, time.monotonic() - loaded)
 
-    async def _load(self, engine: Engine, weights: StagedWeights, version: int, *, keep_kv: bool) -> None:
-        await self._load_verified(engine, weights, version, keep_kv=keep_kv)
+    @asynccontextmanager
+    async def _changes(self, engine: Engine, weights: StagedWeights) -> AsyncIterator[Changes | None]:
+        """Find what differs from the loaded weights, while the engine generates with them; None to load everything.
+
+        Writing changed words trusts the others in the engine's memory, so they are verified once more.
+        """
+        loaded = self._loaded
+        if loaded is None or loaded.contents.keys() != (contents := weights.contents).keys():
+            yield None
+            return
+        before, words = loaded.contents, None
+        names = {name for name in contents if contents[name] != before[name]}
+        changes: Changes | None = Changes(names)
+        try:
+            if engine.stats().running and not self._pause.reasons:  # else nothing stands still, and this takes longer
+                began = time.monotonic()
+                words = await _find_words(weights, loaded, names)
+                if words is not None:
+                    changes = Changes(names, words)
+                    if wrong := await engine.differing(loaded):
+                        log.error("loaded_weights_changed", tensors=len(wrong), first=wrong[0])
+                        changes = None
+                took_s = round(time.monotonic() - began, 3)
+                log.info("weights_compared", tensors=len(names), found=words is not None, took_s=took_s)
+            yield changes
+        finally:
+            if words is not None:
+                if self._loading is not None and not self._loading.done():  # cancelled
+                    self._loading.add_done_callback(lambda _: words.remove())
+                else:
+                    words.remove()
+
+    async def _load(
+        self, engine: Engine, weights: StagedWeights, changes: Changes | None, version: int, *, keep_kv: bool
+    ) -> None:
+        await self._load_verified(engine, weights, changes, version, keep_kv=keep_kv)
         async with self._transition:
             if not self._pause.is_only("loading"):
                 await self._suspend(keep_kv=False)
 
-    async def _load_verified(self, engine: Engine, weights: StagedWeights, version: int, *, keep_kv: bool) -> None:
-        contents = weights.contents
-        names: set[str] | None = {name for name in contents if contents[name] != self._loaded_contents.get(name)}
-        self._loaded_contents, self._unchecked = {}, None
+    async def _load_verified(
+        self, engine: Engine, weights: StagedWeights, changes: Changes | None, version: int, *, keep_kv: bool
+    ) -> None:
+        self._loaded, self._unchecked = None, None
         self._pause.on_memory_taken()
-        if wrong := await engine.load_weights(version, weights, names, keep_kv=keep_kv):
+        if wrong := await engine.load_weights(version, weights, changes, keep_kv=keep_kv):
             log.error("loaded_weights_differ", version=version, tensors=len(wrong), first=wrong[0])
             raise Corrupt(
                 f"version {version}: {len(wrong)} tensors in the engine, such as {wrong[0]}, are not what was "
                 "published; the version is not served. Look for an engine that changes weights as it loads them, or "
                 "for a bad disk or memory"
             )
-        self._loaded_contents, self._unchecked = contents, weights.parity_reference
+        self._loaded, self._unchecked = weights, weights.parity_reference
 
     async def _check_parity(self) -> None:
         reference, engine = self._unchecked, self._engine
@@ -416,7 +484,7 @@ class Generator:
                 await asyncio.shield(self._prepared)
             self._config_json, self._tokenizer_json = config_json, tokenizer_json
             self._pause.on_decoding()
-            self._loaded_contents, self._unchecked = {}, None
+            self._loaded, self._unchecked = None, None
             self._sampling_checked.clear()
             self._building = run_in_thread("engine-build", lambda: self._build(config_json, tokenizer_json))
         try:

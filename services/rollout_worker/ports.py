@@ -19,6 +19,8 @@ from rlboost.shared.streams.bus import Bus
 if TYPE_CHECKING:
     import torch
 
+    from rlboost.shared.weights.changed_words import ChangedWords
+
 Sequences = Sequence[tuple[Sequence[int], Sequence[int]]]
 """(prompt, completion) token ids of each; neither is empty."""
 
@@ -92,7 +94,7 @@ class Engine(Protocol):
         """Return the requests in each decode step; of a dead engine, those in its last step."""
 
     async def load_weights(
-        self, version: int, weights: StagedWeights, changed: Container[str] | None = None, *, keep_kv: bool = False
+        self, version: int, weights: StagedWeights, changes: Changes | None = None, *, keep_kv: bool = False
     ) -> list[str]:
         """Load weights as version `version`; return the names of the tensors whose bytes are not the published ones.
 
@@ -105,7 +107,7 @@ class Engine(Protocol):
         Args:
             version: the number that new tokens carry.
             weights: read by the engine, outside the event loop's thread.
-            changed: the tensors that differ from the loaded ones; an engine may load more. None = all.
+            changes: what differs from the loaded weights; an engine may load more. None = load everything.
             keep_kv: see above.
 
         Raises:
@@ -113,6 +115,12 @@ class Engine(Protocol):
                 The engine then has no version and generates nothing until a load of all tensors.
             Corrupt: the bytes on this machine are damaged or missing. As above, if the engine is still alive.
 
+        """
+
+    async def differing(self, weights: StagedWeights) -> list[str]:
+        """Return the names of the tensors in the engine's memory that are not those of the loaded `weights`.
+
+        Requests may run meanwhile. An engine whose memory cannot be compared returns none.
         """
 
     async def score(self, sequences: Sequences, temperature: float) -> list[list[float]]:
@@ -173,6 +181,16 @@ class EngineFactory(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What of a version differs from the loaded weights."""
+
+    names: Container[str]
+    """The tensors."""
+    words: ChangedWords | None = None
+    """Their words that differ; None if those are too many, or unknown."""
+
+
 class StagedWeights(Protocol):
     """One version of a job's weights on this machine, its bytes verified."""
 
@@ -197,6 +215,17 @@ class StagedWeights(Protocol):
 
         Raises:
             Corrupt: a file is truncated or missing.
+
+        """
+
+    def changed_words(self, since: StagedWeights, names: Container[str]) -> ChangedWords | None:
+        """Return the words of these tensors that differ from an older version; None if they are too many.
+
+        Verifies the bytes of both versions, and blocks for long.
+
+        Raises:
+            Corrupt: a file of one of them is damaged, truncated or missing.
+            OSError: the file of changed words cannot be written.
 
         """
 

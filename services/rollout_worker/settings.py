@@ -70,6 +70,11 @@ class Settings(ServiceSettings):
         description="fraction of each GPU's memory for the engine; 0: vllm's default, 0.92, or the free memory (torch)",
     )
     tensor_parallel: int = Field(1, ge=1, description="number of GPUs that vllm splits the model over")
+    pack_weights: bool = Field(
+        True,
+        description="vllm on a CPU: pack weights, to generate faster; false: new versions are written in place, which "
+        "shortens pauses",
+    )
     vllm_args: dict[str, Any] = Field(
         default_factory=dict,
         description='more engine arguments of vllm as JSON, such as {"max_num_batched_tokens": 8192}',

@@ -5,10 +5,12 @@ An adapter is merged into its base model: readers see an ordinary model.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Container, Hashable, Iterable, Iterator, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rlboost.shared.errors import Corrupt, NotFound
 from rlboost.shared.model.parity_reference import ParityReference
@@ -19,8 +21,18 @@ from rlboost.shared.weights.manifest import Manifest, TensorEntry
 if TYPE_CHECKING:
     import torch
 
+    from rlboost.shared.weights.changed_words import ChangedWords
+
 Published = dict[str, list[TensorEntry]]
 """Name -> the shards of the tensor."""
+
+
+class Located(Protocol):
+    """A version on this machine."""
+
+    @property
+    def location(self) -> Mapping[str, Any]:
+        """See `PulledVersion.location`."""
 
 
 class CachedVersion:
@@ -71,6 +83,18 @@ class CachedVersion:
         from rlboost.shared.weights import torch_tensors  # noqa: PLC0415 - a worker imports torch after it has joined
 
         return torch_tensors.differing(self.published, loaded)
+
+    def changed_words(self, since: Located, names: Container[str]) -> ChangedWords | None:
+        """Return the words of these tensors that differ from an older version; None if they are too many.
+
+        Verifies the bytes of both versions as it reads them.
+
+        Raises:
+            Corrupt: a file of one of them is damaged, truncated or missing.
+            OSError: the file of changed words cannot be written.
+
+        """
+        return _changed_words(since.location, self.location, names, self.published)
 
 
 class AdaptedVersion:
@@ -142,6 +166,18 @@ class AdaptedVersion:
         merged = {name: [_whole(self._base.published[name][0], digest)] for name, digest in self._merged.items()}
         return torch_tensors.differing({**self._base.published, **merged}, loaded)
 
+    def changed_words(self, since: Located, names: Container[str]) -> ChangedWords | None:
+        """Return the words of these tensors that differ from an older version; None if they are too many.
+
+        Verifies the bytes of both versions as it reads them.
+
+        Raises:
+            Corrupt: a file of one of them is damaged, truncated or missing.
+            OSError: the file of changed words cannot be written.
+
+        """
+        return _changed_words(since.location, self.location, names, self._base.published)
+
 
 def cached_version(pulled: PulledVersion) -> CachedVersion | AdaptedVersion:
     """Return the reader for a pulled version: a whole model or an adapter.
@@ -160,6 +196,16 @@ def _tensors(pulled: PulledVersion, names: Container[str] | None = None) -> Iter
         yield from torch_tensors.tensors(pulled, names)
     except NotFound as error:
         raise Corrupt(str(error)) from error
+
+
+def _changed_words(
+    old: Mapping[str, Any], new: Mapping[str, Any], names: Container[str], published: Published
+) -> ChangedWords | None:
+    from rlboost.shared.weights.changed_words import find_changed_words  # noqa: PLC0415 - see `_tensors`
+
+    before, after = (cached_version(PulledVersion.at(location)).tensors(names) for location in (old, new))
+    n_words = sum(math.prod(shape) for shape in _shapes(published).values())
+    return find_changed_words(before, after, n_words, Path(new["chunks"]))
 
 
 def _parity_reference(manifest: Manifest) -> ParityReference | None:

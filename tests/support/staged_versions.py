@@ -1,4 +1,4 @@
-"""Pulled versions without a store: shards written into a cache directory as one chunk."""
+"""Pulled versions without a store: shards written into a cache directory."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from rlboost.shared.weights.cache import PulledVersion
-from rlboost.shared.weights.manifest import ChunkRef, Manifest, Part, TensorEntry, digest_of
+from rlboost.shared.weights.manifest import CHUNK_BYTES, ChunkRef, Manifest, Part, TensorEntry, digest_of
 from rlboost.shared.weights.shards import Shard
 
 
 def pulled(shards: Iterable[Shard], directory: Path, version: int = 0, **more: Any) -> PulledVersion:
     """Return a version of one rank; `more` is of the manifest, and `base` the pulled version below an adapter."""
     base = more.pop("base", None)
-    entries, data = [], b""
+    entries, data = [], bytearray()
     for shard in shards:
         raw = bytes(shard.data)
         entries.append(
@@ -26,9 +26,12 @@ def pulled(shards: Iterable[Shard], directory: Path, version: int = 0, **more: A
             )
         )
         data += raw
-    chunk = ChunkRef(digest_of(data), len(data))
-    (directory / chunk.digest).write_bytes(data)
-    part = Part(rank=0, chunks=(chunk,), tensors=tuple(entries))
+    chunks = []
+    for start in range(0, len(data), CHUNK_BYTES):
+        chunk = data[start : start + CHUNK_BYTES]
+        chunks.append(ChunkRef(digest_of(chunk), len(chunk)))
+        (directory / chunks[-1].digest).write_bytes(chunk)
+    part = Part(rank=0, chunks=tuple(chunks), tensors=tuple(entries))
     if base is not None:
         more["base_version"] = base.manifest.version
     manifest = Manifest(job_id="j", version=version, config_json="{}", parts=(part,), **more)

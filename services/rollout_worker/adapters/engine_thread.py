@@ -10,19 +10,25 @@ import contextlib
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import structlog
 
 from rlboost.services.rollout_worker.domain.load import EngineStats
 from rlboost.services.rollout_worker.domain.request_table import RequestTable
 from rlboost.services.rollout_worker.domain.requests import Emission, Request, RequestKey
-from rlboost.services.rollout_worker.ports import EngineFailed, Sequences, StagedWeights
+from rlboost.services.rollout_worker.ports import Changes, EngineFailed, Sequences, StagedWeights
 from rlboost.shared.errors import Fatal, RLBoostError
 from rlboost.shared.process.system import run_in_thread
 
 if TYPE_CHECKING:
     import torch
+
+    from rlboost.shared.weights.changed_words import ChangedWords
+
+log = structlog.get_logger(__name__)
 
 
 # --- The thread that owns an inference engine: runs rounds, and calls from other threads between two rounds -----------
@@ -222,10 +228,20 @@ class ThreadedEngine(ABC):
             return {request.key for request in self._table.requests}
 
     async def load_weights(
-        self, version: int, weights: StagedWeights, changed: Container[str] | None = None, *, keep_kv: bool = False
+        self, version: int, weights: StagedWeights, changes: Changes | None = None, *, keep_kv: bool = False
     ) -> list[str]:
-        """See `ports.Engine`; compares what is in the engine's memory."""
-        await self._call(lambda: self._load(version, weights.tensors(changed), keep_kv=keep_kv))
+        """See `ports.Engine`; compares what is in the engine's memory, or the words of it that it has changed."""
+        if changes is not None and (words := changes.words) is not None:
+            why = await self._call(lambda: self._load_words(version, words, keep_kv=keep_kv))
+            if not why:
+                return []
+            log.warning("weights_loaded_whole", version=version, reason=why)
+            changes = None
+        names = None if changes is None else changes.names
+        await self._call(lambda: self._load(version, weights.tensors(names), keep_kv=keep_kv))
+        return await self.differing(weights)
+
+    async def differing(self, weights: StagedWeights) -> list[str]:
         return await run_in_thread("weights-verify", lambda: weights.differing(self.loaded_tensors()))
 
     async def score(self, sequences: Sequences, temperature: float) -> list[list[float]]:
@@ -268,6 +284,10 @@ class ThreadedEngine(ABC):
     @abstractmethod
     def _load(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], *, keep_kv: bool) -> None:
         """See `load_weights`; must call `begin_version` of the table with the outcome."""
+
+    @abstractmethod
+    def _load_words(self, version: int, words: ChangedWords, *, keep_kv: bool) -> str:
+        """Write changed words; as `_load`, but returns why a load of all tensors must follow, else empty."""
 
     @abstractmethod
     def _score(self, sequences: Sequences, temperature: float) -> list[list[float]]:

@@ -37,6 +37,7 @@ from rlboost.services.rollout_worker.ports import Sequences
 from rlboost.shared.errors import UnsuitableWeights
 from rlboost.shared.messages import RESUMES_GRAMMAR, SAMPLING_OPTIONS
 from rlboost.shared.model.experts import FAMILIES, is_mixture, require_routing, routers_of, shape_of_routing
+from rlboost.shared.weights.changed_words import ChangedWords
 from rlboost.shared.wire import TOP
 
 if TYPE_CHECKING:
@@ -310,12 +311,22 @@ class TorchEngine(ThreadedEngine):
 
     @torch.inference_mode()
     def _load(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], *, keep_kv: bool) -> None:
+        with self._replacing(version, keep_kv=keep_kv):
+            self._weights.load(tensors)
+
+    @torch.inference_mode()
+    def _load_words(self, version: int, words: ChangedWords, *, keep_kv: bool) -> str:
+        with self._replacing(version, keep_kv=keep_kv):
+            return self._weights.write(words.read())
+
+    @contextmanager
+    def _replacing(self, version: int, *, keep_kv: bool) -> Iterator[None]:
         if keep_kv:
             self._stale_keys = {request.key for request in self._table.requests}
         else:
             self._cache_is_stale = True
         try:
-            self._weights.load(tensors)
+            yield
         finally:
             with self._thread.lock:
                 self._table.begin_version(version if self._weights.complete else -1)

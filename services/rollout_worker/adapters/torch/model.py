@@ -19,11 +19,13 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rlboost.services.rollout_worker.adapters.in_place import Placement, write_words
 from rlboost.services.rollout_worker.adapters.torch.slot_cache import ATTENTION, SlotCache
 from rlboost.services.rollout_worker.domain.load import QUANTUM, KvCapacity
 from rlboost.services.rollout_worker.ports import Sequences
 from rlboost.shared.errors import RLBoostError, UnsuitableWeights
 from rlboost.shared.model.experts import split_experts
+from rlboost.shared.weights.changed_words import Words
 
 # --- Checks of published tensors against those that an engine has -----------------------------------------------------
 
@@ -275,6 +277,15 @@ class Weights:
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(self._tensors.items())
+
+    def write(self, changed: Iterable[Words]) -> str:
+        """Write changed words in place; return why all tensors must be loaded instead, else empty."""
+        was_complete, self.complete = self.complete, False
+        if not was_complete:
+            return "the last load failed"
+        why = write_words({name: [Placement.whole(own)] for name, own in self._tensors.items()}, changed)
+        self.complete = not why
+        return why
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy tensors in place. Every tensor must be given, unless all have been before.

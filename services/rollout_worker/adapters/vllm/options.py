@@ -59,6 +59,8 @@ class VllmOptions:
     """Number of devices over which the model is split."""
     enable_sleep: bool = False
     """True if a suspended engine frees device memory, including weights, where vLLM supports it."""
+    pack_weights: bool = True
+    """On a CPU: pack the weights of linear layers for speed, so that each version is loaded whole."""
     vllm_args: Mapping[str, Any] = field(default_factory=dict)
     """More of vLLM's `AsyncEngineArgs`; see `arguments.check_arguments`."""
 

@@ -11,6 +11,13 @@ NAME = "rlboost"
 """Name of the entry point and of the weight transfer engine."""
 PARENT_VARIABLE = "RLBOOST_VLLM_PARENT"
 """Holds the process id of the worker."""
+UNPACKED_VARIABLE = "RLBOOST_VLLM_UNPACKED"
+"""Set where linear layers shall compute with their weights as loaded: see `VllmOptions.pack_weights`."""
+
+
+def is_unpacked() -> bool:
+    """Return True if this process shall not pack weights."""
+    return bool(os.environ.get(UNPACKED_VARIABLE))
 
 
 def register() -> None:
@@ -20,6 +27,10 @@ def register() -> None:
     WeightTransferEngineFactory.register_engine(
         NAME, "rlboost.services.rollout_worker.adapters.vllm.weight_transfer", "CacheWeightTransfer"
     )
+    if is_unpacked():
+        from vllm.model_executor.layers.linear import LinearBase  # noqa: PLC0415 - only vLLM's processes need it
+
+        LinearBase._cpu_skip_gemm_dispatch = True  # noqa: SLF001 - which vLLM sets for some layers
     parent = parent_process()
     if parent is not None and os.environ.get(PARENT_VARIABLE) == str(parent.pid):
         threading.Thread(target=_exit_after, args=(parent,), name="exit-with-worker", daemon=True).start()
