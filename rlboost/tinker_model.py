@@ -402,7 +402,7 @@ class LoraModel:
             logits = self._logits([sequence])[0].float()
         found = np.full(len(sequence), np.nan, np.float32)
         targets = torch.from_numpy(sequence[1:]).to(self.device)
-        picked = logits[:-1].log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+        picked = logits[:-1].gather(-1, targets[:, None])[:, 0] - logits[:-1].logsumexp(-1)
         found[1:] = picked.cpu().numpy()
         return found, logits[-1]
 
