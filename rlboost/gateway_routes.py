@@ -105,34 +105,48 @@ def create_app(gateway: Gateway, api_key: str = "", host: str = "127.0.0.1") -> 
 
     @app.exception_handler(Refused)
     async def refused(_: Request, error: Refused) -> JSONResponse:
-        return _error(error.status, error.message)
+        return error_answer(error.status, error.message)
 
     @app.exception_handler(RLBoostError)
     async def failed(_: Request, error: RLBoostError) -> JSONResponse:
         status = {Superseded: 409, Conflict: 409, ConfigError: 400}.get(type(error), 503)
-        return _error(status, str(error))
+        return error_answer(status, str(error))
 
     @app.exception_handler(TimeoutError)
     async def waited(_: Request, __: TimeoutError) -> JSONResponse:
-        return _error(503, f"generation was paused, or requests were in flight, for {PAUSE_LIMIT_S:g} s")
+        return error_answer(503, f"generation was paused, or requests were in flight, for {PAUSE_LIMIT_S:g} s")
 
-    @app.middleware("http")
-    async def authorized(request: Request, answer: Any) -> Response:
-        if "Origin" in request.headers:
-            return _error(403, "a web page has sent this: only programs may use the gateway")
-        if not api_key and not _is_local(named := request.headers.get("Host", ""), host):
-            advice = f"use http://localhost or http://{host}, or set RLBOOST_GATEWAY_API_KEY"
-            return _error(403, f"the Host {named!r} is not this machine's: {advice}")
-        if api_key and request.url.path != "/health" and not _has_key(request, api_key):
-            return _error(401, "the API key is missing or wrong: send it as bearer token, or as http://key:KEY@host")
-        response: Response = await answer(request)
-        return response
-
+    add_guard(app, api_key, host, "RLBOOST_GATEWAY_API_KEY")
     _add_state(app, gateway)
     _add_weights(app, gateway)
     _add_completions(app, gateway)
     add_sglang(app, gateway)
     return app
+
+
+def add_guard(app: FastAPI, api_key: str, host: str, variable: str) -> None:
+    """Reject requests of web pages, and those that lack the API key, or without one do not name this machine.
+
+    Args:
+        app: what is guarded.
+        api_key: as in `create_app`.
+        host: where it listens.
+        variable: the environment variable that has the key.
+
+    """
+
+    @app.middleware("http")
+    async def authorized(request: Request, answer: Any) -> Response:
+        if "Origin" in request.headers:
+            return error_answer(403, "a web page has sent this: only programs may use this server")
+        if not api_key and not _is_local(named := request.headers.get("Host", ""), host):
+            advice = f"use http://localhost or http://{host}, or set {variable}"
+            return error_answer(403, f"the Host {named!r} is not this machine's: {advice}")
+        if api_key and request.url.path != "/health" and not _has_key(request, api_key):
+            how = "send it as bearer token, or as http://key:KEY@host"
+            return error_answer(401, f"the API key is missing or wrong: {how}")
+        response: Response = await answer(request)
+        return response
 
 
 def _is_local(named: str, host: str) -> bool:
@@ -147,7 +161,8 @@ def _has_key(request: Request, api_key: str) -> bool:
     return is_token(credential_of(request.headers), api_key)
 
 
-def _error(status: int, message: str) -> JSONResponse:
+def error_answer(status: int, message: str) -> JSONResponse:
+    """Return an error as OpenAI's clients read it."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return JSONResponse({"error": {"message": message, "type": kind, "code": status}}, status)
 

@@ -21,6 +21,7 @@ COMMON = ("redis_url", "token", "tls_cert", "tls_key", "tls_ca", "proxy", "log_l
 """Settings of all services, which also exist without a service's prefix."""
 OTHERS: Mapping[str, str] = {
     "RLBOOST_GATEWAY_API_KEY": "the key that clients of a gateway need",
+    "RLBOOST_TINKER_API_KEY": "the key that clients of 'rlboost tinker' need",
     "RLBOOST_URL": "where the command line finds the manager",
     "RLBOOST_JOIN_TOKEN": "the workers' token, in docker-compose.yml",
     "RLBOOST_KIND": "kind of the workers that a provider command starts",

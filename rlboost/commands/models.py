@@ -1,4 +1,4 @@
-"""Commands of a job's model: `rlboost eval`, `export`."""
+"""Commands of models: `rlboost eval`, `export`, `gateway`, `tinker`."""
 
 from __future__ import annotations
 
@@ -255,6 +255,50 @@ def gateway(
     )
 
 
+def tinker(  # noqa: PLR0913, PLR0917 - the command's options
+    model: Annotated[str, typer.Argument(help="Folder or Hugging Face id of the base model.")],
+    job: Annotated[str, typer.Option(help="Name of the external job, created if there is none, or its id.")],
+    name: Annotated[str | None, typer.Option(help="How clients call the base model; MODEL if not given.")] = None,
+    device: Annotated[str | None, typer.Option(help="Where it trains, such as cuda:0; the first GPU, or cpu.")] = None,
+    checkpoints: Annotated[
+        Path | None, typer.Option(help="Folder of saved weights; 'tinker/JOB' in the state folder if not given.")
+    ] = None,
+    price_per_hour: Annotated[float, typer.Option(min=0, help="Dollars per hour of this machine.")] = 0.0,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port.")] = 8000,
+    replace: Annotated[bool, typer.Option("--replace", help="Take the job from another trainer.")] = False,
+    state: StateOption = DEFAULT_STATE,
+) -> None:
+    """Serve Tinker's API: clients of Tinker train LoRA on this machine, and sample on the fleet.
+
+    RLBOOST_TINKER_API_KEY is the key that clients need, as TINKER_API_KEY; it begins with tml-. Without one, only this
+    machine may connect, with any key.
+    """
+    require_packages(*SERVICE_PACKAGES, "peft")
+    import torch  # noqa: PLC0415 - keeps --help quick
+    import uvicorn  # noqa: PLC0415 - likewise
+
+    from rlboost.client import Client  # noqa: PLC0415 - likewise
+    from rlboost.fleet import AsyncFleet  # noqa: PLC0415 - likewise
+    from rlboost.tinker_model import LoraModel  # noqa: PLC0415 - likewise
+    from rlboost.tinker_routes import API_KEY, KEY_PREFIX, create_app  # noqa: PLC0415 - likewise
+    from rlboost.tinker_server import Tinker  # noqa: PLC0415 - likewise
+
+    api_key = clean_secret(API_KEY, os.environ.get(API_KEY, ""))
+    if api_key and not api_key.startswith(KEY_PREFIX):
+        raise ConfigError(f"{API_KEY} does not begin with {KEY_PREFIX}: Tinker's client sends no other keys")
+    if host not in {"127.0.0.1", "::1", "localhost"} and not api_key:
+        raise ConfigError(f"--host {host} lets other machines connect: set {API_KEY}, which they need then")
+    url, token = endpoint(state)
+    base = LoraModel(model, device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
+    folder = checkpoints or state / "tinker" / job
+    options: dict[str, Any] = {"trainer": "tinker", "resume": False, "price_per_hour": price_per_hour}
+    fleet = AsyncFleet(url, token, job=job, model=model, replace=replace, **options)
+    with Client(url, token) as client:
+        served = Tinker(fleet, client, base, name or model, folder, price_per_hour)
+        uvicorn.run(create_app(served, api_key, host), host=host, port=port, log_level="warning", timeout_keep_alive=75)
+
+
 # --- Registration -----------------------------------------------------------------------------------------------------
 
 
@@ -263,3 +307,4 @@ def register(app: typer.Typer) -> None:
     app.command("eval")(evaluate)
     app.command()(export)
     app.command()(gateway)
+    app.command()(tinker)
