@@ -115,6 +115,15 @@ def test_check_prints_the_first_pair_of_a_reward_model_and_refuses_its_folder_as
     assert problem == trainers_words(lambda: engine.load_hf(Path("base")))
 
 
+def test_a_reward_model_that_is_none_is_named() -> None:
+    [problem] = check(reward={"model": "base"})
+    assert problem.startswith("reward.model: model base is no reward model: config.json has LlamaForCausalLM, not one")
+    [problem] = check(reward={"model": "nowhere"})
+    assert problem.startswith("reward.model: there is no folder nowhere")
+    [problem] = check(reward={"functions": [{"model": "mine.py"}, {"function": "mine:score"}]})
+    assert problem == "reward.model: mine.py has no config.json: it is not a Hugging Face model directory"
+
+
 def test_a_prompt_that_does_not_fit_the_models_positions_is_named(folder: Path) -> None:
     (folder / "train.jsonl").write_text('{"prompt": "t5"}\n' + json.dumps({"prompt": "t5 " * 155}) + "\n")
     [problem] = check()
