@@ -9,6 +9,7 @@ from collections.abc import Container, Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlboost.services.rollout_worker.ports import StagedWeights
 from rlboost.shared.model.parity_reference import ParityReference
 from rlboost.shared.weights.shards import Shard
 from tests.support.staged_versions import pulled
@@ -39,6 +40,9 @@ class Staged:
             if names is None or name in names:
                 self._read[name] = tensor
                 yield name, tensor
+
+    def changed_words(self, since: StagedWeights, names: Container[str]) -> None:
+        """Too many for a test that does not count them."""
 
     def differing(self, loaded: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
         found = dict(loaded)

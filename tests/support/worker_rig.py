@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 
 from rlboost.services.rollout_worker.app import WorkerApp, WorkerOptions
 from rlboost.services.rollout_worker.domain.load import KvCapacity, Memory
 from rlboost.services.rollout_worker.fakes import FakeEngine, FakeEngineFactory, FakeStagedWeights, FakeWeights
 from rlboost.services.rollout_worker.generator import Generator
 from rlboost.services.rollout_worker.manager_connection import ManagerConnection, WorkerIdentity
-from rlboost.services.rollout_worker.ports import Membership, StagedWeights
+from rlboost.services.rollout_worker.ports import Changes, Membership, StagedWeights
 from rlboost.shared.errors import BusUnavailable, CredentialRejected
 from rlboost.shared.messages import TokenFrame
 from rlboost.shared.process.waiting import Waits
@@ -37,12 +37,12 @@ class SlowToLoad(FakeEngine):
         return not self.hangs and super().tick()
 
     async def load_weights(
-        self, version: int, weights: StagedWeights, changed: Container[str] | None = None, *, keep_kv: bool = False
+        self, version: int, weights: StagedWeights, changes: Changes | None = None, *, keep_kv: bool = False
     ) -> list[str]:
         self.loads += 1
         self.kept_kv.append(keep_kv)
         await self.may_load.wait()
-        return await super().load_weights(version, weights, changed)
+        return await super().load_weights(version, weights, changes)
 
     async def suspend(self, *, keep_kv: bool = False) -> None:
         self.kept_kv.append(keep_kv)
