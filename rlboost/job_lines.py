@@ -121,6 +121,9 @@ def cost_line(cost: Mapping[str, Any]) -> str:
     One sentence or more per line; empty without prices and budget.
     """
     lines = [_spent(cost), *_cost_details(cost)] if cost.get("dollars") else []
+    if priced := [model for model in cost.get("models", ()) if model["dollars"]]:
+        shown = [f"{model['job_id']} {dollars(model['dollars'])} for {_hours(model['hours'])}" for model in priced]
+        lines.append(f"Its other models cost, in addition: {', '.join(shown)}.")
     if cost.get("max_dollars") is not None:
         lines += _unpriced(cost)
     return "\n".join(lines)

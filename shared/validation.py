@@ -47,6 +47,7 @@ _EXPECTED = {
 """Type of pydantic's error -> the expected value."""
 _NAMES = {
     r"^[A-Za-z0-9][A-Za-z0-9._-]*$": "ASCII letters, digits, '.', '_' and '-' only, with a letter or digit first",
+    r"^[A-Za-z0-9][A-Za-z0-9_-]*$": "ASCII letters, digits, '_' and '-' only, with a letter or digit first",
     r"^[A-Za-z0-9._-]*$": "ASCII letters, digits, '.', '_' and '-' only",
 }
 """Pattern of a name -> the same in words."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,7 +30,8 @@ from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import TEACHER
 from rlboost.shared.job.data import DataSpec, DpoDataSpec, Rows, SftDataSpec
 from rlboost.shared.job.file import load
-from rlboost.shared.job.spec import InvalidJob, JobSpec, OfflineJob, parse
+from rlboost.shared.job.judge import column_problem
+from rlboost.shared.job.spec import GeneratingJob, InvalidJob, JobSpec, OfflineJob, parse
 from rlboost.shared.job.training import TrainerSpec
 from rlboost.shared.user_code.functions import ForbiddenFunction, check_arguments
 
@@ -179,6 +180,8 @@ def check_job(raw: object, on_part: Callable[[str], None] = _ignore, devices: De
     found: list[str | None] = [_model(spec.model), _resume(spec.trainer)]
     if spec.teacher is not None:
         found.append(_model(spec.teacher.model, TEACHER))
+    if not isinstance(spec, OfflineJob):
+        found += [_model(other.model, f"models.{name}.model") for name, other in spec.models.items()]
     on_part("reading the data")
     seen = _Seen()
     is_offline = isinstance(spec, OfflineJob)
@@ -186,6 +189,7 @@ def check_job(raw: object, on_part: Callable[[str], None] = _ignore, devices: De
     for rows in used:
         is_rewarded = not is_offline or rows.field != "data.train"
         found.append(_data(spec, rows, seen if is_rewarded else _Seen()))
+    found += [] if isinstance(spec, OfflineJob) else _judges(spec, seen)
     # Only the trainer can check a reward service.
     on_part("importing the functions that it names")
     functions = [(part, part.function) for part in spec.reward_parts if part.function is not None]
@@ -287,6 +291,18 @@ def _model(model: str, field: str = "model") -> str | None:
     if not any(folder.glob("*.safetensors")):
         return f"{field}: {model} has no *.safetensors file: save the model's weights there"
     return None
+
+
+def _judges(spec: GeneratingJob, seen: _Seen) -> Iterator[str]:
+    for judge in (part.judge for part in spec.judges if part.judge is not None):
+        model = spec.models[judge.model].model
+        if not _may_have_chat_template(Path(model).expanduser()):
+            yield (
+                f"models.{judge.model}.model: {model} has no chat template, with which a judge is asked: use a model "
+                "that has one, or put its chat_template.jinja there"
+            )
+        problems = (column_problem(judge.prompt, columns, place) for columns, place in seen.columns.items())
+        yield from [problem for problem in problems if problem][:1]
 
 
 def _resume(trainer: TrainerSpec) -> str | None:

@@ -423,18 +423,21 @@ class Manager:
             self._leadership.invalidate(fence)  # the loop notices at its next commit
             raise
 
-    async def create_job(self, job: Job, commands: Sequence[Op]) -> None:
-        """Write a new job's record and the commands of its trainer; the world has the job when this returns.
+    async def create_job(self, job: Job, commands: Sequence[Op], models: Sequence[Job] = ()) -> None:
+        """Write the records of a new job and of its other models, and the commands of its trainer.
+
+        The world has them when this returns.
 
         Raises:
             Fenced: see `write`.
             BusUnavailable: see `write`.
 
         """
-        await self.write([*operations([save_job(job)]), *commands])
+        await self.write([*operations(map(save_job, (job, *models))), *commands])
         async with self._turning:  # a turn that runs now reads the command
-            if self.leads and job.id not in self.world.jobs:
-                self.world.jobs.add(job)
+            for record in (job, *models):
+                if self.leads and record.id not in self.world.jobs:
+                    self.world.jobs.add(record)
 
     def at_next_turn(self, change: Change) -> None:
         """Have the next turn change the world, unless the world is rebuilt before."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from rlboost.services.trainer.adapters.environment_pool import EnvironmentPool
 from rlboost.services.trainer.adapters.machines.registry import JobMachines, TrainerMachines
 from rlboost.services.trainer.adapters.model_checks import hardware_of
 from rlboost.services.trainer.adapters.named_paths import check_named_paths, check_processes
+from rlboost.services.trainer.adapters.other_models import other_models
 from rlboost.services.trainer.adapters.reward_pool import NoReward, RewardPool
 from rlboost.services.trainer.adapters.run_folder import LocalRunFolder
 from rlboost.services.trainer.adapters.run_log import openers
@@ -25,7 +27,6 @@ from rlboost.services.trainer.domain.loss.inputs import LossFn
 from rlboost.services.trainer.domain.loss.policy import PAIR_LOSS, PolicyLoss, job_loss
 from rlboost.services.trainer.domain.offline import sft_loss
 from rlboost.services.trainer.ports.engine import PolicySettings
-from rlboost.services.trainer.ports.samples import Data
 from rlboost.services.trainer.ports.storage import JobResources
 from rlboost.services.trainer.settings import Settings
 from rlboost.shared.errors import ConfigError
@@ -63,6 +64,7 @@ def build_resources(
     folder = config.dir / job_id
     model = find_model(spec.model)
     data = load_data(spec, model, created)
+    columns = {name for prompt in (*data.train, *data.evaluation) for name in prompt.columns}
     places = CheckpointLocations(folder, config.outage_limit_s)
     token = config.token.get_secret_value()
     client = StoreClient(config.weight_store_url, token)
@@ -81,7 +83,7 @@ def build_resources(
         model=model,
         loss=loss,
         data=data,
-        rewards=_rewards(config, spec, waits, folder, data),
+        rewards=_rewards(config, spec, waits, folder, columns),
         environments=_environments(spec, waits, folder, data.call_style),
         session_key=None if spec.agent is None else partial(session_key, token),
         checkpoints=places.store(spec.trainer.checkpoints or config.checkpoints, job_id),
@@ -101,6 +103,16 @@ def build_resources(
         hardware=hardware_of(spec, model, config.device),
         machines=own_machines,
         skip_function=load_skip_function(skip_function, data.train) if skip_function else None,
+        models=other_models(
+            spec,
+            job_id,
+            created,
+            columns,
+            connect=lambda: StoreClient(config.weight_store_url, token),
+            folder=folder,
+            waits=waits,
+            limit_s=config.outage_limit_s,
+        ),
         canary_prompts=build_canary_prompts(
             data.vocab_size,
             temperature=spec.sampling.scored_temperature,
@@ -111,11 +123,12 @@ def build_resources(
     )
 
 
-def _rewards(config: Settings, spec: JobSpec, waits: Waits, folder: Path, data: Data) -> RewardPool | NoReward:
+def _rewards(
+    config: Settings, spec: JobSpec, waits: Waits, folder: Path, columns: Collection[str]
+) -> RewardPool | NoReward:
     if spec.reward is None:
         return NoReward()
     token_origins = config.reward_token_origins.split(",")
-    columns = {name for prompt in (*data.train, *data.evaluation) for name in prompt.columns}
     log = UserCodeLog(folder / "reward.log")
     return RewardPool(spec.reward, waits, log, token_origins=token_origins, columns=columns)
 

@@ -23,11 +23,12 @@ from rlboost.services.trainer.domain import plan
 from rlboost.services.trainer.job.checkpoints import Checkpoints
 from rlboost.services.trainer.job.job import LEASE_WAIT_LIMIT_S, Job
 from rlboost.services.trainer.job.log import StepLog
-from rlboost.services.trainer.job.publishing import VersionPublisher
+from rlboost.services.trainer.job.publishing import VersionPublisher, publish_models
 from rlboost.services.trainer.ports.storage import JobResources, TrainState
 from rlboost.services.trainer.step import offline
 from rlboost.services.trainer.step.durable import DurableCurriculum, DurableResampling
 from rlboost.services.trainer.step.intake import Intake
+from rlboost.services.trainer.step.judging import Judges
 from rlboost.services.trainer.step.run import StepRun
 from rlboost.shared.job.spec import GeneratingJob, JobSpec, OfflineJob, to_json
 
@@ -143,6 +144,8 @@ class JobRun:
             # Not awaited: a cancelled job has ended, even if its last micro-batch is still being computed.
             closing.callback(self._job.device.post, resources.engine.close)
             closing.push_async_callback(resources.weights.close)
+            for other in resources.models.values():
+                closing.push_async_callback(other.weights.close)
             if resources.environments is not None:
                 closing.push_async_callback(resources.environments.close)
             closing.push_async_callback(resources.rewards.close)
@@ -157,12 +160,17 @@ class JobRun:
         """Run all steps after `state`, and publish the version that each one trains."""
         job, checkpoints, versions = self._job, self._checkpoints, self._versions
         requested_until = versions.head + spec.elastic.max_staleness if versions.head >= 0 else -1
+        await publish_models(job)
         await versions.ensure_published(state.step)
         async with asyncio.TaskGroup() as scoring:
             curriculum = await DurableCurriculum.load(job)
             resampling = await DurableResampling.load(job, curriculum)
             restoring = scoring.create_task(versions.restore_periodically(), name="restore-damaged-weights")
-            intake = Intake(job, state, scoring, curriculum, resampling)
+            judges = await Judges.load(job) if spec.judges else None
+            judging = None if judges is None else scoring.create_task(judges.read(), name="read-judges")
+            intake = Intake(job, state, scoring, curriculum, resampling, judges)
+            if judges is not None:
+                checkpoints.more_trims = judges.trims
             for step in range(state.step, plan.last_step(spec) + 1):
                 await job.wait_while_paused(step)
                 save = checkpoints.is_due(state.step, step)
@@ -173,6 +181,8 @@ class JobRun:
                 # A final evaluation takes this checkpoint before it starts.
                 await self._save(intake, spec.steps)
             restoring.cancel()
+            if judging is not None:
+                judging.cancel()
 
     async def _run_generating_step(self, intake: Intake, step: int, *, save: bool, requested_before: bool) -> None:
         """Run one step.

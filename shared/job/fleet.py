@@ -164,6 +164,25 @@ class ExternalElasticSpec(_ShareSpec):
     with a recomputed KV cache, continue with the cache they have, or finish under the old weights first."""
 
 
+class ModelSpec(_ShareSpec):
+    """Another model of the job, which the same workers serve."""
+
+    model: str = Field(min_length=1)
+    """Folder or Hugging Face id of the model."""
+    share: float = Field(0.5, gt=0, allow_inf_nan=False)
+    """Share of the spot workers while it has requests, relative to the job's `elastic.share`."""
+    max_dollars: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Budget of this model, which `elastic.max_dollars` does not count: spot workers serve it no more before it has
+    cost this much."""
+
+
+class ServedElasticSpec(_ShareSpec):
+    """How a served model uses workers. Its versions are whole, and it has no device of its own."""
+
+    seeding: ClassVar[Literal["off"]] = "off"
+    in_flight: ClassVar[InFlightPolicy] = "recompute"
+
+
 class OfflineEvalSpec(Section):
     """Evaluation on held-out rows."""
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from rlboost.shared.ids import MAX_GROUP_SIZE
+from rlboost.shared.job.judge import JudgeSpec
 from rlboost.shared.validation import FunctionPath, Section
 
 SPARE_TURNS = 4
@@ -44,10 +45,12 @@ class RewardPart(Section):
     """`package.module:function`."""
     url: Address = None
     """HTTP service that scores a group, instead of a function."""
+    judge: JudgeSpec | None = None
+    """Model that scores each completion, instead of a function."""
     weight: float = Field(1.0, ge=-MAX_WEIGHT, le=MAX_WEIGHT)
     """Factor of its rewards in the sum; 0 only logs them."""
     name: str = Field("", pattern=r"^[A-Za-z0-9._-]*$")
-    """Logged as `reward/<name>/mean`; by default the function's name, or `remote`."""
+    """Logged as `reward/<name>/mean`; by default the function's name, the judge's model, or `remote`."""
     style: RewardStyle = "auto"
     """Calling convention; `auto` detects it by the names of the parameters."""
     arguments: dict[str, Any] = Field(default_factory=dict)
@@ -55,20 +58,20 @@ class RewardPart(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        if (self.function is None) == (self.url is None):
-            raise ValueError("give either function or url")
-        if self.url is not None and (self.style != "auto" or self.arguments):
+        if sum(given is not None for given in (self.function, self.url, self.judge)) != 1:
+            raise ValueError("give either function, url or judge")
+        if self.function is None and (self.style != "auto" or self.arguments):
             raise ValueError("style and arguments are for a function; a url gets the columns of the data")
         return self
 
     @property
     def source(self) -> str:
-        """Return the function's path, or the url."""
-        return self.function or self.url or ""
+        """Return the function's path, the url, or the name of the judge's model."""
+        return self.function or self.url or (self.judge.model if self.judge else "")
 
 
 class RewardSpec(Section):
-    """The reward: one function, one HTTP service, or several of them with weights.
+    """The reward: one function, one HTTP service, one judge, or several of them with weights.
 
     A function has TRL's signature, `f(prompts, completions, completion_ids, **columns)`, or verl's,
     `f(data_source, solution_str, ground_truth, extra_info)`; it may be async.
@@ -78,22 +81,24 @@ class RewardSpec(Section):
     """`package.module:function`."""
     url: Address = None
     """HTTP service that scores a group, instead of a function."""
+    judge: JudgeSpec | None = None
+    """Model that scores each completion, instead of a function."""
     style: RewardStyle = "auto"
     """Calling convention; `auto` detects it by the names of the parameters."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function, in addition to the columns of the data."""
     functions: Annotated[tuple[RewardPart, ...], Field(min_length=1)] | None = None
-    """Several functions or services, whose weighted sum is the reward; replaces `function`,
-    `url`, `style` and `arguments`."""
+    """Several functions, services or judges, whose weighted sum is the reward; replaces `function`,
+    `url`, `judge`, `style` and `arguments`."""
     timeout_s: float = Field(5.0, gt=0)
-    """Seconds for one group, all functions together; then the group is dropped."""
+    """Seconds for one group, all functions and services together; then the group is dropped."""
     workers: int = Field(1, ge=1, le=MAX_USER_PROCESSES)
     """Processes that run reward functions; with `url`, concurrent requests. At most 64, or 16 for each CPU."""
 
     @model_validator(mode="after")
     def _one_form(self) -> Self:
-        if sum(given is not None for given in (self.function, self.url, self.functions)) != 1:
-            raise ValueError("give either function, or functions: a list of {function, weight, name}, or url")
+        if sum(given is not None for given in (self.function, self.url, self.judge, self.functions)) != 1:
+            raise ValueError("give either function, or functions: a list of {function, weight, name}, or url, or judge")
         if self.functions is not None and (self.style != "auto" or self.arguments):
             raise ValueError("style and arguments belong to each of functions")
         if len(set(names := [part.name for part in self.parts])) < len(names):
@@ -104,11 +109,15 @@ class RewardSpec(Section):
     def parts(self) -> tuple[RewardPart, ...]:
         """Return all functions, each with a name; a single function has an empty one."""
         if self.functions is None:
-            return (RewardPart(function=self.function, url=self.url, style=self.style, arguments=self.arguments),)
+            given = {name: getattr(self, name) for name in ("function", "url", "judge", "style", "arguments")}
+            return (RewardPart(**given),)
         return tuple(
-            part if part.name else part.model_copy(update={"name": (part.function or ":remote").rpartition(":")[2]})
-            for part in self.functions
+            part if part.name else part.model_copy(update={"name": _default_name(part)}) for part in self.functions
         )
+
+
+def _default_name(part: RewardPart) -> str:
+    return part.judge.model if part.judge else (part.function or ":remote").rpartition(":")[2]
 
 
 class ConversationSpec(Section):

@@ -38,6 +38,7 @@ EVENTS: Mapping[str, str] = {
     "job_resumed": "the trainer continued from a checkpoint, of another job if `begins_with` is present",
     "job_state_changed": "the job's state changed",
     "trainer_missing": "an external job was without a trainer for `pause_after_s`, and is paused",
+    "model_published": "another model of the job is in the weight store, as version 0 of the job that serves it",
     "model_saved": "the model of a completed job is in its folder",
     "parity_check_failed": "a worker's engine disagrees with the trainer, or with itself; it generates nothing",
     "prompts_filtered": "rows beyond the job's length limits were left out",
@@ -50,7 +51,8 @@ EVENTS: Mapping[str, str] = {
         "generated too little (cause)"
     ),
     "seeding_ended": "reserved workers stopped generating for the step",
-    "seeding_reopened": "reserved workers generate again, as no or too few spot workers are left",
+    "seeding_reopened": "reserved workers generate again, as no or too few spot workers are left for the step's "
+    "samples or its requests to another model",
     "seeding_started": "reserved workers generate at the start of a step",
     "seeding_window_closing": "the manager reclaims the samples of the reserved workers",
     "seeding_window_changed": "the open window got another length, because the number of spot workers changed",

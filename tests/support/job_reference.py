@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 
 from rlboost.shared.job import spec as job_spec
 from rlboost.shared.job.algorithm import PRESETS, AlgorithmSpec
+from rlboost.shared.job.base import ExternalJob
 from rlboost.shared.job.other_trainers import NAMES, Names
 from rlboost.shared.validation import Section
 from tests.support.generated_docs import ROOT, write_block
@@ -34,7 +35,7 @@ _KINDS: dict[str, type[BaseModel]] = {
     "sft": job_spec.SftJob,
     "dpo": job_spec.DpoJob,
     "eval": job_spec.EvalJob,
-    "external": job_spec.ExternalJob,
+    "external": ExternalJob,
 }
 
 
@@ -48,14 +49,14 @@ class Key(NamedTuple):
     kinds: tuple[str, ...]
     """Kinds of jobs that have it."""
     is_section: bool
-    is_list: bool
-    """A section that is a list, whose entries have the keys below it."""
+    entries: str
+    """`[]` for a section that is a list, `.NAME` for one that is a mapping, whose entries have the keys below it."""
 
     @property
     def shown(self) -> str:
-        """The path with `[]` after the sections that are lists."""
-        lists = [key.path for key in job_keys() if key.is_list and self.path.startswith(f"{key.path}.")]
-        return next((f"{path}[]{self.path.removeprefix(path)}" for path in lists), self.path)
+        """The path with `entries` after the sections that have some."""
+        found = [key for key in job_keys() if key.entries and self.path.startswith(f"{key.path}.")]
+        return next((f"{key.path}{key.entries}{self.path.removeprefix(key.path)}" for key in found), self.path)
 
 
 @cache
@@ -103,9 +104,8 @@ def _walk(model: type[BaseModel], prefix: str, kind: str) -> Iterator[Key]:
         default = "" if section else _default(model, name, field)
         values = "" if section else _values(field.annotation, field.metadata)
         is_section = section is not None
-        yield Key(
-            path, meaning, default, values, (kind,), is_section, is_list=is_section and _is_list(field.annotation)
-        )
+        entries = _entries(field.annotation) if is_section else ""
+        yield Key(path, meaning, default, values, (kind,), is_section, entries)
         if section:
             yield from _walk(section, f"{path}.", kind)
 
@@ -193,8 +193,10 @@ def _bounds(metadata: list[Any]) -> str:
     )
 
 
-def _is_list(annotation: Any) -> bool:
-    return get_origin(annotation) is tuple or any(map(_is_list, get_args(annotation)))
+def _entries(annotation: Any) -> str:
+    if get_origin(annotation) in (tuple, dict):
+        return "[]" if get_origin(annotation) is tuple else ".NAME"
+    return next((found for part in get_args(annotation) if (found := _entries(part))), "")
 
 
 def _section_of(annotation: Any) -> type[BaseModel] | None:

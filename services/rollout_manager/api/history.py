@@ -17,11 +17,12 @@ from fastapi.responses import PlainTextResponse, StreamingResponse
 
 from rlboost.services.rollout_manager.api.leader import OneJob, Routes, TheBus, TheManager, find_job, iso_time
 from rlboost.services.rollout_manager.domain.jobs import Audit, Job
-from rlboost.services.rollout_manager.domain.money import cost_report
+from rlboost.services.rollout_manager.domain.money import cost_report, model_cost
 from rlboost.services.rollout_manager.loop import Manager
 from rlboost.shared.http.guard import principal_of
 from rlboost.shared.http.problem import Problem, problems, success
 from rlboost.shared.http.scopes import SYSTEM, Principal
+from rlboost.shared.job.spec import served_jobs
 from rlboost.shared.messages import Event
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Bus
@@ -192,10 +193,17 @@ async def audit(job: OneJob, manager: TheManager, bus: TheBus) -> dict[str, Any]
 
 @ROUTES("GET", "/jobs/{job_id}/cost", "read", "history", responses=_JOB)
 async def cost(job: OneJob, bus: TheBus) -> dict[str, Any]:
-    """Return what the job's workers and trainer have cost, per step, sample and token, and what migration saved."""
-    stored = await bus.hash_get(names.job_audit(job.id), "counters")
-    audit = Audit.model_validate_json(stored) if stored else Audit()
-    return cost_report(audit, job.step, job.spec.elastic.max_dollars)
+    """Return what the job's workers and trainer have cost, per step, sample and token, and what migration saved.
+
+    Its other models have costs of their own, of which `models` has the sums.
+    """
+    models = [model_cost(served, await _stored_audit(bus, served)) for served in served_jobs(job.id, job.spec)]
+    return cost_report(await _stored_audit(bus, job.id), job.step, job.spec.elastic.max_dollars, models)
+
+
+async def _stored_audit(bus: Bus, job_id: str) -> Audit:
+    stored = await bus.hash_get(names.job_audit(job_id), "counters")
+    return Audit.model_validate_json(stored) if stored else Audit()
 
 
 @ROUTES(

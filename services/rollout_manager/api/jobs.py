@@ -40,8 +40,9 @@ from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.problem import GUARDED_ERRORS, Problem, Responses, problems
 from rlboost.shared.http.server import ErrorFormat, create_app
 from rlboost.shared.ids import MAX_JOBS, new_token
+from rlboost.shared.job.base import ServedJob
 from rlboost.shared.job.command_signature import signed
-from rlboost.shared.job.spec import AnyJob, InvalidJob, parse_any
+from rlboost.shared.job.spec import AnyJob, InvalidJob, parse_any, served_jobs
 from rlboost.shared.job.spec import to_json as spec_to_json
 from rlboost.shared.messages import JobCommand
 from rlboost.shared.page.files import STATIC
@@ -201,6 +202,9 @@ async def tokenizer(job: OneJob) -> FileResponse:
 
 async def _act(job: OneJob, settings: TheSettings, write: AsLeader) -> Callable[[Action], Awaitable[dict[str, Any]]]:
     async def act(action: Action) -> dict[str, Any]:
+        if isinstance(job.spec, ServedJob):
+            detail = f"{job.id} is a model of job {job.spec.job} and {_DONE[action]} with it: {action} that job"
+            raise Problem(409, "Conflict", detail)
         if not job.allows(action):
             raise Problem(409, "Conflict", f"job {job.id} is {job.state}: it cannot be {_DONE[action]}")
         if not job.ended and job.newest_control != action:  # a client may repeat an action for days
@@ -247,21 +251,31 @@ def _validated(raw: dict[str, Any]) -> AnyJob:
 
 
 async def _create(manager: Manager, bus: Bus, token: str, job_id: str, spec: AnyJob) -> Job:
+    no = await _number(manager, bus)
+    job = Job(job_id, no, spec, created_at=time.time())
+    models = [
+        Job(served, await _number(manager, bus), served_spec, created_at=job.created_at)
+        for served, served_spec in served_jobs(job_id, spec).items()
+    ]
+    command = JobCommand(
+        command_id=new_token(8), action="create", job_id=job_id, job_no=no, spec_json=spec_to_json(spec)
+    )
+    # Trainers of the service take the jobs that are commanded; an external one attaches to a job that exists.
+    commands = [] if spec.kind == "external" else [Append(names.JOB_COMMANDS, signed(command, token))]
+    await as_leader(manager.create_job(job, commands, models))
+    known = manager.world.jobs.get(job_id)
+    return known.record if known else job
+
+
+async def _number(manager: Manager, bus: Bus) -> int:
+    """Return the number of the next job."""
     no = await bus.increment(names.JOB_COUNTER)
     while manager.world.jobs.numbered(no) is not None:  # Redis has lost its data since that job was numbered
         no = await bus.increment(names.JOB_COUNTER)
     if no >= MAX_JOBS:
         detail = f"this system has had {no} jobs, the most it can number: start a new one with an empty Redis"
         raise Problem(409, "Too many jobs", detail)
-    job = Job(job_id, no, spec, created_at=time.time())
-    command = JobCommand(
-        command_id=new_token(8), action="create", job_id=job_id, job_no=no, spec_json=spec_to_json(spec)
-    )
-    # Trainers of the service take the jobs that are commanded; an external one attaches to a job that exists.
-    commands = [] if spec.kind == "external" else [Append(names.JOB_COMMANDS, signed(command, token))]
-    await as_leader(manager.create_job(job, commands))
-    known = manager.world.jobs.get(job_id)
-    return known.record if known else job
+    return no
 
 
 def _public(manager: Manager, job: Job) -> dict[str, Any]:

@@ -135,18 +135,19 @@ def allocate(jobs: Jobs, fleet: Fleet, queues: Queues, periodic: PeriodicDecisio
     for worker in fleet.workers.values():
         if worker.state == "draining":
             continue
-        if job := _select_job(fleet, worker, served if worker.reserved else payers):
+        if job := _select_job(jobs, fleet, queues, worker, served if worker.reserved else payers):
             effects += _use_version(worker, job, versions[job.id])
         elif served and worker.job and not worker.reserved:  # others stay idle: a supervisor would restart them
             effects += fleet.drain(worker, now, "no job's budget pays for it any longer: see elastic.max_dollars")
     for job in jobs.active():
-        job.progress.fleet = _count_workers(fleet, queues, job)
+        job.progress.fleet = _count_workers(jobs, fleet, queues, job)
     return effects
 
 
 def activate_reserved(jobs: Jobs, fleet: Fleet) -> list[Effect]:
     """Command reserved workers to resume or suspend generation, as the windows of their jobs require."""
-    generating = {job.id for job in jobs.active() if _uses_reserved(job.progress)}
+    owners = [job for job in jobs.active() if not job.served_for and _uses_reserved(job.progress)]
+    generating = {job_id for job in owners for job_id in jobs.family_of(job.id)}
     effects: list[Effect] = []
     for worker in fleet.workers.values():
         if worker.reserved and worker.has_reported and worker.state != "draining":
@@ -158,8 +159,10 @@ def _uses_reserved(progress: JobProgress) -> bool:
     return progress.window is not None and progress.window.uses_reserved(progress.fleet.preemptible)
 
 
-def _count_workers(fleet: Fleet, queues: Queues, job: JobEntry) -> FleetCounts:
-    workers = [w for w in fleet.workers.values() if w.job == job.id and w.state != "draining"]
+def _count_workers(jobs: Jobs, fleet: Fleet, queues: Queues, job: JobEntry) -> FleetCounts:
+    # With those that serve its other models for a while: they come back.
+    family = jobs.family_of(job.id)
+    workers = [w for w in fleet.workers.values() if w.job in family and w.state != "draining"]
     requirements = [each for each in queues.in_flight.of_job(job.id) if not each.is_serving]
     reserved = [worker for worker in workers if worker.reserved]
     ready = [w for w in workers if not w.reserved and any(each.is_met_by(w) for each in requirements)]
@@ -178,13 +181,21 @@ def _version_to_serve(queues: Queues, job: JobEntry) -> int:
     return min([job.progress.committed_version, *required])
 
 
-def _select_job(fleet: Fleet, worker: Worker, jobs: list[JobEntry]) -> JobEntry | None:
+def _select_job(jobs: Jobs, fleet: Fleet, queues: Queues, worker: Worker, served: list[JobEntry]) -> JobEntry | None:
     if worker.reserved:
-        candidates = [job for job in jobs if _is_reserved_for(worker, job)]
+        candidates = [job for job in served if not job.served_for and _is_reserved_for(worker, job)]
         running = (job for job in candidates if job.record.state == "running")
-        return next(running, candidates[0] if candidates else None)
-    allocated = (job for job in jobs if job.id == worker.job)
-    return next(allocated, None) or next((job for job in jobs if has_budget(fleet, job, worker)), None)
+        job = next(running, candidates[0] if candidates else None)
+        return None if job is None else _model_in_need(jobs, queues, job, served) or job
+    allocated = (job for job in served if job.id == worker.job)
+    return next(allocated, None) or next((job for job in served if has_budget(fleet, job, worker)), None)
+
+
+def _model_in_need(jobs: Jobs, queues: Queues, job: JobEntry, served: list[JobEntry]) -> JobEntry | None:
+    """Return the other model that a job's reserved workers serve now: one with requests, once the job has none."""
+    if queues.in_flight.of_job(job.id) or not _uses_reserved(job.progress):
+        return None
+    return next((one for one in jobs.models_of(job.id) if one in served and queues.in_flight.of_job(one.id)), None)
 
 
 def _use_version(worker: Worker, job: JobEntry, version: int) -> list[Effect]:
@@ -201,7 +212,8 @@ def _activate(jobs: Jobs, worker: Worker, *, active: bool) -> list[Effect]:
         return []
     worker.assigned_active = active
     job = jobs.get_active(worker.job)
-    step = job.progress.window.step if job and job.progress.window else 0
+    owner = jobs.get_active(job.served_for) if job and job.served_for else job
+    step = owner.progress.window.step if owner and owner.progress.window else 0
     return [Send(worker.id, Resume(step=step) if active else Suspend(step=step))]
 
 

@@ -386,12 +386,14 @@ def _on_job_report(world: World, report: JobReport, now: Now) -> list[Effect]:
 
 
 def enter_state(world: World, job: JobEntry, state: JobState, now: Now, error: str = "") -> list[Effect]:
-    """Change a job's state, which ends its samples if it ends the job; no effect on an ended job."""
+    """Change a job's state, and that of its other models; an end ends the samples. No effect on an ended job."""
     before = job.record.state
     if not job.record.enter(state, now.wall, error):
         return []
     changed = event("job_state_changed", now, job.id, state=job.record.state, before=before, error=error)
     effects: list[Effect] = [changed, save_job(job.record)]
+    for served in world.jobs.models_of(job.id):
+        effects += enter_state(world, served, state, now, f"job {job.id} {state}" if error else "")
     if job.record.state in ENDED:
         for sample in [s for s in world.ledger.samples.values() if s.request.job_id == job.id]:
             effects += drop(world, sample, f"job {job.record.state}")
@@ -426,5 +428,6 @@ def _on_step_report(jobs: Jobs, report: StepReport, now: Now) -> list[Effect]:
     job.record.on_metrics(report.step, metrics)
     job.record.warnings = report.warnings
     job.record.checkpointed_step = max(job.record.checkpointed_step, report.checkpointed_step)
-    job.progress.forget_steps_before(job.record.checkpointed_step)
+    for one in (job, *jobs.models_of(job.id)):
+        one.progress.forget_steps_before(job.record.checkpointed_step)
     return [*end_step(job, report, now), save_job(job.record), save_metrics(job.id, report.step, metrics)]

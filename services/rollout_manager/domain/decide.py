@@ -148,7 +148,7 @@ def decide(
     effects += activate_reserved(jobs, fleet)
     periodic.decided_once = True
     for job in jobs.active():
-        effects += advance_window(fleet, ledger, queues, job, now)
+        effects += advance_window(jobs, fleet, ledger, queues, job, now)
     effects += place_queued(world, now)
     effects += rebalance(world, now)
     effects += world.siblings.send(fleet, now)

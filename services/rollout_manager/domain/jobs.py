@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field, TypeAdapter
 from rlboost.services.rollout_manager.domain.tokens import FrameOutcome, Sample
 from rlboost.services.rollout_manager.domain.windows import Window, WindowTuner
 from rlboost.shared.ids import MAX_JOBS, MAX_STEPS, is_served, step_of
+from rlboost.shared.job.base import ServedJob, UntrainedJob
 from rlboost.shared.job.fleet import HOUR_S
 from rlboost.shared.job.spec import StoredJob, parse
 from rlboost.shared.messages import ENDED, Event, GroupRequested, JobState, TrainerStatus
@@ -207,7 +208,7 @@ class Job:
             "kind": self.spec.kind,
             "state": self.state,
             "step": self.step,
-            "steps": 0 if self.spec.kind == "external" else self.spec.steps,
+            "steps": 0 if isinstance(self.spec, UntrainedJob) else self.spec.steps,
             "created_at": self.created_at,
             "started_at": self.started_at,
             "finished_at": self.finished_at,
@@ -484,6 +485,11 @@ class JobEntry:
         """Return the job's id."""
         return self.record.id
 
+    @property
+    def served_for(self) -> str:
+        """Return the id of the job whose model this is; empty if it has its own trainer."""
+        return self.record.spec.job if isinstance(self.record.spec, ServedJob) else ""
+
     def on_ended(self) -> None:
         """Drop the progress, once the job's samples are dropped."""
         self.progress = JobProgress()
@@ -500,17 +506,24 @@ class Jobs(dict[str, JobEntry]):
         super().__init__()
         self._by_no: dict[int, JobEntry] = {}
         self._active: list[JobEntry] = []
+        self._models: defaultdict[str, dict[str, JobEntry]] = defaultdict(dict)
+        """Job -> the jobs that serve its other models, by id."""
 
     def add(self, record: Job, audit: Audit | None = None) -> JobEntry:
         """Add a job, with the audit that an earlier manager stored."""
         entry = JobEntry(record, audit or Audit(), is_audited=not record.ended)
         self[record.id] = self._by_no[record.no] = entry
+        if entry.served_for:
+            self._models[entry.served_for][record.id] = entry
         self._active = sorted((each for each in self.values() if not each.record.ended), key=lambda job: job.record.no)
         return entry
 
     def forget(self, job_id: str) -> None:
         """Drop all of a job that ended long ago."""
-        del self._by_no[self.pop(job_id).record.no]
+        job = self.pop(job_id)
+        del self._by_no[job.record.no]
+        self._models.pop(job_id, None)
+        self._models.get(job.served_for, {}).pop(job_id, None)
 
     def numbered(self, job_no: int) -> JobEntry | None:
         """Return the job with this number, None if it is unknown."""
@@ -525,6 +538,14 @@ class Jobs(dict[str, JobEntry]):
         """Return a job that has not ended; None if it has, or is unknown."""
         job = self.get(job_id)
         return None if job is None or job.record.ended else job
+
+    def models_of(self, job_id: str) -> list[JobEntry]:
+        """Return the jobs that have not ended and serve the other models of a job."""
+        return [job for job in self._models.get(job_id, {}).values() if not job.record.ended]
+
+    def family_of(self, job_id: str) -> set[str]:
+        """Return the ids of a job and of those that serve its other models: what its trainer and device are for."""
+        return {job_id, *(job.id for job in self.models_of(job_id))}
 
     def committed_version(self, job_id: str) -> int:
         """Return the newest committed weight version of a job, -1 before the first."""

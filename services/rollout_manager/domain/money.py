@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from rlboost.services.rollout_manager.domain.effects import Effect, Now, event
@@ -208,13 +208,16 @@ def _billed_workers(fleet: Fleet, job: JobEntry) -> list[Worker]:
 # What a job has cost, as `GET /v1/jobs/{job_id}/cost` answers it.
 
 
-def cost_report(audit: Audit, steps: int, max_dollars: float | None) -> dict[str, Any]:
+def cost_report(
+    audit: Audit, steps: int, max_dollars: float | None, models: Sequence[dict[str, Any]] = ()
+) -> dict[str, Any]:
     """Return the fields of `GET /v1/jobs/{job_id}/cost`; a ratio is None before its denominator is above 0.
 
     Args:
         audit: the job's.
         steps: finished steps.
         max_dollars: the job's budget.
+        models: the `model_cost` of its other models.
 
     """
     dollars = audit.cost.dollars
@@ -239,7 +242,14 @@ def cost_report(audit: Audit, steps: int, max_dollars: float | None) -> dict[str
             cause: per_token * tokens for cause, tokens in audit.tokens_regenerated.items() if per_token is not None
         },
         "reserved_only": _reserved_only(audit.cost),
+        "models": list(models),
     }
+
+
+def model_cost(job_id: str, audit: Audit) -> dict[str, Any]:
+    """Return what the workers of another model of a job have cost while they served it."""
+    hours = sum(time.seconds for time in audit.cost.workers.values()) / HOUR_S
+    return {"job_id": job_id, "dollars": audit.cost.dollars, "hours": hours, "tokens": audit.tokens_generated}
 
 
 def _reserved_only(cost: Cost) -> dict[str, Any] | None:

@@ -69,7 +69,7 @@ def begin_step(ledger: Ledger, periodic: PeriodicDecisions, job: JobEntry, now: 
     """
     progress = job.progress
     step = min(progress.requested_step, progress.committed_version)
-    if step < 0 or (progress.window is not None and step <= progress.window.step):
+    if job.served_for or step < 0 or (progress.window is not None and step <= progress.window.step):
         return []
     n_spot = progress.fleet.preemptible
     length_s, source = _length(job)
@@ -93,12 +93,12 @@ def _length(job: JobEntry) -> tuple[float | None, WindowSource]:
             return seconds, "fixed"
 
 
-def advance_window(fleet: Fleet, ledger: Ledger, queues: Queues, job: JobEntry, now: Now) -> list[Effect]:
+def advance_window(jobs: Jobs, fleet: Fleet, ledger: Ledger, queues: Queues, job: JobEntry, now: Now) -> list[Effect]:
     """Measure the step, and close, end or reopen its window where that is due."""
     window = job.progress.window
     if window is None:
         return []
-    snapshot = _snapshot(fleet, ledger, queues, job, window, now)
+    snapshot = _snapshot(jobs, fleet, ledger, queues, job, window, now)
     if window.meter is not None:
         working = any(not requirement.is_serving for requirement in queues.in_flight.of_job(job.id))
         window.meter.update(now.mono, fleet=snapshot.preemptible, reserved=snapshot.reserved, working=working)
@@ -132,11 +132,14 @@ def _follow_fleet(job: JobEntry, window: Window, now: Now) -> list[Effect]:
     return [event("seeding_window_changed", now, job.id, step=step, window_s=shown, source=source, fleet=n_spot)]
 
 
-def _snapshot(fleet: Fleet, ledger: Ledger, queues: Queues, job: JobEntry, window: Window, now: Now) -> StepSnapshot:
+def _snapshot(
+    jobs: Jobs, fleet: Fleet, ledger: Ledger, queues: Queues, job: JobEntry, window: Window, now: Now
+) -> StepSnapshot:
     counts = job.progress.fleet
     return StepSnapshot(
         now=now.mono,
         in_flight=queues.in_flight.in_step(job.id, window.step),
+        of_models=sum(queues.in_flight.in_step(one.id, window.step) for one in jobs.models_of(job.id)),
         requested=queues.in_flight.requested.get((job.id, window.step), 0),
         reserved=counts.reserved,
         reserved_awake=counts.reserved_awake,

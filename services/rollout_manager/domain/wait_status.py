@@ -8,6 +8,7 @@ from rlboost.services.rollout_manager.domain.effects import Now
 from rlboost.services.rollout_manager.domain.jobs import JobEntry, JobProgress, Jobs
 from rlboost.services.rollout_manager.domain.workers import Fleet, Worker
 from rlboost.services.rollout_manager.domain.world import refusal_of
+from rlboost.shared.job.base import ServedJob
 from rlboost.shared.messages import TrainerStatus, Wait, public_wait
 
 TRAINER_SILENCE_S = 3.0
@@ -31,7 +32,7 @@ def job_wait_status(jobs: Jobs, fleet: Fleet, job: JobEntry) -> dict[str, Any] |
     progress = job.progress
     if progress.trainer_renewed_at is None:
         return None  # this manager has not read the trainer's lease yet
-    if (trainer := _present_trainer(job)) is None:
+    if (trainer := _present_trainer(job)) is None and not job.served_for:
         if job.record.spec.kind == "external":
             because = "none is attached: start it again, or end the job with 'rlboost cancel'"
         else:
@@ -47,10 +48,10 @@ def job_wait_status(jobs: Jobs, fleet: Fleet, job: JobEntry) -> dict[str, Any] |
                 f"its budget (elastic.max_dollars: {limit:g}) pays for no more spot workers: "
                 "add reserved workers, or cancel it and continue from its model in another job"
             )
-        limit_s = _limit_of_stall(trainer.waiting, progress.stalled_since_unix_s)
+        limit_s = _limit_of_stall(trainer.waiting if trainer else None, progress.stalled_since_unix_s)
         subject = "a worker that is ready with this job's weights"
         return public_wait(subject, because, progress.stalled_since_unix_s, limit_s, kind="worker")
-    return _trainers_wait(fleet, job, trainer.waiting) if trainer.waiting else None
+    return _trainers_wait(fleet, job, trainer.waiting) if trainer and trainer.waiting else None
 
 
 def overdue_waits(jobs: Jobs, fleet: Fleet, now: Now) -> list[tuple[str, dict[str, Any]]]:
@@ -155,7 +156,9 @@ def _wait_of_pending(jobs: Jobs, pending: JobEntry) -> dict[str, Any]:
         return public_wait("a resume", "the job was paused before a trainer took it", pending.record.created_at)
     if pending.record.spec.kind == "external":
         return public_wait("its trainer", "none has attached yet", pending.record.created_at, kind="trainer")
-    holders = [job for job in jobs.active() if job.record.state != "pending"]
+    if isinstance(pending.record.spec, ServedJob):
+        return public_wait("its job", f"a trainer takes {pending.served_for} first", pending.record.created_at)
+    holders = [job for job in jobs.active() if job.record.state != "pending" and not job.served_for]
     if not holders:
         because = f"no trainer has taken it: check 'rlboost ps'; 'rlboost logs {pending.id}' shows if none can read it"
         return public_wait("a trainer to take the job", because, pending.record.created_at, kind="trainer")

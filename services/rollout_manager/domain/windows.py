@@ -334,6 +334,13 @@ class StepSnapshot:
     """Preemptible workers that are present, ready or about to be."""
     too_slow: bool = False
     """Preemptible workers left, and the remaining ones would keep the trainer waiting for long."""
+    of_models: int = 0
+    """Requests of the step to the job's other models in flight."""
+
+    @property
+    def n_unfinished(self) -> int:
+        """Return how many samples and requests the step waits for."""
+        return self.in_flight + self.of_models
 
 
 @dataclass(slots=True)
@@ -388,13 +395,13 @@ class Window:
                     self.phase = "ended"
                     return "end"
             case "ended":
-                if snapshot.in_flight and snapshot.reserved and (snapshot.preemptible == 0 or snapshot.too_slow):
+                if snapshot.n_unfinished and snapshot.reserved and (snapshot.preemptible == 0 or snapshot.too_slow):
                     self.phase, self.began_at, self.reopened = "open", snapshot.now, True
                     return "reopen"
         return None
 
     def _close_reason(self, snapshot: StepSnapshot) -> Reason | None:
-        if snapshot.in_flight == 0:
+        if snapshot.n_unfinished == 0:
             return "finished"
         if snapshot.reserved == 0 and snapshot.preemptible:
             return "no_reserved"

@@ -27,6 +27,7 @@ from rlboost.services.rollout_manager.domain.siblings import EndedSiblings
 from rlboost.services.rollout_manager.domain.tokens import Ledger, Sample
 from rlboost.services.rollout_manager.domain.workers import STALL_LIMIT_S, Fleet
 from rlboost.shared.ids import is_served, job_of
+from rlboost.shared.job.base import UntrainedJob
 from rlboost.shared.messages import FINISH_STOP, Closed, GroupRequested, SampleDropped, SampleFinished
 from rlboost.shared.wire import U64, pack
 
@@ -89,14 +90,14 @@ def refusal_of(fleet: Fleet, job: JobEntry, version: int) -> str:
 
 
 def drop_refused(world: World) -> list[Effect]:
-    """Drop the samples of external trainers that only a refused version could generate.
+    """Drop the samples of external trainers, and of served models, that only a refused version could generate.
 
-    A trainer of the service fails the job itself, once it has waited too long for samples.
+    A trainer of the service fails the job itself, once it has waited too long for its own samples.
     """
     effects: list[Effect] = []
     for requirement in list(world.queues):
         job = world.jobs[requirement.job_id]
-        if requirement.is_serving or job.record.spec.kind != "external":
+        if requirement.is_serving or not isinstance(job.record.spec, UntrainedJob):
             continue
         reason = refusal_of(world.fleet, job, requirement.newest_version)
         if not reason or any(requirement.is_met_by(worker) for worker in world.fleet.workers.values()):

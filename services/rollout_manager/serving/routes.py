@@ -39,6 +39,7 @@ from rlboost.shared.http.access import needs
 from rlboost.shared.http.guard import MAX_BODY_BYTES, limits_body, principal_of
 from rlboost.shared.http.problem import Problem, Responses, error_responses
 from rlboost.shared.http.scopes import Principal
+from rlboost.shared.job.base import UntrainedJob
 from rlboost.shared.job.sessions import SessionId
 from rlboost.shared.model.tool_calls import CallStyle
 from rlboost.shared.streams.bus import Bus
@@ -380,7 +381,7 @@ async def _prompt_tokens(model: ServedModel, body: CompletionBody) -> list[bytes
 
 def _template_input(body: ChatBody, job: Job) -> tuple[list[Message], TemplateOptions]:
     messages = [message.for_template() for message in body.messages]
-    of_job = {} if job.spec.kind == "external" else job.spec.data.chat_template_kwargs
+    of_job = {} if isinstance(job.spec, UntrainedJob) else job.spec.data.chat_template_kwargs
     return messages, TemplateOptions(body.tools, {**of_job, **body.chat_template_kwargs})
 
 

@@ -58,6 +58,22 @@ def find_model(model: str, field: str = "model") -> Path:
         ) from error
 
 
+def load_tokenizer(model: Path) -> tuple[Any, Any, tuple[int, ...]]:
+    """Return the tokenizer of a model's directory, its configuration, and the tokens that end a completion.
+
+    Raises:
+        ConfigError: a file is missing or invalid.
+
+    """
+    require_tokenizer(model)
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(model, local_files_only=True)
+        config: Any = AutoConfig.from_pretrained(model, local_files_only=True).get_text_config()
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model {model}: tokenizer and config.json cannot be loaded: {error}") from error
+    return tokenizer, config, _stop_token_ids(model, tokenizer, config)
+
+
 def load_data(spec: JobSpec, model: Path, created: datetime | None = None) -> Data:
     """Read and tokenize all prompts of a job.
 
@@ -74,13 +90,7 @@ def load_data(spec: JobSpec, model: Path, created: datetime | None = None) -> Da
         ConfigError: a file, a line or the tokenizer is invalid; the text names it.
 
     """
-    require_tokenizer(model)
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(model, local_files_only=True)
-        config: Any = AutoConfig.from_pretrained(model, local_files_only=True).get_text_config()
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"model {model}: tokenizer and config.json cannot be loaded: {error}") from error
-    end_ids = _stop_token_ids(model, tokenizer, config)
+    tokenizer, config, end_ids = load_tokenizer(model)
     tokens = PromptTokenizer(tokenizer, config, end_ids, created, spec.data.chat_template_kwargs)
     if spec.agent is not None and tokenizer.chat_template is None:
         raise ConfigError(

@@ -18,7 +18,7 @@ from rlboost.shared.data.rows import is_remote
 from rlboost.shared.data.shards import AGENT_ROWS, names_of, shards
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import TEACHER
-from rlboost.shared.job.spec import JobSpec
+from rlboost.shared.job.spec import JobSpec, OfflineJob
 
 _STATE_FOLDER = ".rlboost"
 _OF_THE_SYSTEM = ("cache", "drained", "logs", "redis", "weights")
@@ -52,6 +52,8 @@ def _named(spec: JobSpec) -> Iterator[tuple[str, str]]:
     models = {"model": spec.model}
     if spec.teacher is not None:
         models[TEACHER] = spec.teacher.model
+    if not isinstance(spec, OfflineJob):
+        models |= {f"models.{name}.model": other.model for name, other in spec.models.items()}
     for field, model in models.items():
         if model.startswith(("/", ".", "~")) or Path(model).exists():
             yield field, model

@@ -19,7 +19,7 @@ from rlboost.services.trainer.adapters.user_code import (
     start_all,
 )
 from rlboost.services.trainer.domain.rewards import combine
-from rlboost.services.trainer.ports.samples import RewardBatch, Scores
+from rlboost.services.trainer.ports.samples import RewardBatch, Scores, Verdict
 from rlboost.shared.http.server_url import origin_of
 from rlboost.shared.job.reward import RewardPart, RewardSpec
 from rlboost.shared.process.waiting import Waits
@@ -46,10 +46,11 @@ class NoReward:
 
 
 _DETAIL_CHARS = 500
+_ANSWER_CHARS = 200
 
 
 class RewardPool:
-    """`RewardFunction` over `reward.workers` processes."""
+    """`RewardFunction` over `reward.workers` processes, none if judges give all rewards."""
 
     def __init__(
         self,
@@ -73,7 +74,9 @@ class RewardPool:
         self._spec = spec
         self._waits = waits
         self._log = log
-        self._processes = [UserCodeProcess(_program(spec, token_origins, columns), log) for _ in range(spec.workers)]
+        self._functions = [part for part in spec.parts if part.judge is None]
+        program, n_processes = _program(spec, self._functions, token_origins, columns), spec.workers
+        self._processes = [UserCodeProcess(program, log) for _ in range(n_processes if self._functions else 0)]
         self._idle: asyncio.LifoQueue[UserCodeProcess] = asyncio.LifoQueue()
 
     async def start(self) -> None:
@@ -83,6 +86,11 @@ class RewardPool:
 
     async def score(self, batch: RewardBatch) -> Scores:
         """See `RewardFunction.score`. The time limit starts when a process takes the group."""
+        answer = await self._call(batch) if self._functions else {"rewards": []}
+        return answer if isinstance(answer, Scores) else _scores(answer, batch, self._spec.parts)
+
+    async def _call(self, batch: RewardBatch) -> dict[str, Any] | Scores:
+        """Return the answer of the functions; scores without rewards if they failed."""
         request = {
             "prompts": batch.prompts,
             "completions": batch.completions,
@@ -94,12 +102,11 @@ class RewardPool:
         process = await self._idle.get()
         try:
             await process.restart_if_ended()
-            answer = await process.call(request, self._spec.timeout_s)
+            return await process.call(request, self._spec.timeout_s)
         except UserCodeFault as fault:
             return Scores(None, fault.reason, fault.detail)
         finally:
             self._idle.put_nowait(process)
-        return _scores(answer, batch, self._spec.parts)
 
     async def close(self) -> None:
         await asyncio.gather(*(process.kill() for process in self._processes))
@@ -107,40 +114,55 @@ class RewardPool:
             self._log.close()
 
 
-def _program(spec: RewardSpec, token_origins: Collection[str], columns: Collection[str]) -> UserProgram:
+def _program(
+    spec: RewardSpec, functions: Sequence[RewardPart], token_origins: Collection[str], columns: Collection[str]
+) -> UserProgram:
     parts = json.dumps(
         [
             {
-                **part.model_dump(),
+                **part.model_dump(exclude={"judge"}),
                 "timeout_s": spec.timeout_s,
                 "hidden": [name for name in part.arguments if name in columns],
                 "gets_token": part.url is not None and origin_of(part.url) in token_origins,
             }
-            for part in spec.parts
+            for part in functions
         ]
     )
-    functions = ", ".join(part.source for part in spec.parts)
-    return UserProgram("rlboost.services.trainer.children.reward", parts, "reward.function", functions)
+    sources = ", ".join(part.source for part in functions)
+    return UserProgram("rlboost.services.trainer.children.reward", parts, "reward.function", sources)
 
 
 def _scores(answer: dict[str, Any], batch: RewardBatch, parts: Sequence[RewardPart]) -> Scores:
-    """Check the answer of the reward functions for a group, and combine their rewards."""
+    """Check the answer of the reward functions for a group, and combine their rewards with those of judges."""
     if "unusable" in answer:
         reason, detail = answer["unusable"]
         return Scores(None, str(reason), str(detail))
-    for part, values in zip(parts, answer["rewards"], strict=True):
+    of_functions = iter(answer["rewards"])
+    given: list[Sequence[float | None]] = [
+        next(of_functions) if part.judge is None else [verdict.reward for verdict in batch.verdicts[part.name]]
+        for part in parts
+    ]
+    for part, values in zip(parts, given, strict=True):
         if problem := _problem(values, len(batch.completions)):
             reason, detail = problem
             return Scores(None, reason, f"{part.name}: {detail}" if part.name else detail)
-    by_part = {part.name: tuple(values) for part, values in zip(parts, answer["rewards"], strict=True) if part.name}
-    rewards = combine(answer["rewards"], [part.weight for part in parts])
+    by_part = {part.name: tuple(values) for part, values in zip(parts, given, strict=True) if part.name}
+    rewards = combine(given, [part.weight for part in parts])
     found = tuple(reward for reward in rewards if reward is not None)
     if len(found) < len(rewards):
-        detail = f"no reward for completion {rewards.index(None)} of the group: functions returned None for it"
+        missing = rewards.index(None)
+        why = [_without_verdict(part[missing]) for part in batch.verdicts.values() if part[missing].reward is None]
+        because = why[0] if why else "functions returned None for it"
+        detail = f"no reward for completion {missing} of the group: {because}"
         return Scores(None, "missing", f"{detail}\n{describe_row(_row(batch))}", by_part)
     if problem := _problem(found, len(found)):
         return Scores(None, *problem, by_part)
     return Scores(found, parts=by_part)
+
+
+def _without_verdict(verdict: Verdict) -> str:
+    answer = f"; the last of {verdict.tries} answers: {verdict.answer[:_ANSWER_CHARS]!r}" if verdict.answer else ""
+    return f"the judge {verdict.job_id} gave none: {verdict.problem}{answer}"
 
 
 def _problem(values: Sequence[float | None], n: int) -> tuple[str, str] | None:

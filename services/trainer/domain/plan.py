@@ -74,6 +74,13 @@ def check(spec: GeneratingJob, n_eval: int) -> None:
             f"algorithm.resample: {spec.data.prompts_per_step} prompts a step, and up to {spec.algorithm.resample} "
             f"more in the place of each, are more than {MAX_GROUPS_PER_STEP}: lower it, or data.prompts_per_step"
         )
+    judges = JudgeIds.of(spec, n_eval)
+    if judges.n_numbers > MAX_GROUPS_PER_STEP:
+        raise ConfigError(
+            f"reward.judge.retries: the judges may be asked {judges.n_numbers} times a step, more than "
+            f"{MAX_GROUPS_PER_STEP}: lower it, or data.prompts_per_step, algorithm.group_size, algorithm.resample or "
+            "eval.samples"
+        )
     step_ids, section = turn_ids(spec, n_eval), "environment" if spec.agent is None else "agent"
     for ids in step_ids:
         if ids is not None and ids.n_numbers > MAX_GROUPS_PER_STEP:
@@ -155,6 +162,48 @@ def _with_replacements(ids: TurnIds, spec: GeneratingJob) -> TurnIds:
         return replace(ids, replacements=conversation.replacements)
     room = (MAX_GROUPS_PER_STEP - ids.n_numbers) // (ids.n_groups * ids.max_turns)
     return replace(ids, replacements=max(0, min(REPLACEMENTS, room)))
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeIds:
+    """The ids of what the judges of a job are asked: each a group of one sample of the serving job, of that step."""
+
+    n_judges: int
+    tries: int
+    """Of the judge with the most."""
+    group_size: int
+    """Completions of a group at most."""
+    n_groups: int
+    """Groups of a step at most."""
+
+    @classmethod
+    def of(cls, spec: GeneratingJob, n_eval: int) -> JudgeIds:
+        """Return the ids of a job with `n_eval` evaluation prompts."""
+        sizes = [] if spec.eval is None else [n for n in eval_group_sizes(spec.eval, n_eval) if n]
+        if isinstance(spec, RlJob):
+            sizes.append(spec.algorithm.group_size)
+        n_groups = max(n_training_groups(spec) if isinstance(spec, RlJob) else 0, n_eval if spec.eval else 0)
+        tries = [part.judge.tries for part in spec.judges if part.judge is not None]
+        return cls(len(tries), max(tries, default=0), max(sizes), n_groups)
+
+    @property
+    def n_numbers(self) -> int:
+        """Return how many ids a step needs at most."""
+        return self.n_groups * self.group_size * self.n_judges * self.tries
+
+    def group(self, job_no: int, planned: PlannedGroup, judge: int, member: int, attempt: int) -> int:
+        """Return the packed id of a question.
+
+        Args:
+            job_no: number of the serving job.
+            planned: the group that is judged.
+            judge: number of the judge.
+            member: the completion of the group.
+            attempt: how often the judge was asked about it before.
+
+        """
+        number = ((planned.number * self.group_size + member) * self.n_judges + judge) * self.tries + attempt
+        return SampleId.unpack(planned.id)._replace(job=job_no, group=number, member=0).pack()
 
 
 def last_step(spec: GeneratingJob) -> int:

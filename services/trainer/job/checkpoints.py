@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -23,7 +23,7 @@ from rlboost.services.trainer.ports.storage import TrainState
 from rlboost.shared.errors import ConfigError, Fatal
 from rlboost.shared.process.system import run_in_thread
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import Trim
+from rlboost.shared.streams.bus import Op, Trim
 from rlboost.shared.streams.entries import START
 
 WRITE_LIMIT_S = 3600.0
@@ -44,6 +44,8 @@ class Checkpoints:
         self._starts_from_another_job = False
         self.covered_step = 0
         """Step of the older of two durable checkpoints: entries of earlier steps are no longer needed."""
+        self.more_trims: Callable[[int], Sequence[Op]] = lambda _: ()
+        """Returns what else to trim once the steps before this one are no longer needed."""
 
     async def restore(self, head: int) -> TrainState:
         """Load the newest checkpoint, if there is one, and return the job's position.
@@ -187,7 +189,8 @@ class Checkpoints:
             # If the newest checkpoint turns out corrupt, the entries after the previous one are still in the stream.
             self.covered_step = fallback.step
             finished = names.rollouts_finished(self._job.id)
-            await self._job.bus.transact([Trim(finished, fallback.finished_cursor)])
+            trims = self.more_trims(fallback.step)
+            await self._job.bus.transact([Trim(finished, fallback.finished_cursor), *trims])
 
 
 def _retrieve_exception(task: asyncio.Task[None]) -> None:

@@ -23,6 +23,7 @@ from rlboost.services.trainer.domain.warnings import FaultWarnings
 from rlboost.services.trainer.ports.samples import Prompt
 from rlboost.services.trainer.ports.storage import JobResources
 from rlboost.shared.errors import BusUnavailable, ConfigError, DiskFull, Fatal, Fenced, WaitTimedOut
+from rlboost.shared.job.base import UntrainedJob
 from rlboost.shared.job.spec import GeneratingJob, JobSpec, OfflineJob, parse_stored
 from rlboost.shared.messages import Event, JobReport, JobState
 from rlboost.shared.process.logs import IN_EVENTS
@@ -158,8 +159,8 @@ class Job:
 
         """
         spec = parse_stored(json.loads(self.spec_json))
-        if spec.kind == "external":
-            raise ConfigError("a job of kind external is not run by the trainer service")
+        if isinstance(spec, UntrainedJob):
+            raise ConfigError(f"a job of kind {spec.kind} is not run by the trainer service")
         return spec
 
     @property

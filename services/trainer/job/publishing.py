@@ -30,6 +30,20 @@ BASE = 0
 """The version of the base model of adapters."""
 
 
+async def publish_models(job: Job) -> None:
+    """Publish the other models of a job that are not published yet, each as version 0 of the job that serves it.
+
+    Raises:
+        Conflict: another process has published other weights meanwhile.
+        WaitTimedOut: the weight store was unavailable for too long.
+
+    """
+    for name, model in job.resources.models.items():
+        if await model.weights.head() < 0:
+            await model.weights.publish(0, model.shards(), expect=-1)
+            await job.emit_event("model_published", model=name, serving_job=model.job_id)
+
+
 class VersionPublisher:
     """The weight versions of one job."""
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from rlboost.services.trainer.domain.conversations import Decode
 from rlboost.shared.job.environment import Message
+from rlboost.shared.messages.fields import Span
 from rlboost.shared.model.tool_calls import HERMES, CallStyle
 
 # --- The user's environments, and the chat formatting of their messages -----------------------------------------------
@@ -210,6 +211,23 @@ class Data:
 
 
 @dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a judge wrote about one completion."""
+
+    job_id: str
+    """Of the judge's model."""
+    reward: float | None
+    """None if no answer has a verdict."""
+    answer: str
+    """The last answer; empty if there is none."""
+    spans: Sequence[Span]
+    """Which worker generated how many tokens of it with which version."""
+    tries: int
+    problem: str = ""
+    """Why there is no verdict."""
+
+
+@dataclass(frozen=True, slots=True)
 class RewardBatch:
     """The arguments of a reward function for one group, in TRL's form: one entry per completion.
 
@@ -224,6 +242,8 @@ class RewardBatch:
     """The texts of what the model generated, as in verl: without special tokens and without observations."""
     completions_raw: list[str] = field(default_factory=list)
     """The texts of the completions with special tokens: one that ended by itself has its end token."""
+    verdicts: Mapping[str, Sequence[Verdict]] = field(default_factory=dict)
+    """Part of the reward -> what its judge wrote about each completion."""
 
 
 @dataclass(frozen=True, slots=True)

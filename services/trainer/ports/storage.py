@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -172,6 +172,45 @@ class RunFolder(Protocol):
         """Flush the loggers, for some seconds at most; return their problems as `log_step` does."""
 
 
+# --- Other models of a job, which workers serve alongside its own -----------------------------------------------------
+
+
+class ChatTokenizer(Protocol):
+    """The tokenizer and chat template of a judge."""
+
+    stop_token_ids: tuple[int, ...]
+    vocab_size: int
+    """Number of token ids of the model."""
+
+    def question(self, text: str, max_tokens: int) -> bytes:
+        """Return the tokens of a user's message, up to where the answer begins; an int32 column.
+
+        Args:
+            text: the message.
+            max_tokens: of the answer.
+
+        Raises:
+            ConfigError: the model would not see the text as it is, or has too few positions.
+
+        """
+
+    def decode(self, tokens: bytes) -> str:
+        """Return the text of an int32 column, without special tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class OtherModel:
+    """Another model of a job."""
+
+    job_id: str
+    """Id of the job that serves it."""
+    weights: WeightPublisher
+    shards: Callable[[], Iterable[Shard]]
+    """Reads its tensors."""
+    chat: ChatTokenizer | None = None
+    """Set if it is a judge."""
+
+
 # --- The resources of one job -----------------------------------------------------------------------------------------
 
 
@@ -216,5 +255,7 @@ class JobResources:
     """`data.curriculum.function`, if there is one."""
     canary_prompts: CanaryPrompts | None = None
     """The input of the parity check that each version is published with; None: workers skip the check."""
+    models: Mapping[str, OtherModel] = field(default_factory=dict)
+    """Name -> another model of the job."""
     replayed: RoutedShape | None = None
     """Shape of the routed experts that training replays; None: routers decide again (`trainer.router_replay`)."""

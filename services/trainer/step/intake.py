@@ -24,10 +24,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from operator import attrgetter
 from statistics import fmean
+from typing import Any
 
 import structlog
 
@@ -39,6 +41,7 @@ from rlboost.services.trainer.domain.sessions import SessionCollector
 from rlboost.services.trainer.job.job import Job
 from rlboost.services.trainer.ports.storage import TrainState
 from rlboost.services.trainer.step.durable import DurableCurriculum, DurableResampling, StepReplacements
+from rlboost.services.trainer.step.judging import MAX_JUDGING_S, Judges
 from rlboost.services.trainer.step.scoring import add_conversation_rewards, reward_batch, sample_summaries
 from rlboost.services.trainer.step.sessions import StepSessions
 from rlboost.services.trainer.step.turns import StepTurns
@@ -116,6 +119,9 @@ class StepIntake:
         """Set whenever a group was decided."""
         self._evaluation: list[asyncio.Task[ScoredGroup | None]] = []
         """The scoring of evaluation groups."""
+        self._judges = all_steps.judges
+        self.judging: set[asyncio.Task[ScoredGroup | None]] = set()
+        """The scoring that runs, if judges take part, whose requests reserved workers may have to generate."""
 
     # --- request ---
 
@@ -156,7 +162,7 @@ class StepIntake:
         self.turns.release(outcome.group)
         name = f"score-{outcome.group}"
         if planned.is_eval:
-            self._evaluation.append(self._scoring.create_task(self._score(outcome, planned), name=name))
+            self._evaluation.append(self._task(self._score(outcome, planned), name))
             return
         self.n_initial_pending -= planned.number < self.n_train
         if self._replacements is None:
@@ -164,7 +170,14 @@ class StepIntake:
         else:
             self.n_undecided += 1
             scoring = self._score_or_replace(self._replacements, outcome, planned)
-        self._training.put_nowait((planned, self._scoring.create_task(scoring, name=name)))
+        self._training.put_nowait((planned, self._task(scoring, name)))
+
+    def _task(self, scoring: Coroutine[Any, Any, ScoredGroup | None], name: str) -> asyncio.Task[ScoredGroup | None]:
+        task = self._scoring.create_task(scoring, name=name)
+        if self._judges is not None:
+            self.judging.add(task)
+            task.add_done_callback(self.judging.discard)
+        return task
 
     async def _score(self, outcome: GroupOutcome, planned: PlannedGroup) -> ScoredGroup | None:
         """Return a group with its rewards, None for one that was dropped or could not be scored."""
@@ -173,12 +186,15 @@ class StepIntake:
             return None
         job, spec, data, began = self._job, self._job.generating_spec, self._job.resources.data, time.monotonic()
         start = self.turns.prompt_of(planned.id)
-        scores = await job.resources.rewards.score(reward_batch(outcome, job.prompt(planned), data))
+        batch = reward_batch(outcome, job.prompt(planned), data)
+        if self._judges is not None:
+            batch = replace(batch, verdicts=await self._judges.verdicts(self.step, planned, batch))
+        scores = await job.resources.rewards.score(batch)
         giver = "environment" if spec.agent is None else "agent"
         scores = add_conversation_rewards(scores, outcome, name=giver if spec.reward is not None else "")
         took_s = time.monotonic() - began
         if not self._was_trained:
-            shown = outcome, start, scores, data, self.turns.tools.get(planned.id, ())
+            shown = outcome, start, scores, data, self.turns.tools.get(planned.id, ()), batch.verdicts
             # What a model writes may take long to read: the loop renews the trainer's lease meanwhile.
             await job.publish_samples(await asyncio.to_thread(sample_summaries, *shown))
         if scores.rewards is None:
@@ -277,6 +293,8 @@ class StepIntake:
         reward = self._job.spec.reward
         # Each call has its own limit; in addition, the processes may be busy with groups of later steps.
         limit_s = self._job.limit_s + (reward.timeout_s if reward is not None else 0.0) * n_groups
+        if self._judges is not None:  # which have a limit of their own, between two answers
+            limit_s = MAX_JUDGING_S
         try:
             waits = self._job.waits
             async with waits.on("the rewards", because=because, limit_s=limit_s, progress=progress, kind="rewards"):
@@ -374,6 +392,7 @@ class Intake:
         scoring: asyncio.TaskGroup,
         curriculum: DurableCurriculum | None,
         resampling: DurableResampling | None,
+        judges: Judges | None = None,
     ) -> None:
         """Request no step yet.
 
@@ -383,9 +402,11 @@ class Intake:
             scoring: owns the scoring tasks: groups of a later step are scored while an earlier step trains.
             curriculum: chooses the prompts of each step; None: the epoch order does.
             resampling: records which groups were replaced by groups of other prompts; None if none can be.
+            judges: ask the judges of the reward; None if it has none.
 
         """
         self.job = job
+        self.judges = judges
         self.scoring = scoring
         self.curriculum = curriculum
         self.resampling = resampling
@@ -457,7 +478,21 @@ class Intake:
                 self._take()
                 await self._answer_turns()
 
+    async def read_next(self) -> None:
+        """Read the next entry of a requested step, waiting without a limit. Cancel it at any time.
+
+        Raises:
+            Fatal: the stream is inconsistent.
+
+        """
+        if not self._open.holds((await self._finished.peek()).message):
+            await asyncio.Event().wait()  # its step is requested later
+        self._take()
+        await self._answer_turns()
+
     def _take(self) -> None:
+        if self.judges is not None:
+            self.judges.on_progress()
         before, entry = self._finished.cursor, self._finished.take()
         try:
             decided = self._open.apply(before, entry)

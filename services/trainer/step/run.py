@@ -175,7 +175,9 @@ class StepRun:
         section = "environment" if self._job.spec.agent is None else "agent"
         if (conversation := self._job.spec.conversation) and any(section in why for why in reasons):
             return f"{section}.function {conversation.function}" if conversation.function else "the hosts of agents"
-        return "reward.function " + ", ".join(part.source for part in self._job.spec.reward_parts)
+        parts = self._job.spec.reward_parts
+        field = "reward.judge" if parts and all(part.judge for part in parts) else "reward.function"
+        return f"{field} {', '.join(part.source for part in parts)}"
 
     # --- collect ---
 
@@ -191,10 +193,22 @@ class StepRun:
                 if self._intake.n_train and groups.complete and not groups.n_whole and groups.drops:
                     raise self._nothing_scored(Counter(drop.reason for drop in groups.drops), groups.drops[0].detail)
                 await self._all_steps.read(subject, groups.arrived_text(), progress.rate_text)
+            elif self._intake.judging:
+                await self._read_or_judge()
             elif self._intake.n_undecided:
                 await self._read_until_decided()
             else:
                 return
+
+    async def _read_or_judge(self) -> None:
+        """Read the next entry, or return once a group is judged: reserved workers may need the device for a judge."""
+        reading = asyncio.create_task(self._all_steps.read_next(), name=f"read-while-judging-{self._step}")
+        try:
+            await asyncio.wait({reading, *self._intake.judging}, return_when=asyncio.FIRST_COMPLETED)
+            if reading.done():
+                await reading
+        finally:
+            reading.cancel()
 
     async def _read_until_decided(self) -> None:
         """Read entries of later steps until no group can be replaced any more, or a replacement is pending."""

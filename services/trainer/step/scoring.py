@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from itertools import accumulate, pairwise
+from types import MappingProxyType
 from typing import Any
 
 from rlboost.services.trainer.domain.conversations import Conversation, messages_of
 from rlboost.services.trainer.domain.groups import WholeGroup
 from rlboost.services.trainer.domain.rewards import total
-from rlboost.services.trainer.ports.samples import Data, Prompt, RewardBatch, Scores
+from rlboost.services.trainer.ports.samples import Data, Prompt, RewardBatch, Scores, Verdict
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages.fields import Span
 from rlboost.shared.model.tool_call_formats import Tools
@@ -56,8 +57,19 @@ def add_conversation_rewards(scores: Scores, group: WholeGroup, *, name: str = "
     return replace(scores, rewards=rewards, parts={**scores.parts, name: given} if name else scores.parts)
 
 
+def verdict_fields(verdict: Verdict) -> dict[str, Any]:
+    """Return the published fields of what a judge wrote."""
+    fields = asdict(verdict) | {"answer": _without_middle(verdict.answer, _TEXT_CHARS)}
+    return fields | {"spans": [list(span) for span in verdict.spans]}
+
+
 def sample_summaries(
-    group: WholeGroup, prompt: bytes, scores: Scores, data: Data, tools: Tools = ()
+    group: WholeGroup,
+    prompt: bytes,
+    scores: Scores,
+    data: Data,
+    tools: Tools = (),
+    verdicts: Mapping[str, Sequence[Verdict]] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
     """Return the published fields of each sample, texts without special tokens; `prompt` is an int32 column."""
     rewards = scores.rewards or (None,) * len(group.samples)
@@ -75,6 +87,7 @@ def sample_summaries(
                 "completion": _without_middle(data.decode(tokens, skip_special_tokens=True), _TEXT_CHARS),
                 "reward": reward,
                 **({"rewards": {name: values[i] for name, values in scores.parts.items()}} if scores.parts else {}),
+                **({"verdicts": {n or "judge": verdict_fields(v[i]) for n, v in verdicts.items()}} if verdicts else {}),
                 "reason": scores.reason,
                 "finish": sample.finish,
                 "n_tokens": len(ints(sample.tokens)),

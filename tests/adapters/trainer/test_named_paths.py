@@ -47,6 +47,11 @@ def data(*names: str, **more: str) -> dict[str, Any]:
     return {"train": list(names), **more}
 
 
+def test_other_models_lie_in_the_operators_folders_too(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"models\.judge\.model: \.\./secret is not in the trainer's folder"):
+        checked(models={"judge": {"model": "../secret"}})
+
+
 @pytest.mark.parametrize(
     "changes",
     [

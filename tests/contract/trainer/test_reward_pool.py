@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 from rlboost.services.trainer.adapters.reward_pool import RewardPool
 from rlboost.services.trainer.adapters.user_code import UserCodeLog
 from rlboost.services.trainer.fakes import FakeRewards
-from rlboost.services.trainer.ports.samples import RewardBatch, RewardFunction, Scores
+from rlboost.services.trainer.ports.samples import RewardBatch, RewardFunction, Scores, Verdict
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.reward import RewardSpec
 from rlboost.shared.process.waiting import Waits
@@ -348,3 +349,39 @@ async def test_function_of_an_installed_package_needs_the_setting(
             await pool.start()
     finally:
         await pool.close()
+
+
+def verdicts(*rewards: float | None) -> dict[str, tuple[Verdict, ...]]:
+    problem = "its answer has no verdict"
+    return {
+        "judge": tuple(
+            Verdict("j.judge", reward, "hm", (), 2, "" if reward is not None else problem) for reward in rewards
+        )
+    }
+
+
+async def test_verdicts_are_parts_of_the_sum() -> None:
+    judge = {"judge": {"model": "judge", "prompt": "{completion}"}, "weight": 0.5}
+    spec = RewardSpec.model_validate({"functions": [{"function": f"{FUNCTIONS}:mixed"}, judge]})
+    pool = RewardPool(spec, Waits())
+    try:
+        await pool.start()
+        scores = await pool.score(replace(batch(), verdicts=verdicts(4.0, None)))
+        assert scores.rewards == (4.0, 4.0)
+        assert scores.parts == {"mixed": (2.0, 4.0), "judge": (4.0, None)}
+    finally:
+        await pool.close()
+
+
+async def test_judge_alone_needs_no_process_and_may_give_no_reward() -> None:
+    judge = {"judge": {"model": "judge", "prompt": "{completion}"}}
+    pool = RewardPool(RewardSpec.model_validate({"functions": [judge]}), Waits())
+    await pool.start()
+    assert (await pool.score(replace(batch(), verdicts=verdicts(1.0, 2.0)))).rewards == (1.0, 2.0)
+    scores = await pool.score(replace(batch(), verdicts=verdicts(1.0, None)))
+    assert (scores.rewards, scores.reason) == (None, "missing")
+    assert scores.detail.startswith(
+        "no reward for completion 1 of the group: the judge j.judge gave none: its answer has no verdict; "
+        "the last of 2 answers: 'hm'"
+    )
+    await pool.close()

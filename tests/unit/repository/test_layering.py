@@ -22,6 +22,7 @@ PURE_SHARED = {
     "shared.http.scopes",
     "shared.ids",
     "shared.job.algorithm",
+    "shared.job.base",
     "shared.job.training",
     "shared.job.fleet",
     "shared.job.reward",

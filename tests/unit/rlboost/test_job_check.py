@@ -307,3 +307,26 @@ def test_check_says_what_limits_of_sampling_mean_for_training(
     assert [text[: len(warning)] for text in found.advice if " training samples from " in text] == [warning] * bool(
         warning
     )
+
+
+def judged(prompt: str = "{prompt} {completion} {answer}", model: str = "judges/small") -> dict[str, Any]:
+    return {"models": {"judge": {"model": model}}, "reward": {"judge": {"model": "judge", "prompt": prompt}}}
+
+
+def test_judge_needs_a_model_with_a_chat_template(folder: Path) -> None:
+    (problem,) = check(**judged(model="./judge"))
+    assert problem.startswith("models.judge.model: there is no folder ./judge")
+    (problem,) = check(**judged(model="base"))
+    assert problem.startswith("models.judge.model: base has no chat template, with which a judge is asked")
+    (folder / "base/chat_template.jinja").write_text("{{ messages }}")
+    assert check(**judged(model="base")) == []
+
+
+def test_prompt_of_a_judge_names_columns_that_each_row_has(folder: Path) -> None:
+    (folder / "train.jsonl").write_text('{"prompt": "1", "answer": "2"}\n{"prompt": "1"}\n')
+    assert check(**judged("{completion}")) == []
+    (problem,) = check(**judged())
+    assert problem == (
+        "reward.judge.prompt: names answer, and train.jsonl line 2 has no columns besides the prompt: "
+        "correct the name, or write a brace that is meant as text twice"
+    )

@@ -66,10 +66,10 @@ def test_open_window_follows_the_number_of_preemptible_workers(world: World, job
     lengths = []
     for fleet in (1, 2, 3):
         progress.fleet = FleetCounts(reserved=1, preemptible=fleet)
-        advance_window(world.fleet, world.ledger, world.queues, world.jobs["j"], now(1.0))
+        advance_window(world.jobs, world.fleet, world.ledger, world.queues, world.jobs["j"], now(1.0))
         lengths.append(window.length_s)
     # One: 45 s for both engines, less the part of 90 s that the worker generates during 20 s. Three: 22.5 and 30 s.
     assert lengths == [40.0, 12.0, pytest.approx(40.0 + 22.5 * 10 / 30 - 45 * 70 / 90)]
     window.phase, progress.fleet = "ended", FleetCounts(reserved=1, preemptible=2)
-    advance_window(world.fleet, world.ledger, world.queues, world.jobs["j"], now(2.0))
+    advance_window(world.jobs, world.fleet, world.ledger, world.queues, world.jobs["j"], now(2.0))
     assert window.length_s == lengths[-1], "it has ended"

@@ -44,12 +44,13 @@ def complaint(**changes: Any) -> str:
         ({"data": "t.jsonl"}, "data: should be a section with the keys subset, prompt_key, chat_template_kwargs, "),
         ({"data": {}}, "data.train: missing: give it"),
         ({"data": {"train": "t", "max_prompt_tokens": 0}}, "data.max_prompt_tokens: should be 1 or more, not 0"),
-        ({"reward": "m:f"}, "reward: should be a section with the keys function, url, style, "),
+        ({"reward": "m:f"}, "reward: should be a section with the keys function, url, judge, style, "),
         ({"reward": {"functions": "m:f"}}, "reward.functions: should be a list"),
         ({"reward": {"functions": []}}, "reward.functions: should be a list with 1 or more entries"),
         (
             {"reward": {"functions": ["m:f"]}},
-            "reward.functions.0: should be a section with the keys function, url, weight, name, style, arguments",
+            "reward.functions.0: should be a section with the keys "
+            + ", ".join(("function", "url", "judge", "weight", "name", "style", "arguments")),
         ),
         (
             {"reward": {"functions": [{"func": "m:f"}]}},

@@ -1,0 +1,105 @@
+"""The other models of a job: their folders, weights and tokenizers. Imports torch and transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rlboost.services.trainer.adapters.data import find_model, load_tokenizer
+from rlboost.services.trainer.adapters.tokens import PromptTokenizer
+from rlboost.services.trainer.adapters.weights import StorePublisher
+from rlboost.services.trainer.ports.storage import OtherModel
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.base import served_id
+from rlboost.shared.job.judge import column_problem
+from rlboost.shared.job.spec import JobSpec, OfflineJob
+from rlboost.shared.process.waiting import Waits
+from rlboost.shared.weights.client import StoreClient
+from rlboost.shared.weights.torch_tensors import named_shards
+from rlboost.shared.wire import I32, ints, pack
+
+
+def other_models(
+    spec: JobSpec,
+    job_id: str,
+    created: datetime,
+    columns: Collection[str],
+    *,
+    connect: Callable[[], StoreClient],
+    folder: Path,
+    waits: Waits,
+    limit_s: float,
+) -> dict[str, OtherModel]:
+    """Return the other models of a job by name.
+
+    Args:
+        spec: the job file.
+        job_id: the job's id.
+        created: when the job was created, which chat templates may print.
+        columns: those of the data, without the prompt.
+        connect: returns a client of the weight store.
+        folder: of the job.
+        waits: registry of waits.
+        limit_s: how long the weight store may be unavailable.
+
+    Raises:
+        ConfigError: a folder, or the prompt of a judge, is invalid.
+
+    """
+    if isinstance(spec, OfflineJob):
+        return {}
+    judges = {part.judge.model for part in spec.judges if part.judge is not None}
+    for part in spec.judges:
+        if part.judge is not None and (problem := column_problem(part.judge.prompt, columns, "the data")):
+            raise ConfigError(problem)
+    found = {}
+    for name, model in spec.models.items():
+        place = find_model(model.model, f"models.{name}.model")
+        serving = served_id(job_id, name)
+        found[name] = OtherModel(
+            serving,
+            StorePublisher(
+                connect(),
+                serving,
+                (place / "config.json").read_text(encoding="utf-8"),
+                folder / f"pulled-{name}",
+                waits,
+                limit_s,
+            ),
+            partial(named_shards, place),
+            JudgeTokenizer(name, place, created) if name in judges else None,
+        )
+    return found
+
+
+class JudgeTokenizer:
+    """`ChatTokenizer` of a model's folder."""
+
+    def __init__(self, name: str, folder: Path, created: datetime) -> None:
+        """Load it; see `other_models`."""
+        tokenizer, config, self.stop_token_ids = load_tokenizer(folder)
+        if tokenizer.chat_template is None:
+            raise ConfigError(
+                f"models.{name}.model: {folder} has no chat template, with which a judge is asked: use a model that "
+                "has one, or add its chat_template.jinja"
+            )
+        self.vocab_size = int(config.vocab_size)
+        self._tokenizer: Any = tokenizer
+        self._tokens = PromptTokenizer(tokenizer, config, self.stop_token_ids, created)
+
+    def question(self, text: str, max_tokens: int) -> bytes:
+        """See `ChatTokenizer.question`."""
+        ids = self._tokens.prompt([{"role": "user", "content": text}])
+        if not self._tokens.fit(len(ids) + max_tokens):
+            raise ConfigError(
+                f"its question has {len(ids)} tokens, and with judge.max_tokens ({max_tokens}) more than the judge's "
+                f"{self._tokens.max_length} positions"
+            )
+        return pack(ids, I32)
+
+    def decode(self, tokens: bytes) -> str:
+        """See `ChatTokenizer.decode`."""
+        return str(self._tokenizer.decode(ints(tokens), skip_special_tokens=True))

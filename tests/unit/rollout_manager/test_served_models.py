@@ -1,0 +1,204 @@
+"""The models that a job names: jobs of their own, which share its state, its reserved workers and its window."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlboost.services.rollout_manager.domain.allocation import Demand, fair_shares
+from rlboost.services.rollout_manager.domain.apply_messages import apply_message
+from rlboost.services.rollout_manager.domain.decide import decide
+from rlboost.services.rollout_manager.domain.effects import Deliver, Now, Send
+from rlboost.services.rollout_manager.domain.jobs import Job
+from rlboost.services.rollout_manager.domain.wait_status import job_wait_status
+from rlboost.services.rollout_manager.domain.world import World
+from rlboost.shared.job.spec import served_jobs
+from rlboost.shared.messages import (
+    FINISH_STOP,
+    JobReport,
+    JobState,
+    Message,
+    Resume,
+    SampleDropped,
+    Suspend,
+    UseVersion,
+    WorkerEvent,
+)
+from tests.support.builders import (
+    group_id,
+    group_requested,
+    heartbeat,
+    job_created,
+    job_spec,
+    token_frame,
+    weights_committed,
+    worker_joined,
+)
+from tests.support.jobs import job_file
+from tests.support.manager_rig import ManagerRig
+
+MODELS = {"judge": {"model": "judges/small"}}
+JUDGE = "j.judge"
+
+
+class Fleet:
+    """A world with a job `j`, its judge, and one worker."""
+
+    def __init__(self, role: str) -> None:
+        self.world, self.mono, self._entries = World(lease_s=1e9), 1.0, 0
+        spec = job_spec(models=MODELS)
+        self.apply(job_created(spec=spec))
+        for job_id, served in served_jobs("j", spec).items():
+            self.world.jobs.add(Job(job_id, 2, served, created_at=0.0))
+        self.apply(JobReport(job_id="j", state="running", step=0), worker_joined("w", role=role))
+        self.apply(weights_committed(), weights_committed(JUDGE))
+        self.serve("", state="joining")
+
+    def apply(self, *messages: Message) -> None:
+        for message in messages:
+            self._entries += 1
+            apply_message(self.world, message, f"{self._entries}-0", Now(self.mono, 1000.0 + self.mono))
+
+    def decide(self) -> list[Message]:
+        """Return what the worker is commanded after a while."""
+        self.mono += 2.0
+        sent = decide(self.world, Now(self.mono, 1000.0 + self.mono), [])
+        return [e.message for e in sent if isinstance(e, Send) and isinstance(e.message, UseVersion | Resume | Suspend)]
+
+    def serve(self, job_id: str, state: str = "ready") -> None:
+        self.apply(heartbeat("w", job_id=job_id, version=0 if job_id else -1, state=state))
+
+    def request(self, job_id: str) -> int:
+        no = self.world.jobs[job_id].record.no
+        group = group_id(job_no=no)
+        self.apply(group_requested(group=group, job_id=job_id, n=1))
+        return group
+
+    def finish(self, sample: int) -> None:
+        attempt = self.world.ledger.samples[sample].attempt
+        self.apply(token_frame([(sample, attempt, 0, 2, 0, FINISH_STOP)], worker="w"))
+
+
+def use(job_id: str) -> UseVersion:
+    return UseVersion(job_id=job_id, version=0)
+
+
+def test_only_worker_alternates_between_a_job_and_its_judge() -> None:
+    fleet = Fleet("preemptible")
+    sample = fleet.request("j")
+    assert fleet.decide() == [use("j")]
+    fleet.serve("j")
+    fleet.decide()
+    question = fleet.request(JUDGE)
+    assert fleet.decide() == [], "training comes first"
+    fleet.finish(sample)
+    assert use(JUDGE) in [*fleet.decide(), *fleet.decide()]
+    fleet.serve(JUDGE)
+    fleet.decide()
+    fleet.finish(question)
+    fleet.apply(group_requested(group=group_id(1), job_id="j", n=1))
+    assert use("j") in [*fleet.decide(), *fleet.decide()]
+
+
+def test_reserved_worker_judges_before_it_is_suspended() -> None:
+    fleet = Fleet("reserved")
+    sample = fleet.request("j")
+    assert fleet.decide() == [use("j"), Resume(step=0)]
+    fleet.serve("j")
+    fleet.decide()
+    question = fleet.request(JUDGE)
+    fleet.finish(sample)
+    assert [*fleet.decide(), *fleet.decide()] == [use(JUDGE)]
+    fleet.serve(JUDGE)
+    fleet.decide()
+    fleet.finish(question)
+    assert [*fleet.decide(), *fleet.decide()] == [use("j"), Suspend(step=0)]
+
+
+def test_window_reopens_for_a_question_that_comes_late() -> None:
+    fleet = Fleet("reserved")
+    sample = fleet.request("j")
+    fleet.decide()
+    fleet.serve("j")
+    fleet.decide()
+    fleet.finish(sample)
+    assert Suspend(step=0) in [*fleet.decide(), *fleet.decide()]
+    fleet.serve("j", state="suspended")
+    fleet.decide()
+    fleet.request(JUDGE)
+    assert [*fleet.decide(), *fleet.decide()] == [use(JUDGE), Resume(step=0)]
+
+
+def test_judge_gets_its_share_of_several_workers() -> None:
+    demands = [Demand("j", 1.0, 100, 50), Demand(JUDGE, 0.5, 100, 50)]
+    assert [fair_shares(demands, n, batch_cap=8.0) for n in (1, 2, 3, 6)] == [
+        {"j": 1, JUDGE: 0},
+        {"j": 2, JUDGE: 0},
+        {"j": 2, JUDGE: 1},
+        {"j": 4, JUDGE: 2},
+    ]
+    few = [demands[0], Demand(JUDGE, 0.5, 4, 4)]
+    assert fair_shares(few, 6, batch_cap=8.0) == {"j": 5, JUDGE: 1}, "no more than it can fill"
+
+
+def test_questions_that_no_worker_can_answer_are_dropped_with_the_reason() -> None:
+    fleet = Fleet("preemptible")
+    question = fleet.request(JUDGE)
+    fleet.decide()
+    assert fleet.world.fleet.workers["w"].job == JUDGE
+    refused = {"version": 0, "reason": "no such architecture"}
+    fleet.apply(WorkerEvent(worker="w", job_id=JUDGE, kind="weights_refused", at=1.0, fields=refused))
+    effects = decide(fleet.world, Now(9.0, 1009.0), [])
+    delivered = [effect.message for effect in effects if isinstance(effect, Deliver)]
+    dropped = [message for message in delivered if isinstance(message, SampleDropped)]
+    assert [(drop.sample, drop.reason) for drop in dropped] == [
+        (question, "version 0 does not load on w: no such architecture")
+    ]
+
+
+def test_wait_of_a_pending_model_names_its_job() -> None:
+    world = World(lease_s=1.0)
+    spec = job_spec(models=MODELS)
+    world.jobs.add(Job("j", 1, spec, created_at=0.0))
+    world.jobs.add(Job(JUDGE, 2, served_jobs("j", spec)[JUDGE], created_at=0.0))
+    wait = job_wait_status(world.jobs, world.fleet, world.jobs[JUDGE])
+    assert wait is not None
+    assert (wait["for"], wait["because"]) == ("its job", "a trainer takes j first")
+
+
+@pytest.fixture
+async def rig() -> ManagerRig:
+    rig = ManagerRig()
+    assert await rig.manager.try_lead()
+    answer = await rig.http.post("/jobs", json={**job_file(), "models": MODELS})
+    rig.job = answer.json()["id"]
+    return rig
+
+
+async def states(rig: ManagerRig) -> dict[str, Any]:
+    return {job["id"].removeprefix(rig.job): job["state"] for job in (await rig.http.get("/jobs")).json()}
+
+
+async def test_models_have_the_state_of_their_job(rig: ManagerRig) -> None:
+    assert await states(rig) == {"": "pending", ".judge": "pending"}
+    each: tuple[JobState, ...] = ("running", "paused", "completed")
+    for state in each:
+        await rig.report(state)
+        assert await states(rig) == {"": state, ".judge": state}
+    assert await rig.manager.try_lead(), "it rebuilds its world"
+    assert await states(rig) == {"": "completed", ".judge": "completed"}
+
+
+async def test_model_of_a_job_is_commanded_with_it_only(rig: ManagerRig) -> None:
+    answer = await rig.http.post(f"/jobs/{rig.job}.judge/cancel")
+    assert answer.status_code == 409
+    assert f"is a model of job {rig.job} and cancelled with it: cancel that job" in answer.text
+    assert (await rig.http.post(f"/jobs/{rig.job}/cancel")).status_code == 202
+    await rig.manager.turn()
+    assert await states(rig) == {"": "cancelled", ".judge": "cancelled"}
+
+
+async def test_cost_of_a_job_names_those_of_its_models(rig: ManagerRig) -> None:
+    cost = (await rig.http.get(f"/jobs/{rig.job}/cost")).json()
+    assert cost["models"] == [{"job_id": f"{rig.job}.judge", "dollars": 0.0, "hours": 0.0, "tokens": 0}]
