@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import structlog
 
 from rlboost.client import Client
-from rlboost.jobs.model_path import is_hub_id
 from rlboost.shared.errors import ConfigError, NotFound
 from rlboost.shared.model.folder import declare_dtype, non_weight_files
 from rlboost.shared.process.modules import pip_install
@@ -279,44 +278,6 @@ def _certificate(run: Path) -> tuple[str, str] | None:
         echo(f"rlboost: warning: the record of the run does not match: {problem}", err=True)
         return None
     return record.head, record.key
-
-
-def add_card(folder: Path, title: str, done: Exported, request: ExportRequest) -> None:
-    """Write a model card into an export. Of the job file it has the kind and names of the Hub, but no path.
-
-    Args:
-        folder: the export.
-        title: of the card; if empty, the job's name.
-        done: what was exported.
-        request: what was asked for.
-
-    """
-    spec = done.spec
-    kind, model, data = spec.get("kind", "rl"), spec.get("model", ""), spec.get("data", {}).get("train")
-    facts: dict[str, Any] = {"library_name": "peft" if request.adapter else "transformers", "tags": ["rlboost", kind]}
-    if is_hub_id(model):
-        facts["base_model"] = model
-    if isinstance(data, str) and is_hub_id(data):
-        facts["datasets"] = [data]
-    # JSON is YAML, whatever is in a name.
-    head = "".join(f"{key}: {json.dumps(value)}\n" for key, value in facts.items())
-    of = f" from {model}" if "base_model" in facts else ""
-    which = "the result" if done.version is None else f"version {done.version}"
-    text = f"Trained with RLBoost{of}: {which} of job {request.job_id}, of kind {kind}.\n"
-    if done.certificate is not None:
-        certificate, key = done.certificate
-        text += f"""
-The record of the run says which worker, version and prompt made each trained token. It has this certificate:
-
-| | |
-|---|---|
-| certificate | `{certificate}` |
-| signed with | `{key}` |
-
-`rlboost verify-run RUN --key KEY` checks a copy of the run's folder, and prints its certificate.
-"""
-    title = title or spec.get("name", request.job_id)
-    (folder / "README.md").write_text(f"---\n{head}---\n\n# {title}\n\n{text}", encoding="utf-8")
 
 
 def from_store(

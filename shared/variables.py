@@ -29,6 +29,7 @@ OTHERS: Mapping[str, str] = {
     "RLBOOST_LAST_EXIT": "how the process ended that a local system has restarted",
     "RLBOOST_RANK_KEY": "key of the connections between the processes of a trainer",
     "RLBOOST_VLLM_PARENT": "process id of a worker, for its engine",
+    "RLBOOST_VLLM_UNPACKED": "that the engine of a worker keeps its weights unpacked",
 }
 """Variables that are no settings of a service."""
 LAST_EXIT = "RLBOOST_LAST_EXIT"

@@ -187,7 +187,7 @@ def export(  # noqa: PLR0913, PLR0917 - the command's options
     """Write a job's model as a Hugging Face folder: the result of a finished run, or a stored version."""
     from rlboost import export as work  # noqa: PLC0415 - keeps --help quick
     from rlboost.export import new_folder  # noqa: PLC0415 - likewise
-    from rlboost.jobs.hub import HubRepository  # noqa: PLC0415 - likewise
+    from rlboost.jobs.hub import HubRepository, add_card  # noqa: PLC0415 - likewise
 
     if public and push_to_hub is None:
         raise ConfigError("--public is for --push-to-hub OWNER/NAME: give it too")
@@ -208,7 +208,7 @@ def export(  # noqa: PLR0913, PLR0917 - the command's options
             with connect(state) as client:
                 done = work.from_store(client, request, weight_store, token, model, to)
         with to.writing():
-            work.add_card(to.scratch, (push_to_hub or "").rpartition("/")[2], done, request)
+            add_card(to.scratch, (push_to_hub or "").rpartition("/")[2], done, request)
     url = None if repository is None else repository.push(out, private=not public)
     if as_json:
         pushed = {} if url is None else {"url": url}

@@ -1,17 +1,21 @@
-"""Upload an exported model to the Hugging Face Hub."""
+"""The model card of an export, and its upload to the Hugging Face Hub."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from rlboost.jobs.model_path import is_hub_id
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.process.modules import pip_install
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
+
+    from rlboost.export import Exported, ExportRequest
 
 _LOG_IN = "set HF_TOKEN to a token with write access, or run 'hf auth login'"
 
@@ -75,3 +79,41 @@ class HubRepository:
 
 def _reason(error: Exception) -> str:
     return str(error).strip().rpartition("\n")[2] or type(error).__name__
+
+
+def add_card(folder: Path, title: str, done: Exported, request: ExportRequest) -> None:
+    """Write a model card into an export. Of the job file it has the kind and names of the Hub, but no path.
+
+    Args:
+        folder: the export.
+        title: of the card; if empty, the job's name.
+        done: what was exported.
+        request: what was asked for.
+
+    """
+    spec = done.spec
+    kind, model, data = spec.get("kind", "rl"), spec.get("model", ""), spec.get("data", {}).get("train")
+    facts: dict[str, Any] = {"library_name": "peft" if request.adapter else "transformers", "tags": ["rlboost", kind]}
+    if is_hub_id(model):
+        facts["base_model"] = model
+    if isinstance(data, str) and is_hub_id(data):
+        facts["datasets"] = [data]
+    # JSON is YAML, whatever is in a name.
+    head = "".join(f"{key}: {json.dumps(value)}\n" for key, value in facts.items())
+    of = f" from {model}" if "base_model" in facts else ""
+    which = "the result" if done.version is None else f"version {done.version}"
+    text = f"Trained with RLBoost{of}: {which} of job {request.job_id}, of kind {kind}.\n"
+    if done.certificate is not None:
+        certificate, key = done.certificate
+        text += f"""
+The record of the run says which worker, version and prompt made each trained token. It has this certificate:
+
+| | |
+|---|---|
+| certificate | `{certificate}` |
+| signed with | `{key}` |
+
+`rlboost verify-run RUN --key KEY` checks a copy of the run's folder, and prints its certificate.
+"""
+    title = title or spec.get("name", request.job_id)
+    (folder / "README.md").write_text(f"---\n{head}---\n\n# {title}\n\n{text}", encoding="utf-8")

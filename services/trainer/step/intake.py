@@ -107,7 +107,7 @@ class StepIntake:
         self._tally = RolloutTally()
         if selection is not None:
             self._tally.measured |= selection.metrics()
-        self._tally.resampled = self._replacements.n_replaced if self._replacements is not None else 0
+        self._tally.resampled = self._replacements.n_replaced if self._replacements is not None else None
         self._training: asyncio.Queue[tuple[PlannedGroup, asyncio.Task[ScoredGroup | None]]] = asyncio.Queue()
         """Training groups and their scoring, in order of completion; the task returns None for a dropped group."""
         self._early: dict[int, tuple[PlannedGroup, asyncio.Task[ScoredGroup | None]]] = {}

@@ -27,7 +27,7 @@ def test_every_extra_that_a_text_names_exists() -> None:
         for extras in NAMED.findall(file.read_text(encoding="utf-8"))
         for extra in extras.split(",")
     }
-    assert ("logs", "shared/job/spec.py") in named, "the texts name extras in another way"
+    assert ("data", "rlboost/jobs/model_check.py") in named, "the texts name extras in another way"
     assert {one for one in named if one[0] not in project["optional-dependencies"]} == set()
 
 

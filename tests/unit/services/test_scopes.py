@@ -41,6 +41,7 @@ MANAGER = EVERYWHERE | {
     "POST /v1/jobs/{job_id}/pause": "job",
     "POST /v1/jobs/{job_id}/resume": "job",
     "POST /v1/jobs/{job_id}/cancel": "job",
+    "POST /v1/jobs/{job_id}/profile": "job",
     "POST /v1/jobs/{job_id}/trainer": "trainer",
     "PUT /v1/jobs/{job_id}/trainer": "trainer",
     "DELETE /v1/jobs/{job_id}/trainer": "trainer",

@@ -50,12 +50,7 @@ def complaint(**changes: Any) -> str:
         ({"reward": {"functions": []}}, "reward.functions: should be a list with 1 or more entries"),
         (
             {"reward": {"functions": ["m:f"]}},
-<<<<<<< ours
             "reward.functions.0: should be a section with the keys function, url, model, judge, weight, name, style, ",
-=======
-            "reward.functions.0: should be a section with the keys "
-            + ", ".join(("function", "url", "judge", "weight", "name", "style", "arguments")),
->>>>>>> theirs
         ),
         (
             {"reward": {"functions": [{"func": "m:f"}]}},
