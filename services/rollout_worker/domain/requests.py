@@ -165,10 +165,16 @@ def validation_error(
     return _routing_error(sampling.routed_experts, shape) if sampling.routed_experts else ""
 
 
+_NEEDS = {
+    "stop": "stop strings need a tokenizer.json in the model's folder, where the manager reads it",
+    "batch_invariant": "trainer.deterministic needs torch workers on CPUs and a dense model",
+}
+
+
 def _option_error(sampling: Sampling, vocabulary: int, options: Collection[str]) -> str:
     if unsupported := sorted(sampling.options.difference(options)):
-        needs = ": stop strings need a tokenizer.json in the model's folder, where the manager reads it"
-        return f"this worker does not support {', '.join(unsupported)}{needs if 'stop' in unsupported else ''}"
+        needs = "; ".join(_NEEDS[name] for name in unsupported if name in _NEEDS)
+        return f"this worker does not support {', '.join(unsupported)}{needs and ': '}{needs}"
     if sampling.min_p > 1:
         return f"min_p {sampling.min_p} is outside [0, 1]"
     if sampling.top_logprobs > vocabulary:
