@@ -64,7 +64,7 @@ def test_worker_beside_a_server_without_metrics_does_not_join(tmp_path: Path) ->
     log = tmp_path / "refused.log"
     with serving_engine() as (engine, url):
         engine.status = 404
-        where = ("--url", "http://127.0.0.1:1", "--token", "t")
+        where = ("--url", "http://127.0.0.1:1", "--token", "token-of-a-test")
         process = start_forked("worker", "join", *where, "--beside", url, log=log)
         assert process.wait(60) == 2
     assert f"RLBOOST_WORKER_BESIDE_URL: {url}/metrics answers with status 404" in log.read_text()
