@@ -153,7 +153,11 @@ def test_an_adapter_is_merged_or_comes_alone(system: System, base: Path) -> None
     assert_equal(merged, engines[1])
     system.out = system.out.with_name("adapter")
     assert system.export("--adapter").exit_code == 0
-    assert sorted(path.name for path in system.out.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert sorted(path.name for path in system.out.iterdir()) == [
+        "README.md",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
     adapted: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), system.out)
     assert_equal(adapted, engines[1])
     refused = system.export("--adapter", "--version", "0", "--force")
