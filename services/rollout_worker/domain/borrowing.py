@@ -72,8 +72,9 @@ class Borrowing:
         self.late_alone = ""
         if pressure := self._pressure(load, now_s):
             if not self.reason:
-                was_worthwhile = now_s - self._changed_at >= WORTHWHILE_S
-                self.calm_s = MIN_CALM_S if was_worthwhile else min(2 * self.calm_s, MAX_CALM_S)
+                if load is not None:  # else it is no burst, and perhaps this worker had no time to read the answer
+                    was_worthwhile = now_s - self._changed_at >= WORTHWHILE_S
+                    self.calm_s = MIN_CALM_S if was_worthwhile else min(2 * self.calm_s, MAX_CALM_S)
                 self._changed_at = now_s
             self.reason, self._calm_since = pressure, None
         elif self.reason:

@@ -76,6 +76,7 @@ def test_request_that_came_and_went_between_two_looks_counts() -> None:
 def test_server_without_an_answer_is_busy() -> None:
     serving = generating(Borrowing(max_running=100))
     assert serving.borrowing.observe(None, serving.now_s) == "it does not answer in time"
+    assert serving.borrowing.calm_s == MIN_CALM_S, "it may be this worker that was late"
 
 
 def test_restarted_server_has_no_requests_from_before() -> None:
