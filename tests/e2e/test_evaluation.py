@@ -126,7 +126,7 @@ def test_greedy_evaluation_with_a_killed_worker_gives_the_models_accuracy(
     assert title == f"{EXAMPLE / 'base'}, evaluated by {job_id}"
     assert dict(line.split() for line in table if line) == {name: f"{value:.4g}" for name, value in metrics.items()}
     left = box.state / "runs" / job_id
-    assert sorted(path.name for path in left.iterdir()) == ["job.json", "metrics.jsonl"]
+    assert sorted(path.name for path in left.iterdir()) == ["job.json", "metrics.jsonl", "record"]
     (row,) = map(json.loads, (left / "metrics.jsonl").read_text().splitlines())
     assert {name: row[name] for name in row if name.startswith("eval/")} == pytest.approx(metrics)
 

@@ -411,6 +411,7 @@ def test_key_is_taken_as_bearer_token_and_from_the_url(
 def check_weight_transfer(guarded: Served, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """TRL's client of a gateway with a key: it shows the URL without the password."""
     caplog.set_level(logging.DEBUG)
+    caplog.set_level(logging.DEBUG, "httpx")  # which a library may have raised
     with reserved_port() as unused, ExitStack() as ended:
 
         def transfer(key: str, port: int) -> WeightTransfer:

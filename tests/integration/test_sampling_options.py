@@ -101,9 +101,10 @@ async def test_unusable_tokenizer_is_none() -> None:
         assert tokenizer_for_grammars(text) == ""
 
 
-async def test_both_engines_support_all_options(engine: Engine) -> None:
-    assert engine.sampling_options - {RESUMES_GRAMMAR} == set(SAMPLING_OPTIONS) - {"stop"}, "which the generator adds"
-    assert (RESUMES_GRAMMAR in engine.sampling_options) is isinstance(engine, TorchEngine)
+async def test_both_engines_support_all_options_but_those_of_torch(engine: Engine) -> None:
+    of_torch = {RESUMES_GRAMMAR, "batch_invariant"}
+    assert engine.sampling_options - of_torch == set(SAMPLING_OPTIONS) - {"stop"} - of_torch, "the generator adds stop"
+    assert engine.sampling_options & of_torch == (of_torch if isinstance(engine, TorchEngine) else set())
 
 
 async def test_top_logprobs_are_those_of_a_plain_forward_pass(engine: Engine) -> None:

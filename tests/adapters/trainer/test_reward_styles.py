@@ -140,7 +140,7 @@ async def test_the_function_that_failed_is_named(start: Start, prompt: str, reas
         ({"functions": [{"function": "f"}]}, "not of the form package.module:function"),
         ({"functions": []}, "at least 1"),
         ({"model": "m", "url": "http://h/"}, "give either function, or functions"),
-        ({"functions": [{"model": "m", "function": "m:f"}]}, "give either function, url or model"),
+        ({"functions": [{"model": "m", "function": "m:f"}]}, "give either function, url, model or judge"),
         ({"functions": [{"model": "m", "arguments": {"a": 1}}]}, "style and arguments are for a function"),
         ({"functions": [{"model": "m"}, {"model": "n"}]}, "two functions are called 'model': give each a name"),
     ],

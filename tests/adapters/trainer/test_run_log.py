@@ -96,9 +96,9 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file into which stand-ins of trackers write what they are given."""
     monkeypatch.syspath_prepend(str(STAND_INS))
     monkeypatch.setenv("PYTHONPATH", str(STAND_INS))
-    monkeypatch.setenv("RECORD", str(tmp_path / "record"))
+    monkeypatch.setenv("RECORD", str(tmp_path / "calls"))
     monkeypatch.setattr(folder, "_FINISH_LIMIT_S", LIMIT_S)
-    return tmp_path / "record"
+    return tmp_path / "calls"
 
 
 def test_mlflow_run_is_continued_by_the_next_trainer(

@@ -27,7 +27,7 @@ QWEN3_4B = {
 
 
 def memory(*arguments: str) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, ["memory", *arguments])
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["memory", *arguments])
     return result.exit_code, result.stdout, result.stderr
 
 
