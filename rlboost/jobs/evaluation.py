@@ -10,7 +10,7 @@ from rlboost.shared.job.file import read_override
 from rlboost.shared.job.fleet import EvalSpec
 
 _NAMES = ("name", "model")
-_COPIED = ("environment", "agent", "reward", "sampling")
+_COPIED = ("environment", "agent", "models", "reward", "sampling")
 _COPIED_FROM = {
     "data": ("eval", "eval_split", "subset", "prompt_key", "chat_template_kwargs", "max_prompt_tokens"),
     "trainer": (

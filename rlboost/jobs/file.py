@@ -40,9 +40,11 @@ def complete(raw: dict[str, Any]) -> dict[str, Any]:
     job: dict[str, Any] = json.loads(job_spec.to_json(spec))
     if spec.adapter is not None:  # it names the model as the job file does
         job["lora"] = spec.adapter.model_dump(mode="json")
-    teacher = job.get("algorithm", {}).get("teacher")
-    for models in (job, *([teacher] if teacher else [])):
-        models["model"] = _absolute(models["model"])
+    teacher, reward = job.get("algorithm", {}).get("teacher"), job.get("reward") or {}
+    named = [job, teacher, *(job.get("models") or {}).values(), reward, *(reward.get("functions") or ())]
+    for section in named:
+        if section and section.get("model"):
+            section["model"] = _absolute(section["model"])
     sets = (job.get("eval") or {}).get("sets", {}).values()
     for section, key in ((job["data"], "train"), (job["data"], "eval"), *((one, "data") for one in sets)):
         if (given := section.get(key)) is not None:

@@ -244,7 +244,7 @@ async def profile_job(
     job: OneJob, write: AsLeader, steps: Annotated[int, Body(ge=1, le=MAX_PROFILED_STEPS, embed=True)] = 1
 ) -> dict[str, Any]:
     """Have the trainer record traces of its next steps with torch.profiler, into the job's folder."""
-    if job.ended or job.spec.kind in {"external", "eval"}:
+    if job.ended or job.spec.kind in {"external", "served", "eval"}:
         what = f"is {job.state}" if job.ended else f"is of kind {job.spec.kind}"
         raise Problem(409, "Conflict", f"job {job.id} {what}: the trainer service trains nothing to profile")
     await write([HashSet(names.job_profile(job.id), {"steps": str(steps)})])

@@ -128,7 +128,7 @@ def allocate(jobs: Jobs, fleet: Fleet, queues: Queues, periodic: PeriodicDecisio
     versions = {job.id: version for job in jobs.active() if (version := _version_to_serve(queues, job)) >= 0}
     served = [jobs[job_id] for job_id in versions]
     effects: list[Effect] = []
-    payers = [job for job in served if not job.audit.cost.budget_reached]
+    payers = [job for job in served if _pays(jobs, queues, job)]
     if len(payers) > 1 and now.mono - periodic.reallocated_at >= REALLOCATE_EVERY_S:
         periodic.reallocated_at = now.mono
         effects += _reallocate(jobs, fleet, queues, payers, versions, now)
@@ -142,6 +142,14 @@ def allocate(jobs: Jobs, fleet: Fleet, queues: Queues, periodic: PeriodicDecisio
     for job in jobs.active():
         job.progress.fleet = _count_workers(jobs, fleet, queues, job)
     return effects
+
+
+def _pays(jobs: Jobs, queues: Queues, job: JobEntry) -> bool:
+    """Return True if spot workers may serve the job; another model of a job without a budget only what it was asked."""
+    owner = jobs.get_active(job.served_for) if job.served_for else None
+    if owner is not None and owner.audit.cost.budget_reached and not queues.in_flight.of_job(job.id):
+        return False
+    return not job.audit.cost.budget_reached
 
 
 def activate_reserved(jobs: Jobs, fleet: Fleet) -> list[Effect]:
@@ -160,9 +168,10 @@ def _uses_reserved(progress: JobProgress) -> bool:
 
 
 def _count_workers(jobs: Jobs, fleet: Fleet, queues: Queues, job: JobEntry) -> FleetCounts:
-    # With those that serve its other models for a while: they come back.
-    family = jobs.family_of(job.id)
-    workers = [w for w in fleet.workers.values() if w.job in family and w.is_available]
+    # With those that serve its other models for a while: they come back, spot workers only while its budget lasts.
+    family, has_budget = jobs.family_of(job.id), not job.audit.cost.budget_reached
+    available = (w for w in fleet.workers.values() if w.job in family and w.is_available)
+    workers = [w for w in available if w.job == job.id or w.reserved or has_budget]
     requirements = [each for each in queues.in_flight.of_job(job.id) if not each.is_serving]
     reserved = [worker for worker in workers if worker.reserved]
     ready = [w for w in workers if not w.reserved and any(each.is_met_by(w) for each in requirements)]
@@ -333,8 +342,12 @@ def scale_fleet(fleet: Fleet, targets: FleetTargets, now: Now) -> list[Effect]:
 
 
 def fleet_view(jobs: Jobs, fleet: Fleet, pools: Sequence[Pool]) -> FleetView:
-    """Return what the manager's world shows of the fleet. Jobs that are paused or out of budget are not counted."""
-    running = [j for j in jobs.active() if j.record.state == "running" and not j.audit.cost.budget_reached]
+    """Return what the manager's world shows of the fleet. Jobs that are paused or out of budget are not counted.
+
+    Other models of a job are served by the workers that it is worth having.
+    """
+    active = (job for job in jobs.active() if job.record.state == "running" and not job.served_for)
+    running = [job for job in active if not job.audit.cost.budget_reached]
     kinds = {pool.kind for pool in pools}
     prices = dict(fleet.prices)
     other = 0.0

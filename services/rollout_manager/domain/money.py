@@ -101,8 +101,13 @@ def step_without_spot(fleet: Fleet, job: JobEntry) -> tuple[float, float] | None
 
 
 def _serving_workers(fleet: Fleet, job: JobEntry) -> tuple[list[Worker], list[Worker]]:
-    """Return the job's reserved and preemptible workers that neither drain nor yield."""
-    workers = [worker for worker in fleet.workers.values() if worker.job == job.id and worker.is_available]
+    """Return the job's reserved and preemptible workers that neither drain nor yield.
+
+    Its reserved workers may serve its other models, whose ids begin with its own, for a while.
+    """
+    available = [worker for worker in fleet.workers.values() if worker.is_available]
+    others = f"{job.id}."
+    workers = [one for one in available if one.job == job.id or (one.reserved and one.job.startswith(others))]
     return [worker for worker in workers if worker.reserved], [worker for worker in workers if not worker.reserved]
 
 

@@ -136,10 +136,12 @@ def _snapshot(
     jobs: Jobs, fleet: Fleet, ledger: Ledger, queues: Queues, job: JobEntry, window: Window, now: Now
 ) -> StepSnapshot:
     counts = job.progress.fleet
+    asked = [(one, queues.in_flight.in_step(one.id, window.step)) for one in jobs.models_of(job.id)]
     return StepSnapshot(
         now=now.mono,
         in_flight=queues.in_flight.in_step(job.id, window.step),
-        of_models=sum(queues.in_flight.in_step(one.id, window.step) for one in jobs.models_of(job.id)),
+        of_models=sum(n for _, n in asked),
+        unpaid=sum(n for one, n in asked if one.audit.cost.budget_reached),
         requested=queues.in_flight.requested.get((job.id, window.step), 0),
         reserved=counts.reserved,
         reserved_awake=counts.reserved_awake,

@@ -336,11 +336,19 @@ class StepSnapshot:
     """Preemptible workers left, and the remaining ones would keep the trainer waiting for long."""
     of_models: int = 0
     """Requests of the step to the job's other models in flight."""
+    unpaid: int = 0
+    """Those of `of_models` to models whose budget spot workers have used up."""
 
     @property
     def n_unfinished(self) -> int:
         """Return how many samples and requests the step waits for."""
         return self.in_flight + self.of_models
+
+    @property
+    def needs_reserved(self) -> bool:
+        """Return True if spot workers alone cannot finish the step in time."""
+        is_left_alone = self.preemptible == 0 or self.too_slow
+        return bool(self.n_unfinished and is_left_alone) or bool(self.unpaid and not self.in_flight)
 
 
 @dataclass(slots=True)
@@ -378,7 +386,7 @@ class Window:
 
     def uses_reserved(self, preemptible: int) -> bool:
         """Return True if the reserved engines should generate now."""
-        return self.phase == "open" and (self.length_s != 0 or preemptible == 0)
+        return self.phase == "open" and (self.reopened or self.length_s != 0 or preemptible == 0)
 
     def advance(self, snapshot: StepSnapshot) -> Literal["close", "end", "reopen"] | None:
         """Enter the next phase if it is due, and return the transition."""
@@ -395,7 +403,7 @@ class Window:
                     self.phase = "ended"
                     return "end"
             case "ended":
-                if snapshot.n_unfinished and snapshot.reserved and (snapshot.preemptible == 0 or snapshot.too_slow):
+                if snapshot.reserved and snapshot.needs_reserved:
                     self.phase, self.began_at, self.reopened = "open", snapshot.now, True
                     return "reopen"
         return None

@@ -82,7 +82,9 @@ def refusal_of(fleet: Fleet, job: JobEntry, version: int) -> str:
     refusal = job.progress.refusal
     if refusal is None or refusal.version != version:
         return ""
-    assigned = {worker.id for worker in fleet.workers.values() if worker.assigned_version == (job.id, version)}
+    # One that yields its device does not load.
+    loading = (worker for worker in fleet.workers.values() if not worker.yields)
+    assigned = {worker.id for worker in loading if worker.assigned_version == (job.id, version)}
     if not assigned <= refusal.reasons.keys():
         return ""
     worker, reason = next(reversed(refusal.reasons.items()))

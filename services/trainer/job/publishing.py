@@ -98,7 +98,7 @@ class VersionPublisher:
             await self.restore_damaged()
 
     async def restore_damaged(self) -> None:
-        """Upload chunks of the engine's weights again that the store has lost.
+        """Upload chunks of the engine's weights, and of the job's other models, again that the store has lost.
 
         A chunk is known by its digest: while a step changes the weights, none matches, and a later call finds them.
         """
@@ -114,7 +114,13 @@ class VersionPublisher:
                     await self._weights.restore(chunks)
                     restored.update(ref.digest for ref, _ in chunks)
                     log.warning("weights_restored_in_store", version=self.head, chunks=len(chunks))
-            self._searched = self.head, damaged - restored
+        for model in self._job.resources.models.values():
+            found = await asyncio.to_thread(lambda: model.weights.chunks_among(model.shards(), damaged - restored))  # noqa: B023 - awaited at once
+            if found:
+                await model.weights.restore(found)
+                restored.update(ref.digest for ref, _ in found)
+                log.warning("weights_restored_in_store", job=model.job_id, chunks=len(found))
+        self._searched = self.head, damaged - restored
 
     def _published(self) -> tuple[Exported, ...]:
         return ("base", "adapter") if self._engine.adapter_json else ("base",)

@@ -147,6 +147,7 @@ class Judges:
                     temperature=spec.temperature,
                     max_tokens=spec.max_tokens,
                     stop_token_ids=judge.chat.stop_token_ids,
+                    batch_invariant=self._job.spec.trainer.deterministic,
                 ),
                 # Any version may judge, and the older step comes first.
                 version=step,
@@ -197,6 +198,8 @@ class Judges:
                 async with waits.on(subject, because=because, limit_s=limit_s, progress=self._progress, kind="rewards"):
                     await self._next()
             except WaitTimedOut as error:
+                if not self._job.unpaused.is_set():
+                    continue
                 advice = f"'rlboost worker list' and 'rlboost status {judges[0]}' show whether a worker can serve it"
                 raise Fatal(f"{error}, {self._progress()}: {advice}") from error
 

@@ -188,7 +188,8 @@ class StepRun:
             self._turn.set_owned(owned=groups.trainer_has_device)
             if self._idle_before_s is None and not self._intake.n_initial_pending:
                 self._idle_before_s = self._turn.idle_s
-            if not groups.complete or (self._intake.n_train and not groups.trainer_has_device):
+            waits_for_device = self._intake.n_train and not groups.trainer_has_device and not self._intake.judging
+            if not groups.complete or waits_for_device:
                 progress.update(groups.n_arrived, groups.n_samples)
                 if self._intake.n_train and groups.complete and not groups.n_whole and groups.drops:
                     raise self._nothing_scored(Counter(drop.reason for drop in groups.drops), groups.drops[0].detail)

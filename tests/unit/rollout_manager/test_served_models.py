@@ -12,10 +12,12 @@ from rlboost.services.rollout_manager.domain.decide import decide
 from rlboost.services.rollout_manager.domain.effects import Deliver, Now, Send
 from rlboost.services.rollout_manager.domain.jobs import Job
 from rlboost.services.rollout_manager.domain.wait_status import job_wait_status
+from rlboost.services.rollout_manager.domain.windows import StepSnapshot, Window
 from rlboost.services.rollout_manager.domain.world import World
 from rlboost.shared.job.spec import served_jobs
 from rlboost.shared.messages import (
     FINISH_STOP,
+    Drain,
     JobReport,
     JobState,
     Message,
@@ -25,6 +27,7 @@ from rlboost.shared.messages import (
     UseVersion,
     WorkerEvent,
 )
+from rlboost.shared.streams import names
 from tests.support.builders import (
     group_id,
     group_requested,
@@ -130,6 +133,26 @@ def test_window_reopens_for_a_question_that_comes_late() -> None:
     assert [*fleet.decide(), *fleet.decide()] == [use(JUDGE), Resume(step=0)]
 
 
+def test_job_without_a_budget_leaves_no_worker_to_an_idle_judge() -> None:
+    fleet = Fleet("preemptible")
+    fleet.request("j")
+    assert fleet.decide() == [use("j")]
+    fleet.serve("j")
+    fleet.world.jobs["j"].audit.cost.budget_reached = True
+    sent = decide(fleet.world, Now(9.0, 1009.0), [])
+    assert [effect.message for effect in sent if isinstance(effect, Send) and isinstance(effect.message, Drain)]
+    assert fleet.world.jobs["j"].progress.fleet.preemptible == 0, "reserved workers generate"
+
+
+def test_reserved_workers_answer_what_spot_workers_are_no_longer_paid_for() -> None:
+    window = Window(0, 0.0, phase="ended")
+    counts = {"requested": 8, "reserved": 1, "reserved_awake": 0, "preemptible": 1, "preemptible_ready": 1}
+    assert window.advance(StepSnapshot(1.0, 0, of_models=2, **counts)) is None, "a spot worker does"
+    assert window.advance(StepSnapshot(1.0, 3, of_models=2, unpaid=2, **counts)) is None, "samples come first"
+    assert window.advance(StepSnapshot(1.0, 0, of_models=2, unpaid=2, **counts)) == "reopen"
+    assert window.uses_reserved(preemptible=1)
+
+
 def test_judge_gets_its_share_of_several_workers() -> None:
     demands = [Demand("j", 1.0, 100, 50), Demand(JUDGE, 0.5, 100, 50)]
     assert [fair_shares(demands, n, batch_cap=8.0) for n in (1, 2, 3, 6)] == [
@@ -188,6 +211,12 @@ async def test_models_have_the_state_of_their_job(rig: ManagerRig) -> None:
         assert await states(rig) == {"": state, ".judge": state}
     assert await rig.manager.try_lead(), "it rebuilds its world"
     assert await states(rig) == {"": "completed", ".judge": "completed"}
+
+
+async def test_version_of_a_model_is_known_to_a_leader_whose_stream_has_lost_it(rig: ManagerRig) -> None:
+    await rig.bus.append(names.WEIGHTS_COMMITTED, weights_committed(rig.job, version=7))
+    assert await rig.manager.try_lead(), "it rebuilds its world"
+    assert rig.manager.world.jobs.committed_version(f"{rig.job}.judge") == 0
 
 
 async def test_model_of_a_job_is_commanded_with_it_only(rig: ManagerRig) -> None:
