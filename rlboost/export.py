@@ -277,6 +277,9 @@ def _certificate(run: Path) -> tuple[str, str] | None:
         problem = f"{record.problems[0]}: the model card does not name it; see 'rlboost verify-run {run}'"
         echo(f"rlboost: warning: the record of the run does not match: {problem}", err=True)
         return None
+    if record.end is None:
+        echo("rlboost: warning: the record of the run has no end: the model card has no certificate", err=True)
+        return None
     return record.head, record.key
 
 

@@ -246,6 +246,11 @@ class LoraModel:
         with warnings.catch_warnings():  # another one becomes active; each call sets its own
             warnings.simplefilter("ignore")
             self._peft.delete_adapter(name)
+        # PEFT would go on with the adapter that is gone.
+        if not self._peft.peft_config:
+            self._model, self._peft = self._peft.unload(), None
+        elif self._peft.active_adapter not in self._peft.peft_config:
+            self._peft.set_adapter(next(iter(self._peft.peft_config)))
 
     def options(self, name: str) -> LoraOptions:
         """Return what an adapter adapts."""
@@ -432,8 +437,11 @@ class LoraModel:
             save_file(_state_of(adapter), writing / _OPTIMIZER)
         about = {**info, "lora_config": adapter.options.model_dump(), "steps": adapter.steps}
         (writing / _INFO).write_text(json.dumps(about), encoding="utf-8")
-        shutil.rmtree(folder, ignore_errors=True)
+        replaced = folder.with_name(f"{writing.name}.replaced")
+        if folder.exists():
+            folder.rename(replaced)
         writing.rename(folder)
+        shutil.rmtree(replaced, ignore_errors=True)
         if self._scored == folder:  # other weights are below the same name
             self._delete(_SCORED)
             self._scored = None

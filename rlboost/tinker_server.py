@@ -17,7 +17,7 @@ import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from hashlib import blake2b
@@ -146,8 +146,8 @@ class Tinker:
         self._idle = asyncio.Event()
         self._idle.set()
         self._n_generating = 0
-        self._served: Path | str | None = "unknown"
-        """Weights of the newest version; None: the base model."""
+        self._served: tuple[Path, float] | str | None = "unknown"
+        """Weights of the newest version: folder and time of the checkpoint; None: the base model."""
         self._shape: tuple[Mapping[str, Any], str] | None = None
         """Tensors and configuration of an adapter that this process has published."""
         self._per_token: float | None = None
@@ -159,6 +159,7 @@ class Tinker:
         await asyncio.to_thread(self._sweep)
         try:
             async with self.fleet:
+                await asyncio.to_thread(self._remove_leftovers)
                 if self.fleet.version < 0:
                     await self.fleet.publish(self.model.base)
                     self._served = None
@@ -190,7 +191,8 @@ class Tinker:
         """Forget a session, its models and their weights that have no name."""
         self._sessions.pop(session_id, None)
         for model_id in [key for key, model in self._models.items() if model.session_id == session_id]:
-            model = self._models.pop(model_id)
+            if (model := self._models.pop(model_id, None)) is None:
+                continue  # another request ends the session, too
             await self._on_model(self.model.remove, model.adapter)
             for one in self._ephemerals(model_id):
                 await asyncio.to_thread(shutil.rmtree, one, ignore_errors=True)
@@ -251,6 +253,9 @@ class Tinker:
                     if f"{model_id}:{model.next_seq}" not in self._futures:
                         missing, model.next_seq = model.next_seq, model.next_seq + 1
                         log.warning("request_missing", model=model_id, seq_id=missing)
+                        await self._on_model(self.model.fail, model.adapter, f"request {missing} has not arrived")
+            if seq_id < model.next_seq:
+                raise ConfigError(f"request {seq_id} came after later ones had begun: it is not executed")
         began = time.monotonic()
         try:
             result = await work(model.adapter)
@@ -357,8 +362,10 @@ class Tinker:
     async def _save(
         self, adapter: str, asked: SaveState | SaveForSampler, kind: str, name: str, *, overwrite: bool = False
     ) -> str:
-        if not _NAME.fullmatch(name):
-            raise ConfigError(f"the name {name!r} of a checkpoint: use letters, digits, '.', '_' and '-'")
+        if not _NAME.fullmatch(name) or (name.startswith(_EPHEMERAL) and name == asked.path):
+            raise ConfigError(
+                f"the name {name!r} of a checkpoint: use letters, digits, '.', '_' and '-', and no {_EPHEMERAL}"
+            )
         path = f"tinker://{asked.model_id}/{kind}/{name}"
         folder = self._folder_of(path)
         if folder.exists() and not overwrite:
@@ -384,6 +391,11 @@ class Tinker:
     def _ephemerals(self, model_id: str) -> list[Path]:
         return sorted((self._folder / model_id.replace(":", "-")).glob(f"sampler_weights/{_EPHEMERAL}*"))
 
+    def _remove_leftovers(self) -> None:
+        """Remove what an earlier process has left that was killed: weights without a name, and unfinished folders."""
+        for left in (*self._folder.glob(f"*/sampler_weights/{_EPHEMERAL}*"), *self._folder.glob("*/*/.*")):
+            shutil.rmtree(left, ignore_errors=True)
+
     def _sweep(self) -> None:
         """Remove checkpoints whose time is over."""
         now = time.time()
@@ -392,8 +404,11 @@ class Tinker:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _saved(self, run: str) -> list[tuple[Path, dict[str, Any]]]:
-        files = sorted(self._folder.glob(f"{run}/*/[!.]*/tinker.json"))
-        return [(file.parent, read_info(file.parent)) for file in files]
+        found = []
+        for file in sorted(self._folder.glob(f"{run}/*/[!.]*/tinker.json")):
+            with suppress(ConfigError):  # another request has removed it
+                found.append((file.parent, read_info(file.parent)))
+        return found
 
     def checkpoints(self, model_id: str = "*") -> list[dict[str, Any]]:
         """Return what is saved of one model, or of all."""
@@ -497,9 +512,10 @@ class Tinker:
     async def _serving(self, folder: Path | None) -> AsyncIterator[None]:
         """Have the fleet serve these weights while the body runs; samples of others end before."""
         async with self._switching:
-            if folder != self._served:
+            saved = await self._identity(folder)
+            if saved != self._served:
                 await self._idle.wait()
-                await self._publish(folder)
+                await self._publish(folder, saved)
             self._n_generating += 1
             self._idle.clear()
         try:
@@ -509,10 +525,20 @@ class Tinker:
             if not self._n_generating:
                 self._idle.set()
 
-    async def _publish(self, folder: Path | None) -> None:
+    async def _identity(self, folder: Path | None) -> tuple[Path, float] | None:
+        """Return what tells a checkpoint from another one that replaces it under its name; None for the base model."""
+        if folder is None:
+            return None
+        try:
+            return folder, float((await asyncio.to_thread(read_info, folder))["time"])
+        except ConfigError:
+            if isinstance(self._served, tuple) and self._served[0] == folder:
+                return self._served  # removed, and still served
+            raise
+
+    async def _publish(self, folder: Path | None, saved: tuple[Path, float] | None) -> None:
         base, before = self.model.base, self.fleet.version
         if folder is not None:
-            await asyncio.to_thread(read_info, folder)
             adapter = await asyncio.to_thread(saved_weights, folder)
             self._shape, weights = adapter, Weights(base.model, base.config_json, *adapter)
         elif self._shape is None:
@@ -522,7 +548,7 @@ class Tinker:
             weights = Weights(base.model, base.config_json, zeros, self._shape[1])
         self._served = "unknown"
         await self.fleet.publish(weights)
-        self._served = folder
+        self._served = saved
         if 0 <= before < self.fleet.version:
             await self.fleet.checkpointed(step=before)
 

@@ -67,7 +67,8 @@ class Record:
             return
         again = f", {self.n_repeated} of them trained again" if self.n_repeated else ""
         end = "the job has ended" if self.end else "the job has not ended"
-        yield f"{self.folder}: {len(self.steps)} steps{again}; {end}. All files are those that were written"
+        but = "" if self.end else f"; {' and '.join(FINAL_FOLDERS)} are not covered"
+        yield f"{self.folder}: {len(self.steps)} steps{again}; {end}. All files are those that were written{but}"
         if self.changed:
             steps = ", ".join(str(step + 1) for step in self.changed[:_SHOWN])
             yield f"  trained again with other samples or weights, which count: steps {steps}"
@@ -94,9 +95,11 @@ class Record:
         rows: dict[int, bytes] = {}
         for number, line in enumerate((self.read("metrics.jsonl") or b"").splitlines(keepends=True)):
             try:
-                rows[int(json.loads(line)["step"])] = line
+                step = json.loads(line)["step"]
             except (ValueError, TypeError, KeyError):
-                rows[-1 - number] = line
+                step = None
+            # A step has one line: a trainer that trains it again replaces the first.
+            rows[step if type(step) is int and step >= 0 and step not in rows else -1 - number] = line
         return rows
 
 

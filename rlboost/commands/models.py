@@ -209,7 +209,8 @@ def export(  # noqa: PLR0913, PLR0917 - the command's options
                 done = work.from_store(client, request, weight_store, token, model, to)
         with to.writing():
             add_card(to.scratch, (push_to_hub or "").rpartition("/")[2], done, request)
-    url = None if repository is None else repository.push(out, private=not public)
+            names = {file.name for file in to.scratch.iterdir()}
+    url = None if repository is None else repository.push(out, names, private=not public)
     if as_json:
         pushed = {} if url is None else {"url": url}
         print_json({"job": request.job_id, "version": done.version, "path": str(out.absolute()), **pushed})

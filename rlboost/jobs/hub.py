@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from rlboost.export import Exported, ExportRequest
 
+_WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 _LOG_IN = "set HF_TOKEN to a token with write access, or run 'hf auth login'"
 
 
@@ -44,10 +45,10 @@ class HubRepository:
         with self._errors():
             self._api.whoami()
 
-    def push(self, folder: Path, *, private: bool) -> str:
-        """Upload the files of a folder, subfolders excluded, as one commit; return the repository's URL.
+    def push(self, folder: Path, names: Collection[str], *, private: bool) -> str:
+        """Upload these files of a folder as one commit; return the repository's URL.
 
-        A repository that exists keeps its visibility and its other files.
+        They replace earlier weights of their kind. A repository that exists keeps its visibility and its other files.
 
         Raises:
             ConfigError: the Hub does not answer, or refuses it.
@@ -58,7 +59,8 @@ class HubRepository:
             self._api.upload_folder(
                 repo_id=self.name,
                 folder_path=folder,
-                ignore_patterns=["*/*"],
+                allow_patterns=sorted(names),
+                delete_patterns=["adapter_model*"] if "adapter_config.json" in names else _WEIGHTS,
                 commit_message="Upload by rlboost export",
             )
         return str(url)

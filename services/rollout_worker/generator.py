@@ -87,8 +87,8 @@ async def _find_words(weights: StagedWeights, loaded: StagedWeights, names: set[
     except asyncio.CancelledError:
         finding.add_done_callback(_remove_words)
         raise
-    except (Corrupt, OSError) as error:
-        log.warning("weights_loaded_whole", reason=str(error))
+    except (Corrupt, OSError, MemoryError, RuntimeError) as error:  # torch has no memory, or not this dtype
+        log.warning("weights_loaded_whole", reason=str(error) or type(error).__name__)
         return None
 
 

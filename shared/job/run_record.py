@@ -62,7 +62,7 @@ def link_of(line: bytes) -> Link:
     try:
         body = json.loads(line)
         link = Link(dict(body["link"]), str(body["signature"]), digest_of(line))
-        is_canonical = _canonical(body) + b"\n" == line
+        is_canonical = body.keys() == {"link", "signature"} and _canonical(body) + b"\n" == line
     except (ValueError, KeyError, TypeError, RecursionError):
         is_canonical = False
     if not is_canonical:

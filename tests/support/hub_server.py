@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -42,6 +42,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer({"error": "Invalid user token."}, 401)
         elif self.path == "/api/whoami-v2":
             self._answer({"name": "me", "type": "user"})
+        elif "/tree/main" in self.path:
+            files = self.server.files.items()
+            self._answer([{"type": "file", "path": path, "oid": "", "size": len(data)} for path, data in files])
         else:  # is there such a file? none is large and known
             self._answer({"error": "Entry not found"}, 404)
 
@@ -74,15 +77,20 @@ class _Handler(BaseHTTPRequestHandler):
             ]
             self._answer({"transfer": "basic", "objects": objects})
         elif self.path.endswith("/commit/main"):
-            for line in map(json.loads, body.splitlines()):
-                value: dict[str, Any] = line["value"]
-                if line["key"] == "file":
-                    self.server.files[value["path"]] = base64.b64decode(value["content"])
-                elif line["key"] == "lfsFile":
-                    self.server.files[value["path"]] = self.server.stored[value["oid"]]
+            self._commit(map(json.loads, body.splitlines()))
             self._answer({"success": True, "commitOid": "0" * 40, "commitUrl": self._commit_url()})
         else:
             self._answer({"error": f"the stand-in has no {self.path}"}, 404)
+
+    def _commit(self, lines: Iterable[dict[str, Any]]) -> None:
+        for line in lines:
+            value: dict[str, Any] = line["value"]
+            if line["key"] == "file":
+                self.server.files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "deletedFile":
+                del self.server.files[value["path"]]
+            elif line["key"] == "lfsFile":
+                self.server.files[value["path"]] = self.server.stored[value["oid"]]
 
     def _commit_url(self) -> str:
         owner, name = self.path.split("/")[3:5]

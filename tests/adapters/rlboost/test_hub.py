@@ -50,11 +50,13 @@ def export(folder: Path, hub: Hub, *options: str, token: str = TOKEN) -> subproc
 def test_export_is_uploaded_with_a_card_into_a_private_repository(folder: Path, hub: Hub) -> None:
     (folder / "out/logs").mkdir(parents=True)
     (folder / "out/logs/secret.txt").touch()
+    (folder / "out/.env").touch()
+    hub.files |= {"model-00001-of-00002.safetensors": b"", "model.safetensors.index.json": b"", "LICENSE": b""}
     done = export(folder, hub, "--push-to-hub", "me/sums", "--force")
     assert done.returncode == 0, done.stderr
     assert done.stdout == f".rlboost/runs/job-1/model is in out, and at {hub.url}/me/sums\n"
     assert hub.private == {"me/sums": True}
-    assert sorted(hub.files) == ["README.md", "config.json", "model.safetensors"]
+    assert sorted(hub.files) == ["LICENSE", "README.md", "config.json", "model.safetensors"]
     assert hub.files["model.safetensors"] == WEIGHTS
     card = hub.files["README.md"].decode()
     assert card.startswith(

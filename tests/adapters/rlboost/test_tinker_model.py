@@ -161,6 +161,16 @@ def test_loaded_checkpoint_trains_on_as_the_model_that_saved_it(model: LoraModel
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
 
 
+def test_base_model_is_scored_after_the_last_adapter_is_gone(model: LoraModel) -> None:
+    trained(model)
+    before, _ = model.score(None, TOKENS)
+    model.remove("m1")
+    np.testing.assert_array_equal(model.score(None, TOKENS)[0], before)
+    model.create("m2", LoraOptions(rank=4))
+    model.forward_backward("m2", [SUPERVISED], "cross_entropy", {}, backward=True)
+    assert model.step("m2", ADAM)["grad_norm"] > 0
+
+
 def test_checkpoint_of_another_rank_is_rejected(model: LoraModel, tmp_path: Path) -> None:
     model.save("m1", tmp_path / "sampler", {}, optimizer=False)
     model.create("m2", LoraOptions(rank=8))

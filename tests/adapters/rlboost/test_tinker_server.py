@@ -157,6 +157,34 @@ async def test_base_model_is_sampled_with_an_adapter_of_zeros(tmp_path: Path) ->
     assert not any(tensor.any() for tensor in published[-1].adapter.values())
 
 
+async def test_checkpoint_that_replaces_one_of_its_name_is_published(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    async with client_of(site) as http:
+        caller = await Caller.begin(http)
+        model = await caller.model()
+        for seq_id in (1, 2):
+            save = {"model_id": model, "seq_id": seq_id, "path": "one", "overwrite": True}
+            path = (await caller.result(await caller.post("save_weights", **save))).json()["path"]
+            body = {"session_id": caller.session, "sampling_session_seq_id": seq_id, "model_path": path}
+            sampler = (await caller.post("create_sampling_session", **body))["sampling_session_id"]
+            await caller.result(await caller.sample(sampler, seq_id))
+    assert site.fleet.version == 2, "the base model, then each of them"
+
+
+async def test_request_that_never_comes_fails_the_next_step_and_is_not_executed_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tinker_server, "MISSING_LIMIT_S", 0.1)
+    site = Site(tmp_path)
+    async with client_of(site) as http:
+        caller = await Caller.begin(http)
+        step = {"model_id": await caller.model(), "seq_id": 2, "adam_params": {}}
+        failed = (await caller.result(await caller.post("optim_step", **step))).json()
+        assert "request 1 has not arrived" in failed["error"]
+        late = (await caller.result(await caller.forward_backward(1))).json()
+    assert "request 1 came after later ones had begun" in late["error"]
+
+
 async def test_requests_of_a_model_are_executed_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     site = Site(tmp_path)
     async with client_of(site) as http:

@@ -29,6 +29,29 @@ def test_check_of_an_untouched_run_finds_no_problem(tmp_path: Path) -> None:
     assert list(start["user_code"]) == ["rlboost.rewards.math:score"]
 
 
+def test_second_row_of_a_step_is_named(tmp_path: Path) -> None:
+    file = recorded(tmp_path / "run") / "metrics.jsonl"
+    rows = file.read_text().splitlines(keepends=True)
+    file.write_text(json.dumps({**json.loads(rows[1]), "reward/mean": 9}) + "\n" + "".join(rows))
+    assert any("metrics.jsonl" in problem for problem in check(file.parent).problems)
+
+
+def test_key_that_is_not_signed_is_named(tmp_path: Path) -> None:
+    file = recorded(tmp_path / "run") / "record/chain.jsonl"
+    *lines, last = file.read_text().splitlines()
+    added = json.dumps({**json.loads(last), "note": ""}, sort_keys=True, separators=(",", ":"))
+    file.write_text("\n".join([*lines, added, ""]))
+    assert check(file.parents[1]).problems[0].endswith("it is not a link as a trainer writes it")
+
+
+def test_record_without_an_end_says_what_it_does_not_cover(tmp_path: Path) -> None:
+    file = recorded(tmp_path / "run") / "record/chain.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
+    record = check(file.parents[1])
+    assert not record.problems
+    assert "; model and adapter are not covered" in next(record.summary())
+
+
 @pytest.mark.parametrize(
     "path",
     [

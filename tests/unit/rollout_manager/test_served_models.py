@@ -146,7 +146,8 @@ def test_job_without_a_budget_leaves_no_worker_to_an_idle_judge() -> None:
 
 def test_reserved_workers_answer_what_spot_workers_are_no_longer_paid_for() -> None:
     window = Window(0, 0.0, phase="ended")
-    counts = {"requested": 8, "reserved": 1, "reserved_awake": 0, "preemptible": 1, "preemptible_ready": 1}
+    counts: dict[str, Any] = {"requested": 8, "reserved": 1, "reserved_awake": 0}
+    counts |= {"preemptible": 1, "preemptible_ready": 1}
     assert window.advance(StepSnapshot(1.0, 0, of_models=2, **counts)) is None, "a spot worker does"
     assert window.advance(StepSnapshot(1.0, 3, of_models=2, unpaid=2, **counts)) is None, "samples come first"
     assert window.advance(StepSnapshot(1.0, 0, of_models=2, unpaid=2, **counts)) == "reopen"

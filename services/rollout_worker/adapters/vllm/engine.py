@@ -18,6 +18,8 @@ from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from itertools import count
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -286,9 +288,7 @@ class VllmEngine:
         await self._pause(keep_kv=keep_kv)
         self._n_loads += 1
         try:
-            await self.llm.start_weight_update()
-            await self.llm.update_weights(WeightTransferUpdateRequest(dict(update)))
-            await self.llm.finish_weight_update(str(version))
+            await self._update(version, update)
         except EngineDeadError:
             raise
         except Exception as error:
@@ -299,6 +299,16 @@ class VllmEngine:
         self._requests.begin_version(version)
         if not self._is_suspended:
             await self._decode()
+
+    async def _update(self, version: int, update: Mapping[str, Any]) -> None:
+        """Have vLLM's processes load a version; raise what one of them has written, see `weight_transfer.Update`."""
+        with TemporaryDirectory(prefix="load-failures-") as failures:
+            await self.llm.start_weight_update()
+            await self.llm.update_weights(WeightTransferUpdateRequest({**update, "failures": failures}))
+            await self.llm.finish_weight_update(str(version))
+            failed = [file.read_text(encoding="utf-8") for file in sorted(Path(failures).iterdir())]
+        if failed:
+            raise RuntimeError(failed[0])
 
     async def score(self, sequences: Sequences, temperature: float) -> list[list[float]]:
         """See `ports.Engine`.

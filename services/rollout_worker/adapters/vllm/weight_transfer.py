@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +26,8 @@ from rlboost.shared.weights.cache import PulledVersion
 from rlboost.shared.weights.cached_version import cached_version
 from rlboost.shared.weights.changed_words import ChangedWords
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass
 class NoInit(WeightTransferInitInfo):  # type: ignore[misc] # vLLM may not be installed
@@ -38,6 +42,9 @@ class Update(WeightTransferUpdateInfo):  # type: ignore[misc] # as above
     manifest: str
     base: dict[str, Any] | None
     """See `PulledVersion.location`."""
+    failures: str
+    """Folder for what goes wrong, a file for each rank. If several ranks raised, vLLM would take the error of one for
+    its answer to the next call."""
     words: dict[str, Any] | None = None
     """See `ChangedWords.location`; None to load all tensors."""
 
@@ -64,11 +71,9 @@ class CacheWeightTransfer(WeightTransferEngine[NoInit, Update]):  # type: ignore
     def receive_weights(self, update_info: Update) -> None:
         """Load a version.
 
-        Raises:
-            RuntimeError: encoded, see `load_errors`. As `UnsuitableWeights`, the version lacks a weight of the model,
-                or the engine's dtype would round it; as `Corrupt`, the bytes in the cache are not those that were
-                published.
-
+        An error goes into a file of `update_info.failures`, see `load_errors`: `UnsuitableWeights` if the version lacks
+        a weight of the model, or the engine's dtype would round it; `Corrupt` if the bytes in the cache are not those
+        that were published.
         """
         location = vars(update_info)
         try:
@@ -76,7 +81,9 @@ class CacheWeightTransfer(WeightTransferEngine[NoInit, Update]):  # type: ignore
                 self._reload(PulledVersion.at(location))
         except Exception as error:
             self._placements = "the last load failed"
-            raise encode_load_error(error) from error
+            failure = Path(update_info.failures) / str(self.parallel_config.rank)
+            failure.write_text(str(encode_load_error(error)), encoding="utf-8")
+            logger.exception("the load failed")
 
     def _written(self, words: ChangedWords) -> bool:
         """Write changed words in place; return False, and say why, if that is impossible."""
