@@ -33,9 +33,9 @@ class BaseJob(Section):
 
     kind: Kind
     """`rl`: reinforcement learning. `sft`: supervised fine-tuning on completions that the data has. `dpo`: preference
-    optimization on pairs of completions that the data has. `reward`: a reward model from such pairs. `eval`: one
-    evaluation of the model, which stays as it is. `external`: a trainer of your own publishes weights and requests
-    samples."""
+    optimization on pairs of completions that the data has. `reward`: a reward model from such pairs, or from labels.
+    `eval`: one evaluation of the model, which stays as it is. `external`: a trainer of your own publishes weights and
+    requests samples."""
     name: str = Field("job", min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the job; its id is the name and a random suffix."""
     model: str = Field(min_length=1)

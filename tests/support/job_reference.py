@@ -194,7 +194,7 @@ def _bounds(metadata: list[Any]) -> str:
 
 
 def _entries(annotation: Any) -> str:
-    if get_origin(annotation) in (tuple, Mapping):
+    if get_origin(annotation) in (tuple, dict, Mapping):
         return "[]" if get_origin(annotation) is tuple else ".NAME"
     return next(filter(None, map(_entries, get_args(annotation))), "")
 

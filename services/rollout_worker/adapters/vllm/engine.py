@@ -306,7 +306,7 @@ class VllmEngine:
             await self.llm.start_weight_update()
             await self.llm.update_weights(WeightTransferUpdateRequest({**update, "failures": failures}))
             await self.llm.finish_weight_update(str(version))
-            failed = [file.read_text(encoding="utf-8") for file in sorted(Path(failures).iterdir())]
+            failed = _texts_in(Path(failures))
         if failed:
             raise RuntimeError(failed[0])
 
@@ -450,3 +450,7 @@ class VllmEngine:
             raise EngineFailed(str(self._end)) from self._end.__cause__
         if self._end is not None and not allow_closed:
             raise Fatal("the inference engine is closed")
+
+
+def _texts_in(folder: Path) -> list[str]:
+    return [file.read_text(encoding="utf-8") for file in sorted(folder.iterdir())]
