@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import posixpath
 import re
 import shutil
 from pathlib import Path
@@ -18,6 +19,7 @@ JOB_FILES = ("job.yaml", "warmup.yaml")
 _LEFT_OUT = ("__init__.py", "make_model.py")
 _RL_RATE, _SFT_RATE = "1.0e-6", "1.0e-5"
 """Learning rates for a model given by the user; a template's are for its small model."""
+_LINK = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+[^)#]+)[^)]*\)")
 _SHOWN = 5
 
 
@@ -44,6 +46,8 @@ def make(folder: Path, model: str | None = None, recipe: str | None = None) -> l
             text = file.read_text(encoding="utf-8")
             if given is not None and file.name in JOB_FILES:
                 text = with_model(text, given, own_rate=not is_small)
+            if file.suffix == ".md":
+                text = _without_links(text, f"{template.parent.name}/{template.name}")
             (folder / file.name).write_text(text, encoding="utf-8")
         if recipe is None:
             make_data.main(folder)
@@ -74,6 +78,11 @@ def with_model(job_file: str, model: str, *, own_rate: bool) -> str:
     text = re.sub(r"^(trainer: .*)$", r"\1  # on a GPU also: dtype: bfloat16, offload: all", text, flags=re.MULTILINE)
     lr = _SFT_RATE if re.search(r"^kind: sft$", text, re.MULTILINE) else _RL_RATE
     return re.sub(r"^optimizer: .*$", f"optimizer: {{lr: {lr}, warmup_steps: 5}}", text, count=1, flags=re.MULTILINE)
+
+
+def _without_links(text: str, place: str) -> str:
+    """Return a README with the paths of RLBoost's files in place of links to them, which the new folder lacks."""
+    return _LINK.sub(lambda found: f"{found[1]} (`{posixpath.normpath(f'{place}/{found[2]}')}` of RLBoost)", text)
 
 
 def _checked_model(model: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -131,6 +132,9 @@ def test_init_recipe_has_its_files_and_no_data(name: str, here: Path) -> None:
     assert {"README.md", "job.yaml"} <= made
     assert not made & {"__init__.py", "__pycache__", "make_model.py", "train.jsonl", "warmup.jsonl"}
     assert job_spec.parse(load("job/job.yaml")).steps > 0
+    named = re.findall(r"\(`([^`]+)` of RLBoost\)", (here / "job/README.md").read_text())
+    assert all((ROOT / path).exists() for path in named)
+    assert "](../" not in (here / "job/README.md").read_text()
 
 
 def test_init_unknown_recipe_names_those_that_exist(here: Path) -> None:
