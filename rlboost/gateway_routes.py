@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from ipaddress import ip_address
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -95,10 +95,47 @@ def create_app(gateway: Gateway, api_key: str = "", host: str = "127.0.0.1") -> 
         host: where it listens.
 
     """
+    statuses = {Superseded: 409, Conflict: 409, ConfigError: 400}
+
+    def status_of(error: RLBoostError) -> int:
+        return statuses.get(type(error), 503)
+
+    app = guarded_app(gateway.running, status_of, api_key, host, "RLBOOST_GATEWAY_API_KEY")
+
+    @app.exception_handler(TimeoutError)
+    async def waited(_: Request, __: TimeoutError) -> JSONResponse:
+        return error_answer(503, f"generation was paused, or requests were in flight, for {PAUSE_LIMIT_S:g} s")
+
+    _add_state(app, gateway)
+    _add_weights(app, gateway)
+    _add_completions(app, gateway)
+    add_sglang(app, gateway)
+    return app
+
+
+def guarded_app(
+    running: Callable[[], AbstractAsyncContextManager[None]],
+    status_of: Callable[[RLBoostError], int],
+    api_key: str,
+    host: str,
+    variable: str,
+) -> FastAPI:
+    """Return an app without routes that answers errors as OpenAI's clients read them.
+
+    It rejects requests of web pages, and those that lack the API key, or without one do not name this machine.
+
+    Args:
+        running: entered while the app runs.
+        status_of: HTTP status of an error.
+        api_key: as in `create_app`.
+        host: where it listens.
+        variable: the environment variable that has the key.
+
+    """
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        async with gateway.running():
+        async with running():
             yield
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
@@ -109,31 +146,7 @@ def create_app(gateway: Gateway, api_key: str = "", host: str = "127.0.0.1") -> 
 
     @app.exception_handler(RLBoostError)
     async def failed(_: Request, error: RLBoostError) -> JSONResponse:
-        status = {Superseded: 409, Conflict: 409, ConfigError: 400}.get(type(error), 503)
-        return error_answer(status, str(error))
-
-    @app.exception_handler(TimeoutError)
-    async def waited(_: Request, __: TimeoutError) -> JSONResponse:
-        return error_answer(503, f"generation was paused, or requests were in flight, for {PAUSE_LIMIT_S:g} s")
-
-    add_guard(app, api_key, host, "RLBOOST_GATEWAY_API_KEY")
-    _add_state(app, gateway)
-    _add_weights(app, gateway)
-    _add_completions(app, gateway)
-    add_sglang(app, gateway)
-    return app
-
-
-def add_guard(app: FastAPI, api_key: str, host: str, variable: str) -> None:
-    """Reject requests of web pages, and those that lack the API key, or without one do not name this machine.
-
-    Args:
-        app: what is guarded.
-        api_key: as in `create_app`.
-        host: where it listens.
-        variable: the environment variable that has the key.
-
-    """
+        return error_answer(status_of(error), str(error))
 
     @app.middleware("http")
     async def authorized(request: Request, answer: Any) -> Response:
@@ -147,6 +160,8 @@ def add_guard(app: FastAPI, api_key: str, host: str, variable: str) -> None:
             return error_answer(401, f"the API key is missing or wrong: {how}")
         response: Response = await answer(request)
         return response
+
+    return app
 
 
 def _is_local(named: str, host: str) -> bool:

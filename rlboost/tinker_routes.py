@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -12,7 +11,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
 
 from rlboost.gateway import Refused
-from rlboost.gateway_routes import add_guard, error_answer
+from rlboost.gateway_routes import guarded_app
 from rlboost.shared.errors import ConfigError, RLBoostError
 from rlboost.shared.validation import describe
 from rlboost.tinker_server import Result, Tinker, model_id_of
@@ -63,22 +62,10 @@ def create_app(tinker: Tinker, api_key: str = "", host: str = "127.0.0.1") -> Fa
 
     """
 
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        async with tinker.running():
-            yield
+    def status_of(error: RLBoostError) -> int:
+        return 422 if isinstance(error, ConfigError) else 503
 
-    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-
-    @app.exception_handler(Refused)
-    async def refused(_: Request, error: Refused) -> JSONResponse:
-        return error_answer(error.status, error.message)
-
-    @app.exception_handler(RLBoostError)
-    async def failed(_: Request, error: RLBoostError) -> JSONResponse:
-        return error_answer(422 if isinstance(error, ConfigError) else 503, str(error))
-
-    add_guard(app, api_key, host, API_KEY)
+    app = guarded_app(tinker.running, status_of, api_key, host, API_KEY)
     _add_service(app, tinker)
     _add_sessions(app, tinker)
     _add_in_order(app, tinker)

@@ -26,7 +26,7 @@ def is_hub_id(model: str) -> bool:
 
 
 def config_of(model: str) -> dict[str, Any]:
-    """Return the `config.json` of a folder, or of a Hugging Face id, of which only this file is downloaded.
+    """Return the `config.json` of a folder, or of a Hugging Face id, whose other files are not downloaded.
 
     Raises:
         ConfigError: it is neither, or cannot be downloaded.

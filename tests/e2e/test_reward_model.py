@@ -25,7 +25,7 @@ def write_rows(file: Path, rows: list[dict[str, str]]) -> str:
 
 
 def pairs(n: int) -> list[dict[str, str]]:
-    """Return pairs of random words, of which the better one has more that are even."""
+    """Return pairs of random words: the better one has more even words."""
     rng, found = random.Random(5), list[dict[str, str]]()
     while len(found) < n:
         prompt, *texts = (" ".join(f"t{rng.randrange(3, 96)}" for _ in range(m)) for m in (2, LENGTH, LENGTH))

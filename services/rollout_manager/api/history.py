@@ -195,7 +195,7 @@ async def audit(job: OneJob, manager: TheManager, bus: TheBus) -> dict[str, Any]
 async def cost(job: OneJob, bus: TheBus) -> dict[str, Any]:
     """Return what the job's workers and trainer have cost, per step, sample and token, and what migration saved.
 
-    Its other models have costs of their own, of which `models` has the sums.
+    Its other models have costs of their own; `models` has their sums.
     """
     models = [model_cost(served, await _stored_audit(bus, served)) for served in served_jobs(job.id, job.spec)]
     return cost_report(await _stored_audit(bus, job.id), job.step, job.spec.elastic.max_dollars, models)

@@ -357,7 +357,7 @@ def fleet_view(jobs: Jobs, fleet: Fleet, pools: Sequence[Pool]) -> FleetView:
     for worker in (*fleet.workers.values(), *fleet.gone.values()):
         kind = worker.joined.kind
         prices[kind] = max(prices.get(kind, 0.0), worker.price_per_hour)
-    paying = _paying(fleet, running, pools, prices)
+    paying = _paying(jobs, fleet, running, pools, prices)
     desired = target_workers(job.record.window_tuner for job in running) if running else 0
     # If all workers of all pools pay, the pools limit the fleet, and not the price.
     if desired is not None and paying.total() < sum(pool.max_workers for pool in pools):
@@ -365,16 +365,18 @@ def fleet_view(jobs: Jobs, fleet: Fleet, pools: Sequence[Pool]) -> FleetView:
     return FleetView(desired, present_workers(fleet, kinds), prices, other, paying)
 
 
-def _paying(fleet: Fleet, jobs: Iterable[JobEntry], pools: Iterable[Pool], prices: Mapping[str, float]) -> Counter[str]:
+def _paying(
+    jobs: Jobs, fleet: Fleet, running: Iterable[JobEntry], pools: Iterable[Pool], prices: Mapping[str, float]
+) -> Counter[str]:
     """Return how many workers of each kind are worth their price; each counts for one job only."""
     offers = [
         Offer(pool.kind, pool.max_workers, prices.get(pool.kind, 0.0), fleet.availability_of(pool.kind))
         for pool in pools
     ]
     found: Counter[str] = Counter()
-    for job in jobs:
+    for job in running:
         left = [offer._replace(n_workers=offer.n_workers - found[offer.kind]) for offer in offers]
-        found += paying_workers(fleet, job, left) or Counter()
+        found += paying_workers(jobs, fleet, job, left) or Counter()
     return found
 
 

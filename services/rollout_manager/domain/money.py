@@ -56,17 +56,18 @@ def worth_of_one_more(jobs: Jobs, fleet: Fleet) -> dict[str, Any] | None:
     It pays for itself if it costs less than `dollars_per_hour`: what the additional tokens cost with the trainer and
     the present workers. `price_per_hour` is the mean of the present preemptible workers; 0 if there are none.
     """
-    known = [worth for job in jobs.active() if (worth := _worth(fleet, job)) is not None]
+    known = [worth for job in jobs.active() if (worth := _worth(jobs, fleet, job)) is not None]
     return max(known, key=lambda worth: worth["tokens_per_hour"]) if known else None
 
 
-def paying_workers(fleet: Fleet, job: JobEntry, offers: Iterable[Offer]) -> Counter[str] | None:
+def paying_workers(jobs: Jobs, fleet: Fleet, job: JobEntry, offers: Iterable[Offer]) -> Counter[str] | None:
     """Return how many preemptible workers of each kind to have, each of them worth its price; None while unknown.
 
     With each worker that pays, a token gets cheaper. An offer without a price always pays. So does every offer while
     the training time is unknown, no reserved worker is present, or one has no price and the trainer has none either.
 
     Args:
+        jobs: all jobs.
         fleet: has the workers that serve the job.
         job: the job that they generate for.
         offers: the workers that providers can start, preferred first.
@@ -76,7 +77,7 @@ def paying_workers(fleet: Fleet, job: JobEntry, offers: Iterable[Offer]) -> Coun
     if tuner.target_workers is None:
         return None
     target = tuner.target_workers
-    reserved, _ = _serving_workers(fleet, job)
+    reserved, _ = _serving_workers(jobs, fleet, job)
     is_priced = job.progress.trainer_price_per_hour or all(worker.price_per_hour for worker in reserved)
     is_weighed = tuner.train_s and reserved and is_priced
     dollars = _dollars_per_hour(job, reserved)
@@ -92,22 +93,22 @@ def paying_workers(fleet: Fleet, job: JobEntry, offers: Iterable[Offer]) -> Coun
     return found
 
 
-def step_without_spot(fleet: Fleet, job: JobEntry) -> tuple[float, float] | None:
+def step_without_spot(jobs: Jobs, fleet: Fleet, job: JobEntry) -> tuple[float, float] | None:
     """Return seconds and dollars of the last measured step with the job's reserved workers alone, None before one."""
-    step_s, (reserved, _) = job.progress.step_without_spot_s, _serving_workers(fleet, job)
+    step_s, (reserved, _) = job.progress.step_without_spot_s, _serving_workers(jobs, fleet, job)
     if step_s is None or not reserved:
         return None
     return step_s, step_s / HOUR_S * _dollars_per_hour(job, reserved)
 
 
-def _serving_workers(fleet: Fleet, job: JobEntry) -> tuple[list[Worker], list[Worker]]:
+def _serving_workers(jobs: Jobs, fleet: Fleet, job: JobEntry) -> tuple[list[Worker], list[Worker]]:
     """Return the job's reserved and preemptible workers that neither drain nor yield.
 
-    Its reserved workers may serve its other models, whose ids begin with its own, for a while.
+    Its reserved workers may serve its other models for a while.
     """
-    available = [worker for worker in fleet.workers.values() if worker.is_available]
-    others = f"{job.id}."
-    workers = [one for one in available if one.job == job.id or (one.reserved and one.job.startswith(others))]
+    family = jobs.family_of(job.id)
+    available = (worker for worker in fleet.workers.values() if worker.is_available)
+    workers = [one for one in available if one.job == job.id or (one.reserved and one.job in family)]
     return [worker for worker in workers if worker.reserved], [worker for worker in workers if not worker.reserved]
 
 
@@ -116,9 +117,9 @@ def _dollars_per_hour(job: JobEntry, workers: Iterable[Worker]) -> float:
     return job.progress.trainer_price_per_hour + sum(worker.price_per_hour for worker in workers)
 
 
-def _worth(fleet: Fleet, job: JobEntry) -> dict[str, Any] | None:
+def _worth(jobs: Jobs, fleet: Fleet, job: JobEntry) -> dict[str, Any] | None:
     tuner = job.record.window_tuner
-    reserved, preemptible = _serving_workers(fleet, job)
+    reserved, preemptible = _serving_workers(jobs, fleet, job)
     if tuner.target_workers is None or not tuner.train_s or not (reserved or preemptible):
         return None
     speedup = speedup_of_one_more(tuner, len(preemptible), len(reserved))
@@ -166,7 +167,7 @@ def charge_jobs(jobs: Jobs, fleet: Fleet, periodic: PeriodicDecisions, now: Now)
             if trainer_price := job.progress.trainer_price_per_hour:
                 cost.charge("trainer", "", trainer_price, elapsed_s)
         cost.charged_until = now.wall
-        if job.record.step > cost.estimated_steps and (estimate := step_without_spot(fleet, job)):
+        if job.record.step > cost.estimated_steps and (estimate := step_without_spot(jobs, fleet, job)):
             cost.add_estimate(job.record.step, *estimate)
         effects += _check_budget(fleet, job, now)
     return effects

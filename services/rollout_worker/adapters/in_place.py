@@ -34,7 +34,7 @@ def write_words(placements: Mapping[str, Sequence[Placement]], changed: Iterable
     """Write changed words; return why memory must be loaded whole, empty if it is as published.
 
     Args:
-        placements: name -> where its slices are; tensors of which this process holds nothing have an empty one.
+        placements: name -> where its slices are; empty for tensors that this process holds nothing of.
         changed: the words.
 
     """

@@ -118,8 +118,12 @@ class StepLog:
         job, folder = self._job, self._job.resources.folder
         observe_step(metrics, trained=step < job.spec.steps)
         await job.warn(*await job.write(lambda: folder.log_step(step, metrics, samples)))
-        groups = b"" if tally is None else pack_groups(map(recorded, tally.rollouts.groups))
-        await job.write(lambda: folder.record_step(step, metrics, groups, weights))
+
+        def record() -> None:
+            groups = b"" if tally is None else pack_groups(map(recorded, tally.rollouts.groups))
+            folder.record_step(step, metrics, groups, weights)
+
+        await job.write(record)
         report = StepReport(
             job_id=job.id,
             step=step,

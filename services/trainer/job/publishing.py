@@ -115,6 +115,8 @@ class VersionPublisher:
                     restored.update(ref.digest for ref, _ in chunks)
                     log.warning("weights_restored_in_store", version=self.head, chunks=len(chunks))
         for model in self._job.resources.models.values():
+            if damaged == restored:
+                break  # reading a model for nothing takes long
             found = await asyncio.to_thread(lambda: model.weights.chunks_among(model.shards(), damaged - restored))  # noqa: B023 - awaited at once
             if found:
                 await model.weights.restore(found)

@@ -111,7 +111,7 @@ def test_cost_survives_the_stored_form_of_the_audit(world: World) -> None:
 
 def test_each_step_without_spot_workers_is_estimated_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     estimates: list[tuple[float, float] | None] = [None, (90.0, 1.5), (80.0, 1.0)]
-    monkeypatch.setattr(charging, "step_without_spot", lambda _world, _job: estimates.pop(0))
+    monkeypatch.setattr(charging, "step_without_spot", lambda _jobs, _fleet, _job: estimates.pop(0))
     world.jobs["a"].record.step = 1
     charge(world, (0.0, 100.0), (10.0, 110.0), (20.0, 120.0))
     assert cost_report(world.jobs["a"].audit, steps=1, max_dollars=None)["reserved_only"]["seconds"] == 90.0

@@ -184,7 +184,7 @@ def test_trainer_counts_in_what_one_more_is_worth_and_in_a_step_without_spot(wor
     assert before
     assert priced
     assert priced["dollars_per_hour"] == pytest.approx(2 * before["dollars_per_hour"])
-    assert step_without_spot(world.fleet, world.jobs["j"]) == pytest.approx((420.0, 420.0 / HOUR_S * 17.0))
+    assert step_without_spot(world.jobs, world.fleet, world.jobs["j"]) == pytest.approx((420.0, 420.0 / HOUR_S * 17.0))
 
 
 @pytest.mark.parametrize("halves", [(2, 0), (0, 2), (1, 1)])
@@ -216,13 +216,13 @@ def test_one_more_is_worth_nothing_from_the_target_on(world: World) -> None:
 
 
 def test_step_without_spot_workers_leaves_their_work_to_the_reserved_ones(world: World) -> None:
-    assert step_without_spot(world.fleet, world.jobs["j"]) is None
+    assert step_without_spot(world.jobs, world.fleet, world.jobs["j"]) is None
     window = world.jobs["j"].progress.window
     assert window
     window.lasted_s = 100.0
     finish_step(world, work_s=300.0)
     # In place of the 100 s of the window 300 s, 100 s of training, and 20 s besides both, at 8 dollars per hour.
-    assert step_without_spot(world.fleet, world.jobs["j"]) == pytest.approx((420.0, 420.0 / HOUR_S * 8.0))
+    assert step_without_spot(world.jobs, world.fleet, world.jobs["j"]) == pytest.approx((420.0, 420.0 / HOUR_S * 8.0))
 
 
 @pytest.mark.parametrize("seeding", ["auto", "off"])
@@ -239,7 +239,7 @@ def test_step_without_spot_is_the_same_if_workers_join_in_its_middle(seeding: st
             apply(world, float(at), heartbeat("b", running=8), heartbeat("c", running=8))
         meter(world).update(float(at), fleet=2 if at >= 110 else 0, reserved=1, working=True)
     finish_step(world, work_s=meter(world).work_s)
-    assert step_without_spot(world.fleet, world.jobs["j"]) == pytest.approx((440.0, 440.0 / HOUR_S * 8.0))
+    assert step_without_spot(world.jobs, world.fleet, world.jobs["j"]) == pytest.approx((440.0, 440.0 / HOUR_S * 8.0))
 
 
 # --- workers that pay for themselves ---
@@ -256,7 +256,7 @@ def test_each_paying_worker_makes_tokens_cheaper_and_one_more_does_not(
     world.fleet.workers["own"].assigned_version = ("j", 0)
     job = world.jobs["j"]
     tuner = job.record.window_tuner = WindowTuner(target_workers=6, work_s=550.0, train_s=100.0, step_s=700.0)
-    accepted = paying_workers(world.fleet, job, [Offer("k", 9, price, share)])
+    accepted = paying_workers(world.jobs, world.fleet, job, [Offer("k", 9, price, share)])
     assert accepted is not None
     found = accepted["k"]
     worths = [share * speedup_of_one_more(tuner, n, 1) * (8.0 + n * price) for n in range(6)]
@@ -270,4 +270,4 @@ def test_workers_are_not_weighed_against_prices_that_are_unknown(own: float, spo
     apply(world, 0.0, *job_running(), worker_joined("own", role="reserved", price_per_hour=own))
     world.fleet.workers["own"].assigned_version = ("j", 0)
     world.jobs["j"].record.window_tuner = WindowTuner(target_workers=6, work_s=550.0, train_s=100.0, step_s=700.0)
-    assert paying_workers(world.fleet, world.jobs["j"], [Offer("k", 9, spot, 1.0)]) == {"k": 6}
+    assert paying_workers(world.jobs, world.fleet, world.jobs["j"], [Offer("k", 9, spot, 1.0)]) == {"k": 6}

@@ -108,11 +108,8 @@ async def test_each_held_out_set_has_metrics_of_its_own(tmp_path: Path, kind: st
     assert not {"eval/loss", f"eval/{metric}"} & set(row)
 
 
-async def test_pairs_give_trls_metrics_of_training_and_of_held_out_rows(tmp_path: Path) -> None:
-    """A token's log ratio is 0.5 (`FakeEngine`); completions have 3, 4 or 5 tokens and 2."""
-    data = {"train": "t", "eval": "e", "prompts_per_step": 10}
-    algorithm = {"preference": {"beta": 0.2, "label_smoothing": 0.1}}
-    rig = OfflineRig(tmp_path, sft(kind="dpo", data=data, eval={"every": 5}, algorithm=algorithm, steps=1))
+def noted(rig: OfflineRig) -> list[TrainingRow]:
+    """Return a list that gets the rows that the rig's engine trains."""
     seen: list[TrainingRow] = []
 
     class Noting(FakeEngine):
@@ -121,6 +118,15 @@ async def test_pairs_give_trls_metrics_of_training_and_of_held_out_rows(tmp_path
             return super().accumulate(batches, loss)
 
     rig.make_engine = Noting
+    return seen
+
+
+async def test_pairs_give_trls_metrics_of_training_and_of_held_out_rows(tmp_path: Path) -> None:
+    """A token's log ratio is 0.5 (`FakeEngine`); completions have 3, 4 or 5 tokens and 2."""
+    data = {"train": "t", "eval": "e", "prompts_per_step": 10}
+    algorithm = {"preference": {"beta": 0.2, "label_smoothing": 0.1}}
+    rig = OfflineRig(tmp_path, sft(kind="dpo", data=data, eval={"every": 5}, algorithm=algorithm, steps=1))
+    seen = noted(rig)
     await run(rig)
     row, after = rig.folder.rows[0], rig.folder.rows[1]
     margins = [0.2 * 0.5 * (1 + i % 3) for i in range(10)]
@@ -207,14 +213,7 @@ async def test_a_reward_model_trains_on_the_last_tokens_of_pairs_and_is_not_publ
     data = {"train": "t", "eval": "e", "prompts_per_step": 10}
     algorithm = {"center_rewards_coefficient": 0.01}
     rig = OfflineRig(tmp_path, sft(kind="reward", data=data, eval={"every": 5}, algorithm=algorithm, steps=1))
-    seen: list[TrainingRow] = []
-
-    class Noting(FakeEngine):
-        def accumulate(self, batches: Any, loss: LossFn) -> dict[str, float]:
-            seen.extend(row for rows in batches for row in rows)
-            return super().accumulate(batches, loss)
-
-    rig.make_engine = Noting
+    seen = noted(rig)
     await run(rig)
     row, after = rig.folder.rows[0], rig.folder.rows[1]
     assert row["loss"] == pytest.approx(math.log(2) + 0.01 * 4)
