@@ -85,6 +85,13 @@ def _forked_ranks() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _collected() -> Iterator[None]:
+    """Collect what a file leaves, so that a socket it has not closed fails this file and no later one."""
+    yield
+    gc.collect()
+
+
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """One S3-compatible server for the whole run, with one bucket."""
