@@ -39,7 +39,7 @@ from benchmarks.support.weight_store import running_store
 from rlboost.shared.messages import TokenFrame, UseVersion, WorkerHeartbeat
 from rlboost.shared.messages.token_rows import token_rows
 from rlboost.shared.redis.bus import RedisBus
-from rlboost.shared.streams.entries import START
+from rlboost.shared.streams.bus import START
 from rlboost.shared.streams.names import worker_reports
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.wire import ints

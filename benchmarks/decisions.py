@@ -32,7 +32,7 @@ from rlboost.shared.messages import (
     WorkerHeartbeat,
     WorkerJoined,
 )
-from rlboost.shared.messages.protocol import PROTOCOL
+from rlboost.shared.messages.codec import PROTOCOL
 from rlboost.shared.process.system import collect_garbage_rarely
 from rlboost.shared.wire import F32, I32, U8, U32, U64, pack
 from rlboost.simulation import POLICIES, Lengths, SimulatedJob

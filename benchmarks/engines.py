@@ -30,7 +30,7 @@ from typing import Any, cast
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
-from rlboost.local.machine import session_cpu_s
+from rlboost.local.layout import session_cpu_s
 from rlboost.services.rollout_worker.adapters.torch.factory import TorchFactory
 from rlboost.services.rollout_worker.adapters.vllm.factory import VllmFactory
 from rlboost.services.rollout_worker.adapters.vllm.options import VllmOptions

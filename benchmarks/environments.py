@@ -24,7 +24,7 @@ from benchmarks.support.environments import ANSWER
 from rlboost.services.trainer.adapters.environment_pool import EnvironmentPool
 from rlboost.shared.job.reward import EnvironmentSpec
 from rlboost.shared.process.waiting import Waits
-from rlboost.shared.user_code.functions import USER_MODULES_SETTING
+from rlboost.shared.user_code import USER_MODULES_SETTING
 
 TURN = "t" * 500
 SLACK_S = 60.0

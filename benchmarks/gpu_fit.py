@@ -6,8 +6,7 @@ each GPU that are all trained. `python -m benchmarks.gpu_fit --write` puts the t
 
 from __future__ import annotations
 
-from rlboost.jobs.memory import ModelSize
-from rlboost.jobs.model_fit import GPUS, full_gib, lora_gib, n_samples, smallest
+from rlboost.jobs.memory import GPUS, ModelSize, full_gib, lora_gib, n_samples, smallest
 from rlboost.shared.job.training import LoraSpec
 from tests.support.generated_docs import ROOT, run
 

@@ -37,7 +37,7 @@ from rich.table import Table
 from benchmarks.support.system import TOKEN, System, cpu_s
 from benchmarks.support.workers import Fleet
 from rlboost.shared.ids import SampleId
-from rlboost.shared.job.sessions import SESSION, SessionId, SessionRecord, key_of_start, session_key
+from rlboost.shared.job.agent import SESSION, SessionId, SessionRecord, key_of_start, session_key
 from rlboost.shared.job.spec import parse, to_json
 from rlboost.shared.messages import JobCommand, JobReport, Sampling, WeightsCommitted
 from rlboost.shared.messages.codec import encode

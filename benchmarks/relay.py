@@ -22,8 +22,7 @@ from rlboost.services.rollout_manager.loop import relay
 from rlboost.shared.messages import Role
 from rlboost.shared.redis.bus import RedisBus
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import Delete, Fence
-from rlboost.shared.streams.entries import START
+from rlboost.shared.streams.bus import START, Delete, Fence
 
 FRAMES_PER_WORKER = 64
 """Of each round."""

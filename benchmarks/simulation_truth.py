@@ -30,7 +30,7 @@ from rlboost.demo.run import countdown
 from rlboost.local.cluster import LocalCluster
 from rlboost.local.processes import LocalOptions
 from rlboost.planning import read_profile, simulate_run, simulated_machine, worker_kinds
-from rlboost.services.trainer.domain.profile_recorder import RECENT_STEPS
+from rlboost.services.trainer.domain.metrics import RECENT_STEPS
 from rlboost.shared.job.run_profile import RunProfile
 from rlboost.shared.job.spec import RlJob, parse
 from rlboost.shared.messages import ENDED

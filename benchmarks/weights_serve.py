@@ -32,9 +32,9 @@ from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.cached_version import cached_version
 from rlboost.shared.weights.client import StoreClient
+from rlboost.shared.weights.manifest import Shard
 from rlboost.shared.weights.publisher import Publisher
 from rlboost.shared.weights.puller import DirectorySource, Puller, StoreSource
-from rlboost.shared.weights.shards import Shard
 from tests.support.eventually import eventually
 from tests.support.service_process import TOKEN
 

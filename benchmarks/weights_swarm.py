@@ -33,9 +33,8 @@ from benchmarks.support.shaped_link import ShapedLink
 from benchmarks.support.weight_store import running_store
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.client import StoreClient
-from rlboost.shared.weights.manifest import digest_of
+from rlboost.shared.weights.manifest import Shard, digest_of
 from rlboost.shared.weights.publisher import Publisher
-from rlboost.shared.weights.shards import Shard
 from tests.support.service_process import TOKEN, ServiceProcess
 
 JOB = "benchmark"

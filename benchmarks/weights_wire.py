@@ -37,9 +37,9 @@ from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.delta_graph import VersionEdges
+from rlboost.shared.weights.manifest import Shard
 from rlboost.shared.weights.publisher import Publisher
 from rlboost.shared.weights.puller import Puller
-from rlboost.shared.weights.shards import Shard
 from tests.support.service_process import TOKEN, ServiceProcess
 
 JOB = "benchmark"

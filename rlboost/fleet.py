@@ -29,12 +29,11 @@ from typing import Any, Self, TypeVar
 import httpx
 import msgpack
 
-from rlboost.attachment import Attachment, Superseded
-from rlboost.client import Client, ClientError
+from rlboost.client import Attachment, Client, ClientError, Superseded
 from rlboost.publishing import Versions, weights_of
 from rlboost.shared.errors import ConfigError, Conflict
 from rlboost.shared.ids import new_token
-from rlboost.shared.streams.entries import position
+from rlboost.shared.streams.bus import position
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.wire import I32, floats, ints, pack
 

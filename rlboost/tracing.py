@@ -35,8 +35,7 @@ from rlboost.shared.messages import (
 from rlboost.shared.messages.token_rows import token_rows
 from rlboost.shared.process.lifecycle import until_stop
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import Bus, ReadSize
-from rlboost.shared.streams.entries import START, Entry, position
+from rlboost.shared.streams.bus import START, Bus, Entry, ReadSize, position
 from rlboost.shared.wire import U32, U64, ints
 
 log = structlog.get_logger(__name__)

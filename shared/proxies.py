@@ -14,11 +14,14 @@ import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.secrets import clean_url
+
+if TYPE_CHECKING:
+    import aiohttp
 
 PROXY_VARIABLE = "RLBOOST_PROXY"
 _METADATA = tuple(
@@ -178,3 +181,16 @@ def _address(host: str) -> Iterable[IPv4Address | IPv6Address]:
         mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
         return (mapped or address,)
     return ()
+
+
+def aiohttp_session(route: Route, url: str, **options: Any) -> aiohttp.ClientSession:
+    """Return a session for requests to the server of `url`; options are those of `aiohttp.ClientSession`.
+
+    Raises:
+        UnusableProxy: see `Route`.
+
+    """
+    import aiohttp  # noqa: PLC0415 - an extra, and slow to import
+
+    proxy = route(url)
+    return aiohttp.ClientSession(trust_env=False, proxy=proxy.url if proxy else None, **options)

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlboost.local.machine import list_gpus
+from rlboost.local.layout import list_gpus
 from rlboost.shared.errors import ConfigError
 
 RESULTS = Path("build/gpu.json")

@@ -16,7 +16,7 @@ import redis
 
 from rlboost.local import redis_server
 from rlboost.local.ports import Ports
-from rlboost.shared.messages.protocol import PROTOCOL, PROTOCOL_HEADER
+from rlboost.shared.messages.codec import PROTOCOL, PROTOCOL_HEADER
 
 TOKEN = "benchmark"
 _START_LIMIT_S = 30.0

@@ -34,10 +34,9 @@ from rlboost.shared.messages import (
     WorkerJoined,
     WorkerLeft,
 )
-from rlboost.shared.messages.codec import decode, encode
-from rlboost.shared.messages.protocol import PROTOCOL
+from rlboost.shared.messages.codec import PROTOCOL, decode, encode
 from rlboost.shared.streams import names
-from rlboost.shared.streams.entries import after
+from rlboost.shared.streams.bus import after
 from rlboost.shared.wire import F32, I32, U8, U32, U64, ints, length, pack
 
 BEAT_S = 0.5

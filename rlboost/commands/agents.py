@@ -44,7 +44,7 @@ def agents(
 
     from rlboost.agents.host import Host  # noqa: PLC0415 - likewise
     from rlboost.shared.process.lifecycle import loop_factory  # noqa: PLC0415 - likewise
-    from rlboost.shared.user_code.functions import describe_import_error, load  # noqa: PLC0415 - likewise
+    from rlboost.shared.user_code import describe_import_error, load  # noqa: PLC0415 - likewise
 
     endpoint = requested_endpoint(url, token, state)
     if (folder := str(Path.cwd())) not in sys.path:

@@ -50,7 +50,7 @@ def require_sound(job_file: str, job: dict[str, Any], state: Path) -> None:
 
     """
     from rlboost.jobs.check import check_job  # noqa: PLC0415 - keeps --help quick
-    from rlboost.jobs.user_code_check import MissingHere  # noqa: PLC0415 - likewise
+    from rlboost.jobs.model_check import MissingHere  # noqa: PLC0415 - likewise
 
     with progress() as on_part:
         found = check_job(job, on_part, _devices(state))
@@ -85,7 +85,7 @@ def print_findings(job_file: str, found: Found) -> None:
 
 def _print_searched_folder(job_file: str, problems: Sequence[str]) -> None:
     """Say where files and modules are searched, if some are missing and the job file is in another folder."""
-    from rlboost.jobs.user_code_check import MissingHere  # noqa: PLC0415 - keeps --help quick
+    from rlboost.jobs.model_check import MissingHere  # noqa: PLC0415 - keeps --help quick
 
     folder = Path(job_file).parent
     if folder.absolute() != Path.cwd() and any(isinstance(problem, MissingHere) for problem in problems):

@@ -173,7 +173,7 @@ def join(  # noqa: PLR0913, PLR0917 - the options of a command
 
 def _run_node(spec: NodeSpec, name: str, connection: Mapping[str, str], state: Path) -> None:
     from rlboost.local import node  # noqa: PLC0415 - keeps --help quick
-    from rlboost.local.machine import list_gpus, n_cpus  # noqa: PLC0415 - likewise
+    from rlboost.local.layout import list_gpus, n_cpus  # noqa: PLC0415 - likewise
 
     spec.require_engine()
     layout = node.place(spec, list_gpus(), name)

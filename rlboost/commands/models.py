@@ -237,8 +237,8 @@ def gateway(
     import uvicorn  # noqa: PLC0415 - keeps --help quick
 
     from rlboost.fleet import AsyncFleet  # noqa: PLC0415 - likewise
-    from rlboost.gateway import Gateway  # noqa: PLC0415 - likewise
-    from rlboost.gateway_routes import create_app  # noqa: PLC0415 - likewise
+    from rlboost.gateway.gateway import Gateway  # noqa: PLC0415 - likewise
+    from rlboost.gateway.vllm_routes import create_app  # noqa: PLC0415 - likewise
 
     api_key = clean_secret("RLBOOST_GATEWAY_API_KEY", os.environ.get("RLBOOST_GATEWAY_API_KEY", ""))
     if host not in {"127.0.0.1", "::1", "localhost"} and not api_key:
@@ -281,9 +281,9 @@ def tinker(  # noqa: PLR0913, PLR0917 - the command's options
 
     from rlboost.client import Client  # noqa: PLC0415 - likewise
     from rlboost.fleet import AsyncFleet  # noqa: PLC0415 - likewise
-    from rlboost.tinker_model import LoraModel  # noqa: PLC0415 - likewise
-    from rlboost.tinker_routes import API_KEY, KEY_PREFIX, create_app  # noqa: PLC0415 - likewise
-    from rlboost.tinker_server import Tinker  # noqa: PLC0415 - likewise
+    from rlboost.tinker.model import LoraModel  # noqa: PLC0415 - likewise
+    from rlboost.tinker.routes import API_KEY, KEY_PREFIX, create_app  # noqa: PLC0415 - likewise
+    from rlboost.tinker.server import Tinker  # noqa: PLC0415 - likewise
 
     api_key = clean_secret(API_KEY, os.environ.get(API_KEY, ""))
     if api_key and not api_key.startswith(KEY_PREFIX):

@@ -180,7 +180,7 @@ def _schedule(file: Path, options: LocalOptions) -> list[ChaosEvent]:
 
 def _up_in_foreground(options: LocalOptions, schedule: list[ChaosEvent], *, as_json: bool) -> None:
     from rlboost.local.cluster import LocalCluster  # noqa: PLC0415 - keeps --help quick
-    from rlboost.local.launch import serve  # noqa: PLC0415 - likewise
+    from rlboost.local.detached import serve  # noqa: PLC0415 - likewise
 
     def announce(config: Config) -> None:
         if as_json:

@@ -30,7 +30,7 @@ from rlboost.demo.live import view_of
 from rlboost.demo.summary import Recorder, observation, this_machine
 from rlboost.examples import countdown as countdown_example
 from rlboost.local.cluster import LocalCluster
-from rlboost.local.launch import cancel_on_signals
+from rlboost.local.detached import cancel_on_signals
 from rlboost.local.processes import LocalOptions
 from rlboost.local.state import StateDir
 from rlboost.local.supervisor import ClusterEvent

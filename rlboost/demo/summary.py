@@ -15,7 +15,7 @@ from rich.text import Text
 from rlboost.client import ServerEvent
 from rlboost.demo.picture import clock
 from rlboost.job_lines import GONE, unix_s
-from rlboost.local.machine import n_cpus
+from rlboost.local.layout import n_cpus
 from rlboost.local.state import ProcessRecord
 from rlboost.local.supervisor import ClusterEvent
 from rlboost.report.page import shown_samples

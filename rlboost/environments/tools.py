@@ -16,7 +16,7 @@ from pydantic_core import ArgsKwargs
 
 from rlboost.shared.job.environment import Message, Step, run_plain
 from rlboost.shared.model.tool_calls import Call, CallStyle, guessed_style, read_calls
-from rlboost.shared.user_code.errors import describe_error
+from rlboost.shared.user_code import describe_error
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,30 +11,39 @@ from typing import NamedTuple
 from rlboost.jobs.device_check import Fit, fit
 from rlboost.jobs.model_check import (
     DataFindings,
+    MissingHere,
     agent_rows,
     check_data,
     check_environment,
     code_problems,
+    complaint,
     missing_libraries,
     model_problems,
     n_parameters,
     path_warning,
 )
 from rlboost.jobs.model_path import is_hub_id, nearest
-from rlboost.jobs.user_code_check import MissingHere, complaint
 from rlboost.local.layout import DeviceSummary
 from rlboost.shared.data.examples import examples_of, labelled_of, margin_of, pair_of, prompt_of
-from rlboost.shared.data.rows import BadRow, Row, is_messages, is_remote, read_rows
-from rlboost.shared.data.shards import exists_locally, format_source, names_of
+from rlboost.shared.data.rows import (
+    BadRow,
+    Row,
+    exists_locally,
+    format_source,
+    is_messages,
+    is_remote,
+    names_of,
+    read_rows,
+)
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import TEACHER
 from rlboost.shared.job.data import DataSpec, DpoDataSpec, RewardDataSpec, Rows, SftDataSpec
 from rlboost.shared.job.file import load
-from rlboost.shared.job.judge import column_problem
+from rlboost.shared.job.reward import column_problem
 from rlboost.shared.job.spec import GeneratingJob, InvalidJob, JobSpec, OfflineJob, parse
 from rlboost.shared.job.training import TrainerSpec
 from rlboost.shared.model.folder import REWARD_MODEL, require_reward_model
-from rlboost.shared.user_code.functions import ForbiddenFunction, check_arguments
+from rlboost.shared.user_code import ForbiddenFunction, check_arguments
 
 # --- Warn about learning rates that usually ruin a model --------------------------------------------------------------
 
@@ -95,7 +104,7 @@ def lr_advice(spec: JobSpec, n_parameters: int | None) -> str:
 
 _REWARD_SCRIPT = """
 import json, sys
-from rlboost.shared.user_code.functions import (
+from rlboost.shared.user_code import (
     load, detect_style, describe_import_error, hidden_argument, missing_columns
 )
 part, arguments, rows = json.loads(sys.argv[1]), json.loads(sys.argv[1])["arguments"], json.loads(sys.argv[2])

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from rlboost.shared.data.shards import exists_locally
+from rlboost.shared.data.rows import exists_locally
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job import spec as job_spec
 

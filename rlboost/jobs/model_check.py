@@ -1,31 +1,32 @@
 """Check a job against its model and this machine before training.
 
 Uses the trainer's own checks where they exist, so that messages are the same. A check that needs a trainer library is
-skipped if that library is not installed.
+skipped if that library is not installed. User code is loaded in a separate process, as a service will.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgpack
 
-from rlboost.jobs.user_code_check import complaint
 from rlboost.services.trainer.adapters.agent_rows import rows_of
-from rlboost.services.trainer.adapters.megatron import model_shape as megatron
+from rlboost.services.trainer.adapters.megatron import weight_map as megatron
 from rlboost.services.trainer.adapters.named_paths import check_named_paths
 from rlboost.services.trainer.adapters.torch.ranks import Layout, require_divisible_heads
 from rlboost.services.trainer.ports.samples import EnvironmentFault
 from rlboost.services.trainer.settings import Settings
-from rlboost.shared.data.rows import Row, is_remote
-from rlboost.shared.data.shards import names_of
+from rlboost.shared.data.rows import Row, is_remote, names_of
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.log import missing_log_libraries
 from rlboost.shared.job.spec import JobSpec, OfflineJob
@@ -51,12 +52,64 @@ from rlboost.terminal import printable
 if TYPE_CHECKING:
     from rlboost.services.trainer.ports.samples import Data, Prompt
 
+_LIMIT_S = 60.0
+MAY_WORK_THERE = 3
+"""Exit code of a script for a problem that the trainer's machine may not have."""
+
+
+class MissingHere(str):
+    """A missing file or module, which may exist in the trainer's folder or on its machine."""
+
+    __slots__ = ()
+
+
+def complaint(field: str, function: str, script: str, *arguments: str, more_s: float = 0.0) -> str | None:
+    """Run a script that imports and tries a user function; return the problem, None if there is none.
+
+    Uses a separate process with the current folder on its path: user code may be slow, print, or hold resources.
+
+    Args:
+        field: the job file's field that names the function.
+        function: the field's value.
+        script: Python code whose last line on standard error is the problem, which begins with a field of that section.
+        arguments: passed in `sys.argv`.
+        more_s: how long the script may take beyond its imports.
+
+    """
+    path = os.pathsep.join(filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")]))
+    limit_s = _LIMIT_S + more_s
+    with TemporaryFile() as stderr:  # not a pipe, which a process that the user's code leaves running would hold open
+        try:
+            done = subprocess.run(  # noqa: S603 - our own script; the user's module is what is to be tried
+                [sys.executable, "-c", script, *arguments],
+                env={**os.environ, "PYTHONPATH": path},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                timeout=limit_s,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return MissingHere(f"{field}: trying {function} took more than {limit_s:.0f} s")
+        if done.returncode == 0:
+            return None
+        stderr.seek(0)
+        lines = stderr.read().decode(errors="replace").strip().splitlines()
+    # Exit handlers may have written after it.
+    section = field.partition(".")[0] + "."
+    reported = next((line for line in reversed(lines) if line.startswith(section)), None)
+    if reported is None:
+        return f"{field}: trying {function} ended its process" + (f": {lines[-1]}" if lines else "")
+    is_missing = "ModuleNotFoundError: " in reported or done.returncode == MAY_WORK_THERE
+    return MissingHere(reported) if is_missing else reported
+
+
 _MAX_HALF = 1500
 """Characters of the beginning and of the end of a prompt that are shown."""
 _USER_CODE_SCRIPT = """
 import sys
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.user_code.functions import load_user_function
+from rlboost.shared.user_code import load_user_function
 try:
     load_user_function(sys.argv[1], sys.argv[2], sys.argv[3].split(","), sys.argv[4])
 except ConfigError as error:
@@ -65,7 +118,7 @@ except ConfigError as error:
 _AGENT_SCRIPT = """
 import json, sys
 from rlboost.shared.job.agent import agent_factory
-from rlboost.shared.user_code.functions import describe_import_error
+from rlboost.shared.user_code import describe_import_error
 try:
     agent_factory(sys.argv[1], json.loads(sys.argv[2]))
 except BaseException as error:
@@ -77,10 +130,10 @@ import json, sys
 from pathlib import Path
 import msgpack
 from rlboost.services.trainer.children.environment import reset_once
-from rlboost.jobs.user_code_check import MAY_WORK_THERE
+from rlboost.jobs.model_check import MAY_WORK_THERE
 from rlboost.shared.job.environment import environment_factory
 from rlboost.shared.model.tool_calls import CallStyle
-from rlboost.shared.user_code.functions import describe_import_error
+from rlboost.shared.user_code import describe_import_error
 spec, style, start = json.loads(sys.argv[1]), json.loads(sys.argv[2]), Path(sys.argv[3])
 place = "environment.function: " + spec["function"]
 try:

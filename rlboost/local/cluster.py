@@ -23,7 +23,7 @@ from typing import Self
 import rlboost
 from rlboost.client import Client, ClientError
 from rlboost.local import redis_server
-from rlboost.local.machine import n_cpus
+from rlboost.local.layout import n_cpus
 from rlboost.local.ports import Ports
 from rlboost.local.processes import (
     LEAST_OPEN_FILES,

@@ -22,14 +22,14 @@ from urllib.parse import urlsplit
 import httpx
 
 from rlboost.local import redis_server as local_redis
-from rlboost.local.machine import Gpu, list_gpus
+from rlboost.local.layout import Gpu, list_gpus
 from rlboost.local.processes import LEAST_OPEN_FILES, LOOPBACK
 from rlboost.local.redis_server import SAFE_VERSION
 from rlboost.shared.errors import ConfigError, Conflict, RLBoostError
 from rlboost.shared.http.clients import http_client
 from rlboost.shared.http.server import bind
 from rlboost.shared.http.server_url import MAX_REDIRECTS, redirected_origin
-from rlboost.shared.messages.protocol import PROTOCOL, PROTOCOL_HEADER
+from rlboost.shared.messages.codec import PROTOCOL, PROTOCOL_HEADER
 from rlboost.shared.process.modules import pip_install
 from rlboost.shared.proxies import internal
 from rlboost.shared.redis.bus import RedisBus

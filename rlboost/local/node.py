@@ -8,8 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from rlboost.local.layout import SHARED_MEMORY_FRACTION, Layout, environment, plan_workers
-from rlboost.local.machine import Gpu, select
+from rlboost.local.layout import SHARED_MEMORY_FRACTION, Gpu, Layout, environment, plan_workers, select
 from rlboost.local.processes import ProcessSpec
 from rlboost.local.spec_file import NodeSpec
 from rlboost.local.state import StateDir

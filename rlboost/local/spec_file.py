@@ -14,7 +14,7 @@ import yaml
 from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from rlboost.local import layout
-from rlboost.local.machine import Gpu, list_gpus, select
+from rlboost.local.layout import Gpu, list_gpus, select
 from rlboost.local.processes import LOOPBACK, LocalOptions, reserved_names, spot_names, trainer_names, trainer_of
 from rlboost.shared import strict_yaml
 from rlboost.shared.errors import ConfigError

@@ -28,7 +28,7 @@ from typing import Literal
 import httpx
 
 from rlboost.local import die_with_parent, redis_server
-from rlboost.local.machine import session_cpu_s
+from rlboost.local.layout import session_cpu_s
 from rlboost.local.processes import HttpReady, ProcessSpec, RedisReady
 from rlboost.local.state import ProcessRecord, StateDir
 from rlboost.shared.errors import Conflict, Fatal, WaitTimedOut

@@ -12,7 +12,7 @@ from typing import Any
 
 from rlboost.rewards.remote_calls import may_be_given, names_of_program
 from rlboost.rewards.sandbox import Limits, Ran, available_isolation, run
-from rlboost.shared.user_code.errors import describe_value
+from rlboost.shared.user_code import describe_value
 
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 

@@ -10,8 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from rlboost.shared.process.modules import pip_install
-from rlboost.shared.user_code.errors import describe_value
-from rlboost.shared.user_code.functions import ground_truth
+from rlboost.shared.user_code import describe_value, ground_truth
 
 try:
     from math_verify import parse, verify

@@ -29,7 +29,7 @@ from rlboost.shared.messages import (
     WorkerLeft,
     WorkerState,
 )
-from rlboost.shared.messages.protocol import PROTOCOL
+from rlboost.shared.messages.codec import PROTOCOL
 from rlboost.shared.wire import F32, I32, U8, U32, U64, ints, pack
 from rlboost.simulation.engine import Engine, Held
 from rlboost.simulation.environment import Environment

@@ -18,13 +18,12 @@ from rlboost.services.rollout_manager.domain.workers import Departures, Fleet
 from rlboost.services.rollout_manager.ports import WorkerUsers
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.shared.errors import BusUnavailable, ConfigError, Fatal
-from rlboost.shared.http.access import is_token, issue_store_credential, peer_key
+from rlboost.shared.http.access import SYSTEM, Principal, TokenScope, is_token, issue_store_credential, peer_key
 from rlboost.shared.http.problem import Problem
-from rlboost.shared.http.scopes import SYSTEM, Principal, TokenScope
 from rlboost.shared.ids import new_token
-from rlboost.shared.job.sessions import session_of_key
+from rlboost.shared.job.agent import session_of_key
 from rlboost.shared.messages import Role
-from rlboost.shared.messages.protocol import PROTOCOL
+from rlboost.shared.messages.codec import PROTOCOL
 from rlboost.shared.redis.bus import RedisBus, as_text
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Bus, Delete, HashDelete, HashSet, Op

@@ -74,16 +74,19 @@ from rlboost.shared.progress import CountProgress
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import (
     MAX_DEAD_LETTERS,
+    START,
     AppendRaw,
     Bus,
+    Entry,
     Op,
+    RawEntry,
     ReadSize,
     Remove,
     Trim,
+    after,
     dead_letter_op,
     report_dead_letter,
 )
-from rlboost.shared.streams.entries import START, Entry, RawEntry, after
 
 log = structlog.get_logger(__name__)
 

@@ -27,8 +27,17 @@ from rlboost.shared.ids import MAX_JOBS
 from rlboost.shared.messages import TokenFrame, WeightsCommitted, WorkerJoined
 from rlboost.shared.progress import CountProgress
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import Bus, Op, ReadSize, dead_letter_op, report_dead_letter
-from rlboost.shared.streams.entries import START, Entry, RawEntry, position
+from rlboost.shared.streams.bus import (
+    START,
+    Bus,
+    Entry,
+    Op,
+    RawEntry,
+    ReadSize,
+    dead_letter_op,
+    position,
+    report_dead_letter,
+)
 from rlboost.shared.validation import describe
 
 log = structlog.get_logger(__name__)

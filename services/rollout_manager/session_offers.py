@@ -23,7 +23,7 @@ from rlboost.services.rollout_manager.domain.jobs import Job
 from rlboost.services.rollout_manager.domain.world import World
 from rlboost.services.rollout_manager.loop import Manager
 from rlboost.shared.http.problem import Problem
-from rlboost.shared.job.sessions import (
+from rlboost.shared.job.agent import (
     LEASED,
     REWARDED,
     SESSION,

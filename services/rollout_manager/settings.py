@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from rlboost.services.rollout_manager.domain.pool import Pool
+from rlboost.services.rollout_manager.domain.allocation import Pool
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.prices import read_prices
 from rlboost.shared.settings import ServiceSettings

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import structlog
 
+from rlboost.services.rollout_worker.adapters.machine import MemoryProbe, listen_address, peer_url
 from rlboost.services.rollout_worker.adapters.manager_http import fetch_tokenizer, join
-from rlboost.services.rollout_worker.adapters.memory import MemoryProbe
-from rlboost.services.rollout_worker.adapters.peer_address import listen_address, peer_url
 from rlboost.services.rollout_worker.adapters.preemption import Aws, Azure, Google, Metadata, NoticeFile
 from rlboost.services.rollout_worker.adapters.serving_metrics import ServingMetrics
 from rlboost.services.rollout_worker.adapters.store_weights import ModelFolderSeeder, StoreWeights
@@ -25,13 +24,17 @@ from rlboost.services.rollout_worker.app import WorkerApp, WorkerOptions
 from rlboost.services.rollout_worker.domain.borrowing import Borrowing
 from rlboost.services.rollout_worker.domain.parity_check import Precision
 from rlboost.services.rollout_worker.generator import Generator
+from rlboost.services.rollout_worker.life import (
+    PreemptionWatch,
+    ServingWatch,
+    StartupTimer,
+    Watchdog,
+    check_serving,
+    process_age_s,
+)
 from rlboost.services.rollout_worker.manager_connection import ManagerConnection, WorkerIdentity
 from rlboost.services.rollout_worker.ports import EngineFactory, Membership, NoticeSource
-from rlboost.services.rollout_worker.preemption_watch import PreemptionWatch
-from rlboost.services.rollout_worker.serving_watch import ServingWatch, check_serving
 from rlboost.services.rollout_worker.settings import Settings
-from rlboost.services.rollout_worker.startup_timer import StartupTimer, process_age_s
-from rlboost.services.rollout_worker.watchdog import Watchdog
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.process.lifecycle import Loop, run_service
 from rlboost.shared.process.system import bind_to_cpus, run_in_thread

@@ -22,6 +22,7 @@ import structlog
 from rlboost.services.rollout_worker.commands import CommandLoop, WeightUpdates
 from rlboost.services.rollout_worker.domain.preemption import Notice, RebalanceRecommendation
 from rlboost.services.rollout_worker.generator import Generator, ParityCheckFailed
+from rlboost.services.rollout_worker.life import StartupTimer
 from rlboost.services.rollout_worker.manager_connection import (
     REDIS_LIMIT_S,
     REJECTION_LIMIT_S,
@@ -29,7 +30,6 @@ from rlboost.services.rollout_worker.manager_connection import (
     ManagerConnection,
 )
 from rlboost.services.rollout_worker.ports import EngineFailed, WeightSource
-from rlboost.services.rollout_worker.startup_timer import StartupTimer
 from rlboost.shared.errors import BusUnavailable, CredentialRejected, Fatal, leaves
 from rlboost.shared.process.lifecycle import Loop, stop_cause, supervise, until_stop
 from rlboost.shared.process.waiting import Waits

@@ -38,9 +38,9 @@ from rlboost.services.rollout_worker.domain.session import (
     SuspendEngine,
 )
 from rlboost.services.rollout_worker.generator import Generator, LoadStage, ReplacementTimes
+from rlboost.services.rollout_worker.life import StartupTimer
 from rlboost.services.rollout_worker.manager_connection import RETRY_INTERVAL_S, ManagerConnection
 from rlboost.services.rollout_worker.ports import StagedWeights, WeightSource
-from rlboost.services.rollout_worker.startup_timer import StartupTimer
 from rlboost.shared.errors import (
     BadSignature,
     BusUnavailable,
@@ -55,7 +55,7 @@ from rlboost.shared.messages import Assignment
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.progress import LastDuration
 from rlboost.shared.streams import names
-from rlboost.shared.streams.entries import Entry
+from rlboost.shared.streams.bus import Entry
 from rlboost.shared.wire import ints
 
 log = structlog.get_logger(__name__)

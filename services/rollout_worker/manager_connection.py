@@ -35,13 +35,11 @@ from rlboost.shared.messages import (
     WorkerLog,
     WorkerState,
 )
-from rlboost.shared.messages.codec import encode
-from rlboost.shared.messages.protocol import PROTOCOL
+from rlboost.shared.messages.codec import PROTOCOL, encode
 from rlboost.shared.process.logs import BUFFER, LogBuffer
 from rlboost.shared.process.waiting import Waits, retry_while
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import Append, Bus, Renew, Trim, dead_letter_op, report_dead_letter
-from rlboost.shared.streams.entries import START, Entry, after
+from rlboost.shared.streams.bus import START, Append, Bus, Entry, Renew, Trim, after, dead_letter_op, report_dead_letter
 from rlboost.shared.wire import I32, U64, length, pack
 
 log = structlog.get_logger(__name__)

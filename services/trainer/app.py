@@ -50,8 +50,7 @@ from rlboost.shared.messages import JobCommand, JobReport, JobState, TrainerStat
 from rlboost.shared.process.lifecycle import until_stop
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import Ack, Append, Bus, HashDelete, HashSet, Op
-from rlboost.shared.streams.entries import START, Entry
+from rlboost.shared.streams.bus import START, Ack, Append, Bus, Entry, HashDelete, HashSet, Op
 from rlboost.shared.streams.fenced_lease import FencedLease
 from rlboost.shared.variables import FAILED_IN_ORDER, KILLED_ON_REQUEST
 

@@ -33,8 +33,8 @@ from rlboost.services.trainer.ports.samples import Data
 from rlboost.services.trainer.ports.storage import JobResources
 from rlboost.services.trainer.settings import Settings
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.agent import session_key
 from rlboost.shared.job.algorithm import TEACHER
-from rlboost.shared.job.sessions import session_key
 from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.job.training import TrainerSpec
 from rlboost.shared.model.experts import require_replayable

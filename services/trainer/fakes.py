@@ -19,8 +19,7 @@ from rlboost.services.trainer.ports.storage import LoggedSample, TrainState
 from rlboost.shared.errors import Conflict, Corrupt, Fatal, NotFound
 from rlboost.shared.job.environment import Environment, Message
 from rlboost.shared.job.run_profile import RunProfile
-from rlboost.shared.weights.manifest import digest_of
-from rlboost.shared.weights.shards import ChunkCopy, Shard, chunks_among
+from rlboost.shared.weights.manifest import ChunkCopy, Shard, chunks_among, digest_of
 from rlboost.shared.wire import F32, I32, U8, unpack
 
 # --- A fake `PolicyEngine` without torch ------------------------------------------------------------------------------

@@ -1,29 +1,33 @@
 """Runs one job, from its newest checkpoint to its end.
 
-Consumes: the job file, the newest checkpoint, and the entries of `rollouts.finished` after its position.
-Produces: weight versions, step reports, checkpoints (one at the end), and the final model.
-Waits for: the job's lease, which `Trainer.renew_lease` acquires; while the job is paused, the resume command, which
-`Trainer.follow_commands` applies; disk space; and what each step waits for (see `step.run`).
-Ends when: the last step is done, or an error ends the job.
+Consumes: the job file, the newest checkpoint, and the entries of `rollouts.finished` after its position. Produces:
+weight versions, step reports, checkpoints (one at the end), and the final model. Waits for: the job's lease, which
+`Trainer.renew_lease` acquires; while the job is paused, the resume command, which `Trainer.follow_commands` applies;
+disk space; and what each step waits for (see `step.run`). Ends when: the last step is done, or an error ends the job.
 
 After a kill, a trainer repeats the steps since the newest checkpoint. Their samples are in the stream, so none is
 generated twice, and committed versions are not published twice: see `publishing`. Entries that a later step needs stay
 after the position of the checkpoint.
+
+*Traces of steps*, when a user asks for them. Consumes: the hash that `POST /v1/jobs/{job_id}/profile` writes, before
+each step. Produces: a Chrome trace of each rank in the job's folder `profile/`; a `profile_written` event, and warnings
+about what could not be recorded, which ends no job. Ends when: the job does; a profile of more steps than are left ends
+with the last one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import datetime
+from pathlib import Path
 
 from rlboost.services.trainer.domain import plan
 from rlboost.services.trainer.job.checkpoints import Checkpoints
 from rlboost.services.trainer.job.job import LEASE_WAIT_LIMIT_S, Job
 from rlboost.services.trainer.job.log import StepLog
-from rlboost.services.trainer.job.profiling import Profiling
 from rlboost.services.trainer.job.publishing import VersionPublisher, publish_models
 from rlboost.services.trainer.ports.storage import JobResources, TrainState
 from rlboost.services.trainer.step import offline
@@ -33,6 +37,46 @@ from rlboost.services.trainer.step.judging import Judges
 from rlboost.services.trainer.step.run import StepRun
 from rlboost.services.trainer.step.scoring import logged_samples
 from rlboost.shared.job.spec import GeneratingJob, JobSpec, OfflineJob, to_json
+from rlboost.shared.streams import names
+from rlboost.shared.streams.bus import Delete
+
+
+class Profiling:
+    """The profiles of one job."""
+
+    def __init__(self, job: Job) -> None:
+        """Record nothing yet."""
+        self._job = job
+        self._n_left = 0
+        """Steps that are still to be recorded."""
+        self._folder = Path()
+
+    @asynccontextmanager
+    async def step(self, step: int) -> AsyncIterator[None]:
+        """Record the step that the body trains, if it was asked for."""
+        if not self._n_left:
+            await self._start(step)
+        yield
+        if self._n_left:
+            self._n_left -= 1
+            if not self._n_left or step + 1 >= self._job.spec.steps:
+                await self._stop(step)
+
+    async def _start(self, step: int) -> None:
+        job, key = self._job, names.job_profile(self._job.id)
+        asked = await job.bus.retry(lambda bus: bus.hash_all(key))
+        if not asked or step >= job.spec.steps:
+            return
+        await job.bus.transact([Delete(key)])
+        self._n_left = int(asked["steps"])
+        self._folder = job.resources.folder.path_of(f"profile/step-{step}")
+        await job.warn(*await job.device.run(lambda: job.resources.engine.start_profile(self._folder)))
+
+    async def _stop(self, step: int) -> None:
+        job, self._n_left = self._job, 0
+        await job.warn(*await job.device.run(job.resources.engine.stop_profile))
+        await job.emit_event("profile_written", step=step, path=str(self._folder))
+
 
 BUILD_LIMIT_S = 4 * 3600.0
 

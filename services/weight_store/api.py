@@ -22,8 +22,8 @@ from rlboost.shared.http.problem import GUARDED_ERRORS, PROBLEM, Problem, proble
 from rlboost.shared.http.server import create_app
 from rlboost.shared.http.transfer_server import BodyReceiver, Find, FoundFile, TransferRequest
 from rlboost.shared.process.waiting import Waits
-from rlboost.shared.weights.blob_response import BlobResponse, digest_in
 from rlboost.shared.weights.manifest import CHUNK_BYTES, Digest, JobId
+from rlboost.shared.weights.peers.blob_routes import BlobResponse, digest_in
 from rlboost.shared.weights.rest_models import (
     ChunkDirectory,
     ChunkList,

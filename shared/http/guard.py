@@ -19,9 +19,16 @@ from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive
 
 from rlboost.shared.errors import RLBoostError
-from rlboost.shared.http.access import Authenticator, FailureLimit, credential_of, needed_scope, system_token
+from rlboost.shared.http.access import (
+    Authenticator,
+    FailureLimit,
+    Principal,
+    Scope,
+    credential_of,
+    needed_scope,
+    system_token,
+)
 from rlboost.shared.http.problem import Problem
-from rlboost.shared.http.scopes import Principal, Scope
 
 log = structlog.get_logger(__name__)
 

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlboost.shared.data.shards import AGENT_ROWS, names_of
+from rlboost.shared.data.rows import AGENT_ROWS, names_of
 from rlboost.shared.ids import MAX_STEPS
 from rlboost.shared.job.algorithm import TeacherSpec
 from rlboost.shared.job.data import DataSpec, Rows

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 from pydantic import BeforeValidator, Field
 
 from rlboost.shared.data.messages import TEMPLATE_KWARGS, template_kwargs_of
-from rlboost.shared.data.shards import Source
+from rlboost.shared.data.rows import Source
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.ids import MAX_GROUPS_PER_STEP
 from rlboost.shared.job.training import CurriculumSpec

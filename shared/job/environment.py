@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, get_type_hints
 
-from rlboost.shared.user_code.errors import place_of
-from rlboost.shared.user_code.functions import InvalidUserFunction, load
+from rlboost.shared.user_code import InvalidUserFunction, load, place_of
 
 Message = str | list[dict[str, Any]]
 """Text after a text prompt; after a prompt of chat messages, a list of them, or text for one user message."""

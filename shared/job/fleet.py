@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
-from rlboost.shared.data.shards import Source
+from rlboost.shared.data.rows import Source
 from rlboost.shared.job.data import DataSpec, Rows
 from rlboost.shared.messages import InFlightPolicy
 from rlboost.shared.validation import Section, describe, off_is_no_boolean

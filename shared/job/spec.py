@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, cast, get_args
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
+from rlboost.shared import user_code
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.ids import MAX_STEPS
 from rlboost.shared.job import other_trainers
@@ -44,8 +45,7 @@ from rlboost.shared.job.fleet import (
 )
 from rlboost.shared.job.reward import AgentSpec, ConversationSpec, EnvironmentSpec, RewardPart, RewardSpec
 from rlboost.shared.job.training import LoraSpec, OptimizerSpec
-from rlboost.shared.user_code import functions
-from rlboost.shared.user_code.functions import ForbiddenFunction, check_name
+from rlboost.shared.user_code import ForbiddenFunction, check_name
 from rlboost.shared.validation import Section, describe, one_of
 
 # --- The job file -----------------------------------------------------------------------------------------------------
@@ -454,7 +454,7 @@ def parse_any(raw: object) -> AnyJob:
 
 
 def _forbidden_functions(job: JobSpec) -> list[str]:
-    named: list[tuple[str, str | None, functions.Kind]] = [
+    named: list[tuple[str, str | None, user_code.Kind]] = [
         ("reward.functions" if part.name else "reward.function", part.function, "reward function")
         for part in job.reward_parts
     ]

@@ -14,7 +14,7 @@ Times are Unix seconds, durations seconds, sizes bytes.
 
 from __future__ import annotations
 
-from rlboost.shared.messages.fields import *
+from rlboost.shared.messages.codec import *
 from rlboost.shared.messages.jobs import *
 from rlboost.shared.messages.requests import *
 from rlboost.shared.messages.token_log import *

@@ -1,14 +1,102 @@
-"""Encodes messages as msgpack maps with the message's tag."""
+"""Messages as msgpack maps: their base class, the table of their tags, and the types of their fields, with limits.
+
+Services with the same protocol number work together, in any mix of releases. Messages of the same number differ only by
+fields with defaults: fields are added, and removed if no release with the number reads them. Any other change raises
+the number. A new message type on a stream that the other side reads is such a change, since an older reader would
+dead-letter it, and later trim it. `streams.state_protocol` holds services to the leader's number.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgpack
-from pydantic import ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, StringConstraints, ValidationError
 
 from rlboost.shared.errors import Undecodable
-from rlboost.shared.messages import Message, class_of
+from rlboost.shared.ids import JOB_ID_PATTERN
+
+# --- Types of the fields of messages, with the limits of what any service sends ---------------------------------------
+
+
+def _whole(item_bytes: int) -> Callable[[bytes], bytes]:
+    def check(column: bytes) -> bytes:
+        if len(column) % item_bytes:
+            raise ValueError(f"a column of {len(column)} bytes, which is not a multiple of {item_bytes}")
+        return column
+
+    return check
+
+
+Column32 = Annotated[bytes, AfterValidator(_whole(4))]
+"""An int32, uint32 or float32 column; those of `TokenFrame` are checked by the ledger, many frames at once."""
+Column64 = Annotated[bytes, AfterValidator(_whole(8))]
+"""A uint64 column."""
+JobId = Annotated[str, StringConstraints(pattern=JOB_ID_PATTERN)]
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+Attempt = Annotated[int, Field(ge=0, lt=1 << 31)]
+PackedId = Annotated[int, Field(ge=0, lt=1 << 64)]
+"""See `shared.ids.SampleId`."""
+EntryId = Annotated[str, Field(pattern=r"^(\d{1,19}-\d{1,19})?$")]
+"""The id of a stream entry, or empty."""
+Version = Annotated[int, Field(ge=-1, lt=(1 << 32) - 1)]
+"""A weight version; -1 before the first."""
+Role = Literal["reserved", "preemptible"]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Span = Annotated[tuple[str, Version, Count], Strict(False)]
+"""(worker, weight version, number of tokens) of consecutive tokens. msgpack decodes tuples as lists."""
+
+
+# --- The base class of messages, and the table of their tags ----------------------------------------------------------
+
+
+class Message(BaseModel):
+    """Base of all messages."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+    tag: ClassVar[str] = ""
+
+
+_REGISTRY: dict[str, type[Message]] = {}
+
+M = TypeVar("M", bound=type[Message])
+
+
+def message(cls: M) -> M:
+    """Register a message class under its tag (its own name, unless it sets one)."""
+    cls.tag = cls.tag or cls.__name__
+    if cls.tag in _REGISTRY:
+        raise ValueError(f"two messages with the tag {cls.tag!r}")
+    _REGISTRY[cls.tag] = cls
+    return cls
+
+
+def registered() -> dict[str, type[Message]]:
+    """Return a copy of the tag -> class table, for tests and documentation."""
+    return dict(_REGISTRY)
+
+
+def class_of(tag: str) -> type[Message]:
+    """Return the class of a tag.
+
+    Raises:
+        KeyError: the tag is unknown.
+
+    """
+    return _REGISTRY[tag]
+
+
+PROTOCOL = 4
+OLDEST_STATE = 3
+"""The lowest number whose streams and keys this release continues; a release that cannot read them raises it."""
+UNNUMBERED_WORKER = 3
+"""The number of a `WorkerJoined` without one. It never changes."""
+UNNUMBERED = 1
+"""The number of a client that sends none. It never changes."""
+PROTOCOL_HEADER = "X-RLBoost-Protocol"
+"""The request header with the number of a joining worker."""
 
 
 def encode(msg: Message) -> bytes:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rlboost.shared.messages.fields import Count, Finite, JobId, Message, Seconds, Version, message
+from rlboost.shared.messages.codec import Count, Finite, JobId, Message, Seconds, Version, message
 from rlboost.shared.messages.workers import Wait
 
 JobState = Literal["pending", "running", "paused", "completed", "failed", "cancelled"]

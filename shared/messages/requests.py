@@ -6,7 +6,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field, Strict
 
-from rlboost.shared.messages.fields import (
+from rlboost.shared.messages.codec import (
     Attempt,
     Column32,
     Count,

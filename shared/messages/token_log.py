@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from rlboost.shared.messages.fields import Attempt, Column32, Column64, Message, PackedId, Span, message
+from rlboost.shared.messages.codec import Attempt, Column32, Column64, Message, PackedId, Span, message
 from rlboost.shared.messages.requests import GroupRequested
 
 FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_RELEASED = 0, 1, 2, 3

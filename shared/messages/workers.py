@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict
 
-from rlboost.shared.messages.fields import (
+from rlboost.shared.messages.codec import (
+    UNNUMBERED_WORKER,
     Attempt,
     Column32,
     Column64,
@@ -21,7 +22,6 @@ from rlboost.shared.messages.fields import (
     Version,
     message,
 )
-from rlboost.shared.messages.protocol import UNNUMBERED_WORKER
 from rlboost.shared.messages.requests import Sampling
 
 WorkerState = Literal["joining", "pulling", "ready", "suspended", "draining"]

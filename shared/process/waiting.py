@@ -1,4 +1,4 @@
-"""Waits with a name and a limit, and retries."""
+"""Waits with a name and a limit, retries, and bounded concurrency."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
@@ -134,3 +134,19 @@ def count_timeout(subject: str, because: str, limit_s: float, **ids: str) -> Non
 
 def _with_progress(wait: Wait, text: str) -> Wait:
     return wait.model_copy(update={"because": f"{wait.because}: {text}"}) if text else wait
+
+
+async def for_each(items: Iterable[T], work: Callable[[T], Awaitable[None]], *, concurrency: int, name: str) -> None:
+    """Run `work` on every item, `concurrency` at a time; the first error cancels the others and is raised."""
+    remaining = iter(items)
+
+    async def worker() -> None:
+        for item in remaining:
+            await work(item)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for number in range(concurrency):
+                group.create_task(worker(), name=f"{name}-{number}")
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from errors

@@ -39,15 +39,18 @@ from rlboost.shared.process.waiting import count_timeout, retry_while
 from rlboost.shared.redis.fenced_connection import ACQUIRE_FENCED, CAP_AND_READ_LEASES, FencedConnection
 from rlboost.shared.streams.bus import (
     MAX_DEAD_LETTERS,
+    START,
     Ack,
     Append,
     AppendRaw,
     Delete,
+    Entry,
     Expire,
     Fence,
     HashDelete,
     HashSet,
     Op,
+    RawEntry,
     Remove,
     Renew,
     Trim,
@@ -55,7 +58,6 @@ from rlboost.shared.streams.bus import (
     dead_letter_op,
     report_dead_letter,
 )
-from rlboost.shared.streams.entries import START, Entry, RawEntry
 from rlboost.shared.streams.names import DEAD_LETTERS, worker_key_type
 from rlboost.shared.tls import CA_VARIABLE
 

@@ -8,7 +8,7 @@ retries silently, so every caller is idempotent on its own ids.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import structlog
@@ -17,7 +17,47 @@ from prometheus_client import Counter
 from rlboost.shared.errors import Fatal
 from rlboost.shared.messages import DeadLetter, Message
 from rlboost.shared.streams import names
-from rlboost.shared.streams.entries import Entry, RawEntry
+
+START = "0-0"
+"""The position before the first entry of any stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One message in a stream. Positions order entries: compare them with `position`."""
+
+    stream: str
+    id: str
+    message: Message
+    n_bytes: int = field(default=0, compare=False)
+    """Size of the encoded message."""
+
+
+@dataclass(frozen=True, slots=True)
+class RawEntry:
+    """One entry of a stream whose message is not decoded."""
+
+    stream: str
+    id: str
+    body: bytes
+
+    @property
+    def n_bytes(self) -> int:
+        """Return the size of the encoded message."""
+        return len(self.body)
+
+
+def after(entry_id: str) -> str:
+    """Return the smallest id after `entry_id`."""
+    ms, seq = position(entry_id)
+    return f"{ms}-{seq + 1}"
+
+
+def position(entry_id: str) -> tuple[int, int]:
+    """Return an entry id as (milliseconds, sequence), which compares in stream order."""
+    ms, _, seq = entry_id.partition("-")
+    return int(ms), int(seq or 0)
+
 
 log = structlog.get_logger(__name__)
 

@@ -19,16 +19,18 @@ from rlboost.shared.streams.bus import (
     Append,
     AppendRaw,
     Delete,
+    Entry,
     Expire,
     Fence,
     HashDelete,
     HashSet,
     Op,
+    RawEntry,
     Remove,
     Renew,
     Trim,
+    position,
 )
-from rlboost.shared.streams.entries import Entry, RawEntry, position
 from rlboost.shared.streams.names import DEAD_LETTERS
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 
 from rlboost.shared.errors import BusUnavailable, ConfigError
-from rlboost.shared.messages.protocol import OLDEST_STATE, PROTOCOL
+from rlboost.shared.messages.codec import OLDEST_STATE, PROTOCOL
 from rlboost.shared.process.lifecycle import Loop, until_stop
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Bus, HashSet, Op

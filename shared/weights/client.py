@@ -20,10 +20,9 @@ from rlboost.shared.errors import (
     StoreUnavailable,
     Undecodable,
 )
-from rlboost.shared.http.aiohttp_sessions import aiohttp_session
 from rlboost.shared.http.server_url import is_http_url
 from rlboost.shared.process.waiting import retry_while
-from rlboost.shared.proxies import internal
+from rlboost.shared.proxies import aiohttp_session, internal
 from rlboost.shared.secrets import bearer
 from rlboost.shared.tls import client_verification
 from rlboost.shared.weights.access import Access, SystemToken, check_manifest

@@ -14,15 +14,23 @@ from typing import NamedTuple
 
 import structlog
 
-from rlboost.shared.process.waiting import Waits
+from rlboost.shared.process.waiting import Waits, for_each
 from rlboost.shared.progress import TransferProgress
 from rlboost.shared.weights.client import StoreClient, retry_unavailable
 from rlboost.shared.weights.delta import encode_delta
 from rlboost.shared.weights.delta_graph import Edge, lists_of
-from rlboost.shared.weights.manifest import CHUNK_BYTES, ITEM_BYTES, ChunkRef, Part, TensorEntry, digest_of
-from rlboost.shared.weights.parallel import for_each
+from rlboost.shared.weights.manifest import (
+    CHUNK_BYTES,
+    ITEM_BYTES,
+    Chunk,
+    ChunkRef,
+    Part,
+    Shard,
+    TensorEntry,
+    digest_of,
+    split,
+)
 from rlboost.shared.weights.rest_models import CommitRequest, VersionInfo
-from rlboost.shared.weights.shards import Chunk, Shard, split
 
 log = structlog.get_logger(__name__)
 

@@ -18,14 +18,13 @@ from typing import Protocol
 import structlog
 
 from rlboost.shared.errors import Corrupt, NotFound, StoreUnavailable, Unprocessable
-from rlboost.shared.process.waiting import Waits
+from rlboost.shared.process.waiting import Waits, for_each
 from rlboost.shared.progress import TransferProgress
 from rlboost.shared.weights.cache import Cache, PulledVersion
 from rlboost.shared.weights.client import StoreClient, retry_unavailable
 from rlboost.shared.weights.delta import apply_delta
 from rlboost.shared.weights.delta_graph import ChunkPlan, VersionEdges, plan
 from rlboost.shared.weights.manifest import ChunkRef, Manifest
-from rlboost.shared.weights.parallel import for_each
 from rlboost.shared.weights.peers.selection import BlobIndex
 from rlboost.shared.weights.rest_models import ChunkDirectory
 from rlboost.shared.weights.transfer import Buffers, Download

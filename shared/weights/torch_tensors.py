@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 
 from rlboost.shared.weights.cache import PulledVersion
-from rlboost.shared.weights.manifest import TensorEntry, digest_of
-from rlboost.shared.weights.shards import Shard
+from rlboost.shared.weights.manifest import Shard, TensorEntry, digest_of
 
 
 def tensors(pulled: PulledVersion, names: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:

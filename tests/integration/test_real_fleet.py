@@ -18,7 +18,7 @@ from rlboost.services.rollout_worker.adapters.manager_http import join
 from rlboost.services.rollout_worker.domain.load import round_up
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.messages import SampleDropped
-from rlboost.shared.messages.protocol import PROTOCOL
+from rlboost.shared.messages.codec import PROTOCOL
 from rlboost.shared.streams.names import worker_reports
 from rlboost.shared.wire import I32, length
 from tests.support import dial_out_only, published_model

@@ -15,8 +15,7 @@ from rlboost.shared.redis import bus as redis_bus
 from rlboost.shared.redis.bus import MAX_BLOCK_S, MAX_CONNECTIONS, RedisBus
 from rlboost.shared.redis.durability import Durability, durability, refusal
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import Append, Fence, HashSet, Op, WrongType
-from rlboost.shared.streams.entries import START
+from rlboost.shared.streams.bus import START, Append, Fence, HashSet, Op, WrongType
 from rlboost.shared.weights.peers.directory import list_peers
 
 

@@ -15,7 +15,7 @@ from openai import APIStatusError, OpenAI
 
 from rlboost.services.rollout_manager.session_offers import LEASE_S, MAX_STARTS
 from rlboost.shared.ids import SampleId
-from rlboost.shared.job.sessions import REWARDED, SESSION, TASK, Offer, SessionId, SessionRecord, SessionTask
+from rlboost.shared.job.agent import REWARDED, SESSION, TASK, Offer, SessionId, SessionRecord, SessionTask
 from rlboost.shared.messages import Sampling, SessionRewarded, TurnOpened
 from rlboost.shared.redis.bus import RedisBus
 from rlboost.shared.streams import names

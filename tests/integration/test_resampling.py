@@ -20,7 +20,7 @@ from rlboost.shared.messages import Message, SampleFinished, SeedingEnded, Seedi
 from rlboost.shared.messages.jobs import ENDED
 from rlboost.shared.redis.bus import RedisBus
 from rlboost.shared.streams import names
-from rlboost.shared.weights.shards import Shard
+from rlboost.shared.weights.manifest import Shard
 from rlboost.shared.wire import ints
 from tests.support.eventually import eventually
 from tests.support.played_job import PlayedJob

@@ -33,7 +33,7 @@ from rlboost.shared.messages import (
     WorkerLeft,
 )
 from rlboost.shared.redis.bus import RedisBus
-from rlboost.shared.streams.entries import Entry, position
+from rlboost.shared.streams.bus import Entry, position
 from rlboost.shared.streams.names import WORKER_HEARTBEATS, job_events
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.weights.rest_models import NONCE_FILE

@@ -14,7 +14,7 @@ from openai import APIStatusError, BadRequestError, OpenAI
 from redis import Redis
 
 from rlboost.shared.ids import SampleId
-from rlboost.shared.job.sessions import SESSION, SessionId, SessionRecord, key_of_start, session_key
+from rlboost.shared.job.agent import SESSION, SessionId, SessionRecord, key_of_start, session_key
 from rlboost.shared.messages import Message, SampleFinished, Sampling, TurnOpened
 from rlboost.shared.redis.bus import RedisBus
 from rlboost.shared.streams import names

@@ -13,9 +13,9 @@ from rlboost.services.rollout_worker.adapters.preemption import Aws, Azure, Goog
 from rlboost.services.rollout_worker.app import WorkerApp, WorkerOptions
 from rlboost.services.rollout_worker.fakes import FakeEngine, FakeEngineFactory, FakeStagedWeights, FakeWeights
 from rlboost.services.rollout_worker.generator import Generator
+from rlboost.services.rollout_worker.life import PreemptionWatch
 from rlboost.services.rollout_worker.manager_connection import ManagerConnection, WorkerIdentity
 from rlboost.services.rollout_worker.ports import NoticeSource
-from rlboost.services.rollout_worker.preemption_watch import PreemptionWatch
 from rlboost.shared.messages import PreemptionNotice, WorkerLeft
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams.fakes import MemoryBus

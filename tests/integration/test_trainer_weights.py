@@ -13,7 +13,7 @@ from rlboost.services.trainer.ports.storage import WeightPublisher
 from rlboost.shared.errors import Conflict, NotFound
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.client import StoreClient
-from rlboost.shared.weights.shards import Shard
+from rlboost.shared.weights.manifest import Shard
 from tests.support.service_process import TOKEN, ServiceProcess
 
 

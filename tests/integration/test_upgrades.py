@@ -11,10 +11,10 @@ import httpx
 import pytest
 
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.messages.protocol import PROTOCOL
+from rlboost.shared.messages.codec import PROTOCOL
 from rlboost.shared.redis.bus import RedisBus
 from rlboost.shared.streams import names
-from rlboost.shared.streams.entries import START
+from rlboost.shared.streams.bus import START
 from rlboost.shared.streams.state_protocol import check_leader
 from tests.support.eventually import eventually
 from tests.support.played_job import PlayedJob

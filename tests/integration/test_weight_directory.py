@@ -13,11 +13,10 @@ import pytest
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient
-from rlboost.shared.weights.manifest import ChunkRef, digest_of
+from rlboost.shared.weights.manifest import ChunkRef, Shard, digest_of
 from rlboost.shared.weights.publisher import Publisher
 from rlboost.shared.weights.puller import DirectorySource, Puller, StoreSource
 from rlboost.shared.weights.rest_models import NONCE_FILE
-from rlboost.shared.weights.shards import Shard
 
 JOB = "job-1"
 WEIGHTS = np.random.default_rng(0).integers(0, 256, 1_000_000, dtype=np.uint8)

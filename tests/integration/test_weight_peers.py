@@ -32,7 +32,7 @@ from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.streams.names import WEIGHT_PEERS, weight_claim
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient
-from rlboost.shared.weights.manifest import digest_of
+from rlboost.shared.weights.manifest import Shard, digest_of
 from rlboost.shared.weights.peers import selection
 from rlboost.shared.weights.peers.blob_routes import MAX_CONCURRENT, blob_routes
 from rlboost.shared.weights.peers.directory import CLAIM_S, PeerDirectory
@@ -40,7 +40,6 @@ from rlboost.shared.weights.peers.selection import ALL, BlobIndex
 from rlboost.shared.weights.peers.source import PeerSource, PeerTransport
 from rlboost.shared.weights.publisher import Publisher
 from rlboost.shared.weights.puller import Puller, StoreSource
-from rlboost.shared.weights.shards import Shard
 from tests.support.eventually import LIMIT_S, eventually
 from tests.support.service_process import TOKEN, ServiceProcess
 

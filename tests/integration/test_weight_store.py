@@ -32,17 +32,15 @@ from rlboost.shared.http.access import issue_store_credential
 from rlboost.shared.messages import WeightsCommitted
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.redis.bus import RedisBus
-from rlboost.shared.streams.bus import HashSet
-from rlboost.shared.streams.entries import START
+from rlboost.shared.streams.bus import START, HashSet
 from rlboost.shared.streams.names import JOBS, WEIGHTS_COMMITTED
 from rlboost.shared.weights.access import IssuedAccess, ManifestKey
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient
-from rlboost.shared.weights.manifest import CHUNK_BYTES, digest_of
+from rlboost.shared.weights.manifest import CHUNK_BYTES, Shard, chunks_among, digest_of
 from rlboost.shared.weights.publisher import Publisher
 from rlboost.shared.weights.puller import Puller
 from rlboost.shared.weights.rest_models import ModelInfo, VersionInfo
-from rlboost.shared.weights.shards import Shard, chunks_among
 from tests.support.eventually import eventually
 from tests.support.redis_server import RedisServer
 from tests.support.service_process import TOKEN, ServiceProcess

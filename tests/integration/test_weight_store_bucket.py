@@ -18,11 +18,10 @@ import pytest
 from rlboost.shared.errors import Retryable
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.client import StoreClient, retry_unavailable
-from rlboost.shared.weights.manifest import ChunkRef, digest_of
+from rlboost.shared.weights.manifest import ChunkRef, Shard, digest_of
 from rlboost.shared.weights.publisher import Publisher
 from rlboost.shared.weights.puller import Puller
 from rlboost.shared.weights.rest_models import VersionInfo
-from rlboost.shared.weights.shards import Shard
 from rlboost.shared.weights.transfer import Buffers, Download
 from tests.support.eventually import eventually
 from tests.support.s3_server import S3Server

@@ -16,10 +16,9 @@ from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient, retry_unavailable
 from rlboost.shared.weights.delta import HEADER, encode_delta
-from rlboost.shared.weights.manifest import CHUNK_BYTES, Manifest, digest_of
+from rlboost.shared.weights.manifest import CHUNK_BYTES, Manifest, Shard, digest_of
 from rlboost.shared.weights.publisher import Publisher
 from rlboost.shared.weights.puller import Puller
-from rlboost.shared.weights.shards import Shard
 from tests.support.deltas import sealed
 from tests.support.edges import edges_to
 from tests.support.eventually import eventually

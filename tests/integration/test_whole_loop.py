@@ -24,7 +24,7 @@ from rlboost.services.trainer.ports.storage import JobResources
 from rlboost.shared.job.spec import JobSpec, RlJob
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.client import StoreClient
-from rlboost.shared.weights.shards import Shard
+from rlboost.shared.weights.manifest import Shard
 from rlboost.shared.wire import I32, pack
 from tests.support.decoding import decode_as_numbers
 from tests.support.engine_manager import EngineManager

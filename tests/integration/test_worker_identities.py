@@ -18,7 +18,7 @@ from rlboost.shared.errors import BusUnavailable, CredentialRejected
 from rlboost.shared.messages import DeadLetter
 from rlboost.shared.redis.bus import RedisBus
 from rlboost.shared.streams import names
-from rlboost.shared.streams.entries import START
+from rlboost.shared.streams.bus import START
 from rlboost.shared.weights.peers.directory import PeerDirectory
 from tests.support.builders import token_frame
 from tests.support.eventually import eventually

@@ -22,7 +22,7 @@ from rlboost.shared.messages import (
     WorkerHeartbeat,
     WorkerJoined,
 )
-from rlboost.shared.messages.protocol import PROTOCOL
+from rlboost.shared.messages.codec import PROTOCOL
 from rlboost.shared.wire import F32, I32, U8, U32, U64, pack
 from tests.support.jobs import parse_rl
 

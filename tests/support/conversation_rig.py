@@ -17,7 +17,7 @@ from rlboost.shared.job.environment import Environment, Message, Step
 from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.messages import Event, GroupRequested, TurnAnswered
 from rlboost.shared.streams import names
-from rlboost.shared.streams.entries import START
+from rlboost.shared.streams.bus import START
 from tests.support.scripted_manager import Answer, scripted
 from tests.support.trainer_rig import JOB, Rig, WatchedEngine, spec
 

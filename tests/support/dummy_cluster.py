@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from rlboost.local import launch
+from rlboost.local import detached
 from rlboost.local.cluster import LocalCluster
 from rlboost.local.processes import HttpReady, LaunchContext, LocalOptions, ProcessRole, ProcessSpec, SpecOf, spec_of
 from tests.support import dummy_service
@@ -38,4 +38,4 @@ def dummies(moods: Mapping[str, str] | None = None, *, limit_s: float = 20.0) ->
 
 if __name__ == "__main__":
     options = LocalOptions(state_dir=Path(sys.argv[1]), reserved=0, workers=2)
-    launch.serve(LocalCluster(options, spec_of=dummies()), [], lambda config: print(config.url, flush=True))
+    detached.serve(LocalCluster(options, spec_of=dummies()), [], lambda config: print(config.url, flush=True))

@@ -22,8 +22,7 @@ from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import FINISH_STOP, GroupRequested, SampleFinished, SeedingEnded
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import Append, Bus
-from rlboost.shared.streams.entries import START
+from rlboost.shared.streams.bus import START, Append, Bus
 from rlboost.shared.weights.access import IssuedAccess
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlboost.local.machine import Gpu
+from rlboost.local.layout import Gpu
 
 GIB = 1 << 30
 

@@ -39,7 +39,7 @@ _MODULES = (
     "uvicorn.protocols.http.httptools_impl",
     "rlboost.cli",
     "rlboost.local.detached",
-    "rlboost.local.launch",
+    "rlboost.local.detached",
     "rlboost.services.trainer.adapters.torch.fsdp",
 )
 _READY_LIMIT_S = 60.0

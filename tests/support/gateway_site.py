@@ -13,8 +13,8 @@ import uvicorn
 from safetensors.torch import save_file
 
 from rlboost.fleet import AsyncFleet
-from rlboost.gateway import Gateway
-from rlboost.gateway_routes import create_app
+from rlboost.gateway.gateway import Gateway
+from rlboost.gateway.vllm_routes import create_app
 from tests.support.ports import reserved_port
 from tests.support.published_model import policy as model
 from tests.support.service_process import TOKEN

@@ -14,8 +14,8 @@ import numpy as np
 
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.client import StoreClient
+from rlboost.shared.weights.manifest import Shard
 from rlboost.shared.weights.publisher import Publisher
-from rlboost.shared.weights.shards import Shard
 
 MIB = 1 << 20
 

@@ -26,7 +26,7 @@ from rlboost.shared.messages import GroupRequested, StepReport
 from rlboost.shared.process.lifecycle import run_service
 from rlboost.shared.redis.bus import RedisBus, connect
 from rlboost.shared.streams.bus import Append, Fence, HashSet, Op, Trim
-from rlboost.shared.weights.shards import Shard
+from rlboost.shared.weights.manifest import Shard
 
 POINTS = (
     "requested",

@@ -12,7 +12,7 @@ import httpx
 from rlboost.shared.errors import BusUnavailable
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import GroupRequested, JobReport, Message, SampleFinished, Sampling, WeightsCommitted
-from rlboost.shared.messages.fields import Role
+from rlboost.shared.messages.codec import Role
 from rlboost.shared.redis.bus import RedisBus
 from rlboost.shared.streams import names
 from rlboost.shared.wire import I32, ints, pack

@@ -7,10 +7,9 @@ from transformers import Qwen3Config
 
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.client import StoreClient
-from rlboost.shared.weights.manifest import Part
+from rlboost.shared.weights.manifest import Part, Shard
 from rlboost.shared.weights.publisher import Publisher
 from rlboost.shared.weights.rest_models import CommitRequest
-from rlboost.shared.weights.shards import Shard
 from tests.support import tiny_models
 
 MAX_LEN = 8192

@@ -27,7 +27,7 @@ from rlboost.shared.messages import Event, GroupRequested, JobReport, SampleDrop
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.redis.bus import RedisBus
 from rlboost.shared.streams import names
-from rlboost.shared.streams.entries import START
+from rlboost.shared.streams.bus import START
 from rlboost.shared.weights.client import StoreClient
 from rlboost.shared.wire import I32, pack
 from tests.support import published_model, tiny_models

@@ -10,7 +10,7 @@ from typing import Any
 import msgpack
 
 from rlboost.shared.messages import Message, codec
-from rlboost.shared.messages.protocol import PROTOCOL
+from rlboost.shared.messages.codec import PROTOCOL
 
 ROOT = Path(__file__).parents[2]
 ADDED = "added_by_the_next_release"
@@ -26,8 +26,8 @@ def next_release(root: Path, *, protocol: int = PROTOCOL) -> Mapping[str, str]:
     """Make a copy of this release in a new folder, and return the variables that run it."""
     for package in ("services", "shared", "rlboost", "examples", "recipes"):
         shutil.copytree(ROOT / package, root / package, symlinks=True)
-    _replace(root / "shared/messages/fields.py", _LAST_OF_BASE, f"{_LAST_OF_BASE}    {ADDED}: int = 7\n")
-    _replace(root / "shared/messages/protocol.py", f"\nPROTOCOL = {PROTOCOL}\n", f"\nPROTOCOL = {protocol}\n")
+    _replace(root / "shared/messages/codec.py", _LAST_OF_BASE, f"{_LAST_OF_BASE}    {ADDED}: int = 7\n")
+    _replace(root / "shared/messages/codec.py", f"\nPROTOCOL = {PROTOCOL}\n", f"\nPROTOCOL = {protocol}\n")
     return environment(root)
 
 

@@ -14,8 +14,7 @@ from rlboost.shared.errors import BusUnavailable
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import EngineProfile, GroupRequested, SampleDropped, SampleFinished, SeedingEnded
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import Append, Bus, Op
-from rlboost.shared.streams.entries import START
+from rlboost.shared.streams.bus import START, Append, Bus, Op
 from rlboost.shared.wire import F32, I32, pack
 
 Answer = SampleFinished | SampleDropped

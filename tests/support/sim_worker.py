@@ -34,11 +34,10 @@ from rlboost.shared.messages import (
     WorkerJoined,
     WorkerLeft,
 )
+from rlboost.shared.messages.codec import PROTOCOL
 from rlboost.shared.messages.command_digest import command_digest
-from rlboost.shared.messages.protocol import PROTOCOL
 from rlboost.shared.messages.workers import WorkerState
-from rlboost.shared.streams.bus import Append, Bus, Renew
-from rlboost.shared.streams.entries import START
+from rlboost.shared.streams.bus import START, Append, Bus, Renew
 from rlboost.shared.streams.names import (
     TOKEN_LOG,
     WORKER_HEARTBEATS,

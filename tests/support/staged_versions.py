@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlboost.shared.weights.cache import PulledVersion
-from rlboost.shared.weights.manifest import CHUNK_BYTES, ChunkRef, Manifest, Part, TensorEntry, digest_of
-from rlboost.shared.weights.shards import Shard
+from rlboost.shared.weights.manifest import CHUNK_BYTES, ChunkRef, Manifest, Part, Shard, TensorEntry, digest_of
 
 
 def pulled(shards: Iterable[Shard], directory: Path, version: int = 0, **more: Any) -> PulledVersion:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlboost.services.rollout_worker.ports import StagedWeights
 from rlboost.shared.model.parity_reference import ParityReference
-from rlboost.shared.weights.shards import Shard
+from rlboost.shared.weights.manifest import Shard
 from tests.support.staged_versions import pulled
 
 if TYPE_CHECKING:

@@ -30,8 +30,7 @@ from rlboost.shared.messages import (
     StepReport,
 )
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import HashSet, Trim
-from rlboost.shared.streams.entries import after
+from rlboost.shared.streams.bus import HashSet, Trim, after
 from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.wire import I32, ints
 from tests.support.builders import group_requested, weights_committed

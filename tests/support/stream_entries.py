@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from rlboost.services.rollout_manager.recovery import batches
-from rlboost.shared.streams.bus import Bus
-from rlboost.shared.streams.entries import Entry
+from rlboost.shared.streams.bus import Bus, Entry
 
 
 async def read_all(bus: Bus, stream: str) -> list[Entry]:

@@ -12,9 +12,9 @@ from fastapi import FastAPI
 
 from rlboost.fleet import Group, Sample
 from rlboost.publishing import Weights
-from rlboost.tinker_model import LoraModel
-from rlboost.tinker_routes import create_app
-from rlboost.tinker_server import Tinker
+from rlboost.tinker.model import LoraModel
+from rlboost.tinker.routes import create_app
+from rlboost.tinker.server import Tinker
 from tests.support.model_folder import write_model
 
 NAME = "tiny"

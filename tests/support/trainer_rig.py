@@ -22,8 +22,7 @@ from rlboost.shared.job.spec import JobSpec, RlJob, to_json
 from rlboost.shared.messages import Event, JobCommand, JobReport, StepReport
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import Fence
-from rlboost.shared.streams.entries import START
+from rlboost.shared.streams.bus import START, Fence
 from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.streams.fenced_lease import FencedLease
 from rlboost.shared.wire import I32, pack

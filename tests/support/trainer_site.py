@@ -19,8 +19,7 @@ from rlboost.shared.job.spec import parse, to_json
 from rlboost.shared.messages import Event, JobCommand, JobReport, StepReport
 from rlboost.shared.redis.bus import RedisBus
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import Delete
-from rlboost.shared.streams.entries import START
+from rlboost.shared.streams.bus import START, Delete
 from rlboost.shared.weights.client import StoreClient
 from tests.support.eventually import eventually
 from tests.support.redis_server import RedisServer

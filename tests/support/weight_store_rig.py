@@ -14,7 +14,7 @@ from rlboost.services.weight_store.fakes import MemoryChunks, MemoryDocuments
 from rlboost.services.weight_store.metrics import Metrics
 from rlboost.shared.messages import WeightsCommitted
 from rlboost.shared.process.waiting import Waits
-from rlboost.shared.streams.entries import START
+from rlboost.shared.streams.bus import START
 from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.streams.names import WEIGHTS_COMMITTED
 from rlboost.shared.weights.access import ManifestKey

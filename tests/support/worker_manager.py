@@ -31,10 +31,9 @@ from rlboost.shared.messages import (
     WorkerHeartbeat,
     WorkerJoined,
 )
-from rlboost.shared.messages.protocol import PROTOCOL
+from rlboost.shared.messages.codec import PROTOCOL
 from rlboost.shared.messages.token_rows import token_rows
-from rlboost.shared.streams.bus import Bus, HashSet
-from rlboost.shared.streams.entries import START, Entry, position
+from rlboost.shared.streams.bus import START, Bus, Entry, HashSet, position
 from rlboost.shared.streams.names import (
     DEAD_LETTERS,
     TOKEN_LOG,

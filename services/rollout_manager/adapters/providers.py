@@ -13,9 +13,8 @@ import aiohttp
 
 from rlboost.services.rollout_manager.ports import ProviderFailed
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.http.aiohttp_sessions import aiohttp_session
 from rlboost.shared.http.server_url import server_url
-from rlboost.shared.proxies import direct
+from rlboost.shared.proxies import aiohttp_session, direct
 from rlboost.shared.secrets import bearer
 
 # --- Kubernetes -------------------------------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ from rlboost.services.rollout_manager.domain.jobs import Job
 from rlboost.services.rollout_manager.session_offers import Named, SessionOffers
 from rlboost.shared.http.guard import principal_of
 from rlboost.shared.http.problem import Problem, problems
-from rlboost.shared.job.sessions import SessionId
+from rlboost.shared.job.agent import SessionId
 from rlboost.shared.messages import SessionRewarded
-from rlboost.shared.user_code.functions import MAX_REWARD
+from rlboost.shared.user_code import MAX_REWARD
 
 MAX_SESSIONS = 1024
 """Of one request."""

@@ -49,8 +49,20 @@ from rlboost.shared.messages import (
     TrainerStatus,
 )
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import Append, Bus, Delete, Fence, HashDelete, HashSet, Op, Renew, Trim
-from rlboost.shared.streams.entries import START, after, position
+from rlboost.shared.streams.bus import (
+    START,
+    Append,
+    Bus,
+    Delete,
+    Fence,
+    HashDelete,
+    HashSet,
+    Op,
+    Renew,
+    Trim,
+    after,
+    position,
+)
 from rlboost.shared.streams.fenced_lease import FencedLease
 from rlboost.shared.validation import describe
 from rlboost.shared.wire import I32, floats, ints, pack, unpack

@@ -41,7 +41,7 @@ from rlboost.shared.errors import BusUnavailable, ConfigError, Fatal, StoreUnava
 from rlboost.shared.http.access import metrics_path, peer_key
 from rlboost.shared.http.problem import Problem, problems
 from rlboost.shared.messages import Drain
-from rlboost.shared.messages.protocol import PROTOCOL_HEADER, UNNUMBERED
+from rlboost.shared.messages.codec import PROTOCOL_HEADER, UNNUMBERED
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Append, Bus
 from rlboost.shared.weights.peers.directory import list_peers

@@ -19,14 +19,13 @@ from rlboost.services.rollout_manager.api.leader import OneJob, Routes, TheBus, 
 from rlboost.services.rollout_manager.domain.jobs import Audit, Job
 from rlboost.services.rollout_manager.domain.money import cost_report, model_cost
 from rlboost.services.rollout_manager.loop import Manager
+from rlboost.shared.http.access import SYSTEM, Principal
 from rlboost.shared.http.guard import principal_of
 from rlboost.shared.http.problem import Problem, problems, success
-from rlboost.shared.http.scopes import SYSTEM, Principal
 from rlboost.shared.job.spec import served_jobs
 from rlboost.shared.messages import Event
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import Bus
-from rlboost.shared.streams.entries import START, Entry, position
+from rlboost.shared.streams.bus import START, Bus, Entry, position
 
 # --- followers --------------------------------------------------------------------------------------------------------
 #

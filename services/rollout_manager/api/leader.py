@@ -19,9 +19,8 @@ from rlboost.services.rollout_manager.domain.workers import Fleet
 from rlboost.services.rollout_manager.loop import Manager
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.shared.errors import Fenced
-from rlboost.shared.http.access import needs
+from rlboost.shared.http.access import Scope, needs
 from rlboost.shared.http.problem import Problem
-from rlboost.shared.http.scopes import Scope
 from rlboost.shared.streams.bus import Bus
 
 _Endpoint = TypeVar("_Endpoint", bound=Callable[..., Any])

@@ -10,8 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rlboost.services.rollout_manager.access import SECRET_BYTES, AccessToken, TokenTable, digest_of_secret
 from rlboost.services.rollout_manager.api.leader import AsLeader, Routes, TheManager, find_job, of_app
+from rlboost.shared.http.access import TokenScope
 from rlboost.shared.http.problem import Problem, problems
-from rlboost.shared.http.scopes import TokenScope
 from rlboost.shared.ids import new_token
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import HashDelete, HashSet

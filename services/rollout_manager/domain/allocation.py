@@ -7,15 +7,29 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from pydantic import BaseModel, ConfigDict, Field
+
 from rlboost.services.rollout_manager.domain.effects import Effect, Now, Send, event
 from rlboost.services.rollout_manager.domain.jobs import FleetCounts, JobEntry, JobProgress, Jobs
 from rlboost.services.rollout_manager.domain.money import Offer, charge_startup, has_budget, paying_workers
-from rlboost.services.rollout_manager.domain.pool import Pool
 from rlboost.services.rollout_manager.domain.queue import Queues
 from rlboost.services.rollout_manager.domain.windows import target_workers
 from rlboost.services.rollout_manager.domain.workers import Fleet, Worker
 from rlboost.services.rollout_manager.domain.world import PeriodicDecisions, refusal_of
 from rlboost.shared.messages import Resume, Suspend, UseVersion
+
+
+class Pool(BaseModel):
+    """A kind of preemptible worker that a provider can start."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """`RLBOOST_WORKER_KIND` of its workers, and the provider's name for it."""
+    max_workers: int = Field(ge=0)
+    price_per_hour: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """Dollars for one worker without a price of its own, unless the price file has its kind."""
+
 
 # --- fair share -------------------------------------------------------------------------------------------------------
 #

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from rlboost.services.rollout_manager.domain.tokens import Sample
 from rlboost.shared.messages.command_digest import MODULUS
-from rlboost.shared.streams.entries import START
+from rlboost.shared.streams.bus import START
 from rlboost.shared.wire import length
 
 # --- throughput -------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from rlboost.services.rollout_manager.domain.queue import Queues, requirement_of
 from rlboost.services.rollout_manager.domain.tokens import Sample
 from rlboost.services.rollout_manager.domain.workers import LONGEST_SILENCE_S, Fleet, Worker
 from rlboost.services.rollout_manager.domain.world import PeriodicDecisions
-from rlboost.shared.messages.protocol import PROTOCOL
+from rlboost.shared.messages.codec import PROTOCOL
 
 # --- worker removal ---------------------------------------------------------------------------------------------------
 #

@@ -20,8 +20,8 @@ from rlboost.services.rollout_manager.domain.measurements import (
 )
 from rlboost.services.rollout_manager.domain.tokens import Sample
 from rlboost.shared.messages import Drain, Revoke, Wait, WorkerHeartbeat, WorkerJoined
+from rlboost.shared.messages.codec import PROTOCOL
 from rlboost.shared.messages.command_digest import command_digest
-from rlboost.shared.messages.protocol import PROTOCOL
 from rlboost.shared.wire import U32, U64, pack
 
 # --- worker -----------------------------------------------------------------------------------------------------------

@@ -42,8 +42,8 @@ from rlboost.services.rollout_manager.waiters import (
     chunk_of,
 )
 from rlboost.shared.errors import BusUnavailable, Fenced
+from rlboost.shared.http.access import SYSTEM, Principal
 from rlboost.shared.http.problem import Problem
-from rlboost.shared.http.scopes import SYSTEM, Principal
 from rlboost.shared.ids import MAX_REQUESTS, request_group
 from rlboost.shared.messages import GroupRequested, SampleDropped, SampleFinished, Sampling, SamplingOption
 from rlboost.shared.model.tool_calls import HERMES, CallStyle, opens_thought

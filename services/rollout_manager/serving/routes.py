@@ -35,12 +35,11 @@ from rlboost.services.rollout_manager.serving.schemas import (
 from rlboost.services.rollout_manager.serving.sessions import POLICY, Retry, Sessions
 from rlboost.services.rollout_manager.serving.text import Conversations, Message, ServedModel
 from rlboost.services.rollout_manager.settings import Settings
-from rlboost.shared.http.access import needs
+from rlboost.shared.http.access import Principal, needs
 from rlboost.shared.http.guard import MAX_BODY_BYTES, limits_body, principal_of
 from rlboost.shared.http.problem import Problem, Responses, error_responses
-from rlboost.shared.http.scopes import Principal
+from rlboost.shared.job.agent import SessionId
 from rlboost.shared.job.base import UntrainedJob
-from rlboost.shared.job.sessions import SessionId
 from rlboost.shared.model.tool_calls import CallStyle
 from rlboost.shared.streams.bus import Bus
 from rlboost.shared.wire import length

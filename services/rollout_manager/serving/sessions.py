@@ -35,7 +35,7 @@ from rlboost.services.rollout_manager.serving.text import MAX_READS, Message, Se
 from rlboost.services.rollout_manager.session_offers import check_leased
 from rlboost.shared.errors import BusUnavailable
 from rlboost.shared.http.problem import Problem
-from rlboost.shared.job.sessions import LEASED, REWARDED, SESSION, SessionId, SessionRecord
+from rlboost.shared.job.agent import LEASED, REWARDED, SESSION, SessionId, SessionRecord
 from rlboost.shared.messages import GroupRequested, SampleDropped, SampleFinished, TurnOpened
 from rlboost.shared.messages.codec import decode
 from rlboost.shared.streams import names

@@ -16,7 +16,7 @@ from rlboost.shared.errors import ConfigError, Conflict, Fatal, Retryable
 from rlboost.shared.http.clients import async_http_client
 from rlboost.shared.http.server_url import MAX_REDIRECTS, redirected_origin
 from rlboost.shared.messages import Role
-from rlboost.shared.messages.protocol import PROTOCOL, PROTOCOL_HEADER, UNNUMBERED
+from rlboost.shared.messages.codec import PROTOCOL, PROTOCOL_HEADER, UNNUMBERED
 from rlboost.shared.proxies import internal
 from rlboost.shared.redis.bus import connect
 from rlboost.shared.secrets import bearer

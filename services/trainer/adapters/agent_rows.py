@@ -14,13 +14,12 @@ from typing import IO, Any
 
 import msgpack
 
-from rlboost.shared.data.rows import Row
-from rlboost.shared.data.shards import AGENT_ROWS
+from rlboost.shared.data.rows import AGENT_ROWS, Row
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.framing import LENGTH_BYTES, length_of
 from rlboost.shared.job.reward import AgentSpec
 from rlboost.shared.settings import environment_without_settings
-from rlboost.shared.user_code.functions import USER_MODULES_SETTING
+from rlboost.shared.user_code import USER_MODULES_SETTING
 
 LIMIT_S = 1800.0
 """For all rows; the agent may download a data set."""

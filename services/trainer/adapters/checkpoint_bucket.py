@@ -35,9 +35,8 @@ from rlboost.shared.errors import ConfigError, Fatal, NotFound, StoreUnavailable
 from rlboost.shared.files import write_error
 from rlboost.shared.ids import new_token
 from rlboost.shared.job.training import RESUME_WORDS
-from rlboost.shared.process.waiting import retry_while
+from rlboost.shared.process.waiting import for_each, retry_while
 from rlboost.shared.progress import TransferProgress
-from rlboost.shared.weights.parallel import for_each
 
 log = structlog.get_logger(__name__)
 

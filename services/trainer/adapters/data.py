@@ -31,14 +31,13 @@ from rlboost.shared.data.examples import (
     pair_of,
     prompt_of,
 )
-from rlboost.shared.data.rows import Row, read_rows
-from rlboost.shared.data.shards import format_source
+from rlboost.shared.data.rows import Row, format_source, read_rows
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.data import DpoDataSpec, OfflineDataSpec, RewardDataSpec, Rows, SftDataSpec
 from rlboost.shared.job.fleet import HeldOutSet
 from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.model.folder import merge_eos_ids, require_tokenizer
-from rlboost.shared.user_code.functions import RAW_ARGUMENTS, TRL_ARGUMENTS
+from rlboost.shared.user_code import RAW_ARGUMENTS, TRL_ARGUMENTS
 from rlboost.shared.wire import I32, pack
 
 _MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]

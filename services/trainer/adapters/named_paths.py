@@ -14,8 +14,7 @@ from glob import has_magic
 from importlib.util import find_spec
 from pathlib import Path
 
-from rlboost.shared.data.rows import is_remote
-from rlboost.shared.data.shards import AGENT_ROWS, names_of, shards
+from rlboost.shared.data.rows import AGENT_ROWS, is_remote, names_of, shards
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import TEACHER
 from rlboost.shared.job.spec import JobSpec, OfflineJob

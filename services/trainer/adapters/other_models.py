@@ -13,7 +13,7 @@ from rlboost.services.trainer.adapters.weights import StorePublisher
 from rlboost.services.trainer.ports.storage import OtherModel
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.base import served_id
-from rlboost.shared.job.judge import column_problem
+from rlboost.shared.job.reward import column_problem
 from rlboost.shared.job.spec import JobSpec, OfflineJob
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.client import StoreClient

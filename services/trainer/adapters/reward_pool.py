@@ -26,8 +26,7 @@ from rlboost.services.trainer.ports.samples import RewardBatch, Scores, Verdict
 from rlboost.shared.http.server_url import origin_of
 from rlboost.shared.job.reward import RewardPart, RewardSpec
 from rlboost.shared.process.waiting import Waits
-from rlboost.shared.user_code.errors import describe_row
-from rlboost.shared.user_code.functions import MAX_REWARD
+from rlboost.shared.user_code import MAX_REWARD, describe_row
 
 # --- The reward function of jobs without one --------------------------------------------------------------------------
 

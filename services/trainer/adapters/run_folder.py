@@ -25,7 +25,7 @@ from rlboost.shared.files import append_line, replace_file, write_error
 from rlboost.shared.job.run_profile import RunProfile
 from rlboost.shared.model.folder import copy_without_weights, declare_dtype, declare_scores
 from rlboost.shared.weights.access import RecordKey
-from rlboost.shared.weights.shards import Shard
+from rlboost.shared.weights.manifest import Shard
 from rlboost.shared.wire import floats, ints
 
 _FINISH_LIMIT_S = 5.0

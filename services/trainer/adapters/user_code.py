@@ -25,8 +25,14 @@ from rlboost.shared.errors import ConfigError
 from rlboost.shared.framing import LENGTH_BYTES, length_of, pack
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.settings import environment_without_settings
-from rlboost.shared.user_code.errors import MAX_CHARS, describe_error, describe_value
-from rlboost.shared.user_code.functions import UNISOLATED_SETTING, USER_MODULES_SETTING, load_user_function
+from rlboost.shared.user_code import (
+    MAX_CHARS,
+    UNISOLATED_SETTING,
+    USER_MODULES_SETTING,
+    describe_error,
+    describe_value,
+    load_user_function,
+)
 
 # --- The output of user code: what its processes write to standard output and standard error, in a file of its own ----
 # The processes write to one pipe, which this process reads, so that a function that prints without end fills no disk

@@ -15,10 +15,9 @@ from rlboost.shared.errors import NotFound, StoreUnavailable
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.client import StoreClient, retry_unavailable
-from rlboost.shared.weights.manifest import Manifest, digest_of
+from rlboost.shared.weights.manifest import ChunkCopy, Manifest, Shard, chunks_among, digest_of
 from rlboost.shared.weights.publisher import Publisher
 from rlboost.shared.weights.puller import Puller
-from rlboost.shared.weights.shards import ChunkCopy, Shard, chunks_among
 
 Digests = dict[tuple[str, tuple[int, ...], tuple[int, ...], str], str]
 """(name, offset, shape, dtype) of each shard -> digest."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from rlboost.services.trainer.children.child import Pipe
 from rlboost.shared.job.agent import load_agent
-from rlboost.shared.user_code.functions import InvalidUserFunction, describe_import_error
+from rlboost.shared.user_code import InvalidUserFunction, describe_import_error
 
 _ROWS_PER_MESSAGE = 256
 

@@ -47,8 +47,7 @@ from rlboost.services.trainer.children.reward import reward_number
 from rlboost.shared.job.agent import agent_factory
 from rlboost.shared.job.environment import PLAIN_RUNNER, Plain, Step, environment_factory
 from rlboost.shared.model.tool_calls import CallStyle
-from rlboost.shared.user_code.errors import MAX_CHARS, describe_error
-from rlboost.shared.user_code.functions import MAX_REWARD, describe_import_error, has_parameter
+from rlboost.shared.user_code import MAX_CHARS, MAX_REWARD, describe_error, describe_import_error, has_parameter
 
 _TICK_S = 0.1
 _SIGN_S = 1.0

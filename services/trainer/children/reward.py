@@ -20,12 +20,14 @@ from typing import Any, NamedTuple, SupportsFloat, SupportsIndex
 
 from rlboost.services.trainer.children.child import Pipe, unpack
 from rlboost.shared.secrets import REWARD_TOKEN, bearer
-from rlboost.shared.user_code.errors import describe_error, describe_row, describe_value
-from rlboost.shared.user_code.functions import (
+from rlboost.shared.user_code import (
     RAW_ARGUMENTS,
     TRL_ARGUMENTS,
     check_arguments,
+    describe_error,
     describe_import_error,
+    describe_row,
+    describe_value,
     detect_style,
     ground_truth,
     has_parameter,

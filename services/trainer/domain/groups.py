@@ -25,7 +25,7 @@ from rlboost.shared.messages import (
     TurnAnswered,
     TurnOpened,
 )
-from rlboost.shared.streams.entries import Entry, position
+from rlboost.shared.streams.bus import Entry, position
 from rlboost.shared.wire import F32, I32, length
 
 # --- A complete group after its rewards are computed ------------------------------------------------------------------

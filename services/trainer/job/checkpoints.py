@@ -23,8 +23,7 @@ from rlboost.services.trainer.ports.storage import TrainState
 from rlboost.shared.errors import ConfigError, Fatal
 from rlboost.shared.process.system import run_in_thread
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import Op, Trim
-from rlboost.shared.streams.entries import START
+from rlboost.shared.streams.bus import START, Op, Trim
 
 WRITE_LIMIT_S = 3600.0
 """How long the next checkpoint, or the job's end, waits for a checkpoint that is being written."""

@@ -30,8 +30,7 @@ from rlboost.shared.messages import Event, JobReport, JobState
 from rlboost.shared.process.logs import IN_EVENTS
 from rlboost.shared.process.waiting import Waits, retry_while
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import Append, Bus, Op
-from rlboost.shared.streams.entries import position
+from rlboost.shared.streams.bus import Append, Bus, Op, position
 from rlboost.shared.streams.fenced_lease import FencedLease
 
 log = structlog.get_logger(__name__)

@@ -16,8 +16,7 @@ import structlog
 from prometheus_client import Counter, Gauge
 
 from rlboost.services.trainer.domain.groups import recorded
-from rlboost.services.trainer.domain.metrics import RolloutTally, StepTally
-from rlboost.services.trainer.domain.profile_recorder import ProfileRecorder
+from rlboost.services.trainer.domain.metrics import ProfileRecorder, RolloutTally, StepTally
 from rlboost.services.trainer.domain.warnings import Change, JobFacts, WarningTracker
 from rlboost.services.trainer.job.checkpoints import Checkpoints
 from rlboost.services.trainer.job.job import Job

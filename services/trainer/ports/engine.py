@@ -17,7 +17,7 @@ from rlboost.shared.errors import Fatal
 from rlboost.shared.job.algorithm import Aggregation, CriticSpec
 from rlboost.shared.job.spec import JobSpec, OfflineJob
 from rlboost.shared.job.training import MAX_LOGITS, LoraSpec, Offload, OptimizerSpec
-from rlboost.shared.weights.shards import Shard
+from rlboost.shared.weights.manifest import Shard
 from rlboost.shared.wire import RoutedShape
 
 # --- The settings of a policy engine. Importing this module imports neither torch nor transformers --------------------

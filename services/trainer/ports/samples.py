@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from rlboost.services.trainer.domain.conversations import Decode
 from rlboost.shared.job.environment import Message
-from rlboost.shared.messages.fields import Span
+from rlboost.shared.messages.codec import Span
 from rlboost.shared.model.tool_calls import HERMES, CallStyle
 
 # --- The user's environments, and the chat formatting of their messages -----------------------------------------------

@@ -15,10 +15,10 @@ from rlboost.services.trainer.domain.loss.inputs import LossFn
 from rlboost.services.trainer.domain.metrics import UNKNOWN_HARDWARE, TrainingHardware
 from rlboost.services.trainer.ports.engine import Critic, PolicyEngine, Snapshot
 from rlboost.services.trainer.ports.samples import Data, Environments, RewardFunction
+from rlboost.shared.job.agent import SessionId
 from rlboost.shared.job.run_profile import RunProfile
-from rlboost.shared.job.sessions import SessionId
-from rlboost.shared.streams.entries import START
-from rlboost.shared.weights.shards import ChunkCopy, Shard
+from rlboost.shared.streams.bus import START
+from rlboost.shared.weights.manifest import ChunkCopy, Shard
 from rlboost.shared.wire import RoutedShape
 
 # --- What outlives the trainer process: checkpoints, published weights, and the folder of a run -----------------------

@@ -50,8 +50,7 @@ from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import GroupRequested
 from rlboost.shared.progress import CountProgress
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import Append, Bus, ReadSize
-from rlboost.shared.streams.entries import Entry
+from rlboost.shared.streams.bus import Append, Bus, Entry, ReadSize
 
 log = structlog.get_logger(__name__)
 

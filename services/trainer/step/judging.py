@@ -26,12 +26,11 @@ from rlboost.services.trainer.ports.samples import RewardBatch, Verdict
 from rlboost.services.trainer.ports.storage import ChatTokenizer, OtherModel
 from rlboost.shared.errors import ConfigError, Fatal, WaitTimedOut
 from rlboost.shared.ids import JOB_SHIFT, step_of
-from rlboost.shared.job.judge import JudgeSpec, question
+from rlboost.shared.job.reward import JudgeSpec, question
 from rlboost.shared.messages import GroupRequested, SampleDropped, SampleFinished, Sampling
-from rlboost.shared.messages.fields import Span
+from rlboost.shared.messages.codec import Span
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import Append, Bus, Op, Trim
-from rlboost.shared.streams.entries import START, Entry
+from rlboost.shared.streams.bus import START, Append, Bus, Entry, Op, Trim
 
 log = structlog.get_logger(__name__)
 

@@ -16,7 +16,7 @@ from rlboost.services.trainer.domain.rewards import total
 from rlboost.services.trainer.ports.samples import Data, Prompt, RewardBatch, Scores, Verdict
 from rlboost.services.trainer.ports.storage import LoggedSample
 from rlboost.shared.ids import SampleId
-from rlboost.shared.messages.fields import Span
+from rlboost.shared.messages.codec import Span
 from rlboost.shared.model.tool_call_formats import Tools
 from rlboost.shared.wire import ints
 

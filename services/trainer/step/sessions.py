@@ -31,8 +31,8 @@ from rlboost.services.trainer.ports.samples import EnvironmentFault
 from rlboost.services.trainer.step.turns import columns_of, report_lost, request_of
 from rlboost.shared.errors import Fatal, WaitTimedOut
 from rlboost.shared.ids import SampleId, group_of
+from rlboost.shared.job.agent import REWARDED, SESSION, TASK, SessionId, SessionRecord, SessionTask
 from rlboost.shared.job.reward import SPARE_TURNS, AgentSpec
-from rlboost.shared.job.sessions import REWARDED, SESSION, TASK, SessionId, SessionRecord, SessionTask
 from rlboost.shared.messages import ENDED_JOB_RETENTION_S, GroupRequested, SessionEnded, SessionRewarded
 from rlboost.shared.model.tool_call_formats import Tools
 from rlboost.shared.streams import names

@@ -28,10 +28,10 @@ from rlboost.services.weight_store.metrics import Metrics
 from rlboost.services.weight_store.ports import Documents, StoreFull
 from rlboost.shared.errors import NotFound, StoreUnavailable, Undecodable, Unprocessable
 from rlboost.shared.process.lifecycle import until_stop
+from rlboost.shared.process.waiting import for_each
 from rlboost.shared.weights.delta import compose_deltas
 from rlboost.shared.weights.delta_graph import MAX_DOCUMENTS, Edge, EdgeList, Route, VersionEdges, next_stop
 from rlboost.shared.weights.manifest import Manifest, digest_of
-from rlboost.shared.weights.parallel import for_each
 
 log = structlog.get_logger(__name__)
 

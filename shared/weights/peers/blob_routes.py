@@ -4,20 +4,54 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
+from pathlib import Path
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Response
+from fastapi.responses import FileResponse
 from prometheus_client import Counter
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from rlboost.shared.errors import NotFound
 from rlboost.shared.http.access import is_valid_signature
 from rlboost.shared.http.problem import Problem
 from rlboost.shared.http.transfer_server import FoundFile, TransferRequest, TransferServer, transfer_limit_s
-from rlboost.shared.weights.blob_response import BlobResponse, digest_in
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.manifest import Digest
 from rlboost.shared.weights.peers.source import BUSY_STATUS
+
+_READ_BYTES = 1 << 20
+_PATH = re.compile(r"/v1/chunks/([0-9a-f]{64})")
+
+
+def digest_in(path: str) -> str:
+    """Return the digest of the blob at this path of a URL, an empty string if it is something else."""
+    found = _PATH.fullmatch(path)
+    return found[1] if found else ""
+
+
+class BlobResponse(FileResponse):
+    """A blob's file, or the requested range of it; counts the bytes sent."""
+
+    chunk_size = _READ_BYTES
+
+    def __init__(self, path: Path, status: os.stat_result, digest: str, sent: Counter) -> None:
+        """Respond with the file `path`; `status` is its stat result."""
+        super().__init__(
+            path, stat_result=status, media_type="application/octet-stream", headers={"ETag": f'"{digest}"'}
+        )
+        self._sent = sent
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response."""
+
+        async def counted(message: Message) -> None:
+            await send(message)
+            self._sent.inc(len(message.get("body", b"")))
+
+        await super().__call__(scope, receive, counted)
+
 
 MAX_CONCURRENT = 16
 """Concurrent uploads of one peer, which also runs an engine."""

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.weights.lora import adapter_of
-from rlboost.tinker_model import LoraModel, saved_weights
-from rlboost.tinker_wire import Adam, Datum, LoraOptions
+from rlboost.tinker.model import LoraModel, saved_weights
+from rlboost.tinker.wire import Adam, Datum, LoraOptions
 from tests.support.model_folder import write_model
 
 TOKENS, TARGETS = [5, 6, 7, 8, 9], [6, 7, 8, 9, 10]

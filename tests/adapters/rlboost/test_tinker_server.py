@@ -14,9 +14,9 @@ import httpx
 import numpy as np
 import pytest
 
-from rlboost import tinker_server
-from rlboost.tinker_routes import DOLLARS
-from rlboost.tinker_wire import PROTOBUF, _fields
+from rlboost.tinker import server
+from rlboost.tinker.routes import DOLLARS
+from rlboost.tinker.wire import PROTOBUF, _fields
 from tests.support.eventually import eventually
 from tests.support.tinker_golden import SESSION, body_of, golden
 from tests.support.tinker_site import NAME, Site
@@ -174,7 +174,7 @@ async def test_checkpoint_that_replaces_one_of_its_name_is_published(tmp_path: P
 async def test_request_that_never_comes_fails_the_next_step_and_is_not_executed_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tinker_server, "MISSING_LIMIT_S", 0.1)
+    monkeypatch.setattr(server, "MISSING_LIMIT_S", 0.1)
     site = Site(tmp_path)
     async with client_of(site) as http:
         caller = await Caller.begin(http)
@@ -202,7 +202,7 @@ async def test_requests_of_a_model_are_executed_in_the_order_of_their_numbers(tm
 async def test_wrong_request_fails_its_result_and_later_ones_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tinker_server, "MISSING_LIMIT_S", 0.01)
+    monkeypatch.setattr(server, "MISSING_LIMIT_S", 0.01)
     site = Site(tmp_path)
     async with client_of(site) as http:
         caller = await Caller.begin(http)
@@ -283,7 +283,7 @@ async def test_weights_without_a_name_are_retained_for_some_saves(tmp_path: Path
     async with client_of(site) as http:
         caller = await Caller.begin(http)
         model = await caller.model()
-        samplers = [await caller.sampler(model, i + 1, i) for i in range(tinker_server.N_EPHEMERAL + 1)]
+        samplers = [await caller.sampler(model, i + 1, i) for i in range(server.N_EPHEMERAL + 1)]
         gone = (await caller.result(await caller.sample(samplers[0], 0))).json()
         assert "there is no checkpoint" in gone["error"]
         assert tokens_of(await caller.result(await caller.sample(samplers[1], 0)))

@@ -18,7 +18,7 @@ from rlboost.shared.job.agent import load_agent
 from rlboost.shared.job.reward import AgentSpec
 from rlboost.shared.job.spec import InvalidJob, parse
 from rlboost.shared.process.modules import modules_hidden
-from rlboost.shared.user_code.functions import VERIFIERS_AGENT, ForbiddenFunction
+from rlboost.shared.user_code import VERIFIERS_AGENT, ForbiddenFunction
 from tests.support.jobs import job_file
 
 ENVIRONMENTS = "tests.support.verifiers_environments"

@@ -16,7 +16,7 @@ from rlboost.shared.errors import DiskFull, Fatal
 from rlboost.shared.job.run_profile import RunProfile
 from rlboost.shared.job.training import OptimizerSpec
 from rlboost.shared.weights.access import RecordKey
-from rlboost.shared.weights.shards import Shard
+from rlboost.shared.weights.manifest import Shard
 from rlboost.shared.wire import F32, I32, pack
 from tests.support.losses import clipped_loss
 from tests.support.model_folder import write_model, write_tokenizer

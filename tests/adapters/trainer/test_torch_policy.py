@@ -23,7 +23,7 @@ from rlboost.services.trainer.settings import Settings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import parse
 from rlboost.shared.job.training import OptimizerSpec
-from rlboost.shared.weights.shards import Shard
+from rlboost.shared.weights.manifest import Shard
 from rlboost.shared.wire import F32, U8, floats, ints
 from tests.support.losses import clipped_loss, decoupled_loss
 from tests.support.model_folder import write_model

@@ -14,11 +14,13 @@ from rlboost.shared.messages.codec import encode
 from rlboost.shared.redis.bus import RedisBus
 from rlboost.shared.streams.bus import (
     LONGEST_LEASE_S,
+    START,
     Ack,
     Append,
     AppendRaw,
     Bus,
     Delete,
+    Entry,
     Expire,
     Fence,
     HashDelete,
@@ -26,8 +28,9 @@ from rlboost.shared.streams.bus import (
     Remove,
     Renew,
     Trim,
+    after,
+    position,
 )
-from rlboost.shared.streams.entries import START, Entry, after, position
 from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.streams.names import DEAD_LETTERS
 from tests.support.eventually import eventually

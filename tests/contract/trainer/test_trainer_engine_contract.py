@@ -18,7 +18,7 @@ from rlboost.services.trainer.fakes import FakeEngine
 from rlboost.services.trainer.ports.engine import Loaded, PolicyEngine, PolicySettings
 from rlboost.shared.errors import Corrupt, Fatal
 from rlboost.shared.job.training import LoraSpec, Offload, OptimizerSpec
-from rlboost.shared.weights.shards import Shard
+from rlboost.shared.weights.manifest import Shard
 from rlboost.shared.wire import F32, U8, unpack
 from tests.support import rank_policies
 from tests.support.engine_steps import LOSS, RATE, train

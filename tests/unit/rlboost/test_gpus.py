@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlboost.local.machine import Gpu, list_gpus, parse_list, select, visible
+from rlboost.local.layout import Gpu, list_gpus, parse_list, select, visible
 from rlboost.shared.errors import ConfigError
 from tests.support import fake_gpus
 

@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 
 from rlboost.cli import app
 from rlboost.jobs import check as jobcheck
-from rlboost.jobs.model_check import DataFindings
-from rlboost.jobs.user_code_check import MissingHere
+from rlboost.jobs.model_check import DataFindings, MissingHere
 from tests.support import fake_gpus
 
 MESSAGES = '{"prompt": [{"role": "user", "content": "1+1="}]}\n'

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlboost.local.layout import Layout, Placement, environment, plan_workers
-from rlboost.local.machine import Gpu
+from rlboost.local.layout import Gpu, Layout, Placement, environment, plan_workers
 from rlboost.local.processes import LocalOptions
 from rlboost.local.spec_file import NodeSpec, SystemSpec, load, placed
 from rlboost.shared.errors import ConfigError, Conflict

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from benchmarks.gpu_fit import MODELS
 from rlboost.cli import app
-from rlboost.jobs.model_fit import GPUS, fit_of
+from rlboost.jobs.memory import GPUS, fit_of
 
 QWEN3_4B = {
     "model_type": "qwen3",

@@ -11,7 +11,7 @@ import pytest
 from rlboost.agents import Session
 from rlboost.agents.program import MAX_OUTPUT_BYTES, run
 from rlboost.shared.job.agent import agent_factory
-from rlboost.shared.user_code.functions import PROGRAM_AGENT, ForbiddenFunction
+from rlboost.shared.user_code import PROGRAM_AGENT, ForbiddenFunction
 from tests.support.eventually import eventually
 
 SESSION = Session("http://manager/v1", "sk-1", "1/2/3/4", 2, is_eval=False)

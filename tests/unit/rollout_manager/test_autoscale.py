@@ -13,13 +13,13 @@ from rlboost.services.rollout_manager.domain.allocation import (
     COOL_DOWN_S,
     Autoscaler,
     FleetView,
+    Pool,
     fleet_view,
     surplus,
     workers_to_request,
 )
 from rlboost.services.rollout_manager.domain.effects import Now
 from rlboost.services.rollout_manager.domain.jobs import Job
-from rlboost.services.rollout_manager.domain.pool import Pool
 from rlboost.services.rollout_manager.domain.windows import WindowTuner
 from rlboost.services.rollout_manager.domain.workers import Worker
 from rlboost.services.rollout_manager.domain.world import World

@@ -24,8 +24,7 @@ from rlboost.shared.messages import (
 )
 from rlboost.shared.messages.command_digest import command_digest
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import Trim
-from rlboost.shared.streams.entries import START, after
+from rlboost.shared.streams.bus import START, Trim, after
 from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.wire import I32, U32, U64, ints, pack
 from tests.support.builders import group_requested, job_created, job_running

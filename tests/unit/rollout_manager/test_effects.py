@@ -5,8 +5,7 @@ from __future__ import annotations
 from rlboost.services.rollout_manager.domain.effects import bookkeeping, forget_job, forget_worker, operations
 from rlboost.shared.messages import Dismissed, Suspend
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import Append, HashSet
-from rlboost.shared.streams.entries import START
+from rlboost.shared.streams.bus import START, Append, HashSet
 from rlboost.shared.streams.fakes import MemoryBus
 
 

@@ -11,10 +11,10 @@ import pytest
 
 from rlboost.services.rollout_manager.api import history
 from rlboost.services.rollout_manager.api.history import MAX_READS, EventFollowers
+from rlboost.shared.http.access import SYSTEM, Principal
 from rlboost.shared.http.problem import Problem
-from rlboost.shared.http.scopes import SYSTEM, Principal
 from rlboost.shared.messages import Event
-from rlboost.shared.streams.entries import START, Entry
+from rlboost.shared.streams.bus import START, Entry
 from rlboost.shared.streams.fakes import MemoryBus
 from tests.support.eventually import eventually
 

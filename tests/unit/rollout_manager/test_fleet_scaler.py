@@ -12,8 +12,8 @@ import pytest
 
 from rlboost.services.rollout_manager.__main__ import main
 from rlboost.services.rollout_manager.api.jobs import build
+from rlboost.services.rollout_manager.domain.allocation import Pool
 from rlboost.services.rollout_manager.domain.effects import Now
-from rlboost.services.rollout_manager.domain.pool import Pool
 from rlboost.services.rollout_manager.fleet_loops import REPEAT_S, RETRY_S, FleetScaler
 from rlboost.services.rollout_manager.loop import Manager
 from rlboost.services.rollout_manager.settings import Settings
@@ -22,7 +22,7 @@ from rlboost.shared.messages import Event, JobReport
 from rlboost.shared.messages.jobs import JobState
 from rlboost.shared.settings import read
 from rlboost.shared.streams import names
-from rlboost.shared.streams.entries import START
+from rlboost.shared.streams.bus import START
 from rlboost.shared.streams.fakes import MemoryBus
 from tests.support.jobs import job_file
 from tests.support.manager_fakes import FakeProvider

@@ -11,8 +11,7 @@ import pytest
 from rlboost.services.rollout_manager.loop import Manager
 from rlboost.shared.messages import JobCommand, JobReport, StepReport
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import Append, Fence, Op
-from rlboost.shared.streams.entries import START
+from rlboost.shared.streams.bus import START, Append, Fence, Op
 from tests.support.jobs import job_file
 from tests.support.manager_rig import ManagerRig
 

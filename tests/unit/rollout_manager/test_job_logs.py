@@ -16,7 +16,7 @@ from rlboost.shared.messages import Event, WorkerLog
 from rlboost.shared.process import logs
 from rlboost.shared.process.logs import BUFFER, IN_EVENTS, MAX_BUFFERED, MAX_CHARACTERS, MAX_TAKEN, LogBuffer
 from rlboost.shared.streams import names
-from rlboost.shared.streams.entries import START, Entry
+from rlboost.shared.streams.bus import START, Entry
 from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.streams.job_logs import log_ops, log_sender
 from tests.support.manager_rig import ManagerRig

@@ -21,11 +21,10 @@ from rlboost.services.rollout_manager.waiters import CompletionUnavailable
 from rlboost.shared.errors import BusUnavailable, ConfigError, Fenced
 from rlboost.shared.job.spec import parse, to_json
 from rlboost.shared.messages import Event, GroupRequested, JobCommand, JobReport, Resume, Sampling, StepReport
-from rlboost.shared.messages.protocol import PROTOCOL, PROTOCOL_HEADER
+from rlboost.shared.messages.codec import PROTOCOL, PROTOCOL_HEADER
 from rlboost.shared.settings import read
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import Append
-from rlboost.shared.streams.entries import START, Entry, position
+from rlboost.shared.streams.bus import START, Append, Entry, position
 from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.streams.fenced_lease import FencedLease
 from tests.support.eventually import eventually

@@ -12,7 +12,7 @@ from rlboost.services.rollout_manager.recovery import PoisonEntries, apply_in_ba
 from rlboost.shared.errors import Unprocessable
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import FINISH_RELEASED, FINISH_STOP, GroupRequested, Message, Placed, Sampling, TokenFrame
-from rlboost.shared.streams.entries import Entry
+from rlboost.shared.streams.bus import Entry
 from rlboost.shared.wire import I32, U32, U64, ints, pack
 from tests.support.builders import Row, group_id, group_requested, placed, token_frame
 

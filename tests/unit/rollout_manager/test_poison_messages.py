@@ -41,7 +41,7 @@ from rlboost.shared.messages import (
 )
 from rlboost.shared.messages.codec import encode
 from rlboost.shared.streams import names
-from rlboost.shared.streams.entries import START
+from rlboost.shared.streams.bus import START
 from rlboost.shared.wire import F32, I32, U8, U32, U64, pack
 from tests.support.builders import group_id, group_requested, job_created
 from tests.support.serving_rig import Rig

@@ -28,8 +28,7 @@ from rlboost.shared.messages import (
 )
 from rlboost.shared.messages.codec import encode, fields_of
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import Fence, HashSet, Op
-from rlboost.shared.streams.entries import Entry, RawEntry
+from rlboost.shared.streams.bus import Entry, Fence, HashSet, Op, RawEntry
 from rlboost.shared.streams.fakes import MemoryBus
 from tests.support.builders import group_id, group_requested, job_created, job_running, placed, token_frame
 from tests.support.manager_fakes import FakeWorkerUsers

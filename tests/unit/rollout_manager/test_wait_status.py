@@ -36,8 +36,7 @@ from rlboost.shared.messages import (
 )
 from rlboost.shared.messages.workers import WorkerState
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import Delete, Renew
-from rlboost.shared.streams.entries import START
+from rlboost.shared.streams.bus import START, Delete, Renew
 from tests.support.builders import job_created, samples_of, trainer_status
 from tests.support.eventually import eventually
 from tests.support.manager_rig import ManagerRig

@@ -11,7 +11,7 @@ import pytest
 import structlog
 
 from rlboost.services.rollout_worker.domain.preemption import Notice, RebalanceRecommendation
-from rlboost.services.rollout_worker.preemption_watch import PreemptionWatch
+from rlboost.services.rollout_worker.life import PreemptionWatch
 from rlboost.shared.errors import Retryable
 from tests.support.eventually import eventually
 

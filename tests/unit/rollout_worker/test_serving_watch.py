@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from rlboost.services.rollout_worker import serving_watch
+from rlboost.services.rollout_worker import life
 from rlboost.services.rollout_worker.domain.borrowing import Borrowing, ServingLoad
-from rlboost.services.rollout_worker.serving_watch import ServingWatch, check_serving
+from rlboost.services.rollout_worker.life import ServingWatch, check_serving
 from rlboost.shared.errors import BusUnavailable, ConfigError, Retryable
 from tests.support.eventually import eventually
 
@@ -86,7 +86,7 @@ async def test_device_is_taken_as_soon_as_the_worker_can() -> None:
 
 
 async def test_silent_server_is_busy_and_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving_watch, "_SILENCE_S", 0.1)
+    monkeypatch.setattr(life, "_SILENCE_S", 0.1)
     scene = Scene()
     async with watched(scene):
         await eventually(lambda: scene.has_device and scene.looks > 1)
@@ -95,7 +95,7 @@ async def test_silent_server_is_busy_and_is_reported_once(monkeypatch: pytest.Mo
         await eventually(lambda: not scene.has_device)
         await looked_again(scene)
         scene.redis_is_down = False
-        monkeypatch.setattr(serving_watch, "_REPORT_EVERY_S", 0.0)
+        monkeypatch.setattr(life, "_REPORT_EVERY_S", 0.0)
         await eventually(lambda: scene.reports)
         assert scene.reports[0] == "connection refused"
 

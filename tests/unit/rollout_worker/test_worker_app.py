@@ -16,7 +16,7 @@ from rlboost.services.rollout_worker.domain.load import KvCapacity
 from rlboost.services.rollout_worker.domain.preemption import Notice, RebalanceRecommendation
 from rlboost.services.rollout_worker.domain.session import Effect, Session
 from rlboost.services.rollout_worker.fakes import FakeEngine, FakeStagedWeights, FakeWeights
-from rlboost.services.rollout_worker.watchdog import Watchdog
+from rlboost.services.rollout_worker.life import Watchdog
 from rlboost.shared.errors import Corrupt, Fatal, UnsuitableWeights
 from rlboost.shared.messages import (
     FINISH_LENGTH,

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rlboost.services.rollout_worker.adapters import memory
-from rlboost.services.rollout_worker.adapters.memory import MemoryProbe, resident_bytes
+from rlboost.services.rollout_worker.adapters import machine
+from rlboost.services.rollout_worker.adapters.machine import MemoryProbe, resident_bytes
 from rlboost.services.rollout_worker.domain.load import Memory
 
 
@@ -84,5 +84,5 @@ def test_probe_of_a_failing_device_is_unknown(monkeypatch: pytest.MonkeyPatch, f
 
 
 def test_probe_without_the_library_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_LIBRARY", "libnothing.so.0")
+    monkeypatch.setattr(machine, "_LIBRARY", "libnothing.so.0")
     assert MemoryProbe("cuda")().device_total_bytes == 0

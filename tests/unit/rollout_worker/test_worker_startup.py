@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from rlboost.services.rollout_worker.startup_timer import StartupTimer, process_age_s
+from rlboost.services.rollout_worker.life import StartupTimer, process_age_s
 
 
 class Clock:
@@ -65,7 +65,7 @@ def test_repeated_phase_counts_toward_the_next(clock: Clock) -> None:
 
 def test_process_age_of_a_new_process() -> None:
     began = time.monotonic()
-    program = "from rlboost.services.rollout_worker.startup_timer import process_age_s; print(process_age_s())"
+    program = "from rlboost.services.rollout_worker.life import process_age_s; print(process_age_s())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert 0.0 < float(done.stdout) < time.monotonic() - began + 0.05
 

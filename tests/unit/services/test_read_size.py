@@ -14,8 +14,7 @@ from rlboost.services.trainer.step.intake import FinishedLog
 from rlboost.shared.messages import SampleFinished
 from rlboost.shared.streams import bus as bus_module
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import ReadSize
-from rlboost.shared.streams.entries import Entry, RawEntry
+from rlboost.shared.streams.bus import Entry, RawEntry, ReadSize
 from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.wire import F32, I32, pack
 from rlboost.tracing import Span, follow

@@ -21,9 +21,9 @@ from rlboost.services.rollout_manager.settings import Settings
 from rlboost.services.rollout_worker.api import notice_routes
 from rlboost.services.trainer import api as trainer_api
 from rlboost.shared.errors import BusUnavailable
+from rlboost.shared.http.access import Principal, TokenScope
 from rlboost.shared.http.guard import Guard
 from rlboost.shared.http.problem import Problem
-from rlboost.shared.http.scopes import Principal, TokenScope
 from rlboost.shared.http.server import create_app
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams import names

@@ -10,10 +10,9 @@ from rlboost.services.rollout_manager.leadership import manager_record
 from rlboost.services.rollout_manager.loop import Manager
 from rlboost.shared.errors import BusUnavailable, ConfigError
 from rlboost.shared.messages import Dismissed
-from rlboost.shared.messages.protocol import OLDEST_STATE, PROTOCOL
+from rlboost.shared.messages.codec import OLDEST_STATE, PROTOCOL
 from rlboost.shared.streams import names, state_protocol
-from rlboost.shared.streams.bus import HashSet
-from rlboost.shared.streams.entries import START
+from rlboost.shared.streams.bus import START, HashSet
 from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.streams.state_protocol import check_leader, leader_check
 from tests.support.builders import worker_joined

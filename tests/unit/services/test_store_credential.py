@@ -28,7 +28,7 @@ from rlboost.shared.http.guard import Guard
 from rlboost.shared.messages import StoreCredential
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams import names
-from rlboost.shared.streams.entries import START
+from rlboost.shared.streams.bus import START
 from rlboost.shared.streams.fakes import MemoryBus
 from tests.support.builders import worker_joined
 

@@ -12,7 +12,7 @@ from rlboost.shared.job.spec import to_json
 from rlboost.shared.messages import DeadLetter, JobCommand
 from rlboost.shared.messages.codec import decode, encode
 from rlboost.shared.streams import names
-from rlboost.shared.streams.entries import START
+from rlboost.shared.streams.bus import START
 from tests.support.eventually import eventually
 from tests.support.trainer_rig import JOB, TOKEN, Rig, spec
 

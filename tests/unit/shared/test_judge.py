@@ -9,7 +9,7 @@ import pytest
 
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.base import ServedJob
-from rlboost.shared.job.judge import JudgeSpec, column_problem, question
+from rlboost.shared.job.reward import JudgeSpec, column_problem, question
 from rlboost.shared.job.spec import parse, parse_stored, served_jobs, to_json
 
 JOB: dict[str, Any] = {

@@ -112,4 +112,4 @@ def test_only_two_modules_make_http_clients() -> None:
     )
     sources = [path for top in ("services", "shared", "rlboost") for path in (ROOT / top).rglob("*.py")]
     found = {path.name for path in sources if pattern.search(path.read_text(encoding="utf-8"))}
-    assert found == {"clients.py", "aiohttp_sessions.py"}
+    assert found == {"clients.py", "proxies.py"}

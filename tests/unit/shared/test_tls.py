@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlboost.services.rollout_manager.leadership import manager_record
-from rlboost.services.rollout_worker.adapters.peer_address import peer_url
+from rlboost.services.rollout_worker.adapters.machine import peer_url
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.tls import client_context, server_certificate
 from tests.support.certificates import make_certificates

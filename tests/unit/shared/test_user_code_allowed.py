@@ -1,4 +1,4 @@
-"""A job file may name the operator's functions, and none that runs programs or writes files."""
+"""A job file may name the operator's user_code, and none that runs programs or writes files."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ import pytest
 import rlboost.environments
 import rlboost.examples
 import rlboost.rewards
+from rlboost.shared import user_code
 from rlboost.shared.job.environment import environment_factory
 from rlboost.shared.job.spec import InvalidJob, parse
-from rlboost.shared.user_code import functions
-from rlboost.shared.user_code.functions import (
+from rlboost.shared.user_code import (
     CODE_REWARD,
     OUR_FUNCTIONS,
     UNISOLATED_SETTING,
@@ -156,7 +156,7 @@ def test_forbidden_environment_is_not_called(tmp_path: Path) -> None:
 def test_forbidden_module_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "installed_here.py").write_text("import pathlib; pathlib.Path(__file__ + '.imported').touch()\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(functions, "_installed", lambda: {tmp_path})
+    monkeypatch.setattr(user_code, "_installed", lambda: {tmp_path})
     with pytest.raises(Exception, match="installed package"):
         load_user_function("curriculum.function", "installed_here:f", (), "curriculum function")
     assert not (tmp_path / "installed_here.py.imported").exists()
@@ -174,7 +174,7 @@ def test_package_installed_from_elsewhere_is_refused(how: str, tmp_path: Path, m
     (elsewhere / name / "__init__.py").write_text("def f(completions): return [1.0]\n")
     packages.mkdir()
     (packages / name).symlink_to(elsewhere / name)
-    monkeypatch.setattr(functions, "_installed", lambda: {packages})
+    monkeypatch.setattr(user_code, "_installed", lambda: {packages})
     monkeypatch.setattr(sys, "path", [*sys.path, str(packages if how == "link" else elsewhere)])
     importlib.invalidate_caches()
     with pytest.raises(ForbiddenFunction, match="installed package"):
@@ -214,7 +214,7 @@ def test_user_packages_named_like_rlboost_folders_are_loaded(tmp_path: Path) -> 
         (tmp_path / name / "__init__.py").touch()
         (tmp_path / name / "reward.py").write_text(f"def score(completions, **_): return {name!r}\n")
     code = (
-        "from rlboost.shared.user_code.functions import load\n"
+        "from rlboost.shared.user_code import load\n"
         "import rlboost.services.trainer.app\n"
         "kind, names = 'reward function', ('services', 'shared', 'examples', 'tests')\n"
         "print(*[load(f'{n}.reward:score', kind)([]) for n in names])\n"

@@ -6,8 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from rlboost.shared.user_code.errors import MAX_CHARS, describe_error
-from rlboost.shared.user_code.functions import describe_import_error, load
+from rlboost.shared.user_code import MAX_CHARS, describe_error, describe_import_error, load
 
 MODULE = """
 def right(text, answer):

@@ -13,7 +13,7 @@ from rlboost.shared.ids import SampleId
 from rlboost.shared.job.environment import Message, Step
 from rlboost.shared.messages import SampleFinished, TurnAnswered
 from rlboost.shared.streams import names
-from rlboost.shared.streams.entries import START
+from rlboost.shared.streams.bus import START
 from rlboost.shared.wire import F32, I32, pack
 from tests.support.conversation_rig import ConversationRig
 from tests.support.eventually import eventually

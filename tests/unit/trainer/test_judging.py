@@ -21,9 +21,8 @@ from rlboost.shared.ids import SampleId
 from rlboost.shared.job.spec import JobSpec, RlJob
 from rlboost.shared.messages import Event, GroupRequested, SampleDropped, SampleFinished
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import HashSet
-from rlboost.shared.streams.entries import START
-from rlboost.shared.weights.shards import Shard
+from rlboost.shared.streams.bus import START, HashSet
+from rlboost.shared.weights.manifest import Shard
 from rlboost.shared.wire import I32, ints, pack
 from tests.support.scripted_manager import Answer, ScriptedManager, scripted
 from tests.support.trainer_rig import JOB, Rig, spec

@@ -17,8 +17,7 @@ from rlboost.services.trainer.ports.samples import RewardBatch, Scores
 from rlboost.services.trainer.step import scoring
 from rlboost.shared.messages import Event, StepReport
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import HashSet
-from rlboost.shared.streams.entries import START
+from rlboost.shared.streams.bus import START, HashSet
 from tests.support.trainer_rig import JOB, Rig, spec
 
 

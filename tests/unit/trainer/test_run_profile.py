@@ -10,8 +10,7 @@ from rlboost.services.rollout_manager.domain.measurements import MIN_OBSERVATION
 from rlboost.services.rollout_manager.domain.step_windows import engine_profiles
 from rlboost.services.rollout_manager.domain.world import World
 from rlboost.services.trainer.domain.groups import ScoredGroup
-from rlboost.services.trainer.domain.metrics import Durations, RolloutTally, StepTally
-from rlboost.services.trainer.domain.profile_recorder import RECENT_STEPS, ProfileRecorder
+from rlboost.services.trainer.domain.metrics import RECENT_STEPS, Durations, ProfileRecorder, RolloutTally, StepTally
 from rlboost.shared.job.run_profile import RunProfile
 from rlboost.shared.messages import EngineProfile, SampleFinished
 from rlboost.shared.wire import I32, pack

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlboost.services.trainer.fakes import FakeEngine
-from rlboost.shared.weights.shards import Shard
+from rlboost.shared.weights.manifest import Shard
 from tests.support.trainer_rig import Rig
 
 ADAPTER = '{"r": 8}'

@@ -20,7 +20,7 @@ from rlboost.shared.errors import ConfigError, DiskFull, Fatal
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import SampleFinished
 from rlboost.shared.streams import names
-from rlboost.shared.streams.entries import START, position
+from rlboost.shared.streams.bus import START, position
 from tests.support.eventually import eventually
 from tests.support.trainer_rig import JOB, Rig, spec
 

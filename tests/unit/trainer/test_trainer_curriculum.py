@@ -25,8 +25,7 @@ from rlboost.shared.ids import SampleId
 from rlboost.shared.job.spec import RlJob
 from rlboost.shared.messages import GroupRequested
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import Fence
-from rlboost.shared.streams.entries import START
+from rlboost.shared.streams.bus import START, Fence
 from rlboost.shared.wire import I32, unpack
 from tests.support.eventually import eventually
 from tests.support.trainer_rig import JOB, Rig, spec, succession

@@ -32,8 +32,7 @@ from rlboost.shared.messages import (
     TrainerStatus,
 )
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import HashSet, Renew
-from rlboost.shared.streams.entries import START
+from rlboost.shared.streams.bus import START, HashSet, Renew
 from rlboost.shared.wire import I32, pack
 from tests.support.builders import engine_profile
 from tests.support.eventually import eventually

@@ -10,7 +10,7 @@ from rlboost.services.trainer.domain.groups import OpenSteps, StepCollector
 from rlboost.shared.errors import Unprocessable
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import Message, SampleDropped, SampleFinished, SeedingEnded, SeedingReopened
-from rlboost.shared.streams.entries import START, Entry
+from rlboost.shared.streams.bus import START, Entry
 from rlboost.shared.wire import F32, I32, pack
 
 N_STEPS, N_GROUPS, SIZE = 5, 2, 2

@@ -13,7 +13,7 @@ from rlboost.shared.job import spec as job_spec
 from rlboost.shared.job.spec import JobSpec, to_json
 from rlboost.shared.messages import Event, JobCommand, JobReport
 from rlboost.shared.streams import names
-from rlboost.shared.streams.entries import START
+from rlboost.shared.streams.bus import START
 from tests.support.eventually import eventually
 from tests.support.trainer_rig import JOB, Rig
 

@@ -16,7 +16,7 @@ from rlboost.shared.errors import ConfigError
 from rlboost.shared.ids import SampleId
 from rlboost.shared.messages import Event, GroupRequested
 from rlboost.shared.streams import names
-from rlboost.shared.streams.entries import START
+from rlboost.shared.streams.bus import START
 from tests.support.eventually import eventually
 from tests.support.scripted_manager import Answer, scripted
 from tests.support.trainer_rig import JOB, Rig, spec

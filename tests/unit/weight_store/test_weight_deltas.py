@@ -21,10 +21,9 @@ from rlboost.shared.process.waiting import Waits
 from rlboost.shared.streams.fakes import MemoryBus
 from rlboost.shared.weights.access import ManifestKey
 from rlboost.shared.weights.delta_graph import Route, VersionEdges, lists_of, plan
-from rlboost.shared.weights.manifest import ChunkRef, Part, TensorEntry, digest_of
+from rlboost.shared.weights.manifest import Chunk, ChunkRef, Part, TensorEntry, digest_of
 from rlboost.shared.weights.publisher import Delta, DeltaEncoder
 from rlboost.shared.weights.rest_models import CommitRequest
-from rlboost.shared.weights.shards import Chunk
 from tests.support.deltas import applied
 from tests.support.eventually import eventually
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlboost.services.rollout_worker.adapters.peer_address import listen_address, peer_url
+from rlboost.services.rollout_worker.adapters.machine import listen_address, peer_url
 from rlboost.shared.errors import NotFound
 from rlboost.shared.streams.bus import HashSet, Renew
 from rlboost.shared.streams.fakes import MemoryBus

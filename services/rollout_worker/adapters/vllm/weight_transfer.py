@@ -1,30 +1,156 @@
-"""vLLM weight transfer engine that reads pulled versions from the worker's chunk cache. Runs in vLLM's processes."""
+"""vLLM weight transfer engine that reads pulled versions from the worker's chunk cache. Runs in vLLM's processes.
+
+Where a rank holds the tensors of a checkpoint is found by the model's own weight loaders: they run with tensors that
+have shapes and no memory, and what they would copy is recorded: which slice of which tensor goes into which part of
+which parameter. So fused parameters and tensor parallelism are as the loaders have them.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from rlboost.services.rollout_worker.adapters.in_place import write_words
-from rlboost.services.rollout_worker.adapters.vllm.load_errors import encode_load_error
-from rlboost.services.rollout_worker.adapters.vllm.placements import NoPlacements, Placements, find_placements
+from rlboost.services.rollout_worker.adapters.in_place import Placement, is_slice, write_words
 from rlboost.services.rollout_worker.adapters.vllm.plugin import is_unpacked
-from rlboost.shared.errors import UnsuitableWeights
+from rlboost.shared.errors import Corrupt, Fatal, NotFound, RLBoostError, UnsuitableWeights
 from rlboost.shared.weights.cache import PulledVersion
 from rlboost.shared.weights.cached_version import cached_version
 from rlboost.shared.weights.changed_words import ChangedWords
+
+Placements = dict[str, list[Placement]]
+_PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+"""Methods of layers that compute with their weights as loaded: nothing is derived from them. Packed ones have no memory
+that a loader could write to."""
+
+
+class NoPlacements(Exception):
+    """The engine's memory cannot be written in place."""
+
+
+def find_placements(model: Any, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Placements:
+    """Return the placements of a checkpoint's tensors in this rank's memory; they stay valid until the next reload.
+
+    Args:
+        model: loaded.
+        tensors: name -> shape and dtype.
+
+    Raises:
+        NoPlacements: vLLM packs or quantizes the weights, derives others from them, or a loader does more than copying.
+
+    """
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if method is not None and type(method) not in _PLAIN:
+            raise NoPlacements(f"{name} may hold other than the loaded weights, by its {type(method).__name__}")
+        if getattr(module, "cpu_linear", functional.linear) is not functional.linear:
+            raise NoPlacements("vllm packs weights for this CPU (RLBOOST_WORKER_PACK_WEIGHTS)")
+        if type(module).__name__.startswith("MLA"):
+            raise NoPlacements(f"{name} computes with weights that are derived from the loaded ones")
+    recorder = _Recorder(tensors)
+    try:
+        with recorder:
+            model.load_weights(recorder.sources.items())
+    except Exception as error:  # the loaders of models raise any
+        raise NoPlacements(f"vllm's loaders do more than copy weights into its memory: {error}") from error
+    _check_covered(model, recorder.placements)
+    return recorder.placements
+
+
+def _check_covered(model: torch.nn.Module, placements: Placements) -> None:
+    """Raise `NoPlacements` if a loader fills a parameter, or a part of it, by other means than copying."""
+    covered: dict[int, int] = {}
+    for place in chain.from_iterable(placements.values()):
+        covered[_storage(place.target)] = covered.get(_storage(place.target), 0) + place.target.numel()
+    padded = {
+        id(module.weight)
+        for module in model.modules()
+        if type(getattr(module, "quant_method", None)) is UnquantizedEmbeddingMethod
+    }
+    for name, parameter in model.named_parameters():
+        n_covered = covered.get(_storage(parameter), 0)
+        if n_covered != parameter.numel() and not (id(parameter) in padded and n_covered):
+            raise NoPlacements(f"vllm's loaders copy {n_covered} of {parameter.numel()} words of {name}")
+
+
+class _Recorder(TorchDispatchMode):
+    """Records copies from `sources`, and writes nothing."""
+
+    def __init__(self, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # torch has no types for it
+        self.placements: Placements = {name: [] for name in tensors}
+        self.sources = {
+            name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in tensors.items()
+        }
+        self._names = {_storage(source): name for name, source in self.sources.items()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        if func is torch.ops.aten.copy_.default and args[1].is_meta:
+            self._record(*args[:2])
+            return args[0]
+        if any(isinstance(arg, torch.Tensor) and arg.is_meta for arg in args) and not func.is_view:
+            raise NotImplementedError(f"{func} of a tensor of the checkpoint")
+        if func._schema.is_mutable:  # noqa: SLF001 - as torch's own dispatch modes do
+            return args[0]  # such as zeros into padding, which are there already
+        return func(*args, **(kwargs or {}))
+
+    def _record(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        name = self._names[_storage(source)]
+        if target.shape != source.shape or not is_slice(source, self.sources[name].shape):
+            raise NotImplementedError(f"{tuple(source.shape)} of {name} into {tuple(target.shape)}")
+        self.placements[name].append(Placement(target, source))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - what torch compares storages by
+
+
+_CLASSES: dict[str, type[RLBoostError]] = {kind.__name__: kind for kind in (Fatal, UnsuitableWeights, Corrupt)}
+_ENCODED = re.compile(r"<load-error (\w+)>(.*?)</load-error>", re.DOTALL)
+_UNSUITABLE = (ValueError, KeyError, IndexError, TypeError, AttributeError, AssertionError, NotImplementedError)
+"""What vLLM's model loaders raise for tensors that do not belong to the model."""
+
+
+def encode_load_error(error: Exception) -> RuntimeError:
+    """Return an error whose message carries the class that the worker raises; see `decode_load_error`."""
+    if isinstance(error, NotFound):
+        kind: type[RLBoostError] = Corrupt
+    elif isinstance(error, (Fatal, UnsuitableWeights)):
+        kind = next(found for found in type(error).__mro__ if found in _CLASSES.values())
+    # Not its subclasses, which report a device that failed or has too little memory.
+    elif isinstance(error, _UNSUITABLE) or type(error) is RuntimeError:
+        kind = UnsuitableWeights
+    else:
+        kind = Fatal
+    text = str(error) if isinstance(error, RLBoostError) else f"{type(error).__name__}: {error}"
+    return RuntimeError(f"<load-error {kind.__name__}>{text}</load-error>")
+
+
+def decode_load_error(error: Exception) -> RLBoostError:
+    """Return the error that `encode_load_error` was given, with vLLM's wrapping removed; `Fatal` of any other error."""
+    found = _ENCODED.search(str(error))
+    if found is None:
+        return Fatal(str(error))
+    return _CLASSES[found[1]](found[2])
+
 
 logger = logging.getLogger(__name__)
 

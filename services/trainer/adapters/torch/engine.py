@@ -53,9 +53,8 @@ from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.client import StoreClient
-from rlboost.shared.weights.manifest import digest_of
+from rlboost.shared.weights.manifest import Shard, chunks_among, digest_of
 from rlboost.shared.weights.publisher import Publisher
-from rlboost.shared.weights.shards import Shard, chunks_among
 
 COLLECTIVE_LIMIT = timedelta(minutes=30)
 """Timeout of a collective operation."""

@@ -69,7 +69,7 @@ from rlboost.shared.model.folder import (
     require_unquantized,
     require_whole_weights,
 )
-from rlboost.shared.weights.shards import Shard
+from rlboost.shared.weights.manifest import Shard
 from rlboost.shared.wire import F32, unpack
 
 R = TypeVar("R", bound=SequenceRow)

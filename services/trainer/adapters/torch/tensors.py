@@ -25,8 +25,7 @@ from rlboost.services.trainer.adapters.torch.ranks import RankCalls, TensorSlice
 from rlboost.services.trainer.ports.engine import Loaded
 from rlboost.shared.model.folder import HEAD
 from rlboost.shared.weights.lora import adapter_of
-from rlboost.shared.weights.manifest import ChunkRef, digest_of
-from rlboost.shared.weights.shards import ChunkCopy, Shard
+from rlboost.shared.weights.manifest import ChunkCopy, ChunkRef, Shard, digest_of
 from rlboost.shared.weights.torch_tensors import merged
 
 # --- Scratch directories for tensors in transit, removed even if their process is killed ------------------------------

@@ -31,7 +31,7 @@ from rlboost.shared.errors import ConfigError
 from rlboost.shared.model.folder import merge_eos_ids
 from rlboost.shared.weights.lora import config_json_of
 from rlboost.shared.weights.torch_tensors import module_tensors
-from rlboost.tinker_wire import Adam, Datum, LoraOptions
+from rlboost.tinker.wire import Adam, Datum, LoraOptions
 
 ALPHA = 32.0
 """LoRA's alpha of all ranks, so that a learning rate suits any rank (as Tinker's)."""

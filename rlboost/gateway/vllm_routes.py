@@ -14,8 +14,8 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from rlboost.fleet import Superseded
-from rlboost.gateway import PAUSE_LIMIT_S, Gateway, Refused, body_of, given, message_of
-from rlboost.gateway_sglang import add_sglang, server_info
+from rlboost.gateway.gateway import PAUSE_LIMIT_S, Gateway, Refused, body_of, given, message_of
+from rlboost.gateway.sglang_routes import add_sglang, server_info
 from rlboost.shared.errors import ConfigError, Conflict, RLBoostError
 from rlboost.shared.http.access import credential_of, is_token
 

@@ -31,12 +31,12 @@ import structlog
 
 from rlboost.client import Client, ClientError
 from rlboost.fleet import AsyncFleet
-from rlboost.gateway import Refused
+from rlboost.gateway.gateway import Refused
 from rlboost.publishing import Weights
 from rlboost.shared.errors import ConfigError, Retryable, RLBoostError
 from rlboost.shared.ids import new_token
-from rlboost.tinker_model import LoraModel, read_info, saved_weights
-from rlboost.tinker_wire import (
+from rlboost.tinker.model import LoraModel, read_info, saved_weights
+from rlboost.tinker.wire import (
     PROTOBUF,
     CreateModel,
     CreateSampler,

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from rlboost.gateway import Gateway, Refused, given, message_of
+from rlboost.gateway.gateway import Gateway, Refused, given, message_of
 from rlboost.shared.ids import new_token
 
 _FROM_DISK = (

@@ -10,12 +10,12 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
 
-from rlboost.gateway import Refused
-from rlboost.gateway_routes import guarded_app
+from rlboost.gateway.gateway import Refused
+from rlboost.gateway.vllm_routes import guarded_app
 from rlboost.shared.errors import ConfigError, RLBoostError
 from rlboost.shared.validation import describe
-from rlboost.tinker_server import Result, Tinker, model_id_of
-from rlboost.tinker_wire import (
+from rlboost.tinker.server import Result, Tinker, model_id_of
+from rlboost.tinker.wire import (
     VERSION,
     CreateModel,
     CreateSampler,

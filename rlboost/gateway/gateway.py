@@ -29,10 +29,9 @@ from pydantic import BaseModel, ValidationError
 
 from rlboost.fleet import AsyncFleet
 from rlboost.publishing import weights_of_folders
-from rlboost.shared.http.aiohttp_sessions import aiohttp_session
 from rlboost.shared.http.server_url import MAX_REDIRECTS, redirected_origin
 from rlboost.shared.ids import new_token
-from rlboost.shared.proxies import internal
+from rlboost.shared.proxies import aiohttp_session, internal
 from rlboost.shared.secrets import bearer
 from rlboost.shared.tls import client_verification
 from rlboost.shared.validation import describe
