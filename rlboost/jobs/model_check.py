@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgpack
 
 from rlboost.services.trainer.adapters.agent_rows import rows_of
-from rlboost.services.trainer.adapters.megatron import weight_map as megatron
+from rlboost.services.trainer.adapters.megatron import model_shape as megatron
 from rlboost.services.trainer.adapters.named_paths import check_named_paths
 from rlboost.services.trainer.adapters.torch.ranks import Layout, require_divisible_heads
 from rlboost.services.trainer.ports.samples import EnvironmentFault
