@@ -174,7 +174,8 @@ def _is_argument(param: Any) -> bool:
 
 
 def _argument(param: Any) -> str:
-    return str(param.metavar or param.name.upper()) + ("..." if param.nargs == -1 else "")
+    name = str(param.metavar or param.name.upper()).strip("[]") + ("..." if param.nargs == -1 else "")
+    return name if param.required else f"[{name}]"
 
 
 def _option(param: Any) -> str:
