@@ -33,7 +33,7 @@ JobArgument = Annotated[
 ]
 JobFileArgument = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file: YAML, TOML or JSON.")]
 OverridesArgument = Annotated[
-    list[str] | None, typer.Argument(metavar="[a.b=v]", help="Values that override the file's.")
+    list[str] | None, typer.Argument(metavar="a.b=v", help="Values that override the file's.")
 ]
 DEFAULT_STATE = Path(".rlboost")
 

@@ -197,7 +197,7 @@ def _config_devices(cluster: Path) -> DeviceSummary | None:
 
 
 def init(
-    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="New, or empty.")] = Path(),
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="New, or empty.")] = Path(),
     model: Annotated[
         str | None, typer.Option("--model", help="Hugging Face id or folder; a model of 0.2 M parameters if not given.")
     ] = None,

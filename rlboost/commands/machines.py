@@ -110,7 +110,7 @@ def _drain_warning(worker_id: str, workers: Sequence[Mapping[str, Any]]) -> str:
 @workers.command()
 def join(  # noqa: PLR0913, PLR0917 - the options of a command
     file: Annotated[
-        Path | None, typer.Argument(metavar="[FILE]", help="YAML file with options as keys; options override it.")
+        Path | None, typer.Argument(metavar="FILE", help="YAML file with options as keys; options override it.")
     ] = None,
     url: Annotated[str | None, typer.Option(help="URL of the system's REST API.")] = None,
     token: Annotated[str | None, typer.Option(help="A token of scope worker; better given as RLBOOST_TOKEN.")] = None,

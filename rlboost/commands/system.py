@@ -48,7 +48,7 @@ TensorParallelOption = Annotated[int | None, typer.Option(help="GPUs per engine,
 
 def up(  # noqa: PLR0913, PLR0917 - the options of a command
     file: Annotated[
-        Path | None, typer.Argument(metavar="[FILE]", help="YAML file with options as keys; options override it.")
+        Path | None, typer.Argument(metavar="FILE", help="YAML file with options as keys; options override it.")
     ] = None,
     reserved: Annotated[
         int | None,
