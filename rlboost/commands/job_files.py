@@ -223,7 +223,7 @@ def init(
         echo("  python prepare.py  # writes the data")
     elif recipe is not None:
         echo("  cat README.md  # its data, and what to watch")
-    echo("  rlboost up --detach\n  rlboost run job.yaml --follow")
+    echo(f"  {new_folder.start_command(folder)}\n  rlboost run job.yaml --follow")
 
 
 # --- Registration -----------------------------------------------------------------------------------------------------

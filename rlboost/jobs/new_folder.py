@@ -19,6 +19,8 @@ JOB_FILES = ("job.yaml", "warmup.yaml")
 _LEFT_OUT = ("__init__.py", "make_model.py")
 _RL_RATE, _SFT_RATE = "1.0e-6", "1.0e-5"
 """Learning rates for a model given by the user; a template's are for its small model."""
+_OF_INIT = re.compile(rf"^model: {MODEL}\b", re.MULTILINE)
+"""A recipe's job for the small model of `rlboost init`, which `--model` does not concern."""
 _LINK = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+[^)#]+)[^)]*\)")
 _SHOWN = 5
 
@@ -44,7 +46,8 @@ def make(folder: Path, model: str | None = None, recipe: str | None = None) -> l
         folder.mkdir(parents=True, exist_ok=True)
         for file in files:
             text = file.read_text(encoding="utf-8")
-            if given is not None and file.name in JOB_FILES:
+            of_init = not is_small and _OF_INIT.search(text)
+            if given is not None and file.name in JOB_FILES and not of_init:
                 text = with_model(text, given, own_rate=not is_small)
             if file.suffix == ".md":
                 text = _without_links(text, f"{template.parent.name}/{template.name}")
@@ -56,6 +59,13 @@ def make(folder: Path, model: str | None = None, recipe: str | None = None) -> l
     except OSError as error:
         raise ConfigError(f"{error.filename or folder}: {error.strerror or error}: name another folder") from error
     return sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
+
+
+def start_command(folder: Path) -> str:
+    """Return the command that starts a system for the job of a new folder, as its README has it."""
+    readme = folder / "README.md"
+    found = re.search(r"^rlboost up\b[^#\n]*", readme.read_text(encoding="utf-8"), re.MULTILINE)
+    return found[0].strip() if found else "rlboost up --detach"
 
 
 def names() -> list[str]:
