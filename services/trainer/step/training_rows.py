@@ -56,6 +56,8 @@ class TrainingRows(ABC):
         # The weights at the start of the step are gone after its first update.
         decoupled = self._algorithm.is_decoupled(job.generating_spec.elastic.max_staleness)
         self._needs_proximal = decoupled and self._algorithm.updates_per_step * self._algorithm.epochs > 1
+        self._keeps_reference = self._algorithm.needs_reference and self._algorithm.epochs > 1
+        """True if each row gets its column of the reference once, for all epochs."""
         self.needs_all_groups = self._needs_proximal or self._algorithm.advantage in NEED_THE_STEP
         """True if rows can be built only from all groups of the step."""
 
@@ -79,6 +81,9 @@ class TrainingRows(ABC):
         if self._needs_proximal:
             columns = iter(await self._columns(_flat(rows), self._engine.logprobs))
             rows = [[replace(row, proximal=next(columns)) for row in group] for group in rows]
+        if self._keeps_reference and not all(row.reference for row in _flat(rows)):
+            columns = iter(await self._columns(_flat(rows), self._engine.reference_logprobs))
+            rows = [[replace(row, reference=next(columns)) for row in group] for group in rows]
         following = iter(rows)
         return [[] if group is None else next(following) for group in groups]
 
@@ -214,7 +219,9 @@ class _PreferencePairs(TrainingRows):
         spec = self._algorithm.preference
         assert spec is not None
         trained = await self._columns(rows, self._engine.logprobs)
-        reference = await self._columns(rows, self._engine.reference_logprobs)
+        reference = [row.reference for row in rows]
+        if not all(reference):
+            reference = await self._columns(rows, self._engine.reference_logprobs)
         weighted, found = preference.weighted(rows, trained, reference, spec)
         sums.add(self._tally.loss_sums, found)
         return weighted

@@ -142,8 +142,18 @@ async def test_each_epoch_repeats_the_updates_of_the_first(tmp_path: Path, old_l
 async def test_pairs_are_weighed_by_the_present_weights_in_each_epoch(tmp_path: Path) -> None:
     engine = Recording()
     await completed(rig_of(tmp_path, engine, algorithm={"name": "dpo", "updates_per_step": 1, "epochs": 2}))
-    update = ["logprobs", "reference", "accumulate", "step"]
-    assert [call for call, _ in itertools.groupby(engine.calls)] == update * 2
+    assert 2 * engine.calls.count("reference") == engine.calls.count("accumulate")
+    others = [call for call in engine.calls if call != "reference"]
+    assert [call for call, _ in itertools.groupby(others)] == ["logprobs", "accumulate", "step"] * 2
+
+
+@pytest.mark.parametrize(("epochs", "n_columns"), [(1, 0), (3, 1)])
+async def test_reference_is_asked_once_for_all_epochs(tmp_path: Path, epochs: int, n_columns: int) -> None:
+    engine = Recording()
+    changes = {"name": "grpo", "kl_coef": 0.1, "epochs": epochs, "equal_groups": "keep"}
+    await completed(rig_of(tmp_path, engine, algorithm=changes))
+    assert epochs * engine.calls.count("reference") == n_columns * engine.calls.count("accumulate")
+    assert {bool(row.reference) for row in engine.rows} == {epochs > 1}
 
 
 async def test_critic_is_asked_once_for_all_epochs(tmp_path: Path) -> None:
