@@ -181,13 +181,12 @@ def test_speedup_of_a_part_of_an_engine_slows_no_batch(
     tokens_each: float,
 ) -> None:
     """Whatever part of an engine becomes faster, each batch is at least as fast, and so is the one at the cap."""
-    before, after = (
-        Profile(*values, tokens_per_pass=per_pass, drafted=drafted, observed=MIN_OBSERVATIONS)
-        for values, per_pass in (
-            (parts, tokens_per_pass),
-            ([value * by for value, by in zip(parts, factors, strict=True)], tokens_per_pass * more_tokens),
-        )
-    )
+
+    def made(factors: tuple[float, ...], tokens_per_pass: float) -> Profile:
+        fixed_s, each_s, token_s, verify_s = (value * by for value, by in zip(parts, factors, strict=True))
+        return Profile(fixed_s, each_s, token_s, verify_s, tokens_per_pass, drafted, observed=MIN_OBSERVATIONS)
+
+    before, after = made((1.0, 1.0, 1.0, 1.0), tokens_per_pass), made(factors, tokens_per_pass * more_tokens)
     for running in range(1, 65):
         assert after.step_s(running, running * tokens_each) <= before.step_s(running, running * tokens_each) * 1.000001
     best = max(before.tokens_per_s(running, running * tokens_each) for running in range(1, 65))
