@@ -182,7 +182,7 @@ def over_segments(args: argparse.Namespace, names: Iterable[str]) -> Iterator[Ro
                 "seed": seed,
                 "present": round(fleet.mean_instances, 2),
             }
-            if policy.fleet == "spot":
+            if policy.fleet == "spot" and not policy.speculation:  # the bound knows no drafts
                 row["step_over_bound"] = round(_over_bound(job, machine, fleet, run), 3)
             yield row | summarize([run]).public()
 

@@ -7,8 +7,8 @@ by the `model` folder of a finished demo. Three tables:
 
 1. Samples and tokens that differ. "drafts": whole groups with drafts as long as possible, against the same without.
    "other batch": without drafts, one group at a time instead of all at once. Both change how many rows a kernel gets.
-2. Tokens per forward pass of the longest sample of each group, alone in the engine, with some of its siblings known.
-   Drafts are as long as possible, so that this does not depend on the machine.
+2. Drafted tokens and tokens per forward pass of the longest sample of each group, alone in the engine, with some of its
+   siblings known. Drafts are as long as possible up to a limit, so that this does not depend on the machine.
 3. The tail: the longest samples of n groups at once, without drafts and with. Both engines take turns; a figure is the
    median of the rounds' ratios of processor time.
 """
@@ -109,9 +109,11 @@ async def differences(model: Path, groups: Groups, dtype: Dtype) -> Samples:
     return expected
 
 
-async def tokens_per_pass(model: Path, groups: Groups, samples: Samples, known: int) -> tuple[float, float]:
-    """Return tokens per pass, and the accepted share of the drafts, with this many siblings known."""
-    drafter = Drafter(SLOTS, FreePasses())
+async def drafts_per_pass(
+    model: Path, groups: Groups, samples: Samples, known: int, longest: int
+) -> tuple[float, float]:
+    """Return drafted tokens and tokens per pass, with this many siblings known and drafts of up to `longest` tokens."""
+    drafter = Drafter(1 + longest, FreePasses())
     engine = await start(model, "float32", drafter)
     n_tokens = 0
     for request in groups.longest(samples):
@@ -122,7 +124,7 @@ async def tokens_per_pass(model: Path, groups: Groups, samples: Samples, known: 
         n_tokens += len(made[request.sample].tokens)
     await engine.close()
     passes = n_tokens - drafter.accepted_total
-    return n_tokens / passes, drafter.accepted_total / max(1, drafter.drafted_total)
+    return drafter.drafted_total / passes, n_tokens / passes
 
 
 async def tail(model: Path, groups: Groups, samples: Samples, n: int, known: int, rounds: int) -> str:
@@ -158,10 +160,11 @@ async def measure(args: argparse.Namespace) -> None:
     print("|---|---|---|---|---|---|---|")
     samples = await differences(args.model, groups, "float32")
     await differences(args.model, groups, "bfloat16")
-    print("\n| siblings known | tokens per pass | accepted share |\n|---|---|---|")
+    print("\n| siblings known | longest draft | drafted per pass | tokens per pass |\n|---|---|---|---|")
     for known in (0, 1, 3, 7):
-        per_pass, share = await tokens_per_pass(args.model, groups, samples, known)
-        print(f"| {known} | {per_pass:.2f} | {share:.2f} |", flush=True)
+        for longest in (4, 8):
+            drafted, tokens = await drafts_per_pass(args.model, groups, samples, known, longest)
+            print(f"| {known} | {longest} | {drafted:.2f} | {tokens:.2f} |", flush=True)
     print("\n| batch | siblings known | tokens per pass | time with drafts : without |\n|---|---|---|---|")
     for n in args.batches:
         for known in (0, 7):

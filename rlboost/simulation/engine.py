@@ -4,6 +4,9 @@ One decode step of n samples with k tokens of KV takes `a + b n + c k` seconds (
 once and each cached token once, and each sample costs some arithmetic). All running samples get one token per step, so
 m steps between two events take `m (a + b n + c k) + c n m^2 / 2`: no step is simulated on its own.
 
+With drafts, a sample gets several tokens per pass on average: time and steps count per token, with the pass that is
+chosen when the batch changes.
+
 Prefill comes before decoding and stops it. A full KV cache retracts the sample that was admitted last: it keeps its
 tokens, waits at the head of the queue and is prefilled again, as in vLLM, which calls this a preemption.
 """
@@ -15,7 +18,7 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
-from rlboost.simulation.machine import ADMIT_UP_TO, EngineSpec
+from rlboost.simulation.machine import ADMIT_UP_TO, PLAIN, EngineSpec, Pass, passes
 
 _EPSILON = 1e-6
 
@@ -58,11 +61,16 @@ class Engine:
     decoded: float = 0.0
     """Generated tokens."""
     steps: float = 0.0
-    """Decode steps."""
+    """Decode steps, one for each token of a sample."""
+    passes: float = 0.0
+    """Forward passes: fewer than steps with drafts."""
     decode_s: float = 0.0
     """Time in decode steps."""
     retractions: int = 0
     _kv: float = 0.0
+    _passes: tuple[Pass, ...] = (PLAIN,)
+    """Those among which it chooses."""
+    _pass: Pass = PLAIN
     _prefill_s: float = 0.0
     _ends: list[tuple[float, int, Held]] = field(default_factory=list)
     _prefixes: set[int] = field(default_factory=set)
@@ -101,6 +109,11 @@ class Engine:
         if self.running:
             self._prefill_s += seconds + self._kv / self.spec.prefill_tokens_per_s
 
+    def know_siblings(self, siblings: float) -> None:
+        """Draft from this number of ended siblings of each running sample, a mean."""
+        self._passes = passes(siblings)
+        self._choose_pass()
+
     def tokens_of(self, held: Held) -> int:
         """Return how many tokens a sample has now."""
         more = self.steps - held.admitted_at if held.running else 0.0
@@ -135,12 +148,21 @@ class Engine:
     # --- between two events -------------------------------------------------------------------------------------------
 
     def _seconds(self, steps: float) -> float:
-        n = len(self.running)
-        return steps * (self.spec.decode_s(n, self._kv) + self.spec.per_kv_token_s * n * steps / 2)
+        first, slope = self._step_s()
+        return steps * (first + slope * steps / 2)
+
+    def _step_s(self) -> tuple[float, float]:
+        """Return the seconds of the next step, and by how much more each one takes as the KV cache grows."""
+        n, spec = len(self.running), self.spec
+        first = spec.decode_s(n, self._kv) + spec.per_sample_s * n * self._pass.drafted
+        return first / self._pass.tokens, spec.per_kv_token_s * n / self._pass.tokens
+
+    def _choose_pass(self) -> None:
+        if len(self._passes) > 1:
+            self._pass = self.spec.fastest(self._passes, len(self.running), self._kv)
 
     def _steps_in(self, seconds: float) -> float:
-        n = len(self.running)
-        first, slope = self.spec.decode_s(n, self._kv), self.spec.per_kv_token_s * n
+        first, slope = self._step_s()
         if slope == 0:
             return seconds / first
         return (math.sqrt(first * first + 2 * slope * seconds) - first) / slope
@@ -148,6 +170,7 @@ class Engine:
     def _progress(self, steps: float) -> None:
         tokens = steps * len(self.running)
         self.steps += steps
+        self.passes += steps / self._pass.tokens
         self._kv += tokens
         self.decoded += tokens
 
@@ -196,6 +219,7 @@ class Engine:
             held.prefill_s = (held.base + (0 if cached else held.prompt)) / self.spec.prefill_tokens_per_s
             self._prefill_s += held.prefill_s
             self._kv += size
+            self._choose_pass()
 
     def _stop(self, held: Held) -> None:
         if held.admitted_at == self.steps:  # the rest of the prefill of a removed sample does not happen
@@ -203,3 +227,4 @@ class Engine:
         held.base = self.tokens_of(held)
         held.running = False
         self._kv = max(0.0, self._kv - held.prompt - held.base) if self.running else 0.0
+        self._choose_pass()

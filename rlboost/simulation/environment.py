@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable
 
 from rlboost.shared.ids import SampleId, group_of
@@ -45,6 +46,8 @@ class Environment:
         """Instances that download weights now."""
         self.slowdown = 1.0
         """Slowdown of the step that is trained: see `Machine.slowdowns`."""
+        self.ended: Counter[int] = Counter()
+        """Group -> its complete samples."""
         self._groups: dict[int, dict[int, Group]] = {}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._n_events = 0

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
 
 from rlboost.services.rollout_manager.domain.candidates import PREFILL_SPEEDUP
 
@@ -13,9 +17,40 @@ DELTA_SHARE = 0.024
 rate of 1e-6: `benchmarks/weight_delta.py` measured 0.98 bytes for each changed value."""
 
 
+class Pass(NamedTuple):
+    """What one forward pass does for each sample."""
+
+    drafted: float
+    """Drafted tokens that it verifies."""
+    tokens: float
+    """Tokens that the sample gets."""
+
+
+PLAIN = Pass(0.0, 1.0)
+DRAFTS = {
+    0: (Pass(8, 2.14), Pass(4, 1.9)),
+    1: (Pass(8, 2.59), Pass(4, 2.4)),
+    3: (Pass(8, 3.19), Pass(4, 2.7)),
+    7: (Pass(8, 3.39), Pass(4, 2.8)),
+}
+"""Siblings that have ended -> passes with drafts of up to 8 and 4 tokens: the torch engine's for the trained Countdown
+model (docs/performance.md#drafts). Most drafts are shorter, so each pass counts as more work than it is."""
+
+
+def passes(siblings: float) -> tuple[Pass, ...]:
+    """Return the passes among which an engine that drafts chooses, if this many siblings of a sample have ended."""
+    known = list(DRAFTS)
+    by_length = (np.array(points) for points in zip(*DRAFTS.values(), strict=True))
+    found = ([float(np.interp(siblings, known, column)) for column in points.T] for points in by_length)
+    return PLAIN, *(Pass(*one) for one in found)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """Throughput of one engine; a decode step of n samples with k tokens of KV takes a + b n + c k seconds."""
+    """Throughput of one engine; a decode step of n samples with k tokens of KV takes a + b n + c k seconds.
+
+    A pass that verifies d drafted tokens of each sample takes a + b (1 + d) n + c k: it reads weights and cache once.
+    """
 
     step_s: float
     """a: of one decode step, independent of the batch."""
@@ -28,6 +63,12 @@ class EngineSpec:
     """The largest batch."""
     kv_tokens: int = 0
     """Capacity of the KV cache in tokens; 0: unlimited. A full cache retracts the sample admitted last."""
+
+    def fastest(self, choices: Iterable[Pass], batch: float, kv_tokens: float) -> Pass:
+        """Return the pass with the most tokens per second; none has more tokens than slots, as in the torch engine."""
+        plain_s, drafted_s = self.decode_s(batch, kv_tokens), self.per_sample_s * batch
+        possible = (one for one in choices if batch * (1.0 + one.drafted) <= self.slots or one is PLAIN)
+        return min(possible, key=lambda one: (plain_s + drafted_s * one.drafted) / one.tokens)
 
     def decode_s(self, batch: float, kv_tokens: float) -> float:
         """Return the seconds of one decode step."""

@@ -49,8 +49,8 @@ class SimWorker:
         """Samples that were assigned for weights that are not loaded yet."""
         self._pulls = self._wakes = self._seq = 0
         self._throughput, self._decode = Throughput(), DecodeMeter(env.machine.engine.slots)
-        self._measured = (0.0, 0.0, 0.0)
-        """Seconds, steps and tokens of decoding as of the last heartbeat."""
+        self._measured = (0.0, 0.0, 0.0, 0.0)
+        """Seconds, passes, steps and tokens of decoding as of the last heartbeat."""
 
     @property
     def state(self) -> WorkerState:
@@ -182,6 +182,7 @@ class SimWorker:
         for held in self._awaiting_weights.values():
             self.engine.submit(held)
         self._awaiting_weights.clear()
+        self._count_siblings()
         self._heartbeat()
         self._schedule_wake()
 
@@ -190,6 +191,7 @@ class SimWorker:
             return  # the manager does not know yet
         if (command.job_id, command.version) != (self._job_id, self._assigned):
             raise RuntimeError(f"{self.id} was assigned samples of version {command.version}, not {self._assigned}")
+        was_idle = not self.engine.running
         for assignment in command.samples:
             self._forget(assignment.sample)
             held = self._held(assignment)
@@ -197,6 +199,8 @@ class SimWorker:
                 self.engine.submit(held)
             else:
                 self._awaiting_weights[held.sample] = held
+        if was_idle:
+            self._count_siblings()
 
     def _held(self, assignment: Assignment) -> Held:
         tokens = len(assignment.tokens) // I32.itemsize
@@ -253,8 +257,14 @@ class SimWorker:
         if self.alive:
             self._advance()
             self._flush(everything=True)
+            self._count_siblings()
             self._env.at(self._env.now + self._env.report_s, self._report_periodically)
             self._schedule_wake()
+
+    def _count_siblings(self) -> None:
+        running = self.engine.running.values()
+        if self._env.policy.speculation and running:
+            self.engine.know_siblings(sum(self._env.ended[held.group] for held in running) / len(running))
 
     def _heartbeat_periodically(self) -> None:
         if self.alive:
@@ -308,12 +318,15 @@ class SimWorker:
         self._seq += 1
         for total, held in zip(totals, rows, strict=True):
             held.flushed = total
+            self._env.ended[held.group] += total == held.length
         self._env.send(frame)
 
     def _heartbeat(self) -> None:
         engine = self.engine
-        measured = engine.decode_s, engine.steps, engine.decoded
-        self._decode.add(*(new - old for new, old in zip(measured, self._measured, strict=True)))
+        measured = engine.decode_s, engine.passes, engine.steps, engine.decoded
+        seconds, passes, steps, tokens = (new - old for new, old in zip(measured, self._measured, strict=True))
+        tokens_per_pass = steps / passes if passes else 1.0
+        self._decode.add(seconds, passes, tokens / tokens_per_pass)  # accepted tokens do not count, as in real workers
         self._measured = measured
         batch, step_s = self._decode.take()
         self._env.send(
@@ -328,5 +341,6 @@ class SimWorker:
                 at=self._env.now,
                 batch=batch,
                 step_s=step_s,
+                tokens_per_pass=tokens_per_pass if self._env.policy.speculation else 0.0,
             )
         )

@@ -29,6 +29,8 @@ class Policy:
     """Instances get weights from one another."""
     notices: bool = False
     """A preempted instance hands its samples off before its end."""
+    speculation: bool = False
+    """Engines draft from ended samples of the same prompt."""
     staleness: int = 0
     """How many versions old a sample's weights may be (`elastic.max_staleness`)."""
     seeding: bool = True
@@ -52,6 +54,7 @@ _ALL = (
     Policy(name="polyrl", rule="polyrl", bytes_factor=2.36),
     Policy(name="paper", rule="paper"),
     _OURS,
+    replace(_OURS, name="rlboost-speculation", speculation=True),
     replace(_OURS, name="rlboost-stale", staleness=1),
 )
 POLICIES: dict[str, Policy] = {policy.name: policy for policy in _ALL}

@@ -125,7 +125,7 @@ def _pays(sample: RunningSample, here_s: float, receiver: WorkerLoad) -> bool:
 
 
 PLATEAU = 0.9
-"""A batch is on the plateau when it reaches this share of the throughput of all slots."""
+"""A batch is on the plateau when it reaches this share of the best throughput."""
 TURNAROUND_S = 0.15
 """From a sample's end to the first token of the next one in its slot: a flush, a turn of the manager, a command."""
 KV_FILL = 0.85

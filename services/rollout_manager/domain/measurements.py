@@ -23,6 +23,9 @@ from rlboost.shared.wire import length
 # sample has a cost, and its KV cache is read. So throughput is nearly proportional to small batches and flat for large
 # ones. In between, at the *batching plateau* (B in the paper's algorithm 2), a larger batch makes each sample slower
 # and the whole hardly faster.
+#
+# An engine that drafts takes longer for a pass, by a cost per sample, and gets more than one token from it, so the time
+# per token of small batches is another line. One line through both kinds of steps would follow neither.
 
 
 MIN_STEP_S, MAX_STEP_S = 1e-6, 1e4
@@ -33,6 +36,12 @@ MIN_OBSERVATIONS = 6
 """Observations before the model is used."""
 FIT_EVERY = 8
 """Observations between two fits after that."""
+DRAFTS_STEP = 0.05
+"""Weight of one observation in what is known of drafts: few wrong ones do not count."""
+MIN_TOKENS_PER_PASS = 1.05
+"""Fewer: the engine tries drafts that do not pay."""
+MAX_TOKENS_PER_PASS = 64.0
+"""No engine accepts longer drafts: such a report is wrong."""
 SPEED_STEP = 0.1
 """Weight of one observation in a worker's speed."""
 
@@ -53,7 +62,14 @@ class Profile:
     """Seconds per step and sample in the batch."""
     token_s: float = 0.0
     """Seconds per step and token in the KV cache."""
+    verify_s: float = 0.0
+    """Seconds per step and sample in the batch on top, where the engine verifies drafts."""
+    tokens_per_pass: float = 1.0
+    """Tokens of a sample in such a step."""
+    drafted: float = 0.0
+    """The largest batch with drafts."""
     observed: int = 0
+    _without_drafts: int = 0
     _products: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros((3, 3)))
     _targets: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(3))
 
@@ -62,9 +78,30 @@ class Profile:
         """Return True if there were enough observations."""
         return self.observed >= MIN_OBSERVATIONS
 
-    def observe(self, running: float, tokens: float, tokens_per_s: float) -> None:
-        """Take one observation: the samples in the batch, their tokens in the KV cache, and their joint throughput."""
-        step_s = running / tokens_per_s
+    def observe(self, running: float, tokens: float, tokens_per_s: float, tokens_per_pass: float = 1.0) -> None:
+        """Take one observation.
+
+        Args:
+            running: samples in the batch.
+            tokens: theirs in the KV cache.
+            tokens_per_s: their joint throughput, without accepted drafts.
+            tokens_per_pass: tokens of a sample in a step, with them.
+
+        """
+        step_s, drafts = running / tokens_per_s, tokens_per_pass > MIN_TOKENS_PER_PASS
+        if drafts and running > self.drafted:
+            self.drafted = min(running, (1 + DRAFTS_STEP) * self.drafted) if self.drafted else running
+        elif not drafts and running < self.drafted:
+            self.drafted = max(running, (1 - DRAFTS_STEP) * self.drafted)
+        if drafts != (running <= self.drafted):
+            return  # a mean over steps of both kinds
+        self._without_drafts += not drafts
+        if drafts:
+            self.tokens_per_pass += DRAFTS_STEP * (tokens_per_pass - self.tokens_per_pass)
+            if self._without_drafts >= MIN_OBSERVATIONS:  # else nothing tells the cost of drafts apart
+                more_s = (step_s - self.pass_s(running, tokens)) / running
+                self.verify_s += DRAFTS_STEP * (max(0.0, more_s) - self.verify_s)
+                return
         row = np.array([1.0, running, tokens])
         self._products = OBSERVATION_DECAY * self._products + np.outer(row, row) / step_s
         self._targets = OBSERVATION_DECAY * self._targets + row
@@ -86,9 +123,24 @@ class Profile:
         fixed_s, self.each_s, self.token_s = (float(value) for value in best / scale)
         self.fixed_s = max(fixed_s, 1e-9)  # a step always takes time
 
+    def pass_s(self, running: float, tokens: float, *, drafts: bool = False) -> float:
+        """Return the seconds of one step."""
+        return self.fixed_s + (self.each_s + drafts * self.verify_s) * running + self.token_s * tokens
+
+    def uses_drafts(self, running: float, tokens: float) -> bool:
+        """Return True if an engine drafts a batch: where that is faster, up to the largest one that was seen."""
+        drafted_s = self.pass_s(running, tokens, drafts=True)
+        return running <= self.drafted and drafted_s < self.tokens_per_pass * self.pass_s(running, tokens)
+
     def step_s(self, running: float, tokens: float) -> float:
-        """Return the seconds of one step, which is also the time between two tokens of a sample."""
-        return self.fixed_s + self.each_s * running + self.token_s * tokens
+        """Return the seconds between two tokens of a sample in a batch."""
+        if self.uses_drafts(running, tokens):
+            return self.pass_s(running, tokens, drafts=True) / self.tokens_per_pass
+        return self.pass_s(running, tokens)
+
+    def batch_share(self, running: float, tokens: float) -> float:
+        """Return the part of a step that grows with its batch."""
+        return 1.0 - self.fixed_s / self.pass_s(running, tokens, drafts=self.uses_drafts(running, tokens))
 
     def token_interval_s(self, load: int, batch_cap: int, tokens: float) -> float:
         """Return the seconds between two tokens of one of `load` samples; those beyond the batch cap take turns."""
@@ -99,7 +151,7 @@ class Profile:
         return running / self.step_s(running, tokens) if running else 0.0
 
     def plateau(self, slots: int, share: float, tokens_each: float) -> int:
-        """Return the smallest batch that reaches `share` of the throughput of all slots.
+        """Return the smallest batch that reaches `share` of the best throughput.
 
         Args:
             slots: the largest batch.
@@ -109,9 +161,14 @@ class Profile:
         """
         if not self.known:
             return slots
-        each_s = self.each_s + self.token_s * tokens_each
-        most = share * slots / (self.fixed_s + each_s * slots)
-        return min(slots, max(1, round(most * self.fixed_s / (1.0 - most * each_s))))
+        drafted = min(float(slots), self.drafted)
+        least = share * max(self.tokens_per_s(n, n * tokens_each) for n in (slots, drafted))
+        each_s, batches = self.each_s + self.token_s * tokens_each, [float(slots)]
+        for more_s, per_pass, largest in ((0.0, 1.0, float(slots)), (self.verify_s, self.tokens_per_pass, drafted)):
+            left = per_pass - least * (each_s + more_s)
+            if left > 0 and least * self.fixed_s / left <= largest:
+                batches.append(least * self.fixed_s / left)
+        return max(1, round(min(batches)))
 
 
 def is_possible(batch: float, step_s: float, slots: int) -> bool:

@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 from rlboost.services.rollout_manager.domain.effects import Effect, Now, Send, event
 from rlboost.services.rollout_manager.domain.measurements import (
+    MAX_TOKENS_PER_PASS,
+    MIN_TOKENS_PER_PASS,
     PROBE_SAMPLES,
     CommandCheck,
     KvUsage,
@@ -189,7 +191,7 @@ class Worker:
         running = self._last_running
         if not self.profile.known:
             return min(1.0, running / max(1, self.batch_cap))
-        return 1.0 - self.profile.fixed_s / self.profile.step_s(running, running * self._tokens_each)
+        return self.profile.batch_share(running, running * self._tokens_each)
 
     def add(self, sample: Sample) -> None:
         """Take a sample, and count its tokens."""
@@ -266,9 +268,11 @@ class Worker:
         is_settled = heartbeat.state == "ready" and now - self.disturbed_at > DISTURBED_S
         if is_settled and is_possible(batch, step_s, self.joined.slots):
             tokens_per_s, tokens = batch / step_s, batch * self._tokens_each
+            per_pass = heartbeat.tokens_per_pass or 1.0
             if self.profile.known:
-                self.speed = speed_after(self.speed, self.profile.tokens_per_s(batch, tokens), tokens_per_s)
-            self.profile.observe(batch, tokens, tokens_per_s)
+                expected = batch / self.profile.pass_s(batch, tokens, drafts=per_pass > MIN_TOKENS_PER_PASS)
+                self.speed = speed_after(self.speed, expected, tokens_per_s)
+            self.profile.observe(batch, tokens, tokens_per_s, min(per_pass, MAX_TOKENS_PER_PASS))
 
     def public(self) -> dict[str, Any]:
         """Return the fields of the REST API, times as Unix seconds."""

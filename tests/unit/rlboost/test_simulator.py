@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from hypothesis import given
@@ -112,6 +113,26 @@ def test_migrated_sample_keeps_its_tokens_and_resumes_after_a_prefill() -> None:
     assert second.next_event_at() < 1.0 + (10 + taken.base) / 100.0 + 100 * 0.013
 
 
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=20), st.floats(0.0, 7.0))
+def test_drafts_delay_no_sample_and_change_no_token(lengths: list[int], siblings: float) -> None:
+    plain, drafting = Engine(SPEC), Engine(SPEC)
+    ends: list[dict[int, float]] = []
+    for engine in (plain, drafting):
+        for i, length in enumerate(lengths):
+            engine.submit(held(i, length))
+        if engine is drafting:
+            engine.know_siblings(siblings)
+        ended: dict[int, float] = {}
+        while engine.running:
+            engine.advance(engine.next_event_at())
+            ended |= {done.sample: engine.now for done in engine.done}
+            engine.done.clear()
+        ends.append(ended)
+    assert drafting.decoded == pytest.approx(plain.decoded)
+    assert drafting.passes <= plain.passes == pytest.approx(plain.steps)
+    assert all(ends[1][sample] <= ends[0][sample] * (1 + 1e-9) for sample in ends[0])
+
+
 # --- the job ----------------------------------------------------------------------------------------------------------
 
 
@@ -142,7 +163,7 @@ def test_simulation_delivers_every_sample_and_respects_the_bound(machine: Machin
     for step in result.steps:
         groups = JOB.groups(step.step, seed=1)
         assert step.generated_tokens == sum(sum(group.lengths) for group in groups)
-    if policy.fleet == "spot" and not policy.staleness:
+    if policy.fleet == "spot" and not policy.staleness and not policy.speculation:
         shortest = shortest_steps(JOB, machine, UNSTEADY, result)
         assert all(step.duration_s >= bound for step, bound in zip(result.steps, shortest, strict=True))
     if machine is FULL_CACHES:
@@ -185,6 +206,45 @@ def test_manager_learns_the_decode_steps_of_the_simulated_engine() -> None:
     for batch in (1, 4, 16):
         tokens = 1000 * batch
         assert learned.step_s(batch, tokens) == pytest.approx(MACHINE.engine.decode_s(batch, tokens), rel=0.05)
+
+
+def test_manager_learns_both_regimes_of_a_simulated_engine_that_drafts() -> None:
+    env = Environment(JOB, MACHINE, POLICIES["rlboost-speculation"], seed=1, resolution_s=0.5)
+    run = Simulation(env, FleetTrace.constant(3, 30.0), warm_up_steps=1)
+    run.run()
+    assert isinstance(run.manager, DomainManager)
+    learned = run.manager.world.fleet.profiles["simulated"]
+    assert 1.9 < learned.tokens_per_pass < 3.4
+    assert learned.step_s(32, 32_000) == pytest.approx(MACHINE.engine.decode_s(32, 32_000), rel=0.1)
+    assert learned.step_s(1, 1000) < 0.6 * MACHINE.engine.decode_s(1, 1000)
+
+
+SPEEDUPS: dict[str, dict[str, float]] = {
+    "weights": {"step_s": 0.5},
+    "arithmetic": {"per_sample_s": 0.5},
+    "caches": {"per_kv_token_s": 0.5},
+    "prefill": {"prefill_tokens_per_s": 2.0},
+    "all": {"step_s": 0.8, "per_sample_s": 0.8, "per_kv_token_s": 0.8, "prefill_tokens_per_s": 1.25},
+}
+NOISE = 0.03
+"""See the limits in docs/evaluation.md."""
+
+
+@cache
+def throughput(policy: str, part: str = "") -> float:
+    engine = MACHINE.engine
+    faster = {name: getattr(engine, name) * by for name, by in SPEEDUPS.get(part, {}).items()}
+    return simulated(POLICIES[policy], machine=replace(MACHINE, engine=replace(engine, **faster))).tokens_per_s
+
+
+@pytest.mark.parametrize("policy", ["rlboost", "rlboost-speculation"])
+@pytest.mark.parametrize("part", SPEEDUPS)
+def test_speedup_of_a_part_of_the_engines_slows_no_simulated_job(policy: str, part: str) -> None:
+    assert throughput(policy, part) > (1 - NOISE) * throughput(policy)
+
+
+def test_drafts_make_a_simulated_job_faster() -> None:
+    assert throughput("rlboost-speculation") > 1.02 * throughput("rlboost")
 
 
 def test_slow_machine_trains_and_generates_slowly_in_the_same_step() -> None:

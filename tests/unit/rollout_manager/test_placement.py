@@ -113,6 +113,99 @@ def test_profile_terms_are_never_negative(seen: list[tuple[int, int, float]]) ->
         assert made.step_s(1, 1) > 0
 
 
+def drafting_profile() -> Profile:
+    """Return the profile of an engine that gets 2.5 tokens from a pass of up to 16 samples."""
+    made = profile(0.02, 0.001)
+    for running in (1, 2, 4, 8, 16) * MIN_OBSERVATIONS * 8:
+        made.observe(running, 0, running / (0.02 + 0.0025 * running), 2.5)
+    return made
+
+
+def test_profile_with_drafts_follows_both_regimes() -> None:
+    found, plain = drafting_profile(), profile(0.02, 0.001)
+    for running in (1, 8, 16):
+        assert found.step_s(running, 0) == pytest.approx((0.02 + 0.0025 * running) / 2.5, rel=0.01)
+        assert found.batch_share(running, 0) == pytest.approx(1 - 0.02 / (0.02 + 0.0025 * running), rel=0.01)
+    for running in (17, 32, 64):
+        assert found.step_s(running, 0) == plain.step_s(running, 0), "drafts were not seen in so large a batch"
+        assert found.batch_share(running, 0) == plain.batch_share(running, 0)
+
+
+def test_drafts_of_small_batches_do_not_lower_the_batch_cap() -> None:
+    plain, found = profile(0.02, 0.001), drafting_profile()
+    assert found.plateau(64, 0.9, 0.0) == plain.plateau(64, 0.9, 0.0)
+    for running in range(1, 65):
+        assert found.step_s(running, 0) <= plain.step_s(running, 0)
+
+
+def test_batch_cap_is_that_of_drafts_where_no_batch_without_is_faster() -> None:
+    found = profile(0.005, 0.001)
+    for running in (1, 4, 16) * MIN_OBSERVATIONS * 10:
+        found.observe(running, 0, running / (0.005 + 0.0011 * running), 2.5)
+    cap = found.plateau(64, 0.9, 0.0)
+    assert cap < 16
+    assert found.tokens_per_s(cap + 1, 0) >= 0.9 * found.tokens_per_s(16, 0) > found.tokens_per_s(64, 0)
+
+
+def test_engine_that_always_drafts_has_one_regime() -> None:
+    found = Profile()
+    for running in (1, 4, 16) * MIN_OBSERVATIONS * 10:
+        found.observe(running, 0, running / (0.02 + 0.001 * running), 2.0)
+    assert found.known
+    for running in (1, 8, 16):
+        assert found.step_s(running, 0) == pytest.approx((0.02 + 0.001 * running) / 2.0, rel=0.01)
+
+
+def test_few_wrong_reports_of_drafts_in_large_batches_change_little() -> None:
+    found = drafting_profile()
+    for _ in range(3):
+        found.observe(60, 0, 60 / 0.08, 2.5)
+    assert found.drafted < 20
+    assert found.step_s(32, 0) == pytest.approx(0.052)
+    for _ in range(20):
+        found.observe(12, 0, 12 / 0.032)
+    assert found.drafted == pytest.approx(12), "now only smaller batches have drafts"
+
+
+PARTS = st.tuples(st.floats(1e-4, 0.1), st.floats(0.0, 0.01), st.floats(0.0, 1e-5), st.floats(0.0, 0.01))
+FASTER = st.tuples(*[st.floats(0.2, 1.0)] * 4)
+
+
+@given(PARTS, FASTER, st.floats(1.0, 4.0), st.floats(1.0, 2.0), st.integers(0, 64), st.floats(0.0, 5e3))
+def test_speedup_of_a_part_of_an_engine_slows_no_batch(
+    parts: tuple[float, ...],
+    factors: tuple[float, ...],
+    tokens_per_pass: float,
+    more_tokens: float,
+    drafted: int,
+    tokens_each: float,
+) -> None:
+    """Whatever part of an engine becomes faster, each batch is at least as fast, and so is the one at the cap."""
+
+    def made(factors: tuple[float, ...], tokens_per_pass: float) -> Profile:
+        fixed_s, each_s, token_s, verify_s = (value * by for value, by in zip(parts, factors, strict=True))
+        return Profile(fixed_s, each_s, token_s, verify_s, tokens_per_pass, drafted, observed=MIN_OBSERVATIONS)
+
+    before, after = made((1.0, 1.0, 1.0, 1.0), tokens_per_pass), made(factors, tokens_per_pass * more_tokens)
+    for running in range(1, 65):
+        assert after.step_s(running, running * tokens_each) <= before.step_s(running, running * tokens_each) * 1.000001
+    best = max(before.tokens_per_s(running, running * tokens_each) for running in range(1, 65))
+    cap = after.plateau(64, 0.9, tokens_each)
+    at_cap = max(after.tokens_per_s(running, running * tokens_each) for running in (cap, min(cap + 1, 64)))
+    assert at_cap >= 0.899 * best
+
+
+def test_heartbeats_teach_what_drafts_take_and_give() -> None:
+    known = Profile()
+    seen = Worker(worker_joined("w", slots=64), 0.0, profile=known)
+    for running in (1, 2, 4, 8, 16, 32, 64) * MIN_OBSERVATIONS * 8:
+        pass_s, per_pass = (0.02 + 0.002 * running, 2.5) if running <= 8 else (0.02 + 0.001 * running, 1.0)
+        seen.on_heartbeat(heartbeat(running=running, batch=running, step_s=pass_s, tokens_per_pass=per_pass), 10.0)
+    assert known.step_s(4, 0) == pytest.approx(0.028 / 2.5, rel=0.05)
+    assert known.step_s(32, 0) == pytest.approx(0.052, rel=0.02)
+    assert seen.speed == pytest.approx(1.0, abs=0.1)
+
+
 # --- placement ---
 
 
