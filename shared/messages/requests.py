@@ -57,8 +57,6 @@ SamplingOption = Literal[
     "top_k", "min_p", "min_tokens", "logit_bias", "top_logprobs", "grammar", "stop", "batch_invariant"
 ]
 """A field of `Sampling` that not every engine supports."""
-RESUMES_GRAMMAR = "resumes_grammar"
-"""What an engine supports, besides options, that continues a completion with a grammar from its tokens."""
 
 
 class Sampling(Message):
