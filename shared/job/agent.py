@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import reprlib
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from rlboost.shared.job.environment import Step
-from rlboost.shared.job.sessions import key_of_start
+from rlboost.shared.job.sessions import key_of_start, turn_of_answer
 from rlboost.shared.user_code.errors import describe_error
 from rlboost.shared.user_code.functions import MAX_REWARD, InvalidUserFunction, check_arguments, load
 
@@ -37,9 +38,13 @@ class Session:
     """Whether the sample is for an evaluation."""
 
 
+MAX_REWARDS = 1024
+"""Answers of a session with rewards of their own."""
+_BOTH = '{"reward": 0.5, "rewards": {answer.id: 1.0}}'
+
 Agent = Callable[[Session, dict[str, Any]], Any]
-"""`agent(session, row)` returns the reward, or an awaitable of it. It may have a method `rows(split)`, which returns
-its own data rows."""
+"""`agent(session, row)` returns the reward, `{"reward": 0.5, "rewards": {answer.id: 1.0}}` where single answers have
+rewards of their own, or an awaitable of either. It may have a method `rows(split)`, which returns its own data rows."""
 
 
 def agent_factory(path: str, arguments: Mapping[str, Any]) -> Callable[[], AgentRun]:
@@ -94,15 +99,15 @@ class AgentRun:
     async def step(self, text: str) -> Step:
         """Run the agent to its end."""
         start, given = secrets.token_hex(4), json.loads(text)
-        reward, raised = await self.run(Session(**{**given, "key": key_of_start(given["key"], start)}))
-        return Step(json.dumps(AgentEnd(start, raised)), reward, done=True)
+        (reward, rewards), raised = await self.run(Session(**{**given, "key": key_of_start(given["key"], start)}))
+        return Step(json.dumps(AgentEnd(start, raised, rewards)), reward, done=True)
 
-    async def run(self, session: Session) -> tuple[float, str]:
-        """Run the agent; return its reward, and what it raised, empty if it returned a reward."""
+    async def run(self, session: Session) -> tuple[Rewards, str]:
+        """Run the agent; return its rewards, and what it raised, empty if it returned them."""
         try:
             return _checked(await self._result(session)), ""
         except Exception as error:  # noqa: BLE001 - the user's agent may raise anything
-            return 0.0, describe_error(error, self._row)
+            return Rewards(0.0, {}), describe_error(error, self._row)
 
     async def _result(self, session: Session) -> object:
         call = partial(self._agent, session, self._row)
@@ -112,6 +117,15 @@ class AgentRun:
         return await result if inspect.isawaitable(result) else result
 
 
+class Rewards(NamedTuple):
+    """What an agent returned."""
+
+    reward: float
+    """Of the session."""
+    rewards: Mapping[str, float]
+    """Id of an answer -> the reward of what ends with it."""
+
+
 class AgentEnd(NamedTuple):
     """How one start of an agent ended."""
 
@@ -119,9 +133,24 @@ class AgentEnd(NamedTuple):
     """Its name, which its API key had."""
     raised: str
     """What it raised, for people; empty if it returned a reward."""
+    rewards: Mapping[str, float]
+    """See `Rewards`."""
 
 
-def _checked(reward: Any) -> float:
+def _checked(returned: Any) -> Rewards:
+    if not isinstance(returned, Mapping):
+        return Rewards(_number(returned), {})
+    rewards = returned.get("rewards")
+    if returned.keys() != {"reward", "rewards"} or not isinstance(rewards, Mapping):
+        raise TypeError(f"the agent returned {reprlib.repr(returned)}: return its reward, or {_BOTH}")
+    if len(rewards) > MAX_REWARDS:
+        raise ValueError(f"the agent returned rewards of {len(rewards)} answers: at most {MAX_REWARDS} have their own")
+    for answer in rewards:
+        turn_of_answer(str(answer))
+    return Rewards(_number(returned["reward"]), {str(answer): _number(reward) for answer, reward in rewards.items()})
+
+
+def _number(reward: Any) -> float:
     if reward is None:
         raise TypeError("the agent returned None: return its reward, a finite number")
     if isinstance(reward, str | bytes):

@@ -26,6 +26,7 @@ LEASED = "leased"
 REWARDED = "rewarded"
 """Field of a session: how its host has ended it (a `SessionRewarded` as JSON); further calls are refused."""
 KEY_PREFIX = "sk-rlboost-session-"
+_ANSWER = re.compile(r"(?:cmpl-|resp_|msg_)([0-9a-f]{16})")
 _KEY = re.compile(re.escape(KEY_PREFIX) + r"(.+-[0-9a-f]{1,16})-([0-9a-f]{64})(?:\.([0-9A-Za-z]{1,32}))?")
 
 
@@ -140,3 +141,10 @@ def session_of_key(token: str, key: str) -> SessionId | None:
     if not is_valid_signature(signature, token, "session", subject):
         return None
     return SessionId.parse(f"{subject}.{start}")
+
+
+def turn_of_answer(answer: str) -> int:
+    """Return the packed id of the turn that an answer is; raises ValueError if it is not the `id` of an answer."""
+    if (found := _ANSWER.fullmatch(answer)) is None:
+        raise ValueError(f"{answer!r} is not an answer's id: give the `id` of a chat completion, response or message")
+    return int(found[1], 16)
