@@ -340,7 +340,8 @@ async def _measure(
         }
         print(json.dumps(row), flush=True)
         for line in sorted(found, key=lambda line: -line["cpu_ms"])[: args.places]:
-            print("   ", line["wall_ms"], line["cpu_ms"], Counter(line["places"]).most_common(3), flush=True)
+            times = (line[name] for name in ("wall_ms", "cpu_ms", "gc_ms"))
+            print("   ", *times, Counter(line["places"]).most_common(3), flush=True)
         await asyncio.sleep(2.0)  # what was cancelled ends
         return row
 

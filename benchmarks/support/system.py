@@ -19,7 +19,7 @@ from rlboost.local.ports import Ports
 from rlboost.shared.messages.codec import PROTOCOL, PROTOCOL_HEADER
 
 TOKEN = "benchmark"
-_START_LIMIT_S = 30.0
+_START_LIMIT_S = 180.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 

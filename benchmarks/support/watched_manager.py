@@ -1,12 +1,14 @@
 """`python -m benchmarks.support.watched_manager`: a manager that reports what holds its event loop up.
 
 Each line of the file `WATCH_FILE` is JSON: when the loop ran nothing else (Unix seconds), for how long (`wall_ms`), the
-processor time of its thread in it (`cpu_ms`, which other processes do not lengthen), and where the thread was seen.
+processor time of its thread in it (`cpu_ms`, which other processes do not lengthen), how much of it the garbage
+collector took (`gc_ms`), and where the thread was seen.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import sys
@@ -32,6 +34,8 @@ class Watch:
         self._thread_id = threading.get_ident()
         self._at = time.monotonic()
         self._seen: list[str] = []
+        self._gc_s, self._gc_began_s = 0.0, 0.0
+        gc.callbacks.append(self._on_gc)
 
     async def run(self) -> None:
         threading.Thread(target=self._look, daemon=True).start()
@@ -45,10 +49,19 @@ class Watch:
                     "at": round(time.time(), 3),
                     "wall_ms": round(stall_s * 1e3, 1),
                     "cpu_ms": round((now_cpu_s - cpu_s) * 1e3, 1),
+                    "gc_ms": round(self._gc_s * 1e3, 1),
                     "places": self._seen,
                 }
                 self._file.write(json.dumps(line) + "\n")
-            self._at, cpu_s, self._seen = now, now_cpu_s, []
+            self._at, cpu_s, self._seen, self._gc_s = now, now_cpu_s, [], 0.0
+
+    def _on_gc(self, phase: str, _: object) -> None:
+        if threading.get_ident() != self._thread_id:
+            return
+        if phase == "start":
+            self._gc_began_s = time.thread_time()
+        else:
+            self._gc_s += time.thread_time() - self._gc_began_s
 
     def _look(self) -> None:
         while True:

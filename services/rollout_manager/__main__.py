@@ -34,7 +34,6 @@ log = structlog.get_logger(__name__)
 
 async def main(config: Settings, stop: asyncio.Event) -> None:
     """Run the manager until the stop."""
-    collect_garbage_rarely()
     certificate, prices = config.certificate, config.prices
     sock = server.bind(config.host, config.port)
     bus = await connect(config.redis_url, "rollout_manager")
@@ -65,6 +64,7 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
     routes = partial(add_openai_routes, load_model_files=load_model_files, text=text)
     app = build(manager, clients_bus, config, [routes], error_format, scaler)
     add_page(app)
+    collect_garbage_rarely()
     try:
         http = server.server_loop(app, sock, certificate)
         logs = log_sender(clients_bus, "manager", lambda: [job.id for job in manager.world.jobs.active()])

@@ -467,6 +467,7 @@ class Manager:
         began = time.perf_counter()
         effects = [*seen.effects, *self._decide(seen)]
         self._read_size.took(seen.n_entries, seen.applied_s + time.perf_counter() - began)
+        await asyncio.sleep(0)  # to write them takes long, too
         await self._trim()  # what the previous turn found due: the cursors that allow it are stored by now
         effects += await self._maintain(seen.now)
         await self._commit(effects, seen.advanced)
@@ -476,6 +477,7 @@ class Manager:
     async def _observe(self, block_s: float) -> _Observed:
         """Read and apply new entries, and the leases of trainers and of silent workers."""
         batch = await self._read(block_s)
+        await asyncio.sleep(0)  # its entries were decoded just now
         now, began = self._now(), time.perf_counter()
         effects = self._apply(batch.entries, now)
         applied_s = time.perf_counter() - began

@@ -128,8 +128,8 @@ class ModelFiles:
 class TextProcessor(Protocol):
     """Parses and tokenizes texts and renders conversations of models where this cannot stop the manager's loop."""
 
-    async def parse(self, body: bytes) -> Any:
-        """Return the value of a JSON text, in which a `prompt` of token ids is a column (`shared.wire.I32`).
+    async def parse(self, body: Sequence[bytes]) -> Any:
+        """Return the value of a JSON text in parts, in which a `prompt` of token ids is a column (`shared.wire.I32`).
 
         Raises:
             InvalidJson: it is none, or not one of a request.
@@ -141,7 +141,8 @@ class TextProcessor(Protocol):
         """Return the token ids of each text as a column, by the tokenizer in the model's folder.
 
         Raises:
-            TokenizationError: the tokenizer has no tokens for a text, or takes too much time or memory.
+            TokenizationError: the tokenizer has no tokens for a text, which may have half of a character, or takes too
+                much time or memory.
             TextProcessesBusy: too many requests wait.
 
         """
@@ -150,6 +151,11 @@ class TextProcessor(Protocol):
         self, model: str, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = NO_OPTIONS
     ) -> str:
         """Return the text of a conversation; see `ChatTemplate.render`, and `encode` for errors."""
+
+    async def encode_chat(
+        self, model: str, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = NO_OPTIONS
+    ) -> bytes:
+        """Return the tokens of a conversation's text as a column; see `render` and `encode`."""
 
     async def call_style(self, model: str) -> CallStyle:
         """Return how a model's chat template writes tool calls; see `encode` for errors."""

@@ -48,8 +48,8 @@ class Engine(Protocol):
     returns_routed_experts: bool
     """True if requests may ask for the experts of each token."""
     sampling_options: frozenset[str]
-    """The `SamplingOption`s that requests may have, and `RESUMES_GRAMMAR` unless the engine releases a request that
-    has both tokens and a grammar. Not "stop": stop strings are the generator's, as an engine knows no text."""
+    """The `SamplingOption`s that requests may have. Not "stop": stop strings are the generator's, as an engine knows no
+    text."""
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests. None starts while no weights are loaded or while the engine is suspended.

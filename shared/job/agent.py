@@ -15,6 +15,7 @@ import asyncio
 import inspect
 import json
 import re
+import reprlib
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ LEASED = "leased"
 REWARDED = "rewarded"
 """Field of a session: how its host has ended it (a `SessionRewarded` as JSON); further calls are refused."""
 KEY_PREFIX = "sk-rlboost-session-"
+_ANSWER = re.compile(r"(?:cmpl-|resp_|msg_)([0-9a-f]{16})")
 _KEY = re.compile(re.escape(KEY_PREFIX) + r"(.+-[0-9a-f]{1,16})-([0-9a-f]{64})(?:\.([0-9A-Za-z]{1,32}))?")
 
 
@@ -154,6 +156,13 @@ def session_of_key(token: str, key: str) -> SessionId | None:
     return SessionId.parse(f"{subject}.{start}")
 
 
+def turn_of_answer(answer: str) -> int:
+    """Return the packed id of the turn that an answer is; raises ValueError if it is not the `id` of an answer."""
+    if (found := _ANSWER.fullmatch(answer)) is None:
+        raise ValueError(f"{answer!r} is not an answer's id: give the `id` of a chat completion, response or message")
+    return int(found[1], 16)
+
+
 @dataclass(frozen=True, slots=True)
 class Session:
     """What an agent needs to call the model: pass `base_url` and `key` to its client of OpenAI's API.
@@ -171,9 +180,13 @@ class Session:
     """Whether the sample is for an evaluation."""
 
 
+MAX_REWARDS = 1024
+"""Answers of a session with rewards of their own."""
+_BOTH = '{"reward": 0.5, "rewards": {answer.id: 1.0}}'
+
 Agent = Callable[[Session, dict[str, Any]], Any]
-"""`agent(session, row)` returns the reward, or an awaitable of it. It may have a method `rows(split)`, which returns
-its own data rows."""
+"""`agent(session, row)` returns the reward, `{"reward": 0.5, "rewards": {answer.id: 1.0}}` where single answers have
+rewards of their own, or an awaitable of either. It may have a method `rows(split)`, which returns its own data rows."""
 
 
 def agent_factory(path: str, arguments: Mapping[str, Any]) -> Callable[[], AgentRun]:
@@ -228,15 +241,15 @@ class AgentRun:
     async def step(self, text: str) -> Step:
         """Run the agent to its end."""
         start, given = secrets.token_hex(4), json.loads(text)
-        reward, raised = await self.run(Session(**{**given, "key": key_of_start(given["key"], start)}))
-        return Step(json.dumps(AgentEnd(start, raised)), reward, done=True)
+        (reward, rewards), raised = await self.run(Session(**{**given, "key": key_of_start(given["key"], start)}))
+        return Step(json.dumps(AgentEnd(start, raised, rewards)), reward, done=True)
 
-    async def run(self, session: Session) -> tuple[float, str]:
-        """Run the agent; return its reward, and what it raised, empty if it returned a reward."""
+    async def run(self, session: Session) -> tuple[Rewards, str]:
+        """Run the agent; return its rewards, and what it raised, empty if it returned them."""
         try:
             return _checked(await self._result(session)), ""
         except Exception as error:  # noqa: BLE001 - the user's agent may raise anything
-            return 0.0, describe_error(error, self._row)
+            return Rewards(0.0, {}), describe_error(error, self._row)
 
     async def _result(self, session: Session) -> object:
         call = partial(self._agent, session, self._row)
@@ -246,6 +259,15 @@ class AgentRun:
         return await result if inspect.isawaitable(result) else result
 
 
+class Rewards(NamedTuple):
+    """What an agent returned."""
+
+    reward: float
+    """Of the session."""
+    rewards: Mapping[str, float]
+    """Id of an answer -> the reward of what ends with it."""
+
+
 class AgentEnd(NamedTuple):
     """How one start of an agent ended."""
 
@@ -253,9 +275,24 @@ class AgentEnd(NamedTuple):
     """Its name, which its API key had."""
     raised: str
     """What it raised, for people; empty if it returned a reward."""
+    rewards: Mapping[str, float]
+    """See `Rewards`."""
 
 
-def _checked(reward: Any) -> float:
+def _checked(returned: Any) -> Rewards:
+    if not isinstance(returned, Mapping):
+        return Rewards(_number(returned), {})
+    rewards = returned.get("rewards")
+    if returned.keys() != {"reward", "rewards"} or not isinstance(rewards, Mapping):
+        raise TypeError(f"the agent returned {reprlib.repr(returned)}: return its reward, or {_BOTH}")
+    if len(rewards) > MAX_REWARDS:
+        raise ValueError(f"the agent returned rewards of {len(rewards)} answers: at most {MAX_REWARDS} have their own")
+    for answer in rewards:
+        turn_of_answer(str(answer))
+    return Rewards(_number(returned["reward"]), {str(answer): _number(reward) for answer, reward in rewards.items()})
+
+
+def _number(reward: Any) -> float:
     if reward is None:
         raise TypeError("the agent returned None: return its reward, a finite number")
     if isinstance(reward, str | bytes):

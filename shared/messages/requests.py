@@ -57,8 +57,6 @@ SamplingOption = Literal[
     "top_k", "min_p", "min_tokens", "logit_bias", "top_logprobs", "grammar", "stop", "batch_invariant"
 ]
 """A field of `Sampling` that not every engine supports."""
-RESUMES_GRAMMAR = "resumes_grammar"
-"""What an engine supports, besides options, that continues a completion with a grammar from its tokens."""
 
 
 class Sampling(Message):
@@ -189,6 +187,10 @@ class TurnOpened(Message):
     """Which start of the agent called."""
 
 
+TurnRewards = Annotated[tuple[Annotated[tuple[PackedId, Finite], Strict(False)], ...], Strict(False)]
+"""Turn of a session, and the reward of the rows that end with it, or continue it to a turn without one."""
+
+
 @message
 class SessionEnded(Message):
     """Trainer -> its successor: an agent has ended its session. The first record of a session counts."""
@@ -206,6 +208,7 @@ class SessionEnded(Message):
     """After a fault: the session that begins in its place, 0 if none does."""
     duration_s: Seconds = 0.0
     """Seconds since the trainer opened it, or, after a restart, opened it again."""
+    rewards: TurnRewards = ()
 
 
 @message
@@ -219,6 +222,7 @@ class SessionRewarded(Message):
     reason: Literal["", "infrastructure", "timeout", "crashed"] = ""
     """Why it has no reward; empty otherwise."""
     detail: str = ""
+    rewards: TurnRewards = ()
 
 
 @message

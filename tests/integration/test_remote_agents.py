@@ -161,9 +161,16 @@ def test_each_offered_session_is_handed_out_once_and_ends_once(offers: Offers) -
     with pytest.raises(APIStatusError, match="has ended"):
         ask(first, "t4")
     (second,) = (one for one in taken if one["row"]["number"] == 1)
+    assert reward(second, reward=0.5, rewards={"first": 1.0}).status_code == 422
+    assert reward(second, infrastructure="no disk", rewards={f"cmpl-{1:016x}": 1.0}).status_code == 422
     assert reward(second, infrastructure="no disk").status_code == 204
     (lost,) = offers.ends(sessions[1])
     assert (lost.reason, lost.detail) == ("infrastructure", "no disk")
+    (third,) = (one for one in taken if one["row"]["number"] == 2)
+    rewards = {f"cmpl-{7:016x}": 1.0, f"resp_{8:016x}": -0.5}
+    assert [reward(third, reward=0.25, rewards=rewards).status_code for _ in range(2)] == [204, 204]
+    (end,) = offers.ends(sessions[2])
+    assert (end.reward, end.rewards) == (0.25, ((7, 1.0), (8, -0.5)))
 
 
 @pytest.mark.parametrize(

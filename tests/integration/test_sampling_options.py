@@ -19,13 +19,7 @@ from rlboost.services.rollout_manager.serving.structured import grammar  # noqa:
 from rlboost.services.rollout_worker.adapters.tokenizer import tokenizer_for_grammars  # noqa: E402
 from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine  # noqa: E402
 from rlboost.services.rollout_worker.ports import Engine  # noqa: E402
-from rlboost.shared.messages import (  # noqa: E402
-    FINISH_LENGTH,
-    FINISH_RELEASED,
-    FINISH_STOP,
-    RESUMES_GRAMMAR,
-    SAMPLING_OPTIONS,
-)
+from rlboost.shared.messages import FINISH_LENGTH, FINISH_STOP, SAMPLING_OPTIONS  # noqa: E402
 from rlboost.shared.wire import TOP  # noqa: E402
 from tests.support import tiny_models, vllm_engines  # noqa: E402
 from tests.support.engines import Collector, request, run  # noqa: E402
@@ -102,9 +96,8 @@ async def test_unusable_tokenizer_is_none() -> None:
 
 
 async def test_both_engines_support_all_options_but_those_of_torch(engine: Engine) -> None:
-    of_torch = {RESUMES_GRAMMAR, "batch_invariant"}
-    assert engine.sampling_options - of_torch == set(SAMPLING_OPTIONS) - {"stop"} - of_torch, "the generator adds stop"
-    assert engine.sampling_options & of_torch == (of_torch if isinstance(engine, TorchEngine) else set())
+    of_vllm = set(SAMPLING_OPTIONS) - {"stop", "batch_invariant"}  # the generator adds stop
+    assert engine.sampling_options == of_vllm | ({"batch_invariant"} if isinstance(engine, TorchEngine) else set())
 
 
 async def test_top_logprobs_are_those_of_a_plain_forward_pass(engine: Engine) -> None:
@@ -167,7 +160,7 @@ async def test_invalid_request_ends_alone(engine: Engine) -> None:
 
 
 async def test_grammar_follows_the_tokens_of_an_interrupted_answer(engine: Engine) -> None:
-    """The torch engine continues it, also after another worker; vLLM releases it, since it cannot."""
+    """The same engine continues it after a pause, and another one from wherever it was interrupted."""
     asked = request(1, max_tokens=200, stop=[EOS], grammar=grammar(PERSON, []))
     collector = Collector(engine)
     engine.submit([asked])
@@ -175,14 +168,18 @@ async def test_grammar_follows_the_tokens_of_an_interrupted_answer(engine: Engin
     await engine.suspend()
     await engine.resume()
     (made,) = await collector.all_ended([asked])
-    if not isinstance(engine, TorchEngine):
-        assert made.finish == FINISH_RELEASED
-        return
-    resumed = [request(1, attempt=2, tokens=made.tokens[:n], **kept(asked)) for n in (20,)]
-    (again,) = await run(engine, resumed)
-    assert [*made.tokens[:20], *again.tokens] == made.tokens
-    wrong = request(1, attempt=3, tokens=[50, 51], **kept(asked))
-    assert (await run(engine, [wrong]))[0].error == "its tokens so far do not match its grammar"
+    assert len(json.loads(text_of(made.tokens))["name"]) == 30
+    places = range(1, len(made.tokens))
+    resumed = [request(100 + n, attempt=2, tokens=made.tokens[:n], **kept(asked)) for n in places]
+    resumed.append(request(1, attempt=2, tokens=made.tokens[:20], **kept(asked)))
+    *others, same = await run(engine, resumed)
+    for n, again in zip(places, others, strict=True):
+        person = json.loads(text_of([*made.tokens[:n], *again.tokens]))
+        assert (again.finish, len(person["name"]), again.tokens[-1]) == (FINISH_STOP, 30, EOS)
+    if isinstance(engine, TorchEngine):
+        assert [*made.tokens[:20], *same.tokens] == made.tokens
+    wrong = request(1, attempt=4, tokens=[50, 51], **kept(asked))
+    assert "grammar" in (error := (await run(engine, [wrong]))[0].error) or "structured output" in error
 
 
 def kept(asked: Any) -> dict[str, Any]:

@@ -88,9 +88,9 @@ class InlineTextProcessor:
     def __init__(self, load: LoadModelFiles) -> None:
         self.load = load
 
-    async def parse(self, body: bytes) -> Any:
+    async def parse(self, body: Sequence[bytes]) -> Any:
         """See `TextProcessor.parse`."""
-        return parse_json(body)
+        return parse_json(b"".join(body))
 
     async def encode(self, model: str, texts: Sequence[str], *, add_special_tokens: bool) -> list[bytes]:
         """See `TextProcessor.encode`."""
@@ -105,6 +105,13 @@ class InlineTextProcessor:
         template = self.load(model).chat_template
         assert template is not None
         return template.render(messages, options)
+
+    async def encode_chat(
+        self, model: str, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = NO_OPTIONS
+    ) -> bytes:
+        """See `TextProcessor.encode_chat`."""
+        (tokens,) = await self.encode(model, [await self.render(model, messages, options)], add_special_tokens=False)
+        return tokens
 
     async def call_style(self, model: str) -> CallStyle:
         """See `TextProcessor.call_style`."""

@@ -81,3 +81,8 @@ def packed_value(value: Mapping[str, Any]) -> bytes:
 def unpacked_value(packed: bytes) -> Any:
     """Invert `packed_value`."""
     return msgpack.unpackb(packed, unicode_errors="surrogatepass")
+
+
+def unpacker_of(n_bytes: int) -> msgpack.Unpacker:
+    """Return what takes a packed value of this size in parts (`feed`), and returns it (`unpack`)."""
+    return msgpack.Unpacker(read_size=n_bytes, max_buffer_size=n_bytes, unicode_errors="surrogatepass")

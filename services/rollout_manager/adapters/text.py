@@ -35,6 +35,7 @@ from rlboost.services.rollout_manager.adapters.request_bodies import (
     packed_value,
     parse_json,
     unpacked_value,
+    unpacker_of,
 )
 from rlboost.services.rollout_manager.ports import (
     NO_OPTIONS,
@@ -139,6 +140,7 @@ class FastTokenizer:
         try:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         except Exception as error:  # the library raises a bare Exception
+            _check_unicode(text)
             raise TokenizationError(
                 f"the tokenizer has no tokens for {_shortened(text)}: {error}; use characters of its vocabulary"
             ) from error
@@ -147,6 +149,17 @@ class FastTokenizer:
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
         return text
+
+
+def _check_unicode(text: str) -> None:
+    """Refuse half of a character, as JavaScript leaves it when it cuts a text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise TokenizationError(
+            f"character {error.start} is {text[error.start]!a}, half of a character that UTF-16 writes as two: cut the "
+            "text between characters"
+        ) from error
 
 
 def _shortened(text: str) -> str:
@@ -217,6 +230,8 @@ MAX_GROWTH_BYTES = 64 << 20
 MAX_TEXT_CHARACTERS = 64 << 20
 """The longest text that a template may render."""
 MODELS_CACHED = 8
+_JSON_HEAD = b"\x81\xa4json\xc6"
+"""How msgpack begins a map of `json` to bytes, whose number follows in four bytes, and then they."""
 
 
 class TextProcesses:
@@ -229,12 +244,13 @@ class TextProcesses:
         self._processes: set[Process] = set()
         """All that may still run."""
 
-    async def parse(self, body: bytes) -> Any:
+    async def parse(self, body: Sequence[bytes]) -> Any:
         """See `TextProcessor.parse`. Only a large body is parsed in another process."""
-        if len(body) <= SMALL_BODY_BYTES:
-            return parse_json(body)
+        n_bytes = sum(map(len, body))
+        if n_bytes <= SMALL_BODY_BYTES:
+            return parse_json(b"".join(body))
         try:
-            value = await self._call({"json": body}, "the request")
+            value = await self._send([_JSON_HEAD, n_bytes.to_bytes(4, "big"), *body], "the request")
         except TokenizationError as error:
             raise InvalidJson(str(error)) from error
         await asyncio.sleep(0)  # what comes next takes long, too
@@ -251,6 +267,13 @@ class TextProcesses:
         request = {"model": model, "messages": messages, "tools": options.tools, "kwargs": options.kwargs}
         return str(await self._call(request, "the chat template"))
 
+    async def encode_chat(
+        self, model: str, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = NO_OPTIONS
+    ) -> bytes:
+        request = {"model": model, "messages": messages, "tools": options.tools, "kwargs": options.kwargs}
+        tokens: bytes = await self._call({**request, "encodes": True}, "the conversation")
+        return tokens
+
     async def call_style(self, model: str) -> CallStyle:
         return CallStyle(**await self._call({"model": model, "call_style": True}, "the chat template"))
 
@@ -265,6 +288,11 @@ class TextProcesses:
             packed = packed_value(request)
         except (OverflowError, ValueError) as error:
             raise TokenizationError(f"{what} {NOT_PACKED}") from error
+        await asyncio.sleep(0)  # it may be large, and to send it takes long, too
+        return await self._send([packed], what)
+
+    async def _send(self, request: Sequence[bytes], what: str) -> Any:
+        """Return the answer to a request in parts."""
         try:
             async with asyncio.timeout(self._queue_limit_s):
                 await self._places.acquire()
@@ -273,11 +301,11 @@ class TextProcesses:
             count_timeout("a text process", because, self._queue_limit_s)
             raise TextProcessesBusy(f"waited {self._queue_limit_s:g} s for a text process: {because}") from error
         try:
-            return await self._answer(packed, what)
+            return await self._answer(request, what)
         finally:
             self._places.release()
 
-    async def _answer(self, request: bytes, what: str) -> Any:
+    async def _answer(self, request: Sequence[bytes], what: str) -> Any:
         process = await self._process()
         answer: dict[str, Any] = {"ends": True}
         try:
@@ -357,17 +385,25 @@ class Process:
         """Wait until it has ended."""
         await asyncio.to_thread(self._program.wait)
 
-    async def exchange(self, request: bytes) -> dict[str, Any]:
-        """Return the answer to a request."""
-        self._writer.write(len(request).to_bytes(4, "big"))
-        self._writer.write(request)
-        await self._writer.drain()
+    async def exchange(self, request: Sequence[bytes]) -> dict[str, Any]:
+        """Return the answer to a request in parts."""
+        self._writer.write(sum(map(len, request)).to_bytes(4, "big"))
+        for part in request:
+            self._writer.write(part)
+            await self._writer.drain()
         return await self.receive()
 
     async def receive(self) -> dict[str, Any]:
         """Return the next answer."""
         n_bytes = int.from_bytes(await self._reader.readexactly(4), "big")
-        answer: dict[str, Any] = unpacked_value(await self._reader.readexactly(n_bytes))
+        unpacker = unpacker_of(n_bytes)
+        while n_bytes:
+            if not (part := await self._reader.read(n_bytes)):
+                raise EOFError("the process ended within an answer")
+            unpacker.feed(part)
+            n_bytes -= len(part)
+        await asyncio.sleep(0)  # a large value takes long
+        answer: dict[str, Any] = unpacker.unpack()
         return answer
 
 
@@ -429,8 +465,8 @@ def _loaded(name: str) -> ModelFiles:
         raise TokenizationError(f"the files of model {name} cannot be read ({reason}): correct them") from error
 
 
-def process_request(files: ModelFiles, request: Mapping[str, Any]) -> list[bytes] | str | dict[str, Any]:
-    """Return the tokens of a request's texts, the text of its conversation, or the fields of its model's `CallStyle`.
+def process_request(files: ModelFiles, request: Mapping[str, Any]) -> list[bytes] | bytes | str | dict[str, Any]:
+    """Return tokens of texts, the text or the tokens of a conversation, or the fields of the model's `CallStyle`.
 
     Raises:
         TokenizationError: they cannot be tokenized or rendered.
@@ -443,13 +479,16 @@ def process_request(files: ModelFiles, request: Mapping[str, Any]) -> list[bytes
         text = files.chat_template.render(request["messages"], options)
         if len(text) > MAX_TEXT_CHARACTERS:
             raise TokenizationError(f"the chat template renders {len(text)} characters: shorten the messages")
-        return text
+        return _encoded(files, text, add_special_tokens=False) if "encodes" in request else text
     if "call_style" in request:
         return asdict(call_style_of(files))
+    return [_encoded(files, text, add_special_tokens=request["add_special_tokens"]) for text in request["texts"]]
+
+
+def _encoded(files: ModelFiles, text: str, *, add_special_tokens: bool) -> bytes:
     if files.tokenizer is None:
         raise TokenizationError(f"model {files.name} has no tokenizer")
-    named = {"add_special_tokens": request["add_special_tokens"]}
-    return [pack(files.tokenizer.encode(text, **named), I32) for text in request["texts"]]
+    return pack(files.tokenizer.encode(text, add_special_tokens=add_special_tokens), I32)
 
 
 def _send(file: BinaryIO, answer: Mapping[str, Any]) -> None:

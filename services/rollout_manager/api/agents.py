@@ -12,7 +12,7 @@ from rlboost.services.rollout_manager.domain.jobs import Job
 from rlboost.services.rollout_manager.session_offers import Named, SessionOffers
 from rlboost.shared.http.guard import principal_of
 from rlboost.shared.http.problem import Problem, problems
-from rlboost.shared.job.agent import SessionId
+from rlboost.shared.job.agent import MAX_REWARDS, SessionId, turn_of_answer
 from rlboost.shared.messages import SessionRewarded
 from rlboost.shared.user_code import MAX_REWARD
 
@@ -23,6 +23,14 @@ MAX_TEXT = 4096
 
 ROUTES = Routes()
 Offers = Annotated[SessionOffers, of_app("offers")]
+
+
+def _answer(text: str) -> str:
+    turn_of_answer(text)
+    return text
+
+
+Answer = Annotated[str, AfterValidator(_answer)]
 
 
 def _named(text: str) -> str:
@@ -44,6 +52,9 @@ class RewardBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     reward: float | None = Field(None, ge=-MAX_REWARD, le=MAX_REWARD)
+    rewards: Annotated[
+        dict[Answer, Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)]], Field(max_length=MAX_REWARDS)
+    ] = Field({}, description="`id` of an answer: reward of the training row that ends with it, in place of `reward`")
     infrastructure: str | None = Field(
         None, min_length=1, max_length=MAX_TEXT, description="why it has none; another session begins in its place"
     )
@@ -52,6 +63,8 @@ class RewardBody(BaseModel):
     def _one_end(self) -> Self:
         if (self.reward is None) == (self.infrastructure is None):
             raise ValueError("give either reward, a finite number, or infrastructure: why there is none")
+        if self.rewards and self.reward is None:
+            raise ValueError("rewards: a session without a reward has none for its answers: leave them out")
         return self
 
 
@@ -89,6 +102,7 @@ async def reward_session(session: str, body: RewardBody, http: Request, offers: 
         reward=body.reward or 0.0,
         reason="" if body.infrastructure is None else "infrastructure",
         detail=body.infrastructure or "",
+        rewards=tuple((turn_of_answer(answer), reward) for answer, reward in body.rewards.items()),
     )
     await as_leader(offers.reward(found, rewarded))
 

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from rlboost.services.rollout_manager.domain.candidates import supports
 from rlboost.services.rollout_manager.domain.effects import (
     FAILED,
     REFUSED,
@@ -255,22 +254,12 @@ def end_served_samples(world: World, clients: Clients, now: Now) -> list[Effect]
             effects += drop(world, sample, "the client disconnected")
         elif now.wall >= sample.request.expires_at:
             effects += drop(world, sample, "out of time")
-        elif sample.n_tokens and sample.request.sampling.grammar and _is_stranded(world, sample):
-            effects += drop(world, sample, "no worker can continue the structured output")
         elif group not in clients.attended and _grace_is_over(world.periodic, group, now):
             effects += drop(world, sample, "the client did not reconnect")
     unattended, open_groups = world.periodic.unattended_since, world.ledger.open_in_group
     for group in [group for group in unattended if group in clients.attended or group not in open_groups]:
         del unattended[group]
     return effects
-
-
-def _is_stranded(world: World, sample: Sample) -> bool:
-    """Return True if no worker of its job can continue a sample that is queued."""
-    job_id, workers = sample.request.job_id, world.fleet.workers.values()
-    return world.ledger.is_queued(sample.id) and not any(
-        worker.job_id == job_id and supports(worker, sample) for worker in workers
-    )
 
 
 def _grace_is_over(periodic: PeriodicDecisions, group: int, now: Now) -> bool:

@@ -33,7 +33,7 @@ from rlboost.services.rollout_manager.serving.schemas import (
     parse_completion,
 )
 from rlboost.services.rollout_manager.serving.sessions import POLICY, Retry, Sessions
-from rlboost.services.rollout_manager.serving.text import Conversations, Message, ServedModel
+from rlboost.services.rollout_manager.serving.text import MESSAGES_AT_ONCE, Conversations, Message, ServedModel
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.shared.http.access import Principal, needs
 from rlboost.shared.http.guard import MAX_BODY_BYTES, limits_body, principal_of
@@ -199,8 +199,7 @@ class _Chats:
             raise openai_problem(400, "Invalid value", "a conversation (X-Session-ID) has one answer a turn", param="n")
         job = _find_job(self.manager, body.model)
         served = await self.models.get(job)
-        await asyncio.sleep(0)  # a body may have many messages, and each was checked
-        messages, options = _template_input(body, job)
+        messages, options = await _template_input(body, job)
         turn = None
         style = await _call_style(served, body)
         try:
@@ -218,7 +217,7 @@ class _Chats:
         sessions, session = self.sessions, SessionId.parse(principal.subject)
         job = sessions.job_of(session, body.model)
         served = await self.models.get(job)
-        messages, options = _template_input(body, job)
+        messages, options = await _template_input(body, job)
         style = await _call_style(served, body)
         async with sessions.lock(session):
             try:
@@ -240,7 +239,7 @@ class _Chats:
             else _find_job(self.manager, body.model)
         )
         served = await self.models.get(job)
-        messages, options = _template_input(body, job)
+        messages, options = await _template_input(body, job)
         await _call_style(served, body)
         try:
             return length(await served.encode_chat(messages, options))
@@ -356,10 +355,9 @@ def _find_job(manager: Manager, model: str) -> Job:
 async def _parsed_body(http: Request, text: TextProcessor) -> dict[str, Any]:
     """Return the JSON object of a request, as FastAPI would, which parses it in the manager's loop."""
     given = http.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-    body = await http.body()
-    await asyncio.sleep(0)  # a large body was copied, and is copied again
+    body = [part async for part in http.stream()]  # a large one stays in parts: each copy of it takes long
     if given != "application/json" and not (given.startswith("application/") and given.endswith("+json")):
-        raise RequestValidationError([{"loc": ("body",), "input": body[:1], "msg": "not JSON", "type": "json_type"}])
+        raise RequestValidationError([{"loc": ("body",), "input": b"", "msg": "not JSON", "type": "json_type"}])
     try:
         value = await text.parse(body)
     except InvalidJson as error:
@@ -378,8 +376,12 @@ async def _prompt_tokens(model: ServedModel, body: CompletionBody) -> list[bytes
     return [next(encoded) if isinstance(prompt, str) else prompt for prompt in body.prompt]
 
 
-def _template_input(body: ChatBody, job: Job) -> tuple[list[Message], TemplateOptions]:
-    messages = [message.for_template() for message in body.messages]
+async def _template_input(body: ChatBody, job: Job) -> tuple[list[Message], TemplateOptions]:
+    messages = list[Message]()
+    for i, message in enumerate(body.messages):
+        if i % MESSAGES_AT_ONCE == 0:
+            await asyncio.sleep(0)
+        messages.append(message.for_template())
     of_job = {} if isinstance(job.spec, UntrainedJob) else job.spec.data.chat_template_kwargs
     return messages, TemplateOptions(body.tools, {**of_job, **body.chat_template_kwargs})
 

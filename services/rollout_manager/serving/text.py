@@ -53,8 +53,6 @@ class ServedModel:
 
         """
         self._tokenizer()
-        for text in texts:
-            check_unicode(text)
         return await self.text.encode(self.files.name, texts, add_special_tokens=add_special_tokens)
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -99,7 +97,8 @@ class ServedModel:
             TokenizationError: there is no chat template, or it rejects the messages; see also `encode`.
 
         """
-        return await self._encode_rendered(await self._render(messages, options))
+        self._require_template()
+        return await self.text.encode_chat(self.files.name, messages, options)
 
     async def extend_chat(
         self,
@@ -135,11 +134,8 @@ class ServedModel:
             suffix = text_after_answer(await self._render([*before, placeholder, *after], options), end_token)
         if suffix is None:
             raise TokenizationError("the chat template does not render each answer once: leave out X-Session-ID")
-        return tokens + await self._encode_rendered(suffix)
-
-    async def _encode_rendered(self, text: str) -> bytes:
-        (tokens,) = await self.encode([text], add_special_tokens=False)
-        return tokens
+        (new,) = await self.encode([suffix], add_special_tokens=False)
+        return tokens + new
 
     async def _render(self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions) -> str:
         self._require_template()
@@ -166,22 +162,6 @@ def _with_placeholders(calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return an answer with the same calls, with other arguments."""
     named = [{**call, "function": {**call["function"], "arguments": {"of": ANSWER_PLACEHOLDER}}} for call in calls]
     return {"role": "assistant", "content": "", "tool_calls": named}
-
-
-def check_unicode(text: str) -> None:
-    """Refuse half of a character, as JavaScript leaves it when it cuts a text.
-
-    Raises:
-        TokenizationError: the text has a lone surrogate.
-
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise TokenizationError(
-            f"character {error.start} is {text[error.start]!a}, half of a character that UTF-16 writes as two: cut the "
-            "text between characters"
-        ) from error
 
 
 # --- detokenizer ------------------------------------------------------------------------------------------------------
@@ -276,7 +256,7 @@ MAX_BYTES = 256 << 20
 MAX_READS = 4
 """Reads of Redis at once. However many clients wait, few connections are opened: a busy loop opens many too slowly."""
 MESSAGES_AT_ONCE = 64
-"""How many messages are digested before the manager's loop continues."""
+"""How many messages are digested, or converted, before the manager's loop continues."""
 LONG_CHARACTERS = 1 << 20
 """A longer text is hashed in a thread."""
 _FIELD = "last"

@@ -149,6 +149,8 @@ class Conversation:
     """When it began and ended. That of an environment begins when its first turn was generated."""
     generation: list[Interval] = field(default_factory=list)
     """Of each turn: when the model was called, and when its last token was there, with all waits between them."""
+    rewards: Mapping[int, float] = field(default_factory=dict)
+    """Turn of a session -> the reward of rows that end with it, or continue it to a turn without one."""
 
     def __post_init__(self) -> None:
         """Take the sample's id for that of the first turn, unless another is given."""
@@ -158,6 +160,10 @@ class Conversation:
     def reward(self) -> float:
         """Return the sum of all rewards so far."""
         return total([answer.reward for answer in self.answers])
+
+    def row_rewards(self, whole: float) -> list[float]:
+        """Return the reward of each row, where that of the conversation is `whole`."""
+        return [whole]
 
     @property
     def completion(self) -> bytes:

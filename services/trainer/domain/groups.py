@@ -59,6 +59,20 @@ class ScoredGroup:
         return [total((reward, -penalty)) for reward, penalty in zip(self.rewards, penalties, strict=True)]
 
     @property
+    def has_row_rewards(self) -> bool:
+        """Return True if an agent has rewarded answers of its own, so that the group's rows are compared."""
+        return any(conversation.rewards for conversation in self.conversations)
+
+    @property
+    def compared_rewards(self) -> list[float]:
+        """Return the rewards that advantages follow from: of each sample, or of each row if it `has_row_rewards`."""
+        shaped = self.shaped_rewards
+        if not self.has_row_rewards:
+            return shaped
+        pairs = zip(self.conversations, shaped, strict=True)
+        return [reward for conversation, whole in pairs for reward in conversation.row_rewards(whole)]
+
+    @property
     def completions(self) -> list[bytes]:
         """Return the completion of each sample; see `completions_of`."""
         return completions_of(self.samples, self.conversations)
@@ -68,13 +82,14 @@ def recorded(group: ScoredGroup) -> dict[str, Any]:
     """Return a group as it is in the run's record; docs/run-log.md describes it."""
     name, talks = SampleId.unpack(group.group), group.conversations
     scores = {"reward": group.rewards, **{f"reward/{part}": values for part, values in group.parts.items()}}
-    samples = []
+    samples, shaped = [], group.shaped_rewards
     for i, sample in enumerate(group.samples):
         rows = talks[i].rows(group.prompt) if talks else [Row(group.prompt, sample.tokens, b"", sample.logprobs)]
         sequences = [row._replace(prompt=b"") if row.prompt == group.prompt else row for row in rows]
         spans = talks[i].spans if talks else sample.spans
         values = {score: of_samples[i] for score, of_samples in scores.items()}
-        samples.append({**values, "finish": sample.finish, "spans": spans, "sequences": sequences})
+        own = {"rewards_of_rows": talks[i].row_rewards(shaped[i])} if group.has_row_rewards else {}
+        samples.append({**values, **own, "finish": sample.finish, "spans": spans, "sequences": sequences})
     number = f"{'e' if name.is_eval else ''}{name.group}"
     return {"group": number, "row": group.row, "prompt": group.prompt, "samples": samples}
 

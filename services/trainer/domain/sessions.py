@@ -6,12 +6,13 @@ continues; a turn that several rows share is trained in the first of them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rlboost.services.trainer.domain.conversations import Conversation, Interval, Row
 from rlboost.services.trainer.domain.groups import GroupOutcome, StepCollector
+from rlboost.services.trainer.domain.rewards import total
 from rlboost.shared.errors import Unprocessable
 from rlboost.shared.ids import SampleId, group_of
 from rlboost.shared.messages import (
@@ -27,6 +28,8 @@ from rlboost.shared.wire import I32, U8, length, pack
 
 NO_CALL = "agent_made_no_call"
 """The reason of a sample whose agent has no turn."""
+UNKNOWN_ANSWER = "agent_rewarded_unknown_answer"
+"""The reason of a sample whose agent rewards an answer that it has not got."""
 
 
 @dataclass(slots=True)
@@ -51,6 +54,26 @@ class Branches(Conversation):
         """See `Conversation.rows`; a session has its own prompts."""
         del prompt
         found, trained = list[Row](), set[int]()
+        for path in self._paths():
+            found.append(self._row(path, trained))
+            trained.update(path)
+        return found
+
+    def row_rewards(self, whole: float) -> list[float]:
+        """Return the reward of each row: its own, or else that of the session, with what functions add to either.
+
+        Args:
+            whole: the session's reward, and what functions add to it.
+
+        """
+        of_rows = [
+            next((self.rewards[turn] for turn in reversed(path) if turn in self.rewards), self.reward)
+            for path in self._paths()
+        ]
+        return [total((whole, -self.reward, reward)) for reward in of_rows]
+
+    def _paths(self) -> Iterator[list[int]]:
+        """Yield the turns of each row, in the order of its last one."""
         continued = {node.opened.parent for node in self.nodes.values()}
         for leaf in self.nodes:
             if leaf in continued:
@@ -58,10 +81,7 @@ class Branches(Conversation):
             path = [leaf]
             while (parent := self.nodes[path[-1]].opened.parent) in self.nodes:
                 path.append(parent)
-            path.reverse()
-            found.append(self._row(path, trained))
-            trained.update(path)
-        return found
+            yield path[::-1]
 
     def _row(self, path: Sequence[int], trained: Collection[int]) -> Row:
         completion, mask, logprobs = list[bytes](), list[bytes](), list[bytes]()
@@ -120,7 +140,14 @@ class Session:
         generation = [node.generation for node in nodes.values()]
         began_at = min(self.ended_at - self.end.duration_s, min(generation).start)
         lifetime = Interval(began_at, max(self.ended_at, *(turn.end for turn in generation)))
-        return Branches(self.sample, turns, answers, self.id, prompt, lifetime, generation, nodes)
+        rewards = dict(self.end.rewards)
+        return Branches(self.sample, turns, answers, self.id, prompt, lifetime, generation, rewards, nodes)
+
+    @property
+    def unknown_answers(self) -> list[int]:
+        """Return the turns that its agent rewards and has not got."""
+        known = self._of_last_start()
+        return [turn for turn, _ in self.end.rewards if turn not in known] if self.end is not None else []
 
     def _of_last_start(self) -> dict[int, Node]:
         start = self.end.start if self.end is not None else ""
@@ -245,6 +272,11 @@ class SessionCollector(StepCollector):
     def _completed_session(self, session: Session) -> GroupOutcome | None:
         if not session.is_complete:
             return None
+        if unknown := session.unknown_answers:
+            detail = (
+                f"its agent rewards cmpl-{unknown[0]:016x}, which is no answer of its session: give ids that it got"
+            )
+            return self._lose(session.sample, UNKNOWN_ANSWER, detail)
         if (result := session.result()) is not None:
             self._conversations[session.sample] = result
             return self._add_sample(result.as_sample())

@@ -184,7 +184,7 @@ class StepReplacements:
 
         """
         curriculum = self._resampling.curriculum
-        if self.is_replaced(group) or has_signal(scored.shaped_rewards):
+        if self.is_replaced(group) or has_signal(scored.compared_rewards):
             return None
         number = self._rule.replacement_number(group.number)
         if number is None:

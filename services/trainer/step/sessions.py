@@ -31,9 +31,9 @@ from rlboost.services.trainer.ports.samples import EnvironmentFault
 from rlboost.services.trainer.step.turns import columns_of, report_lost, request_of
 from rlboost.shared.errors import Fatal, WaitTimedOut
 from rlboost.shared.ids import SampleId, group_of
-from rlboost.shared.job.agent import REWARDED, SESSION, TASK, SessionId, SessionRecord, SessionTask
+from rlboost.shared.job.agent import REWARDED, SESSION, TASK, SessionId, SessionRecord, SessionTask, turn_of_answer
 from rlboost.shared.job.reward import SPARE_TURNS, AgentSpec
-from rlboost.shared.messages import ENDED_JOB_RETENTION_S, GroupRequested, SessionEnded, SessionRewarded
+from rlboost.shared.messages import ENDED_JOB_RETENTION_S, GroupRequested, SessionEnded, SessionRewarded, TurnRewards
 from rlboost.shared.model.tool_call_formats import Tools
 from rlboost.shared.streams import names
 from rlboost.shared.streams.bus import Append, Delete, Expire, HashDelete, HashSet, Op
@@ -51,6 +51,7 @@ class _End(NamedTuple):
     raised: str
     """What it raised; empty if it has a reward."""
     reward: float
+    rewards: TurnRewards
     reason: str = "raised"
 
 
@@ -195,7 +196,7 @@ class StepSessions:
         try:
             end = await (self._elsewhere(session) if self._spec.remote else self._here(session_id, session))
             if not end.raised:
-                return SessionEnded(session=record.sample, start=end.start, reward=end.reward)
+                return SessionEnded(session=record.sample, start=end.start, reward=end.reward, rewards=end.rewards)
             if await self._is_at_limit(session_id, end.start):
                 # The model has used up its turns, and its agent could not go on: this is a result, not a fault.
                 return SessionEnded(session=record.sample, start=end.start, over="cut")
@@ -217,8 +218,9 @@ class StepSessions:
         row = columns_of(self._job.prompt(group))
         try:
             (result,) = await environments.step(session.id, row, group.seed, [await self._text_of(session_id, session)])
-            start, raised = json.loads(str(result.observation))
-            return _End(start, raised, result.reward)
+            start, raised, rewards = json.loads(str(result.observation))
+            of_turns = tuple((turn_of_answer(answer), reward) for answer, reward in rewards.items())
+            return _End(start, raised, result.reward, of_turns)
         finally:
             environments.release(session.id)
 
@@ -233,7 +235,7 @@ class StepSessions:
             del self._ends[session.id]
         if rewarded is None:
             raise EnvironmentFault("released", "its group is complete or dropped")
-        return _End(rewarded.start, rewarded.detail, rewarded.reward, rewarded.reason or "raised")
+        return _End(rewarded.start, rewarded.detail, rewarded.reward, rewarded.rewards, rewarded.reason or "raised")
 
     async def _text_of(self, session_id: SessionId, session: Session) -> str:
         session_key = self._job.resources.session_key

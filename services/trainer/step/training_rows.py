@@ -77,7 +77,7 @@ class TrainingRows(ABC):
 
         """
         scored = [group for group in groups if group is not None]
-        rows = await self._estimate(scored, [group.shaped_rewards for group in scored])
+        rows = await self._estimate(scored, [group.compared_rewards for group in scored])
         if self._needs_proximal:
             columns = iter(await self._columns(_flat(rows), self._engine.logprobs))
             rows = [[replace(row, proximal=next(columns)) for row in group] for group in rows]
@@ -97,7 +97,7 @@ class TrainingRows(ABC):
 
         Args:
             groups: some groups of the step, or all.
-            rewards: after shaping, of each group's samples.
+            rewards: the `compared_rewards` of each group.
 
         """
 
@@ -109,9 +109,15 @@ class TrainingRows(ABC):
         return await engine_columns(rows, call, self._micro_batch_tokens, self._run)
 
     def _trainable(self, group: ScoredGroup, scalars: Sequence[float]) -> list[tuple[SequenceRow, float]]:
-        """Return the rows of each sample that has a token and is not masked, with its scalar; none without scalars."""
+        """Return the rows of each sample that has a token and is not masked, with their scalars; none without scalars.
+
+        The scalars are of samples, or of rows if the group `has_row_rewards`.
+        """
         found: list[tuple[SequenceRow, float]] = []
-        for i, (sample, scalar) in enumerate(zip(group.samples, scalars, strict=True) if scalars else ()):
+        given = iter(scalars)
+        for i, sample in enumerate(group.samples if scalars else ()):
+            rows = group.conversations[i].rows(group.prompt) if group.conversations else []
+            of_rows = [next(given) for _ in rows] if group.has_row_rewards else [next(given)] * max(1, len(rows))
             if not sample.tokens:
                 continue
             if self._algorithm.mask_truncated:
@@ -122,12 +128,11 @@ class TrainingRows(ABC):
             experts = sample.routed_experts
             if not group.conversations:
                 row = SequenceRow(group.prompt, sample.tokens, sample.logprobs, routed_experts=experts)
-                found.append((row, scalar))
+                found.append((row, of_rows[0]))
                 continue
-            rows = group.conversations[i].rows(group.prompt)
             found += [
                 (SequenceRow(row.prompt, row.completion, row.logprobs, row.loss_mask, experts), scalar)
-                for row in rows
+                for row, scalar in zip(rows, of_rows, strict=True)
                 if row.logprobs
             ]
         return found

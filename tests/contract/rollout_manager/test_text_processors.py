@@ -54,15 +54,29 @@ async def test_texts_become_tokens_and_conversations_text(text: TextProcessor, f
     assert list(map(ints, columns)) == [[1, 3, 4], [1, 5]]
     assert await text.encode(folder, ["t3"], add_special_tokens=False) == [pack([3], I32)]
     assert await text.render(folder, [{"role": "user", "content": "t3 \u6f22"}]) == "t3 \u6f22"
+    assert await text.encode_chat(folder, [{"role": "user", "content": "t3 t5"}]) == pack([3, 5], I32)
+
+
+async def test_half_of_a_character_is_refused_with_its_place(text: TextProcessor, folder: str) -> None:
+    with pytest.raises(TokenizationError, match=r"character 3 is '.ud83d', half of a character"):
+        await text.encode(folder, ["t3 \ud83d"], add_special_tokens=True)
+    with pytest.raises(TokenizationError, match=r"character 0 is '.ud83d', half of a character"):
+        await text.encode_chat(folder, [{"role": "user", "content": "\ud83d"}])
 
 
 FILLER = "x" * SMALL_BODY_BYTES
 
 
+def parts(body: str) -> list[bytes]:
+    """Return a body as it arrives; the first part ends within a character or a number."""
+    encoded = body.encode()
+    return [encoded[:11], encoded[11:500], b"", encoded[500:]]
+
+
 @pytest.mark.parametrize("filler", ["", FILLER], ids=["small", "large"])
 async def test_bodies_become_values_and_token_ids_columns(text: TextProcessor, filler: str) -> None:
     given = {"text": "t3 \u6f22", "half": "\ud800", "n": [1, -2, 0.5, None, True], "filler": filler}
-    assert await text.parse(json.dumps(given).encode()) == given
+    assert await text.parse(parts(json.dumps(given))) == given
     column = pack([3, 4], I32)
     for prompt, parsed in (
         ([3, 4], column),
@@ -73,11 +87,11 @@ async def test_bodies_become_values_and_token_ids_columns(text: TextProcessor, f
         ([1 << 31], [1 << 31]),
         ([], []),
     ):
-        assert await text.parse(json.dumps({"prompt": prompt, "filler": filler}).encode()) == {
+        assert await text.parse(parts(json.dumps({"prompt": prompt, "filler": filler}))) == {
             "prompt": parsed,
             "filler": filler,
         }
-    assert await text.parse(b"[3]") == [3]
+    assert await text.parse([b"[3]"]) == [3]
 
 
 @pytest.mark.parametrize("filler", ["", FILLER], ids=["small", "large"])
@@ -91,15 +105,15 @@ async def test_bodies_become_values_and_token_ids_columns(text: TextProcessor, f
 )
 async def test_body_that_is_no_json_is_refused(text: TextProcessor, filler: str, body: bytes, words: str) -> None:
     with pytest.raises(InvalidJson, match=words):
-        await text.parse(body + filler.encode())
+        await text.parse([body, filler.encode()])
 
 
 async def test_large_body_of_too_many_or_too_large_values_is_refused(text: TextProcessor) -> None:
     with pytest.raises(InvalidJson, match=f"more than {MAX_VALUES} values"):
-        await text.parse(json.dumps({"stop_token_ids": [1] * MAX_VALUES}).encode())
+        await text.parse(parts(json.dumps({"stop_token_ids": [1] * MAX_VALUES})))
     with pytest.raises(InvalidJson, match="a number of more than 64 bits"):
-        await text.parse(json.dumps({"filler": FILLER, "n": 1 << 64}).encode())
-    assert len((await text.parse(json.dumps({"prompt": [1] * MAX_VALUES}).encode()))["prompt"]) == 4 * MAX_VALUES
+        await text.parse(parts(json.dumps({"filler": FILLER, "n": 1 << 64})))
+    assert len((await text.parse(parts(json.dumps({"prompt": [1] * MAX_VALUES}))))["prompt"]) == 4 * MAX_VALUES
 
 
 async def test_tools_are_rendered_and_the_style_of_calls_is_that_of_the_template(

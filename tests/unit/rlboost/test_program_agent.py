@@ -1,4 +1,4 @@
-"""An agent that is a program: what it is given, what it must print, and what becomes of its processes."""
+"""What an agent may return; one that is a program: what it is given, must print, and what becomes of its processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from rlboost.agents import Session
 from rlboost.agents.program import MAX_OUTPUT_BYTES, run
-from rlboost.shared.job.agent import agent_factory
+from rlboost.shared.job.agent import AgentRun, Rewards, agent_factory
 from rlboost.shared.user_code import PROGRAM_AGENT, ForbiddenFunction
 from tests.support.eventually import eventually
 
@@ -22,6 +22,35 @@ def script(folder: Path, *lines: str) -> list[str]:
     file.write_text("\n".join(["#!/bin/sh", *lines]) + "\n")
     file.chmod(0o755)
     return [str(file)]
+
+
+async def returned(value: object) -> tuple[Rewards, str]:
+    run = AgentRun(lambda *_: value)
+    await run.reset({"prompt": "a"}, 0)
+    return await run.run(SESSION)
+
+
+async def test_agent_returns_its_reward_and_those_of_single_answers() -> None:
+    assert await returned(1) == (Rewards(1.0, {}), "")
+    answers = {f"cmpl-{7:016x}": 1, f"msg_{8:016x}": -0.5}
+    assert await returned({"reward": 0.5, "rewards": answers}) == (Rewards(0.5, answers), "")
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ({"reward": 1.0}, "return its reward, or"),
+        ({"reward": 1.0, "rewards": [1.0]}, "return its reward, or"),
+        ({"reward": None, "rewards": {}}, "returned None"),
+        ({"reward": 1.0, "rewards": {"first": 1.0}}, "'first' is not an answer's id"),
+        ({"reward": 1.0, "rewards": {f"cmpl-{7:016x}": float("nan")}}, "returned the reward nan"),
+        ({"reward": 1.0, "rewards": {f"cmpl-{i:016x}": 1.0 for i in range(1025)}}, "at most 1024"),
+    ],
+)
+async def test_rewards_of_answers_that_cannot_be_used_are_named(value: object, why: str) -> None:
+    rewards, raised = await returned(value)
+    assert rewards == Rewards(0.0, {})
+    assert why in raised
 
 
 async def test_program_gets_session_and_row_and_prints_its_reward(tmp_path: Path) -> None:

@@ -207,7 +207,7 @@ class Broken(FakeTokenizer):
     """A tokenizer without tokens for some texts."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        if "\x00" in text:
+        if "\x00" in text or "\ud800" in text:
             raise TokenizationError("no tokens")
         if "!" in text:
             raise RuntimeError("unforeseen")

@@ -7,7 +7,7 @@ import pytest
 from rlboost.services.rollout_manager.domain.world import GRACE_S
 from rlboost.services.rollout_manager.waiters import CompletionFailed, CompletionUnavailable
 from rlboost.shared.ids import MAX_REQUESTS, SampleId, is_served, job_of, request_group
-from rlboost.shared.messages import RESUMES_GRAMMAR, JobReport, SampleFailed, Sampling
+from rlboost.shared.messages import JobReport, SampleFailed, Sampling
 from rlboost.shared.streams import names
 from tests.support.serving_rig import Rig
 
@@ -151,31 +151,3 @@ async def test_sample_with_an_option_waits_for_a_worker_that_supports_it(rig: Ri
     for _ in range(3):
         await rig.turn()
     assert request.group in rig.held()["b"]
-
-
-async def test_structured_output_that_no_worker_can_continue_is_retried_by_its_client(rig: Rig) -> None:
-    await rig.start("a", "b", "c")
-    for worker in rig.workers.values():
-        worker.sampling_options = ("grammar",)
-    await rig.turn()
-    waiter = rig.register(request := await rig.ask(sampling=Sampling(max_tokens=8, grammar="{}")))
-    for _ in range(2):
-        await rig.turn()
-    owner = next(name for name, held in rig.held().items() if held)
-    rig.workers[owner].generate(3)
-    await rig.workers[owner].flush()
-    await rig.turn()
-    rig.workers["c" if owner != "c" else "b"].sampling_options = ("grammar", RESUMES_GRAMMAR)
-    await rig.turn()
-    await rig.workers.pop(owner).leave()
-    for _ in range(3):
-        await rig.turn()
-    (second,) = (name for name, held in rig.held().items() if request.group in held)
-    assert RESUMES_GRAMMAR in rig.workers[second].sampling_options, "another worker continues it"
-    assert [waiter.error] == [None]
-    await rig.workers.pop(second).leave()
-    for _ in range(3):
-        await rig.turn()
-    assert isinstance(waiter.error, CompletionUnavailable)
-    assert "no worker can continue the structured output" in str(waiter.error)
-    assert not rig.manager.world.ledger.samples

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rlboost.services.trainer.domain.conversations import Row, StepTurnIds, TurnIds
-from rlboost.services.trainer.domain.groups import DroppedGroup, GroupOutcome, WholeGroup
-from rlboost.services.trainer.domain.sessions import NO_CALL, Branches, SessionCollector
+from rlboost.services.trainer.domain.groups import DroppedGroup, GroupOutcome, ScoredGroup, WholeGroup
+from rlboost.services.trainer.domain.metrics import StepTally
+from rlboost.services.trainer.domain.sessions import NO_CALL, UNKNOWN_ANSWER, Branches, SessionCollector
+from rlboost.services.trainer.step.training_rows import TrainingRows
 from rlboost.shared.errors import Unprocessable
 from rlboost.shared.ids import SampleId
+from rlboost.shared.job.spec import parse
 from rlboost.shared.messages import Message, SampleDropped, SampleFinished, SessionEnded, SessionRewarded, TurnOpened
 from rlboost.shared.wire import F32, I32, floats, ints, pack
 
@@ -252,3 +257,52 @@ def test_rewards_of_hosts_are_taken_once_and_of_the_present_session() -> None:
     folded(collecting, SessionRewarded(session=again, start="c", reason="infrastructure", detail="no disk"))
     (session,) = collecting.take_rewarded()
     assert (session.sample, session.id) == (GROUP, again)
+
+
+SECOND = GROUP + 1
+
+
+def scored_with_own_rewards() -> ScoredGroup:
+    """Return a group of a session with three rows, of which two have their own reward, and one with a single row."""
+    own = {turn_id(GROUP, 1): 0.25, turn_id(GROUP, 0): 3.0, turn_id(GROUP, 3): -1.0}
+    messages = [
+        *(opened(0, 1), made(0, 5), opened(1, 2, parent=0), made(1, 6), opened(2, 3, parent=0), made(2, 7)),
+        *(opened(3, 4), made(3, 8), ended(2.0).model_copy(update={"rewards": tuple(own.items())})),
+        *(opened(0, 1, first=SECOND), made(0, 9, first=SECOND), ended(0.5, first=SECOND)),
+    ]
+    (whole,) = folded(collector(2), *messages)
+    assert isinstance(whole, WholeGroup)
+    # A function of the job adds 1 to the rewards of both sessions.
+    return ScoredGroup(GROUP, whole.samples, (3.0, 1.5), conversations=whole.conversations)
+
+
+def test_row_has_the_reward_of_its_last_rewarded_answer_or_of_its_session() -> None:
+    group = scored_with_own_rewards()
+    assert group.has_row_rewards
+    assert group.shaped_rewards == [3.0, 1.5]
+    assert group.compared_rewards == [1.25, 4.0, 0.0, 1.5]
+
+
+async def test_rows_with_rewards_of_their_own_are_compared_with_each_other() -> None:
+    spec: Any = parse({"model": "m", "data": {"train": "t"}, "agent": {"function": "a:b"}, "steps": 1})
+    spec = spec.model_copy(update={"algorithm": spec.algorithm.model_copy(update={"advantage": "group_mean"})})
+    engine = SimpleNamespace(engine=None, critic=None)
+    job: Any = SimpleNamespace(generating_spec=spec, spec=spec, resources=engine)
+
+    async def run(call: Any) -> Any:
+        return call()
+
+    (rows,) = await TrainingRows.of(job, StepTally(), run).build([scored_with_own_rewards()])
+    mean = (1.25 + 4.0 + 0.0 + 1.5) / 4
+    assert [ints(row.completion) for row in rows] == [[5, 2, 6], [5, 3, 7], [8], [9]]
+    expected = [1.25 - mean, 4.0 - mean, -mean, 1.5 - mean]
+    assert [floats(row.advantages)[-1] for row in rows] == pytest.approx(expected)
+    assert [len(set(floats(row.advantages))) for row in rows] == [1, 1, 1, 1]
+
+
+def test_reward_of_an_answer_that_the_session_has_not_loses_it() -> None:
+    end = ended().model_copy(update={"rewards": ((turn_id(GROUP, 7), 1.0),)})
+    (dropped,) = folded(collector(1), opened(0, 1), made(0, 5), end)
+    assert isinstance(dropped, DroppedGroup)
+    assert dropped.reason == UNKNOWN_ANSWER
+    assert f"cmpl-{turn_id(GROUP, 7):016x}" in dropped.detail

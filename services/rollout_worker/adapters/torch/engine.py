@@ -35,7 +35,7 @@ from rlboost.services.rollout_worker.domain.requests import Emission, Request, R
 from rlboost.services.rollout_worker.domain.speculation import Drafter, Drafts
 from rlboost.services.rollout_worker.ports import Sequences
 from rlboost.shared.errors import UnsuitableWeights
-from rlboost.shared.messages import RESUMES_GRAMMAR, SAMPLING_OPTIONS
+from rlboost.shared.messages import SAMPLING_OPTIONS
 from rlboost.shared.model.experts import FAMILIES, is_mixture, require_routing, routers_of, shape_of_routing
 from rlboost.shared.weights.changed_words import ChangedWords
 from rlboost.shared.wire import TOP
@@ -247,7 +247,7 @@ class TorchEngine(ThreadedEngine):
         self._routing = RoutingRecorder(self._model)
         vocabulary = self._model.get_input_embeddings().num_embeddings
         self._grammars = _grammar_compiler(tokenizer_json, vocabulary)
-        options = {*SAMPLING_OPTIONS, RESUMES_GRAMMAR} - {"stop"} - ({"grammar"} if self._grammars is None else set())
+        options = set(SAMPLING_OPTIONS) - {"stop"} - ({"grammar"} if self._grammars is None else set())
         if device != "cpu" or is_mixture(self._model.config.to_dict()):
             options.remove("batch_invariant")  # untested, and the number of an expert's tokens depends on the others
         self._new_table = partial(RequestTable, slots, max_len, vocabulary, capacity, self._routing.shape, options)

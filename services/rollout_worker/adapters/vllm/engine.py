@@ -32,6 +32,7 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from rlboost.services.rollout_worker.adapters.vllm import plugin
 from rlboost.services.rollout_worker.adapters.vllm.arguments import check_device, engine_args, model_folder
 from rlboost.services.rollout_worker.adapters.vllm.options import VllmOptions, logprobs_error, supported_options
 from rlboost.services.rollout_worker.adapters.vllm.weight_transfer import decode_load_error
@@ -40,7 +41,7 @@ from rlboost.services.rollout_worker.domain.load import EngineStats
 from rlboost.services.rollout_worker.domain.requests import Emission, Request, RequestKey, stream_seed
 from rlboost.services.rollout_worker.ports import Changes, EngineFailed, Sequences, StagedWeights
 from rlboost.shared.errors import ConfigError, Fatal, RLBoostError, UnsuitableWeights, leaves
-from rlboost.shared.messages import FINISH_LENGTH, FINISH_RELEASED, FINISH_STOP
+from rlboost.shared.messages import FINISH_LENGTH, FINISH_STOP
 from rlboost.shared.model.folder import require_unquantized
 from rlboost.shared.process.system import run_in_thread
 from rlboost.shared.weights.changed_words import ChangedWords
@@ -201,9 +202,6 @@ class VllmEngine:
     async def _stream(self, live: LiveRequest, requests: StreamedRequests) -> None:
         """Generate the tokens of a request into `requests`."""
         request, sampling = live.request, live.request.sampling
-        if sampling.grammar and live.tokens:
-            requests.end(live, finish=FINISH_RELEASED)  # vLLM begins a grammar with the first token that it generates
-            return
         vocabulary = requests.vocabulary
         params = SamplingParams(
             temperature=sampling.temperature,
@@ -213,6 +211,7 @@ class VllmEngine:
             min_tokens=max(0, min(sampling.min_tokens, sampling.max_tokens) - len(live.tokens)),
             logit_bias=dict(sampling.logit_bias) or None,
             structured_outputs=(StructuredOutputsParams(structural_tag=sampling.grammar) if sampling.grammar else None),
+            extra_args={plugin.N_GENERATED: len(live.tokens)} if sampling.grammar else None,
             max_tokens=sampling.max_tokens - len(live.tokens),
             stop_token_ids=[token for token in sampling.stop_token_ids if 0 <= token < vocabulary],
             ignore_eos=True,
@@ -241,7 +240,7 @@ class VllmEngine:
                     routed_experts=b"" if routed is None else routed.tobytes(),
                 )
             elif completion.finish_reason == "error" and sampling.grammar:
-                requests.end(live, error="vllm cannot compile the structured output: see its messages in the log")
+                requests.end(live, error="vllm cannot follow the structured output: see its messages in the log")
             elif completion.finish_reason is not None and self._is_decoding:
                 raise RuntimeError(f"vllm ended a request: {completion.finish_reason}")
             elif not requests.is_live(live):
