@@ -269,7 +269,7 @@ def _is_stranded(world: World, sample: Sample) -> bool:
     """Return True if no worker of its job can continue a sample that is queued."""
     job_id, workers = sample.request.job_id, world.fleet.workers.values()
     return world.ledger.is_queued(sample.id) and not any(
-        worker.job_id == job_id and supports(worker, sample) for worker in workers
+        job_id in (worker.job_id, *worker.alongside) and supports(worker, sample) for worker in workers
     )
 
 
