@@ -474,7 +474,8 @@ class Generator:
     async def _check_parity(self) -> None:
         for job_id, (version, reference) in list(self._unchecked.items()):
             await self._check_parity_of(job_id, version, reference)
-            self._unchecked.pop(job_id, None)
+            if self._unchecked.get(job_id) == (version, reference):
+                del self._unchecked[job_id]
 
     async def _check_parity_of(self, job_id: str, version: int, reference: ParityReference) -> None:
         if (engine := self._engine) is None:

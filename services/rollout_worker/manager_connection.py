@@ -289,6 +289,7 @@ class ManagerConnection:
             else:
                 await self.retry_until_ok("leave before rejoining", lambda: self._send_left(reason))
             self.incarnation = _new_incarnation(await self._join(), old.session.serving)
+            self.session.loaded.update(old.session.loaded)
             self._reported = None
         await old.bus.close()
 

@@ -450,19 +450,24 @@ class Session:
         self.loaded[weights.job_id] = weights.version
         self._pulling = None if self._pulling == weights else self._pulling
         self._accepted = dict(self.held)
-        left = [self._unload(job_id) for job_id in list(self.loaded) if self._target_version(job_id) is None]
-        return [*left, *self._submit_awaiting(), *self._next_pull()]
+        left = [one for one in self.loaded if one != weights.job_id and self._target_version(one) is None]
+        unloaded = [self._unload(job_id) for job_id in left]
+        return [*unloaded, *self._submit_awaiting(), *self._next_pull()]
 
     def on_weights_unavailable(self, weights: WeightsRef, reason: str) -> list[Effect]:
         """Record that these weights cannot be pulled, or do not fit; keep what is loaded until the next command."""
         if weights.version != self._target_version(weights.job_id):
             return []
         self._pulling = None if self._pulling == weights else self._pulling
+        loaded = self.loaded.get(weights.job_id)
         if other := self._alongside.pop(weights.job_id, None):
-            stranded = any(self.job_of(sample) == other.job_id for sample in self.held)
-            return [Rejoin(reason)] if stranded else self._next_pull()
-        self.target = self.serving
-        stranded = bool(self._awaiting_weights) or (bool(self.held) and self.serving is None)
+            if loaded is not None:
+                self._alongside[other.job_id] = Alongside(job_id=other.job_id, version=loaded)
+            samples = self.held if loaded is None else self._awaiting_weights
+            stranded = any(self.job_of(sample) == other.job_id for sample in samples)
+        else:
+            self.target = self.serving
+            stranded = bool(self._awaiting_weights) or (bool(self.held) and self.serving is None)
         return [Rejoin(reason)] if stranded else self._next_pull()
 
     def on_emissions(self, emissions: Iterable[Emission]) -> None:

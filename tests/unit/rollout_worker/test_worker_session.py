@@ -616,6 +616,17 @@ def test_adapter_that_cannot_be_shared_leaves_the_others_served(shared: Session)
     assert shared.command_digest() != before
 
 
+def test_lost_version_of_a_shared_job_leaves_its_older_one_served(shared: Session) -> None:
+    b = of_job(2, 7)
+    shared.on_command(assign((b, 1), job="b", version=5))
+    shared.on_command(use_all(("a", 1), ("b", 6)))
+    assert shared.on_weights_unavailable(WeightsRef("b", 6), "deleted") == []
+    assert (shared.alongside, shared.held) == ({"b": 5}, {b: 1})
+    shared.on_command(use_all(("a", 1), ("b", 7)))
+    shared.on_weights_unloaded("b")
+    assert shared.on_weights_unavailable(WeightsRef("b", 7), "damaged") == [Rejoin("damaged")]
+
+
 def test_adapters_wait_for_the_weights_that_they_belong_to() -> None:
     session = Session("w")
     session.on_command(use_all(("a", 1), ("b", 5)))
