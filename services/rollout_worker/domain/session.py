@@ -463,7 +463,7 @@ class Session:
         if other := self._alongside.pop(weights.job_id, None):
             if loaded is not None:
                 self._alongside[other.job_id] = Alongside(job_id=other.job_id, version=loaded)
-            samples = self.held if loaded is None else self._awaiting_weights
+            samples = list(self.held if loaded is None else self._awaiting_weights)
             stranded = any(self.job_of(sample) == other.job_id for sample in samples)
         else:
             self.target = self.serving
