@@ -12,9 +12,12 @@ from rlboost.services.rollout_manager.domain.decide import decide
 from rlboost.services.rollout_manager.domain.effects import Effect, Now, Send
 from rlboost.services.rollout_manager.domain.money import charge_jobs
 from rlboost.services.rollout_manager.domain.world import World
+from rlboost.services.rollout_manager.loop import Manager
 from rlboost.services.rollout_worker.domain.session import PullWeights, Session
 from rlboost.shared.ids import WeightsRef
 from rlboost.shared.messages import Alongside, Assign, JobReport, Message, UseVersion, WorkerEvent
+from rlboost.shared.streams import names
+from rlboost.shared.streams.fakes import MemoryBus
 from tests.support.builders import (
     group_requested,
     heartbeat,
@@ -217,3 +220,27 @@ def test_manager_and_worker_compute_the_same_digest(shared: Shared) -> None:
             session.on_command(effect.message)
     assert len(session.held) == 3
     assert shared.world.fleet.workers["w"].command_digest() == session.command_digest()
+
+
+async def test_next_manager_knows_which_jobs_have_the_same_model() -> None:
+    now_s = 10_000.0
+
+    def clock() -> Now:
+        return Now(now_s, now_s)
+
+    bus = MemoryBus(clock=lambda: now_s)
+    for number, job in enumerate(JOBS, 1):
+        await bus.append(names.JOB_COMMANDS, job_created(job, number))
+        await bus.append(names.JOB_REPORTS, JobReport(job_id=job, state="running", step=0))
+    bases = []
+    for version in range(2):
+        manager = Manager(bus, lease_s=2.0, redis_limit_s=9.0, clock=clock)
+        assert await manager.try_lead()
+        await manager.turn()
+        if not version:
+            for job in JOBS:
+                await bus.append(names.WEIGHTS_COMMITTED, weights_committed(job, base="base"))
+            await manager.turn()
+        bases.append([job.progress.base for job in manager.world.jobs.active()])
+        now_s += 100.0
+    assert bases == [["base"] * 3] * 2
