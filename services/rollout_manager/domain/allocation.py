@@ -280,10 +280,12 @@ def _reallocate(
     if not present:
         return []
     served = [job for job in payers if not refusal_of(fleet, job, versions[job.id])]
-    # Jobs that all workers can serve at once get workers as one.
+    # Jobs that all workers can serve at once get workers as one. A worker without an engine may turn out to be able to.
+    equipped = [worker for worker in present if worker.version >= 0]
     groups: dict[str, list[JobEntry]] = {}
     for job in served:
-        key = job.progress.base if all(_shares(worker, job) for worker in present) else job.id
+        is_shared = job.progress.base and all(_shares(worker, job) for worker in equipped)
+        key = job.progress.base if is_shared else job.id
         groups.setdefault(key, []).append(job)
     group_of = {job.id: key for key, members in groups.items() for job in members}
     workers = [

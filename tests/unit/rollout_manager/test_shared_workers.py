@@ -143,6 +143,15 @@ def test_engine_that_merges_adapters_is_switched_as_before() -> None:
     assert shared.uses() == [use("b")]
 
 
+def test_worker_without_an_engine_is_not_switched_between_jobs_on_one_model(shared: Shared) -> None:
+    shared.join("new")
+    shared.apply(heartbeat("new", state="joining", job_id="", version=-1))
+    for job in JOBS:
+        shared.request(job, 9)
+    for _ in range(8):
+        assert {message.job_id for message in shared.uses()} <= {"a"}
+
+
 def test_job_that_a_worker_cannot_share_gets_it_by_a_switch(shared: Shared) -> None:
     shared.apply(WorkerEvent(worker="w", job_id="c", kind="adapter_not_shared", at=1.0, fields={"version": 0}))
     assert shared.uses() == [use("a", b=0)]
