@@ -1,7 +1,7 @@
 """What a trainer of your own publishes: versions of a model, or of a LoRA adapter on one.
 
 Of an adapter (PEFT), the first version is the model below it, and each later one the adapter alone, as in jobs of the
-trainer service with `elastic.weights: lora`. Workers merge the two.
+trainer service with `elastic.weights: lora`.
 """
 
 from __future__ import annotations

@@ -378,11 +378,11 @@ class _Rebuild:
         async for entries in self._batches(names.WEIGHTS_COMMITTED):
             for message in (entry.message for entry in entries):
                 if isinstance(message, WeightsCommitted):
-                    self._world.jobs.on_committed(message.job_id, message.version)
+                    self._world.jobs.on_committed(message.job_id, message.version, message.base)
         # A job's other models have one version each, committed before its own first: the stream may have lost them.
         for job in self._world.jobs.active():
             if job.served_for and self._world.jobs.committed_version(job.served_for) >= 0:
-                self._world.jobs.on_committed(job.id, 0)
+                self._world.jobs.on_committed(job.id, 0, job.progress.base)
 
     async def _replay_log(self, cursor: str) -> tuple[str, int]:
         """Replay the whole token log, counting the entries after `cursor`; return its end and its number of entries."""

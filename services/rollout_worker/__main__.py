@@ -158,6 +158,8 @@ def _engines(settings: Settings) -> EngineFactory:
             kv_cache_bytes=settings.kv_cache_bytes,
             gpu_memory_utilization=settings.gpu_memory_utilization,
             speculation=settings.speculation == "auto",
+            max_adapters=settings.max_adapters if settings.max_adapters > 1 else 0,
+            max_adapter_rank=settings.max_adapter_rank,
         )
     return VllmFactory(
         VllmOptions(

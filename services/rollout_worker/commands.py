@@ -36,6 +36,7 @@ from rlboost.services.rollout_worker.domain.session import (
     Session,
     SubmitSamples,
     SuspendEngine,
+    UnloadAdapter,
 )
 from rlboost.services.rollout_worker.generator import Generator, LoadStage, ReplacementTimes
 from rlboost.services.rollout_worker.life import StartupTimer
@@ -185,7 +186,9 @@ class WeightUpdates:
             await self._on_unavailable(weights, str(error), self._connection.report_weights_unavailable, execute)
             return
         except UnsuitableWeights as error:
-            await self._on_unavailable(weights, str(error), self._connection.report_weights_refused, execute)
+            connection = self._connection
+            report = connection.report_not_shared if pull.alongside else connection.report_weights_refused
+            await self._on_unavailable(weights, str(error), report, execute)
             return
         checked = time.monotonic()
         log.info(
@@ -227,6 +230,8 @@ class WeightUpdates:
         replace = partial(
             self._generator.replace_weights,
             version=pull.version,
+            job_id=pull.job_id,
+            alongside=pull.alongside,
             on_unloaded=self._connection.session.on_weights_unloaded,
             tokenizer_json=await self._source.tokenizer_json(pull.job_id),
             keep_kv=pull.in_flight == "keep",
@@ -281,11 +286,11 @@ class WeightUpdates:
         because = f"they finish under their weights before {weights} is loaded"
         try:
             async with self._waits.on("the samples in flight", because=because, limit_s=self._finish_limit_s):
-                while session.n_submitted:
+                while session.n_submitted(weights.job_id):
                     self._flushed.clear()
                     await self._flushed.wait()
         except WaitTimedOut as error:
-            log.warning("in_flight_finish_timed_out", samples=session.n_submitted, reason=str(error))
+            log.warning("in_flight_finish_timed_out", samples=session.n_submitted(weights.job_id), reason=str(error))
 
 
 # --- Commands ---------------------------------------------------------------------------------------------------------
@@ -388,7 +393,8 @@ class CommandLoop:
         match effect:
             case SubmitSamples(samples):
                 self._startup.end("assignment")
-                self._generator.submit([_request(sample) for sample in samples])
+                session = self._connection.session
+                self._generator.submit([_request(sample, session.job_of(sample.sample)) for sample in samples])
             case AbortRequests(keys):
                 self._generator.abort(keys)
             case ReleaseRequests(keys):
@@ -404,6 +410,8 @@ class CommandLoop:
                 finally:
                     self._generator.abort(keys)  # the session has dropped them already
                 self._connection.session.on_engine_suspended()
+            case UnloadAdapter(job_id):
+                await self._generator.unload_adapter(job_id)
             case ResumeEngine():
                 await self._generator.resume("suspended")
             case _:
@@ -446,7 +454,7 @@ class CommandLoop:
         await self._generator.resume("suspended")
 
 
-def _request(assignment: Assignment) -> Request:
+def _request(assignment: Assignment, job_id: str) -> Request:
     return Request(
         sample=assignment.sample,
         attempt=assignment.attempt,
@@ -454,4 +462,5 @@ def _request(assignment: Assignment) -> Request:
         tokens=ints(assignment.tokens),
         sampling=assignment.sampling,
         seed=assignment.seed,
+        job_id=job_id,
     )

@@ -13,7 +13,14 @@ import numpy as np
 from rlboost.services.rollout_worker.domain.load import EngineStats, KvCapacity
 from rlboost.services.rollout_worker.domain.request_table import RequestTable
 from rlboost.services.rollout_worker.domain.requests import Emission, Request, RequestKey, uniforms
-from rlboost.services.rollout_worker.ports import Changes, EngineFailed, Sequences, StagedWeights
+from rlboost.services.rollout_worker.ports import (
+    AdapterEngine,
+    Changes,
+    EngineFailed,
+    Sequences,
+    StagedAdapter,
+    StagedWeights,
+)
 from rlboost.shared.errors import BadSignature, Corrupt, Fatal, NotFound, UnsuitableWeights
 from rlboost.shared.model.parity_reference import ParityReference
 from rlboost.shared.process.system import run_in_thread
@@ -32,6 +39,7 @@ class FakeEngine:
         interval_s: time per token of each running request; None = a token only when `tick` is called.
         clock: seconds.
         capacity: limits of its pretended KV cache; None = unlimited.
+        max_adapters: see `ports.AdapterEngine`; 0: it merges adapters.
 
     """
 
@@ -44,8 +52,15 @@ class FakeEngine:
         interval_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         capacity: KvCapacity | None = None,
+        max_adapters: int = 0,
     ) -> None:
         self.slots = slots
+        self.max_adapters = max_adapters
+        self.adapters: AdapterEngine | None = self if max_adapters else None
+        self.held: dict[str, StagedAdapter | None] = {}
+        """Job -> its adapter, of `load_adapter`."""
+        self.adapter_refusals: dict[int, str] = {}
+        """Rank -> why an adapter of it must be merged."""
         self.kv_tokens = capacity.tokens if capacity else 0
         self.kv_block_tokens = 0
         self.max_request_tokens = capacity.max_request_tokens if capacity else 0
@@ -134,14 +149,33 @@ class FakeEngine:
             self._table.begin_version(-1)
             raise
         self._table.begin_version(version)
+        self.held.clear()
         return await run_in_thread("weights-verify", lambda: weights.differing(self._tensors.items()))
 
     async def differing(self, weights: StagedWeights) -> list[str]:
         self._catch_up()
         return weights.differing(self._tensors.items())
 
-    async def score(self, sequences: Sequences, temperature: float) -> list[list[float]]:
-        del temperature  # of a uniform distribution
+    def adapter_refusal(self, adapter: StagedAdapter) -> str:
+        return self.adapter_refusals.get(adapter.rank, "")
+
+    async def load_adapter(
+        self, job_id: str, version: int, adapter: StagedAdapter | None, *, keep_kv: bool = False
+    ) -> list[str]:
+        """See `ports.AdapterEngine`; in `held`."""
+        del keep_kv
+        self._catch_up()
+        self.awake = True
+        self.held[job_id] = adapter
+        self._table.begin_version(version, job_id)
+        return [] if adapter is None else adapter.factors_differing(adapter.factors())
+
+    async def unload_adapter(self, job_id: str) -> None:
+        self._catch_up()
+        self.held.pop(job_id, None)
+
+    async def score(self, sequences: Sequences, temperature: float, job_id: str = "") -> list[list[float]]:
+        del temperature, job_id  # of a uniform distribution
         self._catch_up()
         self.awake = True
         self.scored += 1
@@ -208,12 +242,38 @@ class FakeEngineFactory:
         return self.engine
 
 
+class FakeAdapter:
+    """`ports.StagedAdapter` without tensors."""
+
+    scaling = 1.0
+    targets: tuple[str, ...] = ()
+
+    def __init__(self, rank: int = 1) -> None:
+        self.rank = rank
+
+    def factors(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        return iter(())
+
+    def factors_differing(self, loaded: Iterable[tuple[str, torch.Tensor, torch.Tensor]]) -> list[str]:
+        return [name for name, *_ in loaded]
+
+
 class FakeStagedWeights:
-    """`ports.StagedWeights` without tensors; the first `wrong_loads` loads fail verification."""
+    """`ports.StagedWeights` without tensors; the first `wrong_loads` loads fail verification.
+
+    With `base` it is an adapter version.
+    """
 
     def __init__(
-        self, config_json: str = "{}", *, wrong_loads: int = 0, contents: Mapping[str, Hashable] | None = None
+        self,
+        config_json: str = "{}",
+        *,
+        wrong_loads: int = 0,
+        contents: Mapping[str, Hashable] | None = None,
+        base: FakeStagedWeights | None = None,
+        rank: int = 1,
     ) -> None:
+        self._base, self._adapter = base, FakeAdapter(rank)
         self.config_json = config_json
         self.parity_reference: ParityReference | None = None
         self.wrong_loads = wrong_loads
@@ -223,6 +283,9 @@ class FakeStagedWeights:
         """The tensor names requested by each load."""
         self.compared: list[set[str]] = []
         """The tensor names that were to be compared with loaded weights."""
+
+    def unmerged(self) -> tuple[FakeStagedWeights, FakeAdapter | None]:
+        return (self, None) if self._base is None else (self._base, self._adapter)
 
     def tensors(self, names: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         self.read.append({name for name in self.contents if names is None or name in names})

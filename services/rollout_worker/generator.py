@@ -23,6 +23,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import structlog
@@ -41,7 +42,14 @@ from rlboost.services.rollout_worker.domain.parity_check import (
 from rlboost.services.rollout_worker.domain.requests import NOT_A_NUMBER, Emission, Request, RequestKey
 from rlboost.services.rollout_worker.domain.session import EnginePause, PauseReason
 from rlboost.services.rollout_worker.domain.stop_strings import Decode, StopStrings
-from rlboost.services.rollout_worker.ports import Changes, Engine, EngineFactory, EngineFailed, StagedWeights
+from rlboost.services.rollout_worker.ports import (
+    Changes,
+    Engine,
+    EngineFactory,
+    EngineFailed,
+    StagedAdapter,
+    StagedWeights,
+)
 from rlboost.shared.errors import Corrupt, Fatal, UnsuitableWeights
 from rlboost.shared.model.experts import is_mixture
 from rlboost.shared.model.parity_reference import ParityReference
@@ -97,6 +105,23 @@ def _remove_words(found: asyncio.Future[ChangedWords | None]) -> None:
         words.remove()
 
 
+_NOTHING = Changes(())
+"""The engine has the model's weights already."""
+Parts = tuple[StagedWeights, StagedAdapter | None]
+"""A model's weights, and the adapter that the engine keeps apart from them."""
+
+
+def _parts(engine: Engine, weights: StagedWeights) -> tuple[StagedWeights, StagedAdapter | None, str]:
+    """Return what the engine loads as weights and as an adapter; and, if it must merge an adapter, why."""
+    if engine.adapters is None:
+        return weights, None, ""
+    model, adapter = weights.unmerged()
+    if adapter is None or not (why := engine.adapters.adapter_refusal(adapter)):
+        return model, adapter, ""
+    log.info("adapter_merged", reason=why)
+    return weights, None, f"its adapter must be merged: {why}"
+
+
 _NO_ENGINE = EngineStats(running=0, pending=0, tokens_generated_total=0, version=-1)
 
 
@@ -143,8 +168,8 @@ class Generator:
         self._tolerance = tolerance
         self._parity_limit_s = parity_limit_s
         self._suspects = suspects
-        self._unchecked: ParityReference | None = None
-        """The reference of the loaded weights, until they have passed the parity check."""
+        self._unchecked: dict[str, tuple[int, ParityReference]] = {}
+        """Job -> version and reference of its weights, until they have passed the parity check."""
         self._sampling_checked: set[tuple[float, float]] = set()
         """Temperature and top-p with which this engine has passed the sampling check."""
         self._hang_detector = HangDetector()
@@ -157,7 +182,7 @@ class Generator:
         """Emissions of an engine that was replaced before they were taken."""
         self._loading: asyncio.Future[None] | None = None
         self._loaded: StagedWeights | None = None
-        """The verified weights: the next load may skip what is equal."""
+        """The verified weights, without adapters that are not merged: the next load may skip what is equal."""
         self._pause = EnginePause()
         self._transition = asyncio.Lock()
         """Held while the engine pauses, resumes or scores."""
@@ -228,6 +253,7 @@ class Generator:
         if (engine := self._engine) is None:
             return {}
         return {
+            "max_adapters": engine.adapters.max_adapters if engine.adapters else 0,
             "kv_tokens": engine.kv_tokens,
             "kv_block_tokens": engine.kv_block_tokens,
             "max_request_tokens": engine.max_request_tokens,
@@ -304,13 +330,17 @@ class Generator:
         self,
         weights: StagedWeights,
         version: int,
-        on_unloaded: Callable[[], None],
+        on_unloaded: Callable[..., None],
         *,
+        job_id: str = "",
+        alongside: bool = False,
         tokenizer_json: str = "",
         keep_kv: bool = False,
         around: AroundStage = lambda _: nullcontext(),
     ) -> ReplacementTimes:
         """Load weights and verify them twice (invariant 5).
+
+        If the engine has the model's weights already, only the job's adapter is loaded, next to those of other jobs.
 
         Returns with the engine paused as "loading": the caller records that the weights are good, then calls
         `resume("loading")`. With another reason to pause, such as a trainer that uses the device, the last `resume`
@@ -320,24 +350,34 @@ class Generator:
         Args:
             weights: to load.
             version: the version number that new tokens carry.
-            on_unloaded: called once the engine has paused, before its current weights are overwritten.
+            on_unloaded: called once the engine has paused, before its current weights are overwritten; with `job_id` if
+                those of other jobs stay.
+            job_id: whose weights these are.
+            alongside: refuse weights that would replace those of other jobs.
             tokenizer_json: see `EngineFactory.build`.
             keep_kv: let running requests continue with their current KV cache.
             around: see `AroundStage`.
 
         Raises:
             Corrupt: the loaded tensors differ from the published ones, or their files are damaged or missing.
-            UnsuitableWeights: they do not fit the engine, or it does not support their model.
+            UnsuitableWeights: they do not fit the engine, or it does not support their model; or `alongside`, and the
+                engine serves on.
             ParityCheckFailed: the engine's log-probabilities differ from the trainer's.
 
         """
         async with around("load"):
+            if alongside:
+                self._require_same_engine(weights.config_json, tokenizer_json)
             engine = await self._engine_for(weights.config_json, tokenizer_json, on_unloaded)
-            async with self._changes(engine, weights) as changes:
+            model, adapter, why = _parts(engine, weights)
+            is_held = self._holds(engine, model)
+            if alongside and not is_held:
+                raise UnsuitableWeights(why or "its model's weights are not those that this worker serves")
+            async with nullcontext(_NOTHING) if is_held else self._changes(engine, model) as changes:
                 began = time.monotonic()
                 await self.pause("loading", keep_kv=keep_kv)
-                on_unloaded()
-                load = self._load(engine, weights, changes, version, keep_kv=keep_kv)
+                on_unloaded(*([job_id] if is_held else []))
+                load = self._load(engine, weights, (model, adapter), changes, version, job_id, keep_kv=keep_kv)
                 self._loading = asyncio.create_task(load, name="load")
                 await asyncio.shield(self._loading)
         loaded = time.monotonic()
@@ -345,6 +385,23 @@ class Generator:
             if self._pause.is_only("loading"):
                 await self._check_parity()
         return ReplacementTimes(loaded - began, time.monotonic() - loaded)
+
+    async def unload_adapter(self, job_id: str) -> None:
+        """See `AdapterEngine.unload_adapter`."""
+        self._unchecked.pop(job_id, None)
+        if self._engine is not None and self._engine.adapters is not None:
+            await self._engine.adapters.unload_adapter(job_id)
+
+    def _holds(self, engine: Engine, model: StagedWeights) -> bool:
+        """Return True if the engine has the weights of a model already, and can add adapters to them."""
+        loaded = self._loaded
+        return engine.adapters is not None and loaded is not None and loaded.contents == model.contents != {}
+
+    def _require_same_engine(self, config_json: str, tokenizer_json: str) -> None:
+        if self._building is None or self._config_json != config_json:
+            raise UnsuitableWeights("its model's config.json is not that of the model that this worker serves")
+        if self._tokenizer_json != tokenizer_json:
+            raise UnsuitableWeights("its tokenizer.json is not that of the model that this worker serves")
 
     @asynccontextmanager
     async def _changes(self, engine: Engine, weights: StagedWeights) -> AsyncIterator[Changes | None]:
@@ -379,53 +436,71 @@ class Generator:
                     words.remove()
 
     async def _load(
-        self, engine: Engine, weights: StagedWeights, changes: Changes | None, version: int, *, keep_kv: bool
+        self,
+        engine: Engine,
+        weights: StagedWeights,
+        parts: Parts,
+        changes: Changes | None,
+        version: int,
+        job_id: str,
+        *,
+        keep_kv: bool,
     ) -> None:
-        await self._load_verified(engine, weights, changes, version, keep_kv=keep_kv)
-        async with self._transition:
-            if not self._pause.is_only("loading"):
-                await self._suspend(keep_kv=False)
-
-    async def _load_verified(
-        self, engine: Engine, weights: StagedWeights, changes: Changes | None, version: int, *, keep_kv: bool
-    ) -> None:
-        self._loaded, self._unchecked = None, None
+        model, adapter = parts
+        if changes is not _NOTHING:
+            self._loaded = None
+            self._unchecked.clear()
+        self._unchecked.pop(job_id, None)
         self._pause.on_memory_taken()
-        if wrong := await engine.load_weights(version, weights, changes, keep_kv=keep_kv):
+        wrong = []
+        if changes is not _NOTHING:
+            wrong = await engine.load_weights(version, model, changes, keep_kv=keep_kv)
+        if engine.adapters is not None:
+            wrong += await engine.adapters.load_adapter(job_id, version, adapter, keep_kv=keep_kv)
+        if wrong:
             log.error("loaded_weights_differ", version=version, tensors=len(wrong), first=wrong[0])
             raise Corrupt(
                 f"version {version}: {len(wrong)} tensors in the engine, such as {wrong[0]}, are not what was "
                 "published; the version is not served. Look for an engine that changes weights as it loads them, or "
                 "for a bad disk or memory"
             )
-        self._loaded, self._unchecked = weights, weights.parity_reference
+        self._loaded = model
+        if (reference := weights.parity_reference) is not None:
+            self._unchecked[job_id] = version, reference
+        async with self._transition:
+            if not self._pause.is_only("loading"):
+                await self._suspend(keep_kv=False)
 
     async def _check_parity(self) -> None:
-        reference, engine = self._unchecked, self._engine
-        if reference is None or engine is None:
+        for job_id, (version, reference) in list(self._unchecked.items()):
+            await self._check_parity_of(job_id, version, reference)
+            if self._unchecked.get(job_id) == (version, reference):
+                del self._unchecked[job_id]
+
+    async def _check_parity_of(self, job_id: str, version: int, reference: ParityReference) -> None:
+        if (engine := self._engine) is None:
             return
-        stats = engine.stats()
-        if self._pause.keeps_kv and stats.running:
+        running = engine.stats().running
+        if self._pause.keeps_kv and running:
             # Scoring needs the memory of the KV cache, which running requests keep: skip this version's check.
-            self._unchecked = None
-            log.info("parity_check_skipped", version=stats.version, running=stats.running)
+            log.info("parity_check_skipped", version=version, running=running)
             return
         self._pause.on_memory_taken()
         try:
             async with asyncio.timeout(self._parity_limit_s):
-                await self._check_scores(engine, reference, stats.version)
+                await self._check_scores(engine, reference, version, job_id)
                 if (reference.temperature, reference.top_p) not in self._sampling_checked:
-                    await self._check_sampling(engine, reference, stats.version)
+                    await self._check_sampling(engine, reference, version, job_id)
         except TimeoutError as error:
             raise EngineFailed(
                 f"the inference engine took more than {self._parity_limit_s:.0f} s for the parity check"
             ) from error
-        self._unchecked = None
 
-    async def _check_scores(self, engine: Engine, reference: ParityReference, version: int) -> None:
+    async def _check_scores(self, engine: Engine, reference: ParityReference, version: int, job_id: str) -> None:
         """Compare the engine's log-probabilities of given tokens with the trainer's."""
         began = time.monotonic()
-        scored = await engine.score([(row.prompt, row.completion) for row in reference.rows], reference.temperature)
+        rows = [(row.prompt, row.completion) for row in reference.rows]
+        scored = await engine.score(rows, reference.temperature, job_id)
         verdict = judge(
             reference,
             scored,
@@ -439,11 +514,11 @@ class Generator:
         took_s = round(time.monotonic() - began, 3)
         log.info("parity_check_passed", version=version, mean=verdict.mean, worst=verdict.worst, took_s=took_s)
 
-    async def _check_sampling(self, engine: Engine, reference: ParityReference, version: int) -> None:
+    async def _check_sampling(self, engine: Engine, reference: ParityReference, version: int, job_id: str) -> None:
         """Sample as in training, and compare with what the engine reported; once per engine, temperature and top-p."""
         began = time.monotonic()
         remedy = self._suspects or _SAMPLING_REMEDY
-        requests = continuations(reference)
+        requests = [replace(request, job_id=job_id) for request in continuations(reference)]
         sampled = in_order(await engine.sample(requests), requests)
         errors = sorted({emission.error for emission in sampled if emission.error})
         if NOT_A_NUMBER in errors:
@@ -454,7 +529,7 @@ class Generator:
             log.warning("sampling_check_skipped", version=version, reason=errors[0])
             return
         sequences = [(request.prompt, emission.tokens) for request, emission in zip(requests, sampled, strict=True)]
-        scored = await engine.score(sequences, reference.temperature)
+        scored = await engine.score(sequences, reference.temperature, job_id)
         verdict = judge_continuations(
             reference,
             sampled,
@@ -468,7 +543,8 @@ class Generator:
                 f"the log-probabilities that it reports for sampled tokens are not those that it computes: {verdict}"
             )
             raise ParityCheckFailed(version, problem, remedy, verdict)
-        if contradiction := judge_draws(await engine.sample(draws(reference))):
+        drawn = await engine.sample([replace(request, job_id=job_id) for request in draws(reference)])
+        if contradiction := judge_draws(drawn):
             problem = f"it does not sample tokens as often as their log-probabilities say: {contradiction}"
             raise ParityCheckFailed(version, problem, remedy)
         self._sampling_checked.add((reference.temperature, reference.top_p))
@@ -484,7 +560,8 @@ class Generator:
                 await asyncio.shield(self._prepared)
             self._config_json, self._tokenizer_json = config_json, tokenizer_json
             self._pause.on_decoding()
-            self._loaded, self._unchecked = None, None
+            self._loaded = None
+            self._unchecked.clear()
             self._sampling_checked.clear()
             self._building = run_in_thread("engine-build", lambda: self._build(config_json, tokenizer_json))
         try:

@@ -134,7 +134,7 @@ class ManagerConnection:
         self._left = self._has_joined = False
         self.meters = LoadMeters(identity.slots)
         self.incarnation = _new_incarnation(membership, None)
-        self._reported: tuple[WorkerState, WeightsRef | None] | None = None
+        self._reported: tuple[WorkerState, WeightsRef | None, dict[str, int]] | None = None
 
     @property
     def session(self) -> Session:
@@ -217,7 +217,7 @@ class ManagerConnection:
                     "worker_joined", worker=incarnation.worker, role=self._identity.role, slots=self._identity.slots
                 )
                 incarnation.joined = self._has_joined = True
-            self._reported = (heartbeat.state, session.serving)
+            self._reported = (heartbeat.state, session.serving, session.alongside)
 
     @property
     def has_reported_suspension(self) -> bool:
@@ -227,7 +227,7 @@ class ManagerConnection:
     @property
     def state_changed(self) -> bool:
         """Return True if state or weights differ from the last heartbeat."""
-        return self._reported != (self.session.state, self.session.serving)
+        return self._reported != (self.session.state, self.session.serving, self.session.alongside)
 
     def _joined(self, worker: str, now: float) -> WorkerJoined:
         identity = self._identity
@@ -287,6 +287,7 @@ class ManagerConnection:
             else:
                 await self.retry_until_ok("leave before rejoining", lambda: self._send_left(reason))
             self.incarnation = _new_incarnation(await self._join(), old.session.serving)
+            self.session.loaded.update(old.session.loaded)
             self._reported = None
         await old.bus.close()
 
@@ -327,6 +328,11 @@ class ManagerConnection:
         """Emit an event: the assigned weights do not fit the engine. The manager takes note of it."""
         log.warning("weights_refused", job=weights.job_id, version=weights.version, reason=reason)
         await self._emit_event(weights.job_id, "weights_refused", version=weights.version, reason=reason)
+
+    async def report_not_shared(self, weights: WeightsRef, reason: str) -> None:
+        """Emit an event: this worker cannot serve the weights next to others, only instead of them."""
+        log.warning("adapter_not_shared", job=weights.job_id, version=weights.version, reason=reason)
+        await self._emit_event(weights.job_id, "adapter_not_shared", version=weights.version, reason=reason)
 
     async def report_parity_failure(self, version: int, reason: str, verdict: Verdict | None) -> None:
         """Emit an event: the engine failed the parity check, with the differences if they are the reason."""

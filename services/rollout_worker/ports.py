@@ -5,7 +5,7 @@ Importing this module imports no inference library.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -50,6 +50,8 @@ class Engine(Protocol):
     sampling_options: frozenset[str]
     """The `SamplingOption`s that requests may have. Not "stop": stop strings are the generator's, as an engine knows no
     text."""
+    adapters: AdapterEngine | None
+    """Serves several jobs with adapters of the loaded weights; None: it knows none, and adapters are merged."""
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests. None starts while no weights are loaded or while the engine is suspended.
@@ -123,7 +125,7 @@ class Engine(Protocol):
         Requests may run meanwhile. An engine whose memory cannot be compared returns none.
         """
 
-    async def score(self, sequences: Sequences, temperature: float) -> list[list[float]]:
+    async def score(self, sequences: Sequences, temperature: float, job_id: str = "") -> list[list[float]]:
         """Return the log-probability of each completion token given all before it, under the loaded weights.
 
         The engine must be suspended, and no request may keep its KV cache. It uses the same forward pass as for
@@ -132,6 +134,7 @@ class Engine(Protocol):
         Args:
             sequences: at most as long as the model's maximum length.
             temperature: temperature of the distribution, above 0.
+            job_id: with the adapter of this job, if it has one.
 
         """
 
@@ -154,6 +157,32 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Stop for good; idempotent. Tokens generated so far can still be taken."""
+
+
+class AdapterEngine(Protocol):
+    """The part of an engine that serves several jobs at once, each with an adapter of the loaded weights."""
+
+    max_adapters: int
+    """Maximum number of jobs."""
+
+    def adapter_refusal(self, adapter: StagedAdapter) -> str:
+        """Return why the engine cannot hold an adapter next to its weights, so that it must be merged; else empty."""
+
+    async def load_adapter(
+        self, job_id: str, version: int, adapter: StagedAdapter | None, *, keep_kv: bool = False
+    ) -> list[str]:
+        """Serve the requests of a job with the loaded weights and this adapter, None: with the weights alone.
+
+        Requests of the job continue as in `load_weights`, those of other jobs as they are. `load_weights` drops all
+        adapters.
+
+        Returns:
+            The names of the adapter's tensors whose bytes are not the published ones.
+
+        """
+
+    async def unload_adapter(self, job_id: str) -> None:
+        """Drop what `load_adapter` has loaded for a job that has no request; ignored if there is nothing."""
 
 
 class EngineFactory(Protocol):
@@ -191,8 +220,33 @@ class Changes:
     """Their words that differ; None if those are too many, or unknown."""
 
 
+class StagedAdapter(Protocol):
+    """A LoRA adapter on this machine, its bytes verified: the tensor W becomes W + scaling * B @ A."""
+
+    rank: int
+    scaling: float
+
+    @property
+    def targets(self) -> Collection[str]:
+        """The names of the model's tensors that it changes."""
+
+    def factors(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Yield each target with A [rank, in] and B [out, rank], on the CPU in their published dtype. Reads files.
+
+        Raises:
+            Corrupt: a file is truncated or missing.
+
+        """
+
+    def factors_differing(self, loaded: Iterable[tuple[str, torch.Tensor, torch.Tensor]]) -> list[str]:
+        """Return the names of the adapter's tensors that `loaded` does not match bit for bit, as `factors` has them."""
+
+
 class StagedWeights(Protocol):
     """One version of a job's weights on this machine, its bytes verified."""
+
+    def unmerged(self) -> tuple[StagedWeights, StagedAdapter | None]:
+        """Return the model and the adapter apart; a version without an adapter returns itself and None."""
 
     @property
     def config_json(self) -> str:

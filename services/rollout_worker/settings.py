@@ -63,6 +63,15 @@ class Settings(ServiceSettings):
         description="auto: the torch engine verifies drafts from samples of the same prompt where that saves time; "
         "off: one token per pass. vllm has `speculative_config` in `RLBOOST_WORKER_VLLM_ARGS`",
     )
+    max_adapters: int = Field(
+        8,
+        ge=1,
+        description="jobs that train LoRA adapters of the same model which the torch engine serves at once; 1: it "
+        "merges the adapter of one job into the weights, as vllm does",
+    )
+    max_adapter_rank: int = Field(
+        64, ge=1, description="maximum rank of these adapters; one of a higher rank is merged, and served alone"
+    )
     gpu_memory_utilization: float = Field(
         0.0,
         ge=0,

@@ -47,6 +47,7 @@ class Announcements:
                 manifest_digest=version.digest,
                 n_bytes=version.n_bytes,
                 at=version.committed_at,
+                base=version.identity,
             )
         )
 

@@ -6,9 +6,10 @@ order, and the difference of two digests depends only on what exactly one of the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2s
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -16,10 +17,16 @@ import numpy.typing as npt
 MODULUS = 1 << 64
 _Hashes = npt.NDArray[np.uint64]
 _SUSPENDED = 0x9E3779B97F4A7C15
+_NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 def command_digest(
-    samples: Sequence[int], attempts: Sequence[int], weights: tuple[str, int] | None, *, suspended: bool
+    samples: Sequence[int],
+    attempts: Sequence[int],
+    weights: tuple[str, int] | None,
+    *,
+    suspended: bool,
+    alongside: Mapping[str, int] = _NOTHING,
 ) -> int:
     """Return the digest.
 
@@ -28,6 +35,7 @@ def command_digest(
         attempts: the attempt of each.
         weights: the assigned (job id, version), None before the first.
         suspended: True after `Suspend`, until `Resume`.
+        alongside: what is assigned in addition to `weights`: job id -> version.
 
     """
     mixed = _mix(np.asarray(samples, np.uint64) + _mix(np.asarray(attempts, np.uint64)))
@@ -36,6 +44,7 @@ def command_digest(
         total += _SUSPENDED
     if weights:
         total += _hash(*weights)
+    total += sum(_hash(f"alongside/{job_id}", version) for job_id, version in alongside.items())
     return total % MODULUS
 
 

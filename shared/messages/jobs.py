@@ -100,6 +100,9 @@ class WeightsCommitted(Message):
     manifest_digest: str
     n_bytes: Count
     at: Finite
+    base: str = ""
+    """Identity of the model's weights: of this version, or of the one that this adapter belongs to. Jobs with the same
+    one may share workers. Empty of releases that did not say it."""
 
 
 @message

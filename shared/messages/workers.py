@@ -90,6 +90,14 @@ class Siblings(Message):
     """int32 column: the tokens of all completions, one after the other."""
 
 
+class Alongside(Message):
+    """A version of another job that a worker serves with the same model's weights, by its adapter."""
+
+    job_id: JobId
+    version: Version
+    in_flight: InFlightPolicy = "recompute"
+
+
 @message
 class UseVersion(Message):
     """Manager -> worker: pull this version of this job's weights, verify, load, serve. Ordered before its `Assign`s."""
@@ -97,6 +105,8 @@ class UseVersion(Message):
     job_id: JobId
     version: Version
     in_flight: InFlightPolicy = "recompute"
+    alongside: Annotated[tuple[Alongside, ...], Strict(False)] = ()
+    """All others to serve at the same time; only for workers whose heartbeats say `max_adapters`."""
 
 
 @message
@@ -234,6 +244,10 @@ class WorkerHeartbeat(Message):
     """Mean number of tokens that a sample got in a forward pass since the last heartbeat; 0 without drafts."""
     uses_drafts: bool = False
     """True while the engine looks for drafts of its samples' next tokens: `Siblings` are of use to it."""
+    max_adapters: Count = 0
+    """How many jobs with adapters of the same weights the engine serves at once; 0: it merges the adapter of one."""
+    alongside: Annotated[tuple[Annotated[tuple[JobId, Version], Strict(False)], ...], Strict(False)] = ()
+    """What it serves in addition to `job_id` and `version`."""
 
 
 @message

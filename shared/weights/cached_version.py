@@ -1,13 +1,13 @@
 """Pulled versions as torch tensors under the model's names. Imports torch when the first tensor is read.
 
-An adapter is merged into its base model: readers see an ordinary model.
+An adapter is merged into its base model, so that readers see an ordinary model, unless they ask for the two apart.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Container, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Hashable, Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -66,6 +66,10 @@ class CachedVersion:
         """Name -> entries of the tensor in the manifest."""
         return _published(self._pulled.manifest)
 
+    def unmerged(self) -> tuple[CachedVersion, None]:
+        """Return this version and no adapter."""
+        return self, None
+
     def tensors(self, names: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor, or those with these names, on the CPU in its published dtype. Blocks on files.
 
@@ -98,7 +102,7 @@ class CachedVersion:
 
 
 class AdaptedVersion:
-    """An adapter version, merged into its base while its tensors are read.
+    """An adapter version, merged into its base while its tensors are read; `unmerged` has the two apart.
 
     Raises:
         ConfigError: it is not a plain LoRA adapter, or not one for this model.
@@ -112,8 +116,36 @@ class AdaptedVersion:
         self._adapter = adapter_of(
             pulled.manifest.adapter_json, _shapes(self._published), _shapes(self._base.published)
         )
+        self.rank, self.scaling = self._adapter.rank, self._adapter.scaling
         self._merged: dict[str, str] = {}
         """Name -> digest of each merged tensor."""
+
+    def unmerged(self) -> tuple[CachedVersion, AdaptedVersion]:
+        """Return the base, and this version as the adapter: its rank, scaling, targets and factors."""
+        return self._base, self
+
+    @property
+    def targets(self) -> Collection[str]:
+        """The names of the model's tensors that the adapter changes."""
+        return self._adapter.factors.keys()
+
+    def factors(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Yield each target with A [rank, in] and B [out, rank], on the CPU in their published dtype. Blocks on files.
+
+        Raises:
+            Corrupt: a file is truncated or missing.
+
+        """
+        tensors = dict(_tensors(self._pulled))
+        yield from ((name, tensors[pair.a], tensors[pair.b]) for name, pair in self._adapter.factors.items())
+
+    def factors_differing(self, loaded: Iterable[tuple[str, torch.Tensor, torch.Tensor]]) -> list[str]:
+        """Return the names of the adapter's tensors that `loaded` lacks or has with other bits; see `differing`."""
+        from rlboost.shared.weights import torch_tensors  # noqa: PLC0415 - a worker imports torch after it has joined
+
+        factors = self._adapter.factors
+        named = ((key, one) for name, *pair in loaded for key, one in zip(factors[name], pair, strict=True))
+        return torch_tensors.differing(self._published, named)
 
     @property
     def config_json(self) -> str:

@@ -31,6 +31,7 @@ class Adapter:
     scaling: float
     factors: dict[str, Factors]
     """Name of W -> names of A and B."""
+    rank: int
 
 
 class _Config(BaseModel):
@@ -85,7 +86,7 @@ def adapter_of(config_json: str, tensors: Mapping[str, Shape], model: Mapping[st
                 f"{tensors.get(pair.b)} of rank {config.r} do not fit {name} {shape}"
             )
         factors[name] = pair
-    return Adapter(config.lora_alpha / config.r, factors)
+    return Adapter(config.lora_alpha / config.r, factors, config.r)
 
 
 class WrappedNames(NamedTuple):

@@ -182,6 +182,12 @@ class Manifest(Document):
         return self.model_dump_json(exclude=absent).encode()
 
     @property
+    def identity(self) -> str:
+        """Return the digest of the model's configuration and tensors, equal for equal weights of different jobs."""
+        shards = sorted(entry.model_dump_json(exclude={"start"}) for part in self.parts for entry in part.tensors)
+        return digest_of(json.dumps([self.config_json, *shards]).encode())
+
+    @property
     def is_adapter(self) -> bool:
         """Return True for an adapter version."""
         return self.base_version is not None

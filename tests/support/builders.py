@@ -52,8 +52,8 @@ def samples_of(n: int) -> dict[int, Sample]:
     return dict.fromkeys(range(n), sample)
 
 
-def weights_committed(job_id: str = "j", version: int = 0) -> WeightsCommitted:
-    return WeightsCommitted(job_id=job_id, version=version, manifest_digest="", n_bytes=0, at=0.0)
+def weights_committed(job_id: str = "j", version: int = 0, base: str = "") -> WeightsCommitted:
+    return WeightsCommitted(job_id=job_id, version=version, manifest_digest="", n_bytes=0, at=0.0, base=base)
 
 
 def job_running(job_id: str = "j", no: int = 1, spec: JobSpec | None = None) -> list[Message]:

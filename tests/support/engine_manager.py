@@ -52,7 +52,7 @@ class EngineManager:
     _answered: set[int] = field(default_factory=set)
 
     async def __aenter__(self) -> Self:
-        self._generator = Generator(TorchFactory(slots=4, device="cpu", dtype="float32"))
+        self._generator = Generator(TorchFactory(slots=4, device="cpu", dtype="float32", max_adapters=0))
         self._puller = Puller(self.client, Cache(self.cache), Waits())
         return self
 

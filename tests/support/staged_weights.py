@@ -35,6 +35,9 @@ class Staged:
         weakref.finalize(self, shutil.rmtree, directory)
         return pulled((shard(*item) for item in self.tensors()), Path(directory)).location
 
+    def unmerged(self) -> tuple[Staged, None]:
+        return self, None
+
     def tensors(self, names: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._tensors:
             if names is None or name in names:

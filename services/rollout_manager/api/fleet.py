@@ -125,7 +125,8 @@ async def weights_overview(bus: Bus, store_url: str, token: str, workers: Iterab
     holders: dict[tuple[str, int], list[str]] = {}
     for worker in workers:
         if worker.version >= 0:
-            holders.setdefault((worker.job_id, worker.version), []).append(worker.id)
+            for served in ((worker.job_id, worker.version), *worker.alongside.items()):
+                holders.setdefault(served, []).append(worker.id)
     peers = [{"name": peer.name, "url": peer.url, "host": peer.host} for peer in await list_peers(bus)]
     return {"store_url": store_url, "models": [_public(model, holders) for model in models], "peers": peers}
 

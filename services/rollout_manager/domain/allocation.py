@@ -16,7 +16,7 @@ from rlboost.services.rollout_manager.domain.queue import Queues
 from rlboost.services.rollout_manager.domain.windows import target_workers
 from rlboost.services.rollout_manager.domain.workers import Fleet, Worker
 from rlboost.services.rollout_manager.domain.world import PeriodicDecisions, refusal_of
-from rlboost.shared.messages import Resume, Suspend, UseVersion
+from rlboost.shared.messages import Alongside, Resume, Suspend, UseVersion
 
 
 class Pool(BaseModel):
@@ -37,7 +37,8 @@ class Pool(BaseModel):
 #
 # A worker serves one model at a time, and a change of model costs a pull of weights. So workers change only to a job
 # with queued samples: at once if they are idle, otherwise after the job has been below its share for `PATIENCE_S`.
-# Jobs in opposite phases thereby fill each other's gaps.
+# Jobs in opposite phases thereby fill each other's gaps. Jobs that train adapters of the same model share the workers
+# that can serve several: these get workers as one job, and `placement.fair_limits` divides their slots.
 
 
 PATIENCE_S = 1.0
@@ -46,9 +47,10 @@ PATIENCE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a job asks for."""
+    """What a job asks for, or several that share workers."""
 
     job_id: str
+    """The job's id, or what stands for those that share workers."""
     weight: float
     """Its share relative to the other jobs' shares."""
     samples: int
@@ -140,17 +142,20 @@ def allocate(jobs: Jobs, fleet: Fleet, queues: Queues, periodic: PeriodicDecisio
     Reallocates workers among several jobs every `REALLOCATE_EVERY_S`.
     """
     versions = {job.id: version for job in jobs.active() if (version := _version_to_serve(queues, job)) >= 0}
+    for job_id in {requirement.job_id for requirement in queues.in_flight.by_requirement}:
+        if job := jobs.get_active(job_id):
+            job.progress.used_at = now.mono
     served = [jobs[job_id] for job_id in versions]
     effects: list[Effect] = []
     payers = [job for job in served if _pays(jobs, queues, job)]
     if len(payers) > 1 and now.mono - periodic.reallocated_at >= REALLOCATE_EVERY_S:
         periodic.reallocated_at = now.mono
-        effects += _reallocate(jobs, fleet, queues, payers, versions, now)
+        effects += _reallocate(fleet, queues, payers, versions, now)
     for worker in fleet.workers.values():
         if worker.state == "draining":
             continue
         if job := _select_job(jobs, fleet, queues, worker, served if worker.reserved else payers):
-            effects += _use_version(worker, job, versions[job.id])
+            effects += _use_version(worker, job, versions, alongside_of(fleet, queues, worker, job, payers))
         elif served and worker.job and not worker.reserved:  # others stay idle: a supervisor would restart them
             effects += fleet.drain(worker, now, "no job's budget pays for it any longer: see elastic.max_dollars")
     for job in jobs.active():
@@ -184,8 +189,8 @@ def _uses_reserved(progress: JobProgress) -> bool:
 def _count_workers(jobs: Jobs, fleet: Fleet, queues: Queues, job: JobEntry) -> FleetCounts:
     # With those that serve its other models for a while: they come back, spot workers only while its budget lasts.
     family, has_budget = jobs.family_of(job.id), not job.audit.cost.budget_reached
-    available = (w for w in fleet.workers.values() if w.job in family and w.is_available)
-    workers = [w for w in available if w.job == job.id or w.reserved or has_budget]
+    available = (w for w in fleet.workers.values() if not family.isdisjoint(w.jobs) and w.is_available)
+    workers = [w for w in available if job.id in w.jobs or w.reserved or has_budget]
     requirements = [each for each in queues.in_flight.of_job(job.id) if not each.is_serving]
     reserved = [worker for worker in workers if worker.reserved]
     ready = [w for w in workers if not w.reserved and any(each.is_met_by(w) for each in requirements)]
@@ -210,7 +215,9 @@ def _select_job(jobs: Jobs, fleet: Fleet, queues: Queues, worker: Worker, served
         running = (job for job in candidates if job.record.state == "running")
         job = next(running, candidates[0] if candidates else None)
         return None if job is None else _model_in_need(jobs, queues, job, served) or job
-    allocated = (job for job in served if job.id == worker.job)
+    # First its own job, then one that it can serve without other weights; a new manager knows both from its heartbeats.
+    own = worker.jobs or (worker.job_id, *worker.alongside)
+    allocated = (job for job_id in own for job in served if job.id == job_id)
     return next(allocated, None) or next((job for job in served if has_budget(fleet, job, worker)), None)
 
 
@@ -221,12 +228,49 @@ def _model_in_need(jobs: Jobs, queues: Queues, job: JobEntry, served: list[JobEn
     return next((one for one in jobs.models_of(job.id) if one in served and queues.in_flight.of_job(one.id)), None)
 
 
-def _use_version(worker: Worker, job: JobEntry, version: int) -> list[Effect]:
-    if worker.assigned_version == (job.id, version):
+def _shares(worker: Worker, job: JobEntry) -> bool:
+    """Return True if a worker can serve a job next to others whose adapters are of the same weights."""
+    can_share = worker.max_adapters > 1 and not worker.reserved
+    return can_share and bool(job.progress.base) and job.id not in worker.unshared
+
+
+def alongside_of(
+    fleet: Fleet, queues: Queues, worker: Worker, job: JobEntry, payers: Sequence[JobEntry]
+) -> list[JobEntry]:
+    """Return the other jobs that a worker serves next to its own: those with adapters of the same weights.
+
+    If they are more than it can serve, those that have samples there come first, then those with samples in flight
+    that the fewest workers serve, then those used last.
+    """
+    if not _shares(worker, job):
+        return []
+    same = [one for one in payers if one is not job and one.progress.base == job.progress.base]
+    able = [one for one in same if _shares(worker, one) and (one.id in worker.jobs or has_budget(fleet, one, worker))]
+    if len(able) < worker.max_adapters:
+        return able
+
+    def rank(one: JobEntry) -> tuple[bool, bool, int, float, int]:
+        others = sum(one.id in other.jobs for other in fleet.workers.values() if other is not worker)
+        in_flight = bool(queues.in_flight.of_job(one.id))
+        return not worker.n_samples_of(one.id), not in_flight, others, -one.progress.used_at, one.record.no
+
+    return sorted(able, key=rank)[: worker.max_adapters - 1]
+
+
+def _use_version(
+    worker: Worker, job: JobEntry, versions: Mapping[str, int], others: Sequence[JobEntry]
+) -> list[Effect]:
+    assigned, alongside = (job.id, versions[job.id]), {one.id: versions[one.id] for one in others}
+    if (worker.assigned_version, worker.assigned_alongside) == (assigned, alongside):
         return []
     charge_startup(worker, job)
-    worker.assigned_version = job.id, version
-    command = UseVersion(job_id=job.id, version=version, in_flight=job.record.spec.elastic.in_flight)
+    worker.assigned_version, worker.assigned_alongside = assigned, alongside
+    in_addition = tuple(
+        Alongside(job_id=one.id, version=versions[one.id], in_flight=one.record.spec.elastic.in_flight)
+        for one in others
+    )
+    in_flight = job.record.spec.elastic.in_flight
+    command = UseVersion(job_id=job.id, version=versions[job.id], in_flight=in_flight, alongside=in_addition)
     return [Send(worker.id, command)]
 
 
@@ -244,51 +288,74 @@ def _activate(jobs: Jobs, worker: Worker, *, active: bool) -> list[Effect]:
 
 
 def _reallocate(
-    jobs: Jobs, fleet: Fleet, queues: Queues, payers: list[JobEntry], versions: dict[str, int], now: Now
+    fleet: Fleet, queues: Queues, payers: list[JobEntry], versions: dict[str, int], now: Now
 ) -> list[Effect]:
-    workers = [
-        AllocatedWorker(worker.id, worker.job, len(worker.samples), int(min(worker.batch_cap, worker.sample_limit)))
-        for worker in fleet.workers.values()
-        if not worker.reserved and worker.is_available
-    ]
-    if not workers:
+    present = [worker for worker in fleet.workers.values() if not worker.reserved and worker.is_available]
+    if not present:
         return []
     served = [job for job in payers if not refusal_of(fleet, job, versions[job.id])]
-    demands = [_demand(fleet, queues, job, now) for job in served]
+    # Jobs that all workers can serve at once get workers as one. A worker without an engine may turn out to be able to.
+    equipped = [worker for worker in present if worker.version >= 0]
+    groups: dict[str, list[JobEntry]] = {}
+    for job in served:
+        is_shared = job.progress.base and all(_shares(worker, job) for worker in equipped)
+        key = job.progress.base if is_shared else job.id
+        groups.setdefault(key, []).append(job)
+    group_of = {job.id: key for key, members in groups.items() for job in members}
+    workers = [
+        AllocatedWorker(
+            worker.id,
+            group_of.get(worker.job, worker.job),
+            len(worker.samples),
+            int(min(worker.batch_cap, worker.sample_limit)),
+        )
+        for worker in present
+    ]
+    demands = [_demand(fleet, queues, key, members, now) for key, members in groups.items()]
     shares = shares_of(demands, workers)
-    _track_jobs_below_share(jobs, demands, workers, shares, now)
+    _track_jobs_below_share(groups, demands, workers, shares, now)
     effects: list[Effect] = []
-    for worker_id, job_id in reallocate(demands, workers, shares).items():
+    for worker_id, key in reallocate(demands, workers, shares).items():
         worker = fleet.workers[worker_id]
-        if not has_budget(fleet, jobs[job_id], worker):
+        first = next((job for job in groups[key] if has_budget(fleet, job, worker)), None)
+        if first is None:
             continue
         before, samples = worker.job, len(worker.samples)
-        effects += [event("worker_reassigned", now, worker=worker_id, job_id=job_id, before=before, samples=samples)]
-        effects += _use_version(worker, jobs[job_id], versions[job_id])
+        effects += [event("worker_reassigned", now, worker=worker_id, job_id=first.id, before=before, samples=samples)]
+        effects += _use_version(worker, first, versions, [])
     return effects
 
 
-def _demand(fleet: Fleet, queues: Queues, job: JobEntry, now: Now) -> Demand:
-    progress = job.progress
-    of_job = queues.in_flight.of_job(job.id)
-    requirements = [each for each in of_job if each.oldest_version <= progress.committed_version]
-    assigned = sum(len(w.samples) for w in fleet.workers.values() if w.job == job.id)
+def _demand(fleet: Fleet, queues: Queues, key: str, members: list[JobEntry], now: Now) -> Demand:
+    requirements = [
+        each
+        for job in members
+        for each in queues.in_flight.of_job(job.id)
+        if each.oldest_version <= job.progress.committed_version
+    ]
+    assigned = sum(worker.n_samples_of(job.id) for worker in fleet.workers.values() for job in members)
     samples = sum(queues.in_flight.by_requirement[requirement] for requirement in requirements)
-    since = progress.below_share_since_mono_s
+    since = members[0].progress.below_share_since_mono_s
     below_share_s = 0.0 if since is None else now.mono - since
-    return Demand(job.id, job.record.spec.elastic.share, samples, max(0, samples - assigned), below_share_s)
+    weight = sum(job.record.spec.elastic.share for job in members)
+    return Demand(key, weight, samples, max(0, samples - assigned), below_share_s)
 
 
 def _track_jobs_below_share(
-    jobs: Jobs, demands: list[Demand], workers: list[AllocatedWorker], shares: dict[str, int], now: Now
+    groups: Mapping[str, list[JobEntry]],
+    demands: list[Demand],
+    workers: list[AllocatedWorker],
+    shares: dict[str, int],
+    now: Now,
 ) -> None:
     for demand in demands:
-        progress = jobs[demand.job_id].progress
         have = sum(worker.job_id == demand.job_id for worker in workers)
-        if not demand.queued or have >= shares[demand.job_id]:
-            progress.below_share_since_mono_s = None
-        elif progress.below_share_since_mono_s is None:
-            progress.below_share_since_mono_s = now.mono
+        is_served = not demand.queued or have >= shares[demand.job_id]
+        for progress in (job.progress for job in groups[demand.job_id]):
+            if is_served:
+                progress.below_share_since_mono_s = None
+            elif progress.below_share_since_mono_s is None:
+                progress.below_share_since_mono_s = now.mono
 
 
 # --- number of workers ------------------------------------------------------------------------------------------------

@@ -234,7 +234,7 @@ def _on_group_requested(world: World, request: GroupRequested) -> list[Effect]:
 
 
 def _on_committed(jobs: Jobs, message: WeightsCommitted) -> list[Effect]:
-    jobs.on_committed(message.job_id, message.version)
+    jobs.on_committed(message.job_id, message.version, message.base)
     return []
 
 
@@ -326,6 +326,8 @@ def _on_worker_event(world: World, message: WorkerEvent) -> list[Effect]:
     of_worker = Event(kind=message.kind, at=message.at, source=message.worker, fields=message.fields)
     effects: list[Effect] = [emit(message.job_id, of_worker)]
     job, worker = world.jobs.get_active(message.job_id), world.fleet.workers.get(message.worker)
+    if message.kind == "adapter_not_shared" and worker:
+        worker.unshared.add(message.job_id)
     if message.kind == "weights_refused" and job and worker and worker.assigned_version:
         job_id, version = worker.assigned_version
         if (job_id, version) == (job.id, message.fields.get("version")):

@@ -399,6 +399,10 @@ class JobProgress:
 
     committed_version: int = -1
     """Newest committed weight version."""
+    base: str = ""
+    """Identity of the model that this version is, or is an adapter of; empty if unknown."""
+    used_at: float = -math.inf
+    """When the job last had samples in flight (manager's clock)."""
     requested_step: int = -1
     """Newest step that groups were requested for."""
     delivered: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
@@ -557,10 +561,10 @@ class Jobs(dict[str, JobEntry]):
         if (job := self.get_active(sample.request.job_id)) and not is_served(sample.id):
             job.progress.requested_step = max(sample.request.version, job.progress.requested_step)
 
-    def on_committed(self, job_id: str, version: int) -> None:
-        """Record a committed weight version."""
-        if job := self.get_active(job_id):
-            job.progress.committed_version = max(version, job.progress.committed_version)
+    def on_committed(self, job_id: str, version: int, base: str = "") -> None:
+        """Record a committed weight version, and the identity of the model's weights that it is or belongs to."""
+        if (job := self.get_active(job_id)) and version >= job.progress.committed_version:
+            job.progress.committed_version, job.progress.base = version, base
 
     def is_any_delivered(self, request: GroupRequested) -> bool:
         """Return True if a sample of the group was delivered or dropped."""

@@ -108,7 +108,7 @@ def _serving_workers(jobs: Jobs, fleet: Fleet, job: JobEntry) -> tuple[list[Work
     """
     family = jobs.family_of(job.id)
     available = (worker for worker in fleet.workers.values() if worker.is_available)
-    workers = [one for one in available if one.job == job.id or (one.reserved and one.job in family)]
+    workers = [one for one in available if job.id in one.jobs or (one.reserved and one.job in family)]
     return [worker for worker in workers if worker.reserved], [worker for worker in workers if not worker.reserved]
 
 
@@ -163,7 +163,8 @@ def charge_jobs(jobs: Jobs, fleet: Fleet, periodic: PeriodicDecisions, now: Now)
         elapsed_s = now.mono - last if last is not None else max(0.0, now.wall - cost.charged_until)
         if cost.charged_until:
             for worker in _billed_workers(fleet, job):
-                cost.charge(worker.joined.role, worker.joined.kind, worker.price_per_hour, elapsed_s)
+                share_s = elapsed_s / max(1, len(worker.jobs))
+                cost.charge(worker.joined.role, worker.joined.kind, worker.price_per_hour, share_s)
             if trainer_price := job.progress.trainer_price_per_hour:
                 cost.charge("trainer", "", trainer_price, elapsed_s)
         cost.charged_until = now.wall
@@ -189,7 +190,7 @@ def has_budget(fleet: Fleet, job: JobEntry, worker: Worker | None = None) -> boo
     if cost.budget_reached:
         return False
     per_hour = job.progress.trainer_price_per_hour
-    per_hour += sum(member.price_per_hour for member in _billed_workers(fleet, job))
+    per_hour += sum(member.price_per_hour / max(1, len(member.jobs)) for member in _billed_workers(fleet, job))
     dollars = cost.dollars + DRAIN_RESERVE_S / HOUR_S * per_hour
     if worker is not None:
         dollars += (DRAIN_RESERVE_S + worker.unbilled_startup_s) / HOUR_S * worker.price_per_hour
@@ -205,9 +206,9 @@ def _check_budget(fleet: Fleet, job: JobEntry, now: Now) -> list[Effect]:
 
 
 def _billed_workers(fleet: Fleet, job: JobEntry) -> list[Worker]:
-    """Return the workers that the job pays for."""
+    """Return the workers that the job pays for, each in equal parts with the other jobs that it serves."""
     workers = fleet.workers.values()
-    return [worker for worker in workers if (worker.job or worker.job_id) == job.id and not worker.yields]
+    return [worker for worker in workers if job.id in (worker.jobs or (worker.job_id,)) and not worker.yields]
 
 
 # --- cost report ------------------------------------------------------------------------------------------------------

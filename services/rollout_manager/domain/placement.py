@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from rlboost.services.rollout_manager.domain.candidates import (
@@ -37,21 +39,54 @@ RELEASE_LIMIT_S = 5.0
 def place_queued(world: World, now: Now) -> list[Effect]:
     """Assign queued samples to workers with capacity."""
     effects: list[Effect] = []
+    if limits := fair_limits(world):
+        effects += _place_in_order(world, now, limits)
+    return effects + _place_in_order(world, now, {})  # what no job's share takes is anyone's
+
+
+def _place_in_order(world: World, now: Now, limits: dict[str, float]) -> list[Effect]:
+    effects: list[Effect] = []
     for requirement in world.queues.in_order():
-        for worker, samples in _place_queue(world, requirement, now):
+        job_id = requirement.job_id
+        for worker, samples in _place_queue(world, requirement, now, limits.get(job_id, math.inf)):
             effects += _send_assignments(world.jobs, worker, samples, now)
+            if job_id in limits:
+                limits[job_id] -= len(samples)
     return effects
 
 
-def _place_queue(world: World, requirement: Requirement, now: Now) -> list[tuple[Worker, list[Sample]]]:
-    """Assign the queued samples of one requirement; return the workers with the samples that each got."""
+def fair_limits(world: World) -> dict[str, float]:
+    """Return how many more samples each job may get that shares workers with others, until each has its fair share.
+
+    A job's share of the slots of the workers that serve it is in proportion to its weight, among the jobs there that
+    have samples in flight. A job that is alone on its workers has no limit.
+    """
+    limits: dict[str, float] = {}
+    shared = [worker for worker in world.fleet.workers.values() if worker.assigned_alongside]
+    if not shared or not world.queues:
+        return limits
+    in_flight = {requirement.job_id for requirement in world.queues.in_flight.by_requirement}
+    for worker in shared:
+        jobs = [job for job_id in worker.jobs if job_id in in_flight and (job := world.jobs.get_active(job_id))]
+        if len(jobs) < 2:
+            continue
+        weight = sum(job.record.spec.elastic.share for job in jobs)
+        held = Counter(sample.request.job_id for sample in worker.samples.values())
+        for job in jobs:
+            share = worker.sample_limit * job.record.spec.elastic.share / weight
+            limits[job.id] = limits.get(job.id, 0.0) + share - held[job.id]
+    return limits
+
+
+def _place_queue(world: World, requirement: Requirement, now: Now, limit: float) -> list[tuple[Worker, list[Sample]]]:
+    """Assign up to `limit` queued samples of a requirement; return the workers with the samples that each got."""
     queue = world.queues[requirement]
     workers = (worker for worker in world.fleet.workers.values() if requirement.is_met_by(worker))
     candidates = Candidates(workers, world.fleet.fallback_profile)
     assigned: dict[str, list[Sample]] = {}
     postponed: list[Sample] = []
-    n_too_long = 0
-    while n_too_long < MAX_POSTPONED and (best := candidates.best()) is not None:
+    n_too_long = n_assigned = 0
+    while n_assigned < limit and n_too_long < MAX_POSTPONED and (best := candidates.best()) is not None:
         sample_id = queue.pop_next(world.ledger.is_queued)
         if sample_id is None:
             break
@@ -64,6 +99,7 @@ def _place_queue(world: World, requirement: Requirement, now: Now) -> list[tuple
         # At once, so that a sample that was queued twice is assigned once.
         world.ledger.begin_attempt(sample, worker.id, sample.attempt + 1, sample.n_tokens, now.mono)
         assigned.setdefault(worker.id, []).append(sample)
+        n_assigned += 1
         worker.add(sample)
     for sample in postponed:
         world.queues.add(sample)
@@ -140,7 +176,9 @@ def _send_assignments(jobs: Jobs, worker: Worker, samples: list[Sample], now: No
         audit.tokens_saved += tokens
         effects.append(event("samples_migrated", now, job_id, worker=worker.id, samples=n_migrated, tokens=tokens))
     assignments = [_assignment(sample) for sample in samples]
-    effects.append(Send(worker.id, Assign(job_id=job_id, version=worker.version, samples=assignments)))
+    version = worker.serving_version(job_id)
+    assert version is not None, "it met the requirement"
+    effects.append(Send(worker.id, Assign(job_id=job_id, version=version, samples=assignments)))
     window = jobs[job_id].progress.window
     if window is not None and not is_served(samples[0].id):
         window.on_placed(now.mono)
@@ -167,19 +205,20 @@ def rebalance(world: World, now: Now) -> list[Effect]:
         return []
     world.periodic.rebalanced_at = now.mono
     effects = _revoke_overdue_releases(world.fleet, world.queues, now)
-    by_serving: dict[Serving, list[Worker]] = {}
+    by_serving: dict[tuple[Serving, ...], list[Worker]] = {}
     for worker in world.fleet.workers.values():
         if worker.generates:
-            by_serving.setdefault((worker.job_id, worker.version), []).append(worker)
-    for (job_id, version), workers in sorted(by_serving.items()):
+            by_serving.setdefault(worker.serving(), []).append(worker)
+    for serving, workers in sorted(by_serving.items()):
         # Queued samples count in no load yet: they are placed first, then loads are compared again.
-        queued = any(each.job_id == job_id and each.oldest_version <= version for each in world.queues)
+        versions = dict(serving)
+        queued = any(each.oldest_version <= versions.get(each.job_id, -1) for each in world.queues)
         if queued or any(worker.releasing for worker in workers):
             continue
-        job = world.jobs.get(job_id)
-        replays = job is not None and job.record.spec.trainer.router_replay != "none"
-        options = {name for name in SAMPLING_OPTIONS if job and getattr(job.record.spec.sampling, name, None)}
-        options |= {"batch_invariant"} if job and job.record.spec.trainer.deterministic else set()
+        specs = [job.record.spec for job_id, _ in serving if (job := world.jobs.get(job_id))]
+        replays = any(spec.trainer.router_replay != "none" for spec in specs)
+        options = {name for spec in specs for name in SAMPLING_OPTIONS if getattr(spec.sampling, name, None)}
+        options |= {"batch_invariant"} if any(spec.trainer.deterministic for spec in specs) else set()
         able = [
             worker
             for worker in workers
@@ -206,15 +245,15 @@ def _load_of(jobs: Jobs, fleet: Fleet, worker: Worker, now: Now) -> WorkerLoad:
 
 
 def _running(jobs: Jobs, worker: Worker, now: Now) -> Iterable[RunningSample]:
-    job = jobs.get_active(worker.job_id)
-    if job is None:
-        return  # the worker still serves a job that has ended
-    lengths = job.progress.lengths
+    served = {job_id for job_id, _ in worker.serving()}
     for sample in worker.in_order():
+        job = jobs.get_active(sample.request.job_id) if sample.request.job_id in served else None
+        if job is None:
+            continue  # the worker still serves a job that has ended, or will not serve this one any more
         if not sample.finish and not sample.request.sampling.grammar:  # few engines continue one
             yield RunningSample(
                 id=sample.id,
-                remaining_tokens=lengths.remaining_tokens(sample),
+                remaining_tokens=job.progress.lengths.remaining_tokens(sample),
                 tokens=tokens_of(sample),
                 started=sample.n_tokens > 0,
                 on_worker_s=now.mono - sample.placed_at,
@@ -227,9 +266,14 @@ def reclaim(worker: Worker, samples: Sequence[Sample], now: Now) -> list[Effect]
     release = Release(
         samples=pack([sample.id for sample in samples], U64), attempts=pack([sample.attempt for sample in samples], U32)
     )
-    job_id, tokens = samples[0].request.job_id, sum(sample.n_tokens for sample in samples)
-    requested = event("reclaim_requested", now, job_id, worker=worker.id, samples=len(samples), tokens=tokens)
-    return [Send(worker.id, release), requested]
+    tokens: dict[str, list[int]] = {}
+    for sample in samples:
+        tokens.setdefault(sample.request.job_id, []).append(sample.n_tokens)
+    requested = [
+        event("reclaim_requested", now, job_id, worker=worker.id, samples=len(each), tokens=sum(each))
+        for job_id, each in tokens.items()
+    ]
+    return [Send(worker.id, release), *requested]
 
 
 def _revoke_overdue_releases(fleet: Fleet, queues: Queues, now: Now) -> list[Effect]:

@@ -46,7 +46,8 @@ class Requirement(NamedTuple):
 
     def is_met_by(self, worker: Worker) -> bool:
         """Return True if the worker can generate the sample now."""
-        return worker.generates and worker.job_id == self.job_id and self.allows(worker.version)
+        version = worker.serving_version(self.job_id)
+        return version is not None and self.allows(version)
 
 
 class InFlightCounts:

@@ -98,7 +98,7 @@ def _remove(
 def _count_preemption(jobs: Jobs, fleet: Fleet, worker: Worker, kind: Preempted) -> None:
     fleet.on_preempted(worker)
     for job in jobs.active():
-        if job.record.state in {"running", "paused"} and worker.job in {job.id, ""}:
+        if job.record.state in {"running", "paused"} and job.id in (worker.jobs or (job.id,)):
             job.audit.preemptions[kind] += 1
 
 

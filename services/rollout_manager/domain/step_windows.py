@@ -24,7 +24,7 @@ def engine_profiles(fleet: Fleet, job_id: str) -> list[EngineProfile]:
     """Return a profile for each role and kind of the job's workers whose throughput is known."""
     members: dict[tuple[str, str], list[Worker]] = {}
     for worker in fleet.workers.values():
-        if worker.job == job_id and worker.update_s and _is_known(worker.profile):
+        if job_id in worker.jobs and worker.update_s and _is_known(worker.profile):
             members.setdefault((worker.joined.role, worker.joined.kind), []).append(worker)
     return [_profile(workers) for _, workers in sorted(members.items())]
 
@@ -172,17 +172,17 @@ def _remaining_s(fleet: Fleet, ledger: Ledger, job: JobEntry, step: int) -> floa
     for sample in ledger.samples.values():
         if sample.request.job_id == job.id and sample.request.version == step:
             tokens += job.progress.lengths.remaining_tokens(sample)
-    workers = [worker for worker in fleet.workers.values() if worker.job == job.id and not worker.reserved]
-    tokens_per_s = sum(worker.expected_tokens_per_s() for worker in workers)
+    workers = [worker for worker in fleet.workers.values() if job.id in worker.jobs and not worker.reserved]
+    tokens_per_s = sum(worker.expected_tokens_per_s() / len(worker.jobs) for worker in workers)
     return tokens / tokens_per_s if tokens_per_s else math.inf
 
 
 def credit_generation(jobs: Jobs, worker: Worker, now: Now) -> None:
     """Credit the step with what a worker has generated since its last heartbeat; to be called at the next one."""
-    job = jobs.get_active(worker.job)
-    if job and job.progress.window and job.progress.window.meter:
-        elapsed_s = min(now.mono - worker.last_seen_at, MAX_CREDIT_S)
-        job.progress.window.meter.credit(worker.id, worker.batch_share(), elapsed_s)
+    for job in filter(None, map(jobs.get_active, worker.jobs)):
+        if job.progress.window and job.progress.window.meter:
+            elapsed_s = min(now.mono - worker.last_seen_at, MAX_CREDIT_S) / len(worker.jobs)
+            job.progress.window.meter.credit(worker.id, worker.batch_share(), elapsed_s)
 
 
 def end_step(job: JobEntry, report: StepReport, now: Now) -> list[Effect]:

@@ -122,7 +122,7 @@ def redis_wait(turn_began_at: float | None, now: float) -> dict[str, Any] | None
 
 def _trainers_wait(fleet: Fleet, job: JobEntry, wait: Wait) -> dict[str, Any]:
     public = wait.public()
-    if holders := [worker for worker in fleet.workers.values() if worker.samples and worker.job == job.id]:
+    if holders := [worker for worker in fleet.workers.values() if worker.n_samples_of(job.id)]:
         public["because"] += f"; in flight: {_in_flight(holders)}"
     return public
 

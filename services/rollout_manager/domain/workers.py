@@ -71,6 +71,14 @@ class Worker:
     """False until this manager has read a heartbeat of it: until then its state is a guess."""
     assigned_version: Serving | None = None
     """The last (job, version) it was commanded to use."""
+    assigned_alongside: dict[str, int] = field(default_factory=dict)
+    """Job -> version that it was commanded to serve in addition, by an adapter of the same model."""
+    alongside: dict[str, int] = field(default_factory=dict)
+    """Job -> version that it serves in addition, as it reports."""
+    max_adapters: int = 0
+    """How many jobs it can serve at once: see `WorkerHeartbeat`."""
+    unshared: set[str] = field(default_factory=set)
+    """Jobs that it can serve only alone, as it reports."""
     assigned_active: bool | None = None
     """A reserved worker: whether it was last commanded to generate; None before the first command."""
     noticed: bool = False
@@ -156,13 +164,38 @@ class Worker:
         return self.assigned_version[0] if self.assigned_version else ""
 
     @property
+    def jobs(self) -> tuple[str, ...]:
+        """Return the jobs that it was last commanded to serve."""
+        return (self.job, *self.assigned_alongside) if self.assigned_version else ()
+
+    def serving_version(self, job_id: str) -> int | None:
+        """Return the version for which it can take samples of a job now; None if it can take none."""
+        if not self.generates:
+            return None
+        if job_id == self.job_id:
+            return self.version
+        version = self.alongside.get(job_id)
+        return version if version is not None and self.assigned_alongside.get(job_id) == version else None
+
+    def serving(self) -> tuple[Serving, ...]:
+        """Return all jobs and versions for which it can take samples now."""
+        versions = ((job_id, self.serving_version(job_id)) for job_id in sorted({self.job_id, *self.alongside}))
+        return tuple((job_id, version) for job_id, version in versions if version is not None)
+
+    def n_samples_of(self, job_id: str) -> int:
+        """Return how many samples of a job it has."""
+        if not self.assigned_alongside:
+            return len(self.samples) if self.job == job_id else 0
+        return sum(sample.request.job_id == job_id for sample in self.samples.values())
+
+    @property
     def pending(self) -> int:
         """Return how many of its samples wait for a slot."""
         return max(0, len(self.samples) - self.joined.slots)
 
     @property
     def generates(self) -> bool:
-        """Return True if it can take samples now, of the job and for the version that it serves."""
+        """Return True if it can take samples now, of the job and for the version that it serves, or of others."""
         settled = self.assigned_version is None or self.assigned_version == (self.job_id, self.version)
         return self.state == "ready" and self.has_reported and settled and self.assigned_active is not False
 
@@ -227,9 +260,11 @@ class Worker:
         Releases, a suspension and another job's weights take samples from it before they are unassigned here.
         """
         suspended = self.assigned_active is False
-        held = [] if suspended else [sample for sample in self.generating() if sample.request.job_id == self.job]
-        attempts = [sample.attempt for sample in held]
-        return command_digest([sample.id for sample in held], attempts, self.assigned_version, suspended=suspended)
+        held = [] if suspended else [sample for sample in self.generating() if sample.request.job_id in self.jobs]
+        ids, attempts = [sample.id for sample in held], [sample.attempt for sample in held]
+        return command_digest(
+            ids, attempts, self.assigned_version, suspended=suspended, alongside=self.assigned_alongside
+        )
 
     def on_tokens(self, n_tokens: int) -> None:
         """Count tokens by which its samples have grown."""
@@ -256,6 +291,7 @@ class Worker:
         self.max_request_tokens = heartbeat.max_request_tokens
         self.returns_routed_experts = heartbeat.returns_routed_experts
         self.sampling_options = frozenset(heartbeat.sampling_options)
+        self.max_adapters, self.alongside = heartbeat.max_adapters, dict(heartbeat.alongside)
         self.waiting = heartbeat.waiting
         drains = self.noticed or self.drain_commanded
         self.state = "draining" if drains else heartbeat.state
@@ -283,6 +319,7 @@ class Worker:
             "state": self.state,
             "job_id": self.job_id or None,
             "weight_version": self.version if self.version >= 0 else None,
+            "alongside": self.alongside,
             "slots": self.joined.slots,
             "running": min(len(self.samples), self.joined.slots),
             "pending": self.pending,

@@ -274,7 +274,9 @@ class Completion:
         """Reject what no worker of the job supports: a `Problem` that names the field."""
         options, workers = self._sampling(self.prompts[0]).options, self.manager.world.fleet.workers.values()
         # One without weights has no engine yet, and may support all of them.
-        engines = [worker for worker in workers if worker.job_id == self.job.id and worker.version >= 0]
+        engines = [
+            worker for worker in workers if self.job.id in (worker.job_id, *worker.alongside) and worker.version >= 0
+        ]
         missing = min((options - worker.sampling_options for worker in engines), key=len, default=frozenset())
         for option in sorted(missing):
             param = self._field_of(option)

@@ -19,7 +19,7 @@ import structlog
 from rlboost.services.rollout_worker.domain.load import EngineStats
 from rlboost.services.rollout_worker.domain.request_table import RequestTable
 from rlboost.services.rollout_worker.domain.requests import Emission, Request, RequestKey
-from rlboost.services.rollout_worker.ports import Changes, EngineFailed, Sequences, StagedWeights
+from rlboost.services.rollout_worker.ports import AdapterEngine, Changes, EngineFailed, Sequences, StagedWeights
 from rlboost.shared.errors import Fatal, RLBoostError
 from rlboost.shared.process.system import run_in_thread
 
@@ -180,6 +180,7 @@ class ThreadedEngine(ABC):
         self.max_request_tokens = table.capacity.max_request_tokens if table.capacity else 0
         self.returns_routed_experts = table.returns_routed_experts
         self.sampling_options = table.options
+        self.adapters: AdapterEngine | None = None
         self._thread = thread
         self._table = table
         self._suspended = False
@@ -244,8 +245,8 @@ class ThreadedEngine(ABC):
     async def differing(self, weights: StagedWeights) -> list[str]:
         return await run_in_thread("weights-verify", lambda: weights.differing(self.loaded_tensors()))
 
-    async def score(self, sequences: Sequences, temperature: float) -> list[list[float]]:
-        return await self._call(lambda: self._score(sequences, temperature))
+    async def score(self, sequences: Sequences, temperature: float, job_id: str = "") -> list[list[float]]:
+        return await self._call(lambda: self._score(sequences, temperature, job_id))
 
     async def sample(self, requests: Sequence[Request]) -> list[Emission]:
         return await self._call(lambda: self._sample(requests))
@@ -290,7 +291,7 @@ class ThreadedEngine(ABC):
         """Write changed words; as `_load`, but returns why a load of all tensors must follow, else empty."""
 
     @abstractmethod
-    def _score(self, sequences: Sequences, temperature: float) -> list[list[float]]:
+    def _score(self, sequences: Sequences, temperature: float, job_id: str) -> list[list[float]]:
         """See `score`."""
 
     @abstractmethod

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
+_MAX_TOKENIZERS = 16
+"""Of jobs that share the engine; each is some megabytes."""
+
 # --- Fills the cache from a model folder on this machine, such as the public model in a machine image -----------------
 # The first version of a job is usually that model, so its chunks can be built from the folder's files. A chunk is
 # cached only if its digest matches: a folder with another model costs the time to read it. One that cannot be read is
@@ -115,7 +118,9 @@ class StoreWeights:
 
     async def tokenizer_json(self, job_id: str) -> str:
         if job_id not in self._tokenizers:
-            self._tokenizers = {job_id: await self._fetch_tokenizer(job_id)}  # a change of jobs is a new engine anyway
+            while len(self._tokenizers) >= _MAX_TOKENIZERS:
+                del self._tokenizers[next(iter(self._tokenizers))]
+            self._tokenizers[job_id] = await self._fetch_tokenizer(job_id)
         return self._tokenizers[job_id]
 
     def verify_cache_again(self) -> None:

@@ -354,5 +354,6 @@ def build_heartbeat(
         update_pause_s=load.update_pause_s,
         tokens_per_pass=load.tokens_per_pass,
         uses_drafts=stats.uses_drafts,
+        alongside=tuple(session.alongside.items()),
         **capabilities,
     )

@@ -71,6 +71,8 @@ class Request:
     seed: int
     """The sample's seed. The token at offset o depends only on (weights, prompt, earlier tokens, seed, o), so a worker
     that resumes the sample generates the same tokens as the first worker would have."""
+    job_id: str = ""
+    """Whose adapter it needs, of an engine that holds several."""
 
     @property
     def key(self) -> RequestKey:

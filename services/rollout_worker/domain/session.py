@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rlboost.services.rollout_worker.domain.requests import Emission, RequestKey
-from rlboost.shared.ids import WeightsRef
+from rlboost.shared.ids import WeightsRef, job_of
 from rlboost.shared.messages import (
     FINISH_NONE,
+    Alongside,
     Assign,
     Assignment,
     Dismissed,
@@ -44,6 +45,15 @@ class PullWeights:
     version: int
     in_flight: InFlightPolicy = "recompute"
     """What happens to the samples that are running by then."""
+    alongside: bool = False
+    """Load them only as an adapter of the weights that the engine has, next to those of other jobs."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadAdapter:
+    """Drop the adapter of a job."""
+
+    job_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +138,14 @@ class DeadLetterCommand:
 
 
 EngineEffect = (
-    SubmitSamples | AbortRequests | ReleaseRequests | ReleaseUnstarted | HintSiblings | SuspendEngine | ResumeEngine
+    SubmitSamples
+    | AbortRequests
+    | ReleaseRequests
+    | ReleaseUnstarted
+    | HintSiblings
+    | SuspendEngine
+    | ResumeEngine
+    | UnloadAdapter
 )
 Effect = EngineEffect | PullWeights | CancelPull | RenewAccess | DrainWorker | Rejoin | DeadLetterCommand
 
@@ -189,11 +206,19 @@ class Session:
 
     def __init__(self, worker: str, serving: WeightsRef | None = None) -> None:
         self.worker = worker
-        self.serving = serving
+        self.loaded: dict[str, int] = dict([serving] if serving else [])
+        """Job -> version that the engine has loaded and verified; several jobs with adapters of the same weights."""
         self.assigned: WeightsRef | None = None
         """The weights of the last `UseVersion`."""
         self.target: WeightsRef | None = None
         """`assigned`, unless those are unavailable; they differ from `serving` while an update is under way."""
+        self._assigned_alongside: dict[str, int] = {}
+        self._alongside: dict[str, Alongside] = {}
+        """By job: what to serve in addition to `target`, less what is unavailable."""
+        self._in_flight: InFlightPolicy = "recompute"
+        self._pulling: WeightsRef | None = None
+        self._jobs: dict[int, str] = {}
+        """Number of a job -> its id, of all jobs that samples were assigned of."""
         self.held: dict[int, int] = {}
         """Sample -> attempt, of the samples that the engine has or will get."""
         self._awaiting_weights: dict[int, Assignment] = {}
@@ -216,9 +241,20 @@ class Session:
         return "ready" if self.serving == self.target else "pulling"
 
     @property
-    def n_submitted(self) -> int:
-        """Return the number of held samples that the engine has."""
-        return len(self.held) - len(self._awaiting_weights)
+    def serving(self) -> WeightsRef | None:
+        """Return what is loaded of the target's job, else what is loaded of another; None if nothing is."""
+        own = self.target.job_id if self.target is not None else ""
+        job_id = own if own in self.loaded else next(iter(self.loaded), "")
+        return WeightsRef(job_id, self.loaded[job_id]) if job_id else None
+
+    @property
+    def alongside(self) -> dict[str, int]:
+        """Return the other jobs that it serves, each with the version that is loaded."""
+        return {job_id: self.loaded[job_id] for job_id in self._alongside if job_id in self.loaded}
+
+    def n_submitted(self, job_id: str) -> int:
+        """Return the number of held samples of a job that the engine has."""
+        return sum(self.job_of(sample) == job_id for sample in self.held.keys() - self._awaiting_weights.keys())
 
     @property
     def n_awaiting_weights(self) -> int:
@@ -228,7 +264,8 @@ class Session:
     def command_digest(self) -> int:
         """Return the digest of what is assigned, for the manager to compare."""
         suspended = "trainer" in self._suspended_for
-        return command_digest(list(self.held), list(self.held.values()), self.assigned, suspended=suspended)
+        samples, attempts = list(self.held), list(self.held.values())
+        return command_digest(samples, attempts, self.assigned, suspended=suspended, alongside=self._assigned_alongside)
 
     @property
     def yields(self) -> bool:
@@ -243,7 +280,7 @@ class Session:
         effects: list[Effect]
         match command:
             case UseVersion():
-                effects = self._use_version(WeightsRef(command.job_id, command.version), command.in_flight)
+                effects = self._use_version(command)
             case Assign():
                 effects = self._assign(command)
             case Revoke():
@@ -268,23 +305,58 @@ class Session:
 
     # --- commands -----------------------------------------------------------------------------------------------------
 
-    def _use_version(self, weights: WeightsRef, in_flight: InFlightPolicy) -> list[Effect]:
-        self.assigned = weights
-        if weights == self.target:
+    def _use_version(self, command: UseVersion) -> list[Effect]:
+        self.assigned = weights = WeightsRef(command.job_id, command.version)
+        self._assigned_alongside = {other.job_id: other.version for other in command.alongside}
+        alongside = {other.job_id: other for other in command.alongside}
+        if weights == self.target and alongside == self._alongside:
             return []
+        self._in_flight, self._alongside = command.in_flight, alongside
         released: list[Effect] = []
-        if self.target is not None and self.target.job_id != weights.job_id:
-            # Another job's model cannot continue the held samples: they resume on a worker that serves theirs.
-            released = self._release_keys(list(self.held.items()))
+        if self.target is not None:
+            # Another model cannot continue the held samples: they resume on a worker that serves theirs.
+            kept = {weights.job_id, *alongside}
+            released = self._release_keys([key for key in self.held.items() if self.job_of(key[0]) not in kept])
+            released += [self._unload(job_id) for job_id in list(self.loaded) if alongside and job_id not in kept]
         self.target = weights
-        if weights == self.serving:
-            return [*released, CancelPull(), *self._submit_awaiting()]
-        return [*released, PullWeights(*weights, in_flight)]
+        return [*released, *(self._next_pull() or [CancelPull()]), *self._submit_awaiting()]
+
+    def _unload(self, job_id: str) -> Effect:
+        del self.loaded[job_id]
+        return UnloadAdapter(job_id)
+
+    def _next_pull(self) -> list[Effect]:
+        """Return the pull of the first weights that are not loaded; none while one of them is under way."""
+        missing: list[PullWeights] = []
+        if self.target is not None and self.serving != self.target:
+            missing = [PullWeights(*self.target, self._in_flight)]
+        elif self.target is not None:
+            alongside = (one for one in self._alongside.values() if self.loaded.get(one.job_id) != one.version)
+            missing = [PullWeights(one.job_id, one.version, one.in_flight, alongside=True) for one in alongside]
+        if not missing:
+            self._pulling = None
+        elif self._pulling not in [WeightsRef(pull.job_id, pull.version) for pull in missing]:
+            self._pulling = WeightsRef(missing[0].job_id, missing[0].version)
+            return [missing[0]]
+        return []
+
+    def _target_version(self, job_id: str) -> int | None:
+        """Return the version of a job that is to be served, None if none is."""
+        if self.target is not None and self.target.job_id == job_id:
+            return self.target.version
+        return self._alongside[job_id].version if job_id in self._alongside else None
+
+    def _serves(self, job_id: str) -> bool:
+        return job_id in self.loaded and self.loaded[job_id] == self._target_version(job_id)
+
+    def job_of(self, sample: int) -> str:
+        """Return the job of a sample that was assigned."""
+        return self._jobs.get(job_of(sample), "")
 
     def _assign(self, command: Assign) -> list[Effect]:
         if "trainer" in self._suspended_for:
             return []  # sent before the manager saw `suspended`; it reassigns these samples then
-        if (command.job_id, command.version) != self.target:
+        if command.version != self._target_version(command.job_id):
             reason = (
                 f"{len(command.samples)} samples were assigned for version {command.version} of job {command.job_id}, "
                 f"but the worker is assigned {self.target or 'nothing yet'}"
@@ -292,6 +364,7 @@ class Session:
             return [DeadLetterCommand(reason), Rejoin(reason)]
         replaced: list[RequestKey] = []
         accepted: dict[int, Assignment] = {}
+        self._jobs |= {job_of(assignment.sample): command.job_id for assignment in command.samples}
         for assignment in command.samples:
             if assignment.attempt <= self._accepted.get(assignment.sample, 0):
                 continue
@@ -303,7 +376,7 @@ class Session:
         if self.yields:
             return [*aborts, *([ReleaseUnstarted(tuple(accepted.values()))] if accepted else [])]
         self.held |= {sample: assignment.attempt for sample, assignment in accepted.items()}
-        if self.serving == self.target:
+        if self._serves(command.job_id):
             return [*aborts, *([SubmitSamples(tuple(accepted.values()))] if accepted else [])]
         self._awaiting_weights |= accepted
         return aborts
@@ -365,23 +438,37 @@ class Session:
         """Record that the engine is suspended and the log has all its tokens: heartbeats now report `suspended`."""
         self._engine_suspended = True
 
-    def on_weights_unloaded(self) -> None:
-        """Record that the engine's weights are being replaced: it serves none until `on_weights_loaded`."""
-        self.serving = None
+    def on_weights_unloaded(self, job_id: str = "") -> None:
+        """Record that a job's adapter is being replaced, or all weights: not served until `on_weights_loaded`."""
+        if job_id:
+            self.loaded.pop(job_id, None)
+        else:
+            self.loaded.clear()
 
     def on_weights_loaded(self, weights: WeightsRef) -> list[Effect]:
         """Record that the engine has loaded these weights and that their digests match (invariant 5)."""
-        self.serving = weights
+        self.loaded[weights.job_id] = weights.version
+        self._pulling = None if self._pulling == weights else self._pulling
         self._accepted = dict(self.held)
-        return self._submit_awaiting() if weights == self.target else []
+        left = [one for one in self.loaded if one != weights.job_id and self._target_version(one) is None]
+        unloaded = [self._unload(job_id) for job_id in left]
+        return [*unloaded, *self._submit_awaiting(), *self._next_pull()]
 
     def on_weights_unavailable(self, weights: WeightsRef, reason: str) -> list[Effect]:
         """Record that these weights cannot be pulled, or do not fit; keep what is loaded until the next command."""
-        if weights != self.target:
+        if weights.version != self._target_version(weights.job_id):
             return []
-        self.target = self.serving
-        stranded = self._awaiting_weights or (self.held and self.serving is None)
-        return [Rejoin(reason)] if stranded else []
+        self._pulling = None if self._pulling == weights else self._pulling
+        loaded = self.loaded.get(weights.job_id)
+        if other := self._alongside.pop(weights.job_id, None):
+            if loaded is not None:
+                self._alongside[other.job_id] = Alongside(job_id=other.job_id, version=loaded)
+            samples = list(self.held if loaded is None else self._awaiting_weights)
+            stranded = any(self.job_of(sample) == other.job_id for sample in samples)
+        else:
+            self.target = self.serving
+            stranded = bool(self._awaiting_weights) or (bool(self.held) and self.serving is None)
+        return [Rejoin(reason)] if stranded else self._next_pull()
 
     def on_emissions(self, emissions: Iterable[Emission]) -> None:
         """Record drained emissions: samples that have ended are not held any more."""
@@ -393,8 +480,9 @@ class Session:
     # --- helpers ------------------------------------------------------------------------------------------------------
 
     def _submit_awaiting(self) -> list[Effect]:
-        samples, self._awaiting_weights = tuple(self._awaiting_weights.values()), {}
-        return [SubmitSamples(samples)] if samples else []
+        ready = {id_: one for id_, one in self._awaiting_weights.items() if self._serves(self.job_of(id_))}
+        self._awaiting_weights = {id_: one for id_, one in self._awaiting_weights.items() if id_ not in ready}
+        return [SubmitSamples(tuple(ready.values()))] if ready else []
 
     def _abort_keys(self, keys: Sequence[RequestKey]) -> list[Effect]:
         submitted, _ = self._drop(keys)

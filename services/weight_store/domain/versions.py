@@ -176,6 +176,8 @@ class Version:
     stored document has this name."""
     delta_bytes: int | None = None
     """Total size of the deltas from the previous version; None if there are none."""
+    identity: str = ""
+    """`Manifest.identity` of the model: of this version, or of its base. Empty of releases that did not store it."""
 
 
 @dataclass(frozen=True, slots=True)

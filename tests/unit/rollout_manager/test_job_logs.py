@@ -11,7 +11,6 @@ import structlog
 from rlboost.services.rollout_manager.api import history
 from rlboost.services.rollout_manager.api.history import in_order
 from rlboost.services.rollout_manager.settings import Settings
-from rlboost.shared.ids import WeightsRef
 from rlboost.shared.messages import Event, WorkerLog
 from rlboost.shared.process import logs
 from rlboost.shared.process.logs import BUFFER, IN_EVENTS, MAX_BUFFERED, MAX_CHARACTERS, MAX_TAKEN, LogBuffer
@@ -102,7 +101,7 @@ async def test_worker_sends_its_lines_once_it_has_a_job() -> None:
     logged(buffer, "listening", port=8703)
     await rig.connection.send_heartbeat()
     assert not await rig.manager.received(WorkerLog)
-    rig.connection.session.serving = WeightsRef(JOB, 0)
+    rig.connection.session.loaded = {JOB: 0}
     await rig.connection.send_heartbeat()
     (log,) = await rig.manager.received(WorkerLog)
     assert (log.job_id, log.texts) == (JOB, ["info listening port=8703"])

@@ -115,7 +115,7 @@ async def test_suspended_engine_is_checked_on_resume(rig: Rig) -> None:
 async def test_suspension_during_the_parity_check_frees_memory_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, may_answer, score = asyncio.Event(), asyncio.Event(), SlowToLoad.score
 
-    async def slowly(engine: SlowToLoad, sequences: Sequences, temperature: float) -> list[list[float]]:
+    async def slowly(engine: SlowToLoad, sequences: Sequences, temperature: float, job_id: str) -> list[list[float]]:
         asked.set()
         await may_answer.wait()
         return await score(engine, sequences, temperature)

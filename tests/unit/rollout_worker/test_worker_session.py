@@ -24,11 +24,13 @@ from rlboost.services.rollout_worker.domain.session import (
     Session,
     SubmitSamples,
     SuspendEngine,
+    UnloadAdapter,
 )
-from rlboost.shared.ids import WeightsRef
+from rlboost.shared.ids import JOB_SHIFT, WeightsRef
 from rlboost.shared.messages import (
     FINISH_RELEASED,
     FINISH_STOP,
+    Alongside,
     Assign,
     Assignment,
     Dismissed,
@@ -354,9 +356,9 @@ def test_pull_carries_the_in_flight_policy(ready: Session) -> None:
     command = UseVersion(job_id="j", version=1, in_flight="finish")
     assert ready.on_command(command) == [PullWeights("j", 1, "finish")]
     ready.on_command(assign((8, 1), version=1))
-    assert (ready.n_submitted, ready.n_awaiting_weights) == (1, 1)
+    assert (ready.n_submitted("j"), ready.n_awaiting_weights) == (1, 1)
     ready.on_emissions([ended(7)])
-    assert (ready.n_submitted, ready.n_awaiting_weights) == (0, 1)
+    assert (ready.n_submitted("j"), ready.n_awaiting_weights) == (0, 1)
 
 
 def test_samples_of_several_versions_are_held_together(ready: Session) -> None:
@@ -532,3 +534,101 @@ def test_engine_keys_match_the_samples_held_by_the_session(script: list[object])
             assert not session.held
         if session.n_awaiting_weights:
             assert session.serving != session.target
+
+
+# --- several jobs on one model ----------------------------------------------------------------------------------------
+
+
+def use_all(*targets: tuple[str, int]) -> UseVersion:
+    (job, version), *others = targets
+    alongside = tuple(Alongside(job_id=other, version=number) for other, number in others)
+    return UseVersion(job_id=job, version=version, alongside=alongside)
+
+
+def of_job(number: int, sample: int) -> int:
+    return number << JOB_SHIFT | sample
+
+
+@pytest.fixture
+def shared() -> Session:
+    """A session that serves version 1 of a, and 5 of b next to it."""
+    session = Session("w")
+    assert session.on_command(use_all(("a", 1), ("b", 5))) == [PullWeights("a", 1)]
+    assert session.on_weights_loaded(WeightsRef("a", 1)) == [PullWeights("b", 5, alongside=True)]
+    assert session.on_weights_loaded(WeightsRef("b", 5)) == []
+    assert (session.serving, session.alongside) == (("a", 1), {"b": 5})
+    return session
+
+
+def test_samples_of_each_shared_job_are_submitted_at_its_own_version(shared: Session) -> None:
+    a, b = of_job(1, 7), of_job(2, 7)
+    assert submitted(shared.on_command(assign((a, 1), job="a", version=1))) == [(a, 1)]
+    assert submitted(shared.on_command(assign((b, 1), job="b", version=5))) == [(b, 1)]
+    assert (shared.job_of(a), shared.job_of(b)) == ("a", "b")
+    assert (shared.n_submitted("a"), shared.n_submitted("b"), shared.n_submitted("c")) == (1, 1, 0)
+    complaint, rejoin = shared.on_command(assign((b, 2), job="b", version=1))
+    assert isinstance(complaint, DeadLetterCommand)
+    assert isinstance(rejoin, Rejoin)
+
+
+def test_new_version_of_one_shared_job_leaves_the_other_as_it_is(shared: Session) -> None:
+    a, b = of_job(1, 7), of_job(2, 7)
+    shared.on_command(assign((a, 1), job="a", version=1))
+    shared.on_command(assign((b, 1), job="b", version=5))
+    assert shared.on_command(use_all(("a", 1), ("b", 6))) == [PullWeights("b", 6, alongside=True)]
+    assert shared.on_command(use_all(("a", 1), ("b", 6))) == []
+    assert submitted(shared.on_command(assign((a + 1, 1), job="a", version=1))) == [(a + 1, 1)]
+    shared.on_weights_unloaded("b")
+    assert (shared.serving, shared.alongside) == (("a", 1), {})
+    assert shared.on_weights_loaded(WeightsRef("b", 6)) == []
+    assert shared.alongside == {"b": 6}
+    assert set(shared.held) == {a, b, a + 1}
+
+
+def test_job_that_is_dropped_releases_its_samples_and_frees_its_adapter(shared: Session) -> None:
+    a, b = of_job(1, 7), of_job(2, 7)
+    shared.on_command(assign((a, 1), job="a", version=1))
+    shared.on_command(assign((b, 3), job="b", version=5))
+    assert shared.on_command(use_all(("a", 1), ("c", 0))) == [
+        ReleaseRequests(((b, 3),)),
+        UnloadAdapter("b"),
+        PullWeights("c", 0, alongside=True),
+    ]
+    assert shared.held == {a: 1}
+
+
+def test_first_of_the_shared_jobs_changes_without_a_load(shared: Session) -> None:
+    b = of_job(2, 7)
+    shared.on_command(assign((b, 1), job="b", version=5))
+    assert shared.on_command(use_all(("b", 5))) == [CancelPull()]
+    assert (shared.state, shared.serving, shared.held) == ("ready", ("b", 5), {b: 1})
+    assert shared.on_command(use_all(("b", 6))) == [PullWeights("b", 6)]
+    assert shared.on_weights_loaded(WeightsRef("b", 6)) == [UnloadAdapter("a")]
+
+
+def test_adapter_that_cannot_be_shared_leaves_the_others_served(shared: Session) -> None:
+    assert shared.on_command(use_all(("a", 1), ("b", 5), ("c", 2))) == [PullWeights("c", 2, alongside=True)]
+    assert shared.on_weights_unavailable(WeightsRef("c", 2), "its rank 99 is above 64") == []
+    assert (shared.state, shared.serving, shared.alongside) == ("ready", ("a", 1), {"b": 5})
+    before = shared.command_digest()
+    assert before == command_digest([], [], ("a", 1), suspended=False, alongside={"b": 5, "c": 2})
+    shared.on_command(use_all(("a", 1), ("b", 5)))
+    assert shared.command_digest() != before
+
+
+def test_lost_version_of_a_shared_job_leaves_its_older_one_served(shared: Session) -> None:
+    b = of_job(2, 7)
+    shared.on_command(assign((b, 1), job="b", version=5))
+    shared.on_command(use_all(("a", 1), ("b", 6)))
+    assert shared.on_weights_unavailable(WeightsRef("b", 6), "deleted") == []
+    assert (shared.alongside, shared.held) == ({"b": 5}, {b: 1})
+    shared.on_command(use_all(("a", 1), ("b", 7)))
+    shared.on_weights_unloaded("b")
+    assert shared.on_weights_unavailable(WeightsRef("b", 7), "damaged") == [Rejoin("damaged")]
+
+
+def test_adapters_wait_for_the_weights_that_they_belong_to() -> None:
+    session = Session("w")
+    session.on_command(use_all(("a", 1), ("b", 5)))
+    assert session.on_weights_unavailable(WeightsRef("a", 1), "gone") == []
+    assert session.state == "joining"

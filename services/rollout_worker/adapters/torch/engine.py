@@ -12,13 +12,14 @@ common with another slot's are copied from that slot: the prompt of a group is p
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -27,62 +28,22 @@ from torch import Tensor
 
 from rlboost.services.rollout_worker.adapters.engine_thread import EngineThread, ThreadedEngine
 from rlboost.services.rollout_worker.adapters.torch import model as torch_model
+from rlboost.services.rollout_worker.adapters.torch.lora import Adapters, jobs_of
 from rlboost.services.rollout_worker.adapters.torch.slot_cache import SlotCache
 from rlboost.services.rollout_worker.domain import frames
 from rlboost.services.rollout_worker.domain.load import QUANTUM, EngineStats, KvCapacity
 from rlboost.services.rollout_worker.domain.request_table import NO_TOKEN, Ints, RequestTable
 from rlboost.services.rollout_worker.domain.requests import Emission, Request, RequestKey, uniforms
 from rlboost.services.rollout_worker.domain.speculation import Drafter, Drafts
-from rlboost.services.rollout_worker.ports import Sequences
+from rlboost.services.rollout_worker.ports import Sequences, StagedAdapter
 from rlboost.shared.errors import UnsuitableWeights
 from rlboost.shared.messages import SAMPLING_OPTIONS
-from rlboost.shared.model.experts import FAMILIES, is_mixture, require_routing, routers_of, shape_of_routing
+from rlboost.shared.model.experts import is_mixture
 from rlboost.shared.weights.changed_words import ChangedWords
 from rlboost.shared.wire import TOP
 
 if TYPE_CHECKING:
     from rlboost.services.rollout_worker.adapters.torch.grammar import GrammarCompiler, GrammarMatcher
-
-# --- Records the experts that a model's routers select in a forward pass ----------------------------------------------
-
-
-Experts = Callable[[int], npt.NDArray[np.int64]]
-"""A batch size -> the experts of the pass, [batch, tokens, layers, experts per token]."""
-
-
-class RoutingRecorder:
-    """The routers of a transformers model."""
-
-    def __init__(self, model: Any) -> None:
-        """Register a hook on each router of `model`."""
-        config = model.config.to_dict()
-        self.shape = shape_of_routing(config) if config["model_type"] in FAMILIES else None
-        """Shape of the routed experts; None if the model is dense or of an untested family."""
-        self._selected: dict[int, Tensor] | None = None
-        for number, gate in routers_of(model) if self.shape else ():
-            gate.register_forward_hook(partial(self._on_output, number))
-
-    @contextmanager
-    def recording(self, *, enabled: bool) -> Iterator[Experts]:
-        """Record the pass within the context, if `enabled`; yields what returns its experts after it."""
-        selected: dict[int, Tensor] = {}
-        self._selected = selected if enabled else None
-        try:
-            yield partial(self._experts, selected)
-        finally:
-            self._selected = None
-
-    def _experts(self, selected: dict[int, Tensor], n: int) -> npt.NDArray[np.int64]:
-        assert self.shape is not None
-        none = torch.zeros_like(next(iter(selected.values())))
-        stacked = torch.stack([selected.get(layer, none) for layer in range(self.shape.layers)], 1).cpu().numpy()
-        experts: npt.NDArray[np.int64] = stacked.reshape(n, -1, self.shape.layers, self.shape.experts_per_token)
-        return experts
-
-    def _on_output(self, layer: int, _gate: Any, _inputs: Any, output: Any) -> None:
-        if self._selected is not None:
-            self._selected[layer] = require_routing(output)[2]
-
 
 # --- Samples one token per request by inverting the cumulative distribution at a given uniform number -----------------
 
@@ -212,13 +173,15 @@ class TorchEngine(ThreadedEngine):
             0 = no limit but the free memory.
         tokenizer_json: a `tokenizer_for_grammars`; empty for none.
         drafter: drafts tokens for the engine's decode steps; None = one token per step.
+        max_adapters: how many jobs it serves at once with adapters of the same weights; 0 = adapters are merged.
+        max_adapter_rank: an adapter of a higher rank is merged.
 
     Raises:
         UnsuitableWeights: the directory or the model is not supported, or the cache is too small.
 
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - settings of the worker, most with a default
         self,
         directory: Path,
         *,
@@ -229,10 +192,13 @@ class TorchEngine(ThreadedEngine):
         gpu_memory_utilization: float = 0.0,
         tokenizer_json: str = "",
         drafter: Drafter | None = None,
+        max_adapters: int = 8,
+        max_adapter_rank: int = 64,
     ) -> None:
         self._device = torch.device(device)
         self._model = torch_model.build(directory, DTYPES[dtype], self._device)
         self._weights = torch_model.Weights(self._model)
+        self._adapters = Adapters(self._model, max_adapter_rank)
         max_len = torch_model.max_length(self._model)
         n_bytes = kv_cache_bytes or _default_kv_cache_bytes(self._device, gpu_memory_utilization)
         self._token_bytes = torch_model.kv_token_bytes(self._model)
@@ -244,7 +210,7 @@ class TorchEngine(ThreadedEngine):
         self._steps = 0
         self.prefilled_tokens_total = 0
         """Tokens that went through the model to fill the cache, without those copied from other slots."""
-        self._routing = RoutingRecorder(self._model)
+        self._routing = torch_model.RoutingRecorder(self._model)
         vocabulary = self._model.get_input_embeddings().num_embeddings
         self._grammars = _grammar_compiler(tokenizer_json, vocabulary)
         options = set(SAMPLING_OPTIONS) - {"stop"} - ({"grammar"} if self._grammars is None else set())
@@ -260,6 +226,8 @@ class TorchEngine(ThreadedEngine):
         # On a CPU, other processes must not make a pass look longer.
         self._clock = time.thread_time if self._device.type == "cpu" else time.perf_counter
         super().__init__(EngineThread("torch-engine"), table, slots=slots)
+        self.max_adapters = max_adapters
+        self.adapters = self if max_adapters else None
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -307,16 +275,41 @@ class TorchEngine(ThreadedEngine):
         """See `ThreadedEngine.loaded_tensors`."""
         return iter(self._weights)
 
+    def adapter_refusal(self, adapter: StagedAdapter) -> str:
+        return self._adapters.refusal(adapter)
+
+    async def load_adapter(
+        self, job_id: str, version: int, adapter: StagedAdapter | None, *, keep_kv: bool = False
+    ) -> list[str]:
+        await self._call(lambda: self._load_adapter(job_id, version, adapter, keep_kv=keep_kv))
+        return adapter.factors_differing(self._adapters.factors(job_id)) if adapter is not None else []
+
+    async def unload_adapter(self, job_id: str) -> None:
+        await self._call(lambda: self._adapters.unload(job_id))
+
     # --- the engine's thread ------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def _load(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], *, keep_kv: bool) -> None:
         with self._replacing(version, keep_kv=keep_kv):
+            self._adapters.clear()
             self._weights.load(tensors)
+
+    @torch.inference_mode()
+    def _load_adapter(self, job_id: str, version: int, adapter: StagedAdapter | None, *, keep_kv: bool) -> None:
+        mine = {request.key for request in self._table.requests if request.job_id == job_id}
+        if keep_kv:
+            self._stale_keys |= mine
+        elif mine:
+            self._cache_is_stale = True
+        self._adapters.load(job_id, adapter)
+        with self._thread.lock:
+            self._table.begin_version(version, job_id)
 
     @torch.inference_mode()
     def _load_words(self, version: int, words: ChangedWords, *, keep_kv: bool) -> str:
         with self._replacing(version, keep_kv=keep_kv):
+            self._adapters.clear()
             return self._weights.write(words.read())
 
     @contextmanager
@@ -332,13 +325,15 @@ class TorchEngine(ThreadedEngine):
                 self._table.begin_version(version if self._weights.complete else -1)
 
     @torch.inference_mode()
-    def _score(self, sequences: Sequences, temperature: float) -> list[list[float]]:
+    def _score(self, sequences: Sequences, temperature: float, job_id: str) -> list[list[float]]:
+        self._adapters.select([job_id])
         return torch_model.score(self._model, sequences, temperature)
 
     @torch.inference_mode()
     def _sample(self, requests: Sequence[Request]) -> list[Emission]:
         table = self._new_table()
         table.begin_version(self._table.version)
+        table.job_versions.update(self._table.job_versions)
         table.submit(requests)
         self._clear_kv()
         while table.n or table.pending:
@@ -388,8 +383,12 @@ class TorchEngine(ThreadedEngine):
         held = [slot for slot in range(new.start) if table.requests[slot].key not in self._stale_keys]
         if table.is_batch_invariant:  # the others may have been computed in passes of any shape
             held = [slot for slot in held if table.requests[slot].sampling.batch_invariant]
-        new_prefixes, held_prefixes = ([(slot, table.prefix(slot)) for slot in slots] for slots in (new, held))
-        for turn in frames.plan(new_prefixes, held_prefixes):
+        jobs = table.jobs
+        plans = []
+        for job_id in dict.fromkeys(jobs[slot] for slot in new):  # with another adapter, keys and values are others
+            same = ([slot for slot in slots if jobs[slot] == job_id] for slots in (new, held))
+            plans.append(frames.plan(*([(slot, table.prefix(slot)) for slot in slots] for slots in same)))
+        for turn in map(list, map(chain.from_iterable, zip_longest(*plans, fillvalue=()))):
             copies = [prefill for prefill in turn if prefill.shared]
             if copies:
                 pairs = np.array([(prefill.slot, prefill.donor) for prefill in copies])
@@ -418,6 +417,7 @@ class TorchEngine(ThreadedEngine):
             for i, (slot, start, length) in enumerate(zip(slots, starts, lengths, strict=True)):
                 tokens[i, :length] = table.tokens(slot)[start : start + length]
             positions = self._cache.begin_prefill(slots, starts, lengths)
+            self._adapters.select(jobs_of(slots, table.jobs), longest)
             with self._routing.recording(enabled=table.records_routing) as experts:
                 torch_model.prefill(self._model, torch.from_numpy(tokens).to(self._device), positions, self._cache)
             if table.records_routing:
@@ -453,6 +453,7 @@ class TorchEngine(ThreadedEngine):
             self._commit_one(table, logits)
             return
         self._cache.begin_decode(positions)
+        self._adapters.select(table.jobs)
         last_tokens, at = (torch.from_numpy(a).to(self._device) for a in (table.last_tokens, positions))
         with self._routing.recording(enabled=table.records_routing) as experts:
             logits = torch_model.decode(self._model, last_tokens, at, self._cache)
@@ -470,13 +471,18 @@ class TorchEngine(ThreadedEngine):
     def _compute_rows(self, table: RequestTable, slots: Ints, positions: Ints) -> Tensor:
         """Run the model on the tokens of slots at positions; see `torch_model.compute_rows`."""
         tokens = [table.tokens(slot)[at] for slot, at in zip(slots, positions, strict=True)]
-        return torch_model.compute_rows(self._model, np.array(tokens, np.int64), slots, positions, self._cache)
+
+        def on_pass(of_slots: Ints) -> None:
+            self._adapters.select(jobs_of(of_slots, table.jobs), by_row=True)
+
+        return torch_model.compute_rows(self._model, np.array(tokens, np.int64), slots, positions, self._cache, on_pass)
 
     def _verify(self, table: RequestTable, drafter: Drafter, drafts: Drafts) -> None:
         """Decode the tokens of each slot up to the first that differs from its draft."""
         starts, lengths = table.positions, np.array([1 + len(draft) for draft in drafts.tokens])
         self._cache.fit(starts + lengths - 1, held=table.n)
         at = self._cache.begin_verify(starts, lengths)
+        self._adapters.select(table.jobs, lengths)
         pairs = zip(table.last_tokens.tolist(), drafts.tokens, strict=True)
         inputs = torch.tensor([token for last, draft in pairs for token in (last, *draft)], device=self._device)
         slots, firsts = np.repeat(np.arange(table.n), lengths), np.cumsum(lengths) - lengths

@@ -24,6 +24,8 @@ class TorchFactory:
     kv_cache_bytes: int = 0
     gpu_memory_utilization: float = 0.0
     speculation: bool = False
+    max_adapters: int = 8
+    max_adapter_rank: int = 64
 
     def prepare(self) -> None:
         """See `EngineFactory`."""
@@ -49,4 +51,6 @@ class TorchFactory:
                 gpu_memory_utilization=self.gpu_memory_utilization,
                 tokenizer_json=tokenizer_for_grammars(tokenizer_json),
                 drafter=Drafter(self.slots) if self.speculation else None,
+                max_adapters=self.max_adapters,
+                max_adapter_rank=self.max_adapter_rank,
             )

@@ -8,7 +8,9 @@ forward pass.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from rlboost.services.rollout_worker.adapters.torch.slot_cache import ATTENTION,
 from rlboost.services.rollout_worker.domain.load import QUANTUM, KvCapacity
 from rlboost.services.rollout_worker.ports import Sequences
 from rlboost.shared.errors import RLBoostError, UnsuitableWeights
-from rlboost.shared.model.experts import split_experts
+from rlboost.shared.model.experts import FAMILIES, require_routing, routers_of, shape_of_routing, split_experts
 from rlboost.shared.weights.changed_words import Words
 
 # --- Checks of published tensors against those that an engine has -----------------------------------------------------
@@ -205,16 +207,20 @@ def compute_rows(
     slots: npt.NDArray[np.int64],
     positions: npt.NDArray[np.int64],
     cache: SlotCache,
+    on_pass: Callable[[npt.NDArray[np.int64]], None],
 ) -> torch.Tensor:
     """Return the logits [n, vocabulary] after tokens [n] of slots [n] at positions [n], which are cached.
 
     The tokens of a slot are in order, and all before them are cached. No bit of a row depends on the other rows.
+    `on_pass` is called before each pass with the slot of each of its rows; padding has slot -1.
     """
     found = []
     for start in range(0, len(slots), FIXED_ROWS):
         some = slice(start, start + FIXED_ROWS)
         padding = 0, FIXED_ROWS - len(slots[some])
-        at = cache.begin_rows(np.pad(slots[some], padding, constant_values=-1), np.pad(positions[some], padding))
+        of_slots = np.pad(slots[some], padding, constant_values=-1)
+        on_pass(of_slots)
+        at = cache.begin_rows(of_slots, np.pad(positions[some], padding))
         inputs = torch.from_numpy(np.pad(tokens[some], padding)).to(model.device)
         found.append(verify(model, inputs, at, cache)[: len(slots[some])])
     return torch.cat(found)
@@ -303,6 +309,47 @@ class Weights:
         if not may_be_partial:
             check_nothing_missing([name for name, own in self._tensors.items() if own.data_ptr() not in loaded])
         self.complete = True
+
+
+# --- Records the experts that a model's routers select in a forward pass ----------------------------------------------
+
+
+Experts = Callable[[int], npt.NDArray[np.int64]]
+"""A batch size -> the experts of the pass, [batch, tokens, layers, experts per token]."""
+
+
+class RoutingRecorder:
+    """The routers of a transformers model."""
+
+    def __init__(self, model: Any) -> None:
+        """Register a hook on each router of `model`."""
+        config = model.config.to_dict()
+        self.shape = shape_of_routing(config) if config["model_type"] in FAMILIES else None
+        """Shape of the routed experts; None if the model is dense or of an untested family."""
+        self._selected: dict[int, torch.Tensor] | None = None
+        for number, gate in routers_of(model) if self.shape else ():
+            gate.register_forward_hook(partial(self._on_output, number))
+
+    @contextmanager
+    def recording(self, *, enabled: bool) -> Iterator[Experts]:
+        """Record the pass within the context, if `enabled`; yields what returns its experts after it."""
+        selected: dict[int, torch.Tensor] = {}
+        self._selected = selected if enabled else None
+        try:
+            yield partial(self._experts, selected)
+        finally:
+            self._selected = None
+
+    def _experts(self, selected: dict[int, torch.Tensor], n: int) -> npt.NDArray[np.int64]:
+        assert self.shape is not None
+        none = torch.zeros_like(next(iter(selected.values())))
+        stacked = torch.stack([selected.get(layer, none) for layer in range(self.shape.layers)], 1).cpu().numpy()
+        experts: npt.NDArray[np.int64] = stacked.reshape(n, -1, self.shape.layers, self.shape.experts_per_token)
+        return experts
+
+    def _on_output(self, layer: int, _gate: Any, _inputs: Any, output: Any) -> None:
+        if self._selected is not None:
+            self._selected[layer] = require_routing(output)[2]
 
 
 # --- Scores given tokens with the torch engine's model: one causal forward pass without a KV cache --------------------

@@ -39,7 +39,7 @@ from rlboost.services.rollout_worker.adapters.vllm.weight_transfer import decode
 from rlboost.services.rollout_worker.domain.frames import LiveRequest, StreamedRequests
 from rlboost.services.rollout_worker.domain.load import EngineStats
 from rlboost.services.rollout_worker.domain.requests import Emission, Request, RequestKey, stream_seed
-from rlboost.services.rollout_worker.ports import Changes, EngineFailed, Sequences, StagedWeights
+from rlboost.services.rollout_worker.ports import AdapterEngine, Changes, EngineFailed, Sequences, StagedWeights
 from rlboost.shared.errors import ConfigError, Fatal, RLBoostError, UnsuitableWeights, leaves
 from rlboost.shared.messages import FINISH_LENGTH, FINISH_STOP
 from rlboost.shared.model.folder import require_unquantized
@@ -112,6 +112,7 @@ class VllmEngine:
     def __init__(self, llm: AsyncLLM, options: VllmOptions) -> None:
         cache = llm.vllm_config.cache_config
         self.slots = options.slots
+        self.adapters: AdapterEngine | None = None
         self.kv_tokens = int(cache.kv_cache_size_tokens or 0)
         self.kv_block_tokens = int(cache.block_size) if cache.enable_prefix_caching else 0
         self.max_request_tokens = 0
@@ -309,12 +310,13 @@ class VllmEngine:
         if failed:
             raise RuntimeError(failed[0])
 
-    async def score(self, sequences: Sequences, temperature: float) -> list[list[float]]:
+    async def score(self, sequences: Sequences, temperature: float, job_id: str = "") -> list[list[float]]:
         """See `ports.Engine`.
 
         Each token is one request, so the forward pass and the temperature are those of generation; vLLM's
         `prompt_logprobs` would skip the latter.
         """
+        del job_id
         return await self._in_turn(lambda: self._score(sequences, temperature))
 
     async def _score(self, sequences: Sequences, temperature: float) -> list[list[float]]:

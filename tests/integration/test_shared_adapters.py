@@ -1,0 +1,124 @@
+"""Jobs that train LoRA adapters of one model at the same time, on two workers that serve all of them at once."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from typing import Any
+
+import peft
+import pytest
+import torch
+
+from rlboost.fleet import Fleet
+from tests.support import tiny_models
+from tests.support.published_model import policy as model
+from tests.support.service_process import TOKEN
+from tests.support.serving_system import TEMPLATE, WAIT_S, System, until
+
+PROMPTS = [[5 + i, 7, 9, 11 + i] for i in range(6)]
+N, MAX_TOKENS, STEPS = 4, 48, 3
+LORA: dict[str, dict[str, Any]] = {
+    "one": {"r": 4, "target_modules": "all-linear"},
+    "two": {"r": 1, "target_modules": ["q_proj", "v_proj"]},
+    "three": {"r": 16, "target_modules": ["gate_proj", "up_proj", "down_proj"]},
+    "four": {"r": 8, "target_modules": ["o_proj", "up_proj"]},
+}
+
+
+@pytest.fixture
+def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    system = System(tmp_path_factory.mktemp("shared"), TEMPLATE)
+    try:
+        system.start_services()
+        yield system
+    finally:
+        system.close()
+
+
+def adapted(seed: int, **config: Any) -> Any:
+    torch.manual_seed(seed)
+    lora = peft.LoraConfig(lora_alpha=16, init_lora_weights=False, **config)
+    return peft.get_peft_model(model(0), lora)
+
+
+def fleet_of(system: System, job: str) -> Fleet:
+    return Fleet(system.manager.url, TOKEN, job=job, model=str(system.model), retry_for_s=WAIT_S)
+
+
+def workers(system: System) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = system.http.get("/v1/workers").json()
+    return [worker for worker in found if worker["state"] == "ready"]
+
+
+def events(system: System, job_id: str, kind: str) -> list[dict[str, Any]]:
+    text = system.http.get(f"/v1/jobs/{job_id}/events").text
+    found = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
+    return [event for event in found if event["kind"] == kind]
+
+
+def test_four_jobs_share_workers_without_a_switch_while_one_is_killed(system: System) -> None:
+    """Each sample has the log-probabilities of its job's merged model, and all that were requested are delivered."""
+    together = Barrier(len(LORA))
+    policies = {job: adapted(seed, **lora) for seed, (job, lora) in enumerate(LORA.items())}
+
+    def train(job: str) -> tuple[str, set[str]]:
+        """Publish an adapter and sample with it, `STEPS` times; return the job's id and the workers it had."""
+        policy, used = policies[job], set()
+        with fleet_of(system, job) as fleet:
+            version = fleet.publish(policy)
+            for _ in range(STEPS):
+                together.wait(WAIT_S)
+                merged = copy.deepcopy(policy).merge_and_unload()
+                groups = list(fleet.generate(PROMPTS, n=N, max_tokens=MAX_TOKENS))
+                assert not any(group.dropped for group in groups)
+                for group in groups:
+                    for sample in group.samples:
+                        assert {span[1] for span in sample.spans} == {version}
+                        used |= {span[0] for span in sample.spans}
+                        expected = tiny_models.logprobs(merged, PROMPTS[group.index], sample.tokens)
+                        assert sample.logprobs == pytest.approx(expected, abs=1e-4)
+                with torch.no_grad():
+                    for name, tensor in policy.named_parameters():
+                        if "lora_B" in name:
+                            tensor.mul_(-1.1)
+                version = fleet.publish(policy)
+                fleet.complete_step()
+            fleet.end()
+            return fleet.job_id, used
+
+    with ThreadPoolExecutor(len(LORA)) as pool:
+        training = [pool.submit(train, job) for job in LORA]
+        until(lambda: any(len(worker["alongside"]) == len(LORA) - 1 for worker in workers(system)))
+        system.kill_the_worker_that_runs()
+        system.hire("w3")
+        results = [one.result() for one in training]
+    for job_id, _ in results:
+        audit = system.http.get(f"/v1/jobs/{job_id}/audit").json()
+        assert audit["requested"] == audit["delivered"] == STEPS * len(PROMPTS) * N
+        assert audit["duplicates"] == 0
+        assert not audit["dropped"]
+        until(lambda job_id=job_id: system.http.get(f"/v1/jobs/{job_id}").json()["state"] == "completed")
+        assert events(system, job_id, "worker_reassigned") == []
+        assert events(system, job_id, "adapter_not_shared") == []
+    assert set.intersection(*(used for _, used in results)), "no worker generated for all of them"
+
+
+def test_adapter_above_the_maximum_rank_is_served_by_switching(system: System) -> None:
+    small = adapted(0, r=2, target_modules=["q_proj"])
+    with fleet_of(system, "small") as one, fleet_of(system, "large") as other:
+        one.publish(small)
+        other.publish(adapted(1, r=80, target_modules=["q_proj"]))
+        merged = adapted(1, r=80, target_modules=["q_proj"]).merge_and_unload()
+        assert not any(group.dropped for group in one.generate(PROMPTS, n=N, max_tokens=8))
+        for group in other.generate(PROMPTS, n=N, max_tokens=8):
+            for sample in group.samples:
+                expected = tiny_models.logprobs(merged, PROMPTS[group.index], sample.tokens)
+                assert sample.logprobs == pytest.approx(expected, abs=1e-4)
+        other.end()
+        until(lambda: system.http.get(f"/v1/jobs/{other.job_id}").json()["state"] == "completed")
+        reasons = {event["fields"]["reason"] for event in events(system, other.job_id, "adapter_not_shared")}
+        assert reasons == {"its adapter must be merged: its rank 80 is above RLBOOST_WORKER_MAX_ADAPTER_RANK, 64"}
