@@ -19,6 +19,7 @@ import msgpack
 
 from rlboost.jobs.user_code_check import complaint
 from rlboost.services.trainer.adapters.agent_rows import rows_of
+from rlboost.services.trainer.adapters.images import require_supported
 from rlboost.services.trainer.adapters.megatron import model_shape as megatron
 from rlboost.services.trainer.adapters.named_paths import check_named_paths
 from rlboost.services.trainer.adapters.torch.ranks import Layout, require_divisible_heads
@@ -106,6 +107,7 @@ def model_problems(spec: JobSpec) -> list[str]:
         lambda: require_unquantized(read_config(model)),
         lambda: _check_head(spec, model),
         lambda: require_known_experts(model),
+        lambda: require_supported(spec, read_config(model)),
     ]
     if spec.trainer.router_aux_loss_coef:
         checks.append(lambda: require_mixture(model, "trainer.router_aux_loss_coef"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, get_args
 
-from pydantic import Field, Strict
+from pydantic import Field, Strict, StringConstraints
 
 from rlboost.shared.messages.fields import (
     Attempt,
@@ -53,12 +53,23 @@ class EngineProfile(Message):
 
 FinishReason = Literal["stop", "length"]
 MAX_TOP_LOGPROBS = 20
+MAX_IMAGE_BYTES = 4 << 20
+"""An image is one chunk of the weight store."""
 SamplingOption = Literal[
-    "top_k", "min_p", "min_tokens", "logit_bias", "top_logprobs", "grammar", "stop", "batch_invariant"
+    "top_k", "min_p", "min_tokens", "logit_bias", "top_logprobs", "grammar", "stop", "batch_invariant", "images"
 ]
 """A field of `Sampling` that not every engine supports."""
 RESUMES_GRAMMAR = "resumes_grammar"
 """What an engine supports, besides options, that continues a completion with a grammar from its tokens."""
+
+
+Image = Annotated[
+    tuple[
+        Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")], Annotated[int, Field(ge=1, le=MAX_IMAGE_BYTES)]
+    ],
+    Strict(False),
+]
+"""(Digest, bytes) of a chunk of the weight store."""
 
 
 class Sampling(Message):
@@ -94,6 +105,8 @@ class Sampling(Message):
     """The completion ends with the token that completes one of these in its text, which has no special tokens."""
     batch_invariant: bool = False
     """True if no bit of a log-probability may depend on other requests of the engine, or on an earlier attempt."""
+    images: Annotated[tuple[Image, ...], Strict(False)] = ()
+    """(Digest, bytes) of each image of the prompt, a chunk of the weight store: see `shared.model.vision`."""
 
     @property
     def options(self) -> frozenset[SamplingOption]:

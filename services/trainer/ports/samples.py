@@ -10,6 +10,7 @@ from rlboost.services.trainer.domain.conversations import Decode
 from rlboost.shared.job.environment import Message
 from rlboost.shared.messages.fields import Span
 from rlboost.shared.model.tool_calls import HERMES, CallStyle
+from rlboost.shared.model.vision import ImageRef
 
 # --- The user's environments, and the chat formatting of their messages -----------------------------------------------
 
@@ -176,6 +177,8 @@ class Prompt:
     of a pair; empty otherwise."""
     rejected: bytes = b""
     """The same of the worse completion of a pair."""
+    images: tuple[ImageRef, ...] = ()
+    """Those that `tokens` have places for."""
 
     @property
     def completions(self) -> tuple[bytes, ...]:

@@ -116,7 +116,9 @@ class TrainingRows(ABC):
                     continue
             experts = sample.routed_experts
             if not group.conversations:
-                row = SequenceRow(group.prompt, sample.tokens, sample.logprobs, routed_experts=experts)
+                row = SequenceRow(
+                    group.prompt, sample.tokens, sample.logprobs, routed_experts=experts, images=group.images
+                )
                 found.append((row, scalar))
                 continue
             rows = group.conversations[i].rows(group.prompt)

@@ -28,6 +28,7 @@ from torch import Tensor
 from rlboost.services.rollout_worker.adapters.engine_thread import EngineThread, ThreadedEngine
 from rlboost.services.rollout_worker.adapters.torch import model as torch_model
 from rlboost.services.rollout_worker.adapters.torch.slot_cache import SlotCache
+from rlboost.services.rollout_worker.adapters.torch.vision import Vision
 from rlboost.services.rollout_worker.domain import frames
 from rlboost.services.rollout_worker.domain.load import QUANTUM, EngineStats, KvCapacity
 from rlboost.services.rollout_worker.domain.request_table import NO_TOKEN, Ints, RequestTable
@@ -245,9 +246,12 @@ class TorchEngine(ThreadedEngine):
         self.prefilled_tokens_total = 0
         """Tokens that went through the model to fill the cache, without those copied from other slots."""
         self._routing = RoutingRecorder(self._model)
+        self._vision = Vision(self._model)
         vocabulary = self._model.get_input_embeddings().num_embeddings
         self._grammars = _grammar_compiler(tokenizer_json, vocabulary)
         options = {*SAMPLING_OPTIONS, RESUMES_GRAMMAR} - {"stop"} - ({"grammar"} if self._grammars is None else set())
+        if self._vision.config is None:
+            options.remove("images")
         if device != "cpu" or is_mixture(self._model.config.to_dict()):
             options.remove("batch_invariant")  # untested, and the number of an expert's tokens depends on the others
         self._new_table = partial(RequestTable, slots, max_len, vocabulary, capacity, self._routing.shape, options)
@@ -291,6 +295,20 @@ class TorchEngine(ThreadedEngine):
                     compiled = self._grammars.compile(request.sampling)
                     compiled.add_done_callback(partial(self._on_compiled, request.key))
 
+    def set_images(self, key: RequestKey, images: Sequence[bytes] | str) -> None:
+        """See `ports.Engine`."""
+        with self._thread.lock:
+            self._thread.check_alive()
+            request = next((one for one in self._table.pending if one.key == key), None)
+            if request is None:
+                return
+            try:
+                prepared = images if isinstance(images, str) else self._vision.prepare(request, images)
+            except ValueError as error:
+                prepared = f"its images are not those of its prompt: {error}"
+            self._table.set_images(key, prepared)
+            self._thread.lock.notify()
+
     def _on_compiled(self, key: RequestKey, compiled: Future[GrammarMatcher]) -> None:
         error = compiled.exception()
         with self._thread.lock:
@@ -328,6 +346,7 @@ class TorchEngine(ThreadedEngine):
         try:
             yield
         finally:
+            self._vision.forget()
             with self._thread.lock:
                 self._table.begin_version(version if self._weights.complete else -1)
 
@@ -403,6 +422,7 @@ class TorchEngine(ThreadedEngine):
                 self.prefilled_tokens_total += len(slots)
             else:
                 self._prefill(table, todo)
+        self._vision.forget()
 
     def _prefill(self, table: RequestTable, todo: Ints) -> None:
         """Run the model on the tokens from `todo[:, 1]` to `todo[:, 2]` of the slots `todo[:, 0]`."""
@@ -419,7 +439,9 @@ class TorchEngine(ThreadedEngine):
                 tokens[i, :length] = table.tokens(slot)[start : start + length]
             positions = self._cache.begin_prefill(slots, starts, lengths)
             with self._routing.recording(enabled=table.records_routing) as experts:
-                torch_model.prefill(self._model, torch.from_numpy(tokens).to(self._device), positions, self._cache)
+                of_tokens = np.repeat(slots[:, None], longest, axis=1)
+                inputs = self._vision.inputs(table.requests, of_tokens, tokens, positions)
+                torch_model.prefill(self._model, inputs, self._cache)
             if table.records_routing:
                 table.record_routing(slots, starts, lengths, experts(len(slots)))
             self.prefilled_tokens_total += int(lengths.sum())
@@ -453,9 +475,10 @@ class TorchEngine(ThreadedEngine):
             self._commit_one(table, logits)
             return
         self._cache.begin_decode(positions)
-        last_tokens, at = (torch.from_numpy(a).to(self._device) for a in (table.last_tokens, positions))
+        at = torch.from_numpy(positions[:, None]).to(self._device)
+        inputs = self._vision.inputs(table.requests, np.arange(n)[:, None], table.last_tokens[:, None], at)
         with self._routing.recording(enabled=table.records_routing) as experts:
-            logits = torch_model.decode(self._model, last_tokens, at, self._cache)
+            logits = torch_model.decode(self._model, inputs, self._cache)
         if table.records_routing:
             table.record_routing(np.arange(n), positions, np.ones(n, np.int64), experts(n))
         self._commit_one(table, logits)
@@ -470,7 +493,10 @@ class TorchEngine(ThreadedEngine):
     def _compute_rows(self, table: RequestTable, slots: Ints, positions: Ints) -> Tensor:
         """Run the model on the tokens of slots at positions; see `torch_model.compute_rows`."""
         tokens = [table.tokens(slot)[at] for slot, at in zip(slots, positions, strict=True)]
-        return torch_model.compute_rows(self._model, np.array(tokens, np.int64), slots, positions, self._cache)
+        inputs_of = partial(self._vision.inputs, table.requests)
+        return torch_model.compute_rows(
+            self._model, np.array(tokens, np.int64), slots, positions, self._cache, inputs_of
+        )
 
     def _verify(self, table: RequestTable, drafter: Drafter, drafts: Drafts) -> None:
         """Decode the tokens of each slot up to the first that differs from its draft."""
@@ -478,10 +504,12 @@ class TorchEngine(ThreadedEngine):
         self._cache.fit(starts + lengths - 1, held=table.n)
         at = self._cache.begin_verify(starts, lengths)
         pairs = zip(table.last_tokens.tolist(), drafts.tokens, strict=True)
-        inputs = torch.tensor([token for last, draft in pairs for token in (last, *draft)], device=self._device)
+        # No draft has a token of an image: an id below 0 in one is never drawn.
+        given = np.array([max(token, 0) for last, draft in pairs for token in (last, *draft)], np.int64)
         slots, firsts = np.repeat(np.arange(table.n), lengths), np.cumsum(lengths) - lengths
+        inputs = self._vision.inputs(table.requests, slots[None], given[None], at)
         with self._routing.recording(enabled=table.records_routing) as experts:
-            logits = torch_model.verify(self._model, inputs, at, self._cache)
+            logits = torch_model.verify(self._model, inputs, self._cache)
         if table.records_routing:
             table.record_routing(np.arange(table.n), starts, lengths, np.split(experts(1)[0], firsts[1:]))
         offsets = table.offsets[slots] + np.arange(len(slots)) - firsts[slots]

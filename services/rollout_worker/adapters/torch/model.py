@@ -8,7 +8,7 @@ forward pass.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,16 @@ import numpy.typing as npt
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from rlboost.services.rollout_worker.adapters.in_place import Placement, write_words
 from rlboost.services.rollout_worker.adapters.torch.slot_cache import ATTENTION, SlotCache
+from rlboost.services.rollout_worker.adapters.torch.vision import PassInputs
 from rlboost.services.rollout_worker.domain.load import QUANTUM, KvCapacity
 from rlboost.services.rollout_worker.ports import Sequences
 from rlboost.shared.errors import RLBoostError, UnsuitableWeights
 from rlboost.shared.model.experts import split_experts
+from rlboost.shared.model.vision import FAMILIES
 from rlboost.shared.weights.changed_words import Words
 
 # --- Checks of published tensors against those that an engine has -----------------------------------------------------
@@ -93,9 +95,8 @@ def _from_config(config: Any, dtype: torch.dtype, device: torch.device) -> Model
     # The arbitrary weights use torch's random generator, whose state is restored.
     with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type="cuda"), device:
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation="eager", trust_remote_code=False
-        )
+        kind: Any = AutoModelForImageTextToText if config.model_type in FAMILIES else AutoModelForCausalLM
+        model = kind.from_config(config, dtype=dtype, attn_implementation="eager", trust_remote_code=False)
     saved = model.state_dict()
     for name, buffer in model.named_buffers():
         if name in saved and buffer.is_floating_point():
@@ -110,11 +111,14 @@ def _shallow(config: Any) -> Any:
     text.num_hidden_layers = min(text.num_hidden_layers, 2)
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:2]
+    if config.model_type in FAMILIES:
+        config.vision_config.depth, config.vision_config.deepstack_visual_indexes = 1, []
     return config
 
 
 def _use_slot_cache(model: Model) -> None:
-    model.set_attn_implementation(ATTENTION)
+    is_seeing = model.config.model_type in FAMILIES
+    model.set_attn_implementation({"text_config": ATTENTION, "vision_config": "sdpa"} if is_seeing else ATTENTION)
     _fuse_norms(model)
 
 
@@ -151,12 +155,14 @@ def _check_by_running(model: Model) -> None:
     cache = SlotCache(KvCapacity(slots=2, max_len=9, tokens=1 << 20), model.dtype, model.device)
     cache.fit(prefilled + 1, held=0)
     # The first slot's prefix in two passes: the second pass attends to what the first has cached.
-    prefill(model, tokens[:, :4], cache.begin_prefill(np.arange(2), np.zeros(2, np.int64), np.array([4, 3])), cache)
-    prefill(model, tokens[:1, 4:6], cache.begin_prefill(np.array([0]), np.array([4]), np.array([2])), cache)
+    first = cache.begin_prefill(np.arange(2), np.zeros(2, np.int64), np.array([4, 3]))
+    prefill(model, PassInputs(tokens[:, :4], first), cache)
+    second = cache.begin_prefill(np.array([0]), np.array([4]), np.array([2]))
+    prefill(model, PassInputs(tokens[:1, 4:6], second), cache)
     for positions in (prefilled, prefilled + 1):
         cache.begin_decode(positions)
         at = torch.from_numpy(positions).to(model.device)
-        logits = decode(model, tokens[[0, 1], at], at, cache)
+        logits = decode(model, PassInputs(tokens[[0, 1], at][:, None], at[:, None]), cache)
         if not torch.allclose(logits, own[[0, 1], at], rtol=0, atol=1e-3 * float(own.abs().max())):
             raise UnsuitableWeights(
                 f"{_UNSUPPORTED} {model.config.model_type}: its logits differ from the model's own forward pass; "
@@ -164,9 +170,26 @@ def _check_by_running(model: Model) -> None:
             )
 
 
-def prefill(model: Model, tokens: torch.Tensor, positions: torch.Tensor, cache: SlotCache) -> None:
+def prefill(model: Model, inputs: PassInputs, cache: SlotCache) -> None:
     """Fill the cache with tokens [batch, length] at the positions that `cache.begin_prefill` gave."""
-    model.base_model(input_ids=tokens, position_ids=positions, use_cache=False, slot_cache=cache)
+    if inputs.visual is None:
+        model.base_model(input_ids=inputs.tokens, position_ids=inputs.positions, use_cache=False, slot_cache=cache)
+    else:
+        _visual_hidden(model, inputs, cache)
+
+
+def _visual_hidden(model: Model, inputs: PassInputs, cache: SlotCache) -> torch.Tensor:
+    """Return the last hidden states [batch, length, hidden] of a pass with tokens of images."""
+    assert inputs.visual is not None
+    hidden: torch.Tensor = model.base_model.language_model(
+        inputs_embeds=inputs.visual.embeddings,
+        position_ids=inputs.positions,
+        visual_pos_masks=inputs.visual.is_visual,
+        deepstack_visual_embeds=inputs.visual.deepstack,
+        use_cache=False,
+        slot_cache=cache,
+    ).last_hidden_state
+    return hidden
 
 
 @torch.inference_mode()
@@ -175,26 +198,35 @@ def kv_token_bytes(model: Model) -> int:
     cache = SlotCache(KvCapacity(slots=1, max_len=1, tokens=QUANTUM), model.dtype, model.device)
     cache.fit(np.zeros(1, np.int64), held=0)
     positions = cache.begin_prefill(np.zeros(1, np.int64), np.zeros(1, np.int64), np.ones(1, np.int64))
-    prefill(model, torch.zeros_like(positions), positions, cache)
+    prefill(model, PassInputs(torch.zeros_like(positions), positions), cache)
     return cache.token_bytes
 
 
-def decode(model: Model, tokens: torch.Tensor, positions: torch.Tensor, cache: SlotCache) -> torch.Tensor:
-    """Return the logits [n, vocabulary] after one token [n] per slot, at the positions given to `begin_decode`."""
+def decode(model: Model, inputs: PassInputs, cache: SlotCache) -> torch.Tensor:
+    """Return the logits [n, vocabulary] after one token [n, 1] per slot, at the positions given to `begin_decode`."""
     output = model(
-        input_ids=tokens[:, None], position_ids=positions[:, None], use_cache=False, slot_cache=cache, logits_to_keep=1
+        input_ids=inputs.tokens,
+        position_ids=inputs.positions,
+        use_cache=False,
+        slot_cache=cache,
+        logits_to_keep=1,
     )
     logits: torch.Tensor = output.logits[:, -1]
     return logits
 
 
-def verify(model: Model, tokens: torch.Tensor, positions: torch.Tensor, cache: SlotCache) -> torch.Tensor:
-    """Return the logits [tokens, vocabulary] after each of the tokens [tokens], whose positions `begin_verify` gave."""
-    output = model(input_ids=tokens[None], position_ids=positions, use_cache=False, slot_cache=cache)
+def verify(model: Model, inputs: PassInputs, cache: SlotCache) -> torch.Tensor:
+    """Return the logits [tokens, vocabulary] after each of the tokens [1, tokens], at those of `begin_verify`."""
+    if inputs.visual is not None:
+        seen: torch.Tensor = model.get_output_embeddings()(_visual_hidden(model, inputs, cache))[0]
+        return seen
+    output = model(input_ids=inputs.tokens, position_ids=inputs.positions, use_cache=False, slot_cache=cache)
     logits: torch.Tensor = output.logits[0]
     return logits
 
 
+InputsOf = Callable[[npt.NDArray[np.int64], npt.NDArray[np.int64], torch.Tensor], PassInputs]
+"""Returns the arguments of a pass; `vision.Vision.inputs` describes slots, tokens and positions."""
 FIXED_ROWS = 16
 """Tokens of each pass of `compute_rows`: kernels choose the order of their sums by the shape of a pass."""
 
@@ -205,6 +237,7 @@ def compute_rows(
     slots: npt.NDArray[np.int64],
     positions: npt.NDArray[np.int64],
     cache: SlotCache,
+    inputs_of: InputsOf,
 ) -> torch.Tensor:
     """Return the logits [n, vocabulary] after tokens [n] of slots [n] at positions [n], which are cached.
 
@@ -215,8 +248,10 @@ def compute_rows(
         some = slice(start, start + FIXED_ROWS)
         padding = 0, FIXED_ROWS - len(slots[some])
         at = cache.begin_rows(np.pad(slots[some], padding, constant_values=-1), np.pad(positions[some], padding))
-        inputs = torch.from_numpy(np.pad(tokens[some], padding)).to(model.device)
-        found.append(verify(model, inputs, at, cache)[: len(slots[some])])
+        inputs = inputs_of(
+            np.pad(slots[some], padding, constant_values=-1)[None], np.pad(tokens[some], padding)[None], at
+        )
+        found.append(verify(model, inputs, cache)[: len(slots[some])])
     return torch.cat(found)
 
 

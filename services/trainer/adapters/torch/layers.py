@@ -23,6 +23,7 @@ from rlboost.services.trainer.adapters.torch.packing import PACKED, Packed, mode
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import LoraSpec, check_targets
 from rlboost.shared.model.experts import routers_of
+from rlboost.shared.model.vision import FAMILIES
 from rlboost.shared.process.modules import pip_install
 from rlboost.shared.weights.lora import config_json_of, wrapped_names
 
@@ -206,6 +207,8 @@ def attention_of(config: Any, *, warns: bool = True) -> str:
         warns: log a warning if rows cannot be packed.
 
     """
+    if config.model_type in FAMILIES:
+        return PACKED  # as tests of these families show; that of the tower for images is another
     text = config.get_text_config()
     may_pack = _may_pack(text)
     rejected = (
