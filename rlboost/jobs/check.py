@@ -27,6 +27,7 @@ from rlboost.shared.data.examples import examples_of, labelled_of, margin_of, pa
 from rlboost.shared.data.images import split_images
 from rlboost.shared.data.rows import BadRow, Row, is_messages, is_remote, read_rows
 from rlboost.shared.data.shards import exists_locally, format_source, names_of
+from rlboost.shared.data.vision import vision_of
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import TEACHER
 from rlboost.shared.job.data import DataSpec, DpoDataSpec, RewardDataSpec, Rows, SftDataSpec
@@ -35,7 +36,6 @@ from rlboost.shared.job.judge import column_problem
 from rlboost.shared.job.spec import GeneratingJob, InvalidJob, JobSpec, OfflineJob, parse
 from rlboost.shared.job.training import TrainerSpec
 from rlboost.shared.model.folder import REWARD_MODEL, read_config, require_reward_model
-from rlboost.shared.model.vision import vision_of
 from rlboost.shared.user_code.functions import ForbiddenFunction, check_arguments
 
 # --- Warn about learning rates that usually ruin a model --------------------------------------------------------------

@@ -19,7 +19,6 @@ import msgpack
 
 from rlboost.jobs.user_code_check import complaint
 from rlboost.services.trainer.adapters.agent_rows import rows_of
-from rlboost.services.trainer.adapters.images import require_supported
 from rlboost.services.trainer.adapters.megatron import model_shape as megatron
 from rlboost.services.trainer.adapters.named_paths import check_named_paths
 from rlboost.services.trainer.adapters.torch.ranks import Layout, require_divisible_heads
@@ -28,6 +27,7 @@ from rlboost.services.trainer.settings import Settings
 from rlboost.shared.data.rows import Row, is_remote
 from rlboost.shared.data.shards import names_of
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.images import require_supported
 from rlboost.shared.job.log import missing_log_libraries
 from rlboost.shared.job.spec import JobSpec, OfflineJob
 from rlboost.shared.job.training import check_targets

@@ -11,7 +11,7 @@ from pathlib import Path
 from rlboost.services.trainer.adapters.checkpoint_bucket import CheckpointLocations
 from rlboost.services.trainer.adapters.data import find_model, load_data
 from rlboost.services.trainer.adapters.environment_pool import EnvironmentPool
-from rlboost.services.trainer.adapters.images import ImageUploads, require_supported
+from rlboost.services.trainer.adapters.images import ImageUploads
 from rlboost.services.trainer.adapters.machines.registry import JobMachines, TrainerMachines
 from rlboost.services.trainer.adapters.megatron.policy import MegatronPolicy
 from rlboost.services.trainer.adapters.model_checks import hardware_of
@@ -35,6 +35,7 @@ from rlboost.services.trainer.ports.storage import JobResources
 from rlboost.services.trainer.settings import Settings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import TEACHER
+from rlboost.shared.job.images import require_supported
 from rlboost.shared.job.sessions import session_key
 from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.job.training import TrainerSpec

@@ -15,9 +15,9 @@ import numpy as np
 
 from rlboost.shared.data.messages import parsed_messages
 from rlboost.shared.data.rows import is_messages
+from rlboost.shared.data.vision import FAMILIES, MARK, VisionConfig, encode
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.messages.requests import MAX_IMAGE_BYTES
-from rlboost.shared.model.vision import FAMILIES, MARK, VisionConfig, encode
 from rlboost.shared.process.modules import pip_install
 
 COLUMNS = ("images", "image")
@@ -156,7 +156,7 @@ class ImageReader:
         return cls(vision, least, min(most, max_pixels or most))
 
     def read(self, given: Any, folder: Path | None) -> bytes:
-        """Return an image's bytes as `shared.model.vision` describes them.
+        """Return an image's bytes as `shared.data.vision` describes them.
 
         Args:
             given: a path, a `data:` URL, a mapping with `bytes` or `path` as Hugging Face datasets have it, or an image

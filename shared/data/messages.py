@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlboost.shared.data.rows import parse_json
+from rlboost.shared.data.vision import FAMILIES
 from rlboost.shared.errors import ConfigError
-from rlboost.shared.model.vision import FAMILIES
 
 ASSISTANT = "assistant"
 TOOLS = "tools"

@@ -106,7 +106,7 @@ class Sampling(Message):
     batch_invariant: bool = False
     """True if no bit of a log-probability may depend on other requests of the engine, or on an earlier attempt."""
     images: Annotated[tuple[Image, ...], Strict(False)] = ()
-    """(Digest, bytes) of each image of the prompt, a chunk of the weight store: see `shared.model.vision`."""
+    """(Digest, bytes) of each image of the prompt, a chunk of the weight store: see `shared.data.vision`."""
 
     @property
     def options(self) -> frozenset[SamplingOption]:

@@ -22,8 +22,8 @@ from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow, co
 from rlboost.services.trainer.domain.loss.policy import PolicyLoss  # noqa: E402
 from rlboost.services.trainer.ports.engine import PolicySettings  # noqa: E402
 from rlboost.shared.data.images import ImageReader  # noqa: E402
+from rlboost.shared.data.vision import VisionConfig, decode, expanded, patches, rotary_positions, vision_of  # noqa: E402
 from rlboost.shared.job.training import OptimizerSpec  # noqa: E402
-from rlboost.shared.model.vision import VisionConfig, decode, expanded, patches, rotary_positions, vision_of  # noqa: E402
 from rlboost.shared.weights.manifest import digest_of  # noqa: E402
 from rlboost.shared.wire import F32, I32, pack, unpack  # noqa: E402
 from tests.support import tiny_models, tiny_vision  # noqa: E402

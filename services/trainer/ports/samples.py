@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rlboost.services.trainer.domain.conversations import Decode
+from rlboost.shared.data.vision import ImageRef
 from rlboost.shared.job.environment import Message
 from rlboost.shared.messages.fields import Span
 from rlboost.shared.model.tool_calls import HERMES, CallStyle
-from rlboost.shared.model.vision import ImageRef
 
 # --- The user's environments, and the chat formatting of their messages -----------------------------------------------
 

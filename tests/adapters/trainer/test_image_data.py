@@ -13,10 +13,10 @@ from PIL import Image
 from rlboost.jobs.check import check_job
 from rlboost.services.trainer.adapters.data import load_data
 from rlboost.services.trainer.ports.samples import Data
+from rlboost.shared.data.vision import MARK
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import parse
 from rlboost.shared.messages.requests import MAX_IMAGE_BYTES
-from rlboost.shared.model.vision import MARK
 from rlboost.shared.weights.manifest import digest_of
 from rlboost.shared.wire import ints
 from tests.support import tiny_vision

@@ -12,13 +12,13 @@ common with another slot's are copied from that slot: the prompt of a group is p
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -37,53 +37,12 @@ from rlboost.services.rollout_worker.domain.speculation import Drafter, Drafts
 from rlboost.services.rollout_worker.ports import Sequences
 from rlboost.shared.errors import UnsuitableWeights
 from rlboost.shared.messages import RESUMES_GRAMMAR, SAMPLING_OPTIONS
-from rlboost.shared.model.experts import FAMILIES, is_mixture, require_routing, routers_of, shape_of_routing
+from rlboost.shared.model.experts import is_mixture
 from rlboost.shared.weights.changed_words import ChangedWords
 from rlboost.shared.wire import TOP
 
 if TYPE_CHECKING:
     from rlboost.services.rollout_worker.adapters.torch.grammar import GrammarCompiler, GrammarMatcher
-
-# --- Records the experts that a model's routers select in a forward pass ----------------------------------------------
-
-
-Experts = Callable[[int], npt.NDArray[np.int64]]
-"""A batch size -> the experts of the pass, [batch, tokens, layers, experts per token]."""
-
-
-class RoutingRecorder:
-    """The routers of a transformers model."""
-
-    def __init__(self, model: Any) -> None:
-        """Register a hook on each router of `model`."""
-        config = model.config.to_dict()
-        self.shape = shape_of_routing(config) if config["model_type"] in FAMILIES else None
-        """Shape of the routed experts; None if the model is dense or of an untested family."""
-        self._selected: dict[int, Tensor] | None = None
-        for number, gate in routers_of(model) if self.shape else ():
-            gate.register_forward_hook(partial(self._on_output, number))
-
-    @contextmanager
-    def recording(self, *, enabled: bool) -> Iterator[Experts]:
-        """Record the pass within the context, if `enabled`; yields what returns its experts after it."""
-        selected: dict[int, Tensor] = {}
-        self._selected = selected if enabled else None
-        try:
-            yield partial(self._experts, selected)
-        finally:
-            self._selected = None
-
-    def _experts(self, selected: dict[int, Tensor], n: int) -> npt.NDArray[np.int64]:
-        assert self.shape is not None
-        none = torch.zeros_like(next(iter(selected.values())))
-        stacked = torch.stack([selected.get(layer, none) for layer in range(self.shape.layers)], 1).cpu().numpy()
-        experts: npt.NDArray[np.int64] = stacked.reshape(n, -1, self.shape.layers, self.shape.experts_per_token)
-        return experts
-
-    def _on_output(self, layer: int, _gate: Any, _inputs: Any, output: Any) -> None:
-        if self._selected is not None:
-            self._selected[layer] = require_routing(output)[2]
-
 
 # --- Samples one token per request by inverting the cumulative distribution at a given uniform number -----------------
 
@@ -245,7 +204,7 @@ class TorchEngine(ThreadedEngine):
         self._steps = 0
         self.prefilled_tokens_total = 0
         """Tokens that went through the model to fill the cache, without those copied from other slots."""
-        self._routing = RoutingRecorder(self._model)
+        self._routing = torch_model.RoutingRecorder(self._model)
         self._vision = Vision(self._model)
         vocabulary = self._model.get_input_embeddings().num_embeddings
         self._grammars = _grammar_compiler(tokenizer_json, vocabulary)

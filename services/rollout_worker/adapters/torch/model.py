@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,9 @@ from rlboost.services.rollout_worker.adapters.torch.slot_cache import ATTENTION,
 from rlboost.services.rollout_worker.adapters.torch.vision import PassInputs
 from rlboost.services.rollout_worker.domain.load import QUANTUM, KvCapacity
 from rlboost.services.rollout_worker.ports import Sequences
+from rlboost.shared.data.vision import FAMILIES
 from rlboost.shared.errors import RLBoostError, UnsuitableWeights
-from rlboost.shared.model.experts import split_experts
-from rlboost.shared.model.vision import FAMILIES
+from rlboost.shared.model import experts
 from rlboost.shared.weights.changed_words import Words
 
 # --- Checks of published tensors against those that an engine has -----------------------------------------------------
@@ -255,6 +257,50 @@ def compute_rows(
     return torch.cat(found)
 
 
+# --- Records the experts that a model's routers select in a forward pass ----------------------------------------------
+
+
+Experts = Callable[[int], npt.NDArray[np.int64]]
+"""A batch size -> the experts of the pass, [batch, tokens, layers, experts per token]."""
+
+
+class RoutingRecorder:
+    """The routers of a transformers model."""
+
+    def __init__(self, model: Any) -> None:
+        """Register a hook on each router of `model`."""
+        config = model.config.to_dict()
+        self.shape = experts.shape_of_routing(config) if config["model_type"] in experts.FAMILIES else None
+        """Shape of the routed experts; None if the model is dense or of an untested family."""
+        self._selected: dict[int, torch.Tensor] | None = None
+        for number, gate in experts.routers_of(model) if self.shape else ():
+            gate.register_forward_hook(partial(self._on_output, number))
+
+    @contextmanager
+    def recording(self, *, enabled: bool) -> Iterator[Experts]:
+        """Record the pass within the context, if `enabled`; yields what returns its experts after it."""
+        selected: dict[int, torch.Tensor] = {}
+        self._selected = selected if enabled else None
+        try:
+            yield partial(self._experts, selected)
+        finally:
+            self._selected = None
+
+    def _experts(self, selected: dict[int, torch.Tensor], n: int) -> npt.NDArray[np.int64]:
+        assert self.shape is not None
+        none = torch.zeros_like(next(iter(selected.values())))
+        stacked = torch.stack([selected.get(layer, none) for layer in range(self.shape.layers)], 1).cpu().numpy()
+        found: npt.NDArray[np.int64] = stacked.reshape(n, -1, self.shape.layers, self.shape.experts_per_token)
+        return found
+
+    def _on_output(self, layer: int, _gate: Any, _inputs: Any, output: Any) -> None:
+        if self._selected is not None:
+            self._selected[layer] = experts.require_routing(output)[2]
+
+
+# --- Fast normalization, and the loaded weights -----------------------------------------------------------------------
+
+
 class _RMSNorm(nn.Module):
     """RMS normalization over the last dimension with few kernels.
 
@@ -306,7 +352,7 @@ class Weights:
     """The loaded weights: views of the model's tensors by Hugging Face name; tied tensors share memory."""
 
     def __init__(self, model: Model) -> None:
-        self._tensors: dict[str, torch.Tensor] = split_experts(model.state_dict())
+        self._tensors: dict[str, torch.Tensor] = experts.split_experts(model.state_dict())
         self.complete = False
         """True if every tensor has been loaded and no load has failed since."""
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from rlboost.services.rollout_worker.domain.requests import Request
-from rlboost.shared.model.vision import decode, image_spans, patches, rotary_positions, vision_of
+from rlboost.shared.data.vision import decode, image_spans, patches, rotary_positions, vision_of
 
 Ints = npt.NDArray[np.int64]
 

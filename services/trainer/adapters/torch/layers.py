@@ -20,10 +20,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from rlboost.services.trainer.adapters.torch.packing import PACKED, Packed, model_inputs, packs_rows
+from rlboost.shared.data.vision import FAMILIES
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import LoraSpec, check_targets
 from rlboost.shared.model.experts import routers_of
-from rlboost.shared.model.vision import FAMILIES
 from rlboost.shared.process.modules import pip_install
 from rlboost.shared.weights.lora import config_json_of, wrapped_names
 

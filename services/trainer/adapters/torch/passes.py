@@ -45,11 +45,11 @@ from rlboost.services.trainer.adapters.torch.tensors import SliceReader
 from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow
 from rlboost.services.trainer.domain.loss.policy import value_loss
 from rlboost.services.trainer.ports.engine import PolicySettings
+from rlboost.shared.data.vision import decode, patches, rotary_positions, vision_of
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.job.training import CHUNK_LOGITS
 from rlboost.shared.model.folder import HEAD, read_config, read_tensor_shapes
-from rlboost.shared.model.vision import decode, patches, rotary_positions, vision_of
 from rlboost.shared.wire import I32, length
 
 # --- Log-probabilities of selected tokens and their gradient, without a second copy of the logits ---------------------
