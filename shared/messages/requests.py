@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, get_args
 
-from pydantic import Field, Strict, StringConstraints
+from pydantic import Field, Strict
 
 from rlboost.shared.messages.fields import (
     Attempt,
@@ -63,12 +63,7 @@ RESUMES_GRAMMAR = "resumes_grammar"
 """What an engine supports, besides options, that continues a completion with a grammar from its tokens."""
 
 
-Image = Annotated[
-    tuple[
-        Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")], Annotated[int, Field(ge=1, le=MAX_IMAGE_BYTES)]
-    ],
-    Strict(False),
-]
+Image = Annotated[tuple[str, Annotated[int, Field(ge=1, le=MAX_IMAGE_BYTES)]], Strict(False)]
 """(Digest, bytes) of a chunk of the weight store."""
 
 
