@@ -103,7 +103,9 @@ async def test_unusable_tokenizer_is_none() -> None:
 
 async def test_both_engines_support_all_options_but_those_of_torch(engine: Engine) -> None:
     of_torch = {RESUMES_GRAMMAR, "batch_invariant"}
-    assert engine.sampling_options - of_torch == set(SAMPLING_OPTIONS) - {"stop", "images"} - of_torch, "the generator adds stop"
+    assert engine.sampling_options - of_torch == set(SAMPLING_OPTIONS) - {"stop", "images"} - of_torch, (
+        "the generator adds stop"
+    )
     assert engine.sampling_options & of_torch == (of_torch if isinstance(engine, TorchEngine) else set())
 
 
