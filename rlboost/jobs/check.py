@@ -25,6 +25,7 @@ from rlboost.jobs.model_check import (
 from rlboost.jobs.model_path import is_hub_id, nearest
 from rlboost.local.layout import DeviceSummary
 from rlboost.shared.data.examples import examples_of, labelled_of, margin_of, pair_of, prompt_of
+from rlboost.shared.data.images import split_images
 from rlboost.shared.data.rows import (
     BadRow,
     Row,
@@ -35,6 +36,7 @@ from rlboost.shared.data.rows import (
     names_of,
     read_rows,
 )
+from rlboost.shared.data.vision import vision_of
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import TEACHER
 from rlboost.shared.job.data import DataSpec, DpoDataSpec, RewardDataSpec, Rows, SftDataSpec
@@ -42,7 +44,7 @@ from rlboost.shared.job.file import load
 from rlboost.shared.job.reward import column_problem
 from rlboost.shared.job.spec import GeneratingJob, InvalidJob, JobSpec, OfflineJob, parse
 from rlboost.shared.job.training import TrainerSpec
-from rlboost.shared.model.folder import REWARD_MODEL, require_reward_model
+from rlboost.shared.model.folder import REWARD_MODEL, read_config, require_reward_model
 from rlboost.shared.user_code import ForbiddenFunction, check_arguments
 
 # --- Warn about learning rates that usually ruin a model --------------------------------------------------------------
@@ -360,11 +362,13 @@ def _data(spec: JobSpec, rows: Rows, seen: _Seen) -> str | None:
 
 def _rows(spec: JobSpec, rows: Rows, seen: _Seen) -> str | None:
     chat, n_rows = "", 0
+    folder = Path(spec.model).expanduser()
+    sees_images = (folder / "config.json").is_file() and vision_of(read_config(folder)) is not None
     for n_rows, row in enumerate(read_rows(rows.source, rows.split, rows.subset, agent_rows(spec)), 1):
         if n_rows <= _MAX_REWARD_ROWS:
             seen.rows.append(row)
         try:
-            prompt = _prompt(spec.data, rows.prompt_key, row)
+            prompt = _prompt(spec.data, rows.prompt_key, row, sees_images=sees_images)
         except ConfigError as error:
             return f"{row.source} {row.place}: {error}"
         given = tuple(name for name in row.values if name != rows.prompt_key)
@@ -374,7 +378,7 @@ def _rows(spec: JobSpec, rows: Rows, seen: _Seen) -> str | None:
             chat = chat or f"{row.source} {row.place}"
     if not n_rows:
         return f"{format_source(rows.source)} is empty: it needs one JSON object per line, or one row per problem"
-    if chat and not _may_have_chat_template(Path(spec.model).expanduser()):
+    if chat and not _may_have_chat_template(folder):
         return (
             f"{chat} has chat messages, but {spec.model} has no chat template: use a model that has one, "
             "put its chat_template.jinja there, or give prompts as text"
@@ -382,7 +386,7 @@ def _rows(spec: JobSpec, rows: Rows, seen: _Seen) -> str | None:
     return None
 
 
-def _prompt(spec: DataSpec, key: str, row: Row) -> object:
+def _prompt(spec: DataSpec, key: str, row: Row, *, sees_images: bool) -> object:
     if isinstance(spec, SftDataSpec):
         return examples_of(row.values, key, spec.completion_key, every_turn=spec.assistant_only_loss)[-1].prompt
     if isinstance(spec, RewardDataSpec):
@@ -391,7 +395,7 @@ def _prompt(spec: DataSpec, key: str, row: Row) -> object:
         margin_of(row.values)
     if isinstance(spec, DpoDataSpec):
         return pair_of(row.values, key, spec.chosen_key, spec.rejected_key)[0].prompt
-    return prompt_of(row.values, key).given
+    return prompt_of(split_images(row.values, key).values if sees_images else row.values, key).given
 
 
 def _may_have_chat_template(model: Path) -> bool:

@@ -28,6 +28,7 @@ from rlboost.services.trainer.ports.samples import EnvironmentFault
 from rlboost.services.trainer.settings import Settings
 from rlboost.shared.data.rows import Row, is_remote, names_of
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.images import require_supported
 from rlboost.shared.job.log import missing_log_libraries
 from rlboost.shared.job.spec import JobSpec, OfflineJob
 from rlboost.shared.job.training import check_targets
@@ -159,6 +160,7 @@ def model_problems(spec: JobSpec) -> list[str]:
         lambda: require_unquantized(read_config(model)),
         lambda: _check_head(spec, model),
         lambda: require_known_experts(model),
+        lambda: require_supported(spec, read_config(model)),
     ]
     if spec.trainer.router_aux_loss_coef:
         checks.append(lambda: require_mixture(model, "trainer.router_aux_loss_coef"))

@@ -97,7 +97,7 @@ async def main(settings: Settings, stop: asyncio.Event) -> None:
         access.credential = membership.store_credential
         return membership
 
-    weights = StoreWeights(puller, access, partial(fetch_tokenizer, settings.url, token))
+    weights = StoreWeights(puller, store, access, partial(fetch_tokenizer, settings.url, token))
     memory = MemoryProbe(settings.device)
     connection = ManagerConnection(first, join_again, generator, identity, settings.lease_s, waits, memory)
     options = WorkerOptions(

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from rlboost.services.rollout_worker.commands import CommandLoop, WeightUpdates
+from rlboost.services.rollout_worker.commands import CommandLoop, ImageLoads, WeightUpdates
 from rlboost.services.rollout_worker.domain.preemption import Notice, RebalanceRecommendation
 from rlboost.services.rollout_worker.generator import Generator, ParityCheckFailed
 from rlboost.services.rollout_worker.life import StartupTimer
@@ -99,10 +99,12 @@ class WorkerApp:
         self._updates = WeightUpdates(
             connection, generator, weights, waits, self._startup, options.finish_limit_s, executing
         )
+        self._images = ImageLoads(weights, generator)
         self._commands = CommandLoop(
             connection,
             generator,
             self._updates,
+            self._images,
             self._startup,
             executing,
             on_drain=self.drain,
@@ -138,6 +140,7 @@ class WorkerApp:
             )
             await stop.wait()
             await self.shutdown(commands)
+            await self._images.close()
             heartbeats.cancel()
 
     # --- join and work ------------------------------------------------------------------------------------------------

@@ -41,13 +41,14 @@ from rlboost.services.rollout_worker.domain.session import (
 from rlboost.services.rollout_worker.generator import Generator, LoadStage, ReplacementTimes
 from rlboost.services.rollout_worker.life import StartupTimer
 from rlboost.services.rollout_worker.manager_connection import RETRY_INTERVAL_S, ManagerConnection
-from rlboost.services.rollout_worker.ports import StagedWeights, WeightSource
+from rlboost.services.rollout_worker.ports import EngineFailed, StagedWeights, WeightSource
 from rlboost.shared.errors import (
     BadSignature,
     BusUnavailable,
     Corrupt,
     CredentialRejected,
     NotFound,
+    RLBoostError,
     UnsuitableWeights,
     WaitTimedOut,
 )
@@ -293,6 +294,63 @@ class WeightUpdates:
             log.warning("in_flight_finish_timed_out", samples=session.n_submitted(weights.job_id), reason=str(error))
 
 
+# --- Loads the images of samples --------------------------------------------------------------------------------------
+
+
+_IMAGE_CACHE_BYTES = 256 << 20
+"""Images that are kept for other samples of their prompts."""
+
+
+class ImageLoads:
+    """Gives queued requests their images, each in a task of its own: others start meanwhile.
+
+    Args:
+        source: provides the images.
+        generator: has the requests.
+
+    """
+
+    def __init__(self, source: WeightSource, generator: Generator) -> None:
+        self._source = source
+        self._generator = generator
+        self._images: dict[tuple[str, int], asyncio.Task[bytes]] = {}
+        """The newest last."""
+        self._loads: set[asyncio.Task[None]] = set()
+
+    def start(self, requests: Sequence[Request]) -> None:
+        """Begin to load the images of requests that the engine has queued."""
+        for request in requests:
+            if request.sampling.images:
+                load = asyncio.create_task(self._load(request), name=f"load-images-{request.sample}")
+                self._loads.add(load)
+                load.add_done_callback(self._loads.discard)
+
+    async def close(self) -> None:
+        """Cancel all loads."""
+        tasks = [*self._loads, *self._images.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _load(self, request: Request) -> None:
+        found: list[bytes] | str
+        try:
+            found = [await asyncio.shield(self._image(*image)) for image in request.sampling.images]
+        except RLBoostError as error:
+            found = f"its images cannot be loaded: {error}"
+        with suppress(EngineFailed):  # which the flush loop reports
+            self._generator.set_images(request.key, found)
+
+    def _image(self, digest: str, n_bytes: int) -> asyncio.Task[bytes]:
+        key = digest, n_bytes
+        if (task := self._images.pop(key, None)) is None or (task.done() and task.exception() is not None):
+            task = asyncio.create_task(self._source.image(digest, n_bytes), name=f"image-{digest}")
+        self._images[key] = task
+        while sum(n for _, n in self._images) > _IMAGE_CACHE_BYTES and len(self._images) > 1:
+            del self._images[next(iter(self._images))]
+        return task
+
+
 # --- Commands ---------------------------------------------------------------------------------------------------------
 
 
@@ -316,6 +374,7 @@ class CommandLoop:
         connection: provides the commands; its session decides.
         generator: the engine.
         updates: replaces the engine's weights.
+        images: loads the images of samples.
         startup: times the first version and the first assignment.
         executing: held from a decision of the session to the end of its effects, here and by `WeightUpdates`.
         on_drain: called with the reason when the manager drains the worker.
@@ -328,6 +387,7 @@ class CommandLoop:
         connection: ManagerConnection,
         generator: Generator,
         updates: WeightUpdates,
+        images: ImageLoads,
         startup: StartupTimer,
         executing: asyncio.Lock,
         *,
@@ -337,6 +397,7 @@ class CommandLoop:
         self._connection = connection
         self._generator = generator
         self._updates = updates
+        self._images = images
         self._startup = startup
         self._executing = executing
         self._on_drain = on_drain
@@ -394,7 +455,9 @@ class CommandLoop:
             case SubmitSamples(samples):
                 self._startup.end("assignment")
                 session = self._connection.session
-                self._generator.submit([_request(sample, session.job_of(sample.sample)) for sample in samples])
+                requests = [_request(sample, session.job_of(sample.sample)) for sample in samples]
+                self._generator.submit(requests)
+                self._images.start(requests)
             case AbortRequests(keys):
                 self._generator.abort(keys)
             case ReleaseRequests(keys):

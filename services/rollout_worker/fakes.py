@@ -125,6 +125,10 @@ class FakeEngine:
         self._catch_up()
         self.hints += [(sample, list(completion)) for sample, completion in completions]
 
+    def set_images(self, key: RequestKey, images: Sequence[bytes] | str) -> None:
+        """See `ports.Engine`; a request with images has ended with an error."""
+        del key, images
+
     def take_emissions(self) -> list[Emission]:
         self._catch_up(allow_closed=True)
         return self._table.take_emissions()
@@ -309,6 +313,7 @@ class FakeWeights:
         self.unsigned: set[tuple[str, int]] = set()
         """Versions that the trainer has not signed."""
         self.credential = ""
+        self.images: dict[str, bytes] = {}
         """The newest one."""
         self.verified_again = 0
         """Number of calls of `verify_cache_again`."""
@@ -328,6 +333,12 @@ class FakeWeights:
 
     def verify_cache_again(self) -> None:
         self.verified_again += 1
+
+    async def image(self, digest: str, n_bytes: int) -> bytes:
+        del n_bytes
+        if digest not in self.images:
+            raise NotFound(f"no chunk {digest}")
+        return self.images[digest]
 
     async def tokenizer_json(self, job_id: str) -> str:
         del job_id

@@ -231,6 +231,11 @@ class Generator:
         if self._engine is not None:
             self._engine.hint(completions)
 
+    def set_images(self, key: RequestKey, images: Sequence[bytes] | str) -> None:
+        """See `Engine.set_images`."""
+        if self._engine is not None:
+            self._engine.set_images(key, images)
+
     def take_emissions(self) -> list[Emission]:
         """See `Engine.take_emissions`; emissions of a replaced engine come first, and none passes a stop string."""
         untaken, self._untaken = self._untaken, []

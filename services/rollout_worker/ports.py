@@ -83,6 +83,15 @@ class Engine(Protocol):
         They change nothing of what is generated. Those for samples without a request are ignored.
         """
 
+    def set_images(self, key: RequestKey, images: Sequence[bytes] | str) -> None:
+        """Give a queued request its images, without which it does not start, or say why it can have none.
+
+        Args:
+            key: ignored if the request has ended.
+            images: the chunks that `Sampling.images` names; a text ends the request with this error.
+
+        """
+
     def take_emissions(self) -> list[Emission]:
         """Return everything since the last call, at most one emission per (sample, attempt, version).
 
@@ -330,6 +339,15 @@ class WeightSource(Protocol):
 
     async def tokenizer_json(self, job_id: str) -> str:
         """Return the tokenizer of a job's model, empty if none is known; always the same for a job."""
+
+    async def image(self, digest: str, n_bytes: int) -> bytes:
+        """Return an image that `Sampling.images` names; waits while the source is unavailable.
+
+        Raises:
+            NotFound: the source does not have it, or no longer.
+            Corrupt: the source sent other bytes.
+
+        """
 
     def verify_cache_again(self) -> None:
         """Verify the digests of all blobs on this machine again in the next pull, which fetches what is damaged."""

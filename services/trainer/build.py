@@ -11,6 +11,7 @@ from pathlib import Path
 from rlboost.services.trainer.adapters.checkpoint_bucket import CheckpointLocations
 from rlboost.services.trainer.adapters.data import find_model, load_data
 from rlboost.services.trainer.adapters.environment_pool import EnvironmentPool
+from rlboost.services.trainer.adapters.images import ImageUploads
 from rlboost.services.trainer.adapters.machines.registry import JobMachines, TrainerMachines
 from rlboost.services.trainer.adapters.megatron.policy import MegatronPolicy
 from rlboost.services.trainer.adapters.model_checks import hardware_of
@@ -35,15 +36,25 @@ from rlboost.services.trainer.settings import Settings
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.agent import session_key
 from rlboost.shared.job.algorithm import TEACHER
+from rlboost.shared.job.images import require_supported
 from rlboost.shared.job.spec import JobSpec
 from rlboost.shared.job.training import TrainerSpec
 from rlboost.shared.model.experts import require_replayable
-from rlboost.shared.model.folder import REWARD_MODEL, digest_of_weights, require_reward_model, require_teachable
+from rlboost.shared.model.folder import (
+    REWARD_MODEL,
+    digest_of_weights,
+    read_config,
+    require_reward_model,
+    require_teachable,
+)
 from rlboost.shared.model.tool_calls import CallStyle
 from rlboost.shared.process.torch_device import require_device
 from rlboost.shared.process.waiting import Waits
 from rlboost.shared.weights.access import RecordKey
 from rlboost.shared.weights.client import StoreClient
+
+IMAGES = "images"
+"""The folder of a job's images, in its own."""
 
 
 def build_resources(
@@ -67,7 +78,9 @@ def build_resources(
     check_processes(spec, os.cpu_count() or 1)
     folder = config.dir / job_id
     model = find_model(spec.model)
-    data = load_data(spec, model, created)
+    require_supported(spec, read_config(model))
+    data = load_data(spec, model, created, folder / IMAGES)
+    has_images = any(prompt.images for prompt in (*data.train, *data.evaluation))
     columns = {name for prompt in (*data.train, *data.evaluation) for name in prompt.columns}
     places = CheckpointLocations(folder, config.outage_limit_s)
     token = config.token.get_secret_value()
@@ -79,7 +92,9 @@ def build_resources(
     if spec.trainer.router_replay != "none" and spec.kind == "rl":
         replayed = require_replayable(model, spec.sampling.max_tokens)
     aggregation = loss.aggregation if isinstance(loss, PolicyLoss) else "token_mean"
-    policy = PolicySettings.of(spec, aggregation, replayed, _teacher(spec, model))
+    policy = PolicySettings.of(
+        spec, aggregation, replayed, _teacher(spec, model), str(folder / IMAGES) if has_images else ""
+    )
     engine = _engine(config, spec.trainer, folder, own_machines, policy)
     skip_function = spec.data.curriculum.function if spec.data.curriculum else None
     return JobResources(
@@ -125,6 +140,7 @@ def build_resources(
             dtype=spec.trainer.dtype,
             top_p=spec.sampling.top_p if spec.kind == "rl" else 1.0,
         ),
+        images=ImageUploads(client, folder / IMAGES, waits, config.outage_limit_s) if has_images else None,
         replayed=replayed,
     )
 

@@ -28,7 +28,7 @@ from rlboost.services.trainer.domain import plan
 from rlboost.services.trainer.job.checkpoints import Checkpoints
 from rlboost.services.trainer.job.job import LEASE_WAIT_LIMIT_S, Job
 from rlboost.services.trainer.job.log import StepLog
-from rlboost.services.trainer.job.publishing import VersionPublisher, publish_models
+from rlboost.services.trainer.job.publishing import VersionPublisher, publish_models, renew_images
 from rlboost.services.trainer.ports.storage import JobResources, TrainState
 from rlboost.services.trainer.step import offline
 from rlboost.services.trainer.step.durable import DurableCurriculum, DurableResampling
@@ -216,6 +216,7 @@ class JobRun:
             curriculum = await DurableCurriculum.load(job)
             resampling = await DurableResampling.load(job, curriculum)
             restoring = scoring.create_task(versions.restore_periodically(), name="restore-damaged-weights")
+            renewing = scoring.create_task(renew_images(job), name="renew-images")
             judges = await Judges.load(job) if spec.judges else None
             judging = None if judges is None else scoring.create_task(judges.read(), name="read-judges")
             intake = Intake(job, state, scoring, curriculum, resampling, judges)
@@ -232,6 +233,7 @@ class JobRun:
                 # A final evaluation takes this checkpoint before it starts.
                 await self._save(intake, spec.steps)
             restoring.cancel()
+            renewing.cancel()
             if judging is not None:
                 judging.cancel()
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlboost.shared.data.rows import parse_json
+from rlboost.shared.data.vision import FAMILIES
 from rlboost.shared.errors import ConfigError
 
 ASSISTANT = "assistant"
@@ -165,7 +166,7 @@ def require_no_media(columns: Mapping[str, Any], prompt_key: str) -> None:
         if name != prompt_key and columns.get(name) not in (None, [], "", {}):
             raise ConfigError(
                 f"the column {name!r} is not shown to the model, which is trained on text only: leave out the row, or "
-                "rename the column if only the reward uses it"
+                f"rename the column if only the reward uses it; models of {', '.join(FAMILIES)} see images"
             )
 
 

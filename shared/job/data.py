@@ -53,6 +53,9 @@ class DataSpec(Section):
     environments, calls of agents and chats with its model. Those of a row or a call come first."""
     max_prompt_tokens: int | None = Field(None, ge=1)
     """Rows with longer prompts are left out and counted."""
+    max_image_pixels: int | None = Field(None, ge=1)
+    """Larger images are made smaller, to at most this many pixels; by default those of the model's
+    `preprocessor_config.json`. An image has at most 1.39 million."""
 
     @property
     def rows(self) -> tuple[Rows, ...]:

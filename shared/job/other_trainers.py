@@ -34,6 +34,7 @@ NAMES: Mapping[str, Names] = {
     "data.train_split": Names("", "", "`data.prompt_split`"),
     "data.eval_split": Names("", "", "`eval.split`"),
     "data.max_prompt_tokens": Names("", "`data.max_prompt_length`"),
+    "data.max_image_pixels": Names("`max_pixels` of the processor", "`max_pixels` of an image"),
     "data.prompts_per_step": Names(
         "`generation_batch_size` / `num_generations`",
         "`data.train_batch_size`",

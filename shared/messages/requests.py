@@ -53,10 +53,16 @@ class EngineProfile(Message):
 
 FinishReason = Literal["stop", "length"]
 MAX_TOP_LOGPROBS = 20
+MAX_IMAGE_BYTES = 4 << 20
+"""An image is one chunk of the weight store."""
 SamplingOption = Literal[
-    "top_k", "min_p", "min_tokens", "logit_bias", "top_logprobs", "grammar", "stop", "batch_invariant"
+    "top_k", "min_p", "min_tokens", "logit_bias", "top_logprobs", "grammar", "stop", "batch_invariant", "images"
 ]
 """A field of `Sampling` that not every engine supports."""
+
+
+Image = Annotated[tuple[str, Annotated[int, Field(ge=1, le=MAX_IMAGE_BYTES)]], Strict(False)]
+"""(Digest, bytes) of a chunk of the weight store."""
 
 
 class Sampling(Message):
@@ -92,6 +98,8 @@ class Sampling(Message):
     """The completion ends with the token that completes one of these in its text, which has no special tokens."""
     batch_invariant: bool = False
     """True if no bit of a log-probability may depend on other requests of the engine, or on an earlier attempt."""
+    images: Annotated[tuple[Image, ...], Strict(False)] = ()
+    """(Digest, bytes) of each image of the prompt, a chunk of the weight store: see `shared.data.vision`."""
 
     @property
     def options(self) -> frozenset[SamplingOption]:

@@ -39,7 +39,7 @@ from rlboost.shared.weights.rest_models import (
     ModelList,
     VersionInfo,
 )
-from rlboost.shared.weights.transfer import BadStatus, BlobTransfer, Download, DownloadFailed
+from rlboost.shared.weights.transfer import BadStatus, BlobTransfer, Buffers, Download, DownloadFailed
 
 T = TypeVar("T")
 
@@ -195,6 +195,25 @@ class StoreClient:
         path = f"/v1/chunks/{download.blob.digest}"
         with self._translated_transfer(f"GET {path}"):
             return await self._blobs.download(f"{self.url}{path}", self._authorization(), download, keep=keep)
+
+    async def read(self, chunk: ChunkRef) -> bytes:
+        """Return the bytes of a chunk.
+
+        Raises:
+            NotFound: the store does not have it.
+            Corrupt: its bytes have another digest.
+
+        """
+        download, found = Download(chunk, Buffers()), b""
+
+        def keep() -> bool:
+            nonlocal found
+            found = bytes(download.data)
+            return digest_of(found) == chunk.digest
+
+        if not await self.fetch(download, keep):
+            raise Corrupt(f"weight store at {self.url}: chunk {chunk.digest} arrived with another digest")
+        return found
 
     async def put_part(self, job_id: str, version: int, part: Part) -> None:
         """Upload the description of one rank's part."""

@@ -12,7 +12,8 @@ torch = pytest.importorskip("torch")
 
 from rlboost.services.rollout_worker.__main__ import _engines  # noqa: E402 - only where torch is
 from rlboost.services.rollout_worker.adapters.torch import engine as torch_engine  # noqa: E402 - its like
-from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine, gpu_kv_cache_bytes  # noqa: E402 - only where torch is
+from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine  # noqa: E402 - only where torch is
+from rlboost.services.rollout_worker.adapters.torch.slot_cache import gpu_kv_cache_bytes  # noqa: E402 - likewise
 from rlboost.services.rollout_worker.domain.requests import Request  # noqa: E402 - its like
 from rlboost.services.rollout_worker.settings import Settings  # noqa: E402 - its like
 from rlboost.shared.errors import UnsuitableWeights  # noqa: E402 - its like

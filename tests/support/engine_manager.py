@@ -98,7 +98,8 @@ class EngineManager:
         """Pull, load and verify a version, as a worker does."""
         if version in self.transfers:
             return
-        staged = await StoreWeights(self._puller, IssuedAccess("", ""), _no_tokenizer).pull(self.weights_of, version)
+        source = StoreWeights(self._puller, self.client, IssuedAccess("", ""), _no_tokenizer)
+        staged = await source.pull(self.weights_of, version)
         self.transfers[version] = self._puller.last
         await self._generator.replace_weights(staged, version, lambda: None)
         await self._generator.resume("loading")

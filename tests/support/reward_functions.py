@@ -18,6 +18,11 @@ def lengths(prompts: list[str], completions: list[str], completion_ids: list[lis
     return [len(ids) % 5 / 4 for ids in completion_ids]
 
 
+def names_color(completion_ids: list[list[int]], color: list[int], **_: Any) -> list[float]:
+    """1 where the first token is the one that the row's column names."""
+    return [float(ids[:1] == [token]) for ids, token in zip(completion_ids, color, strict=True)]
+
+
 def lengths_but_in_row_8(row: list[int], completion_ids: list[list[int]], **_: Any) -> list[float]:
     """The same, but all alike for one prompt."""
     return [1.0 if row[0] == 8 else len(ids) % 5 / 4 for ids in completion_ids]

@@ -212,6 +212,10 @@ class ThreadedEngine(ABC):
         with self._thread.lock:
             self._thread.check_alive()
 
+    def set_images(self, key: RequestKey, images: Sequence[bytes] | str) -> None:
+        """See `ports.Engine`; a request that the engine does not support has ended with an error."""
+        del key, images
+
     def take_emissions(self) -> list[Emission]:
         with self._thread.lock:
             self._thread.check_alive(allow_closed=True)

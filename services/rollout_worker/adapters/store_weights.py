@@ -12,7 +12,8 @@ import structlog
 from rlboost.shared.weights.access import IssuedAccess
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.cached_version import cached_version
-from rlboost.shared.weights.manifest import Manifest, Part, TensorEntry
+from rlboost.shared.weights.client import StoreClient, retry_unavailable
+from rlboost.shared.weights.manifest import ChunkRef, Manifest, Part, TensorEntry
 from rlboost.shared.weights.puller import Puller
 
 if TYPE_CHECKING:
@@ -106,9 +107,16 @@ def _bytes(entry: TensorEntry, found: Any) -> bytes:
 class StoreWeights:
     """`ports.WeightSource` on one weight store."""
 
-    def __init__(self, puller: Puller, access: IssuedAccess, fetch_tokenizer: Callable[[str], Awaitable[str]]) -> None:
-        """Use a puller whose client has this access, and what fetches the tokenizer of a job."""
+    def __init__(
+        self,
+        puller: Puller,
+        client: StoreClient,
+        access: IssuedAccess,
+        fetch_tokenizer: Callable[[str], Awaitable[str]],
+    ) -> None:
+        """Use a puller, its client, which has this access, and what fetches the tokenizer of a job."""
         self._puller = puller
+        self._client = client
         self._access = access
         self._fetch_tokenizer = fetch_tokenizer
         self._tokenizers: dict[str, str] = {}
@@ -122,6 +130,9 @@ class StoreWeights:
                 del self._tokenizers[next(iter(self._tokenizers))]
             self._tokenizers[job_id] = await self._fetch_tokenizer(job_id)
         return self._tokenizers[job_id]
+
+    async def image(self, digest: str, n_bytes: int) -> bytes:
+        return await retry_unavailable(lambda: self._client.read(ChunkRef(digest, n_bytes)))
 
     def verify_cache_again(self) -> None:
         self._puller.verify_cache_again()

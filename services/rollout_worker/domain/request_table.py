@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,6 +18,7 @@ from rlboost.services.rollout_worker.domain.load import KvCapacity
 from rlboost.services.rollout_worker.domain.requests import (
     NOT_A_NUMBER,
     Emission,
+    PromptImages,
     Request,
     RequestKey,
     as_u64,
@@ -86,7 +88,8 @@ class RequestTable:
         vocabulary: token ids are 0..vocabulary-1.
         capacity: limits of the KV cache; requests that do not fit are queued. None = unlimited.
         shape: shape of the model's routed experts; None if the engine does not return them.
-        options: those that the engine supports; with "grammar", `set_grammar` must be called for each request with one.
+        options: those that the engine supports; with "grammar", `set_grammar` must be called for each request with one,
+            with "images" `set_images`.
 
     """
 
@@ -120,8 +123,10 @@ class RequestTable:
         """Experts of each position, [slots, max_len, layers, experts per token]; None until a request asks for them."""
         self.options = frozenset(options)
         """Those that the engine supports."""
-        self._without_grammar: set[RequestKey] = set()
-        """Queued requests that wait for `set_grammar`."""
+        self._awaited: dict[RequestKey, set[str]] = {}
+        """Queued requests that wait for `set_grammar` or `set_images`."""
+        self._without_images: dict[RequestKey, str] = {}
+        """Queued requests whose images cannot be had, and why."""
         self._matchers: dict[RequestKey, Matcher | str] = {}
         """Of requests with a grammar; text: why there is none."""
         self._top_logprobs: dict[RequestKey, bytearray] = {}
@@ -246,29 +251,47 @@ class RequestTable:
         """
         require_new(requests, {request.key for request in (*self.pending, *self.requests)})
         self.pending.extend(requests)
-        if "grammar" in self.options:
-            self._without_grammar.update(request.key for request in requests if request.sampling.grammar)
+        for request in requests:
+            if awaited := request.sampling.options & self.options & {"grammar", "images"}:
+                self._awaited[request.key] = {*awaited}
 
     def set_grammar(self, key: RequestKey, matcher: Matcher | str) -> None:
         """Let a queued request start with its grammar, or end with why there is none; ignored if it has ended."""
-        if key in self._without_grammar:
-            self._without_grammar.discard(key)
+        if self._arrived(key, "grammar"):
             self._matchers[key] = matcher
+
+    def set_images(self, key: RequestKey, images: PromptImages | str) -> None:
+        """Let a queued request start with its images, or end with why there are none; ignored if it has ended."""
+        if not self._arrived(key, "images"):
+            return
+        if isinstance(images, str):
+            self._without_images[key] = images
+        else:
+            self.pending = deque(replace(one, images=images) if one.key == key else one for one in self.pending)
+
+    def _arrived(self, key: RequestKey, what: str) -> bool:
+        """Let a queued request wait no longer for something; return True if it did."""
+        awaited = self._awaited.get(key, set())
+        did = what in awaited
+        awaited.discard(what)
+        if not awaited:
+            self._awaited.pop(key, None)
+        return did
 
     @property
     def is_idle(self) -> bool:
         """True if no request runs or can start."""
-        return self.n == 0 and len(self.pending) <= len(self._without_grammar)
+        return self.n == 0 and len(self.pending) <= len(self._awaited)
 
     def _next(self) -> Request | None:
         """Return the queued request that starts next."""
-        return next((request for request in self.pending if request.key not in self._without_grammar), None)
+        return next((request for request in self.pending if request.key not in self._awaited), None)
 
     def admit(self, budget_tokens: int) -> range:
         """Admit queued requests into free slots, which are returned; end those with nothing to generate.
 
-        Requests are admitted in order of submission, but for those without their grammar: while the first one does not
-        fit, all are queued.
+        Requests are admitted in order of submission, but for those without their grammar or images: while the first one
+        does not fit, all are queued.
 
         Args:
             budget_tokens: stop once the admitted prefixes, equal ones counted once, have this many tokens.
@@ -279,6 +302,8 @@ class RequestTable:
         while self.n < self._slots and budget_tokens > 0 and (request := self._next()) and self._fits(request):
             self.pending.remove(request)
             ids = np.array(request.prompt + request.tokens, np.int64)
+            if request.images is not None:
+                ids[: len(request.prompt)] = request.images.ids
             error, finish = self._validation_error(request), finish_at_start(request)
             if error or finish:
                 self._matchers.pop(request.key, None)
@@ -303,6 +328,8 @@ class RequestTable:
 
     def _validation_error(self, request: Request) -> str:
         if error := validation_error(request, self._max_len, self.vocabulary, self._shape, self.options):
+            return error
+        if error := self._without_images.pop(request.key, ""):
             return error
         match self._matchers.get(request.key):
             case str(error):
@@ -438,7 +465,8 @@ class RequestTable:
         aborted = set(keys)
         for request in self.pending:
             if request.key in aborted:
-                self._without_grammar.discard(request.key)
+                self._awaited.pop(request.key, None)
+                self._without_images.pop(request.key, None)
                 self._matchers.pop(request.key, None)
         self.pending = deque(request for request in self.pending if request.key not in aborted)
         for slot, request in enumerate(self.requests):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +58,14 @@ RequestKey = tuple[int, int]
 """Identifies a request: (sample, attempt)."""
 
 
+class PromptImages(Protocol):
+    """The images of a prompt, as an engine has prepared them."""
+
+    @property
+    def ids(self) -> npt.NDArray[np.int32]:
+        """Return the prompt; each token of an image has an id of its own below -1, so other images differ."""
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One sample to generate, from its prompt or from the last token of an earlier attempt."""
@@ -73,6 +82,8 @@ class Request:
     that resumes the sample generates the same tokens as the first worker would have."""
     job_id: str = ""
     """Whose adapter it needs, of an engine that holds several."""
+    images: PromptImages | None = None
+    """Those of `sampling.images`, once the engine has them."""
 
     @property
     def key(self) -> RequestKey:
@@ -170,6 +181,7 @@ def validation_error(
 _NEEDS = {
     "stop": "stop strings need a tokenizer.json in the model's folder, where the manager reads it",
     "batch_invariant": "trainer.deterministic needs torch workers on CPUs and a dense model",
+    "images": "prompts with images need torch workers",
 }
 
 

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from rlboost.services.trainer.adapters.agent_rows import rows_of
 from rlboost.services.trainer.adapters.environment_pool import TokenizerChatFormatter
+from rlboost.services.trainer.adapters.images import PromptImages
 from rlboost.services.trainer.adapters.tokens import PromptTokenizer
 from rlboost.services.trainer.domain.conversations import Decode
 from rlboost.services.trainer.ports.samples import Data, Prompt
@@ -100,7 +101,7 @@ def load_tokenizer(model: Path, created: datetime | None, template_kwargs: Mappi
     )
 
 
-def load_data(spec: JobSpec, model: Path, created: datetime | None = None) -> Data:
+def load_data(spec: JobSpec, model: Path, created: datetime | None = None, image_folder: Path | None = None) -> Data:
     """Read and tokenize all prompts of a job.
 
     Many chat templates print the date. A job has the one of its creation in all of its prompts, however long it runs:
@@ -111,6 +112,7 @@ def load_data(spec: JobSpec, model: Path, created: datetime | None = None) -> Da
         spec: the job file.
         model: the model's directory.
         created: when the job was created; None: now.
+        image_folder: where to write the images of prompts; None: nowhere.
 
     Raises:
         ConfigError: a file, a line or the tokenizer is invalid; the text names it.
@@ -122,9 +124,10 @@ def load_data(spec: JobSpec, model: Path, created: datetime | None = None) -> Da
             f"agent: model {model} has no chat template, which an agent's calls need: use a model that has one, or add "
             "its chat_template.jinja"
         )
-    training = (_Reader(spec, tokens, rows).read() for rows in spec.data.rows if rows.field == "data.train")
+    images = PromptImages(spec, model, config.to_dict(), image_folder)
+    training = (_Reader(spec, tokens, images, rows).read() for rows in spec.data.rows if rows.field == "data.train")
     train, n_long = next(training, ([], 0))
-    held_out = [_Reader(spec, tokens, one.rows, one).read() for one in spec.held_out]
+    held_out = [_Reader(spec, tokens, images, one.rows, one).read() for one in spec.held_out]
     return Data(
         train=train,
         evaluation=[prompt for prompts, _ in held_out for prompt in prompts],
@@ -152,8 +155,16 @@ def _decoder(tokenizer: Any) -> Decode:
 class _Reader:
     """Reads one source of rows."""
 
-    def __init__(self, spec: JobSpec, tokens: PromptTokenizer, rows: Rows, held_out: HeldOutSet | None = None) -> None:
+    def __init__(
+        self,
+        spec: JobSpec,
+        tokens: PromptTokenizer,
+        images: PromptImages,
+        rows: Rows,
+        held_out: HeldOutSet | None = None,
+    ) -> None:
         self._spec = spec.data
+        self._images = images
         self._rows = rows
         self._agent_rows = rows_of(spec.agent)
         self._needs_messages = bool(spec.data.chat_template_kwargs) and spec.conversation is None
@@ -199,9 +210,10 @@ class _Reader:
             if name in row.values and name != key:
                 raise ConfigError(f"{location}: a column named {name!r} hides a reward function argument: rename it")
         with _naming(location):
-            prompt = prompt_of(row.values, key)
+            shown = self._images.take(row.values, key, row.source)
+            prompt = prompt_of(shown.values, key)
             self._check_is_rendered(is_text=isinstance(prompt.given, str))
-            ids = self._tokens.prompt(*prompt)
+            ids = self._images.expanded(self._tokens.prompt(*prompt), shown.grids)
         if _is_longer(ids, self._spec.max_prompt_tokens):
             return None
         if not self._tokens.fit(len(ids) + self._max_tokens):
@@ -210,9 +222,9 @@ class _Reader:
                 f"model's {self._tokens.max_length} positions: shorten the prompt, lower {self._limit}, or set "
                 "data.max_prompt_tokens to leave such prompts out"
             )
-        columns = {name: value for name, value in row.values.items() if name != key}
+        columns = {name: value for name, value in shown.values.items() if name != key} | shown.columns
         _check_columns(columns, location)
-        return Prompt(prompt.given, pack(ids, I32), columns)
+        return Prompt(prompt.given, pack(ids, I32), columns, images=shown.refs)
 
     def _check_is_rendered(self, *, is_text: bool) -> None:
         if is_text and self._needs_messages:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from rlboost.shared.wire import F32, I32, length
 from rlboost.shared.wire import pack as pack_column
@@ -27,6 +27,8 @@ class SequenceRow:
     tokens have a loss. The float32 columns have one entry per loss token."""
     routed_experts: bytes = b""
     """Routed experts (`RoutedShape`) with an entry per loss token, which the router replays; empty: not known."""
+    images: Sequence[str] = ()
+    """Digests of the images of the prompt."""
 
     @property
     def n_tokens(self) -> int:
@@ -57,9 +59,9 @@ class TrainingRow(SequenceRow):
     """float32 column: the critic's target at each loss token."""
 
     @classmethod
-    def of(cls, row: SequenceRow, advantages: bytes, **columns: bytes) -> TrainingRow:
+    def of(cls, row: SequenceRow, advantages: bytes, **columns: Any) -> TrainingRow:
         """Return a row with these advantages, and with optional columns by name."""
-        sequence = (row.prompt, row.completion, row.sampled, row.loss_mask, row.routed_experts)
+        sequence = (row.prompt, row.completion, row.sampled, row.loss_mask, row.routed_experts, row.images)
         return cls(*sequence, advantages=advantages, **columns)
 
 

@@ -51,6 +51,8 @@ class ScoredGroup:
     """Index of its prompt in the training or the evaluation data."""
     held_out: HeldOutSet | None = None
     """The set that it evaluates; None for a training group."""
+    images: Sequence[str] = ()
+    """Digests of the images of its prompt."""
 
     @property
     def shaped_rewards(self) -> list[float]:

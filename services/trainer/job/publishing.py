@@ -26,8 +26,17 @@ log = structlog.get_logger(__name__)
 
 RESTORE_EVERY_S = 5.0
 """How often the store is asked for damaged chunks."""
+RENEW_IMAGES_EVERY_S = 900.0
+"""The store keeps a chunk without a version for an hour."""
 BASE = 0
 """The version of the base model of adapters."""
+
+
+async def renew_images(job: Job) -> None:
+    """Keep the images of unfinished steps in the weight store, until cancelled."""
+    while (images := job.resources.images) is not None:
+        await asyncio.sleep(RENEW_IMAGES_EVERY_S)
+        await images.renew(job.step)
 
 
 async def publish_models(job: Job) -> None:

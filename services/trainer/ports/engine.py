@@ -61,14 +61,21 @@ class PolicySettings(BaseModel):
     """Whether losses get the entropy of each trained token's distribution."""
     replayed: RoutedShape | None = None
     """The shape of rows' routed experts, which replace those of the routers of policy and reference."""
+    images: str = ""
+    """Folder of the images of rows; empty if they have none."""
     max_logits: int = MAX_LOGITS
     """Logits that a process has at a time. Not with megatron."""
 
     @classmethod
     def of(
-        cls, spec: JobSpec, aggregation: Aggregation, replayed: RoutedShape | None, teacher: str = ""
+        cls,
+        spec: JobSpec,
+        aggregation: Aggregation,
+        replayed: RoutedShape | None,
+        teacher: str = "",
+        images: str = "",
     ) -> PolicySettings:
-        """Return the settings of a job whose loss has this aggregation; `teacher` is its teacher's directory."""
+        """Return the settings of a job whose loss has this aggregation, with the directories of teacher and images."""
         trainer = spec.trainer
         return cls(
             optimizer=spec.optimizer,
@@ -87,6 +94,7 @@ class PolicySettings(BaseModel):
             aggregation=aggregation,
             entropies=spec.kind == "rl" and spec.algorithm.entropy_coef > 0,
             replayed=replayed,
+            images=images,
         )
 
 

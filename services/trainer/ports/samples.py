@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rlboost.services.trainer.domain.conversations import Decode
+from rlboost.shared.data.vision import ImageRef
 from rlboost.shared.job.environment import Message
 from rlboost.shared.messages.codec import Span
 from rlboost.shared.model.tool_calls import HERMES, CallStyle
@@ -176,6 +177,8 @@ class Prompt:
     of a pair; empty otherwise."""
     rejected: bytes = b""
     """The same of the worse completion of a pair."""
+    images: tuple[ImageRef, ...] = ()
+    """Those that `tokens` have places for."""
 
     @property
     def completions(self) -> tuple[bytes, ...]:

@@ -84,6 +84,16 @@ class CheckpointStore(Protocol):
         """Return how far the transfer of a checkpoint is, empty if there is none; callable at any time."""
 
 
+class Images(Protocol):
+    """The images of a job's prompts in the weight store. Both methods retry while it is unavailable."""
+
+    async def upload(self, step: int, images: Iterable[tuple[str, int]]) -> None:
+        """Upload images of prompts of a step, (digest, bytes) each, that the store lacks."""
+
+    async def renew(self, step: int) -> None:
+        """Keep the images of a step and of later ones in the store for another hour."""
+
+
 class WeightPublisher(Protocol):
     """One job's weights in the weight store.
 
@@ -289,5 +299,7 @@ class JobResources:
     """The input of the parity check that each version is published with; None: workers skip the check."""
     models: Mapping[str, OtherModel] = field(default_factory=dict)
     """Name -> another model of the job."""
+    images: Images | None = None
+    """Set if prompts have images."""
     replayed: RoutedShape | None = None
     """Shape of the routed experts that training replays; None: routers decide again (`trainer.router_replay`)."""

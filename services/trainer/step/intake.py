@@ -152,6 +152,8 @@ class StepIntake:
 
     async def _send(self, requests: Sequence[GroupRequested]) -> None:
         stream = names.rollouts_requested(self._job.id)
+        if (images := self._job.resources.images) is not None:
+            await images.upload(self.step, (image for request in requests for image in request.sampling.images))
         await self._job.bus.transact([Append(stream, request) for request in requests])
 
     # --- score and replace ---
@@ -214,6 +216,7 @@ class StepIntake:
             length_penalties(outcome.completions, spec.algorithm, spec.sampling.max_tokens),
             planned.row,
             planned.held_out,
+            [image.digest for image in job.prompt(planned).images],
         )
 
     async def _drop(self, group: int, reason: str, detail: str) -> None:

@@ -127,7 +127,9 @@ class TrainingRows(ABC):
                     continue
             experts = sample.routed_experts
             if not group.conversations:
-                row = SequenceRow(group.prompt, sample.tokens, sample.logprobs, routed_experts=experts)
+                row = SequenceRow(
+                    group.prompt, sample.tokens, sample.logprobs, routed_experts=experts, images=group.images
+                )
                 found.append((row, of_rows[0]))
                 continue
             found += [

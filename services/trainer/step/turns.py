@@ -322,6 +322,7 @@ def request_of(job: Job, step: int, group: PlannedGroup, prompt: bytes) -> Group
             routed_experts=() if group.is_eval else tuple(resources.replayed or ()),
             whole_logprobs=not group.is_eval,
             batch_invariant=spec.trainer.deterministic,
+            images=job.prompt(group).images,
         ),
         version=step,
         # A sample is drawn by the sum of this and its id, which has the job's number.

@@ -29,14 +29,14 @@ from torch import Tensor
 from rlboost.services.rollout_worker.adapters.engine_thread import EngineThread, ThreadedEngine
 from rlboost.services.rollout_worker.adapters.torch import model as torch_model
 from rlboost.services.rollout_worker.adapters.torch.lora import Adapters, jobs_of
-from rlboost.services.rollout_worker.adapters.torch.slot_cache import SlotCache
+from rlboost.services.rollout_worker.adapters.torch.slot_cache import SlotCache, default_kv_cache_bytes, tokens_in
+from rlboost.services.rollout_worker.adapters.torch.vision import PassInputs, Vision
 from rlboost.services.rollout_worker.domain import frames
-from rlboost.services.rollout_worker.domain.load import QUANTUM, EngineStats, KvCapacity
+from rlboost.services.rollout_worker.domain.load import EngineStats, KvCapacity
 from rlboost.services.rollout_worker.domain.request_table import NO_TOKEN, Ints, RequestTable
 from rlboost.services.rollout_worker.domain.requests import Emission, Request, RequestKey, uniforms
 from rlboost.services.rollout_worker.domain.speculation import Drafter, Drafts
 from rlboost.services.rollout_worker.ports import Sequences, StagedAdapter
-from rlboost.shared.errors import UnsuitableWeights
 from rlboost.shared.messages import SAMPLING_OPTIONS
 from rlboost.shared.model.experts import is_mixture
 from rlboost.shared.weights.changed_words import ChangedWords
@@ -151,10 +151,6 @@ _ADMIT_STEPS = 4
 and idle slots cost little."""
 _SORT_STEPS = 16
 """Decode steps between two checks whether sorting the slots by length pays."""
-_CPU_KV_CACHE_BYTES = 1 << 30
-"""Default size of the KV cache on a CPU; only what is needed gets allocated."""
-_GPU_KV_CACHE_FRACTION = 0.7
-"""Default size on a GPU, as a fraction of the memory that the weights leave free; the passes need the rest."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -200,9 +196,9 @@ class TorchEngine(ThreadedEngine):
         self._weights = torch_model.Weights(self._model)
         self._adapters = Adapters(self._model, max_adapter_rank)
         max_len = torch_model.max_length(self._model)
-        n_bytes = kv_cache_bytes or _default_kv_cache_bytes(self._device, gpu_memory_utilization)
+        n_bytes = kv_cache_bytes or default_kv_cache_bytes(self._device, gpu_memory_utilization)
         self._token_bytes = torch_model.kv_token_bytes(self._model)
-        capacity = KvCapacity(slots, max_len, _tokens_in(n_bytes, self._token_bytes))
+        capacity = KvCapacity(slots, max_len, tokens_in(n_bytes, self._token_bytes))
         self._cache = SlotCache(capacity, DTYPES[dtype], self._device)
         self._cache_is_stale = False
         self._stale_keys: set[RequestKey] = set()
@@ -211,9 +207,12 @@ class TorchEngine(ThreadedEngine):
         self.prefilled_tokens_total = 0
         """Tokens that went through the model to fill the cache, without those copied from other slots."""
         self._routing = torch_model.RoutingRecorder(self._model)
+        self._vision = Vision(self._model)
         vocabulary = self._model.get_input_embeddings().num_embeddings
         self._grammars = _grammar_compiler(tokenizer_json, vocabulary)
         options = set(SAMPLING_OPTIONS) - {"stop"} - ({"grammar"} if self._grammars is None else set())
+        if self._vision.config is None:
+            options.remove("images")
         if device != "cpu" or is_mixture(self._model.config.to_dict()):
             options.remove("batch_invariant")  # untested, and the number of an expert's tokens depends on the others
         self._new_table = partial(RequestTable, slots, max_len, vocabulary, capacity, self._routing.shape, options)
@@ -258,6 +257,20 @@ class TorchEngine(ThreadedEngine):
                 if request.sampling.grammar:
                     compiled = self._grammars.compile(request.sampling)
                     compiled.add_done_callback(partial(self._on_compiled, request.key))
+
+    def set_images(self, key: RequestKey, images: Sequence[bytes] | str) -> None:
+        """See `ports.Engine`."""
+        with self._thread.lock:
+            self._thread.check_alive()
+            request = next((one for one in self._table.pending if one.key == key), None)
+            if request is None:
+                return
+            try:
+                prepared = images if isinstance(images, str) else self._vision.prepare(request, images)
+            except ValueError as error:
+                prepared = f"its images are not those of its prompt: {error}"
+            self._table.set_images(key, prepared)
+            self._thread.lock.notify()
 
     def _on_compiled(self, key: RequestKey, compiled: Future[GrammarMatcher]) -> None:
         error = compiled.exception()
@@ -321,6 +334,7 @@ class TorchEngine(ThreadedEngine):
         try:
             yield
         finally:
+            self._vision.forget()
             with self._thread.lock:
                 self._table.begin_version(version if self._weights.complete else -1)
 
@@ -402,6 +416,7 @@ class TorchEngine(ThreadedEngine):
                 self.prefilled_tokens_total += len(slots)
             else:
                 self._prefill(table, todo)
+        self._vision.forget()
 
     def _prefill(self, table: RequestTable, todo: Ints) -> None:
         """Run the model on the tokens from `todo[:, 1]` to `todo[:, 2]` of the slots `todo[:, 0]`."""
@@ -419,7 +434,9 @@ class TorchEngine(ThreadedEngine):
             positions = self._cache.begin_prefill(slots, starts, lengths)
             self._adapters.select(jobs_of(slots, table.jobs), longest)
             with self._routing.recording(enabled=table.records_routing) as experts:
-                torch_model.prefill(self._model, torch.from_numpy(tokens).to(self._device), positions, self._cache)
+                of_tokens = np.repeat(slots[:, None], longest, axis=1)
+                inputs = self._vision.inputs(table.requests, of_tokens, tokens, positions)
+                torch_model.prefill(self._model, inputs, self._cache)
             if table.records_routing:
                 table.record_routing(slots, starts, lengths, experts(len(slots)))
             self.prefilled_tokens_total += int(lengths.sum())
@@ -454,9 +471,10 @@ class TorchEngine(ThreadedEngine):
             return
         self._cache.begin_decode(positions)
         self._adapters.select(table.jobs)
-        last_tokens, at = (torch.from_numpy(a).to(self._device) for a in (table.last_tokens, positions))
+        at = torch.from_numpy(positions[:, None]).to(self._device)
+        inputs = self._vision.inputs(table.requests, np.arange(n)[:, None], table.last_tokens[:, None], at)
         with self._routing.recording(enabled=table.records_routing) as experts:
-            logits = torch_model.decode(self._model, last_tokens, at, self._cache)
+            logits = torch_model.decode(self._model, inputs, self._cache)
         if table.records_routing:
             table.record_routing(np.arange(n), positions, np.ones(n, np.int64), experts(n))
         self._commit_one(table, logits)
@@ -472,10 +490,13 @@ class TorchEngine(ThreadedEngine):
         """Run the model on the tokens of slots at positions; see `torch_model.compute_rows`."""
         tokens = [table.tokens(slot)[at] for slot, at in zip(slots, positions, strict=True)]
 
-        def on_pass(of_slots: Ints) -> None:
-            self._adapters.select(jobs_of(of_slots, table.jobs), by_row=True)
+        def inputs_of(of_slots: Ints, given: Ints, at: Tensor) -> PassInputs:
+            self._adapters.select(jobs_of(of_slots[0], table.jobs), by_row=True)
+            return self._vision.inputs(table.requests, of_slots, given, at)
 
-        return torch_model.compute_rows(self._model, np.array(tokens, np.int64), slots, positions, self._cache, on_pass)
+        return torch_model.compute_rows(
+            self._model, np.array(tokens, np.int64), slots, positions, self._cache, inputs_of
+        )
 
     def _verify(self, table: RequestTable, drafter: Drafter, drafts: Drafts) -> None:
         """Decode the tokens of each slot up to the first that differs from its draft."""
@@ -484,10 +505,12 @@ class TorchEngine(ThreadedEngine):
         at = self._cache.begin_verify(starts, lengths)
         self._adapters.select(table.jobs, lengths)
         pairs = zip(table.last_tokens.tolist(), drafts.tokens, strict=True)
-        inputs = torch.tensor([token for last, draft in pairs for token in (last, *draft)], device=self._device)
+        # No draft has a token of an image: an id below 0 in one is never drawn.
+        given = np.array([max(token, 0) for last, draft in pairs for token in (last, *draft)], np.int64)
         slots, firsts = np.repeat(np.arange(table.n), lengths), np.cumsum(lengths) - lengths
+        inputs = self._vision.inputs(table.requests, slots[None], given[None], at)
         with self._routing.recording(enabled=table.records_routing) as experts:
-            logits = torch_model.verify(self._model, inputs, at, self._cache)
+            logits = torch_model.verify(self._model, inputs, self._cache)
         if table.records_routing:
             table.record_routing(np.arange(table.n), starts, lengths, np.split(experts(1)[0], firsts[1:]))
         offsets = table.offsets[slots] + np.arange(len(slots)) - firsts[slots]
@@ -564,35 +587,3 @@ def _restricted(table: RequestTable, logits: Tensor, slots: Ints, offsets: Ints)
         if (allowed := table.allowed(slot)) is not None:
             row.masked_fill_(torch.from_numpy(~allowed).to(row.device), -torch.inf)
     return changed
-
-
-def _default_kv_cache_bytes(device: torch.device, utilization: float) -> int:
-    if device.type != "cuda":
-        return _CPU_KV_CACHE_BYTES
-    free, total = torch.cuda.mem_get_info(device)
-    return gpu_kv_cache_bytes(free, total, torch.cuda.memory_allocated(device), utilization)
-
-
-def gpu_kv_cache_bytes(free: int, total: int, allocated: int, utilization: float) -> int:
-    """Return the default size of the KV cache on a GPU.
-
-    Args:
-        free: bytes that no process uses.
-        total: bytes of the GPU.
-        allocated: bytes of the loaded weights.
-        utilization: fraction of `total` for this engine, weights included; 0 = all that is free.
-
-    """
-    budget = max(0, int(total * utilization) - allocated) if utilization else free
-    return int(min(free, budget) * _GPU_KV_CACHE_FRACTION)
-
-
-def _tokens_in(kv_cache_bytes: int, token_bytes: int) -> int:
-    """Return the capacity of the cache in tokens."""
-    tokens = kv_cache_bytes // token_bytes
-    if tokens < QUANTUM:
-        raise UnsuitableWeights(
-            f"a KV cache of {kv_cache_bytes} bytes is too small: {QUANTUM} tokens of this model need "
-            f"{QUANTUM * token_bytes}; raise RLBOOST_WORKER_KV_CACHE_BYTES"
-        )
-    return tokens

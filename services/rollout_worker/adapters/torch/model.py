@@ -19,14 +19,16 @@ import numpy.typing as npt
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from rlboost.services.rollout_worker.adapters.in_place import Placement, write_words
 from rlboost.services.rollout_worker.adapters.torch.slot_cache import ATTENTION, SlotCache
+from rlboost.services.rollout_worker.adapters.torch.vision import PassInputs
 from rlboost.services.rollout_worker.domain.load import QUANTUM, KvCapacity
 from rlboost.services.rollout_worker.ports import Sequences
+from rlboost.shared.data.vision import FAMILIES
 from rlboost.shared.errors import RLBoostError, UnsuitableWeights
-from rlboost.shared.model.experts import FAMILIES, require_routing, routers_of, shape_of_routing, split_experts
+from rlboost.shared.model import experts
 from rlboost.shared.weights.changed_words import Words
 
 # --- Checks of published tensors against those that an engine has -----------------------------------------------------
@@ -95,9 +97,8 @@ def _from_config(config: Any, dtype: torch.dtype, device: torch.device) -> Model
     # The arbitrary weights use torch's random generator, whose state is restored.
     with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type="cuda"), device:
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation="eager", trust_remote_code=False
-        )
+        kind: Any = AutoModelForImageTextToText if config.model_type in FAMILIES else AutoModelForCausalLM
+        model = kind.from_config(config, dtype=dtype, attn_implementation="eager", trust_remote_code=False)
     saved = model.state_dict()
     for name, buffer in model.named_buffers():
         if name in saved and buffer.is_floating_point():
@@ -112,11 +113,14 @@ def _shallow(config: Any) -> Any:
     text.num_hidden_layers = min(text.num_hidden_layers, 2)
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:2]
+    if config.model_type in FAMILIES:
+        config.vision_config.depth, config.vision_config.deepstack_visual_indexes = 1, []
     return config
 
 
 def _use_slot_cache(model: Model) -> None:
-    model.set_attn_implementation(ATTENTION)
+    is_seeing = model.config.model_type in FAMILIES
+    model.set_attn_implementation({"text_config": ATTENTION, "vision_config": "sdpa"} if is_seeing else ATTENTION)
     _fuse_norms(model)
 
 
@@ -153,12 +157,14 @@ def _check_by_running(model: Model) -> None:
     cache = SlotCache(KvCapacity(slots=2, max_len=9, tokens=1 << 20), model.dtype, model.device)
     cache.fit(prefilled + 1, held=0)
     # The first slot's prefix in two passes: the second pass attends to what the first has cached.
-    prefill(model, tokens[:, :4], cache.begin_prefill(np.arange(2), np.zeros(2, np.int64), np.array([4, 3])), cache)
-    prefill(model, tokens[:1, 4:6], cache.begin_prefill(np.array([0]), np.array([4]), np.array([2])), cache)
+    first = cache.begin_prefill(np.arange(2), np.zeros(2, np.int64), np.array([4, 3]))
+    prefill(model, PassInputs(tokens[:, :4], first), cache)
+    second = cache.begin_prefill(np.array([0]), np.array([4]), np.array([2]))
+    prefill(model, PassInputs(tokens[:1, 4:6], second), cache)
     for positions in (prefilled, prefilled + 1):
         cache.begin_decode(positions)
         at = torch.from_numpy(positions).to(model.device)
-        logits = decode(model, tokens[[0, 1], at], at, cache)
+        logits = decode(model, PassInputs(tokens[[0, 1], at][:, None], at[:, None]), cache)
         if not torch.allclose(logits, own[[0, 1], at], rtol=0, atol=1e-3 * float(own.abs().max())):
             raise UnsuitableWeights(
                 f"{_UNSUPPORTED} {model.config.model_type}: its logits differ from the model's own forward pass; "
@@ -166,9 +172,26 @@ def _check_by_running(model: Model) -> None:
             )
 
 
-def prefill(model: Model, tokens: torch.Tensor, positions: torch.Tensor, cache: SlotCache) -> None:
+def prefill(model: Model, inputs: PassInputs, cache: SlotCache) -> None:
     """Fill the cache with tokens [batch, length] at the positions that `cache.begin_prefill` gave."""
-    model.base_model(input_ids=tokens, position_ids=positions, use_cache=False, slot_cache=cache)
+    if inputs.visual is None:
+        model.base_model(input_ids=inputs.tokens, position_ids=inputs.positions, use_cache=False, slot_cache=cache)
+    else:
+        _visual_hidden(model, inputs, cache)
+
+
+def _visual_hidden(model: Model, inputs: PassInputs, cache: SlotCache) -> torch.Tensor:
+    """Return the last hidden states [batch, length, hidden] of a pass with tokens of images."""
+    assert inputs.visual is not None
+    hidden: torch.Tensor = model.base_model.language_model(
+        inputs_embeds=inputs.visual.embeddings,
+        position_ids=inputs.positions,
+        visual_pos_masks=inputs.visual.is_visual,
+        deepstack_visual_embeds=inputs.visual.deepstack,
+        use_cache=False,
+        slot_cache=cache,
+    ).last_hidden_state
+    return hidden
 
 
 @torch.inference_mode()
@@ -177,26 +200,35 @@ def kv_token_bytes(model: Model) -> int:
     cache = SlotCache(KvCapacity(slots=1, max_len=1, tokens=QUANTUM), model.dtype, model.device)
     cache.fit(np.zeros(1, np.int64), held=0)
     positions = cache.begin_prefill(np.zeros(1, np.int64), np.zeros(1, np.int64), np.ones(1, np.int64))
-    prefill(model, torch.zeros_like(positions), positions, cache)
+    prefill(model, PassInputs(torch.zeros_like(positions), positions), cache)
     return cache.token_bytes
 
 
-def decode(model: Model, tokens: torch.Tensor, positions: torch.Tensor, cache: SlotCache) -> torch.Tensor:
-    """Return the logits [n, vocabulary] after one token [n] per slot, at the positions given to `begin_decode`."""
+def decode(model: Model, inputs: PassInputs, cache: SlotCache) -> torch.Tensor:
+    """Return the logits [n, vocabulary] after one token [n, 1] per slot, at the positions given to `begin_decode`."""
     output = model(
-        input_ids=tokens[:, None], position_ids=positions[:, None], use_cache=False, slot_cache=cache, logits_to_keep=1
+        input_ids=inputs.tokens,
+        position_ids=inputs.positions,
+        use_cache=False,
+        slot_cache=cache,
+        logits_to_keep=1,
     )
     logits: torch.Tensor = output.logits[:, -1]
     return logits
 
 
-def verify(model: Model, tokens: torch.Tensor, positions: torch.Tensor, cache: SlotCache) -> torch.Tensor:
-    """Return the logits [tokens, vocabulary] after each of the tokens [tokens], whose positions `begin_verify` gave."""
-    output = model(input_ids=tokens[None], position_ids=positions, use_cache=False, slot_cache=cache)
+def verify(model: Model, inputs: PassInputs, cache: SlotCache) -> torch.Tensor:
+    """Return the logits [tokens, vocabulary] after each of the tokens [1, tokens], at those of `begin_verify`."""
+    if inputs.visual is not None:
+        seen: torch.Tensor = model.get_output_embeddings()(_visual_hidden(model, inputs, cache))[0]
+        return seen
+    output = model(input_ids=inputs.tokens, position_ids=inputs.positions, use_cache=False, slot_cache=cache)
     logits: torch.Tensor = output.logits[0]
     return logits
 
 
+InputsOf = Callable[[npt.NDArray[np.int64], npt.NDArray[np.int64], torch.Tensor], PassInputs]
+"""Returns the arguments of a pass; `vision.Vision.inputs` describes slots, tokens and positions."""
 FIXED_ROWS = 16
 """Tokens of each pass of `compute_rows`: kernels choose the order of their sums by the shape of a pass."""
 
@@ -207,23 +239,66 @@ def compute_rows(
     slots: npt.NDArray[np.int64],
     positions: npt.NDArray[np.int64],
     cache: SlotCache,
-    on_pass: Callable[[npt.NDArray[np.int64]], None],
+    inputs_of: InputsOf,
 ) -> torch.Tensor:
     """Return the logits [n, vocabulary] after tokens [n] of slots [n] at positions [n], which are cached.
 
     The tokens of a slot are in order, and all before them are cached. No bit of a row depends on the other rows.
-    `on_pass` is called before each pass with the slot of each of its rows; padding has slot -1.
+    `inputs_of` is called before each pass with the slot of each of its rows; padding has slot -1.
     """
     found = []
     for start in range(0, len(slots), FIXED_ROWS):
         some = slice(start, start + FIXED_ROWS)
         padding = 0, FIXED_ROWS - len(slots[some])
         of_slots = np.pad(slots[some], padding, constant_values=-1)
-        on_pass(of_slots)
         at = cache.begin_rows(of_slots, np.pad(positions[some], padding))
-        inputs = torch.from_numpy(np.pad(tokens[some], padding)).to(model.device)
-        found.append(verify(model, inputs, at, cache)[: len(slots[some])])
+        inputs = inputs_of(of_slots[None], np.pad(tokens[some], padding)[None], at)
+        found.append(verify(model, inputs, cache)[: len(slots[some])])
     return torch.cat(found)
+
+
+# --- Records the experts that a model's routers select in a forward pass ----------------------------------------------
+
+
+Experts = Callable[[int], npt.NDArray[np.int64]]
+"""A batch size -> the experts of the pass, [batch, tokens, layers, experts per token]."""
+
+
+class RoutingRecorder:
+    """The routers of a transformers model."""
+
+    def __init__(self, model: Any) -> None:
+        """Register a hook on each router of `model`."""
+        config = model.config.to_dict()
+        self.shape = experts.shape_of_routing(config) if config["model_type"] in experts.FAMILIES else None
+        """Shape of the routed experts; None if the model is dense or of an untested family."""
+        self._selected: dict[int, torch.Tensor] | None = None
+        for number, gate in experts.routers_of(model) if self.shape else ():
+            gate.register_forward_hook(partial(self._on_output, number))
+
+    @contextmanager
+    def recording(self, *, enabled: bool) -> Iterator[Experts]:
+        """Record the pass within the context, if `enabled`; yields what returns its experts after it."""
+        selected: dict[int, torch.Tensor] = {}
+        self._selected = selected if enabled else None
+        try:
+            yield partial(self._experts, selected)
+        finally:
+            self._selected = None
+
+    def _experts(self, selected: dict[int, torch.Tensor], n: int) -> npt.NDArray[np.int64]:
+        assert self.shape is not None
+        none = torch.zeros_like(next(iter(selected.values())))
+        stacked = torch.stack([selected.get(layer, none) for layer in range(self.shape.layers)], 1).cpu().numpy()
+        found: npt.NDArray[np.int64] = stacked.reshape(n, -1, self.shape.layers, self.shape.experts_per_token)
+        return found
+
+    def _on_output(self, layer: int, _gate: Any, _inputs: Any, output: Any) -> None:
+        if self._selected is not None:
+            self._selected[layer] = experts.require_routing(output)[2]
+
+
+# --- Fast normalization, and the loaded weights -----------------------------------------------------------------------
 
 
 class _RMSNorm(nn.Module):
@@ -277,7 +352,7 @@ class Weights:
     """The loaded weights: views of the model's tensors by Hugging Face name; tied tensors share memory."""
 
     def __init__(self, model: Model) -> None:
-        self._tensors: dict[str, torch.Tensor] = split_experts(model.state_dict())
+        self._tensors: dict[str, torch.Tensor] = experts.split_experts(model.state_dict())
         self.complete = False
         """True if every tensor has been loaded and no load has failed since."""
 
@@ -309,47 +384,6 @@ class Weights:
         if not may_be_partial:
             check_nothing_missing([name for name, own in self._tensors.items() if own.data_ptr() not in loaded])
         self.complete = True
-
-
-# --- Records the experts that a model's routers select in a forward pass ----------------------------------------------
-
-
-Experts = Callable[[int], npt.NDArray[np.int64]]
-"""A batch size -> the experts of the pass, [batch, tokens, layers, experts per token]."""
-
-
-class RoutingRecorder:
-    """The routers of a transformers model."""
-
-    def __init__(self, model: Any) -> None:
-        """Register a hook on each router of `model`."""
-        config = model.config.to_dict()
-        self.shape = shape_of_routing(config) if config["model_type"] in FAMILIES else None
-        """Shape of the routed experts; None if the model is dense or of an untested family."""
-        self._selected: dict[int, torch.Tensor] | None = None
-        for number, gate in routers_of(model) if self.shape else ():
-            gate.register_forward_hook(partial(self._on_output, number))
-
-    @contextmanager
-    def recording(self, *, enabled: bool) -> Iterator[Experts]:
-        """Record the pass within the context, if `enabled`; yields what returns its experts after it."""
-        selected: dict[int, torch.Tensor] = {}
-        self._selected = selected if enabled else None
-        try:
-            yield partial(self._experts, selected)
-        finally:
-            self._selected = None
-
-    def _experts(self, selected: dict[int, torch.Tensor], n: int) -> npt.NDArray[np.int64]:
-        assert self.shape is not None
-        none = torch.zeros_like(next(iter(selected.values())))
-        stacked = torch.stack([selected.get(layer, none) for layer in range(self.shape.layers)], 1).cpu().numpy()
-        experts: npt.NDArray[np.int64] = stacked.reshape(n, -1, self.shape.layers, self.shape.experts_per_token)
-        return experts
-
-    def _on_output(self, layer: int, _gate: Any, _inputs: Any, output: Any) -> None:
-        if self._selected is not None:
-            self._selected[layer] = require_routing(output)[2]
 
 
 # --- Scores given tokens with the torch engine's model: one causal forward pass without a KV cache --------------------

@@ -395,3 +395,49 @@ def _attention(
 
 
 AttentionInterface.register(ATTENTION, _attention)
+
+
+# --- The default size of a cache --------------------------------------------------------------------------------------
+
+_CPU_KV_CACHE_BYTES = 1 << 30
+"""Default size of the KV cache on a CPU; only what is needed gets allocated."""
+_GPU_KV_CACHE_FRACTION = 0.7
+"""Default size on a GPU, as a fraction of the memory that the weights leave free; the passes need the rest."""
+
+
+def default_kv_cache_bytes(device: torch.device, utilization: float) -> int:
+    """Return the default size of the KV cache on a device; see `gpu_kv_cache_bytes`."""
+    if device.type != "cuda":
+        return _CPU_KV_CACHE_BYTES
+    free, total = torch.cuda.mem_get_info(device)
+    return gpu_kv_cache_bytes(free, total, torch.cuda.memory_allocated(device), utilization)
+
+
+def gpu_kv_cache_bytes(free: int, total: int, allocated: int, utilization: float) -> int:
+    """Return the default size of the KV cache on a GPU.
+
+    Args:
+        free: bytes that no process uses.
+        total: bytes of the GPU.
+        allocated: bytes of the loaded weights.
+        utilization: fraction of `total` for this engine, weights included; 0 = all that is free.
+
+    """
+    budget = max(0, int(total * utilization) - allocated) if utilization else free
+    return int(min(free, budget) * _GPU_KV_CACHE_FRACTION)
+
+
+def tokens_in(kv_cache_bytes: int, token_bytes: int) -> int:
+    """Return the capacity of a cache in tokens.
+
+    Raises:
+        UnsuitableWeights: it has no room for a sequence.
+
+    """
+    tokens = kv_cache_bytes // token_bytes
+    if tokens < QUANTUM:
+        raise UnsuitableWeights(
+            f"a KV cache of {kv_cache_bytes} bytes is too small: {QUANTUM} tokens of this model need "
+            f"{QUANTUM * token_bytes}; raise RLBOOST_WORKER_KV_CACHE_BYTES"
+        )
+    return tokens

@@ -167,6 +167,10 @@ class VllmEngine:
         del completions
         self._check_alive()
 
+    def set_images(self, key: RequestKey, images: Sequence[bytes] | str) -> None:
+        """See `ports.Engine`; a request with images has ended with an error."""
+        del key, images
+
     def take_emissions(self) -> list[Emission]:
         self._check_alive(allow_closed=True)
         return self._requests.take_emissions()

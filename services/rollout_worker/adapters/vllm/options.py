@@ -88,7 +88,7 @@ def argument_error(name: str, value: object) -> str:
 
 def supported_options(vllm_args: Mapping[str, Any], *, has_grammars: bool) -> frozenset[str]:
     """Return the options of clients that vLLM supports with these engine arguments."""
-    without = {"stop", "batch_invariant"} if has_grammars else {"stop", "batch_invariant", "grammar"}
+    without = {"stop", "batch_invariant", "images"} | (set() if has_grammars else {"grammar"})
     if vllm_args.get("speculative_config") or vllm_args.get("spec_method"):
         without |= {"grammar", "logit_bias", "min_p", "min_tokens"}  # vLLM ignores them, or changes what it accepts
     return frozenset(SAMPLING_OPTIONS).difference(without)

@@ -20,6 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from rlboost.services.trainer.adapters.torch.packing import PACKED, Packed, model_inputs, packs_rows
+from rlboost.shared.data.vision import FAMILIES
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.training import LoraSpec, check_targets
 from rlboost.shared.model.experts import routers_of
@@ -206,6 +207,8 @@ def attention_of(config: Any, *, warns: bool = True) -> str:
         warns: log a warning if rows cannot be packed.
 
     """
+    if config.model_type in FAMILIES:
+        return PACKED  # as tests of these families show; that of the tower for images is another
     text = config.get_text_config()
     may_pack = _may_pack(text)
     rejected = (

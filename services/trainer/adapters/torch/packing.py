@@ -254,7 +254,7 @@ class RowLengths:
 
 def packs_rows(model: Any) -> bool:
     """Return True if the attention of a transformers model is `PACKED`, see `layers.attention_of`."""
-    return bool(model.config._attn_implementation == PACKED)  # noqa: SLF001 - it has no public name
+    return bool(model.config.get_text_config()._attn_implementation == PACKED)  # noqa: SLF001 - it has no public name
 
 
 def one_row_each(batches: Sequence[Sequence[Row]]) -> list[list[Row]]:

@@ -19,7 +19,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 from rlboost.services.trainer.adapters.torch import packing
@@ -39,10 +45,12 @@ from rlboost.services.trainer.adapters.torch.tensors import SliceReader
 from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow
 from rlboost.services.trainer.domain.loss.policy import value_loss
 from rlboost.services.trainer.ports.engine import PolicySettings
+from rlboost.shared.data.vision import decode, patches, rotary_positions, vision_of
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.algorithm import CriticSpec
 from rlboost.shared.job.training import CHUNK_LOGITS
-from rlboost.shared.model.folder import HEAD, read_tensor_shapes
+from rlboost.shared.model.folder import HEAD, read_config, read_tensor_shapes
+from rlboost.shared.wire import I32, length
 
 # --- Log-probabilities of selected tokens and their gradient, without a second copy of the logits ---------------------
 # With a large vocabulary the logits dominate an update's memory: 151,936 per token, against a hidden state of a few
@@ -157,6 +165,8 @@ class LogprobPass:
         self._balances = balances
         self._entropies = settings.entropies
         self._replayed = settings.replayed
+        self._vision = vision_of(model.config.to_dict())
+        self._images = Path(settings.images)
         self._routers = Routers(model, required=balances or self._replayed is not None)
         self.balance: Balance | None = None
         """Balance of experts over this rank's tokens in the last pass; None if the model is dense, or gradients were
@@ -172,6 +182,8 @@ class LogprobPass:
             shard = context.slice_of(len(batch.ids))
         ids, positions = (torch.from_numpy(array).to(self._device) for array in (batch.ids, batch.predicts))
         targets, inputs = ids[positions + 1], model_inputs(batch, ids, packs=self._packs, context=context)
+        if any(row.images for row in rows):
+            inputs |= self._visual(rows, batch)
         n_real = min(shard.stop, sum(row.n_tokens for row in rows)) - shard.start
         self._routers.begin(n_real if torch.is_grad_enabled() else None, self._replay(rows, batch, shard))
         with in_dtype(self._dtype, self._device):
@@ -194,10 +206,57 @@ class LogprobPass:
         positions, recorded = (torch.from_numpy(a).to(self._device) for a in (at[own] - shard.start, experts[own]))
         return Replay(positions, recorded.long())
 
+    def _visual(self, rows: Sequence[SequenceRow], batch: Packed) -> dict[str, Any]:
+        """Return what a pass over rows with images needs in place of their positions; an image is computed once."""
+        vision = self._vision
+        assert vision is not None
+        digests = list(dict.fromkeys(digest for row in rows for digest in row.images))
+        found = [patches(decode((self._images / digest).read_bytes(), vision), vision) for digest in digests]
+        grids = {digest: grid for digest, (_, grid) in zip(digests, found, strict=True)}
+        positions, is_visual = [], np.zeros(len(batch.ids), np.bool_)
+        for row, first, end in zip(rows, batch.boundaries.tolist(), batch.boundaries[1:].tolist(), strict=False):
+            after = first + length(row.prompt, I32)
+            prompt = rotary_positions(batch.ids[first:after], [grids[digest] for digest in row.images], vision)
+            # A token of an image in a completion is one as any other.
+            positions += [prompt, prompt.max() + 1 + np.broadcast_to(np.arange(end - after), (3, end - after))]
+            is_visual[first:after] = batch.ids[first:after] == vision.image_token_id
+        return {
+            "position_ids": torch.from_numpy(np.concatenate(positions, 1)).to(self._device)[:, None],
+            "visual_pos_masks": torch.from_numpy(is_visual).to(self._device)[None],
+            "pixels": torch.from_numpy(np.concatenate([values for values, _ in found])).to(self._device),
+            "grids": torch.tensor([(1, *grid) for grid in grids.values()], device=self._device),
+            "shown": [digests.index(digest) for row in rows for digest in row.images],
+        }
+
     def _model_forward(self, *, positions: Tensor, targets: Tensor, **given: Any) -> Tensor:
         """Return the log-probabilities of `targets`, which the tokens at `positions` predict."""
-        hidden = select_rows(self._model.base_model(**given).last_hidden_state[0], positions)
+        body = self._with_images if "pixels" in given else self._model.base_model
+        hidden = select_rows(body(**given).last_hidden_state[0], positions)
         return in_chunks(self._of_hidden, hidden, targets, self._chunk)
+
+    def _with_images(
+        self,
+        *,
+        input_ids: Tensor,
+        visual_pos_masks: Tensor,
+        pixels: Tensor,
+        grids: Tensor,
+        shown: Sequence[int],
+        **given: Any,
+    ) -> Any:
+        """Return the output of the model's body for rows with images; see `_visual`."""
+        body = self._model.base_model
+        images = body.get_image_features(pixels, grids, return_dict=True)
+        seen, *deepstack = (
+            torch.cat([of_images[n] for n in shown]) for of_images in (images.pooler_output, *images.deepstack_features)
+        )
+        embeddings = body.get_input_embeddings()(input_ids)
+        return body.language_model(
+            inputs_embeds=embeddings.masked_scatter(visual_pos_masks[..., None], seen.to(embeddings.dtype)),
+            visual_pos_masks=visual_pos_masks,
+            deepstack_visual_embeds=deepstack,
+            **given,
+        )
 
     def _of_hidden(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Return log-probabilities of targets from the last layer's outputs, [tokens]; with entropies [2, tokens].
@@ -370,13 +429,13 @@ def whole_model(source: Path, attention: str, dtype: torch.dtype, *, scores: boo
 
     """
     try:
-        model, report = _CLASSES[scores].from_pretrained(
+        model, report = _class_of(source, scores=scores).from_pretrained(
             source,
             **_OPTIONS[scores],
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below
             dtype=dtype,
-            attn_implementation=attention,
+            attn_implementation=_implementation(source, attention),
             experts_implementation=EXPERTS,
             local_files_only=True,
         )
@@ -396,7 +455,19 @@ def whole_model(source: Path, attention: str, dtype: torch.dtype, *, scores: boo
     return _with_head(model, source).eval() if scores else model.eval()
 
 
-_CLASSES: tuple[Any, Any] = AutoModelForCausalLM, AutoModelForSequenceClassification
+def _implementation(source: Path, attention: str) -> str | dict[str, str]:
+    """Return the attention of each part of a model: the tower of one that sees images has transformers' own."""
+    is_seeing = vision_of(read_config(source)) is not None
+    return {"": "sdpa", "text_config": attention, "vision_config": "sdpa"} if is_seeing else attention
+
+
+def _class_of(source: Path, *, scores: bool) -> Any:
+    """Return transformers' class of the model in a directory."""
+    if scores:
+        return AutoModelForSequenceClassification
+    return AutoModelForCausalLM if vision_of(read_config(source)) is None else AutoModelForImageTextToText
+
+
 _OPTIONS: tuple[dict[str, Any], dict[str, Any]] = {}, {"num_labels": 1}
 """Of language models, and of reward models."""
 
@@ -484,8 +555,11 @@ def empty_model(source: Path, attention: str, dtype: torch.dtype = torch.float32
     try:
         config = AutoConfig.from_pretrained(source, local_files_only=True, **_OPTIONS[scores])
         with init_empty_weights(include_buffers=False):
-            module: Any = _CLASSES[scores].from_config(
-                config, dtype=torch.float32, attn_implementation=attention, experts_implementation=EXPERTS
+            module: Any = _class_of(source, scores=scores).from_config(
+                config,
+                dtype=torch.float32,
+                attn_implementation=_implementation(source, attention),
+                experts_implementation=EXPERTS,
             )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model {source} cannot be loaded as a causal language model: {error}") from error

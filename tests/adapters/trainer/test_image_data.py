@@ -1,0 +1,196 @@
+"""Rows with images: the tokens that a prompt gets, the files that are written, and what is refused, by name."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from rlboost.jobs.check import check_job
+from rlboost.services.trainer.adapters.data import load_data
+from rlboost.services.trainer.ports.samples import Data
+from rlboost.shared.data.vision import MARK
+from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.spec import parse
+from rlboost.shared.messages.requests import MAX_IMAGE_BYTES
+from rlboost.shared.weights.manifest import digest_of
+from rlboost.shared.wire import ints
+from tests.support import tiny_vision
+from tests.support.model_folder import with_chat_template, write_model, write_tokenizer
+from tests.support.tiny_vision import IMAGE, PROCESSOR, picture, png
+
+pa = pytest.importorskip("pyarrow")
+SHOWN = [2, 6, 3, IMAGE, IMAGE, IMAGE, IMAGE, 4, 8, 1, 2, 7]
+"""A prompt with one picture of four tokens."""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "a.png").write_bytes(png(picture("red")))
+    (tmp_path / "b.png").write_bytes(png(picture("blue", size=(24, 16))))
+    return tiny_vision.write(tmp_path / "model")
+
+
+def asks(*parts: object) -> list[dict[str, Any]]:
+    content = [part if isinstance(part, dict) else {"type": "text", "text": f" {part} "} for part in parts]
+    return [{"role": "user", "content": content}]
+
+
+def job(folder: Path, *, kind: str = "rl", model: str = "model", **more: Any) -> dict[str, Any]:
+    data = {"train": str(folder / "train.jsonl"), **more.pop("data", {})}
+    reward = {"reward": {"function": "tests.support.reward_functions:lengths"}, "sampling": {"max_tokens": 4}}
+    given = {"kind": kind, "model": str(folder / model), "data": data, "steps": 1, **more}
+    return given | (reward if kind == "rl" else {})
+
+
+def load(model: Path, *rows: object, folder: Path | None = None, **more: Any) -> Data:
+    (model.parent / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return load_data(parse(job(model.parent, model=model.name, **more)), model, image_folder=folder)
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "TRL: parts and a column of several": {"prompt": asks({"type": "image"}, "which"), "images": ["a.png"]},
+    "TRL: text and a column of one": {"prompt": [{"role": "user", "content": " which "}], "image": "a.png"},
+    "verl: a mark in the text": {"prompt": [{"role": "user", "content": "<image> which "}], "images": ["a.png"]},
+    "Qwen: the image in its part": {"prompt": asks({"type": "image", "image": "a.png"}, "which")},
+    "datasets: a mapping with a path": {"prompt": asks({"type": "image"}, "which"), "image": {"path": "a.png"}},
+    "OpenAI: a data URL in its part": {
+        "prompt": asks(
+            {
+                "type": "image_url",
+                "image_url": {"url": "data:image/png;base64," + base64.b64encode(png(picture("red"))).decode()},
+            },
+            "which",
+        )
+    },
+    "JSON text of messages": {"prompt": json.dumps(asks({"type": "image"}, "which")), "images": ["a.png"]},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_row_of_each_form_shows_the_same_image(model: Path, form: str, tmp_path: Path) -> None:
+    (prompt,) = load(model, FORMS[form], folder=tmp_path / "images").train
+    assert ints(prompt.tokens) == SHOWN
+    (ref,) = prompt.images
+    data = (tmp_path / "images" / ref.digest).read_bytes()
+    assert (digest_of(data), len(data)) == ref == (ref.digest, 8 + 3 * 16 * 16)
+    column = "image" if "image" in FORMS[form] else "images"
+    assert prompt.columns == {column: [ref.digest]}
+    assert prompt.given == [{"role": "user", "content": f"{MARK} which "}]
+
+
+def test_parquet_of_datasets_has_bytes(model: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": asks({"type": "image"}, "which"), "images": [{"bytes": png(picture("red")), "path": None}]}]
+    pytest.importorskip("pyarrow.parquet").write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+    data = load_data(parse(job(tmp_path, data={"train": str(tmp_path / "train.parquet")})), model)
+    assert ints(data.train[0].tokens) == SHOWN
+
+
+def test_images_are_shown_in_the_order_of_the_messages(model: Path) -> None:
+    first, second = ({"type": "image"}, {"type": "image"})
+    (prompt, other) = load(
+        model,
+        {"prompt": asks("which", first, "and", second), "images": ["a.png", "b.png"]},
+        {"prompt": asks("which", first, "and", second), "images": ["b.png", "a.png"]},
+    ).train
+    assert ints(prompt.tokens) == [2, 6, 8, 3, *[IMAGE] * 4, 4, 10, 3, *[IMAGE] * 6, 4, 1, 2, 7]
+    assert ints(other.tokens) == [2, 6, 8, 3, *[IMAGE] * 6, 4, 10, 3, *[IMAGE] * 4, 4, 1, 2, 7]
+    assert prompt.images == other.images[::-1]
+
+
+def test_large_image_is_made_smaller(model: Path) -> None:
+    Image.new("L", (90, 60)).save(model.parent / "large.png")  # gray, as scans are
+    row = {"prompt": asks({"type": "image"}, "which"), "images": ["large.png"]}
+    limits = [None, {"max_image_pixels": 1024}]
+    found = [load(model, row, data=limit or {}).train[0].tokens for limit in limits]
+    assert [ints(tokens).count(IMAGE) for tokens in found] == [9 * 6, 4 * 3]
+    assert load(model, row, {"prompt": asks("which")}, data={"max_prompt_tokens": 20}).n_too_long == 1
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no such file": ({"images": ["c.png"]}, "image 1: there is no file c.png"),
+    "elsewhere": ({"images": ["../../etc/passwd"]}, "is not in"),
+    "a URL": ({"images": ["https://example.com/a.png"]}, "nothing is downloaded"),
+    "no base64": ({"images": ["data:image/png;base64,???"]}, "not base64"),
+    "a broken file": ({"images": ["broken.png"]}, "cannot be read as an image"),
+    "no image": ({"images": ["train.jsonl"]}, "cannot be read as an image"),
+    "a stretched image": ({"images": ["line.png"]}, "crop it"),
+    "a number": ({"images": [7]}, "give a path"),
+    "more images than places": ({"images": ["a.png", "b.png"]}, "the row has 2 images, and its messages show 1"),
+    "fewer images than places": ({"prompt": asks({"type": "image"}, {"type": "image"})}, "1 images, and its messages"),
+    "a place without an image": ({"images": []}, "the row has 0 images, and its messages show 1"),
+    "both columns": ({"image": "a.png"}, "in one of them"),
+    "messages and column": ({"prompt": asks({"type": "image", "image": "a.png"})}, "in one of the two"),
+    "a text": ({"prompt": "which"}, "must be chat messages"),
+    "a special token": ({"prompt": asks({"type": "image"}, "<|image_pad|>")}, "1 images and 2 places"),
+    "another kind of part": ({"prompt": asks({"type": "image"}, {"type": "video"})}, "of type 'video'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_row_is_refused_with_what_to_do(model: Path, name: str) -> None:
+    (model.parent / "broken.png").write_bytes(png(picture("red"))[:60])
+    Image.new("RGB", (401, 2)).save(model.parent / "line.png")
+    given, reason = REFUSED[name]
+    row = {"prompt": asks({"type": "image"}, "which"), "images": ["a.png"], **given}
+    with pytest.raises(ConfigError, match=r"train\.jsonl, line 1: ") as refused:
+        load(model, row)
+    assert reason in str(refused.value)
+
+
+def test_image_that_no_chunk_holds_is_refused(model: Path) -> None:
+    (model / "preprocessor_config.json").write_text(json.dumps({**PROCESSOR, "size": {"longest_edge": 1 << 24}}))
+    side = int((MAX_IMAGE_BYTES / 3) ** 0.5) + 8
+    Image.new("RGB", (side, side)).save(model.parent / "huge.png")
+    with pytest.raises(ConfigError, match=r"set data\.max_image_pixels"):
+        load(model, {"prompt": asks({"type": "image"}), "images": ["huge.png"]})
+
+
+def test_processor_that_prepares_images_otherwise_is_refused(model: Path) -> None:
+    row = {"prompt": asks({"type": "image"}), "images": ["a.png"]}
+    file = model / "preprocessor_config.json"
+    file.write_text(json.dumps({**PROCESSOR, "image_mean": [0.48, 0.46, 0.41]}))
+    with pytest.raises(ConfigError, match=r"preprocessor_config\.json has image_mean \[0.48, 0.46, 0.41\]"):
+        load(model, row)
+    file.unlink()
+    with pytest.raises(ConfigError, match="which images need"):
+        load(model, row)
+    file.write_text(json.dumps(PROCESSOR))
+    with pytest.raises(ConfigError, match=r"data\.max_image_pixels: the model's images have 256 pixels or more"):
+        load(model, row, data={"max_image_pixels": 100})
+
+
+def test_text_model_refuses_images(tmp_path: Path) -> None:
+    turns = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    model = with_chat_template(write_tokenizer(write_model(tmp_path / "text")), turns)
+    (tmp_path / "a.png").write_bytes(png(picture("red")))
+    with pytest.raises(ConfigError, match="models of qwen3_vl see images"):
+        load(model, {"prompt": [{"role": "user", "content": "t5"}], "image": "a.png"})
+    with pytest.raises(ConfigError, match="of type 'image'"):
+        load(model, {"prompt": asks({"type": "image", "image": "a.png"})})
+
+
+def problems(model: Path, row: object, **more: Any) -> list[str]:
+    (model.parent / "train.jsonl").write_text(json.dumps(row))
+    return check_job(job(model.parent, **more)).problems
+
+
+def test_config_check_reads_images_and_names_what_does_not_see_them(model: Path) -> None:
+    row = {"prompt": asks({"type": "image"}, "which"), "images": ["a.png"]}
+    assert problems(model, row) == []
+    assert "there is no file c.png" in "".join(problems(model, {**row, "images": ["c.png"]}))
+    refused: dict[str, dict[str, Any]] = {
+        "trainer.data_parallel": {"trainer": {"data_parallel": 2}},
+        "trainer.compile": {"trainer": {"compile": True}},
+        "trainer.backend": {"trainer": {"backend": "megatron"}},
+        "elastic.weights": {"elastic": {"weights": "lora"}, "lora": {}},
+        "algorithm.critic": {"algorithm": {"name": "ppo"}},
+    }
+    for key, more in refused.items():
+        found = "\n".join(problems(model, row, **more))
+        assert key in found, found
+        assert "not supported with models that see images (qwen3_vl)" in found

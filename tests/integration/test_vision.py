@@ -1,0 +1,235 @@
+"""Prompts with images in the torch engine and in training, against transformers' own forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil  # noqa: E402
+
+from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine  # noqa: E402
+from rlboost.services.rollout_worker.domain.requests import Request  # noqa: E402
+from rlboost.services.rollout_worker.domain.speculation import Drafter  # noqa: E402
+from rlboost.services.trainer.adapters.torch.policy import TorchPolicy  # noqa: E402
+from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow, constant  # noqa: E402
+from rlboost.services.trainer.domain.loss.policy import PolicyLoss  # noqa: E402
+from rlboost.services.trainer.ports.engine import PolicySettings  # noqa: E402
+from rlboost.shared.data.images import ImageReader  # noqa: E402
+from rlboost.shared.data.vision import VisionConfig, decode, expanded, patches, rotary_positions, vision_of  # noqa: E402
+from rlboost.shared.job.training import OptimizerSpec  # noqa: E402
+from rlboost.shared.weights.manifest import digest_of  # noqa: E402
+from rlboost.shared.wire import F32, I32, pack, unpack  # noqa: E402
+from tests.support import tiny_models, tiny_vision  # noqa: E402
+from tests.support.engines import Collected, Collector, FreePasses, request  # noqa: E402
+from tests.support.staged_weights import Staged  # noqa: E402
+from tests.support.tiny_vision import IMAGE, picture  # noqa: E402
+
+SHORT = [2, 6, 3, IMAGE, 4, 8, 9, 1, 2, 7]
+"""A prompt with one image."""
+NO_IMAGE: dict[str, Any] = {"logit_bias": ((IMAGE, -1e4),)}
+"""The completion has no `IMAGE`."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_vision.write(tmp_path_factory.mktemp("vision") / "model")
+
+
+@pytest.fixture(scope="module")
+def vision() -> VisionConfig:
+    found = vision_of(tiny_vision.config().to_dict())
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+async def engine(folder: Path) -> AsyncIterator[TorchEngine]:
+    engine = TorchEngine(folder, slots=6, drafter=Drafter(64, FreePasses()))
+    await engine.load_weights(0, Staged(tiny_models.weights(tiny_vision.make())))
+    yield engine
+    await engine.close()
+
+
+class Shown:
+    """A prompt with images, as a trainer requests it."""
+
+    def __init__(self, folder: Path, vision: VisionConfig, ids: Sequence[int], *given: Any) -> None:
+        reader = ImageReader.of(folder, vision)
+        self.vision = vision
+        self.data = [reader.read(one, None) for one in given]
+        self.images = tuple((digest_of(one), len(one)) for one in self.data)
+        self.ids = expanded(ids, [reader.grid(one) for one in self.data], vision)
+
+    def request(self, sample: int, **options: Any) -> Request:
+        return request(sample, prompt=self.ids, images=self.images, **options)
+
+    def logprobs(self, model: Any, tokens: Sequence[int]) -> list[float]:
+        """Return what transformers' own forward pass says of a completion, which it takes without `IMAGE` only."""
+        pictures = [patches(decode(one, self.vision), self.vision) for one in self.data]
+        ids = torch.tensor([[*self.ids, *tokens]])
+        kinds = (ids == IMAGE).int()
+        kinds[:, len(self.ids) :] = 0
+        logits = model(
+            input_ids=ids,
+            pixel_values=torch.from_numpy(np.concatenate([values for values, _ in pictures])),
+            image_grid_thw=torch.tensor([(1, *grid) for _, grid in pictures]),
+            mm_token_type_ids=kinds,
+            use_cache=False,
+        ).logits[0, len(self.ids) - 1 : -1]
+        scores = torch.log_softmax(logits.float(), -1)
+        found: list[float] = scores.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+        return found
+
+
+async def run(engine: TorchEngine, asked: Sequence[tuple[Shown, Request]]) -> list[Collected]:
+    collector = Collector(engine)
+    engine.submit([one for _, one in asked])
+    for shown, one in asked:
+        engine.set_images(one.key, shown.data)
+    return await collector.all_ended([one for _, one in asked])
+
+
+def test_patches_and_positions_are_those_of_transformers(folder: Path, vision: VisionConfig) -> None:
+    reader, processor = ImageReader.of(folder, vision), Qwen2VLImageProcessorPil.from_pretrained(folder)
+    for size in ((16, 16), (40, 24), (33, 70), (100, 90), (7, 9)):
+        image = picture("red", 1, size)
+        expected = processor(images=[image], return_tensors="np")
+        values, grid = patches(decode(reader.read(image, None), vision), vision)
+        assert [[1, *grid]] == expected["image_grid_thw"].tolist()
+        assert np.array_equal(values, expected["pixel_values"])
+    grids = [(4, 4), (6, 4)]
+    ids = torch.tensor([expanded([*SHORT[:5], *SHORT], grids, vision)])
+    expected, _ = tiny_vision.make().model.get_rope_index(
+        ids, (ids == IMAGE).int(), image_grid_thw=torch.tensor([(1, *grid) for grid in grids])
+    )
+    assert rotary_positions(ids[0].numpy(), grids, vision).tolist() == expected[:, 0].tolist()
+
+
+async def test_samples_see_their_own_images(engine: TorchEngine, folder: Path, vision: VisionConfig) -> None:
+    """Prompts with the same tokens and other images share no keys and values; those with the same images do."""
+    model = tiny_vision.make()
+    shown = [
+        Shown(folder, vision, SHORT, picture("red")),
+        Shown(folder, vision, SHORT, picture("blue")),
+        Shown(folder, vision, [*SHORT[:5], *SHORT], picture("green"), picture("white", size=(16, 24))),
+    ]
+    asked = [(shown[i % 3], shown[i % 3].request(i, max_tokens=8 + i, **NO_IMAGE)) for i in range(9)]
+    plain = request(20, prompt=[2, 6, 8, 9, 1, 2, 7], max_tokens=20)
+    engine.submit([plain])
+    made = await run(engine, asked)
+    for (prompt, _), one in zip(asked, made, strict=True):
+        assert not one.error
+        assert one.logprobs == pytest.approx(prompt.logprobs(model, one.tokens), abs=1e-4)
+    assert shown[0].logprobs(model, made[0].tokens) != pytest.approx(shown[1].logprobs(model, made[0].tokens), abs=0.1)
+    n_prompts = sum(len(one.ids) for one in shown)
+    assert engine.prefilled_tokens_total < 2 * n_prompts, "samples of a prompt share its keys and values"
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+async def test_resumed_sample_is_prefilled_with_its_images(
+    engine: TorchEngine, folder: Path, vision: VisionConfig, batch_invariant: bool
+) -> None:
+    shown = Shown(folder, vision, SHORT, picture("green"))
+    whole = shown.request(1, max_tokens=20, batch_invariant=batch_invariant)
+    (first,) = await run(engine, [(shown, whole)])
+    resumed = replace(whole, attempt=2, tokens=first.tokens[:7])
+    other = Shown(folder, vision, SHORT, picture("white"))
+    again, _ = await run(
+        engine, [(shown, resumed), (other, other.request(2, max_tokens=20, batch_invariant=batch_invariant))]
+    )
+    assert again.tokens == first.tokens[7:]
+    if batch_invariant:
+        assert again.logprobs == first.logprobs[7:], "the same bits"
+
+
+async def test_new_weights_see_images_anew(engine: TorchEngine, folder: Path, vision: VisionConfig) -> None:
+    shown, other = Shown(folder, vision, SHORT, picture("red")), tiny_vision.make(seed=3)
+    await run(engine, [(shown, shown.request(1))])
+    await engine.load_weights(1, Staged(tiny_models.weights(other)))
+    (made,) = await run(engine, [(shown, shown.request(2, **NO_IMAGE))])
+    assert made.logprobs == pytest.approx(shown.logprobs(other, made.tokens), abs=1e-4)
+
+
+async def test_request_without_its_images_ends_with_the_reason(
+    engine: TorchEngine, folder: Path, vision: VisionConfig
+) -> None:
+    shown = Shown(folder, vision, SHORT, picture("red"))
+    larger = Shown(folder, vision, SHORT, picture("red", size=(24, 24)))
+    collector = Collector(engine)
+    asked = [shown.request(i) for i in range(4)]
+    engine.submit(asked)
+    engine.set_images(asked[0].key, "no such chunk")
+    engine.set_images(asked[1].key, larger.data)
+    engine.set_images(asked[2].key, [b"x"])
+    engine.set_images(asked[3].key, shown.data)
+    made = await collector.all_ended(asked)
+    assert [one.error.partition(":")[0] for one in made] == [
+        "no such chunk",
+        "its images are not those of its prompt",
+        "its images are not those of its prompt",
+        "",
+    ]
+
+
+@pytest.fixture
+def policy(folder: Path, tmp_path: Path) -> TorchPolicy:
+    policy = TorchPolicy(PolicySettings(optimizer=OptimizerSpec(lr=1e-2), images=str(tmp_path)), device="cpu")
+    policy.load_hf(folder)
+    return policy
+
+
+def row_of(shown: Shown, tokens: Sequence[int], folder: Path) -> SequenceRow:
+    for (digest, _), data in zip(shown.images, shown.data, strict=True):
+        (folder / digest).write_bytes(data)
+    return SequenceRow(pack(shown.ids, I32), pack(tokens, I32), images=[digest for digest, _ in shown.images])
+
+
+def test_training_computes_the_log_probabilities_of_the_model(
+    policy: TorchPolicy, folder: Path, vision: VisionConfig, tmp_path: Path
+) -> None:
+    """Also where the model has written the token of an image, which shows none."""
+    model, tokens = tiny_vision.make(), [11, IMAGE, 12, 1]
+    shown = [
+        Shown(folder, vision, SHORT, picture("red")),
+        Shown(folder, vision, [*SHORT[:5], *SHORT], picture("green"), picture("white", size=(16, 24))),
+    ]
+    rows = [row_of(one, tokens, tmp_path) for one in shown]
+    rows.append(SequenceRow(pack([2, 6, 8], I32), pack([11, 1], I32)))
+    found = [unpack(column, F32).tolist() for column in policy.logprobs([rows])]
+    text = torch.log_softmax(model(input_ids=torch.tensor([[2, 6, 8, 11]])).logits[0, 2:], -1)
+    assert found[0][:1] == pytest.approx(shown[0].logprobs(model, tokens[:1]), abs=1e-5)
+    assert found[1][:1] == pytest.approx(shown[1].logprobs(model, tokens[:1]), abs=1e-5)
+    assert found[2] == pytest.approx([text[0, 11].item(), text[1, 1].item()], abs=1e-5)
+
+
+async def test_engine_and_training_have_the_same_log_probabilities(
+    policy: TorchPolicy, engine: TorchEngine, folder: Path, vision: VisionConfig, tmp_path: Path
+) -> None:
+    shown = [Shown(folder, vision, SHORT, picture(color)) for color in ("red", "blue")]
+    # IMAGE is likely enough to be drawn by some of these.
+    asked = [(shown[i % 2], shown[i % 2].request(i, max_tokens=20)) for i in range(12)]
+    made = await run(engine, asked)
+    assert any(IMAGE in one.tokens for one in made)
+    rows = [row_of(one, result.tokens, tmp_path) for (one, _), result in zip(asked, made, strict=True)]
+    for result, column in zip(made, policy.logprobs([rows]), strict=True):
+        assert result.logprobs == pytest.approx(unpack(column, F32).tolist(), abs=1e-4)
+
+
+def test_update_trains_the_tower(policy: TorchPolicy, folder: Path, vision: VisionConfig, tmp_path: Path) -> None:
+    row = row_of(Shown(folder, vision, SHORT, picture("red")), [11, 1], tmp_path)
+    before = {shard.name: bytes(shard.data) for shard in policy.export_shards()}
+    (sampled,) = policy.logprobs([[row]])
+    policy.accumulate([[TrainingRow.of(replace(row, sampled=sampled), constant(1.0, row))]], PolicyLoss())
+    assert policy.step(1e-2) > 0
+    after = {shard.name: bytes(shard.data) for shard in policy.export_shards()}
+    assert before.keys() == {name for name, _ in tiny_models.weights(tiny_vision.make())}
+    assert all(after[name] != data for name, data in before.items() if "visual" in name and "norm" not in name)
+    (later,) = policy.logprobs([[row]])
+    assert unpack(later, F32).sum() > unpack(sampled, F32).sum()
