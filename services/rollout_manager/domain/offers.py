@@ -279,7 +279,7 @@ def _percent(part: float) -> str:
 
 HALF_LIFE_S = 3600.0
 """Time after which a preemption counts half: the hazard of an offer changes within hours."""
-PRIOR_HOURS = 2.0
+PRIOR_HOURS = 0.5
 """Hours of one worker that the expected preemptions of the settings count as much as."""
 RETRY_S, LONGEST_RETRY_S = 10.0, 1800.0
 """Time for which an offer is closed after its first failure, and the longest: it doubles with each further one."""
