@@ -176,6 +176,11 @@ def _payee(of: Mapping[str, Any]) -> str:
     return f"{role} {of['kind']}".rstrip()
 
 
+def mix_text(scaling: Mapping[str, Any]) -> str:
+    """Format why autoscaling chose its mix of several pools; empty if there is one, or nothing was chosen."""
+    return (scaling["reason"] or "") if len(scaling["pools"]) > 1 else ""
+
+
 def dollars(value: float | None) -> str:
     """Format an amount as the web page does: to the cent, below a dollar to two significant digits."""
     if value is None:

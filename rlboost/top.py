@@ -23,6 +23,7 @@ from rlboost.job_lines import (
     dollars,
     duration,
     fitted,
+    mix_text,
     remaining,
     unix_s,
     wait_line,
@@ -73,6 +74,8 @@ def _scaling(scaling: Json) -> Iterator[str]:
         error = f", provider: {pool['error']}" if pool["error"] else ""
         of = f"{target} of at most {pool['max_workers']} {pool['kind']}"
         yield f"autoscaling ({scaling['workers']}): {of}{limit}{error}"
+    if reason := mix_text(scaling):
+        yield reason
 
 
 def reserved_only_text(only: Json, spent: float) -> str:

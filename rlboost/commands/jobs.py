@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from datetime import datetime, timedelta
+from datetime import time as time_of
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -77,11 +79,20 @@ def connect_to_follow(state: Path) -> Client:
 
 def cost_of(job_id: str, state: Path) -> Mapping[str, Any]:
     """Return what a job has cost; empty if the manager does not answer."""
+    return _answer(state, lambda client: client.jobs.cost(job_id))
+
+
+def fleet_of(state: Path) -> Mapping[str, Any]:
+    """Return the document of `GET /v1/fleet`; empty if the manager does not answer."""
+    return _answer(state, lambda client: client.fleet())
+
+
+def _answer(state: Path, ask: Callable[[Client], Mapping[str, Any]]) -> Mapping[str, Any]:
     from rlboost.client import ClientError  # noqa: PLC0415 - keeps --help quick
 
     try:
         with connect_to_follow(state) as client:
-            return client.jobs.cost(job_id)
+            return ask(client)
     except (ClientError, ConfigError):
         return {}
 
@@ -174,6 +185,10 @@ def run(
     job_file: JobFileArgument,
     overrides: OverridesArgument = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Show each step; fail if the job fails.")] = False,
+    by: Annotated[
+        str | None,
+        typer.Option("--by", metavar="TIME", help="Deadline, elastic.finish_by: 18:00, or a date and time."),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved job and create nothing.")] = False,
     no_check: NoCheckOption = False,
     state: StateOption = DEFAULT_STATE,
@@ -187,6 +202,8 @@ def run(
     from rlboost.shared.job.file import load  # noqa: PLC0415 - only this command needs it
     from rlboost.shared.job.log import TRACKERS  # noqa: PLC0415 - likewise
 
+    if by is not None:
+        overrides = [*(overrides or []), f"elastic.finish_by='{deadline(by, datetime.now().astimezone()).isoformat()}'"]
     raw = load(str(job_file), overrides)
     if not (dry_run or no_check):
         require_sound(str(job_file), raw, state)
@@ -215,6 +232,29 @@ def run(
         follow_job(created["id"], state, from_step=0, as_json=as_json)
 
 
+def deadline(text: str, now: datetime) -> datetime:
+    """Return the time that `--by` names, in the zone of `now` unless it names one; `18:00` is the next one.
+
+    Raises:
+        ConfigError: it is no time, or it is over.
+
+    """
+    try:
+        given = (
+            datetime.fromisoformat(text) if "-" in text else datetime.combine(now.date(), time_of.fromisoformat(text))
+        )
+    except ValueError as error:
+        raise ConfigError(
+            f"--by {text}: write 18:00, or 2026-12-01T18:00 with a zone such as +01:00 if needed"
+        ) from error
+    given = given if given.tzinfo else given.replace(tzinfo=now.tzinfo)
+    if given <= now and "-" not in text:
+        given += timedelta(days=1)
+    if given <= now:
+        raise ConfigError(f"--by {text}: it is over: give a later time")
+    return given
+
+
 def status(job: JobArgument, state: StateOption = DEFAULT_STATE, as_json: JsonOption = False) -> None:
     """Show a job's state, how long it will take, what it does and waits for, and the metrics of its last step."""
     from rlboost.job_lines import RECENT_STEPS  # noqa: PLC0415 - keeps --help quick
@@ -226,19 +266,33 @@ def status(job: JobArgument, state: StateOption = DEFAULT_STATE, as_json: JsonOp
     if as_json:
         print_json(shown)
         return
-    print_table(shown["id"], ("", ""), _status_rows(shown, recent, cost_of(shown["id"], state), time.time()))
+    fleet = fleet_of(state) if is_running else {}
+    print_table(shown["id"], ("", ""), _status_rows(shown, recent, cost_of(shown["id"], state), fleet, time.time()))
 
 
 def _status_rows(
-    job: dict[str, Any], recent: list[dict[str, Any]], cost: Mapping[str, Any], now: float
+    job: dict[str, Any],
+    recent: list[dict[str, Any]],
+    cost: Mapping[str, Any],
+    fleet: Mapping[str, Any],
+    now: float,
 ) -> list[tuple[str, str]]:
-    from rlboost.job_lines import activity_line, cost_line, moment, remaining  # noqa: PLC0415 - keeps --help quick
+    from rlboost.job_lines import (  # noqa: PLC0415 - keeps --help quick
+        activity_line,
+        cost_line,
+        mix_text,
+        moment,
+        remaining,
+    )
 
     rows = [("state", job["state"]), ("step", f"{job['step']} of {job['steps']}" if job["steps"] else str(job["step"]))]
     if left := remaining(job, recent):
         rows.append(("time", left))
     rows += [(name, moment(job[f"{name}_at"], now)) for name in ("created", "started", "finished") if job[f"{name}_at"]]
     rows += [("cost", spent)] if (spent := cost_line(cost)) else []
+    rows += [("fleet", why)] if fleet and (why := mix_text(fleet["autoscaling"])) else []
+    if job.get("finishes_at"):
+        rows.append(("deadline", f"cannot be met: with all workers within the limits it ends at {job['finishes_at']}"))
     rows += [("error", job["error"])] if job["error"] else []
     rows += [("now", doing)] if (doing := activity_line(job, now)) else []
     rows += [("warning", text) for text in job.get("warnings", ())]

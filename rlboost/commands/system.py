@@ -251,7 +251,7 @@ def scale(
     for pool in autoscaling["pools"]:
         echo(f"  {pool['kind']}: {pool['present']} present, at most {pool['max_workers']}")
         if pool["error"]:
-            echo(f"rlboost: warning: {pool['error']}", err=True)
+            echo(f"rlboost: warning: {pool['kind']}: {pool['error']}", err=True)
 
 
 # --- `rlboost doctor` -------------------------------------------------------------------------------------------------

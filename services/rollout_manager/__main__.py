@@ -57,8 +57,8 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
         stop_trainer=partial(control, action="cancel", token=config.token.get_secret_value()),
     )
     WorldCollector(lambda: manager.leads, lambda: manager.world).register()
-    provider = _provider(config)
-    scaler = FleetScaler(manager, clients_bus, config, provider)
+    providers = _providers(config)
+    scaler = FleetScaler(manager, clients_bus, config, providers)
     credentials = StoreCredentials(manager, config.token.get_secret_value())
     text = TextProcesses()
     routes = partial(add_openai_routes, load_model_files=load_model_files, text=text)
@@ -72,7 +72,7 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
         await supervise(loops | {"scale": scaler.run_decisions, "provider": scaler.run_requests}, stop)
     finally:
         await text.close()
-        if provider is not None:
+        for provider in providers.values():
             await provider.close()
         await leader.close()
         await clients_bus.close()
@@ -93,14 +93,18 @@ async def _check_durability(bus: RedisBus, config: Settings) -> None:
         log.warning("redis_not_durable", reason=text)
 
 
-def _provider(config: Settings) -> FleetProvider | None:
-    match config.provider:
-        case "command":
-            return ShellCommand(config.provider_command)
-        case "kubernetes":
-            return Kubernetes.of_pod(config.kubernetes_namespace)
-        case "none":
-            return None
+def _providers(config: Settings) -> dict[str, FleetProvider]:
+    """Return what starts the workers of each kind."""
+    found: dict[str, FleetProvider] = {}
+    for pool in config.pools:
+        match config.provider_of(pool):
+            case "command":
+                found[pool.kind] = ShellCommand(pool.command or config.provider_command)
+            case "kubernetes":
+                found[pool.kind] = Kubernetes.of_pod(config.kubernetes_namespace)
+            case "none":
+                pass
+    return found
 
 
 async def _worker_users(bus: RedisBus, config: Settings) -> RedisWorkerUsers | None:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import structlog
@@ -14,17 +15,18 @@ from rlboost.services.rollout_manager.domain.allocation import (
     Autoscaler,
     FleetTargets,
     fleet_view,
-    present_workers,
     scale_fleet,
     workers_to_request,
 )
 from rlboost.services.rollout_manager.domain.effects import Effect, Now, Send
+from rlboost.services.rollout_manager.domain.offers import Offer, OfferBook
 from rlboost.services.rollout_manager.domain.world import World
 from rlboost.services.rollout_manager.loop import Manager
 from rlboost.services.rollout_manager.ports import FleetProvider, ProviderFailed
 from rlboost.services.rollout_manager.settings import Settings
-from rlboost.shared.errors import BusUnavailable
+from rlboost.shared.errors import BusUnavailable, ConfigError
 from rlboost.shared.http.access import STORE_CREDENTIAL_LIFE_S, issue_store_credential
+from rlboost.shared.job.fleet import HOUR_S
 from rlboost.shared.messages import StoreCredential
 from rlboost.shared.process.lifecycle import until_stop
 from rlboost.shared.streams import names
@@ -101,19 +103,17 @@ def _send(world: World, credentials: Mapping[str, str]) -> list[Effect]:
 
 # --- scaling ----------------------------------------------------------------------------------------------------------
 #
-# Keeps the number of spot workers at what autoscaling decides, and the fleet's cost below its limit.
+# Keeps the spot workers at the number and the mix that autoscaling decides, and the fleet's cost below its limit.
 #
-# Consumes: the fleet and the jobs of the manager's world, and the operator's number.
-# Produces: targets, by which the manager's next turn drains surplus workers; requests to the provider, which are
-#     repeated every `REPEAT_S`, since the provider's number may be changed by others.
-# Waits for: the next second; in `run_requests`, the provider, which limits its own calls.
+# Consumes: the fleet and the jobs of the manager's world, the operator's number, and the price file as it changes.
+# Produces: targets, by which the manager's next turn drains surplus workers; requests to the providers, which are
+#     repeated every `REPEAT_S`, since a provider's number may be changed by others.
+# Waits for: the next second; in `run_requests`, the providers, each on its own, which limit their own calls.
 # Ends when: the stop is set. A standby decides and requests nothing.
 
 
 CHECK_EVERY_S = 1.0
 REPEAT_S = 60.0
-RETRY_S = 10.0
-"""Time after which a request that failed is repeated."""
 AUTO = "auto"
 _FIELD = "workers"
 
@@ -134,43 +134,58 @@ class FleetScaler:
         manager: whose fleet.
         bus: has the operator's number.
         settings: pools and limits.
-        provider: starts and stops workers; None: something else follows `GET /v1/fleet`.
+        providers: kind -> what starts and stops its workers; something else follows `GET /v1/fleet` for the others.
 
     """
 
-    def __init__(self, manager: Manager, bus: Bus, settings: Settings, provider: FleetProvider | None = None) -> None:
-        self._manager, self._bus, self._settings, self._provider = manager, bus, settings, provider
-        self._autoscaler = self._new_autoscaler()
+    def __init__(
+        self,
+        manager: Manager,
+        bus: Bus,
+        settings: Settings,
+        providers: Mapping[str, FleetProvider] = MappingProxyType({}),
+    ) -> None:
+        self._manager, self._bus, self._settings, self._providers = manager, bus, settings, providers
+        self._autoscaler, self._book = self._new_autoscaler(), OfferBook(settings.pools)
+        self._offers: Sequence[Offer] = self._book.offers(manager.world.fleet, manager.world.fleet.prices, 0.0)
         self._fixed: int | None = None
         self._world: World | None = None
         """The world that the present decisions are about; None while another manager leads."""
         self._requests: dict[str, _Request] = {}
+        self._prices_at: float | None = None
+        """When the price file was written that the world has the prices of; None: unknown."""
 
     @property
     def has_pools(self) -> bool:
         """Return True if there is a kind of worker to start."""
-        return bool(self._autoscaler.pools)
+        return bool(self._book.pools)
 
     def public(self) -> dict[str, Any]:
         """Return the fields of the REST API."""
         fleet = self._manager.world.fleet.workers.values()
         scaler = self._autoscaler
         errors = {kind: request.error or None for kind, request in self._requests.items()}
-        present = present_workers(self._manager.world.fleet, {pool.kind for pool in scaler.pools})
+        pools = zip(self._book.pools, self._offers, strict=True)
         return {
             "workers": AUTO if self._fixed is None else self._fixed,
             "limited_by": scaler.limited_by,
+            "reason": scaler.reason or None,
             "dollars_per_hour": sum(worker.price_per_hour for worker in fleet),
             "max_dollars_per_hour": scaler.max_dollars_per_hour,
             "pools": [
                 {
-                    **pool.model_dump(),
-                    "price_per_hour": self._manager.world.fleet.prices.get(pool.kind, 0.0),
-                    "present": present[pool.kind],
+                    **pool.model_dump(exclude={"command"}),
+                    "price_per_hour": offer.price_per_hour,
+                    "tokens_per_s": self._book.tokens_per_s_of(pool),
+                    "preemptions_per_hour": self._book.preemptions_per_s(pool) * HOUR_S,
+                    "availability": offer.availability,
+                    "dollars_per_million_tokens": self._book.dollars_per_million_tokens(pool, offer),
+                    "present": offer.n_present,
                     "target": scaler.targets.get(pool.kind),
+                    "closed": offer.closed or None,
                     "error": errors.get(pool.kind),
                 }
-                for pool in scaler.pools
+                for pool, offer in pools
             ],
         }
 
@@ -197,44 +212,81 @@ class FleetScaler:
         if world is not self._world:
             text = await self._bus.hash_get(names.FLEET_SCALE, _FIELD)
             self._fixed = int(text) if text and text != AUTO else None
-            self._autoscaler, self._world = self._new_autoscaler(), world
+            self._autoscaler, self._book, self._world = self._new_autoscaler(), OfferBook(self._settings.pools), world
+            self._prices_at = None  # its prices are those of the manager's start
+        self._read_changed_prices()
         scaler = self._autoscaler
         before = dict(scaler.targets)
-        seen = fleet_view(world.jobs, world.fleet, scaler.pools)
+        self._book.observe(world.fleet, {k: r.workers for k, r in self._requests.items() if not r.error}, now.mono)
+        seen = fleet_view(world.jobs, world.fleet, self._book, scaler.limits(), now)
+        self._offers = seen.offers
         scaler.decide(seen, self._fixed, now.mono)
         # A worker that joined by itself, and is kept, is no change.
         before = {kind: max(n, min(seen.present.get(kind, 0), scaler.targets[kind])) for kind, n in before.items()}
         present = tuple(world.fleet.workers)
-        targets = FleetTargets(dict(scaler.targets), before, scaler.max_dollars_per_hour, present)
+        targets = FleetTargets(
+            dict(scaler.targets), before, scaler.max_dollars_per_hour, present, scaler.reason, seen.late
+        )
         for kind, (_, workers) in targets.changes().items():
-            log.info("fleet_scaled", worker_kind=kind, workers=workers, limited_by=scaler.limited_by)
-        self._manager.at_next_turn(lambda world, at: scale_fleet(world.fleet, targets, at))
+            log.info(
+                "fleet_scaled", worker_kind=kind, workers=workers, limited_by=scaler.limited_by, reason=scaler.reason
+            )
+        self._manager.at_next_turn(lambda world, at: scale_fleet(world.jobs, world.fleet, targets, at))
+
+    def _read_changed_prices(self) -> None:
+        """Have the manager's next turn use the price file if it was written since it was read last."""
+        if not self._settings.price_file or (at := self._settings.prices_modified_at) == self._prices_at:
+            return
+        self._prices_at = at
+        try:
+            prices = self._settings.prices
+        except ConfigError as error:
+            log.warning("price_file_unusable", error=str(error), uses="the prices before")
+            return
+        if prices != self._manager.world.fleet.prices:
+            log.info("prices_changed", prices=prices)
+            self._manager.at_next_turn(lambda world, _: world.fleet.set_prices(prices))
 
     async def run_requests(self, stop: asyncio.Event) -> None:
-        """Request workers from the provider until the stop."""
+        """Request workers from the providers until the stop; one that does not answer delays no other."""
+        async with asyncio.TaskGroup() as tasks:
+            for kind in self._providers:
+                tasks.create_task(self._run_requests_of(kind, stop), name=f"provider of {kind}")
+            await stop.wait()
+
+    async def _run_requests_of(self, kind: str, stop: asyncio.Event) -> None:
         while not await until_stop(stop, CHECK_EVERY_S):
-            await self.request_once(time.monotonic())
+            await self._request(kind, time.monotonic())
 
     async def request_once(self, now: float) -> None:
         """Make the requests that are due."""
-        if self._provider is None or self._world is None:
+        for kind in self._providers:
+            await self._request(kind, now)
+
+    async def _request(self, kind: str, now: float) -> None:
+        if self._world is None or kind not in self._autoscaler.targets:
             return
-        fleet = self._world.fleet.workers.values()
-        for kind, target in self._autoscaler.targets.items():
-            last = self._requests.get(kind)
-            present = sum(not worker.reserved and worker.joined.kind == kind for worker in fleet)
-            if last is None and self._fixed is None and target <= present and self._autoscaler.is_settling(now):
-                continue  # machines that are starting would be stopped
-            workers = workers_to_request(target, last.workers if last else None, present)
-            wait_s = RETRY_S if last and last.error else REPEAT_S
-            if last is None or (workers != last.workers and not last.error) or now - last.at >= wait_s:
-                self._requests[kind] = request = _Request(workers, now)
-                try:
-                    await self._provider.scale(kind, workers)
-                except ProviderFailed as error:
-                    request.error = str(error)
-                    log.warning("provider_failed", worker_kind=kind, workers=workers, error=request.error)
+        fleet, target = self._world.fleet.workers.values(), self._autoscaler.targets[kind]
+        last = self._requests.get(kind)
+        present = sum(not worker.reserved and worker.joined.kind == kind for worker in fleet)
+        if last is None and self._fixed is None and target <= present and self._autoscaler.is_settling(now):
+            return  # machines that are starting would be stopped
+        workers = workers_to_request(target, last.workers if last else None, present)
+        record = self._book.records[kind]
+        if last is not None and last.error:
+            is_due = now >= record.retry_at
+        else:
+            is_due = last is None or workers != last.workers or now - last.at >= REPEAT_S
+        if not is_due:
+            return
+        self._requests[kind] = request = _Request(workers, now)
+        try:
+            await self._providers[kind].scale(kind, workers)
+        except ProviderFailed as error:
+            request.error = str(error)
+            record.fail("starts no workers", present, now)
+            log.warning("provider_failed", worker_kind=kind, workers=workers, error=request.error)
 
     def _new_autoscaler(self) -> Autoscaler:
         settings = self._settings
-        return Autoscaler(settings.pools, settings.max_dollars_per_hour, settings.scale_in_delay_s)
+        return Autoscaler(settings.max_dollars_per_hour, settings.scale_in_delay_s, settings.max_share)

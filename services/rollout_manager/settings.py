@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import ClassVar, Literal, Self
 from urllib.parse import urlsplit
@@ -9,7 +10,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from rlboost.services.rollout_manager.domain.allocation import Pool
+from rlboost.services.rollout_manager.domain.offers import Pool, ProviderName
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.prices import read_prices
 from rlboost.shared.settings import ServiceSettings
@@ -61,18 +62,19 @@ class Settings(ServiceSettings):
     serve_limit_s: float = Field(600.0, gt=0, description="time limit of a completion requested over REST")
     pools: list[Pool] = Field(
         [],
-        description="kinds of spot workers that autoscaling may start, preferred first, as JSON, such as "
-        '`[{"kind": "h100", "max_workers": 8, "price_per_hour": 2.5}]`; if empty, there is no autoscaling',
+        description="offers of spot workers that autoscaling may start, preferred first where they cost the same, as "
+        'JSON, such as `[{"kind": "h100", "max_workers": 8, "price_per_hour": 2.5}]`; if empty, there is no '
+        "autoscaling",
     )
     price_file: str = Field(
         "",
         description="file of `rlboost prices`: dollars per hour of workers by kind, for those without a price of their "
-        "own; read at the start",
+        "own; read at the start and whenever it changes",
     )
-    provider: Literal["none", "command", "kubernetes"] = Field(
+    provider: ProviderName = Field(
         "none",
-        description="what starts and stops spot workers: Kubernetes, `RLBOOST_MANAGER_PROVIDER_COMMAND`, or with none "
-        "a program of yours that follows `GET /v1/fleet`",
+        description="what starts and stops the spot workers of pools that name no provider: Kubernetes, "
+        "`RLBOOST_MANAGER_PROVIDER_COMMAND`, or with none a program of yours that follows `GET /v1/fleet`",
     )
     provider_command: str = Field(
         "",
@@ -89,6 +91,9 @@ class Settings(ServiceSettings):
         ge=0,
         description="maximum dollars per hour of all workers together; spot workers beyond it are drained",
     )
+    max_share: float = Field(
+        1.0, gt=0, le=1, description="largest part of the spot workers that may be of one pool, rounded up to a worker"
+    )
     scale_in_delay_s: float = Field(
         300.0, ge=0, description="how long fewer workers must be enough before autoscaling shrinks the fleet"
     )
@@ -99,16 +104,34 @@ class Settings(ServiceSettings):
         """Return dollars per hour of one worker by kind: the price file's, else its pool's.
 
         Raises:
-            ConfigError: the price file cannot be read, or is not one.
+            ConfigError: the price file cannot be read, or is not one; or some pools have a price and some have none.
 
         """
-        of_pools = {pool.kind: pool.price_per_hour for pool in self.pools}
-        if not self.price_file:
-            return of_pools
+        found = {pool.kind: pool.price_per_hour for pool in self.pools if pool.price_per_hour is not None}
+        if self.price_file:
+            try:
+                found |= read_prices(Path(self.price_file)).workers
+            except ConfigError as error:
+                raise ConfigError(f"RLBOOST_MANAGER_PRICE_FILE: {error}") from error
+        missing = [pool.kind for pool in self.pools if pool.kind not in found]
+        if 0 < len(missing) < len(self.pools):
+            raise ConfigError(
+                f"RLBOOST_MANAGER_POOLS: {', '.join(missing)} cannot be compared with the other pools, which have a "
+                "price: set its price_per_hour (0: it is free), or add its kind to RLBOOST_MANAGER_PRICE_FILE"
+            )
+        return found
+
+    @property
+    def prices_modified_at(self) -> float:
+        """Return when the price file was written last, in Unix seconds; 0 without one."""
         try:
-            return of_pools | read_prices(Path(self.price_file)).workers
-        except ConfigError as error:
-            raise ConfigError(f"RLBOOST_MANAGER_PRICE_FILE: {error}") from error
+            return Path(self.price_file).stat().st_mtime if self.price_file else 0.0
+        except OSError:
+            return 0.0
+
+    def provider_of(self, pool: Pool) -> ProviderName:
+        """Return what starts the workers of a pool."""
+        return pool.provider or ("command" if pool.command else self.provider)
 
     @field_validator("advertised_redis_url")
     @classmethod
@@ -124,6 +147,15 @@ class Settings(ServiceSettings):
             raise ValueError(f"several pools are of kind {', '.join(repeated)}: give each pool its own kind")
         if self.provider != "none" and not self.pools:
             raise ValueError(f"provider {self.provider} has no kind of worker to start: set RLBOOST_MANAGER_POOLS")
-        if self.provider == "command" and not self.provider_command:
-            raise ValueError("provider command needs a shell command: set RLBOOST_MANAGER_PROVIDER_COMMAND")
+        unset = [pool.kind for pool in self.pools if self.provider_of(pool) == "command" and not pool.command]
+        if unset and not self.provider_command:
+            raise ValueError(
+                f"provider command needs a shell command for {', '.join(unset)}: set RLBOOST_MANAGER_PROVIDER_COMMAND, "
+                "or command of the pool"
+            )
+        if self.pools and self.max_share * len(self.pools) < 1:
+            raise ValueError(
+                f"RLBOOST_MANAGER_MAX_SHARE of {self.max_share:g} needs {math.ceil(1 / self.max_share)} pools, and "
+                f"there are {len(self.pools)}: add pools, or raise it"
+            )
         return self

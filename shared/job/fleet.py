@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
-from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
+from pydantic import AwareDatetime, BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from rlboost.shared.data.rows import Source
 from rlboost.shared.job.data import DataSpec, Rows
@@ -140,6 +140,10 @@ class RlElasticSpec(VersionsSpec, _FleetSpec):
     in_flight: InFlightPolicy = "recompute"
     """With `max_staleness` above 0: what running samples do when their worker gets new weights. They continue with a
     recomputed KV cache, continue with the cache they have, or finish under the old weights first."""
+    finish_by: AwareDatetime | None = None
+    """Deadline with its time zone, such as `2026-12-01T18:00:00+01:00`: autoscaling starts the cheapest workers that
+    finish the job in time, also those that cost more than they are worth. If none can, `rlboost status` says when the
+    job will end."""
 
 
 class OfflineElasticSpec(VersionsSpec):

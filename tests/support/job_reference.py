@@ -15,7 +15,7 @@ from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import AwareDatetime, BaseModel
 from pydantic.fields import FieldInfo
 
 from rlboost.shared.job import spec as job_spec
@@ -29,7 +29,15 @@ PAGE = ROOT / "docs" / "job-keys.md"
 OTHERS_PAGE = ROOT / "docs" / "coming-from.md"
 BLOCK = "job keys"
 OTHERS_BLOCK = "names"
-_TYPES = {bool: "`true`, `false`", int: "whole number", float: "number", str: "text", tuple: "list", dict: "mapping"}
+_TYPES = {
+    bool: "`true`, `false`",
+    int: "whole number",
+    float: "number",
+    str: "text",
+    tuple: "list",
+    dict: "mapping",
+    AwareDatetime: "time",
+}
 _KINDS: dict[str, type[BaseModel]] = {
     "rl": job_spec.RlJob,
     "sft": job_spec.SftJob,

@@ -117,6 +117,7 @@ class SimWorker:
     uses_drafts: bool = False
     siblings: list[Siblings] = field(default_factory=list)
     """What it was sent for drafts."""
+    kind: str = "sim"
     own_stream: bool = False
     """It reports in its own stream, as a real worker; else it writes where the manager would relay that to."""
 
@@ -131,7 +132,7 @@ class SimWorker:
         joined = WorkerJoined(
             worker=self.id,
             role=self.role,
-            kind="sim",
+            kind=self.kind,
             slots=self.slots,
             host="here",
             pid=1,

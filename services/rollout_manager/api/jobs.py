@@ -160,6 +160,7 @@ async def create_job(
 ) -> JSONResponse:
     """Create a job from a job file as JSON; a repeated `Idempotency-Key` returns the same job."""
     spec = _validated(raw)
+    _check_deadline(spec, settings)
     job_id = f"{spec.name}-{new_token(3)}"
     if idempotency_key:
         created = names.job_created(idempotency_key)
@@ -170,6 +171,21 @@ async def create_job(
         token = settings.token.get_secret_value()
         job = known.record if known else await _create(manager, bus, token, job_id, spec)
     return JSONResponse({"id": job.id, "state": job.state}, 201)
+
+
+def _check_deadline(spec: AnyJob, settings: Settings) -> None:
+    """Refuse a deadline that is over, or that this manager can do nothing for."""
+    finish_by = getattr(spec.elastic, "finish_by", None)
+    if finish_by is None:
+        return
+    if not settings.pools:
+        detail = (
+            "elastic.finish_by needs a manager that can start workers: set RLBOOST_MANAGER_POOLS, start with 'rlboost "
+            "up --autoscale N', or remove it"
+        )
+        raise Problem(409, "No pools", detail)
+    if finish_by.timestamp() <= time.time():
+        raise Problem(422, "Deadline over", f"elastic.finish_by: {finish_by.isoformat()} is over: give a later time")
 
 
 @ROUTES("GET", "/jobs", "read", "jobs")
@@ -294,11 +310,12 @@ async def _number(manager: Manager, bus: Bus) -> int:
 
 
 def _public(manager: Manager, job: Job) -> dict[str, Any]:
-    phase = waiting = None
+    phase = waiting = finishes_at = None
     if not job.ended:
         entry = manager.world.jobs[job.id]
+        finishes_at = entry.progress.finishes_at
         phase = job_phase(entry)
         waiting = redis_wait(manager.turn_began_at, time.time()) or job_wait_status(
             manager.world.jobs, manager.world.fleet, entry
         )
-    return iso_times({**job.public(), "phase": phase, "waiting": waiting})
+    return iso_times({**job.public(), "phase": phase, "waiting": waiting, "finishes_at": finishes_at})

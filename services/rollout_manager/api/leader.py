@@ -137,7 +137,7 @@ def _no_leader(reason: str) -> Problem:
 # --- times ------------------------------------------------------------------------------------------------------------
 
 
-_TIMES = ("created_at", "started_at", "finished_at", "joined_at", "last_heartbeat_at", "since")
+_TIMES = ("created_at", "started_at", "finished_at", "joined_at", "last_heartbeat_at", "since", "finishes_at")
 
 
 def iso_time(unix_s: float, timespec: str = "auto") -> str:

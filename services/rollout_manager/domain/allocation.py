@@ -3,33 +3,32 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
-
-from pydantic import BaseModel, ConfigDict, Field
+from datetime import UTC, datetime
 
 from rlboost.services.rollout_manager.domain.effects import Effect, Now, Send, event
 from rlboost.services.rollout_manager.domain.jobs import FleetCounts, JobEntry, JobProgress, Jobs
-from rlboost.services.rollout_manager.domain.money import Offer, charge_startup, has_budget, paying_workers
+from rlboost.services.rollout_manager.domain.money import charge_startup, has_budget, paying_workers
+from rlboost.services.rollout_manager.domain.offers import (
+    ROUNDING,
+    Limit,
+    Limits,
+    Mix,
+    Offer,
+    OfferBook,
+    choose_mix,
+    explain,
+    is_pooled,
+    present_workers,
+    until_replaced,
+    work_of,
+)
 from rlboost.services.rollout_manager.domain.queue import Queues
 from rlboost.services.rollout_manager.domain.windows import target_workers
 from rlboost.services.rollout_manager.domain.workers import Fleet, Worker
 from rlboost.services.rollout_manager.domain.world import PeriodicDecisions, refusal_of
 from rlboost.shared.messages import Alongside, Resume, Suspend, UseVersion
-
-
-class Pool(BaseModel):
-    """A kind of preemptible worker that a provider can start."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    kind: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """`RLBOOST_WORKER_KIND` of its workers, and the provider's name for it."""
-    max_workers: int = Field(ge=0)
-    price_per_hour: float = Field(0.0, ge=0, allow_inf_nan=False)
-    """Dollars for one worker without a price of its own, unless the price file has its kind."""
-
 
 # --- fair share -------------------------------------------------------------------------------------------------------
 #
@@ -364,31 +363,30 @@ def _track_jobs_below_share(
 #
 # The fleet follows the number of workers worth having, each of them worth its price. It grows at most once per
 # `COOL_DOWN_S`, and shrinks only to the largest number that was desired within the last `scale_in_delay_s` (the
-# stabilization window of Kubernetes' HorizontalPodAutoscaler). A number that the operator sets applies at once. Neither
-# passes a limit of workers or dollars.
+# stabilization window of Kubernetes' HorizontalPodAutoscaler). A number that the operator sets applies at once. Of the
+# offers it takes those with the cheapest tokens: see `offers.choose_mix`. Workers of an offer that it gives up stay
+# until those that replace them are ready. No limit is passed.
 
 
 COOL_DOWN_S = 30.0
 """Shortest time between two increases: what one adds is seen in the next steps only."""
-_ROUNDING = 1e-6
-"""Dollars by which a sum of prices may pass a limit, since floating-point numbers are rounded."""
-Limit = Literal["max_workers", "max_dollars_per_hour"]
 
 
 @dataclass(frozen=True, slots=True)
 class FleetView:
     """What the number of workers depends on."""
 
-    desired: int | None
-    """Number of preemptible workers worth having; None: not known yet, so the fleet keeps its size, at least one."""
+    desired: float | None
+    """Number of mean preemptible workers worth having; None: unknown, so the fleet keeps its size, at least one."""
+    offers: Sequence[Offer]
     present: Mapping[str, int] = field(default_factory=dict)
     """Kind -> preemptible workers that do not drain."""
-    price_per_hour: Mapping[str, float] = field(default_factory=dict)
-    """Kind -> highest price of one worker: that of the price file, or of a worker that is or was in the fleet."""
+    ready: Mapping[str, int] = field(default_factory=dict)
+    """Kind -> those of them that have begun to generate."""
     other_dollars_per_hour: float = 0.0
     """Price of the workers that are in no pool."""
-    paying: Mapping[str, int] = field(default_factory=dict)
-    """Kind -> workers among the desired ones that are worth their price."""
+    late: Mapping[str, float] = field(default_factory=dict)
+    """Job that no mix finishes by its deadline -> when it will end (Unix seconds)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,91 +401,102 @@ class FleetTargets:
     """Limit on the price of all workers together; None: no limit."""
     present: Sequence[str]
     """Ids of the workers that the decision saw; it does not drain those that have joined since."""
+    reason: str = ""
+    """Why the mix changed."""
+    late: Mapping[str, float] = field(default_factory=dict)
+    """See `FleetView`."""
 
     def changes(self) -> dict[str, tuple[int, int]]:
         """Return kind -> the numbers before and now, where they differ."""
         return {kind: (n, self.workers[kind]) for kind, n in self.before.items() if n != self.workers[kind]}
 
 
-def scale_fleet(fleet: Fleet, targets: FleetTargets, now: Now) -> list[Effect]:
-    """Report targets that have changed, and drain the workers beyond them."""
+def scale_fleet(jobs: Jobs, fleet: Fleet, targets: FleetTargets, now: Now) -> list[Effect]:
+    """Report targets that have changed and deadlines that cannot be met, and drain the workers beyond the targets."""
     effects: list[Effect] = [
-        event("fleet_scaled", now, worker_kind=kind, workers=n, before=before)
+        event("fleet_scaled", now, worker_kind=kind, workers=n, before=before, reason=targets.reason)
         for kind, (before, n) in targets.changes().items()
     ]
     workers = fleet.workers
     seen = [workers[worker_id] for worker_id in targets.present if worker_id in workers]
     for worker_id, reason in surplus(seen, targets.workers, targets.max_dollars_per_hour).items():
         effects += fleet.drain(workers[worker_id], now, reason)
+    for job in jobs.active():
+        before, job.progress.finishes_at = job.progress.finishes_at, targets.late.get(job.id)
+        if before is None and job.progress.finishes_at is not None:
+            ends = datetime.fromtimestamp(job.progress.finishes_at, UTC).isoformat(timespec="seconds")
+            effects += [event("deadline_unreachable", now, job.id, finishes_at=ends)]
     return effects
 
 
-def fleet_view(jobs: Jobs, fleet: Fleet, pools: Sequence[Pool]) -> FleetView:
+def fleet_view(jobs: Jobs, fleet: Fleet, book: OfferBook, limits: Limits, now: Now) -> FleetView:
     """Return what the manager's world shows of the fleet. Jobs that are paused or out of budget are not counted.
 
     Other models of a job are served by the workers that it is worth having.
     """
     active = (job for job in jobs.active() if job.record.state == "running" and not job.served_for)
     running = [job for job in active if not job.audit.cost.budget_reached]
-    kinds = {pool.kind for pool in pools}
+    kinds = book.records
+    other = sum(worker.price_per_hour for worker in fleet.workers.values() if not is_pooled(worker, kinds))
+    # A worker that has its own price tells what the next one costs.
     prices = dict(fleet.prices)
-    other = 0.0
-    for worker in fleet.workers.values():
-        if not _is_pooled(worker, kinds):
-            other += worker.price_per_hour
     for worker in (*fleet.workers.values(), *fleet.gone.values()):
         kind = worker.joined.kind
         prices[kind] = max(prices.get(kind, 0.0), worker.price_per_hour)
-    paying = _paying(jobs, fleet, running, pools, prices)
-    desired = target_workers(job.record.window_tuner for job in running) if running else 0
-    # If all workers of all pools pay, the pools limit the fleet, and not the price.
-    if desired is not None and paying.total() < sum(pool.max_workers for pool in pools):
-        desired = min(desired, paying.total())
-    return FleetView(desired, present_workers(fleet, kinds), prices, other, paying)
+    offers = book.offers(fleet, prices, now.mono)
+    paying, late = _paying(jobs, fleet, running, offers, limits, now.wall)
+    desired: float | None = target_workers(job.record.window_tuner for job in running) if running else 0
+    if desired is not None:
+        # If all workers of all pools pay, the pools limit the fleet, and not the price.
+        is_all = paying.total() >= sum(offer.n_workers for offer in offers)
+        desired = max(desired if is_all else 0, work_of(offers, paying))
+    pooled = [w for w in fleet.workers.values() if is_pooled(w, kinds) and w.state not in {"draining", "joining"}]
+    ready = Counter(w.joined.kind for w in pooled if w.version >= 0)
+    return FleetView(desired, offers, present_workers(fleet, kinds), ready, other, late)
 
 
 def _paying(
-    jobs: Jobs, fleet: Fleet, running: Iterable[JobEntry], pools: Iterable[Pool], prices: Mapping[str, float]
-) -> Counter[str]:
-    """Return how many workers of each kind are worth their price; each counts for one job only."""
-    offers = [
-        Offer(pool.kind, pool.max_workers, prices.get(pool.kind, 0.0), fleet.availability_of(pool.kind))
-        for pool in pools
-    ]
+    jobs: Jobs, fleet: Fleet, running: Iterable[JobEntry], offers: Iterable[Offer], limits: Limits, now: float
+) -> tuple[Counter[str], dict[str, float]]:
+    """Return how many workers of each kind are worth their price or meet a deadline, and `FleetView.late`.
+
+    Each worker counts for one job only.
+    """
     found: Counter[str] = Counter()
+    late: dict[str, float] = {}
     for job in running:
         left = [offer._replace(n_workers=offer.n_workers - found[offer.kind]) for offer in offers]
-        found += paying_workers(jobs, fleet, job, left) or Counter()
-    return found
-
-
-def present_workers(fleet: Fleet, kinds: Collection[str]) -> Counter[str]:
-    """Return how many preemptible workers of each kind do not drain."""
-    workers = fleet.workers.values()
-    return Counter(w.joined.kind for w in workers if _is_pooled(w, kinds) and w.state != "draining")
+        if paying := paying_workers(jobs, fleet, job, left, limits, now):
+            found += paying.workers
+            late |= {job.id: paying.finishes_at} if paying.finishes_at is not None else {}
+    return found, late
 
 
 class Autoscaler:
     """Targets over time. Times are of the manager's clock.
 
     Args:
-        pools: the kinds of workers, preferred first.
         max_dollars_per_hour: limit on the price of all workers together; None: no limit.
         scale_in_delay_s: how long fewer workers must be enough before the fleet shrinks.
+        max_share: part of the workers that may be of one pool.
 
     """
 
-    def __init__(self, pools: Sequence[Pool], max_dollars_per_hour: float | None, scale_in_delay_s: float) -> None:
-        self.pools = pools
+    def __init__(self, max_dollars_per_hour: float | None, scale_in_delay_s: float, max_share: float = 1.0) -> None:
         self.targets: dict[str, int] = {}
         """Kind -> workers; empty before the first decision."""
         self.limited_by: Limit | None = None
         """The limit that keeps the fleet from growing, if any."""
+        self.reason = ""
+        """Why the mix is as it is: of its last change."""
         self.max_dollars_per_hour = max_dollars_per_hour
+        self._max_share = max_share
         self._scale_in_delay_s = scale_in_delay_s
+        self._mix: dict[str, int] = {}
+        """The targets without workers that wait for their successors."""
         self._began_at: float | None = None
         self._grew_at = float("-inf")
-        self._desired: deque[tuple[float, int]] = deque()
+        self._desired: deque[tuple[float, float]] = deque()
         """(time, desired number) within the last `scale_in_delay_s`, without numbers that a later one reaches: they
         decrease, and the first one is the largest."""
 
@@ -497,6 +506,11 @@ class Autoscaler:
         Until then an earlier manager or the operator may have started the present workers, and more may be starting.
         """
         return self._began_at is None or now - self._began_at < self._scale_in_delay_s
+
+    def limits(self, other_dollars_per_hour: float = 0.0) -> Limits:
+        """Return what no mix passes, given the price of the workers that are in no pool."""
+        limit = self.max_dollars_per_hour
+        return Limits(float("inf") if limit is None else max(0.0, limit - other_dollars_per_hour), self._max_share)
 
     def decide(self, seen: FleetView, fixed: int | None, now: float) -> None:
         """Set the targets.
@@ -508,56 +522,39 @@ class Autoscaler:
 
         """
         self._began_at = now if self._began_at is None else self._began_at
+        limits, before = self.limits(seen.other_dollars_per_hour), self._mix or seen.present
         if fixed is None:
-            self.targets, self.limited_by = self._within_limits(self._next_total(seen, now), seen, seen.paying)
+            mix = self._next_mix(seen, limits, before, now)
+            self.targets = until_replaced(seen.offers, mix.workers, seen.ready, limits)
         else:
-            self.targets, self.limited_by = self._within_limits(fixed, seen, {})
+            mix = choose_mix(seen.offers, fixed, limits, before, by_count=True)
+            self.targets = dict(mix.workers)
+        self.reason = explain(seen.offers, self._mix, mix.workers, limits) or self.reason
+        self._mix, self.limited_by = mix.workers, mix.limited_by
 
-    def _next_total(self, seen: FleetView, now: float) -> int:
-        """Return the number worth having, or as much of the change toward it as is due."""
-        current = sum(self.targets.values())
+    def _next_mix(self, seen: FleetView, limits: Limits, before: Mapping[str, int], now: float) -> Mix:
+        """Return the mix that does the work worth doing, or as much of the change toward it as is due."""
+        current = work_of(seen.offers, self._mix)
         is_settling = self.is_settling(now)
         if is_settling:  # an earlier manager or the operator started these, for a reason that is not known here
-            current = max(current, sum(seen.present.values()))
-        desired = max(1, current) if seen.desired is None else seen.desired
+            current = max(current, work_of(seen.offers, seen.present))
+        if seen.desired is None and not current:
+            return choose_mix(seen.offers, 1, limits, before, by_count=True)
+        desired = current if seen.desired is None else seen.desired
         while self._desired and self._desired[-1][1] <= desired:
             self._desired.pop()
         self._desired.append((now, desired))
         while now - self._desired[0][0] > self._scale_in_delay_s:
             self._desired.popleft()
+        work = current
         if desired <= current:
-            return current if is_settling else min(self._desired[0][1], current)
-        if now - self._grew_at < COOL_DOWN_S:
-            return current
-        self._grew_at = now
-        return desired
-
-    def _within_limits(
-        self, total: int, seen: FleetView, paying: Mapping[str, int]
-    ) -> tuple[dict[str, int], Limit | None]:
-        """Divide a number of workers among the pools in their order: first those that pay, then the others."""
-        targets, missing = {pool.kind: 0 for pool in self.pools}, total
-        limited_by: Limit = "max_workers"
-        limit = self.max_dollars_per_hour
-        budget = float("inf") if limit is None else limit - seen.other_dollars_per_hour
-        worth_their_price = [(pool, min(paying.get(pool.kind, 0), pool.max_workers)) for pool in self.pools]
-        possible = [(pool, pool.max_workers) for pool in self.pools]
-        for pool, max_workers in worth_their_price + possible:
-            price = seen.price_per_hour.get(pool.kind, 0.0)
-            n_possible = min(missing, max_workers - targets[pool.kind])
-            n = _affordable(n_possible, price, budget)
-            if n < n_possible:
-                limited_by = "max_dollars_per_hour"
-            targets[pool.kind] += n
-            missing, budget = missing - n, budget - price * n
-        return targets, limited_by if missing else None
-
-
-def _affordable(workers: int, price: float, budget: float) -> int:
-    """Return how many of these workers the budget pays for; price and budget are in dollars per hour."""
-    if not price or price * workers <= budget + _ROUNDING:
-        return workers
-    return int(max(0.0, budget + _ROUNDING) / price)
+            work = current if is_settling else min(self._desired[0][1], current)
+        elif now - self._grew_at >= COOL_DOWN_S:
+            work = desired
+        mix = choose_mix(seen.offers, work, limits, before)
+        if sum(mix.workers.values()) > sum(self._mix.values()):
+            self._grew_at = now
+        return mix
 
 
 def surplus(
@@ -571,7 +568,7 @@ def surplus(
     workers = [worker for worker in workers if worker.state != "draining"]
     drained = {}
     for kind, target in targets.items():
-        members = [worker for worker in workers if _is_pooled(worker, {kind})]
+        members = [worker for worker in workers if is_pooled(worker, {kind})]
         members.sort(key=lambda worker: (len(worker.samples), -worker.joined.at))
         for worker in members[: max(0, len(members) - target)]:
             drained[worker.id] = f"scale-in: {target} workers of kind {kind} are enough"
@@ -580,7 +577,7 @@ def surplus(
     remaining = [worker for worker in workers if worker.id not in drained]
     excess = sum(worker.price_per_hour for worker in remaining) - max_dollars_per_hour
     for worker in sorted(remaining, key=lambda worker: -worker.joined.at):
-        if excess > _ROUNDING and worker.price_per_hour and not worker.reserved:
+        if excess > ROUNDING and worker.price_per_hour and not worker.reserved:
             excess -= worker.price_per_hour
             drained[worker.id] = f"the workers cost more than {max_dollars_per_hour:g} dollars per hour"
     return drained
@@ -598,7 +595,3 @@ def workers_to_request(target: int, before: int | None, present: int) -> int:
 
     """
     return max(target, present if before is None else min(before, present))
-
-
-def _is_pooled(worker: Worker, kinds: Collection[str]) -> bool:
-    return not worker.reserved and worker.joined.kind in kinds

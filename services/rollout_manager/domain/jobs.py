@@ -428,6 +428,8 @@ class JobProgress:
     refusal: Refusal | None = None
     """The version that a worker refused last; each worker that is commanded to use it refuses it again."""
 
+    finishes_at: float | None = None
+    """When the job will end (Unix), if no mix of workers within the limits finishes it by its deadline."""
     reported_wait_since: float | None = None
     """When the last wait began (Unix) that was reported to last too long."""
 

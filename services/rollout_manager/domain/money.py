@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from rlboost.services.rollout_manager.domain.effects import Effect, Now, event
 from rlboost.services.rollout_manager.domain.jobs import Audit, Cost, JobEntry, Jobs
+from rlboost.services.rollout_manager.domain.offers import NO_LIMITS, Limits, Offer, cheapest_first
 from rlboost.services.rollout_manager.domain.windows import WindowTuner
 from rlboost.services.rollout_manager.domain.workers import Fleet, Worker
 from rlboost.services.rollout_manager.domain.world import PeriodicDecisions
@@ -22,24 +24,25 @@ from rlboost.shared.job.fleet import HOUR_S
 # on, one more is worth little or nothing.
 
 
-class Offer(NamedTuple):
-    """Preemptible workers of one kind that a provider can start."""
-
-    kind: str
-    n_workers: int
-    price_per_hour: float
-    """Price of one worker in dollars; 0 if unknown."""
-    availability: float
-    """Fraction of its time in which a worker generates: see `Fleet.availability_of`."""
+LEAST_SPEEDUP = 0.01
+"""A worker that shortens a step by less does not help to meet a deadline."""
 
 
-def speedup_of_one_more(tuner: WindowTuner, workers: int, reserved: int) -> float:
-    """Return the relative gain in throughput by one more than `workers`; infinity if none would generate without it."""
-    before_s, after_s = (expected_step_s(tuner, n, reserved) for n in (workers, workers + 1))
-    return before_s / after_s - 1.0
+def speedup_of_one_more(tuner: WindowTuner, workers: float, reserved: int, speed: float = 1.0) -> float:
+    """Return the relative gain in throughput by one more than `workers`; infinity if none would generate without it.
+
+    Args:
+        tuner: what was learned of the job.
+        workers: number of preemptible workers, as mean ones.
+        reserved: number of reserved workers.
+        speed: throughput of the additional worker relative to a mean one.
+
+    """
+    before_s, after_s = (expected_step_s(tuner, n, reserved) for n in (workers, workers + speed))
+    return before_s / after_s - 1.0 if after_s else 0.0
 
 
-def expected_step_s(tuner: WindowTuner, workers: int, reserved: int) -> float:
+def expected_step_s(tuner: WindowTuner, workers: float, reserved: int) -> float:
     """Return how long a step would take with this many preemptible workers; infinity without any worker.
 
     The last step also had costs that no worker shortens: a tail, weight pulls, publishing. Its excess over the model's
@@ -60,48 +63,77 @@ def worth_of_one_more(jobs: Jobs, fleet: Fleet) -> dict[str, Any] | None:
     return max(known, key=lambda worth: worth["tokens_per_hour"]) if known else None
 
 
-def paying_workers(jobs: Jobs, fleet: Fleet, job: JobEntry, offers: Iterable[Offer]) -> Counter[str] | None:
+class Paying(NamedTuple):
+    """Preemptible workers that a job should have."""
+
+    workers: Counter[str]
+    """Kind -> workers."""
+    finishes_at: float | None = None
+    """When the job will end with them (Unix seconds), if that is later than its deadline. Without any worker it waits,
+    and its wait says so."""
+
+
+def paying_workers(
+    jobs: Jobs, fleet: Fleet, job: JobEntry, offers: Sequence[Offer], limits: Limits = NO_LIMITS, now: float = 0.0
+) -> Paying | None:
     """Return how many preemptible workers of each kind to have, each of them worth its price; None while unknown.
 
     With each worker that pays, a token gets cheaper. An offer without a price always pays. So does every offer while
     the training time is unknown, no reserved worker is present, or one has no price and the trainer has none either.
+    A job with a deadline also gets the workers without which it would end too late.
 
     Args:
         jobs: all jobs.
         fleet: has the workers that serve the job.
         job: the job that they generate for.
-        offers: the workers that providers can start, preferred first.
+        offers: the workers that providers can start.
+        limits: what these workers do not pass.
+        now: this moment in Unix seconds.
 
     """
     tuner = job.record.window_tuner
     if tuner.target_workers is None:
         return None
-    target = tuner.target_workers
-    reserved, _ = _serving_workers(jobs, fleet, job)
+    reserved, _ = serving_workers(jobs, fleet, job)
     is_priced = job.progress.trainer_price_per_hour or all(worker.price_per_hour for worker in reserved)
     is_weighed = tuner.train_s and reserved and is_priced
     dollars = _dollars_per_hour(job, reserved)
+    limit_s = _longest_step_s(job, now)
     found: Counter[str] = Counter()
-    for offer in offers:
-        for _ in range(min(offer.n_workers, target - found.total())):
-            if is_weighed:
-                speedup = speedup_of_one_more(tuner, found.total(), len(reserved))
-                if offer.availability * speedup * dollars < offer.price_per_hour:
-                    break
-            found[offer.kind] += 1
-            dollars += offer.price_per_hour
-    return found
+    work, step_s = 0.0, expected_step_s(tuner, 0, len(reserved))
+    for offer in cheapest_first(offers, limits):
+        speedup = speedup_of_one_more(tuner, work, len(reserved), offer.speed)
+        is_weighed_off = is_weighed and offer.availability * speedup * dollars < offer.price_per_hour
+        is_enough = tuner.target_workers - work < 0.5 * offer.speed
+        if (is_enough or is_weighed_off) and (step_s <= limit_s or speedup < LEAST_SPEEDUP):
+            break
+        found[offer.kind] += 1
+        work += offer.speed
+        dollars += offer.price_per_hour
+        step_s = expected_step_s(tuner, work, len(reserved))
+    return Paying(found, now + _steps_left(job) * step_s if limit_s < step_s < math.inf else None)
+
+
+def _steps_left(job: JobEntry) -> int:
+    return max(0, job.record.spec.steps - job.record.step)
+
+
+def _longest_step_s(job: JobEntry, now: float) -> float:
+    """Return how long a step may take for the job to meet its deadline; infinity without one."""
+    finish_by = getattr(job.record.spec.elastic, "finish_by", None)
+    left = _steps_left(job)
+    return (finish_by.timestamp() - now) / left if finish_by is not None and left else math.inf
 
 
 def step_without_spot(jobs: Jobs, fleet: Fleet, job: JobEntry) -> tuple[float, float] | None:
     """Return seconds and dollars of the last measured step with the job's reserved workers alone, None before one."""
-    step_s, (reserved, _) = job.progress.step_without_spot_s, _serving_workers(jobs, fleet, job)
+    step_s, (reserved, _) = job.progress.step_without_spot_s, serving_workers(jobs, fleet, job)
     if step_s is None or not reserved:
         return None
     return step_s, step_s / HOUR_S * _dollars_per_hour(job, reserved)
 
 
-def _serving_workers(jobs: Jobs, fleet: Fleet, job: JobEntry) -> tuple[list[Worker], list[Worker]]:
+def serving_workers(jobs: Jobs, fleet: Fleet, job: JobEntry) -> tuple[list[Worker], list[Worker]]:
     """Return the job's reserved and preemptible workers that neither drain nor yield.
 
     Its reserved workers may serve its other models for a while.
@@ -119,7 +151,7 @@ def _dollars_per_hour(job: JobEntry, workers: Iterable[Worker]) -> float:
 
 def _worth(jobs: Jobs, fleet: Fleet, job: JobEntry) -> dict[str, Any] | None:
     tuner = job.record.window_tuner
-    reserved, preemptible = _serving_workers(jobs, fleet, job)
+    reserved, preemptible = serving_workers(jobs, fleet, job)
     if tuner.target_workers is None or not tuner.train_s or not (reserved or preemptible):
         return None
     speedup = speedup_of_one_more(tuner, len(preemptible), len(reserved))

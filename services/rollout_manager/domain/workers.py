@@ -424,6 +424,14 @@ class Fleet:
             self._incompatible.append(worker)
         return worker
 
+    def set_prices(self, prices: Mapping[str, float]) -> list[Effect]:
+        """Set the price of each kind, and with it that of every worker without a price of its own."""
+        self.prices = prices
+        for worker in (*self.workers.values(), *self.gone.values()):
+            if worker.joined.price_per_hour <= 0:
+                worker.price_per_hour = prices.get(worker.joined.kind, 0.0)
+        return []
+
     def on_heartbeat(self, worker: Worker, heartbeat: WorkerHeartbeat, now: float) -> State | None:
         """Apply a heartbeat; return the previous state if the heartbeat changed it."""
         before = worker.on_heartbeat(heartbeat, now)

@@ -249,12 +249,13 @@ export function fleetText(fleet) {
 }
 
 // What the fleet costs and what autoscaling does; empty without prices and pools.
-function scalingText({ workers, limited_by: limit, dollars_per_hour: price, max_dollars_per_hour: most, pools }) {
+function scalingText({ workers, limited_by: limit, reason, dollars_per_hour: price, max_dollars_per_hour: most, pools }) {
   const cost = price || most !== null ? ` All workers cost ${dollars(price)} per hour${most === null ? "" : ` of at most ${dollars(most)}`}.` : "";
   if (!pools.length) return cost;
   const kinds = pools.map((pool) => `${pool.target ?? "-"} of at most ${pool.max_workers} ${pool.kind}`);
   const errors = pools.filter((pool) => pool.error).map((pool) => ` Provider: ${pool.error}`);
-  return `${cost} Autoscaling (${workers}): ${kinds.join(", ")}${limit ? `; limited by ${limit}` : ""}.${errors.join("")}`;
+  const why = reason && pools.length > 1 ? ` ${reason}.` : "";
+  return `${cost} Autoscaling (${workers}): ${kinds.join(", ")}${limit ? `; limited by ${limit}` : ""}.${why}${errors.join("")}`;
 }
 
 // A conversation's messages as {who, text, calls, note, spans, bar}; `calls` are like `calls add(a=1, b=2)`, and `bar` is

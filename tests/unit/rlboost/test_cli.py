@@ -23,6 +23,7 @@ from rlboost.cli import app
 from rlboost.commands import job_files, jobs, system
 from rlboost.jobs.model_check import DataFindings
 from rlboost.local.state import Config, ProcessRecord, StateDir
+from rlboost.shared.errors import ConfigError
 from tests.support.fake_rest import FakeRest, job, lines, ok, problem
 
 JOB = {
@@ -427,6 +428,35 @@ def test_status_names_workers_that_a_budget_does_not_count(rest: FakeRest) -> No
     assert "max_dollars" not in rlboost("status", "j-1").stdout
 
 
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("18:00", "2026-12-01T18:00:00+01:00"),
+        ("09:30", "2026-12-02T09:30:00+01:00"),  # the next one
+        ("2026-12-03T18:00", "2026-12-03T18:00:00+01:00"),
+        ("2026-12-03 18:00Z", "2026-12-03T18:00:00+00:00"),
+    ],
+)
+def test_deadline_is_read_in_the_local_zone(text: str, found: str) -> None:
+    assert jobs.deadline(text, datetime.fromisoformat("2026-12-01T12:00:00+01:00")).isoformat() == found
+
+
+@pytest.mark.parametrize(("text", "why"), [("tonight", "write 18:00"), ("2020-01-01", "it is over")])
+def test_unusable_deadline_is_refused(text: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        jobs.deadline(text, datetime.now().astimezone())
+
+
+def test_status_says_why_the_fleet_is_as_it_is_and_when_a_late_job_ends(rest: FakeRest) -> None:
+    rest.on("GET /v1/jobs/j-1", ok(job("running", 3, finishes_at="2026-12-01T19:00:00+00:00")))
+    rest.on("GET /v1/jobs/j-1/metrics", ok([]))
+    reason = "2 x L4 in zone b: 31 % cheaper per token than A10G"
+    rest.on("GET /v1/fleet", ok({"autoscaling": {"pools": [{}, {}], "reason": reason}}))
+    shown = " ".join(rlboost("status", "j-1").stdout.split())
+    assert reason in shown
+    assert "with all workers within the limits it ends at 2026-12-01T19:00:00+00:00" in shown
+
+
 def test_scale_sets_the_number_of_workers(rest: FakeRest) -> None:
     pool = {"kind": "h100", "present": 2, "max_workers": 8, "error": "no quota"}
     rest.on("POST /v1/fleet/scale", ok({"workers": 4}))
@@ -436,7 +466,7 @@ def test_scale_sets_the_number_of_workers(rest: FakeRest) -> None:
         posted = [request for request in rest.requests if request.method == "POST"][-1]
         assert json.loads(posted.content) == {"workers": sent}
         assert result.stdout.endswith("  h100: 2 present, at most 8\n")
-        assert result.stderr == "rlboost: warning: no quota\n"
+        assert result.stderr == "rlboost: warning: h100: no quota\n"
     assert "'many' is not a number of workers" in rlboost("scale", "many").stderr
 
 

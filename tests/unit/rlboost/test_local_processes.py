@@ -18,7 +18,7 @@ from rlboost.local.processes import (
     spec_of,
     spot_names,
 )
-from rlboost.services.rollout_manager.domain.allocation import Pool
+from rlboost.services.rollout_manager.domain.offers import Pool
 
 PORTS = {
     "redis": 1,

@@ -27,6 +27,7 @@ from tests.support.fake_rest import FakeRest, job, ok
 SCALING: dict[str, Any] = {
     "workers": "auto",
     "limited_by": None,
+    "reason": None,
     "dollars_per_hour": 0,
     "max_dollars_per_hour": None,
     "pools": [],
@@ -244,6 +245,8 @@ def test_fleet_text_has_target_worth_price_and_autoscaling() -> None:
         "more than 1 spot worker would not shorten the steps; autoscaling (auto): - of at most 8 h100, limited by "
         "max_workers, provider: no quota"
     )
+    mixed = SCALING | {"reason": "3 x L4: 31 % cheaper per token than A10G", "pools": [pool, pool]}
+    assert fleet_text(FLEET | {"autoscaling": mixed}).endswith("; 3 x L4: 31 % cheaper per token than A10G")
     none = {"target_workers": 0, "worth_of_one_more": WORTH | {"tokens_per_hour": 0.2}}
     assert fleet_text(FLEET | none) == (
         "spot workers would not shorten the steps; one more would generate no more tokens per hour"

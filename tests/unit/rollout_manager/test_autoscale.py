@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from datetime import UTC, datetime
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlboost.services.rollout_manager.domain import allocation
 from rlboost.services.rollout_manager.domain.allocation import (
     COOL_DOWN_S,
     Autoscaler,
     FleetView,
-    Pool,
-    fleet_view,
     surplus,
     workers_to_request,
 )
 from rlboost.services.rollout_manager.domain.effects import Now
 from rlboost.services.rollout_manager.domain.jobs import Job
+from rlboost.services.rollout_manager.domain.offers import NO_LIMITS, Offer, OfferBook, Pool
 from rlboost.services.rollout_manager.domain.windows import WindowTuner
 from rlboost.services.rollout_manager.domain.workers import Worker
 from rlboost.services.rollout_manager.domain.world import World
@@ -34,14 +35,15 @@ class Fleet:
     """An autoscaler whose provider starts and stops workers at once."""
 
     def __init__(self, pools: Sequence[Pool] = ONE, limit: float | None = None, **present: int) -> None:
-        self.scaler = Autoscaler(pools, limit, DELAY_S)
+        self.scaler = Autoscaler(limit, DELAY_S)
+        self.offers = [Offer(pool.kind, pool.max_workers, pool.price_per_hour or 0.0) for pool in pools]
         self.present: dict[str, int] = present
         self.now = 0.0
 
-    def at(self, now: float, desired: int | None, fixed: int | None = None, **view: float) -> dict[str, int]:
+    def at(self, now: float, desired: int | None, fixed: int | None = None, other: float = 0.0) -> dict[str, int]:
         self.now = now
-        prices = {pool.kind: pool.price_per_hour for pool in self.scaler.pools}
-        self.scaler.decide(FleetView(desired, self.present, prices, **view), fixed, now)  # type: ignore[arg-type]
+        seen = FleetView(desired, self.offers, self.present, self.present, other)
+        self.scaler.decide(seen, fixed, now)
         self.present = dict(self.scaler.targets)
         return self.scaler.targets
 
@@ -92,7 +94,7 @@ def test_operators_number_applies_at_once_in_both_directions() -> None:
 def test_pools_are_filled_in_their_order_up_to_the_limit_of_dollars() -> None:
     assert Fleet(TWO).at(0.0, 5) == {"cheap": 2, "dear": 3}
     fleet = Fleet(TWO, limit=9.0)
-    assert fleet.at(0.0, 5, other_dollars_per_hour=1.0) == {"cheap": 2, "dear": 2}
+    assert fleet.at(0.0, 5, other=1.0) == {"cheap": 2, "dear": 2}
     assert fleet.scaler.limited_by == "max_dollars_per_hour"
 
 
@@ -113,10 +115,14 @@ def test_targets_never_pass_a_limit(
     kinds = [Pool(kind=f"k{i}", max_workers=n, price_per_hour=price) for i, (n, price) in enumerate(pools)]
     fleet = Fleet(kinds, limit)
     for passed_s, desired, fixed in steps:
-        targets = fleet.at(fleet.now + passed_s, desired, fixed, other_dollars_per_hour=other)
+        targets = fleet.at(fleet.now + passed_s, desired, fixed, other=other)
         assert all(0 <= targets[pool.kind] <= pool.max_workers for pool in kinds)
-        cost = sum(targets[pool.kind] * pool.price_per_hour for pool in kinds)
+        cost = sum(targets[pool.kind] * (pool.price_per_hour or 0.0) for pool in kinds)
         assert cost <= max(0.0, limit - other) + 1e-5
+
+
+def fleet_view(world: World, pools: Sequence[Pool]) -> FleetView:
+    return allocation.fleet_view(world.jobs, world.fleet, OfferBook(pools), NO_LIMITS, Now(0.0, 0.0))
 
 
 # --- what the world shows -----------------------------------------------------------------------------------------
@@ -128,15 +134,15 @@ def test_view_counts_pooled_workers_that_do_not_drain() -> None:
         world.fleet.join(worker_joined(name, kind=kind, price_per_hour=price), 0.0)
     world.fleet.join(worker_joined("r", role="reserved", kind="k", price_per_hour=8.0), 0.0)
     world.fleet.drain(world.fleet.workers["b"], Now(0.0, 0.0), "a test")
-    seen = fleet_view(world.jobs, world.fleet, ONE)
-    assert (seen.present, seen.price_per_hour["k"], seen.other_dollars_per_hour) == ({"k": 1}, 8.0, 12.0)
+    seen = fleet_view(world, ONE)
+    assert (seen.present, seen.offers[0].price_per_hour, seen.other_dollars_per_hour) == ({"k": 1}, 8.0, 12.0)
 
 
 @pytest.mark.parametrize(("own", "price"), [(0.0, 1.0), (2.0, 2.0), (0.5, 1.0)])
 def test_view_prices_a_kind_as_its_most_expensive_worker(own: float, price: float) -> None:
     world = World(2.0, {"k": 1.0})
     world.fleet.join(worker_joined("a", kind="k", price_per_hour=own), 0.0)
-    assert fleet_view(world.jobs, world.fleet, ONE).price_per_hour == {"k": price}
+    assert fleet_view(world, ONE).offers[0].price_per_hour == price
 
 
 @pytest.mark.parametrize(("state", "target", "desired"), [("running", None, None), ("running", 3, 3), ("paused", 3, 0)])
@@ -144,7 +150,7 @@ def test_running_jobs_alone_want_workers(state: str, target: int | None, desired
     world = World(lease_s=2.0)
     job = world.jobs.add(Job("j", 1, job_spec(), created_at=0.0, state=state)).record  # type: ignore[arg-type]
     job.window_tuner.target_workers = target
-    assert fleet_view(world.jobs, world.fleet, ONE).desired == desired
+    assert fleet_view(world, ONE).desired == desired
 
 
 def test_job_whose_budget_is_reached_wants_no_workers() -> None:
@@ -152,7 +158,7 @@ def test_job_whose_budget_is_reached_wants_no_workers() -> None:
     job = world.jobs.add(Job("j", 1, job_spec(), created_at=0.0, state="running")).record
     job.window_tuner.target_workers = 3
     world.jobs["j"].audit.cost.budget_reached = True
-    assert fleet_view(world.jobs, world.fleet, ONE).desired == 0
+    assert fleet_view(world, ONE).desired == 0
 
 
 @pytest.mark.parametrize(("price", "desired"), [(0.1, 6), (4.0, 3), (7.9, 0)])
@@ -162,7 +168,7 @@ def test_no_worker_is_desired_that_is_worth_less_than_its_price(price: float, de
     job.window_tuner = WindowTuner(target_workers=6, work_s=550.0, train_s=100.0, step_s=700.0)
     world.fleet.join(worker_joined("r", role="reserved", kind="own", price_per_hour=8.0), 0.0)
     world.fleet.workers["r"].assigned_version = ("j", 0)
-    assert fleet_view(world.jobs, world.fleet, ONE).desired == desired
+    assert fleet_view(world, ONE).desired == desired
 
 
 def priced_job(world: World, name: str, number: int) -> None:
@@ -186,13 +192,38 @@ def test_jobs_share_the_workers_that_pay(pools: list[tuple[str, int, float]], pa
     priced_job(world, "i", 1)
     priced_job(world, "j", 2)
     kinds = [Pool(kind=kind, max_workers=n) for kind, n, _ in pools]
-    seen = fleet_view(world.jobs, world.fleet, kinds)
-    assert seen.paying == paying
-    scaler = Autoscaler(kinds, None, scale_in_delay_s=0.0)
+    seen = fleet_view(world, kinds)
+    scaler = Autoscaler(None, scale_in_delay_s=0.0)
     scaler.decide(seen, None, 1.0)
     scaler.decide(seen, None, 100.0)
     assert +Counter(scaler.targets) == paying
     assert scaler.limited_by == ("max_workers" if len(pools) == 1 else None)
+
+
+@pytest.mark.parametrize(
+    ("finish_by", "desired", "late"),
+    [
+        (None, 0, None),
+        (52_000.0, 0, None),  # the reserved worker alone takes 100 steps of 510 s
+        (9000.0, 5, None),  # with 4 a step takes 102 s, with 5 it takes 85 s
+        (6000.0, 6, 7286.0),
+    ],
+)
+def test_deadline_gets_the_fewest_workers_that_meet_it(
+    finish_by: float | None, desired: int, late: float | None
+) -> None:
+    """They cost more than they are worth, so that without a deadline there is none."""
+    world = World(2.0, {"k": 100.0})
+    priced_job(world, "j", 1)
+    job = world.jobs["j"].record
+    job.spec = job_spec(steps=100)
+    if finish_by is not None:
+        at = datetime.fromtimestamp(finish_by, UTC)
+        job.spec = job.spec.model_copy(update={"elastic": job.spec.elastic.model_copy(update={"finish_by": at})})
+    job.window_tuner = WindowTuner(target_workers=6, work_s=500.0, train_s=10.0, step_s=510.0)
+    seen = fleet_view(world, [Pool(kind="k", max_workers=6)])
+    assert seen.desired == desired
+    assert seen.late.get("j") == (late and pytest.approx(late, abs=1))
 
 
 # --- which workers leave ------------------------------------------------------------------------------------------

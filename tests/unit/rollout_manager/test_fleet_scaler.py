@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,11 @@ import pytest
 
 from rlboost.services.rollout_manager.__main__ import main
 from rlboost.services.rollout_manager.api.jobs import build
-from rlboost.services.rollout_manager.domain.allocation import Pool
+from rlboost.services.rollout_manager.domain.allocation import COOL_DOWN_S
 from rlboost.services.rollout_manager.domain.effects import Now
-from rlboost.services.rollout_manager.fleet_loops import REPEAT_S, RETRY_S, FleetScaler
+from rlboost.services.rollout_manager.domain.offers import RETRY_S, Pool
+from rlboost.services.rollout_manager.domain.windows import WindowTuner
+from rlboost.services.rollout_manager.fleet_loops import REPEAT_S, FleetScaler
 from rlboost.services.rollout_manager.loop import Manager
 from rlboost.services.rollout_manager.settings import Settings
 from rlboost.shared.errors import ConfigError
@@ -36,16 +40,22 @@ class System:
     """A leading manager on a fake bus, one running job, and workers that appear as the provider is asked for them."""
 
     def __init__(self, *, pools: list[Pool], limit: float | None = None, price_file: str = "") -> None:
-        self.bus, self.cloud, self.at_s = MemoryBus(), FakeProvider({POOL.kind}), 0.0
+        self.bus, self.at_s = MemoryBus(), 0.0
+        self.clouds = {pool.kind: FakeProvider({pool.kind}) for pool in pools}
         limits: dict[str, Any] = {"max_dollars_per_hour": limit, "scale_in_delay_s": DELAY_S}
         settings = Settings(token="t", pools=pools, price_file=price_file, **limits)
         self.manager = Manager(self.bus, lease_s=1e9, redis_limit_s=1.0, prices=settings.prices)
-        self.scaler = FleetScaler(self.manager, self.bus, settings, self.cloud)
+        self.scaler = FleetScaler(self.manager, self.bus, settings, self.clouds)
         transport = httpx.ASGITransport(build(self.manager, self.bus, settings, scaler=self.scaler))
         headers = {"Authorization": "Bearer t"}
         self.http = httpx.AsyncClient(transport=transport, base_url="http://manager/v1", headers=headers)
         self.workers: list[SimWorker] = []
         self.job = ""
+
+    @property
+    def cloud(self) -> FakeProvider:
+        """What starts workers of the first pool."""
+        return next(iter(self.clouds.values()))
 
     async def start(self) -> None:
         assert await self.manager.try_lead()
@@ -65,17 +75,21 @@ class System:
         self.at_s += seconds
         await self.scaler.decide_once(Now(self.at_s, self.at_s))
         await self.scaler.request_once(self.at_s)
-        wanted = self.cloud.requests[-1][1] if self.cloud.requests and not self.cloud.error else 0
-        while len(self.present) < wanted:
-            await self.join()
+        for kind, cloud in self.clouds.items():
+            wanted = cloud.requests[-1][1] if cloud.requests and not cloud.error else 0
+            while len(self.of_kind(kind)) < wanted:
+                await self.join(kind)
         await self.manager.turn()
         for worker in self.workers:
             await worker.execute_commands()
         await self.manager.turn()
 
-    async def join(self) -> None:
-        self.workers.append(SimWorker(self.bus, f"w{len(self.workers)}", lease_s=1e9))
+    async def join(self, kind: str = POOL.kind) -> None:
+        self.workers.append(SimWorker(self.bus, f"w{len(self.workers)}", kind=kind, lease_s=1e9))
         await self.workers[-1].join()
+
+    def of_kind(self, kind: str) -> list[str]:
+        return [worker.id for worker in self.workers if not worker.dismissed and worker.kind == kind]
 
     @property
     def present(self) -> list[str]:
@@ -111,7 +125,9 @@ async def test_fleet_follows_the_number_worth_having(system: System) -> None:
     assert len(system.present) == 1
     assert system.cloud.requests[-1] == ("sim", 1)
     (pool,) = (await system.fleet())["pools"]
-    assert pool == {**POOL.model_dump(), "present": 1, "target": 1, "error": None}
+    known = {"present": 1, "target": 1, "error": None, "closed": None, "availability": 1.0}
+    unknown = {"dollars_per_million_tokens": None}
+    assert pool == {**POOL.model_dump(exclude={"command"}), **known, **unknown}
 
 
 async def test_workers_leave_before_the_provider_stops_any(system: System) -> None:
@@ -134,7 +150,9 @@ async def test_surplus_workers_are_drained_in_the_managers_next_turn(system: Sys
     assert not any(worker.state == "draining" for worker in world.fleet.workers.values())
     await system.manager.turn()
     assert [worker.state for worker in world.fleet.workers.values()].count("draining") == 2
-    assert await system.fleet_events() == [{"worker_kind": "sim", "workers": 1, "before": 3}]
+    assert await system.fleet_events() == [
+        {"worker_kind": "sim", "workers": 1, "before": 3, "reason": "1 x sim: these do the work"}
+    ]
 
 
 async def test_worker_that_joins_after_the_decision_is_kept(system: System) -> None:
@@ -230,6 +248,119 @@ async def test_manager_with_an_unusable_price_file_exits_and_says_what_to_do(
         await main(config, asyncio.Event())
 
 
+ZONES = [Pool(kind="a", gpu="L4", place="zone a"), Pool(kind="b", gpu="L4", place="zone b")]
+
+
+async def zones(tmp_path: Path, prices: str) -> System:
+    (tmp_path / "prices.yaml").write_text(prices, encoding="utf-8")
+    system = System(pools=ZONES, price_file=str(tmp_path / "prices.yaml"))
+    await system.start()
+    system.want(2)
+    await system.pass_s(1)
+    return system
+
+
+async def test_fleet_moves_to_another_zone_when_prices_change(tmp_path: Path) -> None:
+    system = await zones(tmp_path, "workers: {a: 1.0, b: 1.2}")
+    assert (len(system.of_kind("a")), len(system.of_kind("b"))) == (2, 0)
+    (tmp_path / "prices.yaml").write_text("workers: {a: 2.0, b: 1.2}", encoding="utf-8")
+    os.utime(tmp_path / "prices.yaml", (1.0, 1.0))
+    for _ in range(8):
+        await system.pass_s(60)
+    assert (len(system.of_kind("a")), len(system.of_kind("b"))) == (0, 2)
+    why = "2 x L4 in zone b: 40 % cheaper per token than L4 in zone a"
+    assert (await system.fleet())["reason"] == why
+    assert {event["reason"] for event in await system.fleet_events()} == {why}
+    await system.http.aclose()
+
+
+async def test_price_file_that_becomes_unusable_leaves_the_prices_before(tmp_path: Path) -> None:
+    system = await zones(tmp_path, "workers: {a: 1.0, b: 1.2}")
+    for text in ("workers: {a: cheap}", "workers: {a: 3.0}"):
+        (tmp_path / "prices.yaml").write_text(text, encoding="utf-8")
+        os.utime(tmp_path / "prices.yaml", (len(text), len(text)))
+        await system.pass_s(60)
+    assert [pool["price_per_hour"] for pool in (await system.fleet())["pools"]] == [1.0, 1.2]
+    await system.http.aclose()
+
+
+async def test_new_leader_uses_the_price_file_as_it_is_now(tmp_path: Path) -> None:
+    system = await zones(tmp_path, "workers: {a: 1.0, b: 1.2}")
+    (tmp_path / "prices.yaml").write_text("workers: {a: 2.0, b: 1.2}", encoding="utf-8")
+    os.utime(tmp_path / "prices.yaml", (1.0, 1.0))
+    await system.pass_s(1)
+    assert await system.manager.try_lead()
+    for _ in range(2):
+        await system.pass_s(1)
+    assert [pool["price_per_hour"] for pool in (await system.fleet())["pools"]] == [2.0, 1.2]
+    await system.http.aclose()
+
+
+async def test_requests_last_until_the_stop_also_without_providers() -> None:
+    stop = asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        requests = tasks.create_task(System(pools=[]).scaler.run_requests(stop))
+        await asyncio.sleep(0)
+        assert not requests.done()
+        stop.set()
+
+
+async def test_zone_that_fails_is_left_to_others_and_asked_again_later(tmp_path: Path) -> None:
+    system = await zones(tmp_path, "workers: {a: 1.0, b: 1.2}")
+    system.clouds["a"].error = "no quota"
+    system.want(4)
+    for seconds in (COOL_DOWN_S, 1, 1):
+        await system.pass_s(seconds)
+    assert (len(system.of_kind("a")), len(system.of_kind("b"))) == (2, 2)
+    assert (await system.fleet())["reason"] == "2 x L4 in zone b: L4 in zone a starts no workers"
+    system.clouds["a"].error = ""
+    for seconds in (RETRY_S, *[60] * 8):
+        await system.pass_s(seconds)
+    assert (len(system.of_kind("a")), len(system.of_kind("b"))) == (4, 0)
+    await system.http.aclose()
+
+
+async def test_deadline_that_no_mix_meets_is_reported_with_the_earliest_time() -> None:
+    system = System(pools=[POOL])
+    await system.start()
+    world = system.manager.world
+    job = world.jobs[system.job]
+    finish_by = datetime.fromtimestamp(1000.0, UTC)
+    elastic = job.record.spec.elastic.model_copy(update={"finish_by": finish_by})
+    job.record.spec = job.record.spec.model_copy(update={"elastic": elastic, "steps": 100})
+    job.record.window_tuner = WindowTuner(target_workers=2, work_s=550.0, train_s=100.0, step_s=700.0)
+    for _ in range(2):
+        await system.pass_s(1)
+    entries = await system.bus.read({names.job_events(system.job): START})
+    events = [entry.message for entry in entries if isinstance(entry.message, Event)]
+    (found,) = [event.fields for event in events if event.kind == "deadline_unreachable"]
+    shown = (await system.http.get(f"/jobs/{system.job}")).json()["finishes_at"]
+    assert datetime.fromisoformat(found["finishes_at"]).timestamp() == pytest.approx(
+        datetime.fromisoformat(shown).timestamp(), abs=5
+    )
+    assert datetime.fromisoformat(shown) > finish_by
+    await system.http.aclose()
+
+
+@pytest.mark.parametrize(
+    ("pools", "finish_by", "status", "text"),
+    [
+        ([], "2100-01-01T00:00:00Z", 409, "set RLBOOST_MANAGER_POOLS"),
+        ([POOL], "2020-01-01T00:00:00Z", 422, "is over: give a later time"),
+        ([POOL], "2100-01-01T00:00:00", 422, "elastic.finish_by"),
+        ([POOL], "2100-01-01T00:00:00+01:00", 201, ""),
+    ],
+)
+async def test_job_with_a_deadline_that_cannot_work_is_refused(
+    pools: list[Pool], finish_by: str, status: int, text: str
+) -> None:
+    system = System(pools=pools)
+    assert await system.manager.try_lead()
+    answer = await system.http.post("/jobs", json=job_file(elastic={"finish_by": finish_by}))
+    assert (answer.status_code, text in answer.text) == (status, True)
+    await system.http.aclose()
+
+
 async def test_scale_without_pools_says_what_to_set() -> None:
     system = System(pools=[])
     await system.start()
@@ -244,6 +375,9 @@ async def test_scale_without_pools_says_what_to_set() -> None:
     [
         (["--provider", "kubernetes"], "no kind of worker to start: set RLBOOST_MANAGER_POOLS"),
         (["--provider", "command", "--pools", f"[{POOL.model_dump_json()}]"], "set RLBOOST_MANAGER_PROVIDER_COMMAND"),
+        (["--pools", '[{"kind": "a", "provider": "gcp"}]'], "provider"),
+        (["--pools", '[{"kind": "a", "provider": "kubernetes", "command": "true"}]'], "does not use: remove one"),
+        (["--pools", '[{"kind": "a"}, {"kind": "b"}]', "--max-share", "0.4"], "needs 3 pools, and there are 2"),
         (["--pools", '[{"kind": "a b", "max_workers": 1}]'], "kind"),
         (["--pools", f"[{POOL.model_dump_json()}, {POOL.model_dump_json()}]"], "several pools are of kind sim"),
     ],
@@ -251,3 +385,9 @@ async def test_scale_without_pools_says_what_to_set() -> None:
 def test_unusable_autoscaling_settings_are_refused(args: list[str], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         read(Settings, args)
+
+
+def test_pool_without_a_price_among_priced_ones_is_refused_by_name() -> None:
+    pools = [Pool(kind="a"), Pool(kind="free", price_per_hour=0.0), Pool(kind="b", price_per_hour=2.0)]
+    with pytest.raises(ConfigError, match=r"a cannot be compared .* set its price_per_hour \(0: it is free\)"):
+        _ = Settings(token="t", pools=pools).prices

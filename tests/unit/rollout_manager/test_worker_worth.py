@@ -10,13 +10,13 @@ from rlboost.services.rollout_manager.domain.apply_messages import apply_message
 from rlboost.services.rollout_manager.domain.effects import Now
 from rlboost.services.rollout_manager.domain.measurements import MIN_OBSERVATIONS
 from rlboost.services.rollout_manager.domain.money import (
-    Offer,
     expected_step_s,
     paying_workers,
     speedup_of_one_more,
     step_without_spot,
     worth_of_one_more,
 )
+from rlboost.services.rollout_manager.domain.offers import Offer
 from rlboost.services.rollout_manager.domain.stalls import lose_worker
 from rlboost.services.rollout_manager.domain.step_windows import MAX_CREDIT_S
 from rlboost.services.rollout_manager.domain.windows import StepMeter, Window, WindowTuner
@@ -258,7 +258,7 @@ def test_each_paying_worker_makes_tokens_cheaper_and_one_more_does_not(
     tuner = job.record.window_tuner = WindowTuner(target_workers=6, work_s=550.0, train_s=100.0, step_s=700.0)
     accepted = paying_workers(world.jobs, world.fleet, job, [Offer("k", 9, price, share)])
     assert accepted is not None
-    found = accepted["k"]
+    found = accepted.workers["k"]
     worths = [share * speedup_of_one_more(tuner, n, 1) * (8.0 + n * price) for n in range(6)]
     assert all(worth >= price for worth in worths[:found])
     assert found == 6 or worths[found] < price
@@ -270,4 +270,4 @@ def test_workers_are_not_weighed_against_prices_that_are_unknown(own: float, spo
     apply(world, 0.0, *job_running(), worker_joined("own", role="reserved", price_per_hour=own))
     world.fleet.workers["own"].assigned_version = ("j", 0)
     world.jobs["j"].record.window_tuner = WindowTuner(target_workers=6, work_s=550.0, train_s=100.0, step_s=700.0)
-    assert paying_workers(world.jobs, world.fleet, world.jobs["j"], [Offer("k", 9, spot, 1.0)]) == {"k": 6}
+    assert paying_workers(world.jobs, world.fleet, world.jobs["j"], [Offer("k", 9, spot, 1.0)]) == ({"k": 6}, None)

@@ -1,0 +1,426 @@
+"""Offers of spot workers: what the operator lists, what is known of each, and the mix with the cheapest tokens.
+
+An offer is a kind of worker in one place at one price, which a provider can start: a *pool* of the settings. Its
+expected dollars per token are its price, divided by what a worker generates in the part of its paid time in which it
+is ready. They follow from the measured throughput of its GPU, and from its own start-up time and preemptions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from rlboost.services.rollout_manager.domain.workers import Fleet, Worker, availability
+from rlboost.shared.job.fleet import HOUR_S
+
+ROUNDING = 1e-6
+"""Dollars by which a sum of prices may pass a limit, since floating-point numbers are rounded."""
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+ProviderName = Literal["none", "command", "kubernetes"]
+
+
+class Pool(BaseModel):
+    """A kind of preemptible worker that a provider can start."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """`RLBOOST_WORKER_KIND` of its workers, and the provider's name for it."""
+    max_workers: int = Field(4096, ge=0)
+    price_per_hour: float | None = Field(None, ge=0, allow_inf_nan=False)
+    """Dollars for one worker without a price of its own, unless the price file has its kind; 0: it is free."""
+    gpu: str = ""
+    """Its GPU, as it is shown; pools of the same GPU share their measured throughput. If empty, the kind."""
+    place: str = ""
+    """Cloud, region or zone, as it is shown."""
+    provider: ProviderName | None = None
+    """What starts its workers; None: the manager's provider, or `command` if the pool has one."""
+    command: str = ""
+    """Its shell command, in place of the manager's."""
+    tokens_per_s: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Planned throughput of one worker, until one was measured; None: the mean of the measured ones."""
+    preemptions_per_hour: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """Expected preemptions of one worker, which measured ones replace over `PRIOR_HOURS`."""
+    boot_s: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """Seconds from the request of a machine to the start of its worker, which the manager does not see."""
+
+    @model_validator(mode="after")
+    def _command_is_used(self) -> Pool:
+        if self.command and self.provider not in {None, "command"}:
+            raise ValueError(f"pool {self.kind} has a command, which provider {self.provider} does not use: remove one")
+        return self
+
+    @property
+    def label(self) -> str:
+        """Return its GPU and place for people."""
+        return f"{self.gpu or self.kind} in {self.place}" if self.place else self.gpu or self.kind
+
+
+# --- the mix ----------------------------------------------------------------------------------------------------------
+
+KEEP_BELOW = 1.1
+"""A worker is replaced only by one whose tokens cost at least this factor less: prices and measurements fluctuate."""
+Limit = Literal["max_workers", "max_dollars_per_hour", "max_share"]
+
+
+class Offer(NamedTuple):
+    """Preemptible workers of one kind that a provider can start."""
+
+    kind: str
+    n_workers: int
+    price_per_hour: float
+    """Price of one worker in dollars; 0 if it is free or unknown."""
+    availability: float = 1.0
+    """Fraction of its paid time in which a worker generates."""
+    speed: float = 1.0
+    """Throughput of one worker relative to the mean one of the fleet."""
+    label: str = ""
+    closed: str = ""
+    """Why no further workers are expected of it at present; empty: they are."""
+    n_present: int = 0
+    """Workers that a closed offer still has."""
+
+    @property
+    def cost(self) -> float:
+        """Return the expected dollars per hour for the tokens of one mean worker: in proportion to those per token."""
+        return self.price_per_hour / (self.speed * self.availability)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What no mix passes."""
+
+    dollars_per_hour: float = math.inf
+    """Of the workers of all offers together."""
+    max_share: float = 1.0
+    """Part of the workers that may be of one offer, rounded up to a worker."""
+
+    def reached_by(self, offer: Offer, counts: Mapping[str, int], dollars: float) -> Limit | None:
+        """Return what forbids one more worker of an offer; None if nothing does.
+
+        Args:
+            offer: the offer.
+            counts: kind -> workers in the mix so far.
+            dollars: what these cost per hour.
+
+        """
+        n = counts.get(offer.kind, 0)
+        if n >= offer.n_workers:
+            return "max_workers"
+        if offer.price_per_hour and dollars + offer.price_per_hour > self.dollars_per_hour + ROUNDING:
+            return "max_dollars_per_hour"
+        if n + 1 > math.ceil(self.max_share * (sum(counts.values()) + 1) - ROUNDING):
+            return "max_share"
+        return None
+
+
+NO_LIMITS = Limits()
+
+
+def cheapest_first(
+    offers: Sequence[Offer], limits: Limits = NO_LIMITS, before: Mapping[str, int] | None = None
+) -> Iterator[Offer]:
+    """Yield, one worker at a time, the offer with the cheapest tokens that no limit forbids.
+
+    Offers with equal costs keep their order. A worker of the mix before counts as cheaper by `KEEP_BELOW`. A closed
+    offer beyond the workers that it has comes after all others.
+
+    Args:
+        offers: what there is.
+        limits: what the yielded workers together do not pass.
+        before: kind -> workers of the mix that is in use.
+
+    """
+    counts: Counter[str] = Counter()
+    dollars = 0.0
+    before = before or {}
+
+    def order(offer: Offer) -> tuple[bool, float]:
+        n = counts[offer.kind]
+        is_kept = n < before.get(offer.kind, 0)
+        return bool(offer.closed) and n >= offer.n_present, offer.cost / (KEEP_BELOW if is_kept else 1.0)
+
+    while possible := [offer for offer in offers if limits.reached_by(offer, counts, dollars) is None]:
+        best = min(possible, key=order)
+        counts[best.kind] += 1
+        dollars += best.price_per_hour
+        yield best
+
+
+class Mix(NamedTuple):
+    """How many workers of each offer."""
+
+    workers: dict[str, int]
+    limited_by: Limit | None = None
+    """The limit that keeps it from doing all the work; None if it does."""
+
+
+def choose_mix(
+    offers: Sequence[Offer],
+    work: float,
+    limits: Limits = NO_LIMITS,
+    before: Mapping[str, int] | None = None,
+    *,
+    by_count: bool = False,
+) -> Mix:
+    """Return the mix with the cheapest tokens that does the work of a number of mean workers, to the nearest worker.
+
+    Args:
+        offers: what there is.
+        work: number of mean workers, at least 0.
+        limits: what the mix does not pass.
+        before: kind -> workers of the mix that is in use.
+        by_count: `work` is a number of workers, whatever their speeds.
+
+    """
+    counts: Counter[str] = Counter({offer.kind: 0 for offer in offers})
+    missing, before = work, before or {}
+    for offer in cheapest_first(offers, limits, before):
+        # One that is present is removed only if less than a quarter of it is needed: speeds are measured.
+        least = 0.25 if counts[offer.kind] < before.get(offer.kind, 0) else 0.5
+        size = 1.0 if by_count else offer.speed
+        if missing < least * size:
+            return Mix(dict(counts))
+        counts[offer.kind] += 1
+        missing -= size
+    smallest = min((1.0 if by_count else offer.speed for offer in offers), default=math.inf)
+    if missing < 0.5 * smallest:
+        return Mix(dict(counts))
+    dollars = dollars_of(offers, counts)
+    reached = {limits.reached_by(offer, counts, dollars) for offer in offers}
+    order: tuple[Limit, ...] = ("max_dollars_per_hour", "max_share")
+    return Mix(dict(counts), next((limit for limit in order if limit in reached), "max_workers"))
+
+
+def work_of(offers: Iterable[Offer], workers: Mapping[str, int]) -> float:
+    """Return the number of mean workers that do the work of these."""
+    return sum(workers.get(offer.kind, 0) * offer.speed for offer in offers)
+
+
+def dollars_of(offers: Iterable[Offer], workers: Mapping[str, int]) -> float:
+    """Return what these workers cost per hour."""
+    return sum(workers.get(offer.kind, 0) * offer.price_per_hour for offer in offers)
+
+
+def until_replaced(
+    offers: Sequence[Offer], mix: Mapping[str, int], ready: Mapping[str, int], limits: Limits
+) -> dict[str, int]:
+    """Return the mix, with the workers that it replaces as long as their successors are not ready.
+
+    Args:
+        offers: what there is.
+        mix: kind -> workers to have in the end.
+        ready: kind -> workers that are ready and do not drain.
+        limits: those of the mix; replaced workers beyond the limit on dollars are given up at once.
+
+    """
+    held = dict(mix)
+    missing = sum(max(0, mix[offer.kind] - ready.get(offer.kind, 0)) * offer.speed for offer in offers)
+    dollars = dollars_of(offers, mix)
+    for offer in sorted(offers, key=lambda offer: offer.cost):
+        for _ in range(max(0, ready.get(offer.kind, 0) - mix[offer.kind])):
+            if missing < 0.5 * offer.speed or dollars + offer.price_per_hour > limits.dollars_per_hour + ROUNDING:
+                break
+            held[offer.kind] += 1
+            missing -= offer.speed
+            dollars += offer.price_per_hour
+    return held
+
+
+def explain(offers: Sequence[Offer], before: Mapping[str, int], mix: Mapping[str, int], limits: Limits) -> str:
+    """Return one line that says why the mix changed; empty if it did not."""
+    more = [offer for offer in offers if mix.get(offer.kind, 0) > before.get(offer.kind, 0)]
+    fewer = [offer for offer in offers if mix.get(offer.kind, 0) < before.get(offer.kind, 0)]
+    parts = []
+    for offer in more:
+        others = fewer or [other for other in offers if other not in more]
+        rival = min(others, key=lambda other: other.cost, default=None)
+        without = {**mix, offer.kind: mix[offer.kind] - 1}
+        dollars = dollars_of(offers, without)
+        why = _comparison(offer, rival, without, dollars, limits) if rival else "more work to do"
+        parts.append(f"{mix[offer.kind]} x {offer.label}: {why}")
+    if not more:
+        parts = [f"{mix.get(offer.kind, 0)} x {offer.label}: these do the work" for offer in fewer]
+    return "; ".join(parts)
+
+
+def _comparison(offer: Offer, rival: Offer, others: Mapping[str, int], dollars: float, limits: Limits) -> str:
+    """Return why a worker of an offer was added to `others`, which cost `dollars` per hour, and none of its rival."""
+    if offer.cost < rival.cost:
+        return f"{_percent(1 - offer.cost / rival.cost)} cheaper per token than {rival.label}"
+    reached = limits.reached_by(rival, others, dollars)
+    if rival.closed:
+        why = f"{rival.label} {rival.closed}"
+    elif reached == "max_workers":
+        why = f"there are no more than {rival.n_workers} x {rival.label}"
+    elif reached == "max_share":
+        why = f"no more than {_percent(limits.max_share)} of the workers may be {rival.label}"
+    elif reached == "max_dollars_per_hour":
+        why = f"one more {rival.label} would cost more than {limits.dollars_per_hour:.4g} dollars per hour in all"
+    elif offer.cost > rival.cost:
+        why = f"{rival.label} is cheaper per token by less than {_percent(1 - 1 / KEEP_BELOW)}"
+    else:
+        why = f"as cheap per token as {rival.label}, and listed first"
+    return why
+
+
+def _percent(part: float) -> str:
+    return f"{100 * part:.0f} %"
+
+
+# --- what is known of each --------------------------------------------------------------------------------------------
+
+HALF_LIFE_S = 3600.0
+"""Time after which a preemption counts half: the hazard of an offer changes within hours."""
+PRIOR_HOURS = 0.5
+"""Hours of one worker that the expected preemptions of the settings count as much as."""
+RETRY_S, LONGEST_RETRY_S = 10.0, 1800.0
+"""Time for which an offer is closed after its first failure, and the longest: it doubles with each further one."""
+UNFILLED_S = 300.0
+"""Time after a machine's boot within which a worker must have joined: else the place has no capacity at present."""
+
+
+@dataclass(slots=True)
+class Record:
+    """What was seen of one offer. Times are of the manager's clock."""
+
+    worker_s: float = 0.0
+    """Time of its workers, the recent one mostly: see `HALF_LIFE_S`."""
+    preemptions: float = 0.0
+    """Its preemptions in that time."""
+    counted: int = 0
+    """Its preemptions that the fleet has counted so far."""
+    short_since: float | None = None
+    """Since when fewer workers are there than were requested."""
+    failures: int = 0
+    """Failures in a row."""
+    retry_at: float = -math.inf
+    """It is closed until then."""
+    why: str = ""
+    """Why it was closed last."""
+    n_workers: int = 0
+    """Workers that were there when it was closed last."""
+
+    def fail(self, why: str, n_workers: int, now: float, retry_s: float = RETRY_S) -> None:
+        """Close the offer for a while, each time for longer."""
+        self.retry_at = now + min(retry_s * 2.0**self.failures, LONGEST_RETRY_S)
+        self.failures, self.why, self.n_workers, self.short_since = self.failures + 1, why, n_workers, None
+
+    def on_workers(self, n_workers: int, now: float) -> None:
+        """Forget failures once more workers are there, or after a long time."""
+        if self.failures and (n_workers > self.n_workers or now - self.retry_at > LONGEST_RETRY_S):
+            self.failures, self.retry_at = 0, -math.inf
+
+
+@dataclass(slots=True)
+class OfferBook:
+    """What the leader has seen of its offers."""
+
+    pools: Sequence[Pool]
+    records: dict[str, Record] = field(default_factory=dict)
+    """By kind."""
+    tokens_per_s: dict[str, float] = field(default_factory=dict)
+    """GPU -> throughput of one worker as it was measured last."""
+    _observed_at: float | None = None
+
+    def __post_init__(self) -> None:
+        """Start without records."""
+        self.records = {pool.kind: Record() for pool in self.pools}
+
+    def observe(self, fleet: Fleet, requested: Mapping[str, int], now: float) -> None:
+        """Learn from the present fleet.
+
+        Args:
+            fleet: the workers.
+            requested: kind -> workers that the provider was asked for and has accepted.
+            now: the manager's clock.
+
+        """
+        elapsed_s = 0.0 if self._observed_at is None else now - self._observed_at
+        present = present_workers(fleet, self.records)
+        decay = 0.5 ** (elapsed_s / HALF_LIFE_S)
+        for pool in self.pools:
+            record, n, counted = self.records[pool.kind], present[pool.kind], fleet.lifetimes[pool.kind].preemptions
+            record.worker_s = record.worker_s * decay + n * elapsed_s
+            record.preemptions = record.preemptions * decay + counted - record.counted
+            record.counted = counted
+            record.on_workers(n, now)
+            if n >= requested.get(pool.kind, 0):
+                record.short_since = None
+            elif record.short_since is None:
+                record.short_since = now
+            elif now - record.short_since > UNFILLED_S + pool.boot_s:
+                record.fail("has no capacity", n, now, UNFILLED_S)
+        self._observed_at = now
+        gpus = {pool.kind: _gpu(pool) for pool in self.pools}
+        measured: dict[str, list[float]] = {}
+        for worker in fleet.workers.values():
+            if is_pooled(worker, gpus) and (speed := worker.expected_tokens_per_s()):
+                measured.setdefault(gpus[worker.joined.kind], []).append(speed)
+        self.tokens_per_s |= {gpu: sum(speeds) / len(speeds) for gpu, speeds in measured.items()}
+
+    def offers(self, fleet: Fleet, prices: Mapping[str, float], now: float) -> list[Offer]:
+        """Return the offers, in the order of the pools.
+
+        An offer whose throughput is neither measured nor planned counts as a mean worker of the fleet.
+
+        Args:
+            fleet: the workers.
+            prices: kind -> dollars per hour of one worker.
+            now: the manager's clock.
+
+        """
+        known = {pool.kind: self.tokens_per_s_of(pool) for pool in self.pools}
+        running = [speed for worker in fleet.workers.values() if (speed := worker.expected_tokens_per_s())]
+        planned = [speed for speed in known.values() if speed]
+        mean = sum(running or planned) / len(running or planned) if running or planned else 1.0
+        present = present_workers(fleet, self.records)
+        return [
+            Offer(
+                pool.kind,
+                pool.max_workers,
+                prices.get(pool.kind, 0.0),
+                availability(self.preemptions_per_s(pool), pool.boot_s + fleet.lifetimes[pool.kind].startup_s),
+                (known[pool.kind] or mean) / mean,
+                pool.label,
+                self.records[pool.kind].why if now < self.records[pool.kind].retry_at else "",
+                present[pool.kind],
+            )
+            for pool in self.pools
+        ]
+
+    def preemptions_per_s(self, pool: Pool) -> float:
+        """Return the hazard of one worker of a pool."""
+        record, prior_s = self.records[pool.kind], PRIOR_HOURS * HOUR_S
+        return (record.preemptions + pool.preemptions_per_hour * PRIOR_HOURS) / (record.worker_s + prior_s)
+
+    def tokens_per_s_of(self, pool: Pool) -> float | None:
+        """Return the throughput of one worker of a pool: measured, else planned; None if it is unknown."""
+        return self.tokens_per_s.get(_gpu(pool), pool.tokens_per_s)
+
+    def dollars_per_million_tokens(self, pool: Pool, offer: Offer) -> float | None:
+        """Return the expected dollars of a million tokens; None while the throughput is unknown."""
+        tokens_per_s = self.tokens_per_s_of(pool)
+        return 1e6 * offer.price_per_hour / (HOUR_S * tokens_per_s * offer.availability) if tokens_per_s else None
+
+
+def _gpu(pool: Pool) -> str:
+    return pool.gpu or pool.kind
+
+
+def present_workers(fleet: Fleet, kinds: Collection[str]) -> Counter[str]:
+    """Return how many preemptible workers of each kind do not drain."""
+    workers = fleet.workers.values()
+    return Counter(w.joined.kind for w in workers if is_pooled(w, kinds) and w.state != "draining")
+
+
+def is_pooled(worker: Worker, kinds: Collection[str]) -> bool:
+    """Return True if a worker is of one of these kinds, and preemptible."""
+    return not worker.reserved and worker.joined.kind in kinds
