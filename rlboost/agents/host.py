@@ -137,11 +137,11 @@ class Host:
         session = Session(f"{self.url}/v1", given["key"], given["sample"], given["step"], given["is_eval"])
         run = AgentRun(self._agent(given["arguments"]))
         await run.reset(given["row"], 0)
-        raised, reward = f"no reward within {given['timeout_s']:g} s", 0.0
+        raised, reward, cost = f"no reward within {given['timeout_s']:g} s", 0.0, 0.0
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(given["timeout_s"]):
-                reward, raised = await run.run(session)
-        body = {"infrastructure": raised[:MAX_TEXT]} if raised else {"reward": reward}
+                reward, cost, raised = await run.run(session)
+        body = {"infrastructure": raised[:MAX_TEXT]} if raised else {"reward": reward, "cost": cost}
         if raised:
             self.n_failed += 1
             log.warning("agent_failed", sample=given["sample"], detail=raised)

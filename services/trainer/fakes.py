@@ -183,7 +183,7 @@ class FakeEnvironments:
         environment, n_heard = self._held[conversation]
         steps = [await self._call(environment.step, text) for text in texts[n_heard:]]
         self._held[conversation] = environment, len(texts)
-        return [StepResult(step.observation, step.reward, step.done, step.warning) for step in steps]
+        return [StepResult(step.observation, step.reward, step.done, step.warning, step.cost) for step in steps]
 
     async def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         try:

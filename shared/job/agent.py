@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from rlboost.shared.job.environment import Step
 from rlboost.shared.job.sessions import key_of_start
 from rlboost.shared.user_code.errors import describe_error
-from rlboost.shared.user_code.functions import MAX_REWARD, InvalidUserFunction, check_arguments, load
+from rlboost.shared.user_code.functions import MAX_REWARD, InvalidUserFunction, check_arguments, load, split_cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class Session:
 
 
 Agent = Callable[[Session, dict[str, Any]], Any]
-"""`agent(session, row)` returns the reward, or an awaitable of it. It may have a method `rows(split)`, which returns
-its own data rows."""
+"""`agent(session, row)` returns the reward, or `{"score": reward, "cost": cost}`, or an awaitable of it. It may have a
+method `rows(split)`, which returns its own data rows."""
 
 
 def agent_factory(path: str, arguments: Mapping[str, Any]) -> Callable[[], AgentRun]:
@@ -94,15 +94,16 @@ class AgentRun:
     async def step(self, text: str) -> Step:
         """Run the agent to its end."""
         start, given = secrets.token_hex(4), json.loads(text)
-        reward, raised = await self.run(Session(**{**given, "key": key_of_start(given["key"], start)}))
-        return Step(json.dumps(AgentEnd(start, raised)), reward, done=True)
+        reward, cost, raised = await self.run(Session(**{**given, "key": key_of_start(given["key"], start)}))
+        return Step(json.dumps(AgentEnd(start, raised)), reward, done=True, cost=cost)
 
-    async def run(self, session: Session) -> tuple[float, str]:
-        """Run the agent; return its reward, and what it raised, empty if it returned a reward."""
+    async def run(self, session: Session) -> tuple[float, float, str]:
+        """Run the agent; return its reward and cost, and what it raised, empty if it returned a reward."""
         try:
-            return _checked(await self._result(session)), ""
+            reward, cost = split_cost(await self._result(session))
+            return _checked(reward), cost, ""
         except Exception as error:  # noqa: BLE001 - the user's agent may raise anything
-            return 0.0, describe_error(error, self._row)
+            return 0.0, 0.0, describe_error(error, self._row)
 
     async def _result(self, session: Session) -> object:
         call = partial(self._agent, session, self._row)

@@ -206,6 +206,7 @@ class SessionEnded(Message):
     """After a fault: the session that begins in its place, 0 if none does."""
     duration_s: Seconds = 0.0
     """Seconds since the trainer opened it, or, after a restart, opened it again."""
+    cost: Finite = 0.0
 
 
 @message
@@ -219,6 +220,7 @@ class SessionRewarded(Message):
     reason: Literal["", "infrastructure", "timeout", "crashed"] = ""
     """Why it has no reward; empty otherwise."""
     detail: str = ""
+    cost: Finite = 0.0
 
 
 @message
@@ -240,6 +242,7 @@ class TurnAnswered(Message):
     detail: str = ""
     replaced_by: PackedId = 0
     """After a fault: the first turn of the conversation that begins in its place, 0 if none does."""
+    cost: Finite = 0.0
 
 
 @message

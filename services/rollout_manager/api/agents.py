@@ -44,6 +44,7 @@ class RewardBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     reward: float | None = Field(None, ge=-MAX_REWARD, le=MAX_REWARD)
+    cost: float = Field(0.0, ge=0, le=MAX_REWARD, description="of the session, such as dollars; not part of the reward")
     infrastructure: str | None = Field(
         None, min_length=1, max_length=MAX_TEXT, description="why it has none; another session begins in its place"
     )
@@ -87,6 +88,7 @@ async def reward_session(session: str, body: RewardBody, http: Request, offers: 
         session=found.sample,
         start=found.start,
         reward=body.reward or 0.0,
+        cost=body.cost,
         reason="" if body.infrastructure is None else "infrastructure",
         detail=body.infrastructure or "",
     )

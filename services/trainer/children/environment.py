@@ -48,7 +48,7 @@ from rlboost.shared.job.agent import agent_factory
 from rlboost.shared.job.environment import PLAIN_RUNNER, Plain, Step, environment_factory
 from rlboost.shared.model.tool_calls import CallStyle
 from rlboost.shared.user_code.errors import MAX_CHARS, describe_error
-from rlboost.shared.user_code.functions import MAX_REWARD, describe_import_error, has_parameter
+from rlboost.shared.user_code.functions import MAX_REWARD, checked_cost, describe_import_error, has_parameter
 
 _TICK_S = 0.1
 _SIGN_S = 1.0
@@ -468,7 +468,8 @@ def _step_result(step: object) -> list[Any]:
     done: object = step.done
     if isinstance(done, str):
         raise TypeError(f"step returned done={done!r}, which is text: return True or False")
-    return [_checked_message(step.observation, "step"), reward, bool(step.done), str(step.warning)[:MAX_CHARS]]
+    observation, warning = _checked_message(step.observation, "step"), str(step.warning)[:MAX_CHARS]
+    return [observation, reward, bool(step.done), warning, checked_cost(step.cost)]
 
 
 def _check_sendable(answer: dict[str, Any]) -> None:

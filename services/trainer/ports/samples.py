@@ -53,6 +53,7 @@ class StepResult:
     done: bool
     warning: str = ""
     """Shown to the user; empty if there is none."""
+    cost: float = 0.0
 
 
 class Environments(Protocol):
@@ -265,6 +266,9 @@ class Scores:
     """Function name -> its unweighted reward per completion, if there are several; None where it does not apply."""
     models: Mapping[str, str] = field(default_factory=dict)
     """Reward model, as the job file names it -> digest of its weights."""
+    costs: tuple[float, ...] = ()
+    """The cost of each completion, of all functions and of its conversation; empty if there are no rewards, or none has
+    a cost."""
 
 
 class RewardFunction(Protocol):

@@ -215,6 +215,8 @@ class StepIntake:
             length_penalties(outcome.completions, spec.algorithm, spec.sampling.max_tokens),
             planned.row,
             planned.held_out,
+            scores.costs or ((0.0,) * len(scores.rewards) if spec.algorithm.cost_coef else ()),
+            spec.algorithm.cost_coef,
         )
 
     async def _drop(self, group: int, reason: str, detail: str) -> None:

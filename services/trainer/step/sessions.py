@@ -51,6 +51,7 @@ class _End(NamedTuple):
     raised: str
     """What it raised; empty if it has a reward."""
     reward: float
+    cost: float
     reason: str = "raised"
 
 
@@ -195,7 +196,7 @@ class StepSessions:
         try:
             end = await (self._elsewhere(session) if self._spec.remote else self._here(session_id, session))
             if not end.raised:
-                return SessionEnded(session=record.sample, start=end.start, reward=end.reward)
+                return SessionEnded(session=record.sample, start=end.start, reward=end.reward, cost=end.cost)
             if await self._is_at_limit(session_id, end.start):
                 # The model has used up its turns, and its agent could not go on: this is a result, not a fault.
                 return SessionEnded(session=record.sample, start=end.start, over="cut")
@@ -218,7 +219,7 @@ class StepSessions:
         try:
             (result,) = await environments.step(session.id, row, group.seed, [await self._text_of(session_id, session)])
             start, raised = json.loads(str(result.observation))
-            return _End(start, raised, result.reward)
+            return _End(start, raised, result.reward, result.cost)
         finally:
             environments.release(session.id)
 
@@ -233,7 +234,7 @@ class StepSessions:
             del self._ends[session.id]
         if rewarded is None:
             raise EnvironmentFault("released", "its group is complete or dropped")
-        return _End(rewarded.start, rewarded.detail, rewarded.reward, rewarded.reason or "raised")
+        return _End(rewarded.start, rewarded.detail, rewarded.reward, rewarded.cost, rewarded.reason or "raised")
 
     async def _text_of(self, session_id: SessionId, session: Session) -> str:
         session_key = self._job.resources.session_key

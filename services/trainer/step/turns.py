@@ -265,6 +265,7 @@ class StepTurns:
         return conversation.answer(
             observation,
             last.reward,
+            last.cost,
             done=last.done,
             max_tokens=self._job.sampling(self._planned[group_of(conversation.sample)]).max_tokens,
             max_turns=self._ids.of(conversation.sample).max_turns,
