@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from rlboost.shared.job.environment import Step
+from rlboost.shared.job.priced_model import BudgetSpent
 from rlboost.shared.job.sessions import key_of_start
 from rlboost.shared.user_code.errors import describe_error
 from rlboost.shared.user_code.functions import MAX_REWARD, InvalidUserFunction, check_arguments, load, split_cost
@@ -102,6 +103,8 @@ class AgentRun:
         try:
             reward, cost = split_cost(await self._result(session))
             return _checked(reward), cost, ""
+        except BudgetSpent:  # the job fails, not the session
+            raise
         except Exception as error:  # noqa: BLE001 - the user's agent may raise anything
             return 0.0, 0.0, describe_error(error, self._row)
 

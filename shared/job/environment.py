@@ -37,6 +37,10 @@ class Step:
     """Added to the conversation's cost, such as the dollars for a call of another model; not part of the reward."""
 
 
+class ToolUnavailable(Exception):
+    """A tool cannot be called, whatever the model writes: its conversation is lost, and another one begins."""
+
+
 class Environment(Protocol):
     """The environment of one conversation. Both methods may be async.
 

@@ -44,6 +44,7 @@ OUR_FUNCTIONS: Mapping[str, Kind] = {
     "rlboost.rewards.math:score": "reward function",
     "rlboost.examples.countdown.reward:score": "reward function",
     "rlboost.examples.sums.reward:score": "reward function",
+    "rlboost.examples.router.environment:Router": "environment",
     "rlboost.examples.second_try.agent:run": "agent",
     "rlboost.examples.second_try.environment:SecondTry": "environment",
 }

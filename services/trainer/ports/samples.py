@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from rlboost.services.trainer.domain.conversations import Decode
 from rlboost.shared.job.environment import Message
+from rlboost.shared.job.priced_model import Paid, PaidCall
 from rlboost.shared.messages.fields import Span
 from rlboost.shared.model.tool_calls import HERMES, CallStyle
 
@@ -22,7 +23,7 @@ class EnvironmentFault(Exception):
 
         Args:
             reason: `raised`, `timeout`, `crashed`, `unserializable`, `unformattable`, `too_long` or `nondeterministic`;
-                `infrastructure`, of a remote agent;
+                `infrastructure`, of a remote agent; `budget`: that of a priced model is spent;
                 or `released`: the conversation was released before the call started.
             detail: for people.
 
@@ -56,8 +57,21 @@ class StepResult:
     cost: float = 0.0
 
 
+class CallRecord(Protocol):
+    """The job's record of paid calls, by conversation."""
+
+    async def open(self, conversation: int, call: PaidCall) -> Paid | None:
+        """See `PaidCalls.open`; raises `RLBoostError`, too, if nothing can be recorded."""
+
+    async def close(self, conversation: int, call: PaidCall, paid: Paid | None) -> None:
+        """See `PaidCalls.close`."""
+
+
 class Environments(Protocol):
     """The user's environments, one per conversation. Calls return or raise `EnvironmentFault`, and always end."""
+
+    def record_calls(self, record: CallRecord) -> None:
+        """Record the paid calls of all conversations from now on. Call it before the first `step`."""
 
     async def start(self) -> None:
         """Import the environment function.

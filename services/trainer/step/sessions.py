@@ -28,7 +28,7 @@ from rlboost.services.trainer.domain.plan import PlannedGroup
 from rlboost.services.trainer.domain.sessions import Session, SessionCollector
 from rlboost.services.trainer.job.job import Job
 from rlboost.services.trainer.ports.samples import EnvironmentFault
-from rlboost.services.trainer.step.turns import columns_of, report_lost, request_of
+from rlboost.services.trainer.step.turns import check_budget, columns_of, report_lost, request_of
 from rlboost.shared.errors import Fatal, WaitTimedOut
 from rlboost.shared.ids import SampleId, group_of
 from rlboost.shared.job.reward import SPARE_TURNS, AgentSpec
@@ -202,6 +202,7 @@ class StepSessions:
                 return SessionEnded(session=record.sample, start=end.start, over="cut")
             raise EnvironmentFault(end.reason, end.raised)  # noqa: TRY301 - one way to lose a session
         except EnvironmentFault as error:
+            check_budget(error)
             if error.reason == _STOPPED or not self._groups.is_awaited(session):
                 return None
             again = self._groups.reserve_replacement(session.sample) if error.may_pass else None
