@@ -37,7 +37,7 @@ def run(file: str, *overrides: str) -> str:
 
 def win_rates(folder: Path) -> list[float]:
     """Return the win rate of each evaluation of a run against the first one, by the samples of its record."""
-    scores = []
+    scores: list[dict[int, list[float]]] = []
     while (file := folder / samples_path(len(scores))).exists():
         groups = unpack_groups(file.read_bytes())
         evaluated = [group for group in groups if group["group"].startswith("e")]

@@ -78,14 +78,13 @@ async def test_turns_that_are_replayed_after_deaths_pay_nothing_again(models: Mo
     made = await pool("Sums", await site.record(), url=models.url, dies=str(tmp_path / "died"))
     try:
         (first,) = await made.step(FIRST, {}, 0, ["1+2 1+2"])
-        assert (first.observation, first.cost) == ("3 3", pytest.approx(2 * COST))
+        assert first.observation == "3 3"
+        assert first.cost == pytest.approx(2 * COST)
         with pytest.raises(EnvironmentFault, match="its process ended with code 3"):
             await made.step(FIRST, {}, 0, ["1+2 1+2", "30+4 die"])
         results = await made.step(FIRST, {}, 0, ["1+2 1+2", "30+4 die"])
-        assert [(one.observation, one.cost) for one in results] == [
-            ("3 3", pytest.approx(2 * COST)),
-            ("34", pytest.approx(COST)),
-        ]
+        assert [one.observation for one in results] == ["3 3", "34"]
+        assert [one.cost for one in results] == pytest.approx([2 * COST, COST])
     finally:
         await made.close()
     assert (tmp_path / "died").exists()
