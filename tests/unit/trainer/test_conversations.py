@@ -180,7 +180,9 @@ def answer(*turns: SampleFinished, told: list[int], done: bool = False, max_toke
 
 
 def test_conversation_continues_while_turns_and_length_remain() -> None:
-    assert answer(said(GROUP, 0, 5, 2), told=[7, 8]) == told(GROUP, 0, 7, 8, reward=0.5, cost=0.25)
+    assert answer(said(GROUP, 0, 5, 2), told=[7, 8]) == told(GROUP, 0, 7, 8, reward=0.5).model_copy(
+        update={"cost": 0.25}
+    )
 
 
 def test_environment_ends_the_conversation_even_in_a_truncated_turn() -> None:
