@@ -86,7 +86,8 @@ def lines(sample: Sample, width: int) -> Iterator[str]:
     reward, reason = sample["reward"], sample.get("reason")
     scored = f"reward {reward:g}" if reward is not None else f"not scored ({reason or 'unknown'})"
     turns = [_turns(sample)] if "turns" in sample else []
-    facts = [scored, *turns, f"{sample['n_tokens']} tokens", f"finish {sample['finish']}"]
+    cost = [f"cost {sample['cost']:g}"] if sample.get("cost") else []
+    facts = [scored, *cost, *turns, f"{sample['n_tokens']} tokens", f"finish {sample['finish']}"]
     place = f"{sample['set']}, " if sample.get("set") else ""
     place += f"group {_group(sample).rpartition('/')[2]}, sample {str(sample['sample']).rpartition('/')[2]}"
     yield f"--- {place}: {', '.join(facts)}"

@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import inspect
 import itertools
+import math
 import os
 import reprlib
 import site
@@ -146,6 +147,7 @@ OUR_FUNCTIONS: Mapping[str, Kind] = {
     "rlboost.rewards.math:score": "reward function",
     "rlboost.examples.countdown.reward:score": "reward function",
     "rlboost.examples.sums.reward:score": "reward function",
+    "rlboost.examples.router.environment:Router": "environment",
     "rlboost.examples.second_try.agent:run": "agent",
     "rlboost.examples.second_try.environment:SecondTry": "environment",
 }
@@ -333,6 +335,36 @@ TRUTH_COLUMNS = ("ground_truth", "answer", "solution", "label")
 MAX_REWARD = 1e15
 """Largest absolute reward. Beyond about 9e15 a float no longer tells neighboring integers apart; and the square of a
 larger gradient is infinite in float32."""
+
+
+def split_cost(result: Any) -> tuple[Any, float]:
+    """Return the reward and the cost of a result: a reward, or a mapping with a `score` and perhaps a `cost`.
+
+    Raises:
+        ValueError: the mapping has no score, or the cost is not a finite number from 0 to `MAX_REWARD`.
+
+    """
+    if not isinstance(result, Mapping):
+        return result, 0.0
+    if "score" not in result:
+        raise ValueError(f"{describe_value(result)} has no 'score': return it there")
+    return result["score"], checked_cost(result.get("cost"))
+
+
+def checked_cost(cost: Any) -> float:
+    """Return a cost as a float, 0 for None.
+
+    Raises:
+        ValueError: it is not a finite number from 0 to `MAX_REWARD`.
+
+    """
+    try:
+        number = 0.0 if cost is None else math.nan if isinstance(cost, str | bytes) else float(cost)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not 0 <= number <= MAX_REWARD:
+        raise ValueError(f"the cost is {describe_value(cost)}: give a finite number from 0 to {MAX_REWARD:g}")
+    return number
 
 
 class InvalidUserFunction(TypeError):

@@ -25,7 +25,7 @@ from rlboost.agents import Session
 from rlboost.shared.errors import Conflict, Fatal
 from rlboost.shared.http.clients import async_http_client
 from rlboost.shared.http.server_url import MAX_REDIRECTS, redirected_origin
-from rlboost.shared.job.agent import Agent, AgentRun, Rewards, load_agent
+from rlboost.shared.job.agent import NO_REWARDS, Agent, AgentRun, load_agent
 from rlboost.shared.proxies import internal
 from rlboost.shared.secrets import bearer
 
@@ -137,7 +137,7 @@ class Host:
         session = Session(f"{self.url}/v1", given["key"], given["sample"], given["step"], given["is_eval"])
         run = AgentRun(self._agent(given["arguments"]))
         await run.reset(given["row"], 0)
-        raised, returned = f"no reward within {given['timeout_s']:g} s", Rewards(0.0, {})
+        raised, returned = f"no reward within {given['timeout_s']:g} s", NO_REWARDS
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(given["timeout_s"]):
                 returned, raised = await run.run(session)

@@ -28,7 +28,8 @@ from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
 
-from rlboost.environments.tools import Tool, ToolUnavailable
+from rlboost.environments.tools import Tool
+from rlboost.shared.job.environment import ToolUnavailable
 
 PACKAGE = "mcp>=1.24,<3"
 START_LIMIT_S = 60.0

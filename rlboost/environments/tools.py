@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ArgsKwargs
 
-from rlboost.shared.job.environment import Message, Step, run_plain
+from rlboost.shared.job.environment import Message, Step, ToolUnavailable, run_plain
 from rlboost.shared.model.tool_calls import Call, CallStyle, guessed_style, read_calls
 from rlboost.shared.user_code import describe_error
 
@@ -37,10 +37,6 @@ class Tool:
         """Return the tool as a chat template takes it."""
         described = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": described}
-
-
-class ToolUnavailable(Exception):
-    """A tool cannot be called, whatever the model writes: its conversation is lost, and another one begins."""
 
 
 class ToolEnvironment:

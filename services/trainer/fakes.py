@@ -14,7 +14,14 @@ import numpy as np
 from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow
 from rlboost.services.trainer.domain.loss.inputs import LossFn
 from rlboost.services.trainer.ports.engine import Exported, Loaded, Snapshot
-from rlboost.services.trainer.ports.samples import EnvironmentFault, ResetResult, RewardBatch, Scores, StepResult
+from rlboost.services.trainer.ports.samples import (
+    CallRecord,
+    EnvironmentFault,
+    ResetResult,
+    RewardBatch,
+    Scores,
+    StepResult,
+)
 from rlboost.services.trainer.ports.storage import LoggedSample, TrainState
 from rlboost.shared.errors import Conflict, Corrupt, Fatal, NotFound
 from rlboost.shared.job.environment import Environment, Message
@@ -158,6 +165,9 @@ class FakeEnvironments:
     async def start(self) -> None:
         """See `Environments.start`."""
 
+    def record_calls(self, record: CallRecord) -> None:
+        """Record nothing: priced models are called in processes of environments only."""
+
     async def reset(self, row: dict[str, Any], seed: int) -> ResetResult:
         environment = self._make()
         prompt = await self._call(environment.reset, row, seed)
@@ -182,7 +192,7 @@ class FakeEnvironments:
         environment, n_heard = self._held[conversation]
         steps = [await self._call(environment.step, text) for text in texts[n_heard:]]
         self._held[conversation] = environment, len(texts)
-        return [StepResult(step.observation, step.reward, step.done, step.warning) for step in steps]
+        return [StepResult(step.observation, step.reward, step.done, step.warning, step.cost) for step in steps]
 
     async def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         try:

@@ -31,7 +31,7 @@ from rlboost.services.trainer.job.log import StepLog
 from rlboost.services.trainer.job.publishing import VersionPublisher, publish_models, renew_images
 from rlboost.services.trainer.ports.storage import JobResources, TrainState
 from rlboost.services.trainer.step import offline
-from rlboost.services.trainer.step.durable import DurableCurriculum, DurableResampling
+from rlboost.services.trainer.step.durable import DurableCurriculum, DurablePaidCalls, DurableResampling
 from rlboost.services.trainer.step.intake import Intake
 from rlboost.services.trainer.step.judging import Judges
 from rlboost.services.trainer.step.run import StepRun
@@ -215,6 +215,9 @@ class JobRun:
         async with asyncio.TaskGroup() as scoring:
             curriculum = await DurableCurriculum.load(job)
             resampling = await DurableResampling.load(job, curriculum)
+            paid_calls = await DurablePaidCalls.load(job) if job.resources.environments is not None else None
+            if paid_calls is not None and job.resources.environments is not None:
+                job.resources.environments.record_calls(paid_calls)
             restoring = scoring.create_task(versions.restore_periodically(), name="restore-damaged-weights")
             renewing = scoring.create_task(renew_images(job), name="renew-images")
             judges = await Judges.load(job) if spec.judges else None
@@ -229,6 +232,8 @@ class JobRun:
                     await self._run_generating_step(intake, step, save=save, requested_before=step <= requested_until)
                 if resampling is not None:
                     await resampling.trim(checkpoints.covered_step)
+                if paid_calls is not None:
+                    await paid_calls.trim(checkpoints.covered_step)
             if spec.eval is None and checkpoints.is_due(state.step, spec.steps):
                 # A final evaluation takes this checkpoint before it starts.
                 await self._save(intake, spec.steps)

@@ -27,9 +27,17 @@ from pydantic import BaseModel, ConfigDict
 from rlboost.shared.http.access import is_valid_signature, sign
 from rlboost.shared.ids import SampleId
 from rlboost.shared.job.environment import Step
+from rlboost.shared.job.priced_model import BudgetSpent
 from rlboost.shared.messages import Sampling
 from rlboost.shared.streams import names
-from rlboost.shared.user_code import MAX_REWARD, InvalidUserFunction, check_arguments, describe_error, load
+from rlboost.shared.user_code import (
+    MAX_REWARD,
+    InvalidUserFunction,
+    check_arguments,
+    checked_cost,
+    describe_error,
+    load,
+)
 
 SESSION = "session"
 TASK = "task"
@@ -182,11 +190,11 @@ class Session:
 
 MAX_REWARDS = 1024
 """Answers of a session with rewards of their own."""
-_BOTH = '{"reward": 0.5, "rewards": {answer.id: 1.0}}'
+_ALL = '{"reward": 0.5}, which may have "cost" and "rewards": {answer.id: 1.0}'
 
 Agent = Callable[[Session, dict[str, Any]], Any]
-"""`agent(session, row)` returns the reward, `{"reward": 0.5, "rewards": {answer.id: 1.0}}` where single answers have
-rewards of their own, or an awaitable of either. It may have a method `rows(split)`, which returns its own data rows."""
+"""`agent(session, row)` returns the reward, or `{"reward": 0.5}` with `cost` or `rewards` (see `Rewards`), or an
+awaitable of either. It may have a method `rows(split)`, which returns its own data rows."""
 
 
 def agent_factory(path: str, arguments: Mapping[str, Any]) -> Callable[[], AgentRun]:
@@ -241,15 +249,18 @@ class AgentRun:
     async def step(self, text: str) -> Step:
         """Run the agent to its end."""
         start, given = secrets.token_hex(4), json.loads(text)
-        (reward, rewards), raised = await self.run(Session(**{**given, "key": key_of_start(given["key"], start)}))
-        return Step(json.dumps(AgentEnd(start, raised, rewards)), reward, done=True)
+        returned, raised = await self.run(Session(**{**given, "key": key_of_start(given["key"], start)}))
+        end = AgentEnd(start, raised, returned.rewards)
+        return Step(json.dumps(end), returned.reward, done=True, cost=returned.cost)
 
     async def run(self, session: Session) -> tuple[Rewards, str]:
         """Run the agent; return its rewards, and what it raised, empty if it returned them."""
         try:
             return _checked(await self._result(session)), ""
+        except BudgetSpent:  # the job fails, not the session
+            raise
         except Exception as error:  # noqa: BLE001 - the user's agent may raise anything
-            return Rewards(0.0, {}), describe_error(error, self._row)
+            return NO_REWARDS, describe_error(error, self._row)
 
     async def _result(self, session: Session) -> object:
         call = partial(self._agent, session, self._row)
@@ -266,6 +277,11 @@ class Rewards(NamedTuple):
     """Of the session."""
     rewards: Mapping[str, float]
     """Id of an answer -> the reward of what ends with it."""
+    cost: float
+    """Of the session, such as dollars; not part of the reward."""
+
+
+NO_REWARDS = Rewards(0.0, {}, 0.0)
 
 
 class AgentEnd(NamedTuple):
@@ -281,15 +297,16 @@ class AgentEnd(NamedTuple):
 
 def _checked(returned: Any) -> Rewards:
     if not isinstance(returned, Mapping):
-        return Rewards(_number(returned), {})
-    rewards = returned.get("rewards")
-    if returned.keys() != {"reward", "rewards"} or not isinstance(rewards, Mapping):
-        raise TypeError(f"the agent returned {reprlib.repr(returned)}: return its reward, or {_BOTH}")
+        return Rewards(_number(returned), {}, 0.0)
+    rewards = returned.get("rewards", {})
+    if not {"reward"} <= returned.keys() <= {"reward", "rewards", "cost"} or not isinstance(rewards, Mapping):
+        raise TypeError(f"the agent returned {reprlib.repr(returned)}: return its reward, or {_ALL}")
     if len(rewards) > MAX_REWARDS:
         raise ValueError(f"the agent returned rewards of {len(rewards)} answers: at most {MAX_REWARDS} have their own")
     for answer in rewards:
         turn_of_answer(str(answer))
-    return Rewards(_number(returned["reward"]), {str(answer): _number(reward) for answer, reward in rewards.items()})
+    of_answers = {str(answer): _number(reward) for answer, reward in rewards.items()}
+    return Rewards(_number(returned["reward"]), of_answers, checked_cost(returned.get("cost")))
 
 
 def _number(reward: Any) -> float:

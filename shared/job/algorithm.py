@@ -371,6 +371,9 @@ class AlgorithmSpec(Section):
     (`overlong_fraction`)."""
     overlong_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
     """The last fraction of `sampling.max_tokens`, over which the amount of `overlong_penalty` rises from 0."""
+    cost_coef: float = Field(0.0, ge=0, le=1e15)
+    """The trained reward is the reward minus this times the sample's cost, which environments, agents and reward
+    functions name; 0 only logs costs."""
     critic: CriticSpec | None = None
     """The critic, with `advantage: gae`."""
     preference: PreferenceSpec | None = None
@@ -436,6 +439,11 @@ class AlgorithmSpec(Section):
             )
         if self.advantage == "none" and self.teacher is None:
             raise ValueError("teacher: missing, and advantage none learns from nothing else: give teacher.model")
+        if self.advantage == "none" and self.cost_coef:
+            raise ValueError(
+                "cost_coef: advantage none trains on no reward, so on no cost: remove cost_coef, or choose another "
+                "advantage such as group_std"
+            )
         if self.teacher is not None and (other := self._other_than_a_teacher()):
             raise ValueError(
                 f"teacher: not supported with {other}: remove teacher, or choose another advantage such as none (name: "

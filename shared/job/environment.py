@@ -32,6 +32,12 @@ class Step:
     """True ends the conversation."""
     warning: str = ""
     """For the user: a warning among the job's events, once for each first line, five at most."""
+    cost: float = 0.0
+    """Added to the conversation's cost, such as the dollars for a call of another model; not part of the reward."""
+
+
+class ToolUnavailable(Exception):
+    """A tool cannot be called, whatever the model writes: its conversation is lost, and another one begins."""
 
 
 class Environment(Protocol):

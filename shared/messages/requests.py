@@ -217,6 +217,7 @@ class SessionEnded(Message):
     duration_s: Seconds = 0.0
     """Seconds since the trainer opened it, or, after a restart, opened it again."""
     rewards: TurnRewards = ()
+    cost: Finite = 0.0
 
 
 @message
@@ -231,6 +232,7 @@ class SessionRewarded(Message):
     """Why it has no reward; empty otherwise."""
     detail: str = ""
     rewards: TurnRewards = ()
+    cost: Finite = 0.0
 
 
 @message
@@ -252,6 +254,7 @@ class TurnAnswered(Message):
     detail: str = ""
     replaced_by: PackedId = 0
     """After a fault: the first turn of the conversation that begins in its place, 0 if none does."""
+    cost: Finite = 0.0
 
 
 @message

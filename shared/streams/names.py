@@ -108,6 +108,14 @@ def job_resampled(job_id: str) -> str:
     return f"{PREFIX}job:{job_id}:resampled"
 
 
+def job_paid_calls(job_id: str) -> str:
+    """Hash: conversation and digest of a call of a priced model -> its budget, cost and answer (JSON).
+
+    `total:` and a budget -> the cost of the calls whose records are trimmed.
+    """
+    return f"{PREFIX}job:{job_id}:paid.calls"
+
+
 def job_refused(job_id: str) -> str:
     """Hash: weight version that a worker could not load -> why."""
     return f"{PREFIX}job:{job_id}:refused"

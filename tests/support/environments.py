@@ -19,6 +19,7 @@ BAD: dict[str, Any] = {
     "huge": Step(reward=1e300),
     "no-reward": Step(reward=None),  # type: ignore[arg-type]
     "text-reward": Step(reward="1.0"),  # type: ignore[arg-type]
+    "refund": Step(cost=-1.0),
     "text-done": Step(done="False"),  # type: ignore[arg-type]
     "object": Step([{"content": "no role"}]),
     "half a character": Step("\ud800"),

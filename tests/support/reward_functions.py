@@ -160,3 +160,14 @@ def even_words(completions: list[str], **_: Any) -> list[float]:
     """The fraction of a completion's words `tN` whose number is even."""
     numbers = [[int(word[1:]) for word in text.split() if word[1:].isdecimal()] for text in completions]
     return [sum(number % 2 == 0 for number in one) / max(1, len(one)) for one in numbers]
+
+
+def priced(cost: list[Any], completions: list[str], **_: Any) -> list[Any]:
+    """TRL's signature: a cost for the first completion only."""
+    return [{"score": 1.0, "cost": cost[0]}, *[0.5 for _ in completions[1:]]]
+
+
+def priced_like_verl(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]
+) -> dict[str, Any]:
+    return {"score": float(solution_str == ground_truth), "cost": 0.25, "length": "logged"}

@@ -55,6 +55,7 @@ class RewardBody(BaseModel):
     rewards: Annotated[
         dict[Answer, Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)]], Field(max_length=MAX_REWARDS)
     ] = Field({}, description="`id` of an answer: reward of the training row that ends with it, in place of `reward`")
+    cost: float = Field(0.0, ge=0, le=MAX_REWARD, description="of the session, such as dollars; not part of the reward")
     infrastructure: str | None = Field(
         None, min_length=1, max_length=MAX_TEXT, description="why it has none; another session begins in its place"
     )
@@ -100,6 +101,7 @@ async def reward_session(session: str, body: RewardBody, http: Request, offers: 
         session=found.sample,
         start=found.start,
         reward=body.reward or 0.0,
+        cost=body.cost,
         reason="" if body.infrastructure is None else "infrastructure",
         detail=body.infrastructure or "",
         rewards=tuple((turn_of_answer(answer), reward) for answer, reward in body.rewards.items()),

@@ -48,6 +48,7 @@ _JOB_KEYS = (
     names.job_lengths,
     names.job_curriculum,
     names.job_resampled,
+    names.job_paid_calls,
     names.job_profile,
     names.job_offers,
     names.job_metrics,

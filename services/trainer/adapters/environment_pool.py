@@ -26,10 +26,11 @@ from rlboost.services.trainer.adapters.user_code import (
     start_all,
 )
 from rlboost.services.trainer.domain.admission import Admission
-from rlboost.services.trainer.ports.samples import EnvironmentFault, ResetResult, StepResult
+from rlboost.services.trainer.ports.samples import CallRecord, EnvironmentFault, ResetResult, StepResult
 from rlboost.shared.data.messages import TEMPLATE_KWARGS, TOOLS, Tools, template_kwargs_of, tools_of
-from rlboost.shared.errors import ConfigError
+from rlboost.shared.errors import ConfigError, RLBoostError
 from rlboost.shared.job.environment import Message
+from rlboost.shared.job.priced_model import BudgetSpent, Paid, PaidCall
 from rlboost.shared.job.reward import AgentSpec, EnvironmentSpec
 from rlboost.shared.model.tool_calls import HERMES, CallStyle
 from rlboost.shared.process.waiting import Waits
@@ -124,6 +125,10 @@ class EnvironmentPool:
     async def start(self) -> None:
         await start_all((host.process for host in self._hosts), self._waits, self._what)
 
+    def record_calls(self, record: CallRecord) -> None:
+        for host in self._hosts:
+            host.record = record
+
     async def reset(self, row: dict[str, Any], seed: int) -> ResetResult:
         host = min(self._hosts, key=lambda host: host.n_calls)
         answer = await host.call(None, row, seed, ())
@@ -193,6 +198,9 @@ class _Host:
         """How often in a row the process ended without an answer."""
         self._is_cancelled = False
         """Whether the process is killed because a caller was cancelled."""
+        self.record: CallRecord | None = None
+        self._recording: set[asyncio.Task[None]] = set()
+        """Open and close paid calls."""
 
     @property
     def n_calls(self) -> int:
@@ -208,6 +216,8 @@ class _Host:
     async def close(self) -> None:
         """Close the environments and stop the process."""
         await self.process.kill(_CLOSE_LIMIT_S)
+        for task in self._recording:
+            task.cancel()
         if self._reader is not None:
             await self._reader
 
@@ -277,6 +287,8 @@ class _Host:
         self.process.send(packed)
 
     def _checked(self, call: _Call, answer: dict[str, Any]) -> dict[str, Any]:
+        if "spent" in answer:
+            raise UserCodeFault("budget", str(answer["spent"]))
         if "raised" in answer:
             raise self.process.raised(answer)
         if "released" in answer:
@@ -318,7 +330,29 @@ class _Host:
         async with asyncio.timeout(half_s):
             return await self.process.receive()
 
+    async def _pay(self, message: dict[str, Any]) -> None:
+        """Open or close a paid call, and reply to its process."""
+        reply: dict[str, Any] = {"paid": message["paid"], "answer": None}
+        try:
+            assert self.record is not None, "set before the first step"
+            conversation, call = message["conversation"], PaidCall(*message["call"])
+            if "is_paid" in message:
+                paid = Paid(message["answer"], message["cost"]) if message["is_paid"] else None
+                await self.record.close(conversation, call, paid)
+            elif (found := await self.record.open(conversation, call)) is not None:
+                reply |= found._asdict()
+        except BudgetSpent as error:
+            reply["spent"] = str(error)
+        except RLBoostError as error:
+            reply["failed"] = f"a paid call cannot be recorded: {error}"
+        self.process.send(self.process.pack(reply))
+
     def _take(self, message: dict[str, Any]) -> None:
+        if "paid" in message:
+            task = asyncio.create_task(self._pay(message), name="paid-call")
+            self._recording.add(task)
+            task.add_done_callback(self._recording.discard)
+            return
         call = self._calls.get(message.get("id", -1))
         if call is None or call.answer.done():
             return

@@ -21,7 +21,7 @@ from rlboost.services.trainer.adapters.user_code import (
     UserProgram,
     start_all,
 )
-from rlboost.services.trainer.domain.rewards import combine
+from rlboost.services.trainer.domain.rewards import combine, total
 from rlboost.services.trainer.ports.samples import RewardBatch, Scores, Verdict
 from rlboost.shared.http.server_url import origin_of
 from rlboost.shared.job.reward import RewardPart, RewardSpec
@@ -103,7 +103,7 @@ class RewardPool:
 
     async def score(self, batch: RewardBatch) -> Scores:
         """See `RewardFunction.score`. The time limit starts when a process takes the group."""
-        answer = await self._call(batch) if self._functions else {"rewards": []}
+        answer = await self._call(batch) if self._functions else {"rewards": [], "costs": []}
         if isinstance(answer, Scores):
             return answer
         return replace(_scores(answer, batch, self._spec.parts), models=self._models)
@@ -183,7 +183,8 @@ def _scores(answer: dict[str, Any], batch: RewardBatch, parts: Sequence[RewardPa
         return Scores(None, "missing", f"{detail}\n{describe_row(_row(batch))}", by_part)
     if problem := _problem(found, len(found)):
         return Scores(None, *problem, by_part)
-    return Scores(found, parts=by_part)
+    costs = tuple(total(of_completion) for of_completion in zip(*answer["costs"], strict=True))
+    return Scores(found, parts=by_part, costs=costs if any(costs) else ())
 
 
 def _without_verdict(verdict: Verdict) -> str:

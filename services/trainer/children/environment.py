@@ -6,6 +6,8 @@ transport. A request is a map:
 
 - `release`: id of a conversation whose environment to discard after its call, which `stop` ends at once; such a request
   has no other key.
+- `paid`: the reply to a message with this number, see below, with an `answer` and its `cost`, None without one, or
+  `spent` or `failed`, which say why there is none.
 - `id`: names the request in its answer. Requests of different conversations are answered in any order.
 - `conversation`: None asks for the start of a conversation, with `row` and `seed`. Otherwise the id of one, with
   `turns`, those that its environment has not processed: each its text without special tokens, with them, and whether
@@ -13,8 +15,10 @@ transport. A request is a map:
   Without an environment for it here, `turns` has all of them, and `row` and `seed` are given, too.
 
 Messages to the trainer are maps, too: an answer, with its `id`; `begun`, when code of a request's environment runs for
-the first time; and an empty one every second. `restart` in one asks for the end of this process, because code in it
-cannot be stopped; with `unknown`, it is not known which request's.
+the first time; and an empty one every second. With `paid`, a number, it opens a `call` of a priced model in a
+`conversation`; with `is_paid` it closes the call, by `answer` and `cost` if it was paid (`shared.job.priced_model`).
+`restart` in one asks for the end of this process, because code in it cannot be stopped; with `unknown`, it is not known
+which request's.
 
 Async code runs on one event loop, in a thread of its own. Other code runs in `environment.threads` threads, one of them
 the main thread, where modules were imported: signals, and what modules created there, work in it as in any program.
@@ -26,13 +30,16 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import inspect
+import itertools
 import json
 import math
 import os
+import secrets
 import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
@@ -45,9 +52,17 @@ import msgpack
 from rlboost.services.trainer.children.child import Pipe
 from rlboost.services.trainer.children.reward import reward_number
 from rlboost.shared.job.agent import agent_factory
-from rlboost.shared.job.environment import PLAIN_RUNNER, Plain, Step, environment_factory
+from rlboost.shared.job.environment import PLAIN_RUNNER, Plain, Step, ToolUnavailable, environment_factory
+from rlboost.shared.job.priced_model import BudgetSpent, Paid, PaidCall, PricedModel
 from rlboost.shared.model.tool_calls import CallStyle
-from rlboost.shared.user_code import MAX_CHARS, MAX_REWARD, describe_error, describe_import_error, has_parameter
+from rlboost.shared.user_code import (
+    MAX_CHARS,
+    MAX_REWARD,
+    checked_cost,
+    describe_error,
+    describe_import_error,
+    has_parameter,
+)
 
 _TICK_S = 0.1
 _SIGN_S = 1.0
@@ -192,6 +207,10 @@ class Conversation:
     is_released: bool = False
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held by the call that runs."""
+    n_paid: Counter[str] = field(default_factory=Counter)
+    """Request to a priced model -> how often the environment has made it."""
+    cost: float = 0.0
+    """Of the priced calls since a turn began."""
 
 
 @dataclass(eq=False)
@@ -229,6 +248,57 @@ class Call:
 _CALL: ContextVar[Call] = ContextVar("call")
 
 
+class RecordedCalls:
+    """`PaidCalls` that the trainer records with the conversation whose code makes them."""
+
+    def __init__(self, write: Callable[[dict[str, Any]], None]) -> None:
+        """Send messages to the trainer with `write`."""
+        self._write = write
+        # No number of an earlier process: a reply to it may still come.
+        self._numbers = itertools.count(secrets.randbits(48))
+        self._replies: dict[int, asyncio.Future[dict[str, Any]]] = {}
+
+    def key_of(self, request: str) -> str:
+        n_paid = self._conversation().n_paid
+        n_paid[request] += 1
+        return f"{request}.{n_paid[request]}"
+
+    async def open(self, call: PaidCall) -> Paid | None:
+        conversation = self._conversation()
+        reply = await self._ask(conversation, call, {})
+        if reply["answer"] is None:
+            return None
+        conversation.cost += reply["cost"]
+        return Paid(reply["answer"], reply["cost"])
+
+    async def close(self, call: PaidCall, paid: Paid | None) -> None:
+        conversation = self._conversation()
+        await self._ask(conversation, call, (paid or Paid("", 0.0))._asdict() | {"is_paid": paid is not None})
+        conversation.cost += 0.0 if paid is None else paid.cost
+
+    def take(self, reply: dict[str, Any]) -> None:
+        """Pass a reply of the trainer to the code that waits for it."""
+        if (waiting := self._replies.pop(reply["paid"], None)) is not None and not waiting.done():
+            waiting.set_result(reply)
+
+    def _conversation(self) -> Conversation:
+        call = _CALL.get(None)
+        if call is None or call.conversation.key is None:
+            raise RuntimeError("call a PricedModel in step, or in what it calls, as async code, so that it is recorded")
+        return call.conversation
+
+    async def _ask(self, conversation: Conversation, call: PaidCall, end: dict[str, Any]) -> dict[str, Any]:
+        number = next(self._numbers)
+        reply = self._replies[number] = asyncio.get_running_loop().create_future()
+        self._write({"paid": number, "conversation": conversation.key, "call": list(call), **end})
+        found: dict[str, Any] = await reply
+        if found.get("spent"):
+            raise BudgetSpent(found["spent"])
+        if found.get("failed"):
+            raise ToolUnavailable(found["failed"])
+        return found
+
+
 class Host:
     """The environments of this process's conversations."""
 
@@ -246,6 +316,7 @@ class Host:
         self._make = make
         self._threads = threads
         self._lent_threads = LentThreads()
+        self._paid_calls = RecordedCalls(write)
         self._timeout_s = timeout_s
         self._tick_s = min(_TICK_S, timeout_s / 10)
         self._n_ticks = 0
@@ -259,6 +330,7 @@ class Host:
         """Answer the requests that `read` returns, until None; then close all environments."""
         self._loop = asyncio.get_running_loop()
         self._loop.set_default_executor(self._lent_threads)
+        PricedModel.calls = self._paid_calls
         PLAIN_RUNNER.set(lambda code: self._threads.call(_CALL.get(), code))
         _start_thread(self._read, read)
         _start_thread(self._watch)
@@ -283,6 +355,9 @@ class Host:
     def _accept(self, request: dict[str, Any]) -> None:
         if "release" in request:
             self._release(request["release"], stop=request.get("stop", False))
+            return
+        if "paid" in request:
+            self._paid_calls.take(request)
             return
         key = request["conversation"]
         conversation = Conversation(key)
@@ -325,6 +400,8 @@ class Host:
                 raise
             last = {"text": request["turns"][-1][0]} if request["turns"] else {}
             answer = {"raised": describe_error(error, {**conversation.row, **last})}
+            if isinstance(error, BudgetSpent):
+                answer["spent"] = str(error)
             self._forget(conversation)
             await self._close(conversation)
         return answer
@@ -337,7 +414,7 @@ class Host:
         return {"prompt": None if prompt is None else _checked_message(prompt, "reset"), "tools": tools}
 
     async def _begin(self, conversation: Conversation, request: dict[str, Any]) -> Any:
-        conversation.row = request["row"]
+        conversation.row, conversation.n_paid = request["row"], Counter()
         conversation.environment = await self._run(self._make)
         return await self._run(conversation.environment.reset, request["row"], request["seed"])
 
@@ -351,8 +428,9 @@ class Host:
         for text, raw, in_thought in request["turns"]:
             if hasattr(environment, "in_thought"):
                 environment.in_thought = in_thought
-            named = {"text_raw": raw} if pass_raw else {}
-            results.append(_step_result(await self._run(environment.step, text, **named)))
+            named, conversation.cost = {"text_raw": raw} if pass_raw else {}, 0.0
+            step = await self._run(environment.step, text, **named)
+            results.append(_step_result(step, conversation.cost))
         return {"results": results}
 
     async def _close(self, conversation: Conversation) -> dict[str, Any]:
@@ -456,7 +534,7 @@ class Host:
         self.write(report if call is None else {**report, "id": call.id, "timeout": True})
 
 
-def _step_result(step: object) -> list[Any]:
+def _step_result(step: object, paid: float) -> list[Any]:
     if not isinstance(step, Step):
         raise TypeError(f"step returned {type(step).__name__}, not rlboost.environments.Step")
     reward = reward_number(step.reward)
@@ -467,7 +545,8 @@ def _step_result(step: object) -> list[Any]:
     done: object = step.done
     if isinstance(done, str):
         raise TypeError(f"step returned done={done!r}, which is text: return True or False")
-    return [_checked_message(step.observation, "step"), reward, bool(step.done), str(step.warning)[:MAX_CHARS]]
+    observation, warning = _checked_message(step.observation, "step"), str(step.warning)[:MAX_CHARS]
+    return [observation, reward, bool(step.done), warning, checked_cost(step.cost) + paid]
 
 
 def _check_sendable(answer: dict[str, Any]) -> None:

@@ -33,6 +33,7 @@ from rlboost.shared.user_code import (
     has_parameter,
     hidden_argument,
     load,
+    split_cost,
 )
 
 # --- Calls a user's reward function with TRL's or verl's signature, and checks what it returns ------------------------
@@ -57,8 +58,6 @@ class Caller(NamedTuple):
     call: Callable[[dict[str, Any]], Any]
     """A request, whose keys are the fields of `RewardBatch` -> its rewards, one per completion, or an awaitable of
     them."""
-    number: Callable[[Any], float | None]
-    """The function's result for one completion -> a number; None for a missing reward."""
 
 
 def caller(function: Callable[..., Any], part: Mapping[str, Any]) -> Caller:
@@ -75,13 +74,12 @@ def caller(function: Callable[..., Any], part: Mapping[str, Any]) -> Caller:
     style = detect_style(function, part["arguments"], part["style"])
     bound = partial(function, **part["arguments"]) if part["arguments"] else function
     if style == "verl":
-        return Caller(part["name"], part["function"], lambda request: _verl(bound, request), _verl_number)
+        return Caller(part["name"], part["function"], lambda request: _verl(bound, request))
     names = [*TRL_ARGUMENTS, *(name for name in RAW_ARGUMENTS if has_parameter(function, name))]
     return Caller(
         part["name"],
         part["function"],
         lambda request: bound(**{name: request[name] for name in names}, **request["columns"]),
-        reward_number,
     )
 
 
@@ -105,16 +103,11 @@ async def _together(results: list[Awaitable[Any]]) -> list[Any]:
     return await asyncio.gather(*results)
 
 
-def _verl_number(value: Any) -> float | None:
-    if isinstance(value, Mapping):  # it may have further entries for logging
-        if "score" not in value:
-            raise UnusableReward("not_a_number", f"{describe_value(value)} has no 'score': return it there")
-        value = value["score"]
-    return reward_number(value)
+def rewards_of(result: object, call: Caller) -> tuple[list[float | None], list[float]]:
+    """Return the rewards and costs that a function returned for a group; their number is not checked.
 
-
-def rewards_of(result: object, call: Caller) -> list[float | None]:
-    """Return the rewards that a function returned for a group; their number is not checked.
+    Instead of a number, a completion may have a mapping, as in verl: its `score`, perhaps its `cost`, and further
+    entries for logging.
 
     Raises:
         UnusableReward: it returned something else.
@@ -129,7 +122,11 @@ def rewards_of(result: object, call: Caller) -> list[float | None]:
             "not_a_number",
             f"{call.source} returned {_typed(result)}: return a list with a number, or None, per completion",
         )
-    return [call.number(value) for value in result]
+    try:
+        split = [split_cost(value) for value in result]
+    except ValueError as error:
+        raise UnusableReward("not_a_number", str(error)) from error
+    return [reward_number(value) for value, _ in split], [cost for _, cost in split]
 
 
 def reward_number(value: object) -> float | None:
@@ -166,7 +163,7 @@ def rows_of(columns: Mapping[str, list[Any]], n: int) -> list[dict[str, Any]]:
 # --- A reward function served over HTTP: one POST per group -----------------------------------------------------------
 # The request is JSON, `{"rows": [{"prompt", "completion", "completion_ids", "completion_raw", "solution", "columns":
 # {...}}, ...]}`, one row per completion. Only `completion_raw` has special tokens; `solution` is the text that the
-# model generated. The answer is `{"rewards": [...]}`, a number or null per row.
+# model generated. The answer is `{"rewards": [...]}`, per row a number or null, or `{"score": ..., "cost": ...}`.
 
 
 _BUSY = {429, 502, 503, 504}
@@ -198,9 +195,7 @@ def remote(part: Mapping[str, Any]) -> Caller:
     client = http_client(external, headers={"authorization": bearer(REWARD_TOKEN, token)} if token else {})
     traced = {} if part["gets_token"] else {"trace": partial(_check_connection, part["url"])}
     post = partial(client.post, part["url"], extensions=traced)
-    return Caller(
-        part["name"], part["url"], lambda request: _ask(post, part["url"], request, part["timeout_s"]), reward_number
-    )
+    return Caller(part["name"], part["url"], lambda request: _ask(post, part["url"], request, part["timeout_s"]))
 
 
 def _check_connection(url: str, event: str, info: Mapping[str, Any]) -> None:
@@ -289,7 +284,7 @@ def reward_model(part: Mapping[str, Any]) -> Caller:
     """
     module, _, name = part["scorer"]["class"].partition(":")
     made = getattr(import_module(module), name)(**part["scorer"]["arguments"])
-    return Caller(part["name"], part["model"], made.score, reward_number)
+    return Caller(part["name"], part["model"], made.score)
 
 
 # --- The process ------------------------------------------------------------------------------------------------------
@@ -337,11 +332,12 @@ def _loaded(part: dict[str, Any]) -> Callable[..., Any]:
 
 
 def _answer(runner: asyncio.Runner, callers: Sequence[Caller], packed: bytes) -> dict[str, Any]:
-    """Return `rewards`, a list per function; or `raised`, the error of the first that failed; or `unusable`.
+    """Return `rewards` and `costs`, a list per function; or `raised` or `unusable`.
 
-    `unusable` is the reason and a description of the first function's result that is no reward.
+    `raised` is the error of the first function that failed, `unusable` the reason and a description of the first
+    function's result that is no reward.
     """
-    rewards = []
+    rewards, costs = [], []
     for one in callers:
         prefix = f"{one.name}: " if one.name else ""
         try:
@@ -350,12 +346,14 @@ def _answer(runner: asyncio.Runner, callers: Sequence[Caller], packed: bytes) ->
             result = one.call(unpack(packed))
             if inspect.isawaitable(result):
                 result = runner.run(_wait_for(result))
-            rewards.append(rewards_of(result, one))
+            of_function, cost = rewards_of(result, one)
+            rewards.append(of_function)
+            costs.append(cost)
         except UnusableReward as error:
             return {"unusable": [error.reason, f"{prefix}{error}\n{describe_row(_row(unpack(packed)))}"]}
         except Exception as error:  # noqa: BLE001 - the user's function may raise anything
             return {"raised": prefix + describe_error(error, _row(unpack(packed)))}
-    return {"rewards": rewards}
+    return {"rewards": rewards, "costs": costs}
 
 
 def _row(request: dict[str, Any]) -> dict[str, Any]:

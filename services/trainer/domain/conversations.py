@@ -166,6 +166,11 @@ class Conversation:
         return [whole]
 
     @property
+    def cost(self) -> float:
+        """Return the sum of all costs so far."""
+        return total([answer.cost for answer in self.answers])
+
+    @property
     def completion(self) -> bytes:
         """Return everything after the prompt, an int32 column."""
         return b"".join(turn + observation for turn, observation in self._tokens())
@@ -210,13 +215,14 @@ class Conversation:
         return [Row(prompt, self.completion, self.loss_mask, logprobs)]
 
     def answer(
-        self, observation: Sequence[int], reward: float, *, done: bool, max_tokens: int, max_turns: int
+        self, observation: Sequence[int], reward: float, cost: float, *, done: bool, max_tokens: int, max_turns: int
     ) -> TurnAnswered:
         """Return the message that answers the last turn, and that ends the conversation where a limit is reached.
 
         Args:
             observation: token ids between this turn and the next one.
             reward: the environment's reward for this turn.
+            cost: what this turn cost.
             done: whether the environment ends the conversation.
             max_tokens: limit of everything after the prompt, the model's tokens and the environment's.
             max_turns: limit of the model's turns.
@@ -225,11 +231,11 @@ class Conversation:
         last = self.turns[-1]
         fits = length(self.completion, I32) + len(observation) < max_tokens
         if done:
-            return TurnAnswered(sample=last.sample, reward=reward, over="done")
+            return TurnAnswered(sample=last.sample, reward=reward, cost=cost, over="done")
         # After a turn without a token the environment has nothing to answer.
         if last.finish == "length" or not last.tokens or len(self.turns) >= max_turns or not fits:
-            return TurnAnswered(sample=last.sample, reward=reward, over="cut")
-        return TurnAnswered(sample=last.sample, tokens=pack(observation, I32), reward=reward)
+            return TurnAnswered(sample=last.sample, reward=reward, cost=cost, over="cut")
+        return TurnAnswered(sample=last.sample, tokens=pack(observation, I32), reward=reward, cost=cost)
 
     def as_sample(self) -> SampleFinished:
         """Return the conversation as one sample, with the model's tokens only.
@@ -301,6 +307,8 @@ def messages_of(
             content = decode(ints(answer.tokens), skip_special_tokens=True).strip()
             before = decode(ints(answer.tokens)[-64:], skip_special_tokens=False)
             found.append({"role": "environment", "content": content, "reward": answer.reward, "over": answer.over})
+            if answer.cost:
+                found[-1]["cost"] = answer.cost
     return found
 
 

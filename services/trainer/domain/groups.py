@@ -53,12 +53,22 @@ class ScoredGroup:
     """The set that it evaluates; None for a training group."""
     images: Sequence[str] = ()
     """Digests of the images of its prompt."""
+    costs: tuple[float, ...] = ()
+    """The cost of each sample; empty if none has any."""
+    cost_coef: float = 0.0
+    """`algorithm.cost_coef`."""
 
     @property
     def shaped_rewards(self) -> list[float]:
-        """Return the rewards minus length penalties."""
-        penalties = self.penalties or (0.0,) * len(self.rewards)
-        return [total((reward, -penalty)) for reward, penalty in zip(self.rewards, penalties, strict=True)]
+        """Return the rewards minus penalties for length and cost, which are trained."""
+        none = (0.0,) * len(self.rewards)
+        columns = zip(self.rewards, self.penalties or none, self.cost_penalties or none, strict=True)
+        return [total((reward, -length, -cost)) for reward, length, cost in columns]
+
+    @property
+    def cost_penalties(self) -> tuple[float, ...]:
+        """Return what the cost takes off each reward; empty if the job's costs are only logged."""
+        return tuple(self.cost_coef * cost for cost in self.costs) if self.cost_coef else ()
 
     @property
     def has_row_rewards(self) -> bool:
@@ -84,6 +94,8 @@ def recorded(group: ScoredGroup) -> dict[str, Any]:
     """Return a group as it is in the run's record; docs/run-log.md describes it."""
     name, talks = SampleId.unpack(group.group), group.conversations
     scores = {"reward": group.rewards, **{f"reward/{part}": values for part, values in group.parts.items()}}
+    if group.costs:
+        scores["cost"] = group.costs
     samples, shaped = [], group.shaped_rewards
     for i, sample in enumerate(group.samples):
         rows = talks[i].rows(group.prompt) if talks else [Row(group.prompt, sample.tokens, b"", sample.logprobs)]

@@ -306,6 +306,8 @@ def _rollout(groups: Sequence[ScoredGroup], step: int) -> dict[str, float]:
         "off_policy/staleness": sum(age * n for age, n in ages) / n_tokens if n_tokens else 0.0,
         "off_policy/staleness_max": max((age for age, _ in ages), default=0),
         **_parts("reward", groups),
+        **_costs("cost/mean", groups),
+        **_cost_penalty(groups),
         **_turns(groups),
     }
 
@@ -354,6 +356,7 @@ def _evaluation(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         "eval/reward_mean": _mean([reward for group in groups for reward in group.rewards]),
         "eval/mean_length": _mean([length(sample.tokens, I32) for group in groups for sample in group.samples]),
         **_parts("eval/reward", groups),
+        **_costs("eval/cost/mean", groups),
     }
     return {name.replace("eval/", held_out.prefix, 1): value for name, value in row.items()}
 
@@ -365,6 +368,17 @@ def _parts(prefix: str, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         for name, values in group.parts.items():
             found.setdefault(name, []).extend(value for value in values if value is not None)
     return {f"{prefix}/{name}/mean": _mean(values) for name, values in found.items() if values}
+
+
+def _costs(name: str, groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    """Return the mean cost of a sample, nothing if no sample has a cost."""
+    costs = [cost for group in groups for cost in group.costs or (0.0,) * len(group.rewards)]
+    return {name: _mean(costs)} if any(group.costs for group in groups) else {}
+
+
+def _cost_penalty(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    penalties = [penalty for group in groups for penalty in group.cost_penalties]
+    return {"reward/cost_penalty": _mean(penalties)} if penalties else {}
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -135,7 +135,8 @@ class Session:
         turns = [node.turn for node in nodes.values() if node.turn is not None]
         read = [*(node.opened.tokens for node in list(nodes.values())[1:]), b""]
         answers = [TurnAnswered(sample=turn.sample, tokens=tokens) for turn, tokens in zip(turns, read, strict=True)]
-        answers[-1] = answers[-1].model_copy(update={"reward": self.end.reward, "over": self.end.over})
+        ended = {"reward": self.end.reward, "cost": self.end.cost, "over": self.end.over}
+        answers[-1] = answers[-1].model_copy(update=ended)
         prompt = next(iter(nodes.values())).opened.tokens
         generation = [node.generation for node in nodes.values()]
         began_at = min(self.ended_at - self.end.duration_s, min(generation).start)

@@ -199,7 +199,8 @@ Rule = Callable[[History, JobFacts], Finding | None]
 def no_learning_signal(history: History, job: JobFacts) -> Finding | None:
     """Return a finding if all rewards are equal, or those of each prompt: no completion is better than another."""
     equal, rows = history.window("frac_reward_zero_std"), history.last
-    if not equal or min(equal) < 1 or any(row.get("reward/overlong_penalty") for row in rows):
+    penalties = ("reward/overlong_penalty", "reward/cost_penalty")
+    if not equal or min(equal) < 1 or any(row.get(name) for row in rows for name in penalties):
         return None
     if job.has_teacher:
         return None

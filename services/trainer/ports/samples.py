@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from rlboost.services.trainer.domain.conversations import Decode
 from rlboost.shared.data.vision import ImageRef
 from rlboost.shared.job.environment import Message
+from rlboost.shared.job.priced_model import Paid, PaidCall
 from rlboost.shared.messages.codec import Span
 from rlboost.shared.model.tool_calls import HERMES, CallStyle
 
@@ -23,7 +24,7 @@ class EnvironmentFault(Exception):
 
         Args:
             reason: `raised`, `timeout`, `crashed`, `unserializable`, `unformattable`, `too_long` or `nondeterministic`;
-                `infrastructure`, of a remote agent;
+                `infrastructure`, of a remote agent; `budget`: that of a priced model is spent;
                 or `released`: the conversation was released before the call started.
             detail: for people.
 
@@ -54,10 +55,24 @@ class StepResult:
     done: bool
     warning: str = ""
     """Shown to the user; empty if there is none."""
+    cost: float = 0.0
+
+
+class CallRecord(Protocol):
+    """The job's record of paid calls, by conversation."""
+
+    async def open(self, conversation: int, call: PaidCall) -> Paid | None:
+        """See `PaidCalls.open`; raises `RLBoostError`, too, if nothing can be recorded."""
+
+    async def close(self, conversation: int, call: PaidCall, paid: Paid | None) -> None:
+        """See `PaidCalls.close`."""
 
 
 class Environments(Protocol):
     """The user's environments, one per conversation. Calls return or raise `EnvironmentFault`, and always end."""
+
+    def record_calls(self, record: CallRecord) -> None:
+        """Record the paid calls of all conversations from now on. Call it before the first `step`."""
 
     async def start(self) -> None:
         """Import the environment function.
@@ -268,6 +283,9 @@ class Scores:
     """Function name -> its unweighted reward per completion, if there are several; None where it does not apply."""
     models: Mapping[str, str] = field(default_factory=dict)
     """Reward model, as the job file names it -> digest of its weights."""
+    costs: tuple[float, ...] = ()
+    """The cost of each completion, of all functions and of its conversation; empty if there are no rewards, or none has
+    a cost."""
 
 
 class RewardFunction(Protocol):

@@ -1,8 +1,9 @@
-"""Records in Redis what a step's requests follow from, before they are sent: the curriculum, and replaced groups."""
+"""Records in Redis what cannot be repeated, before it is used: the curriculum, replaced groups, and paid calls."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
@@ -13,9 +14,10 @@ from rlboost.services.trainer.domain.plan import PlannedGroup, Replacements, has
 from rlboost.services.trainer.job.job import Job
 from rlboost.shared.errors import Fatal, WaitTimedOut
 from rlboost.shared.ids import SampleId
+from rlboost.shared.job.priced_model import Ledger, Paid, PaidCall
 from rlboost.shared.process.system import run_in_thread
 from rlboost.shared.streams import names
-from rlboost.shared.streams.bus import HashDelete, HashSet
+from rlboost.shared.streams.bus import HashDelete, HashSet, Op
 
 # --- Records a job's curriculum in Redis, before the groups that follow from it are requested -------------------------
 # A group's id contains its step and its number in the step, but not its prompt. So the prompts of a requested step must
@@ -202,3 +204,119 @@ class StepReplacements:
         number = self._rule.replacement_number(SampleId.unpack(group).group)
         assert number is not None, "recorded with another algorithm.resample"
         return training_group(self._job.generating_spec, self._job.no, self._step, number, row)
+
+
+# --- Records in Redis the calls of priced models, before they are sent and before their answers are used --------------
+# An environment is created again and its turns are replayed after its process or the trainer has died, and an agent
+# starts again. So a call has a name that follows from its conversation, its request and how often it was made before. A
+# call without an answer was perhaps paid: it counts as the most that it may cost, and is sent again if its code runs
+# again.
+
+
+class DurablePaidCalls:
+    """`CallRecord` of one job."""
+
+    def __init__(self, job: Job, records: Mapping[str, str]) -> None:
+        """Continue from `records`, as long as the job's present lease holds; create it with `load`."""
+        self._job = job
+        self._key = names.job_paid_calls(job.id)
+        self._fence = job.lease.fence
+        self._ledger = Ledger()
+        self._closed: dict[str, tuple[str, float]] = {}
+        """Field of an answered call -> its budget and cost."""
+        self._totals: dict[str, float] = {}
+        """Budget -> cost of the calls whose records are trimmed."""
+        self._changed = asyncio.Event()
+        """Set whenever a call was closed."""
+        for field, text in records.items():
+            record = json.loads(text)
+            if field.startswith(_TOTAL):
+                self._totals[record["name"]] = record["cost"]
+                self._ledger.close(field, record["name"], record["cost"])
+            elif record["answer"] is None:
+                self._ledger.open[field] = record["name"], record["cost"]
+            else:
+                self._close(field, record["name"], record["cost"])
+
+    @classmethod
+    async def load(cls, job: Job) -> DurablePaidCalls:
+        """Return a job's records."""
+        return cls(job, await job.bus.retry(lambda bus: bus.hash_all(names.job_paid_calls(job.id))))
+
+    async def open(self, conversation: int, call: PaidCall) -> Paid | None:
+        """See `PaidCalls.open`.
+
+        Raises:
+            Fenced: another trainer has taken over the job.
+            WaitTimedOut: the calls in flight, which may spend the rest of the budget, do not end.
+
+        """
+        field = f"{conversation}:{call.key}"
+        if field in self._closed:
+            found = await self._job.bus.retry(lambda bus: bus.hash_get(self._key, field))
+            record = json.loads(found or "null")
+            return Paid(record["answer"], record["cost"])
+        if not self._ledger.has_room(field, call):
+            because = "calls in flight may spend the rest"
+            async with self._job.waits.on(f"the budget of {call.name}", because=because, limit_s=self._job.limit_s):
+                while not self._ledger.has_room(field, call):
+                    self._changed.clear()
+                    await self._changed.wait()
+        self._ledger.open[field] = call.name, call.most
+        await self._write(HashSet(self._key, {field: _record(call.name, call.most, None)}))
+        return None
+
+    async def close(self, conversation: int, call: PaidCall, paid: Paid | None) -> None:
+        """See `PaidCalls.close`.
+
+        Raises:
+            Fenced: another trainer has taken over the job.
+
+        """
+        field = f"{conversation}:{call.key}"
+        if paid is None:
+            await self._write(HashDelete(self._key, (field,)))
+            self._ledger.open.pop(field, None)
+        else:
+            await self._write(HashSet(self._key, {field: _record(call.name, paid.cost, paid.answer)}))
+            self._close(field, call.name, paid.cost)
+        self._changed.set()
+
+    async def trim(self, before: int) -> None:
+        """Replace the records of steps before `before`, which are never trained again, by their sum.
+
+        Raises:
+            Fenced: another trainer has taken over the job.
+
+        """
+        expired = {
+            field: record
+            for field, record in (self._closed | self._ledger.open).items()
+            if SampleId.unpack(int(field.partition(":")[0])).step < before
+        }
+        if not expired:
+            return
+        totals = dict(self._totals)
+        for name, cost in expired.values():
+            totals[name] = totals.get(name, 0.0) + cost
+        sums = {_TOTAL + name: _record(name, cost, "") for name, cost in totals.items()}
+        await self._write(HashSet(self._key, sums), HashDelete(self._key, tuple(expired)))
+        self._totals = totals
+        for field in expired:
+            if (lost := self._ledger.open.pop(field, None)) is not None:
+                self._ledger.close(field, *lost)
+            self._closed.pop(field, None)
+
+    def _close(self, field: str, name: str, cost: float) -> None:
+        self._closed[field] = name, cost
+        self._ledger.close(field, name, cost)
+
+    async def _write(self, *ops: Op) -> None:
+        await self._job.bus.retry(lambda bus: bus.transact(ops, self._fence))
+
+
+_TOTAL = "total:"
+
+
+def _record(name: str, cost: float, answer: str | None) -> str:
+    return json.dumps({"name": name, "cost": cost, "answer": answer})

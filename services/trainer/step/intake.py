@@ -217,6 +217,8 @@ class StepIntake:
             planned.row,
             planned.held_out,
             [image.digest for image in job.prompt(planned).images],
+            scores.costs or ((0.0,) * len(scores.rewards) if spec.algorithm.cost_coef else ()),
+            spec.algorithm.cost_coef,
         )
 
     async def _drop(self, group: int, reason: str, detail: str) -> None:

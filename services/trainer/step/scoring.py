@@ -52,12 +52,15 @@ def reward_batch(group: WholeGroup, prompt: Prompt, data: Data) -> RewardBatch:
 
 
 def add_conversation_rewards(scores: Scores, group: WholeGroup, *, name: str = "") -> Scores:
-    """Return scores plus the rewards of the environment or agent; with a name, also as one of several parts."""
+    """Return scores plus rewards and costs of the environment or agent; with a name, its rewards are also a part."""
     if scores.rewards is None or not group.conversations:
         return scores
     given = tuple(conversation.reward for conversation in group.conversations)
     rewards = tuple(total((reward, more)) for reward, more in zip(scores.rewards, given, strict=True))
-    return replace(scores, rewards=rewards, parts={**scores.parts, name: given} if name else scores.parts)
+    costs = scores.costs or (0.0,) * len(rewards)
+    costs = tuple(total((cost, one.cost)) for cost, one in zip(costs, group.conversations, strict=True))
+    parts = {**scores.parts, name: given} if name else scores.parts
+    return replace(scores, rewards=rewards, parts=parts, costs=costs if any(costs) else ())
 
 
 def verdict_fields(verdict: Verdict) -> dict[str, Any]:
@@ -90,6 +93,7 @@ def sample_summaries(
                 "completion": _without_middle(data.decode(tokens, skip_special_tokens=True), _TEXT_CHARS),
                 "reward": reward,
                 **({"rewards": {name: values[i] for name, values in scores.parts.items()}} if scores.parts else {}),
+                **({"cost": scores.costs[i]} if scores.costs else {}),
                 **({"reward_models": dict(scores.models)} if scores.models else {}),
                 **({"verdicts": {n or "judge": verdict_fields(v[i]) for n, v in verdicts.items()}} if verdicts else {}),
                 "reason": scores.reason,

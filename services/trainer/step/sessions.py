@@ -28,7 +28,7 @@ from rlboost.services.trainer.domain.plan import PlannedGroup
 from rlboost.services.trainer.domain.sessions import Session, SessionCollector
 from rlboost.services.trainer.job.job import Job
 from rlboost.services.trainer.ports.samples import EnvironmentFault
-from rlboost.services.trainer.step.turns import columns_of, report_lost, request_of
+from rlboost.services.trainer.step.turns import check_budget, columns_of, report_lost, request_of
 from rlboost.shared.errors import Fatal, WaitTimedOut
 from rlboost.shared.ids import SampleId, group_of
 from rlboost.shared.job.agent import REWARDED, SESSION, TASK, SessionId, SessionRecord, SessionTask, turn_of_answer
@@ -52,6 +52,7 @@ class _End(NamedTuple):
     """What it raised; empty if it has a reward."""
     reward: float
     rewards: TurnRewards
+    cost: float
     reason: str = "raised"
 
 
@@ -196,12 +197,15 @@ class StepSessions:
         try:
             end = await (self._elsewhere(session) if self._spec.remote else self._here(session_id, session))
             if not end.raised:
-                return SessionEnded(session=record.sample, start=end.start, reward=end.reward, rewards=end.rewards)
+                return SessionEnded(
+                    session=record.sample, start=end.start, reward=end.reward, rewards=end.rewards, cost=end.cost
+                )
             if await self._is_at_limit(session_id, end.start):
                 # The model has used up its turns, and its agent could not go on: this is a result, not a fault.
                 return SessionEnded(session=record.sample, start=end.start, over="cut")
             raise EnvironmentFault(end.reason, end.raised)  # noqa: TRY301 - one way to lose a session
         except EnvironmentFault as error:
+            check_budget(error)
             if error.reason == _STOPPED or not self._groups.is_awaited(session):
                 return None
             again = self._groups.reserve_replacement(session.sample) if error.may_pass else None
@@ -220,7 +224,7 @@ class StepSessions:
             (result,) = await environments.step(session.id, row, group.seed, [await self._text_of(session_id, session)])
             start, raised, rewards = json.loads(str(result.observation))
             of_turns = tuple((turn_of_answer(answer), reward) for answer, reward in rewards.items())
-            return _End(start, raised, result.reward, of_turns)
+            return _End(start, raised, result.reward, of_turns, result.cost)
         finally:
             environments.release(session.id)
 
@@ -235,7 +239,8 @@ class StepSessions:
             del self._ends[session.id]
         if rewarded is None:
             raise EnvironmentFault("released", "its group is complete or dropped")
-        return _End(rewarded.start, rewarded.detail, rewarded.reward, rewarded.rewards, rewarded.reason or "raised")
+        ended = rewarded.start, rewarded.detail, rewarded.reward, rewarded.rewards, rewarded.cost
+        return _End(*ended, rewarded.reason or "raised")
 
     async def _text_of(self, session_id: SessionId, session: Session) -> str:
         session_key = self._job.resources.session_key

@@ -227,6 +227,7 @@ class StepTurns:
             answer = self._to_answer(conversation, results)
             request = None if answer.over else self._next_request(conversation, answer)
         except EnvironmentFault as error:
+            check_budget(error)
             if not self._groups.is_open(group):
                 return
             first = self._groups.reserve_replacement(conversation.sample) if error.may_pass else None
@@ -265,6 +266,7 @@ class StepTurns:
         return conversation.answer(
             observation,
             last.reward,
+            last.cost,
             done=last.done,
             max_tokens=self._job.sampling(self._planned[group_of(conversation.sample)]).max_tokens,
             max_turns=self._ids.of(conversation.sample).max_turns,
@@ -292,6 +294,17 @@ class StepTurns:
                 "preferred_worker": spans[-1][0] if spans else "",
             }
         )
+
+
+def check_budget(fault: EnvironmentFault) -> None:
+    """Check that a fault is not that a budget is spent, which no other conversation would change.
+
+    Raises:
+        Fatal: it is.
+
+    """
+    if fault.reason == "environment_budget":
+        raise Fatal(fault.detail) from fault
 
 
 def columns_of(row: Prompt) -> dict[str, Any]:

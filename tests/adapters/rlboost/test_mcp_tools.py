@@ -14,7 +14,8 @@ import pytest
 from rlboost.environments import ToolEnvironment
 from rlboost.environments import mcp as adapter
 from rlboost.environments.mcp import McpServer
-from rlboost.environments.tools import Tool, ToolUnavailable
+from rlboost.environments.tools import Tool
+from rlboost.shared.job.environment import ToolUnavailable
 from tests.support.eventually import eventually
 from tests.support.ports import reserve_port
 

@@ -102,6 +102,21 @@ async def test_rewards_of_several_functions_are_weighted_and_kept_apart(start: S
     assert scores.parts == {"right": (1.0, 0.0), "mixed": (1.0, 1.0), "seen": (0.5, 0.5)}
 
 
+async def test_costs_are_summed_without_weights_and_kept_apart(start: Start) -> None:
+    pool = await start(functions=[part("priced", weight=2.0), part("priced_like_verl", name="verl", weight=0.0)])
+    scores = await pool.score(batch(cost=0.5, **VERL_ROW))
+    assert (scores.rewards, scores.costs) == ((2.0, 1.0), (0.75, 0.25))
+    assert scores.parts == {"priced": (1.0, 0.5), "verl": (1.0, 0.0)}
+
+
+@pytest.mark.parametrize("cost", [-0.5, "0.5", float("inf"), 1e16, [1]])
+async def test_cost_that_is_no_finite_number_from_0_drops_the_group(start: Start, cost: Any) -> None:
+    pool = await start(**part("priced"))
+    scores = await pool.score(batch(cost=cost))
+    assert (scores.rewards, scores.reason) == (None, "not_a_number")
+    assert f"the cost is {cost!r}: give a finite number from 0" in scores.detail
+
+
 async def test_a_function_that_does_not_apply_is_left_out_of_the_sum(start: Start) -> None:
     pool = await start(functions=[part("only_first"), part("later", weight=2.0)])
     assert (await pool.score(batch())).rewards == (1.0 + 2 * 0.5, 2 * 0.5)

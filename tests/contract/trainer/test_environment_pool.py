@@ -89,6 +89,7 @@ async def test_step_replays_all_turns_after_release(environments: Environments) 
         ("huge", "raised", "reward 1e+300: return a finite number, at most 1e+15"),
         ("no-reward", "raised", "reward None"),
         ("text-reward", "raised", "a reward is '1.0', of the type str, not a number"),
+        ("refund", "raised", "the cost is -1.0: give a finite number from 0"),
         ("text-done", "raised", "done='False', which is text"),
         ("object", "raised", "a list of chat messages with a role"),
         ("half a character", "raised", "a value that cannot be sent"),

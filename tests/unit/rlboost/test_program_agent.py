@@ -10,7 +10,7 @@ import pytest
 
 from rlboost.agents import Session
 from rlboost.agents.program import MAX_OUTPUT_BYTES, run
-from rlboost.shared.job.agent import AgentRun, Rewards, agent_factory
+from rlboost.shared.job.agent import NO_REWARDS, AgentRun, Rewards, agent_factory
 from rlboost.shared.user_code import PROGRAM_AGENT, ForbiddenFunction
 from tests.support.eventually import eventually
 
@@ -31,15 +31,17 @@ async def returned(value: object) -> tuple[Rewards, str]:
 
 
 async def test_agent_returns_its_reward_and_those_of_single_answers() -> None:
-    assert await returned(1) == (Rewards(1.0, {}), "")
+    assert await returned(1) == await returned({"reward": 1.0}) == (Rewards(1.0, {}, 0.0), "")
+    assert await returned({"reward": 1.0, "cost": 0.02}) == (Rewards(1.0, {}, 0.02), "")
     answers = {f"cmpl-{7:016x}": 1, f"msg_{8:016x}": -0.5}
-    assert await returned({"reward": 0.5, "rewards": answers}) == (Rewards(0.5, answers), "")
+    assert await returned({"reward": 0.5, "rewards": answers}) == (Rewards(0.5, answers, 0.0), "")
 
 
 @pytest.mark.parametrize(
     ("value", "why"),
     [
-        ({"reward": 1.0}, "return its reward, or"),
+        ({"score": 1.0}, "return its reward, or"),
+        ({"reward": 1.0, "cost": -1.0}, "the cost is -1.0"),
         ({"reward": 1.0, "rewards": [1.0]}, "return its reward, or"),
         ({"reward": None, "rewards": {}}, "returned None"),
         ({"reward": 1.0, "rewards": {"first": 1.0}}, "'first' is not an answer's id"),
@@ -49,7 +51,7 @@ async def test_agent_returns_its_reward_and_those_of_single_answers() -> None:
 )
 async def test_rewards_of_answers_that_cannot_be_used_are_named(value: object, why: str) -> None:
     rewards, raised = await returned(value)
-    assert rewards == Rewards(0.0, {})
+    assert rewards == NO_REWARDS
     assert why in raised
 
 

@@ -98,6 +98,15 @@ NO_HELD_OUT = "data.eval: missing, and eval is set: name the file of held-out ro
             {"log": {"swanlab": {"entity": "e"}}},
             "log.swanlab.project: missing: give it; log.swanlab.entity: unknown key: remove it or fix its spelling",
         ),
+        ("rl", {"algorithm": {"cost_coef": -1}}, "algorithm.cost_coef: should be 0 or more, not -1"),
+        (
+            "rl",
+            {"algorithm": {"name": "distill", "teacher": {"model": "t"}, "cost_coef": 1}},
+            (
+                "algorithm: cost_coef: advantage none trains on no reward, so on no cost: remove cost_coef, or choose "
+                "another advantage such as group_std"
+            ),
+        ),
         (
             "rl",
             {"eval": {"sets": {"a/b": {"data": "t"}}}},

@@ -176,11 +176,13 @@ def test_conversations_begin_again_twice_or_as_often_as_ids_allow() -> None:
 
 def answer(*turns: SampleFinished, told: list[int], done: bool = False, max_tokens: int = 10) -> TurnAnswered:
     talk = Conversation(GROUP, list(turns))
-    return talk.answer(told, 0.5, done=done, max_tokens=max_tokens, max_turns=2)
+    return talk.answer(told, 0.5, 0.25, done=done, max_tokens=max_tokens, max_turns=2)
 
 
 def test_conversation_continues_while_turns_and_length_remain() -> None:
-    assert answer(said(GROUP, 0, 5, 2), told=[7, 8]) == told(GROUP, 0, 7, 8, reward=0.5)
+    assert answer(said(GROUP, 0, 5, 2), told=[7, 8]) == told(GROUP, 0, 7, 8, reward=0.5).model_copy(
+        update={"cost": 0.25}
+    )
 
 
 def test_environment_ends_the_conversation_even_in_a_truncated_turn() -> None:

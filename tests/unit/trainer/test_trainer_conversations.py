@@ -23,6 +23,7 @@ from tests.support.conversation_rig import GAME, TURNS, ConversationRig, Echo, d
 from tests.support.eventually import eventually
 from tests.support.scripted_manager import Answer
 from tests.support.trainer_rig import JOB
+from tests.support.training_rows import advantage_of
 
 
 async def first_turns_answered(rig: ConversationRig) -> list[TurnAnswered]:
@@ -62,6 +63,43 @@ async def test_a_conversation_is_one_row_in_which_only_the_models_tokens_are_tra
         assert (request.n, request.preferred_worker) == (1, "w-1")
     assert sum(environments.held for environments in rig.environments) == 0
     assert rig.environments[0].closed
+
+
+class Priced(Echo):
+    """Costs half a dollar for each word that it hears; all rewards are equal."""
+
+    def step(self, text: str) -> Step:
+        step = super().step(text)
+        return replace(step, reward=0.5, cost=0.5 * len(text.split()))
+
+
+async def test_costs_lower_advantages_and_are_kept_apart_from_rewards(tmp_path: Path) -> None:
+    rig = ConversationRig(tmp_path, Priced, steps=1, algorithm={"name": "dr_grpo", "group_size": 2, "cost_coef": 0.1})
+    await played(rig)
+    (report,) = await rig.steps()
+    samples = await rig.samples()
+    costs = [sample["cost"] for sample in samples]
+    assert report.metrics["cost/mean"] == pytest.approx(sum(costs) / 8)
+    assert report.metrics["reward/cost_penalty"] == pytest.approx(0.1 * sum(costs) / 8)
+    assert len(set(costs)) > 1
+    for sample in samples:  # the rewards are those of the environment
+        told = [message for message in sample["messages"] if message["role"] == "environment"]
+        assert sample["reward"] == pytest.approx(0.5 * len(told))
+        assert sample["cost"] == pytest.approx(sum(message["cost"] for message in told))
+    trained = sorted(advantage_of(row) for row in rig.rows)
+    groups: dict[str, list[float]] = {}
+    for sample in samples:
+        groups.setdefault(sample["sample"].rpartition("/")[0], []).append(-0.1 * sample["cost"])
+    expected = sorted(value - sum(group) / 2 for group in groups.values() for value in group)
+    assert trained == pytest.approx(expected, abs=1e-6)
+
+
+async def test_costs_without_a_coefficient_are_logged_and_not_trained(tmp_path: Path) -> None:
+    rig = await played(ConversationRig(tmp_path, Priced, steps=1, algorithm={"group_size": 2}))
+    (report,) = await rig.steps()
+    assert report.metrics["cost/mean"] > 0
+    assert "reward/cost_penalty" not in report.metrics
+    assert rig.rows == [], "groups of equal rewards"
 
 
 async def test_turn_rewards_and_function_rewards_are_summed(tmp_path: Path) -> None:

@@ -1,0 +1,47 @@
+"""An environment and an agent that ask a priced model."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from rlboost.agents import Session
+from rlboost.environments import BudgetSpent, PricedModel, Step
+
+
+def dear(url: str, budget: float) -> PricedModel:
+    return PricedModel(url=url, model="dear", input_price=10.0, output_price=30.0, budget=budget, max_tokens=20)
+
+
+class Sums:
+    """Asks for each word that is a sum. `die` ends the process once; `handled` makes a spent budget an answer."""
+
+    def __init__(self, url: str, budget: float = 1.0, dies: str = "") -> None:
+        self.model = dear(url, budget)
+        self.dies = dies
+
+    def reset(self, row: dict[str, Any], seed: int) -> None:
+        """Begin with the row's prompt."""
+
+    async def step(self, text: str) -> Step:
+        words = text.split()
+        try:
+            answers = [await self.model(word) for word in words if "+" in word]
+        except BudgetSpent:
+            if "handled" not in words:
+                raise
+            answers = ["no money"]
+        if "die" in words:
+            die_once(Path(self.dies))
+        return Step(" ".join(answers))
+
+
+def die_once(file: Path) -> None:
+    if not file.exists():
+        file.touch()
+        os._exit(3)
+
+
+async def agent(session: Session, row: dict[str, Any], url: str, budget: float) -> float:
+    return float(await dear(url, budget)("1+2"))
