@@ -36,6 +36,16 @@ _EXPECTED = {
     "less_than_equal": "{le} or less",
     "bool_type": "true or false",
     "bool_parsing": "true or false",
+    **dict.fromkeys(
+        (
+            "datetime_type",
+            "datetime_parsing",
+            "datetime_from_date_parsing",
+            "datetime_object_invalid",
+            "timezone_aware",
+        ),
+        "a time with its date and zone, such as 2026-12-01T18:00:00+01:00",
+    ),
     "list_type": "a list",
     "tuple_type": "a list",
     "too_short": "a list with {min_length} or more entries",

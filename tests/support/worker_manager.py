@@ -136,9 +136,10 @@ def fold(log: Sequence[Entry]) -> dict[Key, Generated]:
 
 
 def at_once(coroutine: Coroutine[object, object, T]) -> T:
-    """Return the result of a coroutine that waits for nothing, as those of the in-memory bus."""
+    """Return the result of a coroutine that only lets others run, as those of the in-memory bus."""
     try:
-        coroutine.send(None)
+        while coroutine.send(None) is None:
+            pass
     except StopIteration as done:
         result: T = done.value
         return result

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any
 
 import httpx
 import pytest
@@ -30,6 +29,7 @@ from rlboost.shared.streams.fenced_lease import FencedLease
 from tests.support.eventually import eventually
 from tests.support.jobs import job_file
 from tests.support.manager_fakes import FakeLeaderWatch
+from tests.support.worker_manager import at_once
 
 LEASE_S = 3.0
 TOKEN = "t"
@@ -162,8 +162,8 @@ async def test_leader_paused_during_a_commit_is_fenced(pair: Pair) -> None:
 
     def succeed() -> None:
         pair.clock += LEASE_S + 0.1
-        assert run_at_once(pair.second.try_lead())
-        run_at_once(pair.second.turn())
+        assert at_once(pair.second.try_lead())
+        at_once(pair.second.turn())
         left.append(pair.everything())
 
     pair.bus.before_next_transaction = succeed
@@ -175,15 +175,6 @@ async def test_leader_paused_during_a_commit_is_fenced(pair: Pair) -> None:
     assert not pair.first.world.jobs
     await pair.second.turn()
     assert pair.second.leads
-
-
-def run_at_once(coroutine: Any) -> Any:
-    """The in-memory bus never waits."""
-    try:
-        coroutine.send(None)
-    except StopIteration as done:
-        return done.value
-    raise AssertionError("the coroutine waits for something")
 
 
 async def test_leader_reacquires_under_a_new_epoch_after_a_lost_reply(pair: Pair) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlboost.services.rollout_worker.adapters.vllm.weight_transfer import decode_load_error, encode_load_error
+from rlboost.services.rollout_worker.adapters.vllm.load_errors import decode_load_error, encode_load_error
 from rlboost.shared.errors import Corrupt, Fatal, NotFound, UnsuitableWeights
 
 

@@ -83,7 +83,7 @@ def test_request_has_the_jobs_sampling() -> None:
     }
     sampling |= {"stop": ("#", "</answer>")}
     spec = job(sampling=sampling)
-    (group, *_) = plan_step(spec, 7, 2, 100, [5])
+    (group, *_) = plan_step(spec, 7, 2, 10, [3])
     asked = request_of(Rig(Path(), spec).claimed(no=7), 2, group, b"").sampling
     assert {name: getattr(asked, name) for name in sampling} == sampling
     assert spec.sampling.model_fields_set == set(sampling) == set(SamplingSpec.model_fields), "each of them"
@@ -93,8 +93,8 @@ def sample_seeds(job_no: int, step: int) -> dict[int, tuple[int, int]]:
     """Return for each turn of a step, by its id within the job, its seed for the engine and for the environment."""
     spec = job(environment={"function": "m:e", "max_turns": 3}, algorithm={"group_size": 3, "resample": 2})
     claimed = Rig(Path(), spec).claimed(no=job_no)
-    groups = [*plan_step(spec, job_no, step, 100, [5]), training_group(spec, job_no, step, 4, 17)]
-    ids, found = turn_ids(spec, [5]), {}
+    groups = [*plan_step(spec, job_no, step, 10, [3]), training_group(spec, job_no, step, 4, 7)]
+    ids, found = turn_ids(spec, [3]), {}
     for group in groups:
         request = request_of(claimed, step, group, b"")
         for member in range(group.id, group.id + group.n):

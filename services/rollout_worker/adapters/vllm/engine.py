@@ -34,8 +34,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from rlboost.services.rollout_worker.adapters.vllm import plugin
 from rlboost.services.rollout_worker.adapters.vllm.arguments import check_device, engine_args, model_folder
+from rlboost.services.rollout_worker.adapters.vllm.load_errors import decode_load_error
 from rlboost.services.rollout_worker.adapters.vllm.options import VllmOptions, logprobs_error, supported_options
-from rlboost.services.rollout_worker.adapters.vllm.weight_transfer import decode_load_error
 from rlboost.services.rollout_worker.domain.frames import LiveRequest, StreamedRequests
 from rlboost.services.rollout_worker.domain.load import EngineStats
 from rlboost.services.rollout_worker.domain.requests import Emission, Request, RequestKey, stream_seed

@@ -8,7 +8,6 @@ which parameter. So fused parameters and tensor parallelism are as the loaders h
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
@@ -29,8 +28,9 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 from rlboost.services.rollout_worker.adapters.in_place import Placement, is_slice, write_words
+from rlboost.services.rollout_worker.adapters.vllm.load_errors import encode_load_error
 from rlboost.services.rollout_worker.adapters.vllm.plugin import is_unpacked
-from rlboost.shared.errors import Corrupt, Fatal, NotFound, RLBoostError, UnsuitableWeights
+from rlboost.shared.errors import UnsuitableWeights
 from rlboost.shared.weights.cache import PulledVersion
 from rlboost.shared.weights.cached_version import cached_version
 from rlboost.shared.weights.changed_words import ChangedWords
@@ -121,35 +121,6 @@ class _Recorder(TorchDispatchMode):
 
 def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - what torch compares storages by
-
-
-_CLASSES: dict[str, type[RLBoostError]] = {kind.__name__: kind for kind in (Fatal, UnsuitableWeights, Corrupt)}
-_ENCODED = re.compile(r"<load-error (\w+)>(.*?)</load-error>", re.DOTALL)
-_UNSUITABLE = (ValueError, KeyError, IndexError, TypeError, AttributeError, AssertionError, NotImplementedError)
-"""What vLLM's model loaders raise for tensors that do not belong to the model."""
-
-
-def encode_load_error(error: Exception) -> RuntimeError:
-    """Return an error whose message carries the class that the worker raises; see `decode_load_error`."""
-    if isinstance(error, NotFound):
-        kind: type[RLBoostError] = Corrupt
-    elif isinstance(error, (Fatal, UnsuitableWeights)):
-        kind = next(found for found in type(error).__mro__ if found in _CLASSES.values())
-    # Not its subclasses, which report a device that failed or has too little memory.
-    elif isinstance(error, _UNSUITABLE) or type(error) is RuntimeError:
-        kind = UnsuitableWeights
-    else:
-        kind = Fatal
-    text = str(error) if isinstance(error, RLBoostError) else f"{type(error).__name__}: {error}"
-    return RuntimeError(f"<load-error {kind.__name__}>{text}</load-error>")
-
-
-def decode_load_error(error: Exception) -> RLBoostError:
-    """Return the error that `encode_load_error` was given, with vLLM's wrapping removed; `Fatal` of any other error."""
-    found = _ENCODED.search(str(error))
-    if found is None:
-        return Fatal(str(error))
-    return _CLASSES[found[1]](found[2])
 
 
 logger = logging.getLogger(__name__)
