@@ -299,6 +299,9 @@ class WeightUpdates:
 
 _IMAGE_CACHE_BYTES = 256 << 20
 """Images that are kept for other samples of their prompts."""
+_IMAGE_LIMIT_S = 300.0
+"""How long an image that the store lacks is waited for: its trainer uploads it again within a minute."""
+_IMAGE_RETRY_S = 5.0
 
 
 class ImageLoads:
@@ -334,10 +337,17 @@ class ImageLoads:
 
     async def _load(self, request: Request) -> None:
         found: list[bytes] | str
-        try:
-            found = [await asyncio.shield(self._image(*image)) for image in request.sampling.images]
-        except RLBoostError as error:
-            found = f"its images cannot be loaded: {error}"
+        began, found = time.monotonic(), ""
+        while not found:
+            try:
+                found = [await asyncio.shield(self._image(*image)) for image in request.sampling.images]
+            except (NotFound, Corrupt) as error:
+                if time.monotonic() - began >= _IMAGE_LIMIT_S:
+                    found = f"its images cannot be loaded: {error}"
+                else:
+                    await asyncio.sleep(_IMAGE_RETRY_S)
+            except RLBoostError as error:
+                found = f"its images cannot be loaded: {error}"
         with suppress(EngineFailed):  # which the flush loop reports
             self._generator.set_images(request.key, found)
 

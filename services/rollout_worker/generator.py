@@ -277,7 +277,8 @@ class Generator:
 
         """
         stats = self.stats()
-        busy = not self.is_paused and stats.version >= 0 and stats.running + stats.pending > 0
+        has_requests = stats.running + stats.pending > 0 and stats.can_generate
+        busy = not self.is_paused and stats.version >= 0 and has_requests
         self._hang_detector.update(busy=busy, n_generated=stats.tokens_generated_total, elapsed_s=elapsed_s)
         return self._hang_detector
 

@@ -87,7 +87,7 @@ def _marked(messages: list[dict[str, Any]], *, has_column: bool) -> tuple[list[d
     for given in messages:
         message, content = dict(given), given.get("content")
         if isinstance(content, list):
-            message["content"] = [_marked_part(part, found) for part in content]
+            message["content"] = [_marked_part(part, found, has_column=has_column) for part in content]
         elif isinstance(content, str) and has_column and _TEXT_MARK in content:
             found += [None] * content.count(_TEXT_MARK)
             message["content"] = content.replace(_TEXT_MARK, MARK)
@@ -95,9 +95,12 @@ def _marked(messages: list[dict[str, Any]], *, has_column: bool) -> tuple[list[d
     return marked, found
 
 
-def _marked_part(part: Any, found: list[Any]) -> Any:
+def _marked_part(part: Any, found: list[Any], *, has_column: bool) -> Any:
     """Return a part, one of text in place of an image, which is added to those found."""
     given = {name: value for name, value in part.items() if value is not None} if isinstance(part, dict) else {}
+    if has_column and isinstance(text := given.get("text"), str) and _TEXT_MARK in text:
+        found += [None] * text.count(_TEXT_MARK)
+        return {**given, "text": text.replace(_TEXT_MARK, MARK)}
     if given.get("type") not in ("image", "image_url"):
         return part
     url = given.get("image_url")
@@ -168,22 +171,24 @@ class ImageReader:
 
         """
         try:
-            from PIL import Image, ImageOps, UnidentifiedImageError  # noqa: PLC0415 - only rows with images need it
+            from PIL import Image, ImageOps  # noqa: PLC0415 - only rows with images need it
         except ImportError as error:
             raise ConfigError(f"images need Pillow: {pip_install('trainer')}") from error
         try:
             image = given if isinstance(given, Image.Image) else Image.open(_source(given, folder))
-            whole = ImageOps.exif_transpose(image).convert("RGB")
-            height, width = self._size(whole.height, whole.width)
-            if 3 * height * width + 8 > MAX_IMAGE_BYTES:
-                raise ConfigError(
-                    f"it has {width} x {height} pixels as the model sees it, more than the {MAX_IMAGE_BYTES // 3:,} "
-                    f"that can be sent to workers: set data.max_image_pixels, such as {1 << 20}"
-                )
-            if (width, height) != whole.size:
-                whole = whole.resize((width, height), Image.Resampling.BICUBIC)
-        except (UnidentifiedImageError, Image.DecompressionBombError, OSError, ValueError, SyntaxError) as error:
+            whole = _in_rgb(ImageOps.exif_transpose(image))
+        except ConfigError:
+            raise
+        except Exception as error:  # Pillow's decoders raise anything for damaged files
             raise ConfigError(f"it cannot be read as an image ({error}): correct it, or leave out the row") from error
+        height, width = self._size(whole.height, whole.width)
+        if 3 * height * width + 8 > MAX_IMAGE_BYTES:
+            raise ConfigError(
+                f"it has {width} x {height} pixels as the model sees it, more than the {MAX_IMAGE_BYTES // 3:,} "
+                f"that can be sent to workers: set data.max_image_pixels, such as {1 << 20}"
+            )
+        if (width, height) != whole.size:
+            whole = whole.resize((width, height), Image.Resampling.BICUBIC)
         return encode(np.asarray(whole, np.uint8))
 
     def grid(self, data: bytes) -> tuple[int, int]:
@@ -208,6 +213,18 @@ class ImageReader:
             scale = math.sqrt(self._least / (height * width))
             rounded = [factor * math.ceil(n * scale / factor) for n in (height, width)]
         return max(factor, rounded[0]), max(factor, rounded[1])
+
+
+def _in_rgb(image: Any) -> Any:
+    """Return an image of Pillow with three bytes a pixel, a transparent one on white."""
+    from PIL import Image  # noqa: PLC0415 - only rows with images need it
+
+    if image.mode.startswith(("I", "F")):
+        raise ConfigError(f"its pixels have more than 8 bits (mode {image.mode}): scale them to 8")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
 
 
 def _source(given: Any, folder: Path | None) -> io.BytesIO:

@@ -53,3 +53,7 @@ def require_images(spec: JobSpec) -> None:
     for section in ("environment", "agent"):
         if getattr(spec, section) is not None:
             raise ConfigError(f"{section}: its prompts cannot have images, which the row has: leave out the row")
+    for part in spec.reward_parts:
+        if part.judge is not None or part.model is not None:
+            section = "reward.judge" if part.judge is not None else "reward.model"
+            raise ConfigError(f"{section}: it does not see images, which the row has: use a function")

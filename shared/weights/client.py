@@ -212,6 +212,7 @@ class StoreClient:
             return digest_of(found) == chunk.digest
 
         if not await self.fetch(download, keep):
+            await self.verify(chunk.digest)  # so that it can be uploaded again
             raise Corrupt(f"weight store at {self.url}: chunk {chunk.digest} arrived with another digest")
         return found
 

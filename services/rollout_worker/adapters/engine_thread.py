@@ -224,8 +224,9 @@ class ThreadedEngine(ABC):
     def stats(self) -> EngineStats:
         with self._thread.lock:
             self._thread.check_alive(allow_closed=True)
+            table = self._table
             return EngineStats(
-                self._table.n, len(self._table.pending), self._table.generated_total, self._table.version
+                table.n, len(table.pending), table.generated_total, table.version, can_generate=not table.is_idle
             )
 
     def running(self) -> set[RequestKey]:

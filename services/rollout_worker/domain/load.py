@@ -222,6 +222,8 @@ class EngineStats:
     """Drafted tokens that were drawn and so took no forward pass of their own."""
     uses_drafts: bool = False
     """True while it looks for drafts."""
+    can_generate: bool = True
+    """False while each of its requests waits for something else, such as its images."""
 
 
 @dataclass(frozen=True, slots=True)

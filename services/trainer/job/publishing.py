@@ -26,8 +26,8 @@ log = structlog.get_logger(__name__)
 
 RESTORE_EVERY_S = 5.0
 """How often the store is asked for damaged chunks."""
-RENEW_IMAGES_EVERY_S = 900.0
-"""The store keeps a chunk without a version for an hour."""
+RENEW_IMAGES_EVERY_S = 60.0
+"""The store keeps a chunk without a version for an hour; one that it has lost is uploaded again."""
 BASE = 0
 """The version of the base model of adapters."""
 

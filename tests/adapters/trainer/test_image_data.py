@@ -102,6 +102,25 @@ def test_images_are_shown_in_the_order_of_the_messages(model: Path) -> None:
     assert prompt.images == other.images[::-1]
 
 
+def test_marks_in_a_part_of_text_are_places_of_a_column(model: Path) -> None:
+    part = {"type": "text", "text": "<image> and <image>"}
+    (prompt, other) = load(
+        model,
+        {"prompt": [{"role": "user", "content": [part]}], "images": ["a.png", "b.png"]},
+        {"prompt": [{"role": "user", "content": part["text"]}], "images": ["a.png", "b.png"]},
+    ).train
+    assert (prompt.tokens, prompt.images) == (other.tokens, other.images)
+    assert len(prompt.images) == 2
+
+
+def test_transparent_image_is_on_white(model: Path, tmp_path: Path) -> None:
+    for name, image in (("clear", Image.new("RGBA", (16, 16))), ("white", Image.new("RGB", (16, 16), "white"))):
+        image.save(model.parent / f"{name}.png")
+    rows = [{"prompt": asks({"type": "image"}, "which"), "images": [f"{name}.png"]} for name in ("clear", "white")]
+    clear, white = load(model, *rows, folder=tmp_path / "images").train
+    assert clear.images == white.images
+
+
 def test_large_image_is_made_smaller(model: Path) -> None:
     Image.new("L", (90, 60)).save(model.parent / "large.png")  # gray, as scans are
     row = {"prompt": asks({"type": "image"}, "which"), "images": ["large.png"]}
@@ -117,6 +136,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a URL": ({"images": ["https://example.com/a.png"]}, "nothing is downloaded"),
     "no base64": ({"images": ["data:image/png;base64,???"]}, "not base64"),
     "a broken file": ({"images": ["broken.png"]}, "cannot be read as an image"),
+    "more than 8 bits": ({"images": ["deep.png"]}, "more than 8 bits"),
     "no image": ({"images": ["train.jsonl"]}, "cannot be read as an image"),
     "a stretched image": ({"images": ["line.png"]}, "crop it"),
     "a number": ({"images": [7]}, "give a path"),
@@ -135,6 +155,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_row_is_refused_with_what_to_do(model: Path, name: str) -> None:
     (model.parent / "broken.png").write_bytes(png(picture("red"))[:60])
     Image.new("RGB", (401, 2)).save(model.parent / "line.png")
+    Image.new("I;16", (16, 16)).save(model.parent / "deep.png")
     given, reason = REFUSED[name]
     row = {"prompt": asks({"type": "image"}, "which"), "images": ["a.png"], **given}
     with pytest.raises(ConfigError, match=r"train\.jsonl, line 1: ") as refused:

@@ -238,8 +238,12 @@ class TorchEngine(ThreadedEngine):
         stats, drafter = super().stats(), self._drafter
         if drafter is None:
             return stats
-        totals = {"drafted_total": drafter.drafted_total, "accepted_total": drafter.accepted_total}
-        return replace(stats, uses_drafts=drafter.looks, **totals)
+        return replace(
+            stats,
+            drafted_total=drafter.drafted_total,
+            accepted_total=drafter.accepted_total,
+            uses_drafts=drafter.looks,
+        )
 
     def hint(self, completions: Iterable[tuple[int, Sequence[int]]]) -> None:
         """See `ports.Engine`."""

@@ -106,8 +106,9 @@ class Vision:
 
     def forget(self) -> None:
         """Drop all computed embeddings: their prefill has ended, or the weights are others."""
-        for image in list(self._images.values()):
-            image.features = None
+        for reference in self._images.valuerefs():  # a copy made in one step, as `prepare` may add some meanwhile
+            if (image := reference()) is not None:
+                image.features = None
 
     def inputs(self, requests: Sequence[Request], slots: Ints, tokens: Ints, positions: torch.Tensor) -> PassInputs:
         """Return the arguments of a forward pass.
