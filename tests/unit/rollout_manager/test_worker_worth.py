@@ -270,4 +270,4 @@ def test_workers_are_not_weighed_against_prices_that_are_unknown(own: float, spo
     apply(world, 0.0, *job_running(), worker_joined("own", role="reserved", price_per_hour=own))
     world.fleet.workers["own"].assigned_version = ("j", 0)
     world.jobs["j"].record.window_tuner = WindowTuner(target_workers=6, work_s=550.0, train_s=100.0, step_s=700.0)
-    assert paying_workers(world.jobs, world.fleet, world.jobs["j"], [Offer("k", 9, spot, 1.0)]) == ({"k": 6}, None)
+    assert paying_workers(world.jobs, world.fleet, world.jobs["j"], [Offer("k", 9, spot, 1.0)]) == ({"k": 6}, None, 0.0)
