@@ -294,6 +294,8 @@ RETRY_S, LONGEST_RETRY_S = 10.0, 1800.0
 UNFILLED_S = 300.0
 """Time after a machine's boot within which a worker must have joined: else the place has no capacity at present."""
 NO_CAPACITY = "has no capacity"
+AVERAGED_S = 1800.0
+"""Time over which a throughput is averaged: several steps, so that the mix does not follow the phases of one."""
 
 
 @dataclass(slots=True)
@@ -338,11 +340,13 @@ class OfferBook:
     records: dict[str, Record] = field(default_factory=dict)
     """By kind."""
     tokens_per_s: dict[str, float] = field(default_factory=dict)
-    """GPU -> throughput of one worker as it was measured last."""
+    """GPU -> measured throughput of one worker, a mean over the last `AVERAGED_S`: it falls as samples get longer."""
     unit: float | None = None
     """Tokens per second of one mean worker, in which all work is counted. It is the mean when the first throughput was
     known and never changes, whatever workers are present: numbers of mean workers stay comparable. None: unknown."""
     _observed_at: float | None = None
+    _measured_s: Counter[str] = field(default_factory=Counter)
+    """GPU -> time over which its throughput was measured, at most `AVERAGED_S`."""
 
     def __post_init__(self) -> None:
         """Start without records."""
@@ -383,7 +387,11 @@ class OfferBook:
             is_trusted = worker.trust.is_full and is_pooled(worker, gpus)
             if is_trusted and (speed := worker.expected_tokens_per_s()):
                 measured.setdefault(gpus[worker.joined.kind], []).append(speed)
-        self.tokens_per_s |= {gpu: median(speeds) for gpu, speeds in measured.items()}
+        for gpu, speeds in measured.items():
+            self._measured_s[gpu] = min(self._measured_s[gpu] + elapsed_s, AVERAGED_S)
+            before, weight = self.tokens_per_s.get(gpu), elapsed_s / max(self._measured_s[gpu], elapsed_s, 1.0)
+            found = median(speeds)
+            self.tokens_per_s[gpu] = found if before is None else before + weight * (found - before)
         self.unit = self.unit or self._mean_tokens_per_s()
 
     def _mean_tokens_per_s(self) -> float | None:

@@ -320,6 +320,7 @@ class Workload:
         self.join("own", "own", role="reserved")
         self.book = OfferBook([Pool(kind=kind, max_workers=200) for kind in speeds])
         self.scaler = Autoscaler(limit, DELAY_S)
+        self.ripple = 0.0
         self.capacity: dict[str, int] = {}
         self.now = self.step_ends_at = 0.0
 
@@ -338,7 +339,8 @@ class Workload:
         meter = StepMeter(0.0, 0.0, fleet=len(fleet) - 1, reserved=1)
         spot_s = window_s + min(TRAIN_S, self.tokens / spot if spot else 0.0)
         for worker in fleet.values():
-            meter.credit(worker.id, 1.0, window_s if worker.reserved else spot_s, worker.expected_tokens_per_s())
+            seconds = window_s if worker.reserved else spot_s
+            meter.credit(worker.id, 1.0, seconds, self.speeds[worker.joined.kind])
         meter.updated_at = window_s + TRAIN_S
         self.job.window_tuner.learn(meter.measure(window_s, 0.0, TRAIN_S, 0))
         self.step_ends_at = self.now + meter.updated_at
@@ -348,6 +350,8 @@ class Workload:
         seen: list[dict[str, int]] = []
         for _ in range(6 * minutes):
             self.now += 10.0
+            for worker in self.world.fleet.workers.values():
+                worker.speed = 1.0 + self.ripple * math.sin(self.now / 30.0)
             if self.now >= self.step_ends_at:
                 self.finish_step()
             self.book.observe(self.world.fleet, self.scaler.targets, self.now)
@@ -371,6 +375,14 @@ def test_fast_reserved_worker_leaves_the_number_of_slow_spot_workers_alone(neede
     growing = load.run(60)
     assert growing[-1] == {"k": needed} == max(growing, key=lambda targets: targets["k"])
     assert load.run(60) == [{"k": needed}]
+
+
+@pytest.mark.parametrize("needed", [12, 40])
+def test_throughput_that_changes_within_each_step_does_not_change_the_fleet(needed: int) -> None:
+    load = Workload(needed * 500.0 * TRAIN_S, 1000.0, {"k": 500.0}, {})
+    load.ripple = 0.1
+    load.run(60)
+    assert load.run(120) == [{"k": needed}]
 
 
 @pytest.mark.parametrize(("a", "c"), [(500.0, 1500.0), (1500.0, 500.0), (500.0, 500.0)])
