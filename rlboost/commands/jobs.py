@@ -233,26 +233,36 @@ def run(
 
 
 def deadline(text: str, now: datetime) -> datetime:
-    """Return the time that `--by` names, in the zone of `now` unless it names one; `18:00` is the next one.
+    """Return the time that `--by` names, in the local zone unless it names one; `18:00` is the next one.
+
+    Args:
+        text: as given.
+        now: the local time, whose offset from UTC may be another one at the deadline.
 
     Raises:
         ConfigError: it is no time, or it is over.
 
     """
     try:
-        given = (
-            datetime.fromisoformat(text) if "-" in text else datetime.combine(now.date(), time_of.fromisoformat(text))
-        )
+        given = _date_and_time(text, now.replace(tzinfo=None))
     except ValueError as error:
         raise ConfigError(
             f"--by {text}: write 18:00, or 2026-12-01T18:00 with a zone such as +01:00 if needed"
         ) from error
-    given = given if given.tzinfo else given.replace(tzinfo=now.tzinfo)
-    if given <= now and "-" not in text:
-        given += timedelta(days=1)
+    given = given if given.tzinfo else given.astimezone()
     if given <= now:
         raise ConfigError(f"--by {text}: it is over: give a later time")
     return given
+
+
+def _date_and_time(text: str, now: datetime) -> datetime:
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError:
+        at = time_of.fromisoformat(text)
+    there = now.astimezone(at.tzinfo) if at.tzinfo else now
+    given = datetime.combine(there.date(), at)
+    return given if given > there else given + timedelta(days=1)
 
 
 def status(job: JobArgument, state: StateOption = DEFAULT_STATE, as_json: JsonOption = False) -> None:

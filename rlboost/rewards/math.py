@@ -34,7 +34,7 @@ def score(
 ) -> list[float | None]:
     r"""Return 1.0 for each completion whose answer equals the ground truth, 0.0 for any other.
 
-    The ground truth comes from the columns that `shared.user_code.functions.ground_truth` reads: LaTeX or plain text,
+    The ground truth comes from the columns that `shared.user_code.ground_truth` reads: LaTeX or plain text,
     with or without `$` or `\boxed`, or a number; of a solution as GSM8K has it, what follows the last `####`. The
     reward is None, and a line is printed, if it is something else, such as null, NaN, a list or a boolean (null also as
     text), or cannot be parsed. An answer that exceeds the limit is wrong.

@@ -44,7 +44,7 @@ class Principal(NamedTuple):
     """The sender's name in logs; never a secret."""
     scope: Scope
     subject: str = ""
-    """What it is limited to: in the scope `session` a `shared.job.sessions.SessionId`, in `trainer` a job, in `publish`
+    """What it is limited to: in the scope `session` a `shared.job.agent.SessionId`, in `trainer` a job, in `publish`
     a `shared.http.access.Publishing`."""
 
     def may(self, needed: Scope) -> bool:

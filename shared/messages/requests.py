@@ -184,7 +184,7 @@ class TurnOpened(Message):
     """
 
     session: PackedId
-    """Id of the session (`shared.job.sessions`)."""
+    """Id of the session (`shared.job.agent`)."""
     sample: PackedId
     """The sample that is the turn."""
     parent: PackedId = 0

@@ -165,7 +165,7 @@ class WorkerJoined(Message):
     startup_s: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.0
     """Age of the worker's process; 0 when it joins again, since this time is charged once."""
     protocol: Count = UNNUMBERED_WORKER
-    """The worker's `shared.messages.protocol`."""
+    """The worker's `shared.messages.codec.PROTOCOL`."""
 
 
 WaitKind = Literal["", "engine", "redis", "rewards", "samples", "trainer", "worker"]

@@ -132,7 +132,7 @@ def serving_session(session: str) -> str:
 
 
 def session(job_id: str, sample: int) -> str:
-    """Hash: a trainable session of an agent (`shared.job.sessions`); expires some time after its step."""
+    """Hash: a trainable session of an agent (`shared.job.agent`); expires some time after its step."""
     return f"{PREFIX}job:{job_id}:session:{sample:x}"
 
 

@@ -18,6 +18,7 @@ from rlboost.services.rollout_manager.domain.offers import (
     Offer,
     OfferBook,
     choose_mix,
+    dollars_of,
     explain,
     is_pooled,
     present_workers,
@@ -25,7 +26,6 @@ from rlboost.services.rollout_manager.domain.offers import (
     work_of,
 )
 from rlboost.services.rollout_manager.domain.queue import Queues
-from rlboost.services.rollout_manager.domain.windows import target_workers
 from rlboost.services.rollout_manager.domain.workers import Fleet, Worker
 from rlboost.services.rollout_manager.domain.world import PeriodicDecisions, refusal_of
 from rlboost.shared.messages import Alongside, Resume, Suspend, UseVersion
@@ -443,33 +443,29 @@ def fleet_view(jobs: Jobs, fleet: Fleet, book: OfferBook, limits: Limits, now: N
     for worker in (*fleet.workers.values(), *fleet.gone.values()):
         kind = worker.joined.kind
         prices[kind] = max(prices.get(kind, 0.0), worker.price_per_hour)
+    # Else a kind whose workers tell their price would change between free and dear.
+    dearest = max((prices.get(kind, 0.0) for kind in kinds), default=0.0)
+    prices |= {kind: dearest for kind in kinds if kind not in fleet.prices and not prices.get(kind)}
     offers = book.offers(fleet, prices, now.mono)
-    paying, late = _paying(jobs, fleet, running, offers, limits, now.wall)
-    desired: float | None = target_workers(job.record.window_tuner for job in running) if running else 0
-    if desired is not None:
-        # If all workers of all pools pay, the pools limit the fleet, and not the price.
-        is_all = paying.total() >= sum(offer.n_workers for offer in offers)
-        desired = max(desired if is_all else 0, work_of(offers, paying))
+    limits = limits.without(other)
+    desired: float | None = 0.0 if not running else None
+    late: dict[str, float] = {}
+    left, found = list(offers), Counter[str]()
+    for job in running:  # each worker counts for one job only
+        tuner = job.record.window_tuner
+        # What the job counts as a worker: its mean one, which changes with the fleet.
+        size = book.mean_workers(tuner.worker_tokens_per_s)
+        sized = [offer._replace(speed=offer.speed / size) for offer in left]
+        paying = paying_workers(jobs, fleet, job, sized, limits.without(dollars_of(offers, found)), now.wall)
+        if paying is None:
+            continue
+        found += paying.workers
+        late |= {job.id: paying.finishes_at} if paying.finishes_at is not None else {}
+        left = [offer._replace(n_workers=offer.n_workers - found[offer.kind]) for offer in offers]
+        desired = (desired or 0.0) + work_of(offers, paying.workers) + paying.missing * size
     pooled = [w for w in fleet.workers.values() if is_pooled(w, kinds) and w.state not in {"draining", "joining"}]
     ready = Counter(w.joined.kind for w in pooled if w.version >= 0)
     return FleetView(desired, offers, present_workers(fleet, kinds), ready, other, late)
-
-
-def _paying(
-    jobs: Jobs, fleet: Fleet, running: Iterable[JobEntry], offers: Iterable[Offer], limits: Limits, now: float
-) -> tuple[Counter[str], dict[str, float]]:
-    """Return how many workers of each kind are worth their price or meet a deadline, and `FleetView.late`.
-
-    Each worker counts for one job only.
-    """
-    found: Counter[str] = Counter()
-    late: dict[str, float] = {}
-    for job in running:
-        left = [offer._replace(n_workers=offer.n_workers - found[offer.kind]) for offer in offers]
-        if paying := paying_workers(jobs, fleet, job, left, limits, now):
-            found += paying.workers
-            late |= {job.id: paying.finishes_at} if paying.finishes_at is not None else {}
-    return found, late
 
 
 class Autoscaler:
@@ -509,8 +505,8 @@ class Autoscaler:
 
     def limits(self, other_dollars_per_hour: float = 0.0) -> Limits:
         """Return what no mix passes, given the price of the workers that are in no pool."""
-        limit = self.max_dollars_per_hour
-        return Limits(float("inf") if limit is None else max(0.0, limit - other_dollars_per_hour), self._max_share)
+        limit = float("inf") if self.max_dollars_per_hour is None else self.max_dollars_per_hour
+        return Limits(limit, self._max_share).without(other_dollars_per_hour)
 
     def decide(self, seen: FleetView, fixed: int | None, now: float) -> None:
         """Set the targets.
@@ -525,10 +521,9 @@ class Autoscaler:
         limits, before = self.limits(seen.other_dollars_per_hour), self._mix or seen.present
         if fixed is None:
             mix = self._next_mix(seen, limits, before, now)
-            self.targets = until_replaced(seen.offers, mix.workers, seen.ready, limits)
         else:
             mix = choose_mix(seen.offers, fixed, limits, before, by_count=True)
-            self.targets = dict(mix.workers)
+        self.targets = until_replaced(seen.offers, mix.workers, seen.ready, limits, by_count=fixed is not None)
         self.reason = explain(seen.offers, self._mix, mix.workers, limits) or self.reason
         self._mix, self.limited_by = mix.workers, mix.limited_by
 

@@ -38,6 +38,8 @@ FIT_EVERY = 8
 """Observations between two fits after that."""
 DRAFTS_STEP = 0.05
 """Weight of one observation in what is known of drafts: few wrong ones do not count."""
+FIRST_DRAFTS = 3
+"""Observations of drafts before an engine counts as one that drafts: one may be wrong."""
 MIN_TOKENS_PER_PASS = 1.05
 """Fewer: the engine tries drafts that do not pay."""
 MAX_TOKENS_PER_PASS = 64.0
@@ -69,6 +71,7 @@ class Profile:
     drafted: float = 0.0
     """The largest batch with drafts."""
     observed: int = 0
+    _drafts: int = 0
     _without_drafts: int = 0
     _products: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros((3, 3)))
     _targets: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(3))
@@ -89,10 +92,13 @@ class Profile:
 
         """
         step_s, drafts = running / tokens_per_s, tokens_per_pass > MIN_TOKENS_PER_PASS
-        if drafts and running > self.drafted:
-            self.drafted = min(running, (1 + DRAFTS_STEP) * self.drafted) if self.drafted else running
-        elif not drafts and running < self.drafted:
-            self.drafted = max(running, (1 - DRAFTS_STEP) * self.drafted)
+        self._drafts += drafts
+        if drafts and not self.drafted:
+            self.drafted = running if self._drafts >= FIRST_DRAFTS else 0.0
+        elif drafts and running > self.drafted:
+            self.drafted = min(running, (1 + DRAFTS_STEP) * self.drafted)
+        elif not drafts and running <= self.drafted:
+            self.drafted *= 1 - DRAFTS_STEP
         if drafts != (running <= self.drafted):
             return  # a mean over steps of both kinds
         self._without_drafts += not drafts

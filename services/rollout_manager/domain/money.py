@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from rlboost.services.rollout_manager.domain.effects import Effect, Now, event
 from rlboost.services.rollout_manager.domain.jobs import Audit, Cost, JobEntry, Jobs
-from rlboost.services.rollout_manager.domain.offers import NO_LIMITS, Limits, Offer, cheapest_first
+from rlboost.services.rollout_manager.domain.offers import NO_LIMITS, ROUNDING, Limits, Offer, cheapest_first
 from rlboost.services.rollout_manager.domain.windows import WindowTuner
 from rlboost.services.rollout_manager.domain.workers import Fleet, Worker
 from rlboost.services.rollout_manager.domain.world import PeriodicDecisions
@@ -71,6 +71,8 @@ class Paying(NamedTuple):
     finishes_at: float | None = None
     """When the job will end with them (Unix seconds), if that is later than its deadline. Without any worker it waits,
     and its wait says so."""
+    missing: float = 0.0
+    """Mean workers of the job that it should have besides, if limits and not prices forbid them."""
 
 
 def paying_workers(
@@ -80,13 +82,14 @@ def paying_workers(
 
     With each worker that pays, a token gets cheaper. An offer without a price always pays. So does every offer while
     the training time is unknown, no reserved worker is present, or one has no price and the trainer has none either.
-    A job with a deadline also gets the workers without which it would end too late.
+    A job with a deadline also gets the workers without which it would end too late. Those that a closed offer has not
+    got do not make it end earlier.
 
     Args:
         jobs: all jobs.
         fleet: has the workers that serve the job.
         job: the job that they generate for.
-        offers: the workers that providers can start.
+        offers: the workers that providers can start; their speeds count mean workers of the job's last steps.
         limits: what these workers do not pass.
         now: this moment in Unix seconds.
 
@@ -100,18 +103,37 @@ def paying_workers(
     dollars = _dollars_per_hour(job, reserved)
     limit_s = _longest_step_s(job, now)
     found: Counter[str] = Counter()
-    work, step_s = 0.0, expected_step_s(tuner, 0, len(reserved))
+    work = expected_work = 0.0
+    step_s = expected_step_s(tuner, 0, len(reserved))
+    target, missing = _workers_worth_having(tuner, tuner.target_workers, offers), 0.0
     for offer in cheapest_first(offers, limits):
         speedup = speedup_of_one_more(tuner, work, len(reserved), offer.speed)
         is_weighed_off = is_weighed and offer.availability * speedup * dollars < offer.price_per_hour
-        is_enough = tuner.target_workers - work < 0.5 * offer.speed
-        if (is_enough or is_weighed_off) and (step_s <= limit_s or speedup < LEAST_SPEEDUP):
+        is_enough = target - work < 0.5 * offer.speed
+        is_expected = not offer.closed or found[offer.kind] < offer.n_present
+        is_in_time = step_s <= limit_s or speedup < LEAST_SPEEDUP or not is_expected
+        if (is_enough or is_weighed_off) and is_in_time:
             break
         found[offer.kind] += 1
         work += offer.speed
+        expected_work += offer.speed if is_expected else 0.0
         dollars += offer.price_per_hour
-        step_s = expected_step_s(tuner, work, len(reserved))
-    return Paying(found, now + _steps_left(job) * step_s if limit_s < step_s < math.inf else None)
+        step_s = expected_step_s(tuner, expected_work, len(reserved))
+    else:
+        missing = max(0.0, target - work)
+    finishes_at = now + _steps_left(job) * step_s if limit_s < step_s < math.inf else None
+    return Paying(found, finishes_at, missing)
+
+
+def _workers_worth_having(tuner: WindowTuner, target: int, offers: Sequence[Offer]) -> float:
+    """Return the number of mean workers worth having, rounded up to a worker of the slowest offer.
+
+    One worker, the mean of a fast reserved one, may do the work of dozens that an offer has.
+    """
+    spare_s, least = tuner.train_s - tuner.latency_s, min((offer.speed for offer in offers), default=0.0)
+    if not tuner.work_s or spare_s <= 0 or not least:
+        return target
+    return min(target, math.ceil(tuner.work_s / spare_s / least - ROUNDING) * least)
 
 
 def _steps_left(job: JobEntry) -> int:

@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean, median
 from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -80,7 +81,7 @@ class Offer(NamedTuple):
     availability: float = 1.0
     """Fraction of its paid time in which a worker generates."""
     speed: float = 1.0
-    """Throughput of one worker relative to the mean one of the fleet."""
+    """Throughput of one worker in mean workers: of what they generate, see `OfferBook.unit`."""
     label: str = ""
     closed: str = ""
     """Why no further workers are expected of it at present; empty: they are."""
@@ -101,6 +102,10 @@ class Limits:
     """Of the workers of all offers together."""
     max_share: float = 1.0
     """Part of the workers that may be of one offer, rounded up to a worker."""
+
+    def without(self, dollars_per_hour: float) -> Limits:
+        """Return these limits for the workers next to others that cost this much."""
+        return Limits(max(0.0, self.dollars_per_hour - dollars_per_hour), self.max_share)
 
     def reached_by(self, offer: Offer, counts: Mapping[str, int], dollars: float) -> Limit | None:
         """Return what forbids one more worker of an offer; None if nothing does.
@@ -210,7 +215,7 @@ def dollars_of(offers: Iterable[Offer], workers: Mapping[str, int]) -> float:
 
 
 def until_replaced(
-    offers: Sequence[Offer], mix: Mapping[str, int], ready: Mapping[str, int], limits: Limits
+    offers: Sequence[Offer], mix: Mapping[str, int], ready: Mapping[str, int], limits: Limits, *, by_count: bool = False
 ) -> dict[str, int]:
     """Return the mix, with the workers that it replaces as long as their successors are not ready.
 
@@ -219,17 +224,20 @@ def until_replaced(
         mix: kind -> workers to have in the end.
         ready: kind -> workers that are ready and do not drain.
         limits: those of the mix; replaced workers beyond the limit on dollars are given up at once.
+        by_count: the mix is of a number of workers, whatever their speeds.
 
     """
     held = dict(mix)
-    missing = sum(max(0, mix[offer.kind] - ready.get(offer.kind, 0)) * offer.speed for offer in offers)
+    sizes = {offer.kind: 1.0 if by_count else offer.speed for offer in offers}
+    missing = sum(max(0, mix[kind] - ready.get(kind, 0)) * size for kind, size in sizes.items())
     dollars = dollars_of(offers, mix)
     for offer in sorted(offers, key=lambda offer: offer.cost):
         for _ in range(max(0, ready.get(offer.kind, 0) - mix[offer.kind])):
-            if missing < 0.5 * offer.speed or dollars + offer.price_per_hour > limits.dollars_per_hour + ROUNDING:
+            size = sizes[offer.kind]
+            if missing < 0.5 * size or dollars + offer.price_per_hour > limits.dollars_per_hour + ROUNDING:
                 break
             held[offer.kind] += 1
-            missing -= offer.speed
+            missing -= size
             dollars += offer.price_per_hour
     return held
 
@@ -285,6 +293,9 @@ RETRY_S, LONGEST_RETRY_S = 10.0, 1800.0
 """Time for which an offer is closed after its first failure, and the longest: it doubles with each further one."""
 UNFILLED_S = 300.0
 """Time after a machine's boot within which a worker must have joined: else the place has no capacity at present."""
+NO_CAPACITY = "has no capacity"
+AVERAGED_S = 1800.0
+"""Time over which a throughput is averaged: several steps, so that the mix does not follow the phases of one."""
 
 
 @dataclass(slots=True)
@@ -298,7 +309,9 @@ class Record:
     counted: int = 0
     """Its preemptions that the fleet has counted so far."""
     short_since: float | None = None
-    """Since when fewer workers are there than were requested."""
+    """Since when fewer workers are there than were requested, and neither number has risen."""
+    seen: tuple[int, int] = (0, 0)
+    """Workers that were there, and requested ones, when it was observed last."""
     failures: int = 0
     """Failures in a row."""
     retry_at: float = -math.inf
@@ -327,12 +340,18 @@ class OfferBook:
     records: dict[str, Record] = field(default_factory=dict)
     """By kind."""
     tokens_per_s: dict[str, float] = field(default_factory=dict)
-    """GPU -> throughput of one worker as it was measured last."""
+    """GPU -> measured throughput of one worker, a mean over the last `AVERAGED_S`: it falls as samples get longer."""
+    unit: float | None = None
+    """Tokens per second of one mean worker, in which all work is counted. It is the mean when the first throughput was
+    known and never changes, whatever workers are present: numbers of mean workers stay comparable. None: unknown."""
     _observed_at: float | None = None
+    _measured_s: Counter[str] = field(default_factory=Counter)
+    """GPU -> time over which its throughput was measured, at most `AVERAGED_S`."""
 
     def __post_init__(self) -> None:
         """Start without records."""
         self.records = {pool.kind: Record() for pool in self.pools}
+        self.unit = self._mean_tokens_per_s()
 
     def observe(self, fleet: Fleet, requested: Mapping[str, int], now: float) -> None:
         """Learn from the present fleet.
@@ -352,24 +371,43 @@ class OfferBook:
             record.preemptions = record.preemptions * decay + counted - record.counted
             record.counted = counted
             record.on_workers(n, now)
-            if n >= requested.get(pool.kind, 0):
+            n_requested = requested.get(pool.kind, 0)
+            has_risen = n > record.seen[0] or n_requested > record.seen[1]
+            record.seen = n, n_requested
+            if n >= n_requested:
                 record.short_since = None
-            elif record.short_since is None:
+            elif record.short_since is None or has_risen:
                 record.short_since = now
             elif now - record.short_since > UNFILLED_S + pool.boot_s:
-                record.fail("has no capacity", n, now, UNFILLED_S)
+                record.fail(NO_CAPACITY, n, now, UNFILLED_S)
         self._observed_at = now
         gpus = {pool.kind: _gpu(pool) for pool in self.pools}
         measured: dict[str, list[float]] = {}
         for worker in fleet.workers.values():
-            if is_pooled(worker, gpus) and (speed := worker.expected_tokens_per_s()):
+            is_trusted = worker.trust.is_full and is_pooled(worker, gpus)
+            if is_trusted and (speed := worker.expected_tokens_per_s()):
                 measured.setdefault(gpus[worker.joined.kind], []).append(speed)
-        self.tokens_per_s |= {gpu: sum(speeds) / len(speeds) for gpu, speeds in measured.items()}
+        for gpu, speeds in measured.items():
+            self._measured_s[gpu] = min(self._measured_s[gpu] + elapsed_s, AVERAGED_S)
+            before, weight = self.tokens_per_s.get(gpu), elapsed_s / max(self._measured_s[gpu], elapsed_s, 1.0)
+            found = median(speeds)
+            self.tokens_per_s[gpu] = found if before is None else before + weight * (found - before)
+        self.unit = self.unit or self._mean_tokens_per_s()
+
+    def _mean_tokens_per_s(self) -> float | None:
+        """Return the mean throughput of the measured GPUs, else of the planned pools; None if there is neither."""
+        speeds = list(self.tokens_per_s.values()) or [pool.tokens_per_s for pool in self.pools if pool.tokens_per_s]
+        return fmean(speeds) if speeds else None
+
+    def mean_workers(self, tokens_per_s: float | None) -> float:
+        """Return how many mean workers generate this much; None or 0: a worker of unknown throughput."""
+        mean = self._mean_tokens_per_s()
+        return (tokens_per_s or mean or self.unit or 1.0) / self.unit if self.unit else 1.0
 
     def offers(self, fleet: Fleet, prices: Mapping[str, float], now: float) -> list[Offer]:
         """Return the offers, in the order of the pools.
 
-        An offer whose throughput is neither measured nor planned counts as a mean worker of the fleet.
+        An offer whose throughput is neither measured nor planned counts as the mean of the others.
 
         Args:
             fleet: the workers.
@@ -377,24 +415,26 @@ class OfferBook:
             now: the manager's clock.
 
         """
-        known = {pool.kind: self.tokens_per_s_of(pool) for pool in self.pools}
-        running = [speed for worker in fleet.workers.values() if (speed := worker.expected_tokens_per_s())]
-        planned = [speed for speed in known.values() if speed]
-        mean = sum(running or planned) / len(running or planned) if running or planned else 1.0
         present = present_workers(fleet, self.records)
         return [
             Offer(
                 pool.kind,
-                pool.max_workers,
+                self._n_workers(pool, present[pool.kind]),
                 prices.get(pool.kind, 0.0),
                 availability(self.preemptions_per_s(pool), pool.boot_s + fleet.lifetimes[pool.kind].startup_s),
-                (known[pool.kind] or mean) / mean,
+                self.mean_workers(self.tokens_per_s_of(pool)),
                 pool.label,
                 self.records[pool.kind].why if now < self.records[pool.kind].retry_at else "",
                 present[pool.kind],
             )
             for pool in self.pools
         ]
+
+    def _n_workers(self, pool: Pool, n_present: int) -> int:
+        """Return how many workers a pool may have: one more than it has if it lacked capacity, until one joins."""
+        record = self.records[pool.kind]
+        lacked = record.failures > 0 and record.why == NO_CAPACITY
+        return min(pool.max_workers, n_present + 1) if lacked else pool.max_workers
 
     def preemptions_per_s(self, pool: Pool) -> float:
         """Return the hazard of one worker of a pool."""

@@ -182,7 +182,8 @@ def credit_generation(jobs: Jobs, worker: Worker, now: Now) -> None:
     for job in filter(None, map(jobs.get_active, worker.jobs)):
         if job.progress.window and job.progress.window.meter:
             elapsed_s = min(now.mono - worker.last_seen_at, MAX_CREDIT_S) / len(worker.jobs)
-            job.progress.window.meter.credit(worker.id, worker.batch_share(), elapsed_s)
+            tokens_per_s = worker.expected_tokens_per_s() if worker.trust.is_full else 0.0
+            job.progress.window.meter.credit(worker.id, worker.batch_share(), elapsed_s, tokens_per_s)
 
 
 def end_step(job: JobEntry, report: StepReport, now: Now) -> list[Effect]:

@@ -123,6 +123,8 @@ class WindowTuner:
     """Number of preemptible workers during the last step, a mean over its time."""
     reserved: int = 0
     """Number of reserved workers at the end of the last step."""
+    worker_tokens_per_s: float = 0.0
+    """Throughput of the mean worker that `work_s` and `target_workers` count: by its share of the work; 0: unknown."""
     tokens_per_s: float = 0.0
     """Tokens delivered per second of the last step."""
 
@@ -168,7 +170,13 @@ class WindowTuner:
         self.fleet_mean, self.reserved = seen.fleet_mean, seen.reserved
         weight = 1.0 if self.target_workers is None else NEWEST_STEP_WEIGHT
         self.latency_s += weight * (seen.generation.latency_s - self.latency_s)
+        tokens = self.work_s * self.worker_tokens_per_s
         self.work_s += weight * (seen.generation.work_s - self.work_s)
+        if seen.worker_tokens_per_s and self.work_s:
+            seen_tokens = seen.generation.work_s * seen.worker_tokens_per_s
+            tokens += weight * (seen_tokens - tokens)
+            is_first = not self.worker_tokens_per_s
+            self.worker_tokens_per_s = seen.worker_tokens_per_s if is_first else tokens / self.work_s
         if seen.train_s > 0:
             self.target_workers = self.generation.workers_worth_having(seen.reserved, seen.train_s)
         self.tokens_per_s = seen.tokens / seen.step_s if seen.step_s > 0 else 0.0
@@ -217,6 +225,8 @@ class StepTimes:
     """The work of all workers of the job, and its latency."""
     tokens: int
     """Tokens delivered in the step."""
+    worker_tokens_per_s: float = 0.0
+    """See `WindowTuner`; 0 if the throughput of no worker was known."""
 
 
 @dataclass(slots=True)
@@ -230,6 +240,10 @@ class StepMeter:
     latency_s: float = 0.0
     """See `Generation`, also for the work."""
     work_s: float = 0.0
+    rated_s: float = 0.0
+    """Part of `work_s` of workers whose throughput is known."""
+    rated_tokens: float = 0.0
+    """What these generate in that time with full batches."""
     tokens_before: int = 0
     """Tokens delivered before the step."""
     workers_s: float = 0.0
@@ -244,13 +258,14 @@ class StepMeter:
     generating: set[str] = field(default_factory=set)
     """Workers that had samples running at their last heartbeat."""
 
-    def credit(self, worker: str, batch_share: float, elapsed_s: float) -> None:
+    def credit(self, worker: str, batch_share: float, elapsed_s: float, tokens_per_s: float = 0.0) -> None:
         """Count what a worker has done since its last heartbeat.
 
         Args:
             worker: the worker's id.
             batch_share: the part of its time that its batch took: see `Worker.batch_share`; 0 if it was idle.
             elapsed_s: seconds since that heartbeat.
+            tokens_per_s: its throughput with a full batch; 0 if it is unknown.
 
         """
         if not batch_share:
@@ -260,6 +275,9 @@ class StepMeter:
         n_generating = min(len(self.generating), max(1, self.fleet + self.reserved))  # some of the set may be gone
         self.latency_s += (1.0 - batch_share) * elapsed_s / n_generating
         self.work_s += batch_share * elapsed_s
+        if tokens_per_s:
+            self.rated_s += batch_share * elapsed_s
+            self.rated_tokens += batch_share * elapsed_s * tokens_per_s
 
     def update(self, now: float, *, fleet: int, reserved: int, working: bool) -> None:
         """Attribute the time since the last update to this state."""
@@ -300,6 +318,7 @@ class StepMeter:
             reserved=self.reserved,
             generation=self.generation,
             tokens=tokens - self.tokens_before,
+            worker_tokens_per_s=self.rated_tokens / self.rated_s if self.rated_s else 0.0,
         )
 
 

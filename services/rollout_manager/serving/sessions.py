@@ -5,7 +5,7 @@ generated. A call that continues none, such as that of a sub-agent or after the 
 A call that is repeated gets the same turn: if its client says that it tries again, or if the agent was started again,
 which then finds the turns of its earlier start.
 
-Consumes: calls, and what Redis has of their session (`shared.job.sessions`).
+Consumes: calls, and what Redis has of their session (`shared.job.agent`).
 Produces: with each new turn, in one transaction, its request, a `TurnOpened` for the trainer, and the session's field.
 Waits for: Redis, and the text processes.
 

@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from functools import partial
@@ -428,17 +430,33 @@ def test_status_names_workers_that_a_budget_does_not_count(rest: FakeRest) -> No
     assert "max_dollars" not in rlboost("status", "j-1").stdout
 
 
+@pytest.fixture
+def berlin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The local zone, in which summer ends on 25 October 2026 at 3:00."""
+    with monkeypatch.context() as patch:
+        patch.setenv("TZ", "Europe/Berlin")
+        time.tzset()
+        yield
+    time.tzset()
+
+
+@pytest.mark.usefixtures("berlin")
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("now", "text", "found"),
     [
-        ("18:00", "2026-12-01T18:00:00+01:00"),
-        ("09:30", "2026-12-02T09:30:00+01:00"),  # the next one
-        ("2026-12-03T18:00", "2026-12-03T18:00:00+01:00"),
-        ("2026-12-03 18:00Z", "2026-12-03T18:00:00+00:00"),
+        ("2026-12-01T12:00", "18:00", "2026-12-01T18:00:00+01:00"),
+        ("2026-12-01T12:00", "09:30", "2026-12-02T09:30:00+01:00"),  # the next one
+        ("2026-12-01T12:00", "2026-12-03T18:00", "2026-12-03T18:00:00+01:00"),
+        ("2026-12-01T12:00", "2026-12-03 18:00Z", "2026-12-03T18:00:00+00:00"),
+        ("2026-12-01T12:00", "18:00-08:00", "2026-12-01T18:00:00-08:00"),
+        ("2026-12-01T12:00", "03:00-08:00", "2026-12-02T03:00:00-08:00"),  # it is 3:00 there
+        ("2026-10-24T20:00", "18:00", "2026-10-25T18:00:00+01:00"),
+        ("2026-10-24T20:00", "2026-10-26T18:00", "2026-10-26T18:00:00+01:00"),
+        ("2026-10-25T01:00", "18:00", "2026-10-25T18:00:00+01:00"),
     ],
 )
-def test_deadline_is_read_in_the_local_zone(text: str, found: str) -> None:
-    assert jobs.deadline(text, datetime.fromisoformat("2026-12-01T12:00:00+01:00")).isoformat() == found
+def test_deadline_is_read_in_the_local_zone(now: str, text: str, found: str) -> None:
+    assert jobs.deadline(text, datetime.fromisoformat(now).astimezone()).isoformat() == found
 
 
 @pytest.mark.parametrize(("text", "why"), [("tonight", "write 18:00"), ("2020-01-01", "it is over")])

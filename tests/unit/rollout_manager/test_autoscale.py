@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
 import pytest
@@ -20,8 +21,9 @@ from rlboost.services.rollout_manager.domain.allocation import (
 )
 from rlboost.services.rollout_manager.domain.effects import Now
 from rlboost.services.rollout_manager.domain.jobs import Job
-from rlboost.services.rollout_manager.domain.offers import NO_LIMITS, Offer, OfferBook, Pool
-from rlboost.services.rollout_manager.domain.windows import WindowTuner
+from rlboost.services.rollout_manager.domain.measurements import MIN_OBSERVATIONS
+from rlboost.services.rollout_manager.domain.offers import NO_LIMITS, Limits, Offer, OfferBook, Pool
+from rlboost.services.rollout_manager.domain.windows import StepMeter, WindowTuner
 from rlboost.services.rollout_manager.domain.workers import Worker
 from rlboost.services.rollout_manager.domain.world import World
 from tests.support.builders import job_spec, samples_of, worker_joined
@@ -89,6 +91,16 @@ def test_operators_number_applies_at_once_in_both_directions() -> None:
     assert fleet.at(1.0, 5, fixed=4) == {"k": 4}
     assert fleet.at(2.0, 5, fixed=99) == {"k": 10}
     assert fleet.scaler.limited_by == "max_workers"
+
+
+@pytest.mark.parametrize("fixed", [None, 4])
+def test_workers_stay_until_their_successors_are_ready(fixed: int | None) -> None:
+    scaler, offers = Autoscaler(None, 0.0), [Offer("a", 9, 1.0), Offer("b", 9, 2.0)]
+    scaler.decide(FleetView(4, offers), fixed, 0.0)
+    dearer = [offers[0]._replace(price_per_hour=9.0), offers[1]]
+    for ready, held in (({"a": 4}, 4), ({"a": 4, "b": 1}, 3), ({"a": 3, "b": 4}, 0)):
+        scaler.decide(FleetView(4, dearer, {"a": 4}, ready), fixed, 100.0)
+        assert scaler.targets == {"a": held, "b": 4}
 
 
 def test_pools_are_filled_in_their_order_up_to_the_limit_of_dollars() -> None:
@@ -224,6 +236,176 @@ def test_deadline_gets_the_fewest_workers_that_meet_it(
     seen = fleet_view(world, [Pool(kind="k", max_workers=6)])
     assert seen.desired == desired
     assert seen.late.get("j") == (late and pytest.approx(late, abs=1))
+
+
+def deadline_of(world: World, name: str, finish_by: float) -> None:
+    job = world.jobs[name].record
+    elastic = job.spec.elastic.model_copy(update={"finish_by": datetime.fromtimestamp(finish_by, UTC)})
+    job.spec = job_spec(steps=100).model_copy(update={"elastic": elastic})
+    job.window_tuner = WindowTuner(target_workers=6, work_s=500.0, train_s=10.0, step_s=510.0)
+
+
+def test_deadlines_share_the_dollars_with_reserved_workers_and_other_jobs() -> None:
+    """Each needs 5 workers of 100 dollars; two reserved ones cost 16, and the limit leaves 7 workers for both."""
+    world = World(2.0, {"k": 100.0})
+    for number, name in enumerate("ij"):
+        priced_job(world, name, number)
+        deadline_of(world, name, 9000.0)
+
+    def late(limit: float) -> set[str]:
+        book = OfferBook([Pool(kind="k", max_workers=20)])
+        seen = allocation.fleet_view(world.jobs, world.fleet, book, Limits(limit), Now(0.0, 0.0))
+        return set(seen.late)
+
+    assert late(1016.0) == set()
+    assert late(1015.0) == late(516.0) == {"j"}
+    assert late(515.0) == {"i", "j"}
+
+
+@pytest.mark.parametrize(("price", "desired"), [(100.0, 0), (0.1, 6)])
+def test_closed_offer_does_not_make_a_job_meet_its_deadline(price: float, desired: int) -> None:
+    world = World(2.0, {"k": price})
+    priced_job(world, "j", 1)
+    deadline_of(world, "j", 9000.0)
+    book = OfferBook([Pool(kind="k", max_workers=6)])
+    book.records["k"].fail("starts no workers", 0, 0.0)
+    seen = allocation.fleet_view(world.jobs, world.fleet, book, NO_LIMITS, Now(0.0, 0.0))
+    assert (seen.desired, seen.late) == (desired, {"j": 51_000.0})
+
+
+@pytest.mark.parametrize(
+    ("limits", "limited_by"),
+    [(Limits(10.1), "max_dollars_per_hour"), (Limits(max_share=0.5), "max_share"), (NO_LIMITS, None)],
+)
+def test_limit_that_keeps_the_fleet_from_growing_is_named(limits: Limits, limited_by: str | None) -> None:
+    world = World(2.0, {"a": 0.5, "b": 0.5})
+    priced_job(world, "j", 1)
+    pools = [Pool(kind="a", max_workers=20), Pool(kind="b", max_workers=2)]
+    seen = allocation.fleet_view(world.jobs, world.fleet, OfferBook(pools), limits, Now(0.0, 0.0))
+    dollars = None if math.isinf(limits.dollars_per_hour) else limits.dollars_per_hour
+    scaler = Autoscaler(dollars, 0.0, limits.max_share)
+    scaler.decide(seen, None, 1.0)
+    assert scaler.limited_by == limited_by
+
+
+def test_kind_without_a_price_counts_as_the_dearest_while_others_have_one() -> None:
+    world = World(lease_s=2.0)
+    pools = [Pool(kind="a", max_workers=9), Pool(kind="b", max_workers=9)]
+    assert [offer.price_per_hour for offer in fleet_view(world, pools).offers] == [0.0, 0.0]
+    world.fleet.join(worker_joined("a", kind="a", price_per_hour=2.0), 0.0)
+    assert [offer.price_per_hour for offer in fleet_view(world, pools).offers] == [2.0, 2.0]
+    world.fleet.set_prices({"b": 0.0})
+    assert [offer.price_per_hour for offer in fleet_view(world, pools).offers] == [2.0, 0.0]
+
+
+# --- a constant workload ------------------------------------------------------------------------------------------
+
+TRAIN_S = 100.0
+
+
+class Workload:
+    """A job whose every step needs as many tokens, next to a reserved worker. Spot workers start and stop at once."""
+
+    def __init__(
+        self,
+        tokens: float,
+        reserved: float,
+        speeds: Mapping[str, float],
+        prices: Mapping[str, float],
+        limit: float | None = None,
+    ) -> None:
+        self.world = World(2.0, dict(prices))
+        self.job = self.world.jobs.add(Job("j", 1, job_spec(), created_at=0.0, state="running")).record
+        self.tokens, self.speeds = tokens, {**speeds, "own": reserved}
+        self.join("own", "own", role="reserved")
+        self.book = OfferBook([Pool(kind=kind, max_workers=200) for kind in speeds])
+        self.scaler = Autoscaler(limit, DELAY_S)
+        self.ripple = 0.0
+        self.capacity: dict[str, int] = {}
+        self.now = self.step_ends_at = 0.0
+
+    def join(self, name: str, kind: str, **fields: object) -> None:
+        worker = self.world.fleet.join(worker_joined(name, kind=kind, slots=4, **fields), 0.0)
+        assert worker is not None
+        worker.state, worker.version, worker.assigned_version, worker.trust.allowance = "ready", 0, ("j", 0), math.inf
+        for _ in range(MIN_OBSERVATIONS):
+            worker.profile.observe(4, 0, self.speeds[kind])
+
+    def finish_step(self) -> None:
+        """The reserved worker generates in the window, the others also during training."""
+        fleet = self.world.fleet.workers
+        spot = sum(self.speeds[worker.joined.kind] for worker in fleet.values() if not worker.reserved)
+        window_s = max(0.0, (self.tokens - spot * TRAIN_S) / (spot + self.speeds["own"]))
+        meter = StepMeter(0.0, 0.0, fleet=len(fleet) - 1, reserved=1)
+        spot_s = window_s + min(TRAIN_S, self.tokens / spot if spot else 0.0)
+        for worker in fleet.values():
+            seconds = window_s if worker.reserved else spot_s
+            meter.credit(worker.id, 1.0, seconds, self.speeds[worker.joined.kind])
+        meter.updated_at = window_s + TRAIN_S
+        self.job.window_tuner.learn(meter.measure(window_s, 0.0, TRAIN_S, 0))
+        self.step_ends_at = self.now + meter.updated_at
+
+    def run(self, minutes: int) -> list[dict[str, int]]:
+        """Return the targets over time, each once."""
+        seen: list[dict[str, int]] = []
+        for _ in range(6 * minutes):
+            self.now += 10.0
+            for worker in self.world.fleet.workers.values():
+                worker.speed = 1.0 + self.ripple * math.sin(self.now / 30.0)
+            if self.now >= self.step_ends_at:
+                self.finish_step()
+            self.book.observe(self.world.fleet, self.scaler.targets, self.now)
+            limits, now = self.scaler.limits(), Now(self.now, 0.0)
+            view = allocation.fleet_view(self.world.jobs, self.world.fleet, self.book, limits, now)
+            self.scaler.decide(view, None, self.now)
+            if not seen or seen[-1] != self.scaler.targets:
+                seen.append(dict(self.scaler.targets))
+            for kind, target in self.scaler.targets.items():
+                mine = [worker for worker in self.world.fleet.workers.values() if worker.joined.kind == kind]
+                for worker in mine[target:]:
+                    self.world.fleet.remove(worker, "left", "")
+                for number in range(len(mine), min(target, self.capacity.get(kind, target))):
+                    self.join(f"{kind}-{self.now}-{number}", kind)
+        return seen
+
+
+@pytest.mark.parametrize("needed", [12, 40])
+def test_fast_reserved_worker_leaves_the_number_of_slow_spot_workers_alone(needed: int) -> None:
+    load = Workload(needed * 500.0 * TRAIN_S, 20_000.0, {"k": 500.0}, {})
+    growing = load.run(60)
+    assert growing[-1] == {"k": needed} == max(growing, key=lambda targets: targets["k"])
+    assert load.run(60) == [{"k": needed}]
+
+
+@pytest.mark.parametrize("needed", [12, 40])
+def test_throughput_that_changes_within_each_step_does_not_change_the_fleet(needed: int) -> None:
+    load = Workload(needed * 500.0 * TRAIN_S, 1000.0, {"k": 500.0}, {})
+    load.ripple = 0.1
+    load.run(60)
+    assert load.run(120) == [{"k": needed}]
+
+
+@pytest.mark.parametrize(("a", "c"), [(500.0, 1500.0), (1500.0, 500.0), (500.0, 500.0)])
+def test_fleet_that_moves_to_workers_of_another_speed_does_as_much_work_and_settles(a: float, c: float) -> None:
+    work = 4500.0
+    load = Workload(work * TRAIN_S, 1000.0, {"a": a, "c": c}, {"a": 9.0, "c": 1.0})
+    assert load.run(60)[-1] == {"a": 0, "c": work / c}
+    load.world.fleet.set_prices({"a": 1.0, "c": 9.0})
+    moving = load.run(60)
+    assert moving[-1] == {"a": work / a, "c": 0}
+    assert all(a * targets["a"] + c * targets["c"] >= work for targets in moving)
+    assert load.run(60) == moving[-1:]
+
+
+def test_successors_that_never_come_cost_one_worker_at_a_time() -> None:
+    load = Workload(4500.0 * TRAIN_S, 1000.0, {"a": 500.0, "c": 500.0}, {"a": 1.0, "c": 9.0}, limit=9.0)
+    assert load.run(60)[-1] == {"a": 9, "c": 0}
+    load.capacity["c"] = 0
+    load.world.fleet.set_prices({"a": 1.0, "c": 0.5})
+    load.run(10)
+    assert all(targets["a"] >= 8 for targets in load.run(60))
+    load.capacity.clear()
+    assert load.run(60)[-1] == {"a": 0, "c": 9}
 
 
 # --- which workers leave ------------------------------------------------------------------------------------------

@@ -178,6 +178,7 @@ def fleet_of(*kinds: str) -> Fleet:
     for i, kind in enumerate(kinds):
         worker = fleet.join(worker_joined(f"w{i}", kind=kind), 0.0)
         assert worker is not None
+        worker.trust.allowance = math.inf
         for _ in range(MIN_OBSERVATIONS):
             worker.profile.observe(4, 0, 100.0)
     return fleet
@@ -187,7 +188,7 @@ def test_throughput_is_measured_for_all_offers_of_a_gpu_and_planned_for_others()
     book, fleet = OfferBook(POOLS), fleet_of("l4-a")
     book.observe(fleet, {}, 0.0)
     a, b, a10g = book.offers(fleet, PRICES, 0.0)
-    assert (a.speed, b.speed, a10g.speed) == pytest.approx((1.0, 1.0, 2.0), rel=0.01)
+    assert (a.speed, b.speed, a10g.speed) == pytest.approx((0.5, 0.5, 1.0), rel=0.01)
     assert book.dollars_per_million_tokens(POOLS[0], a) == pytest.approx(0.4 / 0.36, rel=0.01)
 
 
@@ -222,6 +223,40 @@ def test_offer_without_capacity_is_closed_for_longer_each_time_until_workers_joi
     fleet.join(worker_joined("new", kind="l4-a"), 0.0)
     book.observe(fleet, {"l4-a": 2}, 4.5 * UNFILLED_S)
     assert not is_closed(4.5 * UNFILLED_S)
+
+
+def test_place_without_capacity_is_probed_with_one_worker_until_one_joins() -> None:
+    book, fleet = OfferBook(POOLS[:1]), fleet_of("l4-a")
+    for at in (0.0, UNFILLED_S + 1):
+        book.observe(fleet, {"l4-a": 5}, at)
+    reopened = book.offers(fleet, PRICES, 2 * UNFILLED_S + 2)[0]
+    assert (reopened.closed, reopened.n_workers) == ("", 2)
+    fleet.join(worker_joined("new", kind="l4-a"), 0.0)
+    book.observe(fleet, {"l4-a": 2}, 2 * UNFILLED_S + 3)
+    assert book.offers(fleet, PRICES, 2 * UNFILLED_S + 3)[0].n_workers == POOLS[0].max_workers
+
+
+def test_place_in_which_workers_keep_joining_or_more_are_requested_has_capacity() -> None:
+    book, fleet = OfferBook(POOLS[:1]), fleet_of()
+    for number in range(6):
+        book.observe(fleet, {"l4-a": 9 if number < 4 else 12}, number * 0.9 * UNFILLED_S)
+        if number < 3:
+            fleet.join(worker_joined(f"w{number}", kind="l4-a"), 0.0)
+        assert not book.records["l4-a"].failures
+    book.observe(fleet, {"l4-a": 12}, 6 * UNFILLED_S)
+    assert book.records["l4-a"].failures == 1
+
+
+def test_one_worker_that_reports_a_wrong_throughput_does_not_change_its_offer() -> None:
+    book, fleet = OfferBook(POOLS[:1]), fleet_of("l4-a", "l4-a", "l4-a", "l4-a")
+    for worker, speed in zip(fleet.workers.values(), (1.0, 1.0, 1.1, 50.0), strict=True):
+        worker.speed = speed
+    book.observe(fleet, {}, 0.0)
+    assert book.tokens_per_s["L4"] == pytest.approx(105.0, rel=0.02)
+    for worker in fleet.workers.values():
+        worker.trust.allowance, worker.speed = 4.0, 50.0
+    book.observe(fleet, {}, 1.0)
+    assert book.tokens_per_s["L4"] == pytest.approx(105.0, rel=0.02)
 
 
 def test_time_of_a_closed_offer_doubles_from_the_first_failure() -> None:

@@ -226,6 +226,18 @@ def test_model_of_the_generation_is_smoothed_over_steps() -> None:
     assert tuner.generation == Generation(10.0 + NEWEST_STEP_WEIGHT * 20.0, 100.0 + NEWEST_STEP_WEIGHT * 100.0)
 
 
+def test_tokens_of_a_step_are_known_whatever_workers_it_was_measured_with() -> None:
+    """12,000 tokens each: by workers of 100 tokens per second, then of 400, then of an unknown throughput."""
+    tuner = WindowTuner()
+    for work_s, tokens_per_s in ((120.0, 100.0), (30.0, 400.0), (30.0, 400.0)):
+        tuner.learn(step_times(generation=Generation(0.0, work_s), worker_tokens_per_s=tokens_per_s))
+        assert tuner.work_s * tuner.worker_tokens_per_s == pytest.approx(12_000.0)
+    before = tuner.worker_tokens_per_s
+    assert 100.0 < before < 400.0
+    tuner.learn(step_times(generation=Generation(0.0, tuner.work_s)))
+    assert tuner.worker_tokens_per_s == before
+
+
 def test_target_workers_of_several_jobs_is_the_sum() -> None:
     assert target_workers([WindowTuner(), WindowTuner()]) is None
     assert target_workers([WindowTuner(target_workers=1), WindowTuner(), WindowTuner(target_workers=3)]) == 4

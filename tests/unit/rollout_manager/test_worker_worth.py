@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -92,6 +94,25 @@ def test_fixed_time_of_decode_steps_is_latency_and_the_rest_is_work(world: World
     # Then one of them has the last sample.
     assert alone.work_s - together.work_s == pytest.approx(1 / 21, rel=1e-3)
     assert alone.latency_s - together.latency_s == pytest.approx(20 / 21, rel=1e-3)
+
+
+def test_throughput_of_the_mean_worker_is_that_of_trusted_ones_by_their_work(world: World) -> None:
+    for name, tokens_per_s, allowance in (("own", 800.0, math.inf), ("spot", 100.0, math.inf), ("new", 9e9, 4.0)):
+        if name == "new":
+            apply(world, 0.0, worker_joined("new", kind="new", slots=8))
+            world.fleet.workers["new"].assigned_version = ("j", 0)
+        world.fleet.workers[name].trust.allowance = allowance
+        for running in (1, 8) * MIN_OBSERVATIONS:
+            world.fleet.workers[name].profile.observe(running, 0, tokens_per_s * running / 8)
+    apply(world, 1.0, heartbeat("own", running=8), heartbeat("spot", running=8), heartbeat("new", running=8))
+    rates = {name: world.fleet.workers[name].expected_tokens_per_s() for name in ("own", "spot")}
+    shares = {name: world.fleet.workers[name].batch_share() for name in ("own", "spot")}
+    apply(world, 2.0, heartbeat("own", running=8), heartbeat("new", running=8))
+    apply(world, 4.0, heartbeat("spot", running=8))
+    found = meter(world).measure(0.0, 0.0, 1.0, 0).worker_tokens_per_s
+    work = {"own": shares["own"] * 1.0, "spot": shares["spot"] * 3.0}
+    assert found == pytest.approx(sum(work[name] * rates[name] for name in work) / sum(work.values()))
+    assert rates["spot"] < found < rates["own"]
 
 
 def test_silence_of_a_worker_counts_for_a_limited_time(world: World) -> None:
@@ -270,4 +291,4 @@ def test_workers_are_not_weighed_against_prices_that_are_unknown(own: float, spo
     apply(world, 0.0, *job_running(), worker_joined("own", role="reserved", price_per_hour=own))
     world.fleet.workers["own"].assigned_version = ("j", 0)
     world.jobs["j"].record.window_tuner = WindowTuner(target_workers=6, work_s=550.0, train_s=100.0, step_s=700.0)
-    assert paying_workers(world.jobs, world.fleet, world.jobs["j"], [Offer("k", 9, spot, 1.0)]) == ({"k": 6}, None)
+    assert paying_workers(world.jobs, world.fleet, world.jobs["j"], [Offer("k", 9, spot, 1.0)]) == ({"k": 6}, None, 0.0)
