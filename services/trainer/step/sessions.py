@@ -202,7 +202,7 @@ class StepSessions:
                 )
             if await self._is_at_limit(session_id, end.start):
                 # The model has used up its turns, and its agent could not go on: this is a result, not a fault.
-                return SessionEnded(session=record.sample, start=end.start, over="cut")
+                return SessionEnded(session=record.sample, start=end.start, over="cut", cost=end.cost)
             raise EnvironmentFault(end.reason, end.raised)  # noqa: TRY301 - one way to lose a session
         except EnvironmentFault as error:
             check_budget(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +15,12 @@ from rlboost.services.trainer.domain.conversations import Row, StepTurnIds, Turn
 from rlboost.services.trainer.domain.groups import DroppedGroup, GroupOutcome, ScoredGroup, WholeGroup
 from rlboost.services.trainer.domain.metrics import StepTally
 from rlboost.services.trainer.domain.sessions import NO_CALL, UNKNOWN_ANSWER, Branches, SessionCollector
+from rlboost.services.trainer.ports.samples import StepResult
+from rlboost.services.trainer.step.sessions import StepSessions
 from rlboost.services.trainer.step.training_rows import TrainingRows
 from rlboost.shared.errors import Unprocessable
 from rlboost.shared.ids import SampleId
+from rlboost.shared.job.agent import AgentEnd, SessionId
 from rlboost.shared.job.spec import parse
 from rlboost.shared.messages import Message, SampleDropped, SampleFinished, SessionEnded, SessionRewarded, TurnOpened
 from rlboost.shared.wire import F32, I32, floats, ints, pack
@@ -306,3 +310,26 @@ def test_reward_of_an_answer_that_the_session_has_not_loses_it() -> None:
     assert isinstance(dropped, DroppedGroup)
     assert dropped.reason == UNKNOWN_ANSWER
     assert f"cmpl-{turn_id(GROUP, 7):016x}" in dropped.detail
+
+
+async def test_session_that_is_cut_at_its_limit_has_the_cost_of_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    raised = StepResult(json.dumps(AgentEnd("a", "no turn is left", {})), 0.0, done=True, cost=0.25)
+    session = SimpleNamespace(id=GROUP, sample=GROUP, nodes={})
+
+    async def given(*_: Any) -> Any:
+        return [raised]
+
+    environments = SimpleNamespace(step=given, release=lambda _: None)
+    plan = SimpleNamespace(seed=0)
+    job: Any = SimpleNamespace(
+        resources=SimpleNamespace(environments=environments),
+        generating_spec=SimpleNamespace(agent=SimpleNamespace(remote=False)),
+        prompt=lambda _: SimpleNamespace(given="p", columns={}),
+    )
+    groups: Any = SimpleNamespace(is_awaited=lambda _: True)
+    sessions = StepSessions(job, 4, {GROUP: plan}, groups, StepTurnIds(IDS, None), None)  # type: ignore[arg-type, dict-item]
+    monkeypatch.setattr(sessions, "_text_of", given)
+    monkeypatch.setattr(sessions, "_is_at_limit", given)
+    end = await sessions._ended(SessionId("job", GROUP), session, SimpleNamespace(sample=GROUP))  # type: ignore[arg-type]
+    assert end is not None
+    assert (end.over, end.reward, end.cost) == ("cut", 0.0, 0.25)
