@@ -16,7 +16,8 @@ transport. A request is a map:
 
 Messages to the trainer are maps, too: an answer, with its `id`; `begun`, when code of a request's environment runs for
 the first time; and an empty one every second. With `paid`, a number, it opens a `call` of a priced model in a
-`conversation`; with `is_paid` it closes the call, by `answer` and `cost` if it was paid (`shared.job.priced_model`).
+`conversation`; with `is_paid` it closes the call, by `answer` and `cost` if it was paid; with `is_lost` it says that no
+code waits for the call any more (`shared.job.priced_model`).
 `restart` in one asks for the end of this process, because code in it cannot be stopped; with `unknown`, it is not known
 which request's.
 
@@ -265,7 +266,12 @@ class RecordedCalls:
 
     async def open(self, call: PaidCall) -> Paid | None:
         conversation = self._conversation()
-        reply = await self._ask(conversation, call, {})
+        asking = asyncio.create_task(self._ask(conversation, call, {}), name="open-paid-call")
+        try:
+            reply = await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            asking.add_done_callback(lambda asked: self._abandoned(conversation, call, asked))
+            raise
         if reply["answer"] is None:
             return None
         conversation.cost += reply["cost"]
@@ -275,6 +281,14 @@ class RecordedCalls:
         conversation = self._conversation()
         await self._ask(conversation, call, (paid or Paid("", 0.0))._asdict() | {"is_paid": paid is not None})
         conversation.cost += 0.0 if paid is None else paid.cost
+
+    def lose(self, call: PaidCall) -> None:
+        self._send(self._conversation(), call, {"is_lost": True})
+
+    def _abandoned(self, conversation: Conversation, call: PaidCall, asked: asyncio.Task[dict[str, Any]]) -> None:
+        """Close a call that was opened after its code had stopped waiting for it."""
+        if not asked.cancelled() and asked.exception() is None and asked.result()["answer"] is None:
+            self._send(conversation, call, Paid("", 0.0)._asdict() | {"is_paid": False})
 
     def take(self, reply: dict[str, Any]) -> None:
         """Pass a reply of the trainer to the code that waits for it."""
@@ -287,10 +301,13 @@ class RecordedCalls:
             raise RuntimeError("call a PricedModel in step, or in what it calls, as async code, so that it is recorded")
         return call.conversation
 
-    async def _ask(self, conversation: Conversation, call: PaidCall, end: dict[str, Any]) -> dict[str, Any]:
+    def _send(self, conversation: Conversation, call: PaidCall, end: dict[str, Any]) -> int:
         number = next(self._numbers)
-        reply = self._replies[number] = asyncio.get_running_loop().create_future()
         self._write({"paid": number, "conversation": conversation.key, "call": list(call), **end})
+        return number
+
+    async def _ask(self, conversation: Conversation, call: PaidCall, end: dict[str, Any]) -> dict[str, Any]:
+        reply = self._replies[self._send(conversation, call, end)] = asyncio.get_running_loop().create_future()
         found: dict[str, Any] = await reply
         if found.get("spent"):
             raise BudgetSpent(found["spent"])
