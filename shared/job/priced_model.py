@@ -18,7 +18,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
-from rlboost.shared.errors import ConfigError
+from rlboost.shared.errors import ConfigError, leaves
 from rlboost.shared.job.environment import ToolUnavailable
 from rlboost.shared.secrets import bearer
 
@@ -40,6 +40,11 @@ _SHOWN_CHARS = 300
 
 class BudgetSpent(ToolUnavailable):
     """The next call may cost more than what is left; unless the environment or agent handles this, the job fails."""
+
+
+def spent_budget(error: BaseException) -> BudgetSpent | None:
+    """Return the spent budget that code ended with, perhaps in a group of exceptions; None if it is another error."""
+    return next((leaf for leaf in leaves(error) if isinstance(leaf, BudgetSpent)), None)
 
 
 class _Denied(ToolUnavailable):

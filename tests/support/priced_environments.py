@@ -27,7 +27,8 @@ class Endless(PricedModel):
 class Sums:
     """Asks for each word that is a sum.
 
-    `die` ends the process once; `crash` ends it during a call, which `hang` never ends; `handled` makes a spent budget an answer.
+    `die` ends the process once; `crash` ends it during a call, which `hang` never ends; `handled` makes a spent budget
+    an answer.
     """
 
     def __init__(self, url: str, budget: float = 1.0, dies: str = "") -> None:
@@ -40,7 +41,11 @@ class Sums:
     async def step(self, text: str) -> Step:
         words = text.split()
         try:
-            answers = [await self.model(word) for word in words if "+" in word]
+            async with asyncio.TaskGroup() as calls:
+                asked = [
+                    calls.create_task(self.model(word)) for word in words if "+" in word and words[0] == "together"
+                ]
+            answers = [await task for task in asked] or [await self.model(word) for word in words if "+" in word]
         except BudgetSpent:
             if "handled" not in words:
                 raise

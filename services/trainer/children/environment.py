@@ -54,7 +54,7 @@ from rlboost.services.trainer.children.child import Pipe
 from rlboost.services.trainer.children.reward import reward_number
 from rlboost.shared.job.agent import agent_factory
 from rlboost.shared.job.environment import PLAIN_RUNNER, Plain, Step, ToolUnavailable, environment_factory
-from rlboost.shared.job.priced_model import BudgetSpent, Paid, PaidCall, PricedModel
+from rlboost.shared.job.priced_model import BudgetSpent, Paid, PaidCall, PricedModel, spent_budget
 from rlboost.shared.model.tool_calls import CallStyle
 from rlboost.shared.user_code import (
     MAX_CHARS,
@@ -417,8 +417,8 @@ class Host:
                 raise
             last = {"text": request["turns"][-1][0]} if request["turns"] else {}
             answer = {"raised": describe_error(error, {**conversation.row, **last})}
-            if isinstance(error, BudgetSpent):
-                answer["spent"] = str(error)
+            if (spent := spent_budget(error)) is not None:
+                answer["spent"] = str(spent)
             self._forget(conversation)
             await self._close(conversation)
         return answer

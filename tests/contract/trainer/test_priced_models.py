@@ -116,6 +116,9 @@ async def test_spent_budget_is_a_fault_of_its_own_unless_it_is_handled(models: M
         with pytest.raises(EnvironmentFault, match=text) as caught:
             await made.step(FIRST, {}, 0, ["1+2 1+3 1+4"])
         assert (caught.value.reason, caught.value.may_pass) == ("environment_budget", False)
+        with pytest.raises(EnvironmentFault, match=text) as caught:
+            await made.step(FIRST + 2, {}, 0, ["together 1+4"])
+        assert caught.value.reason == "environment_budget"
         (result,) = await made.step(FIRST + 1, {}, 0, ["1+2 handled"])
         assert result.observation == "no money"
     finally:

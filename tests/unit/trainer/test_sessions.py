@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from random import Random
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from rlboost.services.trainer.domain.conversations import Row, StepTurnIds, TurnIds
 from rlboost.services.trainer.domain.groups import DroppedGroup, GroupOutcome, ScoredGroup, WholeGroup
-from rlboost.services.trainer.domain.metrics import StepTally
+from rlboost.services.trainer.domain.metrics import RolloutTally, StepTally
 from rlboost.services.trainer.domain.sessions import NO_CALL, UNKNOWN_ANSWER, Branches, SessionCollector
 from rlboost.services.trainer.ports.samples import StepResult
 from rlboost.services.trainer.step.sessions import StepSessions
@@ -285,6 +286,8 @@ def test_row_has_the_reward_of_its_last_rewarded_answer_or_of_its_session() -> N
     assert group.has_row_rewards
     assert group.shaped_rewards == [3.0, 1.5]
     assert group.compared_rewards == [1.25, 4.0, 0.0, 1.5]
+    equal = dataclasses.replace(group, rewards=(3.0, 3.0))
+    assert StepTally(rollouts=RolloutTally(scored=[equal])).metrics()["frac_reward_zero_std"] == 0.0, "rows differ"
 
 
 async def test_rows_with_rewards_of_their_own_are_compared_with_each_other() -> None:
