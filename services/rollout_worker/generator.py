@@ -51,6 +51,7 @@ from rlboost.services.rollout_worker.ports import (
     StagedWeights,
 )
 from rlboost.shared.errors import Corrupt, Fatal, UnsuitableWeights
+from rlboost.shared.messages import RESUMES_GRAMMAR
 from rlboost.shared.model.experts import is_mixture
 from rlboost.shared.model.parity_reference import ParityReference
 from rlboost.shared.process.system import run_in_thread
@@ -263,7 +264,7 @@ class Generator:
             "kv_block_tokens": engine.kv_block_tokens,
             "max_request_tokens": engine.max_request_tokens,
             "returns_routed_experts": engine.returns_routed_experts,
-            "sampling_options": tuple(sorted(engine.sampling_options | self._stops.options)),
+            "sampling_options": tuple(sorted(engine.sampling_options | self._stops.options | {RESUMES_GRAMMAR})),
         }
 
     def running(self) -> set[RequestKey]:

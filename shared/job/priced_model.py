@@ -181,7 +181,7 @@ class PricedModel:
     """What all calls of a job with this `name` may cost."""
     max_tokens: int = 1024
     """Of an answer."""
-    timeout_s: float = 60.0
+    timeout_s: float = 20.0
     """For one call with its retries: broken connections, and status 408, 409, 429 and 5xx."""
     api_key_variable: str = ""
     """The variable of the trainer's environment that has the key; empty for none."""
@@ -213,10 +213,13 @@ class PricedModel:
         Raises:
             BudgetSpent: the budget has no room for it.
             ToolUnavailable: the server does not answer, or not as OpenAI's API does.
+            TypeError: the content of a message is not text.
             ValueError: the server refused the question.
 
         """
         asked = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+        if not all(isinstance(message.get("content") or "", str) for message in asked):
+            raise TypeError("PricedModel: a content is no text: what an image or a file costs at most is not known")
         body = json.dumps({"model": self.model, "messages": asked, "max_tokens": self.max_tokens}).encode()
         # No tokenizer makes more tokens than a text has bytes.
         most = self._cost(len(body) + _MESSAGE_TOKENS * len(asked), self.max_tokens)

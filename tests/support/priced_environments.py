@@ -65,3 +65,14 @@ def die_once(file: Path) -> None:
 
 async def agent(session: Session, row: dict[str, Any], url: str, budget: float) -> float:
     return float(await dear(url, budget)("1+2"))
+
+
+class Early(Sums):
+    """Asks before the first turn."""
+
+    def __init__(self) -> None:
+        super().__init__("http://unused/v1")
+
+    async def reset(self, row: dict[str, Any], seed: int) -> None:  # type: ignore[override]
+        """Ask for the prompt."""
+        await self.model("1+2")

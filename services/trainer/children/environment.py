@@ -333,7 +333,7 @@ class Host:
         self._make = make
         self._threads = threads
         self._lent_threads = LentThreads()
-        self._paid_calls = RecordedCalls(write)
+        self._paid_calls = PricedModel.calls = RecordedCalls(write)
         self._timeout_s = timeout_s
         self._tick_s = min(_TICK_S, timeout_s / 10)
         self._n_ticks = 0
@@ -347,7 +347,6 @@ class Host:
         """Answer the requests that `read` returns, until None; then close all environments."""
         self._loop = asyncio.get_running_loop()
         self._loop.set_default_executor(self._lent_threads)
-        PricedModel.calls = self._paid_calls
         PLAIN_RUNNER.set(lambda code: self._threads.call(_CALL.get(), code))
         _start_thread(self._read, read)
         _start_thread(self._watch)

@@ -106,6 +106,10 @@ class StepSessions:
     def answer_turns(self) -> None:
         """Begin the sessions of samples that have none here, and those that begin again."""
         self._has_begun = True
+        for session, reason, detail in self._groups.take_unusable():
+            lost = SessionEnded(session=session.id, reason=reason, detail=detail)
+            report = report_lost(self._job, self._step, session.sample, len(session.nodes), lost)
+            self._tasks.create_task(report, name=f"lost-{SampleId.unpack(session.sample)}")
         for rewarded in self._groups.take_rewarded():
             self._end_remote(rewarded.id, rewarded.rewarded)
         due = [sample for sample in self._waiting if self.evaluates or not SampleId.unpack(sample).is_eval]

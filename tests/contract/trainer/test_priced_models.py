@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -254,6 +256,45 @@ async def test_busy_server_is_asked_again_and_a_refused_question_is_an_error(mod
         await model("2+2")
     with pytest.raises(ToolUnavailable, match="answered 401"):
         await model("2+2")
+
+
+@pytest.mark.parametrize(
+    "usage",
+    [
+        {"prompt_tokens": "many", "completion_tokens": 1},
+        {"prompt_tokens": -5, "completion_tokens": 1},
+        {"prompt_tokens": float("inf"), "completion_tokens": 1},
+        None,
+    ],
+)
+async def test_answer_with_unusable_usage_counts_as_the_most_that_it_may_cost(
+    models: Models, monkeypatch: pytest.MonkeyPatch, usage: object
+) -> None:
+    answered = {"choices": [{"message": {"content": "3"}}], "usage": usage}
+    monkeypatch.setattr(models, "answer", lambda _: (200, answered))
+    model = PricedModel(url=models.url, model=f"of {usage}", input_price=10, output_price=30, budget=0.05)
+    with pytest.raises(ToolUnavailable, match="without usage"):
+        await model("1+2")
+    with pytest.raises(BudgetSpent, match=r"is spent: 0\.03"):
+        await model("1+2")
+
+
+async def test_content_that_is_not_text_is_refused(models: Models) -> None:
+    model = PricedModel(url=models.url, model="dear", input_price=10, output_price=30, budget=1)
+    image = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
+    with pytest.raises(TypeError, match="a content is no text"):
+        await model([{"role": "user", "content": [image]}])
+    assert not models.asked
+
+
+def test_call_in_reset_is_an_error_of_the_check_as_in_a_job() -> None:
+    code = """
+from rlboost.services.trainer.children.environment import reset_once
+from tests.support.priced_environments import Early
+print(reset_once(Early, {}, 0)["raised"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "call a PricedModel in step" in done.stdout
 
 
 @pytest.mark.parametrize(

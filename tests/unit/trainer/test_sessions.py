@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 from random import Random
@@ -189,6 +190,7 @@ def test_agent_that_makes_no_call_is_left_out() -> None:
     (dropped,) = folded(collecting, ended())
     assert isinstance(dropped, DroppedGroup)
     assert dropped.reason == NO_CALL
+    assert collecting.lost == {NO_CALL: 1}
 
 
 def test_turn_that_cannot_be_generated_is_no_turn_of_the_session() -> None:
@@ -309,9 +311,11 @@ async def test_rows_with_rewards_of_their_own_are_compared_with_each_other() -> 
 
 def test_reward_of_an_answer_that_the_session_has_not_loses_it() -> None:
     end = ended().model_copy(update={"rewards": ((turn_id(GROUP, 7), 1.0),)})
-    (dropped,) = folded(collector(1), opened(0, 1), made(0, 5), end)
+    collecting = collector(1)
+    (dropped,) = folded(collecting, opened(0, 1), made(0, 5), end)
     assert isinstance(dropped, DroppedGroup)
     assert dropped.reason == UNKNOWN_ANSWER
+    assert collecting.lost == {UNKNOWN_ANSWER: 1}
     assert f"cmpl-{turn_id(GROUP, 7):016x}" in dropped.detail
 
 
@@ -336,3 +340,24 @@ async def test_session_that_is_cut_at_its_limit_has_the_cost_of_its_calls(monkey
     end = await sessions._ended(SessionId("job", GROUP), session, SimpleNamespace(sample=GROUP))  # type: ignore[arg-type]
     assert end is not None
     assert (end.over, end.reward, end.cost) == ("cut", 0.0, 0.25)
+
+
+async def test_session_with_an_unusable_end_is_reported_once() -> None:
+    events = list[dict[str, Any]]()
+
+    async def emit(kind: str, **fields: Any) -> None:
+        events.append({"kind": kind, **fields})
+
+    async def warn(_: str) -> None:
+        pass
+
+    job: Any = SimpleNamespace(emit_event=emit, warn=warn, faults=SimpleNamespace(on_conversation_lost=lambda *_: ""))
+    collecting = collector(2)
+    folded(collecting, ended(), opened(0, 1, first=SECOND), made(0, 5, first=SECOND), ended(first=SECOND))
+    async with asyncio.TaskGroup() as tasks:
+        sessions = StepSessions(job, 4, {}, collecting, StepTurnIds(IDS, None), tasks)
+        for _ in range(2):
+            sessions.answer_turns()
+    assert [(event["kind"], event["sample"], event["reason"]) for event in events] == [
+        ("conversation_lost", str(SampleId.unpack(GROUP)), NO_CALL)
+    ]
