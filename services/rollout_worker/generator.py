@@ -6,8 +6,7 @@ Waits for: the engine's thread, which acts between two decode steps. The engine 
     set. `pause(reason)` returns once it has stopped; the `resume(reason)` that removes the last reason lets it decode
     again, after the parity check of weights that have not passed it yet. Each reason has one owner, who resumes it:
     "suspended": the manager's `Suspend` and `Resume` (`commands`);
-    "loading": set by `replace_weights`, removed by `WeightUpdates` once the session serves the new weights; stays
-        after a failed load;
+    "loading": set by `replace_weights`, removed by `WeightUpdates` once the new weights are served; a failure keeps it;
     "unsent": the flush loop (`app`), while the queue of unsent messages is full;
     "shutdown": `WorkerApp.shutdown`, which never resumes.
 Ends when: `close` is called. After the engine has died, every call but `running` raises `EngineFailed`.
