@@ -36,6 +36,7 @@ _REFUSED = frozenset({400, 413, 422})
 _DENIED = frozenset({401, 403, 404})
 """Statuses that say that the server answers no question."""
 _SHOWN_CHARS = 300
+_LOOK_EVERY_S = 0.05
 
 
 class BudgetSpent(ToolUnavailable):
@@ -151,8 +152,8 @@ class _Unrecorded:
         return f"{request}.{next(self._numbers)}"
 
     async def open(self, call: PaidCall) -> Paid | None:
-        if not self._ledger.has_room(call.key, call):
-            raise BudgetSpent(f"calls in flight may spend the rest of the budget of {call.name}: wait for them")
+        while not self._ledger.has_room(call.key, call):
+            await asyncio.sleep(_LOOK_EVERY_S)  # those in flight, perhaps of other event loops, end within `timeout_s`
         self._ledger.begin(call.key, call)
         return None
 

@@ -279,6 +279,15 @@ async def test_answer_with_unusable_usage_counts_as_the_most_that_it_may_cost(
         await model("1+2")
 
 
+async def test_calls_of_a_process_without_a_job_wait_for_those_in_flight(models: Models) -> None:
+    """Two at the same time may cost 0.0036."""
+    prices: Any = {"url": models.url, "model": "dear", "input_price": 10, "output_price": 30}
+    model = PricedModel(**prices, name="alone", budget=0.0035, max_tokens=20)
+    assert await asyncio.gather(model("1+2"), model("1+3")) == ["3", "4"]
+    with pytest.raises(BudgetSpent, match=r"is spent: 0\.0026 of 0\.0035"):
+        await model("1+4")
+
+
 async def test_content_that_is_not_text_is_refused(models: Models) -> None:
     model = PricedModel(url=models.url, model="dear", input_price=10, output_price=30, budget=1)
     image = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
