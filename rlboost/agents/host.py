@@ -26,6 +26,7 @@ from rlboost.shared.errors import Conflict, Fatal
 from rlboost.shared.http.clients import async_http_client
 from rlboost.shared.http.server_url import MAX_REDIRECTS, redirected_origin
 from rlboost.shared.job.agent import NO_REWARDS, Agent, AgentRun, load_agent
+from rlboost.shared.job.priced_model import BudgetSpent
 from rlboost.shared.proxies import internal
 from rlboost.shared.secrets import bearer
 
@@ -68,6 +69,8 @@ class Host:
     _running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     """Id of a session's start -> its agent."""
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _spent: asyncio.Queue[BudgetSpent] = field(default_factory=asyncio.Queue)
+    """Why no further agent of this host can be run."""
     _http: httpx.AsyncClient = field(init=False)
 
     async def __aenter__(self) -> Self:
@@ -88,13 +91,13 @@ class Host:
         """Run agents until the job has ended or the stop is set.
 
         Raises:
-            Fatal: the manager refuses the token or does not know the job, or does not answer.
+            Fatal: the manager refuses the token or does not know the job, or does not answer; or the budget of a
+                `PricedModel` is spent.
 
         """
         stopping = asyncio.create_task(stop.wait(), name="stop")
-        loops = [
-            asyncio.create_task(loop, name=name) for name, loop in (("take", self._take()), ("renew", self._renew()))
-        ]
+        works = ("take", self._take()), ("renew", self._renew()), ("budget", self._end_without_budget())
+        loops = [asyncio.create_task(loop, name=name) for name, loop in works]
         done, _ = await asyncio.wait({stopping, *loops}, return_when=asyncio.FIRST_COMPLETED)
         for task in (stopping, *loops):
             task.cancel()
@@ -132,21 +135,32 @@ class Host:
                     if (task := self._running.get(name)) is not None:
                         task.cancel()
 
+    async def _end_without_budget(self) -> None:
+        spent = await self._spent.get()
+        raise Fatal(str(spent)) from spent
+
     async def _serve(self, given: Mapping[str, Any]) -> None:
         """Run the agent of one session, and post its end."""
         session = Session(f"{self.url}/v1", given["key"], given["sample"], given["step"], given["is_eval"])
         run = AgentRun(self._agent(given["arguments"]))
         await run.reset(given["row"], 0)
-        raised, returned = f"no reward within {given['timeout_s']:g} s", NO_REWARDS
+        raised, returned, spent = f"no reward within {given['timeout_s']:g} s", NO_REWARDS, None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(given["timeout_s"]):
-                returned, raised = await run.run(session)
-        body = {"infrastructure": raised[:MAX_TEXT]} if raised else returned._asdict()
+                try:
+                    returned, raised = await run.run(session)
+                except BudgetSpent as error:
+                    raised, spent = str(error), error
+        # Managers of earlier releases know neither `rewards` nor `cost`.
+        given_values = {name: value for name, value in returned._asdict().items() if value or name == "reward"}
+        body = {"infrastructure": raised[:MAX_TEXT]} if raised else given_values
         if raised:
             self.n_failed += 1
             log.warning("agent_failed", sample=given["sample"], detail=raised)
         try:
             await self._post(f"sessions/{given['session']}/reward", given["key"], json=body)
+            if spent is not None:
+                self._spent.put_nowait(spent)
         except Fatal as error:  # the group was dropped, or another host has the session
             log.warning("reward_refused", sample=given["sample"], reason=str(error))
             return

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ArgsKwargs
 
+from rlboost.shared.errors import leaves
 from rlboost.shared.job.environment import Message, Step, ToolUnavailable, run_plain
 from rlboost.shared.model.tool_calls import Call, CallStyle, guessed_style, read_calls
 from rlboost.shared.user_code import describe_error
@@ -120,9 +121,9 @@ class ToolEnvironment:
         except ValidationError as error:
             wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
             return _message(call, f"error: {wrong}")
-        except ToolUnavailable:
-            raise
-        except Exception as error:  # noqa: BLE001 - a tool that fails is something for the model to learn from
+        except Exception as error:  # a tool that fails is something for the model to learn from
+            if any(isinstance(leaf, ToolUnavailable) for leaf in leaves(error)):
+                raise
             self._warning = f"the tool {name} raised {describe_error(error, {'arguments': call.arguments})}"
             return _message(call, f"error: {type(error).__name__}: {error}")
 

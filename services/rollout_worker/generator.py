@@ -6,8 +6,7 @@ Waits for: the engine's thread, which acts between two decode steps. The engine 
     set. `pause(reason)` returns once it has stopped; the `resume(reason)` that removes the last reason lets it decode
     again, after the parity check of weights that have not passed it yet. Each reason has one owner, who resumes it:
     "suspended": the manager's `Suspend` and `Resume` (`commands`);
-    "loading": set by `replace_weights`, removed by `WeightUpdates` once the session serves the new weights; stays
-        after a failed load;
+    "loading": set by `replace_weights`, removed by `WeightUpdates` once the new weights are served; a failure keeps it;
     "unsent": the flush loop (`app`), while the queue of unsent messages is full;
     "shutdown": `WorkerApp.shutdown`, which never resumes.
 Ends when: `close` is called. After the engine has died, every call but `running` raises `EngineFailed`.
@@ -51,6 +50,7 @@ from rlboost.services.rollout_worker.ports import (
     StagedWeights,
 )
 from rlboost.shared.errors import Corrupt, Fatal, UnsuitableWeights
+from rlboost.shared.messages import RESUMES_GRAMMAR
 from rlboost.shared.model.experts import is_mixture
 from rlboost.shared.model.parity_reference import ParityReference
 from rlboost.shared.process.system import run_in_thread
@@ -263,7 +263,7 @@ class Generator:
             "kv_block_tokens": engine.kv_block_tokens,
             "max_request_tokens": engine.max_request_tokens,
             "returns_routed_experts": engine.returns_routed_experts,
-            "sampling_options": tuple(sorted(engine.sampling_options | self._stops.options)),
+            "sampling_options": tuple(sorted(engine.sampling_options | self._stops.options | {RESUMES_GRAMMAR})),
         }
 
     def running(self) -> set[RequestKey]:

@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict
 from rlboost.shared.http.access import is_valid_signature, sign
 from rlboost.shared.ids import SampleId
 from rlboost.shared.job.environment import Step
-from rlboost.shared.job.priced_model import BudgetSpent
+from rlboost.shared.job.priced_model import spent_budget
 from rlboost.shared.messages import Sampling
 from rlboost.shared.streams import names
 from rlboost.shared.user_code import (
@@ -257,9 +257,9 @@ class AgentRun:
         """Run the agent; return its rewards, and what it raised, empty if it returned them."""
         try:
             return _checked(await self._result(session)), ""
-        except BudgetSpent:  # the job fails, not the session
-            raise
-        except Exception as error:  # noqa: BLE001 - the user's agent may raise anything
+        except Exception as error:  # the user's agent may raise anything
+            if (spent := spent_budget(error)) is not None:  # the job fails, not the session
+                raise spent from error
             return NO_REWARDS, describe_error(error, self._row)
 
     async def _result(self, session: Session) -> object:

@@ -18,7 +18,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
-from rlboost.shared.errors import ConfigError
+from rlboost.shared.errors import ConfigError, leaves
 from rlboost.shared.job.environment import ToolUnavailable
 from rlboost.shared.secrets import bearer
 
@@ -33,11 +33,23 @@ _MESSAGE_TOKENS = 16
 _BUSY = frozenset({408, 409, 429, 500, 502, 503, 504, 529})
 _REFUSED = frozenset({400, 413, 422})
 """Statuses that say that the question is at fault."""
+_DENIED = frozenset({401, 403, 404})
+"""Statuses that say that the server answers no question."""
 _SHOWN_CHARS = 300
+_LOOK_EVERY_S = 0.05
 
 
 class BudgetSpent(ToolUnavailable):
     """The next call may cost more than what is left; unless the environment or agent handles this, the job fails."""
+
+
+def spent_budget(error: BaseException) -> BudgetSpent | None:
+    """Return the spent budget that code ended with, perhaps in a group of exceptions; None if it is another error."""
+    return next((leaf for leaf in leaves(error) if isinstance(leaf, BudgetSpent)), None)
+
+
+class _Denied(ToolUnavailable):
+    """The server refuses all questions, and takes nothing for it."""
 
 
 class PaidCall(NamedTuple):
@@ -76,6 +88,9 @@ class PaidCalls(Protocol):
     async def close(self, call: PaidCall, paid: Paid | None) -> None:
         """Record the answer of an open call; None: it was refused and cost nothing."""
 
+    def lose(self, call: PaidCall) -> None:
+        """Count an open call as the most that it may cost: no code waits for its answer any more."""
+
 
 class Ledger:
     """What calls have cost and may still cost; one whose end is unknown counts as the most that it may cost."""
@@ -84,7 +99,23 @@ class Ledger:
         self.spent: dict[str, float] = {}
         """Budget -> cost of the answered calls."""
         self.open: dict[str, tuple[str, float]] = {}
-        """Key of a call in flight -> its budget, and the most that it may cost."""
+        """Key of a call without a known end -> its budget, and the most that it may cost."""
+        self._in_flight: set[str] = set()
+        """Those of them whose code waits for the answer; the others are lost, and count as spent."""
+
+    def begin(self, key: str, call: PaidCall) -> None:
+        """Note a call that is about to be sent."""
+        self.open[key] = call.name, call.most
+        self._in_flight.add(key)
+
+    def lose(self, key: str) -> None:
+        """Note that no code waits for a call any more."""
+        self._in_flight.discard(key)
+
+    def cancel(self, key: str) -> None:
+        """Forget a call that cost nothing."""
+        self.open.pop(key, None)
+        self._in_flight.discard(key)
 
     def has_room(self, key: str, call: PaidCall) -> bool:
         """Return True if a call fits into its budget next to those in flight; False if it has to wait for these.
@@ -93,18 +124,20 @@ class Ledger:
             BudgetSpent: it does not fit, whatever these cost.
 
         """
-        spent = self.spent.get(call.name, 0.0)
+        others = {one: most for one, (name, most) in self.open.items() if name == call.name and one != key}
+        in_flight = math.fsum(most for one, most in others.items() if one in self._in_flight)
+        lost = math.fsum(most for one, most in others.items() if one not in self._in_flight)
+        spent = self.spent.get(call.name, 0.0) + lost
         if spent + call.most > call.budget:
             raise BudgetSpent(
                 f"the budget of {call.name} is spent: {spent:.6g} of {call.budget:g}, and the next call may cost "
                 f"{call.most:.6g}: raise its budget, or lower its max_tokens"
             )
-        others = math.fsum(most for one, (name, most) in self.open.items() if name == call.name and one != key)
-        return spent + others + call.most <= call.budget
+        return spent + in_flight + call.most <= call.budget
 
     def close(self, key: str, name: str, cost: float) -> None:
         """Count an answered call, once."""
-        self.open.pop(key, None)
+        self.cancel(key)
         self.spent[name] = self.spent.get(name, 0.0) + cost
 
 
@@ -119,13 +152,16 @@ class _Unrecorded:
         return f"{request}.{next(self._numbers)}"
 
     async def open(self, call: PaidCall) -> Paid | None:
-        if not self._ledger.has_room(call.key, call):
-            raise BudgetSpent(f"calls in flight may spend the rest of the budget of {call.name}: wait for them")
-        self._ledger.open[call.key] = call.name, call.most
+        while not self._ledger.has_room(call.key, call):
+            await asyncio.sleep(_LOOK_EVERY_S)  # those in flight, perhaps of other event loops, end within `timeout_s`
+        self._ledger.begin(call.key, call)
         return None
 
     async def close(self, call: PaidCall, paid: Paid | None) -> None:
         self._ledger.close(call.key, call.name, 0.0 if paid is None else paid.cost)
+
+    def lose(self, call: PaidCall) -> None:
+        self._ledger.lose(call.key)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +182,7 @@ class PricedModel:
     """What all calls of a job with this `name` may cost."""
     max_tokens: int = 1024
     """Of an answer."""
-    timeout_s: float = 60.0
+    timeout_s: float = 20.0
     """For one call with its retries: broken connections, and status 408, 409, 429 and 5xx."""
     api_key_variable: str = ""
     """The variable of the trainer's environment that has the key; empty for none."""
@@ -178,10 +214,13 @@ class PricedModel:
         Raises:
             BudgetSpent: the budget has no room for it.
             ToolUnavailable: the server does not answer, or not as OpenAI's API does.
+            TypeError: the content of a message is not text.
             ValueError: the server refused the question.
 
         """
         asked = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+        if not all(isinstance(message.get("content") or "", str) for message in asked):
+            raise TypeError("PricedModel: a content is no text: what an image or a file costs at most is not known")
         body = json.dumps({"model": self.model, "messages": asked, "max_tokens": self.max_tokens}).encode()
         # No tokenizer makes more tokens than a text has bytes.
         most = self._cost(len(body) + _MESSAGE_TOKENS * len(asked), self.max_tokens)
@@ -191,8 +230,11 @@ class PricedModel:
         if paid is None:
             try:
                 paid = await self._ask(body)
-            except ValueError:
+            except (ValueError, _Denied):
                 await self.calls.close(call, None)
+                raise
+            except BaseException:  # it may have been paid
+                self.calls.lose(call)
                 raise
             await self.calls.close(call, paid)
         return paid.answer
@@ -224,13 +266,18 @@ class PricedModel:
             raise ToolUnavailable(f"{url} gave no answer within timeout_s, {self.timeout_s:g} s") from error
         if answer.status_code in _REFUSED:
             raise ValueError(f"{self.model} refused the question: {_shown(answer)}")
+        if answer.status_code in _DENIED:
+            raise _Denied(f"{url} answered {_shown(answer)}")
         if answer.status_code != 200:
             raise ToolUnavailable(f"{url} answered {_shown(answer)}")
         try:
             document = answer.json()
             text, usage = document["choices"][0]["message"]["content"] or "", document["usage"]
-            return Paid(str(text), self._cost(int(usage["prompt_tokens"]), int(usage["completion_tokens"])))
-        except (LookupError, TypeError, json.JSONDecodeError) as error:
+            n_input, n_output = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
+            if n_input < 0 or n_output < 0:
+                raise ValueError("usage is negative")  # noqa: TRY301 - as unusable as one that is missing
+            return Paid(str(text), self._cost(n_input, n_output))
+        except (LookupError, TypeError, ValueError, OverflowError) as error:
             raise ToolUnavailable(f"{url} answered without choices, or without usage: {_shown(answer)}") from error
 
 

@@ -59,6 +59,8 @@ SamplingOption = Literal[
     "top_k", "min_p", "min_tokens", "logit_bias", "top_logprobs", "grammar", "stop", "batch_invariant", "images"
 ]
 """A field of `Sampling` that not every engine supports."""
+RESUMES_GRAMMAR = "resumes_grammar"
+"""What workers report besides options; those of releases that do not continue a grammar on vLLM lack it."""
 
 
 Image = Annotated[tuple[str, Annotated[int, Field(ge=1, le=MAX_IMAGE_BYTES)]], Strict(False)]

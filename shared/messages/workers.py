@@ -239,7 +239,7 @@ class WorkerHeartbeat(Message):
     """Whether the engine accepts samples that ask for routed experts; True of releases that did not say it, and before
     there is an engine."""
     sampling_options: Annotated[tuple[str, ...], Strict(False)] = ()
-    """The `SamplingOption`s that the engine supports; none of releases that did not say it."""
+    """The `SamplingOption`s that the engine supports, and `RESUMES_GRAMMAR`; none of releases that did not say it."""
     tokens_per_pass: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] = 0.0
     """Mean number of tokens that a sample got in a forward pass since the last heartbeat; 0 without drafts."""
     uses_drafts: bool = False

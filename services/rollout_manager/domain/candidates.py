@@ -13,6 +13,7 @@ from rlboost.services.rollout_manager.domain.queue import max_tokens_of
 from rlboost.services.rollout_manager.domain.tokens import Sample
 from rlboost.services.rollout_manager.domain.workers import Worker
 from rlboost.shared.ids import worker_name
+from rlboost.shared.messages import RESUMES_GRAMMAR
 
 # --- rebalance --------------------------------------------------------------------------------------------------------
 #
@@ -168,7 +169,10 @@ def admits(worker: Worker, sample: Sample) -> bool:
 
 def supports(worker: Worker, sample: Sample) -> bool:
     """Return True if the worker's engine supports the options of a sample; another one would refuse it."""
-    return sample.request.sampling.options <= worker.sampling_options
+    sampling = sample.request.sampling
+    if sampling.grammar and sample.n_tokens and RESUMES_GRAMMAR not in worker.sampling_options:
+        return False  # it would release it at once
+    return sampling.options <= worker.sampling_options
 
 
 def least_loaded(workers: Iterable[Worker]) -> Worker | None:

@@ -199,8 +199,10 @@ class _Host:
         self._is_cancelled = False
         """Whether the process is killed because a caller was cancelled."""
         self.record: CallRecord | None = None
-        self._recording: set[asyncio.Task[None]] = set()
-        """Open and close paid calls."""
+        self._recording: dict[asyncio.Task[None], bool] = {}
+        """What opens (True) or closes a paid call."""
+        self._paid_calls: set[tuple[int, PaidCall]] = set()
+        """Open calls of the process, with their conversations."""
 
     @property
     def n_calls(self) -> int:
@@ -338,9 +340,15 @@ class _Host:
             conversation, call = message["conversation"], PaidCall(*message["call"])
             if "is_paid" in message:
                 paid = Paid(message["answer"], message["cost"]) if message["is_paid"] else None
+                self._paid_calls.discard((conversation, call))
                 await self.record.close(conversation, call, paid)
+            elif "is_lost" in message:
+                self._paid_calls.discard((conversation, call))
+                self.record.lose(conversation, call)
             elif (found := await self.record.open(conversation, call)) is not None:
                 reply |= found._asdict()
+            else:
+                self._paid_calls.add((conversation, call))
         except BudgetSpent as error:
             reply["spent"] = str(error)
         except RLBoostError as error:
@@ -350,8 +358,8 @@ class _Host:
     def _take(self, message: dict[str, Any]) -> None:
         if "paid" in message:
             task = asyncio.create_task(self._pay(message), name="paid-call")
-            self._recording.add(task)
-            task.add_done_callback(self._recording.discard)
+            self._recording[task] = not {"is_paid", "is_lost"} & message.keys()
+            task.add_done_callback(self._recording.pop)
             return
         call = self._calls.get(message.get("id", -1))
         if call is None or call.answer.done():
@@ -367,6 +375,12 @@ class _Host:
     def _ended(self, fault: UserCodeFault, *, blames: bool) -> None:
         """Let the calls of the ended process fail or be repeated."""
         self._n_processed.clear()
+        for task in [task for task, opens in self._recording.items() if opens]:
+            task.cancel()
+        for conversation, paid_call in self._paid_calls:
+            if self.record is not None:
+                self.record.lose(conversation, paid_call)
+        self._paid_calls.clear()
         open_calls = {number: call for number, call in self._calls.items() if not call.answer.done()}
         begun = [number for number, call in open_calls.items() if call.has_begun]
         culprit = self._admission.process_ended(begun, blames=blames)

@@ -16,7 +16,8 @@ transport. A request is a map:
 
 Messages to the trainer are maps, too: an answer, with its `id`; `begun`, when code of a request's environment runs for
 the first time; and an empty one every second. With `paid`, a number, it opens a `call` of a priced model in a
-`conversation`; with `is_paid` it closes the call, by `answer` and `cost` if it was paid (`shared.job.priced_model`).
+`conversation`; with `is_paid` it closes the call, by `answer` and `cost` if it was paid; with `is_lost` it says that no
+code waits for the call any more (`shared.job.priced_model`).
 `restart` in one asks for the end of this process, because code in it cannot be stopped; with `unknown`, it is not known
 which request's.
 
@@ -53,7 +54,7 @@ from rlboost.services.trainer.children.child import Pipe
 from rlboost.services.trainer.children.reward import reward_number
 from rlboost.shared.job.agent import agent_factory
 from rlboost.shared.job.environment import PLAIN_RUNNER, Plain, Step, ToolUnavailable, environment_factory
-from rlboost.shared.job.priced_model import BudgetSpent, Paid, PaidCall, PricedModel
+from rlboost.shared.job.priced_model import BudgetSpent, Paid, PaidCall, PricedModel, spent_budget
 from rlboost.shared.model.tool_calls import CallStyle
 from rlboost.shared.user_code import (
     MAX_CHARS,
@@ -265,7 +266,12 @@ class RecordedCalls:
 
     async def open(self, call: PaidCall) -> Paid | None:
         conversation = self._conversation()
-        reply = await self._ask(conversation, call, {})
+        asking = asyncio.create_task(self._ask(conversation, call, {}), name="open-paid-call")
+        try:
+            reply = await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            asking.add_done_callback(lambda asked: self._abandoned(conversation, call, asked))
+            raise
         if reply["answer"] is None:
             return None
         conversation.cost += reply["cost"]
@@ -275,6 +281,14 @@ class RecordedCalls:
         conversation = self._conversation()
         await self._ask(conversation, call, (paid or Paid("", 0.0))._asdict() | {"is_paid": paid is not None})
         conversation.cost += 0.0 if paid is None else paid.cost
+
+    def lose(self, call: PaidCall) -> None:
+        self._send(self._conversation(), call, {"is_lost": True})
+
+    def _abandoned(self, conversation: Conversation, call: PaidCall, asked: asyncio.Task[dict[str, Any]]) -> None:
+        """Close a call that was opened after its code had stopped waiting for it."""
+        if not asked.cancelled() and asked.exception() is None and asked.result()["answer"] is None:
+            self._send(conversation, call, Paid("", 0.0)._asdict() | {"is_paid": False})
 
     def take(self, reply: dict[str, Any]) -> None:
         """Pass a reply of the trainer to the code that waits for it."""
@@ -287,10 +301,13 @@ class RecordedCalls:
             raise RuntimeError("call a PricedModel in step, or in what it calls, as async code, so that it is recorded")
         return call.conversation
 
-    async def _ask(self, conversation: Conversation, call: PaidCall, end: dict[str, Any]) -> dict[str, Any]:
+    def _send(self, conversation: Conversation, call: PaidCall, end: dict[str, Any]) -> int:
         number = next(self._numbers)
-        reply = self._replies[number] = asyncio.get_running_loop().create_future()
         self._write({"paid": number, "conversation": conversation.key, "call": list(call), **end})
+        return number
+
+    async def _ask(self, conversation: Conversation, call: PaidCall, end: dict[str, Any]) -> dict[str, Any]:
+        reply = self._replies[self._send(conversation, call, end)] = asyncio.get_running_loop().create_future()
         found: dict[str, Any] = await reply
         if found.get("spent"):
             raise BudgetSpent(found["spent"])
@@ -316,7 +333,7 @@ class Host:
         self._make = make
         self._threads = threads
         self._lent_threads = LentThreads()
-        self._paid_calls = RecordedCalls(write)
+        self._paid_calls = PricedModel.calls = RecordedCalls(write)
         self._timeout_s = timeout_s
         self._tick_s = min(_TICK_S, timeout_s / 10)
         self._n_ticks = 0
@@ -330,7 +347,6 @@ class Host:
         """Answer the requests that `read` returns, until None; then close all environments."""
         self._loop = asyncio.get_running_loop()
         self._loop.set_default_executor(self._lent_threads)
-        PricedModel.calls = self._paid_calls
         PLAIN_RUNNER.set(lambda code: self._threads.call(_CALL.get(), code))
         _start_thread(self._read, read)
         _start_thread(self._watch)
@@ -400,8 +416,8 @@ class Host:
                 raise
             last = {"text": request["turns"][-1][0]} if request["turns"] else {}
             answer = {"raised": describe_error(error, {**conversation.row, **last})}
-            if isinstance(error, BudgetSpent):
-                answer["spent"] = str(error)
+            if (spent := spent_budget(error)) is not None:
+                answer["spent"] = str(spent)
             self._forget(conversation)
             await self._close(conversation)
         return answer

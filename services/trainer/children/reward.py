@@ -122,8 +122,9 @@ def rewards_of(result: object, call: Caller) -> tuple[list[float | None], list[f
             "not_a_number",
             f"{call.source} returned {_typed(result)}: return a list with a number, or None, per completion",
         )
+    values = list(result)  # which may run the user's code
     try:
-        split = [split_cost(value) for value in result]
+        split = [split_cost(value) for value in values]
     except ValueError as error:
         raise UnusableReward("not_a_number", str(error)) from error
     return [reward_number(value) for value, _ in split], [cost for _, cost in split]

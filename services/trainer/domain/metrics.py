@@ -297,7 +297,7 @@ def _rollout(groups: Sequence[ScoredGroup], step: int) -> dict[str, float]:
         "reward/max": max(rewards),
         # As in TRL: the mean of the groups' standard deviations.
         "reward/std": _mean([standard_deviation(group.rewards) for group in groups]),
-        "frac_reward_zero_std": _mean([all_equal(group.rewards) for group in groups]),
+        "frac_reward_zero_std": _mean([all_equal(_compared(group)) for group in groups]),
         "completions/mean_length": _mean(lengths),
         "completions/max_length": max(lengths),
         "completions/clipped_ratio": _mean([sample.finish == "length" for sample in samples]),
@@ -310,6 +310,10 @@ def _rollout(groups: Sequence[ScoredGroup], step: int) -> dict[str, float]:
         **_cost_penalty(groups),
         **_turns(groups),
     }
+
+
+def _compared(group: ScoredGroup) -> Sequence[float]:
+    return group.compared_rewards if group.has_row_rewards else group.rewards
 
 
 def _turns(groups: Sequence[ScoredGroup]) -> dict[str, float]:

@@ -165,6 +165,7 @@ class SessionCollector(StepCollector):
         self._begun_again: list[int] = []
         """Samples whose session begins again, and is not started yet."""
         self._rewarded: list[Session] = []
+        self._unusable: list[tuple[Session, str, str]] = []
 
     def apply(self, message: Message, at: float = 0.0) -> GroupOutcome | None:
         self._now = at
@@ -203,6 +204,11 @@ class SessionCollector(StepCollector):
         """Return the sessions that hosts of remote agents have ended, each once."""
         rewarded, self._rewarded = self._rewarded, []
         return rewarded
+
+    def take_unusable(self) -> list[tuple[Session, str, str]]:
+        """Return the sessions that ended by themselves and are lost, each once: with the reason, and for people."""
+        unusable, self._unusable = self._unusable, []
+        return unusable
 
     def _open_turn(self, message: TurnOpened) -> None:
         sample, first, _ = self._turn_of(message.sample)
@@ -277,8 +283,14 @@ class SessionCollector(StepCollector):
             detail = (
                 f"its agent rewards cmpl-{unknown[0]:016x}, which is no answer of its session: give ids that it got"
             )
-            return self._lose(session.sample, UNKNOWN_ANSWER, detail)
+            return self._lose_ended(session, UNKNOWN_ANSWER, detail)
         if (result := session.result()) is not None:
             self._conversations[session.sample] = result
             return self._add_sample(result.as_sample())
-        return self._lose(session.sample, NO_CALL, "no turn of its session is left")
+        return self._lose_ended(session, NO_CALL, "no turn of its session is left")
+
+    def _lose_ended(self, session: Session, reason: str, detail: str) -> GroupOutcome | None:
+        if session.sample not in self._seen and not self._is_late(session.sample):
+            self.lost[reason] += 1
+            self._unusable.append((session, reason, detail))
+        return self._lose(session.sample, reason, detail)

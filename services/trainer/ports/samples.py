@@ -67,6 +67,9 @@ class CallRecord(Protocol):
     async def close(self, conversation: int, call: PaidCall, paid: Paid | None) -> None:
         """See `PaidCalls.close`."""
 
+    def lose(self, conversation: int, call: PaidCall) -> None:
+        """See `PaidCalls.lose`."""
+
 
 class Environments(Protocol):
     """The user's environments, one per conversation. Calls return or raise `EnvironmentFault`, and always end."""

@@ -227,14 +227,14 @@ class DurablePaidCalls:
         self._totals: dict[str, float] = {}
         """Budget -> cost of the calls whose records are trimmed."""
         self._changed = asyncio.Event()
-        """Set whenever a call was closed."""
+        """Set whenever a call has ended."""
         for field, text in records.items():
             record = json.loads(text)
             if field.startswith(_TOTAL):
                 self._totals[record["name"]] = record["cost"]
                 self._ledger.close(field, record["name"], record["cost"])
             elif record["answer"] is None:
-                self._ledger.open[field] = record["name"], record["cost"]
+                self._ledger.open[field] = record["name"], record["cost"]  # lost, unless its code runs again
             else:
                 self._close(field, record["name"], record["cost"])
 
@@ -252,19 +252,32 @@ class DurablePaidCalls:
 
         """
         field = f"{conversation}:{call.key}"
+
+        def is_due() -> bool:
+            return field in self._closed or self._ledger.has_room(field, call)
+
+        if not is_due():
+            because = "calls in flight may spend the rest"
+            async with self._job.waits.on(f"the budget of {call.name}", because=because, limit_s=self._job.limit_s):
+                while not is_due():
+                    self._changed.clear()
+                    await self._changed.wait()
         if field in self._closed:
             found = await self._job.bus.retry(lambda bus: bus.hash_get(self._key, field))
             record = json.loads(found or "null")
             return Paid(record["answer"], record["cost"])
-        if not self._ledger.has_room(field, call):
-            because = "calls in flight may spend the rest"
-            async with self._job.waits.on(f"the budget of {call.name}", because=because, limit_s=self._job.limit_s):
-                while not self._ledger.has_room(field, call):
-                    self._changed.clear()
-                    await self._changed.wait()
-        self._ledger.open[field] = call.name, call.most
-        await self._write(HashSet(self._key, {field: _record(call.name, call.most, None)}))
+        self._ledger.begin(field, call)
+        try:
+            await self._write(HashSet(self._key, {field: _record(call.name, call.most, None)}))
+        except BaseException:
+            self.lose(conversation, call)
+            raise
         return None
+
+    def lose(self, conversation: int, call: PaidCall) -> None:
+        """See `PaidCalls.lose`; what is recorded stays, for code that runs again."""
+        self._ledger.lose(f"{conversation}:{call.key}")
+        self._changed.set()
 
     async def close(self, conversation: int, call: PaidCall, paid: Paid | None) -> None:
         """See `PaidCalls.close`.
@@ -274,9 +287,11 @@ class DurablePaidCalls:
 
         """
         field = f"{conversation}:{call.key}"
+        if field not in self._ledger.open:  # trimmed, or closed before its code ran again
+            return
         if paid is None:
             await self._write(HashDelete(self._key, (field,)))
-            self._ledger.open.pop(field, None)
+            self._ledger.cancel(field)
         else:
             await self._write(HashSet(self._key, {field: _record(call.name, paid.cost, paid.answer)}))
             self._close(field, call.name, paid.cost)
@@ -306,6 +321,7 @@ class DurablePaidCalls:
             if (lost := self._ledger.open.pop(field, None)) is not None:
                 self._ledger.close(field, *lost)
             self._closed.pop(field, None)
+        self._changed.set()
 
     def _close(self, field: str, name: str, cost: float) -> None:
         self._closed[field] = name, cost

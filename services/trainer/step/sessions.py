@@ -106,6 +106,10 @@ class StepSessions:
     def answer_turns(self) -> None:
         """Begin the sessions of samples that have none here, and those that begin again."""
         self._has_begun = True
+        for session, reason, detail in self._groups.take_unusable():
+            lost = SessionEnded(session=session.id, reason=reason, detail=detail)
+            report = report_lost(self._job, self._step, session.sample, len(session.nodes), lost)
+            self._tasks.create_task(report, name=f"lost-{SampleId.unpack(session.sample)}")
         for rewarded in self._groups.take_rewarded():
             self._end_remote(rewarded.id, rewarded.rewarded)
         due = [sample for sample in self._waiting if self.evaluates or not SampleId.unpack(sample).is_eval]
@@ -202,7 +206,7 @@ class StepSessions:
                 )
             if await self._is_at_limit(session_id, end.start):
                 # The model has used up its turns, and its agent could not go on: this is a result, not a fault.
-                return SessionEnded(session=record.sample, start=end.start, over="cut")
+                return SessionEnded(session=record.sample, start=end.start, over="cut", cost=end.cost)
             raise EnvironmentFault(end.reason, end.raised)  # noqa: TRY301 - one way to lose a session
         except EnvironmentFault as error:
             check_budget(error)

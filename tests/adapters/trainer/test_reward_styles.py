@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
 
 from rlboost.services.trainer.adapters.reward_pool import RewardPool
+from rlboost.services.trainer.children.reward import Caller, rewards_of
 from rlboost.services.trainer.ports.samples import RewardBatch, Scores
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.reward import RewardSpec
@@ -163,3 +164,12 @@ async def test_the_function_that_failed_is_named(start: Start, prompt: str, reas
 def test_reward_section_with_missing_or_excess_keys_is_refused(reward: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         RewardSpec.model_validate(reward)
+
+
+def test_error_of_the_function_in_a_generator_is_its_own() -> None:
+    def rewards() -> Iterator[float]:
+        yield 1.0
+        raise ValueError("no such answer")
+
+    with pytest.raises(ValueError, match=r"^no such answer$"):
+        rewards_of(rewards(), Caller("f", "f", lambda _: None))

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import get_json_schema
 
-from rlboost.environments import ToolEnvironment
+from rlboost.environments import ToolEnvironment, ToolUnavailable
 from rlboost.services.trainer.adapters.environment_pool import TokenizerChatFormatter
 from rlboost.services.trainer.adapters.tokens import PromptTokenizer
 from rlboost.services.trainer.ports.samples import EnvironmentFault
@@ -442,3 +442,11 @@ def test_completion_that_is_text_is_trained_as_without_the_option() -> None:
     row = {"prompt": [*TRACE, ASKED[0]], "completion": "46"}
     examples = examples_of(row, "prompt", "completion", every_turn=True)
     assert examples == examples_of(row, "prompt", "completion", every_turn=False)
+
+
+async def test_tool_that_is_unavailable_within_a_group_of_exceptions_loses_the_conversation() -> None:
+    async def ask() -> str:
+        raise ExceptionGroup("calls", [ToolUnavailable("down")])
+
+    with pytest.raises(ExceptionGroup, match="calls"):
+        await ToolEnvironment([ask]).step('<tool_call>{"name": "ask", "arguments": {}}</tool_call>')

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 from rlboost.environments import BudgetSpent, PricedModel, ToolUnavailable
 from rlboost.examples.router.models import Models
 from rlboost.services.trainer.adapters.environment_pool import EnvironmentPool
+from rlboost.services.trainer.children.environment import _CALL, Call, Conversation, RecordedCalls
 from rlboost.services.trainer.job.job import Job, RetryingBus
 from rlboost.services.trainer.ports.samples import EnvironmentFault
 from rlboost.services.trainer.step.durable import DurablePaidCalls
@@ -64,8 +67,10 @@ def models() -> Iterator[Models]:
         thread.join()
 
 
-async def pool(function: str, record: DurablePaidCalls, **arguments: Any) -> EnvironmentPool:
-    spec = EnvironmentSpec(function=f"tests.support.priced_environments:{function}", arguments=arguments, timeout_s=30)
+async def pool(function: str, record: DurablePaidCalls, *, timeout_s: float = 30, **arguments: Any) -> EnvironmentPool:
+    spec = EnvironmentSpec(
+        function=f"tests.support.priced_environments:{function}", arguments=arguments, timeout_s=timeout_s
+    )
     pool = EnvironmentPool(spec, Waits())
     pool.record_calls(record)
     await pool.start()
@@ -113,6 +118,9 @@ async def test_spent_budget_is_a_fault_of_its_own_unless_it_is_handled(models: M
         with pytest.raises(EnvironmentFault, match=text) as caught:
             await made.step(FIRST, {}, 0, ["1+2 1+3 1+4"])
         assert (caught.value.reason, caught.value.may_pass) == ("environment_budget", False)
+        with pytest.raises(EnvironmentFault, match=text) as caught:
+            await made.step(FIRST + 2, {}, 0, ["together 1+4"])
+        assert caught.value.reason == "environment_budget"
         (result,) = await made.step(FIRST + 1, {}, 0, ["1+2 handled"])
         assert result.observation == "no money"
     finally:
@@ -127,6 +135,84 @@ async def test_spent_budget_is_a_fault_of_its_own_unless_it_is_handled(models: M
             await agents.step(FIRST + 2, {}, 0, [text])
     finally:
         await agents.close()
+
+
+@pytest.mark.parametrize(("statuses", "text"), [([401, 418], "1+2"), ([], "crash"), ([], "hang")])
+async def test_calls_of_unknown_end_are_spent_and_refused_ones_are_not(
+    models: Models, statuses: list[int], text: str
+) -> None:
+    """Nothing waits for them; the limit of one call is 0.0018."""
+    models.statuses = statuses
+    timeout_s = 1.0 if text == "hang" else 30.0
+    made = await pool("Sums", await Site().record(), timeout_s=timeout_s, url=models.url, budget=0.003)
+    try:
+        for number in range(max(1, len(statuses))):
+            with pytest.raises(EnvironmentFault) as caught:
+                await made.step(FIRST + number, {}, 0, [text])
+            assert caught.value.reason != "environment_budget"
+        with pytest.raises(EnvironmentFault, match=r"the budget of dear is spent: 0\.00.* of 0\.003"):
+            await made.step(FIRST + 9, {}, 0, ["1+2"])
+    finally:
+        await made.close()
+
+
+async def test_call_whose_code_stopped_waiting_is_closed_once_it_is_opened() -> None:
+    written: list[dict[str, Any]] = []
+    calls, conversation = RecordedCalls(written.append), Conversation(FIRST)
+    _CALL.set(Call(1, conversation, 1.0, written.append))
+    for replied_first in (False, True):
+        opening = asyncio.create_task(calls.open(PaidCall("a.1", "dear", 1.0, 0.75)))
+
+        async def is_asked(n: int = len(written)) -> bool:
+            return len(written) > n
+
+        await eventually(is_asked)
+        asked = written[-1]
+        if replied_first:
+            calls.take({"paid": asked["paid"], "answer": None})
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        if not replied_first:
+            calls.take({"paid": asked["paid"], "answer": None})
+
+        async def is_closed() -> bool:
+            return written[-1].get("is_paid") is False
+
+        await eventually(is_closed)
+        assert written[-1]["call"] == asked["call"]
+
+
+async def test_call_stops_waiting_once_those_before_it_are_lost_or_trimmed() -> None:
+    site, call = Site(), PaidCall("a.1", "dear", 1.0, 0.75)
+    record = await site.record()
+    for end in (lambda: record.lose(FIRST, call), lambda: record.trim(4)):
+        await record.open(FIRST, call)
+        waiting = asyncio.create_task(record.open(FIRST, call._replace(key="b.1")))
+
+        async def waits() -> bool:
+            return bool(site.waits.current())
+
+        await eventually(waits)
+        if (ending := end()) is not None:
+            await ending
+        with pytest.raises(BudgetSpent, match=r"is spent: 0\.75 of 1"):
+            await waiting
+    await record.close(FIRST, call, Paid("late", 0.1))
+    assert list(await site.fields()) == ["total:dear"], "it is trimmed"
+    with pytest.raises(BudgetSpent):
+        await record.open(FIRST, call._replace(key="c.1"))
+
+
+async def test_call_in_flight_when_the_trainer_died_is_spent_unless_its_code_runs_again() -> None:
+    site, call = Site(), PaidCall("a.1", "dear", 1.0, 0.75)
+    await (await site.record()).open(FIRST, call)
+    record = await site.record()
+    with pytest.raises(BudgetSpent):
+        await record.open(FIRST, call._replace(key="b.1"))
+    assert await record.open(FIRST, call) is None
+    await record.close(FIRST, call, Paid("", 0.25))
+    assert await record.open(FIRST, call._replace(key="b.1")) is None
 
 
 async def test_answers_and_totals_outlive_the_trainer_and_are_trimmed() -> None:
@@ -173,6 +259,54 @@ async def test_busy_server_is_asked_again_and_a_refused_question_is_an_error(mod
 
 
 @pytest.mark.parametrize(
+    "usage",
+    [
+        {"prompt_tokens": "many", "completion_tokens": 1},
+        {"prompt_tokens": -5, "completion_tokens": 1},
+        {"prompt_tokens": float("inf"), "completion_tokens": 1},
+        None,
+    ],
+)
+async def test_answer_with_unusable_usage_counts_as_the_most_that_it_may_cost(
+    models: Models, monkeypatch: pytest.MonkeyPatch, usage: object
+) -> None:
+    answered = {"choices": [{"message": {"content": "3"}}], "usage": usage}
+    monkeypatch.setattr(models, "answer", lambda _: (200, answered))
+    model = PricedModel(url=models.url, model=f"of {usage}", input_price=10, output_price=30, budget=0.05)
+    with pytest.raises(ToolUnavailable, match="without usage"):
+        await model("1+2")
+    with pytest.raises(BudgetSpent, match=r"is spent: 0\.03"):
+        await model("1+2")
+
+
+async def test_calls_of_a_process_without_a_job_wait_for_those_in_flight(models: Models) -> None:
+    """Two at the same time may cost 0.0036."""
+    prices: Any = {"url": models.url, "model": "dear", "input_price": 10, "output_price": 30}
+    model = PricedModel(**prices, name="alone", budget=0.0035, max_tokens=20)
+    assert await asyncio.gather(model("1+2"), model("1+3")) == ["3", "4"]
+    with pytest.raises(BudgetSpent, match=r"is spent: 0\.0026 of 0\.0035"):
+        await model("1+4")
+
+
+async def test_content_that_is_not_text_is_refused(models: Models) -> None:
+    model = PricedModel(url=models.url, model="dear", input_price=10, output_price=30, budget=1)
+    image = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
+    with pytest.raises(TypeError, match="a content is no text"):
+        await model([{"role": "user", "content": [image]}])
+    assert not models.asked
+
+
+def test_call_in_reset_is_an_error_of_the_check_as_in_a_job() -> None:
+    code = """
+from rlboost.services.trainer.children.environment import reset_once
+from tests.support.priced_environments import Early
+print(reset_once(Early, {}, 0)["raised"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "call a PricedModel in step" in done.stdout
+
+
+@pytest.mark.parametrize(
     ("change", "text"),
     [
         ({"url": "host/v1"}, "url is 'host/v1', not of the form"),
@@ -189,7 +323,7 @@ def test_unusable_argument_is_named(change: dict[str, Any], text: str) -> None:
 
 def test_ledger_counts_calls_in_flight_of_its_own_budget_only() -> None:
     ledger = Ledger()
-    ledger.open["a"] = "dear", 0.6
+    ledger.begin("a", PaidCall("a", "dear", 1.0, 0.6))
     assert ledger.has_room("a", PaidCall("a", "dear", 1.0, 0.6)), "it is the one in flight"
     assert not ledger.has_room("b", PaidCall("b", "dear", 1.0, 0.6))
     assert ledger.has_room("b", PaidCall("b", "cheap", 1.0, 0.6))

@@ -5,14 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 from rlboost.agents import Session
+from rlboost.agents.host import Host
 from rlboost.agents.program import MAX_OUTPUT_BYTES, run
+from rlboost.environments import BudgetSpent
+from rlboost.shared.errors import Fatal
 from rlboost.shared.job.agent import NO_REWARDS, AgentRun, Rewards, agent_factory
 from rlboost.shared.user_code import PROGRAM_AGENT, ForbiddenFunction
 from tests.support.eventually import eventually
+from tests.support.priced_environments import dear
 
 SESSION = Session("http://manager/v1", "sk-1", "1/2/3/4", 2, is_eval=False)
 
@@ -35,6 +41,62 @@ async def test_agent_returns_its_reward_and_those_of_single_answers() -> None:
     assert await returned({"reward": 1.0, "cost": 0.02}) == (Rewards(1.0, {}, 0.02), "")
     answers = {f"cmpl-{7:016x}": 1, f"msg_{8:016x}": -0.5}
     assert await returned({"reward": 0.5, "rewards": answers}) == (Rewards(0.5, answers, 0.0), "")
+
+
+async def test_spent_budget_in_a_group_of_exceptions_is_not_the_agents_fault() -> None:
+    async def ask(session: Session, row: dict[str, Any]) -> float:
+        async with asyncio.TaskGroup() as calls:
+            calls.create_task(dear("http://unused/v1", 1e-9)("1+2"))
+        return 1.0
+
+    run = AgentRun(ask)
+    await run.reset({"prompt": "a"}, 0)
+    with pytest.raises(BudgetSpent, match="the budget of dear is spent"):
+        await run.run(SESSION)
+
+
+async def test_host_whose_budget_is_spent_reports_the_session_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    posted = dict[str, Any]()
+    arguments = {"url": "http://unused/v1", "budget": 1e-9}
+    given = {"id": "s", "session": "s", "key": "k", "sample": "1", "step": 0, "is_eval": False, "timeout_s": 30.0}
+
+    async def post(host: Host, path: str, token: str, **sent: Any) -> httpx.Response:
+        if path.endswith("/next") and not host._running:
+            return httpx.Response(200, json=[{**given, "row": {}, "arguments": arguments}])
+        if not path.endswith("/reward"):
+            await asyncio.Event().wait()
+        posted.update(sent["json"])
+        return httpx.Response(200)
+
+    monkeypatch.setattr(Host, "_post", post)
+    async with Host("http://manager", "t", "job", "tests.support.priced_environments:agent", concurrency=1) as host:
+        with pytest.raises(Fatal, match="the budget of dear is spent"):
+            await host.run(asyncio.Event())
+    assert "the budget of dear is spent" in posted["infrastructure"]
+
+
+@pytest.mark.parametrize(
+    ("value", "sent"),
+    [
+        (0, {"reward": 0.0}),
+        ({"reward": 1.0, "cost": 0.5}, {"reward": 1.0, "cost": 0.5}),
+    ],
+)
+async def test_host_sends_only_what_earlier_managers_know_and_what_is_given(
+    monkeypatch: pytest.MonkeyPatch, value: object, sent: dict[str, float]
+) -> None:
+    posted = list[Any]()
+
+    async def post(host: Host, path: str, token: str, **given: Any) -> httpx.Response:
+        posted.append(given["json"])
+        return httpx.Response(200)
+
+    monkeypatch.setattr(Host, "_post", post)
+    monkeypatch.setattr(Host, "_agent", lambda *_: lambda *_: value)
+    async with Host("http://manager", "t", "job", "unused", concurrency=1) as host:
+        given = {"session": "s", "key": "k", "sample": "1", "step": 0, "is_eval": False, "timeout_s": 30.0}
+        await host._serve({**given, "row": {}, "arguments": {}})
+    assert posted == [sent]
 
 
 @pytest.mark.parametrize(

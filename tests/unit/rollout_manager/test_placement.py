@@ -33,7 +33,7 @@ from rlboost.services.rollout_manager.domain.queue import OLDEST_GROUP_EVERY, Re
 from rlboost.services.rollout_manager.domain.tokens import Sample
 from rlboost.services.rollout_manager.domain.workers import Fleet, Worker
 from rlboost.shared.ids import SampleId
-from rlboost.shared.messages import Sampling, WorkerHeartbeat
+from rlboost.shared.messages import RESUMES_GRAMMAR, Sampling, WorkerHeartbeat
 from rlboost.shared.wire import I32, pack
 from tests.support.builders import group_requested, heartbeat, samples_of, worker_joined
 
@@ -264,6 +264,10 @@ def test_options_of_clients_need_an_engine_that_supports_them() -> None:
     one, asked = worker("a", 8), sample(8, top_k=5, grammar="{}")
     assert not admits(one, asked)
     one.sampling_options = frozenset({"top_k", "grammar", "min_p"})
+    assert admits(one, asked)
+    asked.tokens += bytes(4)
+    assert not admits(one, asked), "its release does not continue grammars"
+    one.sampling_options |= {RESUMES_GRAMMAR}
     assert admits(one, asked)
 
 

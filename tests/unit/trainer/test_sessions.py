@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+import json
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +15,14 @@ from hypothesis import strategies as st
 
 from rlboost.services.trainer.domain.conversations import Row, StepTurnIds, TurnIds
 from rlboost.services.trainer.domain.groups import DroppedGroup, GroupOutcome, ScoredGroup, WholeGroup
-from rlboost.services.trainer.domain.metrics import StepTally
+from rlboost.services.trainer.domain.metrics import RolloutTally, StepTally
 from rlboost.services.trainer.domain.sessions import NO_CALL, UNKNOWN_ANSWER, Branches, SessionCollector
+from rlboost.services.trainer.ports.samples import StepResult
+from rlboost.services.trainer.step.sessions import StepSessions
 from rlboost.services.trainer.step.training_rows import TrainingRows
 from rlboost.shared.errors import Unprocessable
 from rlboost.shared.ids import SampleId
+from rlboost.shared.job.agent import AgentEnd, SessionId
 from rlboost.shared.job.spec import parse
 from rlboost.shared.messages import Message, SampleDropped, SampleFinished, SessionEnded, SessionRewarded, TurnOpened
 from rlboost.shared.wire import F32, I32, floats, ints, pack
@@ -184,6 +190,7 @@ def test_agent_that_makes_no_call_is_left_out() -> None:
     (dropped,) = folded(collecting, ended())
     assert isinstance(dropped, DroppedGroup)
     assert dropped.reason == NO_CALL
+    assert collecting.lost == {NO_CALL: 1}
 
 
 def test_turn_that_cannot_be_generated_is_no_turn_of_the_session() -> None:
@@ -281,6 +288,8 @@ def test_row_has_the_reward_of_its_last_rewarded_answer_or_of_its_session() -> N
     assert group.has_row_rewards
     assert group.shaped_rewards == [3.0, 1.5]
     assert group.compared_rewards == [1.25, 4.0, 0.0, 1.5]
+    equal = dataclasses.replace(group, rewards=(3.0, 3.0))
+    assert StepTally(rollouts=RolloutTally(scored=[equal])).metrics()["frac_reward_zero_std"] == 0.0, "rows differ"
 
 
 async def test_rows_with_rewards_of_their_own_are_compared_with_each_other() -> None:
@@ -302,7 +311,53 @@ async def test_rows_with_rewards_of_their_own_are_compared_with_each_other() -> 
 
 def test_reward_of_an_answer_that_the_session_has_not_loses_it() -> None:
     end = ended().model_copy(update={"rewards": ((turn_id(GROUP, 7), 1.0),)})
-    (dropped,) = folded(collector(1), opened(0, 1), made(0, 5), end)
+    collecting = collector(1)
+    (dropped,) = folded(collecting, opened(0, 1), made(0, 5), end)
     assert isinstance(dropped, DroppedGroup)
     assert dropped.reason == UNKNOWN_ANSWER
+    assert collecting.lost == {UNKNOWN_ANSWER: 1}
     assert f"cmpl-{turn_id(GROUP, 7):016x}" in dropped.detail
+
+
+async def test_session_that_is_cut_at_its_limit_has_the_cost_of_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    raised = StepResult(json.dumps(AgentEnd("a", "no turn is left", {})), 0.0, done=True, cost=0.25)
+    session = SimpleNamespace(id=GROUP, sample=GROUP, nodes={})
+
+    async def given(*_: Any) -> Any:
+        return [raised]
+
+    environments = SimpleNamespace(step=given, release=lambda _: None)
+    plan = SimpleNamespace(seed=0)
+    job: Any = SimpleNamespace(
+        resources=SimpleNamespace(environments=environments),
+        generating_spec=SimpleNamespace(agent=SimpleNamespace(remote=False)),
+        prompt=lambda _: SimpleNamespace(given="p", columns={}),
+    )
+    groups: Any = SimpleNamespace(is_awaited=lambda _: True)
+    sessions = StepSessions(job, 4, {GROUP: plan}, groups, StepTurnIds(IDS, None), None)  # type: ignore[arg-type, dict-item]
+    monkeypatch.setattr(sessions, "_text_of", given)
+    monkeypatch.setattr(sessions, "_is_at_limit", given)
+    end = await sessions._ended(SessionId("job", GROUP), session, SimpleNamespace(sample=GROUP))  # type: ignore[arg-type]
+    assert end is not None
+    assert (end.over, end.reward, end.cost) == ("cut", 0.0, 0.25)
+
+
+async def test_session_with_an_unusable_end_is_reported_once() -> None:
+    events = list[dict[str, Any]]()
+
+    async def emit(kind: str, **fields: Any) -> None:
+        events.append({"kind": kind, **fields})
+
+    async def warn(_: str) -> None:
+        pass
+
+    job: Any = SimpleNamespace(emit_event=emit, warn=warn, faults=SimpleNamespace(on_conversation_lost=lambda *_: ""))
+    collecting = collector(2)
+    folded(collecting, ended(), opened(0, 1, first=SECOND), made(0, 5, first=SECOND), ended(first=SECOND))
+    async with asyncio.TaskGroup() as tasks:
+        sessions = StepSessions(job, 4, {}, collecting, StepTurnIds(IDS, None), tasks)
+        for _ in range(2):
+            sessions.answer_turns()
+    assert [(event["kind"], event["sample"], event["reason"]) for event in events] == [
+        ("conversation_lost", str(SampleId.unpack(GROUP)), NO_CALL)
+    ]
