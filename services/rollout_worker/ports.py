@@ -330,6 +330,7 @@ class WeightSource(Protocol):
         Raises:
             NotFound: it does not exist, or has been deleted.
             BadSignature: the trainer has not signed it.
+            UnsuitableWeights: its adapter is not a plain LoRA adapter of its model.
             Corrupt: the source sent damaged bytes twice.
             WaitTimedOut: the source was unavailable for too long.
             ConfigError: the source's URL is invalid, or the source forbids the download.
