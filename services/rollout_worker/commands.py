@@ -42,7 +42,7 @@ from rlboost.services.rollout_worker.domain.session import (
 from rlboost.services.rollout_worker.generator import Generator, LoadStage, ReplacementTimes
 from rlboost.services.rollout_worker.life import StartupTimer
 from rlboost.services.rollout_worker.manager_connection import RETRY_INTERVAL_S, ManagerConnection
-from rlboost.services.rollout_worker.ports import EngineFailed, StagedWeights, WeightSource
+from rlboost.services.rollout_worker.ports import EngineFailed, MustBeMerged, StagedWeights, WeightSource
 from rlboost.shared.errors import (
     BadSignature,
     BusUnavailable,
@@ -208,7 +208,8 @@ class WeightUpdates:
             return
         except UnsuitableWeights as error:
             connection = self._connection
-            report = connection.report_not_shared if pull.alongside else connection.report_weights_refused
+            not_shared = partial(connection.report_not_shared, lasting=isinstance(error, MustBeMerged))
+            report = not_shared if pull.alongside else connection.report_weights_refused
             await self._on_unavailable(weights, str(error), report, execute)
             return
         except ParityCheckFailed as error:

@@ -47,6 +47,7 @@ from rlboost.services.rollout_worker.ports import (
     Engine,
     EngineFactory,
     EngineFailed,
+    MustBeMerged,
     StagedAdapter,
     StagedWeights,
 )
@@ -360,7 +361,7 @@ class Generator:
         Raises:
             Corrupt: the loaded tensors differ from the published ones, or their files are damaged or missing.
             UnsuitableWeights: they do not fit the engine, or it does not support their model; or `alongside`, and the
-                engine serves on.
+                engine serves on. `MustBeMerged`: as will all versions of the job.
             ParityCheckFailed: the engine's log-probabilities differ from the trainer's.
 
         """
@@ -371,7 +372,9 @@ class Generator:
             model, adapter, why = _parts(engine, weights)
             is_held = self._holds(engine, model)
             if alongside and not is_held:
-                raise UnsuitableWeights(why or "its model's weights are not those that this worker serves")
+                if why:
+                    raise MustBeMerged(why)
+                raise UnsuitableWeights("its model's weights are not those that this worker serves")
             async with nullcontext(_NOTHING) if is_held else self._changes(engine, model) as changes:
                 began = time.monotonic()
                 await self.pause("loading", keep_kv=keep_kv)

@@ -329,10 +329,14 @@ class ManagerConnection:
         log.warning("weights_refused", job=weights.job_id, version=weights.version, reason=reason)
         await self._emit_event(weights.job_id, "weights_refused", version=weights.version, reason=reason)
 
-    async def report_not_shared(self, weights: WeightsRef, reason: str) -> None:
-        """Emit an event: this worker cannot serve the weights next to others, only instead of them."""
+    async def report_not_shared(self, weights: WeightsRef, reason: str, *, lasting: bool = False) -> None:
+        """Emit an event: this worker cannot serve the weights next to others, only instead of them.
+
+        The manager has the next version tried again, unless it is `lasting`.
+        """
         log.warning("adapter_not_shared", job=weights.job_id, version=weights.version, reason=reason)
-        await self._emit_event(weights.job_id, "adapter_not_shared", version=weights.version, reason=reason)
+        job_id, version = weights
+        await self._emit_event(job_id, "adapter_not_shared", version=version, reason=reason, lasting=float(lasting))
 
     async def report_parity_failure(self, error: ParityCheckFailed) -> None:
         """Emit an event: the engine failed the parity check, with the differences if they are the reason."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
@@ -12,11 +13,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from rlboost.services.rollout_worker.adapters.store_weights import StoreWeights  # noqa: E402
 from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine  # noqa: E402 - only where torch is
 from rlboost.services.rollout_worker.adapters.torch.lora import Adapters  # noqa: E402
 from rlboost.services.rollout_worker.domain.requests import Request  # noqa: E402
 from rlboost.services.rollout_worker.domain.speculation import Drafter  # noqa: E402
 from rlboost.services.rollout_worker.fakes import FakeAdapter  # noqa: E402
+from rlboost.shared.errors import UnsuitableWeights  # noqa: E402
 from rlboost.shared.weights.cached_version import AdaptedVersion, CachedVersion  # noqa: E402
 from tests.support import tiny_models  # noqa: E402
 from tests.support.adapter_versions import (  # noqa: E402
@@ -29,6 +32,8 @@ from tests.support.adapter_versions import (  # noqa: E402
 )
 from tests.support.engines import Collected, Collector, request, run  # noqa: E402
 from tests.support.eventually import eventually  # noqa: E402
+from tests.support.staged_versions import pulled  # noqa: E402
+from tests.support.staged_weights import shard  # noqa: E402
 
 SLOTS = 24
 JOBS: dict[str, dict[str, Any]] = {
@@ -173,6 +178,22 @@ async def test_adapter_that_cannot_be_held_is_refused_with_the_reason(start: Sta
         "model.embed_tokens.weight is not a linear layer of its own in this engine"
     )
     assert refusal(rank=16) == ""
+
+
+async def test_version_that_is_no_plain_lora_adapter_is_unsuitable(tmp_path: Path) -> None:
+    model = tiny_models.make(tiny_models.CONFIGS["qwen3-tied"])
+    base, tensors = pulled_base(model, tmp_path), adapter_tensors(model)
+    config = json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8, "use_dora": True})
+    version = pulled((shard(*item) for item in tensors.items()), tmp_path, 1, base=base, adapter_json=config)
+
+    class Pulled:
+        async def pull(self, *_: object) -> Any:
+            return version
+
+    unused: Any = None
+    source: Any = Pulled()
+    with pytest.raises(UnsuitableWeights, match="use_dora"):
+        await StoreWeights(source, unused, unused, unused).pull("a", 1)
 
 
 def test_layers_of_a_vision_tower_are_not_adapted() -> None:

@@ -10,7 +10,16 @@ import pytest
 
 from rlboost.services.rollout_worker.fakes import FakeStagedWeights
 from rlboost.shared.ids import JOB_SHIFT
-from rlboost.shared.messages import Alongside, Assign, Event, Message, UseVersion, WorkerHeartbeat, WorkerJoined, WorkerLeft
+from rlboost.shared.messages import (
+    Alongside,
+    Assign,
+    Event,
+    Message,
+    UseVersion,
+    WorkerHeartbeat,
+    WorkerJoined,
+    WorkerLeft,
+)
 from rlboost.shared.model.parity_reference import ParityReference, ScoredSequence
 from rlboost.shared.streams.names import job_events
 from tests.support.eventually import eventually
@@ -21,8 +30,8 @@ B1 = 2 << JOB_SHIFT | 1
 ENDLESS = 1_000_000
 
 
-def adapter() -> FakeStagedWeights:
-    return FakeStagedWeights(contents={"merged": 1}, base=FakeStagedWeights(contents={"w": 1}))
+def adapter(rank: int = 1) -> FakeStagedWeights:
+    return FakeStagedWeights(contents={"merged": rank}, base=FakeStagedWeights(contents={"w": 1}), rank=rank)
 
 
 def use(*others: tuple[str, int]) -> UseVersion:
@@ -165,6 +174,19 @@ async def test_adapter_that_fails_the_parity_check_leaves_the_others_served(rig:
     assert list(rig.engine.held) == [JOB]
     assert await events(rig, JOB) == {}
     assert (B1, 1) not in (made := await rig.manager.generated()) or 1 not in made[B1, 1].versions
+
+
+@pytest.mark.parametrize(("refusal", "lasting"), [("its rank is too high", 1.0), ("", 0.0)])
+async def test_only_an_adapter_that_must_be_merged_is_reported_for_all_versions(
+    rig: Rig, refusal: str, lasting: float
+) -> None:
+    worker = await started(rig)
+    rig.weights.versions["c", 0] = adapter(rank=99) if refusal else FakeStagedWeights(contents={"w": 2})
+    rig.engine.adapter_refusals[99] = refusal
+    await rig.manager.send(worker, use(("b", 0), ("c", 0)))
+    found = await eventually(lambda: events(rig, "c"))
+    assert found["adapter_not_shared"].fields["lasting"] == lasting
+    await more_tokens(rig)
 
 
 async def reported(rig: Rig) -> dict[str, Event]:
