@@ -232,10 +232,17 @@ class WeightUpdates:
             parity_s=round(times.parity_s, 3),
         )
         async with self._executing:
-            self._connection.meters.on_weights_replaced(checked - began, sum(times))
-            effects = self._connection.session.on_weights_loaded(weights)
+            session = self._connection.session
+            self._connection.meters.on_weights_replaced(checked - began, times.load_s + times.parity_s)
+            is_shared = bool(session.n_alongside)
+            await execute(session.on_weights_loaded(weights, alone=bool(times.merged)))
             await self._generator.resume("loading")
-            await execute(effects)
+        if times.merged and is_shared:
+            with suppress(CredentialRejected):
+                await self._connection.retry_until_ok(
+                    "report a merged adapter",
+                    lambda: self._connection.report_not_shared(weights, times.merged, lasting=True),
+                )
 
     async def _pull(self, weights: WeightsRef, pull: PullWeights) -> StagedWeights:
         """Return the weights once the engine may load them."""

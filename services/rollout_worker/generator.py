@@ -87,6 +87,8 @@ class ReplacementTimes(NamedTuple):
     """Until the weights were in the engine's memory, the start of the engine left out."""
     parity_s: float
     """For the parity check."""
+    merged: str = ""
+    """Why the engine merged the adapter, so that it can hold no others; empty if it did not."""
 
 
 async def _find_words(weights: StagedWeights, loaded: StagedWeights, names: set[str]) -> ChangedWords | None:
@@ -372,9 +374,8 @@ class Generator:
             model, adapter, why = _parts(engine, weights)
             is_held = self._holds(engine, model)
             if alongside and not is_held:
-                if why:
-                    raise MustBeMerged(why)
-                raise UnsuitableWeights("its model's weights are not those that this worker serves")
+                kind = MustBeMerged if why else UnsuitableWeights
+                raise kind(why or "its model's weights are not those that this worker serves")
             async with nullcontext(_NOTHING) if is_held else self._changes(engine, model) as changes:
                 began = time.monotonic()
                 await self.pause("loading", keep_kv=keep_kv)
@@ -386,7 +387,7 @@ class Generator:
         async with around("parity"), self._transition:
             if self._pause.is_only("loading"):
                 await self._check_parity()
-        return ReplacementTimes(loaded - began, time.monotonic() - loaded)
+        return ReplacementTimes(loaded - began, time.monotonic() - loaded, why)
 
     async def unload_adapter(self, job_id: str) -> None:
         """See `AdapterEngine.unload_adapter`; ends a load under way first, which may be of this adapter."""

@@ -218,6 +218,8 @@ class Session:
         self._in_flight: InFlightPolicy = "recompute"
         self._pulling: PullWeights | None = None
         """The update under way; None whenever nothing is missing."""
+        self._lost_adapters = False
+        """True once all weights were unloaded, until others are loaded: requests of other jobs cannot go on."""
         self._jobs: dict[int, str] = {}
         """Number of a job -> its id, of all jobs that samples were assigned of."""
         self.held: dict[int, int] = {}
@@ -252,6 +254,11 @@ class Session:
     def alongside(self) -> dict[str, int]:
         """Return the other jobs that it serves, each with the version that is loaded."""
         return {job_id: self.loaded[job_id] for job_id in self._alongside if job_id in self.loaded}
+
+    @property
+    def n_alongside(self) -> int:
+        """Return how many other jobs it is to serve."""
+        return len(self._alongside)
 
     def n_submitted(self, job_id: str) -> int:
         """Return the number of held samples of a job that the engine has."""
@@ -452,15 +459,28 @@ class Session:
             self.loaded.pop(job_id, None)
         else:
             self.loaded.clear()
+            self._lost_adapters = True
 
-    def on_weights_loaded(self, weights: WeightsRef) -> list[Effect]:
-        """Record that the engine has loaded these weights and that their digests match (invariant 5)."""
+    def on_weights_loaded(self, weights: WeightsRef, *, alone: bool = False) -> list[Effect]:
+        """Record that the engine has loaded these weights and that their digests match (invariant 5).
+
+        With `alone`, it can serve no other job next to them. The effects must come before the engine decodes.
+        """
         self.loaded[weights.job_id] = weights.version
         self._end_pull(weights)
+        if alone:
+            self._alongside = {}
+        gone = [
+            key
+            for key in self.held.items()
+            if self.job_of(key[0]) != weights.job_id
+            and (alone or (self._lost_adapters and key[0] not in self._awaiting_weights))
+        ]
+        released, self._lost_adapters = self._release_keys(gone), False
         self._accepted = dict(self.held)
         left = [one for one in self.loaded if one != weights.job_id and self._target_version(one) is None]
         unloaded = [self._unload(job_id) for job_id in left]
-        return [*unloaded, *self._submit_awaiting(), *self._next_pull()]
+        return [*released, *unloaded, *self._submit_awaiting(), *self._next_pull()]
 
     def on_weights_unavailable(self, weights: WeightsRef, reason: str) -> list[Effect]:
         """Record that these weights cannot be pulled, or do not fit; keep what is loaded until the next command."""

@@ -11,6 +11,7 @@ import pytest
 from rlboost.services.rollout_worker.fakes import FakeStagedWeights
 from rlboost.shared.ids import JOB_SHIFT
 from rlboost.shared.messages import (
+    FINISH_RELEASED,
     Alongside,
     Assign,
     Event,
@@ -196,3 +197,18 @@ async def reported(rig: Rig) -> dict[str, Event]:
 
 async def left(rig: Rig) -> bool:
     return any("not what was published" in one.reason for one in await rig.manager.received(WorkerLeft))
+
+
+async def test_job_that_must_be_merged_is_the_one_reported_and_others_resume_elsewhere(rig: Rig) -> None:
+    worker = await started(rig, assign_b(0))
+    rig.weights.versions["c", 1] = adapter(rank=99)
+    rig.engine.adapter_refusals[99] = "its rank is too high"
+    await rig.manager.until_generated((B1, 1), tokens=3)
+    others = tuple(Alongside(job_id=job, version=0) for job in (JOB, "b"))
+    await rig.manager.send(worker, UseVersion(job_id="c", version=1, alongside=others))
+    made = await rig.manager.until_finished((1, 1), (B1, 1))
+    assert {row.finish for row in made.values()} == {FINISH_RELEASED}
+    assert {version for row in made.values() for version in row.versions} == {0}
+    found = await eventually(lambda: events(rig, "c"))
+    assert "its rank is too high" in str(found["adapter_not_shared"].fields["reason"])
+    assert await events(rig, "b") == await events(rig, JOB) == {}

@@ -652,3 +652,27 @@ def test_samples_that_lost_the_adapter_of_the_first_job_are_not_kept(shared: Ses
     shared.on_command(use_all(("a", 2), ("b", 5)))
     shared.on_weights_unloaded("a")
     assert shared.on_weights_unavailable(WeightsRef("a", 2), "unsuitable") == [Rejoin("unsuitable")]
+
+
+def test_requests_whose_adapter_was_dropped_with_the_weights_are_released(shared: Session) -> None:
+    a, b = of_job(1, 7), of_job(2, 7)
+    shared.on_command(assign((a, 1), job="a", version=1))
+    shared.on_command(assign((b, 1), job="b", version=5))
+    assert shared.on_command(use_all(("c", 1), ("a", 1), ("b", 5))) == [PullWeights("c", 1)]
+    shared.on_weights_unloaded()
+    assert shared.on_weights_loaded(WeightsRef("c", 1)) == [
+        ReleaseRequests(((a, 1), (b, 1))),
+        PullWeights("a", 1, alongside=True),
+    ]
+    assert shared.held == {}
+
+
+def test_merged_adapter_is_served_alone(shared: Session) -> None:
+    a, b = of_job(1, 7), of_job(2, 7)
+    shared.on_command(assign((a, 1), job="a", version=1))
+    shared.on_command(use_all(("c", 1), ("a", 1), ("b", 6)))
+    shared.on_command(assign((b, 1), job="b", version=6))
+    shared.on_weights_unloaded()
+    released = shared.on_weights_loaded(WeightsRef("c", 1), alone=True)
+    assert [type(one) for one in released] == [ReleaseRequests, ReleaseUnstarted]
+    assert (shared.serving, shared.alongside, shared.held) == (("c", 1), {}, {})
