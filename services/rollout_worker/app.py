@@ -20,8 +20,9 @@ from dataclasses import dataclass
 import structlog
 
 from rlboost.services.rollout_worker.commands import CommandLoop, ImageLoads, WeightUpdates
+from rlboost.services.rollout_worker.domain.parity_check import ParityCheckFailed
 from rlboost.services.rollout_worker.domain.preemption import Notice, RebalanceRecommendation
-from rlboost.services.rollout_worker.generator import Generator, ParityCheckFailed
+from rlboost.services.rollout_worker.generator import Generator
 from rlboost.services.rollout_worker.life import StartupTimer
 from rlboost.services.rollout_worker.manager_connection import (
     REDIS_LIMIT_S,
@@ -302,7 +303,7 @@ class WorkerApp:
         try:
             async with asyncio.timeout(_FAILURE_REPORT_LIMIT_S):
                 if isinstance(error, ParityCheckFailed):
-                    await self._connection.report_parity_failure(error.version, str(error), error.verdict)
+                    await self._connection.report_parity_failure(error)
                 await self._connection.leave(f"failed: {error}", engine_failed=engine_failed)
         except (BusUnavailable, TimeoutError) as unreported:
             log.warning("exit_report_failed", error=str(unreported))

@@ -18,6 +18,7 @@ from typing import assert_never
 
 import structlog
 
+from rlboost.services.rollout_worker.domain.parity_check import ParityCheckFailed
 from rlboost.services.rollout_worker.domain.requests import Request
 from rlboost.services.rollout_worker.domain.session import (
     AbortRequests,
@@ -41,7 +42,7 @@ from rlboost.services.rollout_worker.domain.session import (
 from rlboost.services.rollout_worker.generator import Generator, LoadStage, ReplacementTimes
 from rlboost.services.rollout_worker.life import StartupTimer
 from rlboost.services.rollout_worker.manager_connection import RETRY_INTERVAL_S, ManagerConnection
-from rlboost.services.rollout_worker.ports import EngineFailed, StagedWeights, WeightSource
+from rlboost.services.rollout_worker.ports import EngineFailed, MustBeMerged, StagedWeights, WeightSource
 from rlboost.shared.errors import (
     BadSignature,
     BusUnavailable,
@@ -118,6 +119,8 @@ class WeightUpdates:
         """The next update; never more than one."""
         self._task: asyncio.Task[None] | None = None
         """The newest update."""
+        self._job_id = ""
+        """Its job."""
         self._flushed = asyncio.Event()
         self._may_load = asyncio.Event()
         self._may_load.set()
@@ -128,7 +131,7 @@ class WeightUpdates:
         try:
             while True:
                 pull = await self._requested.get()
-                name = f"update-{pull.job_id}-{pull.version}"
+                name, self._job_id = f"update-{pull.job_id}-{pull.version}", pull.job_id
                 self._task = task = asyncio.create_task(self._update(pull, execute), name=name)
                 await asyncio.wait({task})
                 if not task.cancelled():
@@ -142,12 +145,29 @@ class WeightUpdates:
         self._requested.put_nowait(pull)
 
     async def cancel(self) -> None:
-        """Cancel the update under way and resume the engine if it still has its old weights."""
-        if await self._abandon() and self._connection.session.serving is not None:
+        """Cancel the update under way and resume the engine if it still has its old weights.
+
+        An adapter whose load has begun is loaded and verified to the end: requests may run with it.
+
+        Raises:
+            Corrupt, UnsuitableWeights, ParityCheckFailed: that failed, and requests of its job would run with it.
+
+        """
+        cancelled, session = await self._abandon(), self._connection.session
+        if cancelled is None or session.serving is None:
+            return
+        try:
+            await self._generator.end_load()
+            await self._generator.resume("loading")
+        except (Corrupt, UnsuitableWeights, ParityCheckFailed) as error:
+            if session.n_submitted(cancelled):
+                raise
+            log.warning("cancelled_adapter_dropped", job=cancelled, reason=str(error))
+            await self._generator.unload_adapter(cancelled)
             await self._generator.resume("loading")
 
-    async def _abandon(self) -> bool:
-        """Cancel the update under way and leave the engine as it is; return True if there was one.
+    async def _abandon(self) -> str | None:
+        """Cancel the update under way and leave the engine as it is; return its job, None if there was none.
 
         An update that cancels itself, by the effects of its own outcome, counts as none.
         """
@@ -155,11 +175,11 @@ class WeightUpdates:
             self._requested.get_nowait()
         task = self._task
         if task is None or task is asyncio.current_task():
-            return False
+            return None
         self._task = None
         task.cancel()
         await asyncio.wait({task})
-        return True
+        return self._job_id
 
     def renew_access(self, credential: str) -> None:
         """Pull weights with a new credential from now on."""
@@ -188,8 +208,19 @@ class WeightUpdates:
             return
         except UnsuitableWeights as error:
             connection = self._connection
-            report = connection.report_not_shared if pull.alongside else connection.report_weights_refused
+            not_shared = partial(connection.report_not_shared, lasting=isinstance(error, MustBeMerged))
+            report = not_shared if pull.alongside else connection.report_weights_refused
             await self._on_unavailable(weights, str(error), report, execute)
+            return
+        except ParityCheckFailed as error:
+            if not pull.alongside or error.weights != weights:
+                raise
+            failure, connection = error, self._connection
+            with suppress(CredentialRejected):
+                await connection.retry_until_ok(
+                    "report a failed parity check", lambda: connection.report_parity_failure(failure)
+                )
+            await self._on_unavailable(weights, str(error), connection.report_not_shared, execute)
             return
         checked = time.monotonic()
         log.info(
@@ -201,10 +232,17 @@ class WeightUpdates:
             parity_s=round(times.parity_s, 3),
         )
         async with self._executing:
-            self._connection.meters.on_weights_replaced(checked - began, sum(times))
-            effects = self._connection.session.on_weights_loaded(weights)
+            session = self._connection.session
+            self._connection.meters.on_weights_replaced(checked - began, times.load_s + times.parity_s)
+            is_shared = bool(session.n_alongside)
+            await execute(session.on_weights_loaded(weights, alone=bool(times.merged)))
             await self._generator.resume("loading")
-            await execute(effects)
+        if times.merged and is_shared:
+            with suppress(CredentialRejected):
+                await self._connection.retry_until_ok(
+                    "report a merged adapter",
+                    lambda: self._connection.report_not_shared(weights, times.merged, lasting=True),
+                )
 
     async def _pull(self, weights: WeightsRef, pull: PullWeights) -> StagedWeights:
         """Return the weights once the engine may load them."""
@@ -272,7 +310,8 @@ class WeightUpdates:
     async def _on_unavailable(self, weights: WeightsRef, reason: str, report: Report, execute: Execute) -> None:
         """Report that the weights cannot be pulled, or do not fit the engine.
 
-        The engine keeps its weights, unless a failed load has already unloaded them.
+        The engine keeps its weights, unless a failed load has already unloaded them. If that was only an adapter, it
+        serves the other jobs.
         """
         connection = self._connection
         # An incarnation that Redis rejects has no readers of its events any more.
@@ -280,6 +319,10 @@ class WeightUpdates:
             await connection.retry_until_ok("report unavailable weights", lambda: report(weights, reason))
         async with self._executing:
             await execute(connection.session.on_weights_unavailable(weights, reason))
+            if connection.session.serving is not None:
+                if weights.job_id not in connection.session.loaded:
+                    await self._generator.unload_adapter(weights.job_id)
+                await self._generator.resume("loading")
 
     async def _until_finished(self, weights: WeightsRef) -> None:
         """Wait until the samples in the engine have finished under its current weights, up to `finish_limit_s`."""

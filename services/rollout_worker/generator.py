@@ -29,8 +29,8 @@ import structlog
 
 from rlboost.services.rollout_worker.domain.load import EngineStats, HangDetector
 from rlboost.services.rollout_worker.domain.parity_check import (
+    ParityCheckFailed,
     Precision,
-    Verdict,
     continuations,
     draws,
     in_order,
@@ -46,10 +46,12 @@ from rlboost.services.rollout_worker.ports import (
     Engine,
     EngineFactory,
     EngineFailed,
+    MustBeMerged,
     StagedAdapter,
     StagedWeights,
 )
-from rlboost.shared.errors import Corrupt, Fatal, UnsuitableWeights
+from rlboost.shared.errors import Corrupt, UnsuitableWeights
+from rlboost.shared.ids import WeightsRef
 from rlboost.shared.messages import RESUMES_GRAMMAR
 from rlboost.shared.model.experts import is_mixture
 from rlboost.shared.model.parity_reference import ParityReference
@@ -85,6 +87,8 @@ class ReplacementTimes(NamedTuple):
     """Until the weights were in the engine's memory, the start of the engine left out."""
     parity_s: float
     """For the parity check."""
+    merged: str = ""
+    """Why the engine merged the adapter, so that it can hold no others; empty if it did not."""
 
 
 async def _find_words(weights: StagedWeights, loaded: StagedWeights, names: set[str]) -> ChangedWords | None:
@@ -123,19 +127,6 @@ def _parts(engine: Engine, weights: StagedWeights) -> tuple[StagedWeights, Stage
 
 
 _NO_ENGINE = EngineStats(running=0, pending=0, tokens_generated_total=0, version=-1)
-
-
-class ParityCheckFailed(Fatal):
-    """The engine's log-probabilities differ from the trainer's, or from those that it reports for what it samples."""
-
-    def __init__(self, version: int, problem: str, remedy: str, verdict: Verdict | None = None) -> None:
-        super().__init__(
-            f"version {version}: the engine holds the published weights, but {problem}; the version is not served. "
-            f"{remedy}"
-        )
-        self.version = version
-        self.verdict = verdict
-        """The differences, if they are what the check found."""
 
 
 class Generator:
@@ -327,6 +318,11 @@ class Generator:
         if self._loading is not None:
             await asyncio.wait({self._loading})
 
+    async def end_load(self) -> None:
+        """Wait as `wait_for_load`; raise the error of the last load if it failed."""
+        if self._loading is not None:
+            await asyncio.shield(self._loading)
+
     @property
     def is_loading(self) -> bool:
         """Return True while the engine's thread loads weights."""
@@ -367,7 +363,7 @@ class Generator:
         Raises:
             Corrupt: the loaded tensors differ from the published ones, or their files are damaged or missing.
             UnsuitableWeights: they do not fit the engine, or it does not support their model; or `alongside`, and the
-                engine serves on.
+                engine serves on. `MustBeMerged`: as will all versions of the job.
             ParityCheckFailed: the engine's log-probabilities differ from the trainer's.
 
         """
@@ -378,7 +374,8 @@ class Generator:
             model, adapter, why = _parts(engine, weights)
             is_held = self._holds(engine, model)
             if alongside and not is_held:
-                raise UnsuitableWeights(why or "its model's weights are not those that this worker serves")
+                kind = MustBeMerged if why else UnsuitableWeights
+                raise kind(why or "its model's weights are not those that this worker serves")
             async with nullcontext(_NOTHING) if is_held else self._changes(engine, model) as changes:
                 began = time.monotonic()
                 await self.pause("loading", keep_kv=keep_kv)
@@ -390,10 +387,12 @@ class Generator:
         async with around("parity"), self._transition:
             if self._pause.is_only("loading"):
                 await self._check_parity()
-        return ReplacementTimes(loaded - began, time.monotonic() - loaded)
+        return ReplacementTimes(loaded - began, time.monotonic() - loaded, why)
 
     async def unload_adapter(self, job_id: str) -> None:
-        """See `AdapterEngine.unload_adapter`."""
+        """See `AdapterEngine.unload_adapter`; ends a load under way first, which may be of this adapter."""
+        await self.wait_for_load()
+        self._loading = None  # if it failed, nothing of it is left
         self._unchecked.pop(job_id, None)
         if self._engine is not None and self._engine.adapters is not None:
             await self._engine.adapters.unload_adapter(job_id)
@@ -474,7 +473,7 @@ class Generator:
         if (reference := weights.parity_reference) is not None:
             self._unchecked[job_id] = version, reference
         async with self._transition:
-            if not self._pause.is_only("loading"):
+            if self._pause.reasons and not self._pause.is_only("loading"):
                 await self._suspend(keep_kv=False)
 
     async def _check_parity(self) -> None:
@@ -516,7 +515,8 @@ class Generator:
         )
         if not verdict.agrees:
             problem = f"its log-probabilities are not the trainer's: {verdict}"
-            raise ParityCheckFailed(version, problem, " ".join(filter(None, (_REMEDY, self._suspects))), verdict)
+            remedy = " ".join(filter(None, (_REMEDY, self._suspects)))
+            raise ParityCheckFailed(WeightsRef(job_id, version), problem, remedy, verdict)
         took_s = round(time.monotonic() - began, 3)
         log.info("parity_check_passed", version=version, mean=verdict.mean, worst=verdict.worst, took_s=took_s)
 
@@ -529,7 +529,7 @@ class Generator:
         errors = sorted({emission.error for emission in sampled if emission.error})
         if NOT_A_NUMBER in errors:
             problem = f"it reports log-probabilities that are not numbers for sampled tokens ({NOT_A_NUMBER})"
-            raise ParityCheckFailed(version, problem, remedy)
+            raise ParityCheckFailed(WeightsRef(job_id, version), problem, remedy)
         if errors:
             # It fails the job's samples alike, and says why. Others can use this worker.
             log.warning("sampling_check_skipped", version=version, reason=errors[0])
@@ -548,11 +548,11 @@ class Generator:
             problem = (
                 f"the log-probabilities that it reports for sampled tokens are not those that it computes: {verdict}"
             )
-            raise ParityCheckFailed(version, problem, remedy, verdict)
+            raise ParityCheckFailed(WeightsRef(job_id, version), problem, remedy, verdict)
         drawn = await engine.sample([replace(request, job_id=job_id) for request in draws(reference)])
         if contradiction := judge_draws(drawn):
             problem = f"it does not sample tokens as often as their log-probabilities say: {contradiction}"
-            raise ParityCheckFailed(version, problem, remedy)
+            raise ParityCheckFailed(WeightsRef(job_id, version), problem, remedy)
         self._sampling_checked.add((reference.temperature, reference.top_p))
         took_s = round(time.monotonic() - began, 3)
         log.info("sampling_check_passed", version=version, mean=verdict.mean, worst=verdict.worst, took_s=took_s)

@@ -16,7 +16,7 @@ import structlog
 
 from rlboost.services.rollout_worker.domain.frames import UnsentQueue
 from rlboost.services.rollout_worker.domain.load import LoadMeters, Memory, build_heartbeat
-from rlboost.services.rollout_worker.domain.parity_check import Verdict
+from rlboost.services.rollout_worker.domain.parity_check import ParityCheckFailed
 from rlboost.services.rollout_worker.domain.requests import Emission
 from rlboost.services.rollout_worker.domain.session import Session
 from rlboost.services.rollout_worker.generator import Generator
@@ -329,19 +329,22 @@ class ManagerConnection:
         log.warning("weights_refused", job=weights.job_id, version=weights.version, reason=reason)
         await self._emit_event(weights.job_id, "weights_refused", version=weights.version, reason=reason)
 
-    async def report_not_shared(self, weights: WeightsRef, reason: str) -> None:
-        """Emit an event: this worker cannot serve the weights next to others, only instead of them."""
-        log.warning("adapter_not_shared", job=weights.job_id, version=weights.version, reason=reason)
-        await self._emit_event(weights.job_id, "adapter_not_shared", version=weights.version, reason=reason)
+    async def report_not_shared(self, weights: WeightsRef, reason: str, *, lasting: bool = False) -> None:
+        """Emit an event: this worker cannot serve the weights next to others, only instead of them.
 
-    async def report_parity_failure(self, version: int, reason: str, verdict: Verdict | None) -> None:
+        The manager has the next version tried again, unless it is `lasting`.
+        """
+        log.warning("adapter_not_shared", job=weights.job_id, version=weights.version, reason=reason)
+        job_id, version = weights
+        await self._emit_event(job_id, "adapter_not_shared", version=version, reason=reason, lasting=float(lasting))
+
+    async def report_parity_failure(self, error: ParityCheckFailed) -> None:
         """Emit an event: the engine failed the parity check, with the differences if they are the reason."""
-        if self.session.target is not None:
-            fields: dict[str, str | float] = {"reason": reason}
-            if verdict is not None:
-                numbers = {"mean": verdict.mean, "worst": verdict.worst, "tolerated_mean": verdict.mean_tolerance}
-                fields |= {name: value for name, value in numbers.items() if math.isfinite(value)}
-            await self._emit_event(self.session.target.job_id, "parity_check_failed", version=version, **fields)
+        fields: dict[str, str | float] = {"reason": str(error)}
+        if (verdict := error.verdict) is not None:
+            numbers = {"mean": verdict.mean, "worst": verdict.worst, "tolerated_mean": verdict.mean_tolerance}
+            fields |= {name: value for name, value in numbers.items() if math.isfinite(value)}
+        await self._emit_event(error.weights.job_id, "parity_check_failed", version=error.weights.version, **fields)
 
     async def report_rebalance_recommendation(self, reason: str) -> None:
         """Emit an event, if a job is assigned: this machine is at elevated risk of preemption."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rlboost.services.rollout_worker.domain.load import EngineStats
 from rlboost.services.rollout_worker.domain.preemption import Notice, RebalanceRecommendation
 from rlboost.services.rollout_worker.domain.requests import Emission, Request, RequestKey
-from rlboost.shared.errors import Fatal
+from rlboost.shared.errors import Fatal, UnsuitableWeights
 from rlboost.shared.model.parity_reference import ParityReference
 from rlboost.shared.streams.bus import Bus
 
@@ -27,6 +27,10 @@ Sequences = Sequence[tuple[Sequence[int], Sequence[int]]]
 
 class EngineFailed(Fatal):
     """The engine died or hangs; a running sample may be the cause."""
+
+
+class MustBeMerged(UnsuitableWeights):
+    """The engine cannot hold a job's adapters next to its weights, so it serves that job alone."""
 
 
 class Engine(Protocol):
@@ -330,6 +334,7 @@ class WeightSource(Protocol):
         Raises:
             NotFound: it does not exist, or has been deleted.
             BadSignature: the trainer has not signed it.
+            UnsuitableWeights: its adapter is not a plain LoRA adapter of its model.
             Corrupt: the source sent damaged bytes twice.
             WaitTimedOut: the source was unavailable for too long.
             ConfigError: the source's URL is invalid, or the source forbids the download.

@@ -15,7 +15,8 @@ torch = pytest.importorskip("torch")
 
 from rlboost.services.rollout_worker.adapters.torch import engine as torch_engine_module  # noqa: E402 - needs torch
 from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine, sample  # noqa: E402
-from rlboost.services.rollout_worker.generator import Generator, ParityCheckFailed  # noqa: E402
+from rlboost.services.rollout_worker.domain.parity_check import ParityCheckFailed  # noqa: E402
+from rlboost.services.rollout_worker.generator import Generator  # noqa: E402
 from rlboost.services.rollout_worker.ports import Engine  # noqa: E402
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy  # noqa: E402
 from rlboost.services.trainer.domain.batches import TrainingRow  # noqa: E402

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +13,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from rlboost.services.rollout_worker.adapters.store_weights import StoreWeights  # noqa: E402
 from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine  # noqa: E402 - only where torch is
+from rlboost.services.rollout_worker.adapters.torch.lora import Adapters  # noqa: E402
 from rlboost.services.rollout_worker.domain.requests import Request  # noqa: E402
 from rlboost.services.rollout_worker.domain.speculation import Drafter  # noqa: E402
-from rlboost.shared.weights.cached_version import CachedVersion  # noqa: E402
+from rlboost.services.rollout_worker.fakes import FakeAdapter  # noqa: E402
+from rlboost.shared.errors import UnsuitableWeights  # noqa: E402
+from rlboost.shared.weights.cached_version import AdaptedVersion, CachedVersion  # noqa: E402
 from tests.support import tiny_models  # noqa: E402
 from tests.support.adapter_versions import (  # noqa: E402
     ATTENTION,
@@ -26,6 +32,8 @@ from tests.support.adapter_versions import (  # noqa: E402
 )
 from tests.support.engines import Collected, Collector, request, run  # noqa: E402
 from tests.support.eventually import eventually  # noqa: E402
+from tests.support.staged_versions import pulled  # noqa: E402
+from tests.support.staged_weights import shard  # noqa: E402
 
 SLOTS = 24
 JOBS: dict[str, dict[str, Any]] = {
@@ -170,3 +178,53 @@ async def test_adapter_that_cannot_be_held_is_refused_with_the_reason(start: Sta
         "model.embed_tokens.weight is not a linear layer of its own in this engine"
     )
     assert refusal(rank=16) == ""
+
+
+async def test_version_that_is_no_plain_lora_adapter_is_unsuitable(tmp_path: Path) -> None:
+    model = tiny_models.make(tiny_models.CONFIGS["qwen3-tied"])
+    base, tensors = pulled_base(model, tmp_path), adapter_tensors(model)
+    config = json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8, "use_dora": True})
+    version = pulled((shard(*item) for item in tensors.items()), tmp_path, 1, base=base, adapter_json=config)
+
+    class Pulled:
+        async def pull(self, *_: object) -> Any:
+            return version
+
+    unused: Any = None
+    source: Any = Pulled()
+    with pytest.raises(UnsuitableWeights, match="use_dora"):
+        await StoreWeights(source, unused, unused, unused).pull("a", 1)
+
+
+def test_layers_of_a_vision_tower_are_not_adapted() -> None:
+    tiny_vision = pytest.importorskip("tests.support.tiny_vision", reason="needs PIL", exc_type=ImportError)
+    adapters, adapter = Adapters(tiny_vision.make(), 16), FakeAdapter()
+    adapter.targets = ("model.language_model.layers.0.mlp.up_proj.weight",)
+    assert adapters.refusal(adapter) == ""
+    adapter.targets = (tower := "model.visual.blocks.0.attn.qkv.weight",)
+    assert adapters.refusal(adapter) == f"{tower} is not a linear layer of its own in this engine"
+
+
+async def test_adapter_is_verified_in_a_thread_of_its_own(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    shared, differing = await start(), AdaptedVersion.factors_differing
+
+    def recorded(version: AdaptedVersion, loaded: Any) -> list[str]:
+        threads.append(threading.current_thread().name)
+        return differing(version, loaded)
+
+    monkeypatch.setattr(AdaptedVersion, "factors_differing", recorded)
+    await shared.load("a", 2, seed=9)
+    assert threads == ["adapter-verify"]
+
+
+async def test_requests_that_have_ended_are_not_remembered_as_stale(start: Start) -> None:
+    shared = await start()
+    for version in range(2, 5):
+        asked = [replace(request(version, max_tokens=1000), job_id="a")]
+        shared.engine.submit(asked)
+        await eventually(lambda: shared.engine.stats().running)
+        await shared.engine.load_adapter("a", version, None, keep_kv=True)
+        assert shared.engine._stale_keys == {asked[0].key}
+        shared.engine.abort([asked[0].key])
+        await eventually(lambda: not shared.engine.stats().running)

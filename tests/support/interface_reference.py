@@ -26,7 +26,8 @@ from tests.support.generated_docs import ROOT, write_block
 _METRIC_CLASSES = {"Counter", "Gauge", "CounterMetricFamily", "GaugeMetricFamily", "SummaryMetricFamily", "_gauge"}
 _EMITTERS = {"emit_event", "_emit_event", "event"}
 EVENTS: Mapping[str, str] = {
-    "adapter_not_shared": "a worker cannot serve the job's adapter next to those of other jobs (reason), only alone",
+    "adapter_not_shared": "a worker cannot serve this adapter of the job next to those of others (reason); with "
+    "`lasting` 1, no adapter of the job",
     "adapter_saved": "the LoRA adapter of a completed job is in its folder",
     "budget_reached": "the job has cost nearly `elastic.max_dollars`: no spot worker serves it any more",
     "checkpoint_failed": "a checkpoint could not be written",

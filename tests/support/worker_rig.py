@@ -10,7 +10,7 @@ from rlboost.services.rollout_worker.domain.load import KvCapacity, Memory
 from rlboost.services.rollout_worker.fakes import FakeEngine, FakeEngineFactory, FakeStagedWeights, FakeWeights
 from rlboost.services.rollout_worker.generator import Generator
 from rlboost.services.rollout_worker.manager_connection import ManagerConnection, WorkerIdentity
-from rlboost.services.rollout_worker.ports import Changes, Membership, StagedWeights
+from rlboost.services.rollout_worker.ports import Changes, Membership, StagedAdapter, StagedWeights
 from rlboost.shared.errors import BusUnavailable, CredentialRejected
 from rlboost.shared.messages import TokenFrame
 from rlboost.shared.process.waiting import Waits
@@ -23,9 +23,9 @@ from tests.support.worker_manager import JOB, WorkerManager, at_once
 class SlowToLoad(FakeEngine):
     """Loads weights only when it may."""
 
-    def __init__(self, capacity: KvCapacity | None = None) -> None:
+    def __init__(self, capacity: KvCapacity | None = None, max_adapters: int = 0) -> None:
         max_len = capacity.max_len if capacity else 1 << 17
-        super().__init__(4, max_len=max_len, interval_s=0.001, capacity=capacity)
+        super().__init__(4, max_len=max_len, interval_s=0.001, capacity=capacity, max_adapters=max_adapters)
         self.may_load = asyncio.Event()
         self.may_load.set()
         self.hangs = False
@@ -44,6 +44,13 @@ class SlowToLoad(FakeEngine):
         await self.may_load.wait()
         return await super().load_weights(version, weights, changes)
 
+    async def load_adapter(
+        self, job_id: str, version: int, adapter: StagedAdapter | None, *, keep_kv: bool = False
+    ) -> list[str]:
+        wrong = await super().load_adapter(job_id, version, adapter, keep_kv=keep_kv)
+        await self.may_load.wait()  # and is verified
+        return wrong
+
     async def suspend(self, *, keep_kv: bool = False) -> None:
         self.kept_kv.append(keep_kv)
         await super().suspend(keep_kv=keep_kv)
@@ -60,13 +67,14 @@ class Rig(MemoryBus):
         drain_on_rebalance: bool = False,
         parity_limit_s: float = 20.0,
         capacity: KvCapacity | None = None,
+        max_adapters: int = 0,
     ) -> None:
         super().__init__()
         self.may_join = asyncio.Event()
         self.may_join.set()
         self.rejected = ""
         """The worker whose user Redis does not know."""
-        self.factory = FakeEngineFactory(lambda: SlowToLoad(capacity))
+        self.factory = FakeEngineFactory(lambda: SlowToLoad(capacity, max_adapters))
         self.weights = FakeWeights()
         self.weights.versions = {(JOB, version): FakeStagedWeights() for version in range(3)}
         self.manager = WorkerManager(self)

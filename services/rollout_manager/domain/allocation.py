@@ -216,6 +216,8 @@ def _select_job(jobs: Jobs, fleet: Fleet, queues: Queues, worker: Worker, served
         return None if job is None else _model_in_need(jobs, queues, job, served) or job
     # First its own job, then one that it can serve without other weights; a new manager knows both from its heartbeats.
     own = worker.jobs or (worker.job_id, *worker.alongside)
+    if worker.unavailable and worker.unavailable == worker.assigned_version:  # it takes samples of none as the first
+        own = (*own[1:], own[0])
     allocated = (job for job_id in own for job in served if job.id == job_id)
     return next(allocated, None) or next((job for job in served if has_budget(fleet, job, worker)), None)
 
@@ -227,10 +229,11 @@ def _model_in_need(jobs: Jobs, queues: Queues, job: JobEntry, served: list[JobEn
     return next((one for one in jobs.models_of(job.id) if one in served and queues.in_flight.of_job(one.id)), None)
 
 
-def _shares(worker: Worker, job: JobEntry) -> bool:
+def _shares(worker: Worker, job: JobEntry, queues: Queues) -> bool:
     """Return True if a worker can serve a job next to others whose adapters are of the same weights."""
-    can_share = worker.max_adapters > 1 and not worker.reserved
-    return can_share and bool(job.progress.base) and job.id not in worker.unshared
+    if worker.max_adapters <= 1 or worker.reserved or not job.progress.base:
+        return False
+    return job.id not in worker.unshared or worker.unshared[job.id] not in (None, _version_to_serve(queues, job))
 
 
 def alongside_of(
@@ -241,10 +244,11 @@ def alongside_of(
     If they are more than it can serve, those that have samples there come first, then those with samples in flight
     that the fewest workers serve, then those used last.
     """
-    if not _shares(worker, job):
+    if not _shares(worker, job, queues):
         return []
     same = [one for one in payers if one is not job and one.progress.base == job.progress.base]
-    able = [one for one in same if _shares(worker, one) and (one.id in worker.jobs or has_budget(fleet, one, worker))]
+    able = [one for one in same if _shares(worker, one, queues)]
+    able = [one for one in able if one.id in worker.jobs or has_budget(fleet, one, worker)]
     if len(able) < worker.max_adapters:
         return able
 
@@ -297,7 +301,7 @@ def _reallocate(
     equipped = [worker for worker in present if worker.version >= 0]
     groups: dict[str, list[JobEntry]] = {}
     for job in served:
-        is_shared = job.progress.base and all(_shares(worker, job) for worker in equipped)
+        is_shared = job.progress.base and all(_shares(worker, job, queues) for worker in equipped)
         key = job.progress.base if is_shared else job.id
         groups.setdefault(key, []).append(job)
     group_of = {job.id: key for key, members in groups.items() for job in members}
@@ -321,7 +325,7 @@ def _reallocate(
             continue
         before, samples = worker.job, len(worker.samples)
         effects += [event("worker_reassigned", now, worker=worker_id, job_id=first.id, before=before, samples=samples)]
-        effects += _use_version(worker, first, versions, [])
+        effects += _use_version(worker, first, versions, alongside_of(fleet, queues, worker, first, payers))
     return effects
 
 

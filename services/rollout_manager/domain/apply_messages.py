@@ -326,8 +326,11 @@ def _on_worker_event(world: World, message: WorkerEvent) -> list[Effect]:
     of_worker = Event(kind=message.kind, at=message.at, source=message.worker, fields=message.fields)
     effects: list[Effect] = [emit(message.job_id, of_worker)]
     job, worker = world.jobs.get_active(message.job_id), world.fleet.workers.get(message.worker)
+    failed = (message.job_id, message.fields.get("version"))
     if message.kind == "adapter_not_shared" and worker:
-        worker.unshared.add(message.job_id)
+        worker.unshared[message.job_id] = None if message.fields.get("lasting") else failed[1]
+    if message.kind == "weights_unavailable" and worker and worker.assigned_version == failed:
+        worker.unavailable = worker.assigned_version
     if message.kind == "weights_refused" and job and worker and worker.assigned_version:
         job_id, version = worker.assigned_version
         if (job_id, version) == (job.id, message.fields.get("version")):

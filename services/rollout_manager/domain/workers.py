@@ -77,8 +77,10 @@ class Worker:
     """Job -> version that it serves in addition, as it reports."""
     max_adapters: int = 0
     """How many jobs it can serve at once: see `WorkerHeartbeat`."""
-    unshared: set[str] = field(default_factory=set)
-    """Jobs that it can serve only alone, as it reports."""
+    unshared: dict[str, str | float | None] = field(default_factory=dict)
+    """Job -> version that it can serve only alone, as it reports; None: all versions."""
+    unavailable: Serving | None = None
+    """The last assigned version that it could not pull, as it reports."""
     assigned_active: bool | None = None
     """A reserved worker: whether it was last commanded to generate; None before the first command."""
     noticed: bool = False

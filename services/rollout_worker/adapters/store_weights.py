@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
+from rlboost.shared.errors import ConfigError, UnsuitableWeights
 from rlboost.shared.weights.access import IssuedAccess
 from rlboost.shared.weights.cache import Cache
 from rlboost.shared.weights.cached_version import cached_version
@@ -122,7 +123,11 @@ class StoreWeights:
         self._tokenizers: dict[str, str] = {}
 
     async def pull(self, job_id: str, version: int) -> StagedWeights:
-        return cached_version(await self._puller.pull(job_id, version))
+        pulled = await self._puller.pull(job_id, version)
+        try:
+            return cached_version(pulled)
+        except ConfigError as error:  # of what was published: the next version may be another
+            raise UnsuitableWeights(str(error)) from error
 
     async def tokenizer_json(self, job_id: str) -> str:
         if job_id not in self._tokenizers:

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlboost.services.rollout_worker.domain.requests import Emission, Request
+from rlboost.shared.errors import Fatal
+from rlboost.shared.ids import WeightsRef
 from rlboost.shared.messages import Sampling
 from rlboost.shared.model.parity_reference import Dtype, ParityReference
 
@@ -65,6 +67,18 @@ class Verdict:
             f"{self.mean:.3g} nats mean and {self.worst:.3g} nats maximal difference exceed the tolerance of "
             f"{self.mean_tolerance:.3g} and {self.max_tolerance:.3g}"
         )
+
+
+class ParityCheckFailed(Fatal):
+    """The engine's log-probabilities differ from the trainer's, or from those that it reports for what it samples."""
+
+    def __init__(self, weights: WeightsRef, problem: str, remedy: str, verdict: Verdict | None = None) -> None:
+        super().__init__(
+            f"{weights}: the engine holds the published weights, but {problem}; the version is not served. {remedy}"
+        )
+        self.weights = weights
+        self.verdict = verdict
+        """The differences, if they are what the check found."""
 
 
 def judge(

@@ -216,7 +216,10 @@ class Session:
         self._alongside: dict[str, Alongside] = {}
         """By job: what to serve in addition to `target`, less what is unavailable."""
         self._in_flight: InFlightPolicy = "recompute"
-        self._pulling: WeightsRef | None = None
+        self._pulling: PullWeights | None = None
+        """The update under way; None whenever nothing is missing."""
+        self._lost_adapters = False
+        """True once all weights were unloaded, until others are loaded: requests of other jobs cannot go on."""
         self._jobs: dict[int, str] = {}
         """Number of a job -> its id, of all jobs that samples were assigned of."""
         self.held: dict[int, int] = {}
@@ -251,6 +254,11 @@ class Session:
     def alongside(self) -> dict[str, int]:
         """Return the other jobs that it serves, each with the version that is loaded."""
         return {job_id: self.loaded[job_id] for job_id in self._alongside if job_id in self.loaded}
+
+    @property
+    def n_alongside(self) -> int:
+        """Return how many other jobs it is to serve."""
+        return len(self._alongside)
 
     def n_submitted(self, job_id: str) -> int:
         """Return the number of held samples of a job that the engine has."""
@@ -318,8 +326,11 @@ class Session:
             kept = {weights.job_id, *alongside}
             released = self._release_keys([key for key in self.held.items() if self.job_of(key[0]) not in kept])
             released += [self._unload(job_id) for job_id in list(self.loaded) if alongside and job_id not in kept]
-        self.target = weights
-        return [*released, *(self._next_pull() or [CancelPull()]), *self._submit_awaiting()]
+        self.target, before = weights, self._pulling
+        pulls = self._next_pull() or ([] if self._pulling else [CancelPull()])
+        if before is not None and self._target_version(before.job_id) is None and before.job_id not in self.loaded:
+            pulls.append(UnloadAdapter(before.job_id))  # its load may have begun
+        return [*released, *pulls, *self._submit_awaiting()]
 
     def _unload(self, job_id: str) -> Effect:
         del self.loaded[job_id]
@@ -335,10 +346,14 @@ class Session:
             missing = [PullWeights(one.job_id, one.version, one.in_flight, alongside=True) for one in alongside]
         if not missing:
             self._pulling = None
-        elif self._pulling not in [WeightsRef(pull.job_id, pull.version) for pull in missing]:
-            self._pulling = WeightsRef(missing[0].job_id, missing[0].version)
+        elif self._pulling not in missing:
+            self._pulling = missing[0]
             return [missing[0]]
         return []
+
+    def _end_pull(self, weights: WeightsRef) -> None:
+        if self._pulling is not None and weights == (self._pulling.job_id, self._pulling.version):
+            self._pulling = None
 
     def _target_version(self, job_id: str) -> int | None:
         """Return the version of a job that is to be served, None if none is."""
@@ -444,21 +459,34 @@ class Session:
             self.loaded.pop(job_id, None)
         else:
             self.loaded.clear()
+            self._lost_adapters = True
 
-    def on_weights_loaded(self, weights: WeightsRef) -> list[Effect]:
-        """Record that the engine has loaded these weights and that their digests match (invariant 5)."""
+    def on_weights_loaded(self, weights: WeightsRef, *, alone: bool = False) -> list[Effect]:
+        """Record that the engine has loaded these weights and that their digests match (invariant 5).
+
+        With `alone`, it can serve no other job next to them. The effects must come before the engine decodes.
+        """
         self.loaded[weights.job_id] = weights.version
-        self._pulling = None if self._pulling == weights else self._pulling
+        self._end_pull(weights)
+        if alone:
+            self._alongside = {}
+        gone = [
+            key
+            for key in self.held.items()
+            if self.job_of(key[0]) != weights.job_id
+            and (alone or (self._lost_adapters and key[0] not in self._awaiting_weights))
+        ]
+        released, self._lost_adapters = self._release_keys(gone), False
         self._accepted = dict(self.held)
         left = [one for one in self.loaded if one != weights.job_id and self._target_version(one) is None]
         unloaded = [self._unload(job_id) for job_id in left]
-        return [*unloaded, *self._submit_awaiting(), *self._next_pull()]
+        return [*released, *unloaded, *self._submit_awaiting(), *self._next_pull()]
 
     def on_weights_unavailable(self, weights: WeightsRef, reason: str) -> list[Effect]:
         """Record that these weights cannot be pulled, or do not fit; keep what is loaded until the next command."""
+        self._end_pull(weights)
         if weights.version != self._target_version(weights.job_id):
             return []
-        self._pulling = None if self._pulling == weights else self._pulling
         loaded = self.loaded.get(weights.job_id)
         if other := self._alongside.pop(weights.job_id, None):
             if loaded is not None:
@@ -467,7 +495,7 @@ class Session:
             stranded = any(self.job_of(sample) == other.job_id for sample in samples)
         else:
             self.target = self.serving
-            stranded = bool(self._awaiting_weights) or (bool(self.held) and self.serving is None)
+            stranded = bool(self._awaiting_weights) or any(self.job_of(each) not in self.loaded for each in self.held)
         return [Rejoin(reason)] if stranded else self._next_pull()
 
     def on_emissions(self, emissions: Iterable[Emission]) -> None:

@@ -160,6 +160,41 @@ def test_job_that_a_worker_cannot_share_gets_it_by_a_switch(shared: Shared) -> N
     assert shared.uses()[0] == use("c")
 
 
+def test_next_version_of_a_job_that_was_not_shared_is_tried_unless_none_can_be(shared: Shared) -> None:
+    for job, more in (("b", {}), ("c", {"lasting": 1.0})):
+        fields = {"version": 0, **more}
+        shared.apply(WorkerEvent(worker="w", job_id=job, kind="adapter_not_shared", at=1.0, fields=fields))
+    assert shared.uses() == [use("a")]
+    shared.beat("w", "a")
+    shared.commit("b", "c", version=1)
+    assert shared.uses() == [use("a", b=1)]
+
+
+def test_first_job_whose_version_is_unavailable_makes_another_the_first(shared: Shared) -> None:
+    shared.commit("a", version=1)
+    assert shared.uses() == [use("a", 1, b=0, c=0)]
+    shared.apply(WorkerEvent(worker="w", job_id="a", kind="weights_unavailable", at=1.0, fields={"version": 1}))
+    (used,) = shared.uses()
+    assert (used.job_id, {one.job_id: one.version for one in used.alongside}) == ("b", {"a": 1, "c": 0})
+    shared.beat("w", "b", c=0)
+    shared.request("c", 1)
+    assert shared.assigned() == [("c", 0, 1)]
+    assert shared.uses() == []
+
+
+def test_reallocated_worker_is_commanded_all_jobs_of_its_new_model_at_once() -> None:
+    shared = Shared("d", "a", "b")
+    shared.join("w", "x")
+    shared.commit("d", base="another")
+    for worker in ("w", "x"):
+        shared.beat(worker, "d")
+    shared.uses()
+    shared.commit("a", "b")
+    for job in ("a", "b"):
+        shared.request(job, 9)
+    assert shared.uses() == [use("a", b=0)] * 2
+
+
 @pytest.mark.parametrize(("share", "expected"), [(1.0, {"a": 4, "b": 4}), (3.0, {"a": 6, "b": 2})])
 def test_slots_of_a_shared_worker_are_divided_by_share(share: float, expected: dict[str, int]) -> None:
     shared = Shared("a", "b", slots=8, a=share)

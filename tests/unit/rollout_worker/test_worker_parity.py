@@ -12,9 +12,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from rlboost.services.rollout_worker.adapters.vllm.factory import is_quantized
+from rlboost.services.rollout_worker.domain.parity_check import ParityCheckFailed
 from rlboost.services.rollout_worker.domain.requests import NOT_A_NUMBER, Emission, Request
 from rlboost.services.rollout_worker.fakes import FakeEngineFactory, FakeStagedWeights
-from rlboost.services.rollout_worker.generator import ParityCheckFailed
 from rlboost.services.rollout_worker.ports import Sequences
 from rlboost.shared.messages import FINISH_NONE, Event, Resume, Suspend, UseVersion, WorkerHeartbeat, WorkerLeft
 from rlboost.shared.model.parity_reference import ParityReference, ScoredSequence

@@ -632,3 +632,47 @@ def test_adapters_wait_for_the_weights_that_they_belong_to() -> None:
     session.on_command(use_all(("a", 1), ("b", 5)))
     assert session.on_weights_unavailable(WeightsRef("a", 1), "gone") == []
     assert session.state == "joining"
+
+
+def test_pull_under_way_continues_when_another_job_changes(shared: Session) -> None:
+    shared.on_command(use_all(("a", 1), ("b", 6)))
+    assert shared.on_command(use_all(("a", 1), ("b", 6), ("c", 2))) == []
+    assert shared.on_weights_loaded(WeightsRef("b", 6)) == [PullWeights("c", 2, alongside=True)]
+    assert shared.on_command(use_all(("a", 1), ("b", 6))) == [CancelPull(), UnloadAdapter("c")]
+    assert shared.on_command(use_all(("a", 1), ("b", 6), ("c", 2))) == [PullWeights("c", 2, alongside=True)]
+
+
+def test_pull_restarts_when_its_job_becomes_the_first(shared: Session) -> None:
+    assert shared.on_command(use_all(("a", 1), ("b", 6))) == [PullWeights("b", 6, alongside=True)]
+    assert shared.on_command(use_all(("b", 6), ("a", 1))) == [PullWeights("b", 6)]
+
+
+def test_samples_that_lost_the_adapter_of_the_first_job_are_not_kept(shared: Session) -> None:
+    shared.on_command(assign((of_job(1, 7), 1), job="a", version=1))
+    shared.on_command(use_all(("a", 2), ("b", 5)))
+    shared.on_weights_unloaded("a")
+    assert shared.on_weights_unavailable(WeightsRef("a", 2), "unsuitable") == [Rejoin("unsuitable")]
+
+
+def test_requests_whose_adapter_was_dropped_with_the_weights_are_released(shared: Session) -> None:
+    a, b = of_job(1, 7), of_job(2, 7)
+    shared.on_command(assign((a, 1), job="a", version=1))
+    shared.on_command(assign((b, 1), job="b", version=5))
+    assert shared.on_command(use_all(("c", 1), ("a", 1), ("b", 5))) == [PullWeights("c", 1)]
+    shared.on_weights_unloaded()
+    assert shared.on_weights_loaded(WeightsRef("c", 1)) == [
+        ReleaseRequests(((a, 1), (b, 1))),
+        PullWeights("a", 1, alongside=True),
+    ]
+    assert shared.held == {}
+
+
+def test_merged_adapter_is_served_alone(shared: Session) -> None:
+    a, b = of_job(1, 7), of_job(2, 7)
+    shared.on_command(assign((a, 1), job="a", version=1))
+    shared.on_command(use_all(("c", 1), ("a", 1), ("b", 6)))
+    shared.on_command(assign((b, 1), job="b", version=6))
+    shared.on_weights_unloaded()
+    released = shared.on_weights_loaded(WeightsRef("c", 1), alone=True)
+    assert [type(one) for one in released] == [ReleaseRequests, ReleaseUnstarted]
+    assert (shared.serving, shared.alongside, shared.held) == (("c", 1), {}, {})

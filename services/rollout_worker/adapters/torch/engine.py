@@ -39,6 +39,7 @@ from rlboost.services.rollout_worker.domain.speculation import Drafter, Drafts
 from rlboost.services.rollout_worker.ports import Sequences, StagedAdapter
 from rlboost.shared.messages import SAMPLING_OPTIONS
 from rlboost.shared.model.experts import is_mixture
+from rlboost.shared.process.system import run_in_thread
 from rlboost.shared.weights.changed_words import ChangedWords
 from rlboost.shared.wire import TOP
 
@@ -299,7 +300,9 @@ class TorchEngine(ThreadedEngine):
         self, job_id: str, version: int, adapter: StagedAdapter | None, *, keep_kv: bool = False
     ) -> list[str]:
         await self._call(lambda: self._load_adapter(job_id, version, adapter, keep_kv=keep_kv))
-        return adapter.factors_differing(self._adapters.factors(job_id)) if adapter is not None else []
+        if adapter is None:
+            return []
+        return await run_in_thread("adapter-verify", lambda: adapter.factors_differing(self._adapters.factors(job_id)))
 
     async def unload_adapter(self, job_id: str) -> None:
         await self._call(lambda: self._adapters.unload(job_id))
@@ -316,7 +319,7 @@ class TorchEngine(ThreadedEngine):
     def _load_adapter(self, job_id: str, version: int, adapter: StagedAdapter | None, *, keep_kv: bool) -> None:
         mine = {request.key for request in self._table.requests if request.job_id == job_id}
         if keep_kv:
-            self._stale_keys |= mine
+            self._stale_keys = mine | (self._stale_keys & {request.key for request in self._table.requests})
         elif mine:
             self._cache_is_stale = True
         self._adapters.load(job_id, adapter)

@@ -34,7 +34,7 @@ class Adapters:
     """The adapters of one model, by job. Used on the engine's thread.
 
     Args:
-        model: its linear layers can be adapted.
+        model: its linear layers can be adapted, except those of its vision tower.
         max_rank: maximum rank of an adapter.
 
     """
@@ -45,6 +45,9 @@ class Adapters:
         # A head that shares the embedding's memory is adapted with it or not at all.
         tied = {embedding.weight.data_ptr() for embedding in model.modules() if isinstance(embedding, nn.Embedding)}
         self._layers = {name: one for name, one in self._layers.items() if one.weight.data_ptr() not in tied}
+        # The rows of a vision tower are patches of images, which belong to no sequence of a pass.
+        tower = set(visual.modules()) if (visual := getattr(getattr(model, "model", None), "visual", None)) else set()
+        self._layers = {name: one for name, one in self._layers.items() if one not in tower}
         self._device = next(model.parameters()).device
         self._max_rank = max_rank
         self._held: dict[str, _Held] = {}
