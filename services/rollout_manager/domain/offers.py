@@ -345,7 +345,7 @@ class OfferBook:
     """Tokens per second of one mean worker, in which all work is counted. It is the mean when the first throughput was
     known and never changes, whatever workers are present: numbers of mean workers stay comparable. None: unknown."""
     _observed_at: float | None = None
-    _measured_s: Counter[str] = field(default_factory=Counter)
+    _measured_s: dict[str, float] = field(default_factory=dict)
     """GPU -> time over which its throughput was measured, at most `AVERAGED_S`."""
 
     def __post_init__(self) -> None:
@@ -388,7 +388,7 @@ class OfferBook:
             if is_trusted and (speed := worker.expected_tokens_per_s()):
                 measured.setdefault(gpus[worker.joined.kind], []).append(speed)
         for gpu, speeds in measured.items():
-            self._measured_s[gpu] = min(self._measured_s[gpu] + elapsed_s, AVERAGED_S)
+            self._measured_s[gpu] = min(self._measured_s.get(gpu, 0.0) + elapsed_s, AVERAGED_S)
             before, weight = self.tokens_per_s.get(gpu), elapsed_s / max(self._measured_s[gpu], elapsed_s, 1.0)
             found = median(speeds)
             self.tokens_per_s[gpu] = found if before is None else before + weight * (found - before)
