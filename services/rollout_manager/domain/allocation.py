@@ -362,7 +362,6 @@ def _track_jobs_below_share(
 
 
 # --- number of workers ------------------------------------------------------------------------------------------------
-#
 # How many preemptible workers of each kind a provider should run, and which of those present to drain.
 #
 # The fleet follows the number of workers worth having, each of them worth its price. It grows at most once per
