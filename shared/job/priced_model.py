@@ -152,8 +152,9 @@ class _Unrecorded:
         return f"{request}.{next(self._numbers)}"
 
     async def open(self, call: PaidCall) -> Paid | None:
-        while not self._ledger.has_room(call.key, call):  # noqa: ASYNC110 - from several loops
-            await asyncio.sleep(_LOOK_EVERY_S)  # those in flight, perhaps of other event loops, end within `timeout_s`
+        # Those in flight end within `timeout_s`.
+        while not self._ledger.has_room(call.key, call):  # noqa: ASYNC110 - no event is of all event loops
+            await asyncio.sleep(_LOOK_EVERY_S)
         self._ledger.begin(call.key, call)
         return None
 

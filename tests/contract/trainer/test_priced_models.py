@@ -283,7 +283,7 @@ async def test_calls_of_a_process_without_a_job_wait_for_those_in_flight(models:
     """Two at the same time may cost 0.0036."""
     prices: Any = {"url": models.url, "model": "dear", "input_price": 10, "output_price": 30}
     model = PricedModel(**prices, name="alone", budget=0.0035, max_tokens=20)
-    assert [*await asyncio.gather(model("1+2"), model("1+3"))] == ["3", "4"]
+    assert list(await asyncio.gather(model("1+2"), model("1+3"))) == ["3", "4"]
     with pytest.raises(BudgetSpent, match=r"is spent: 0\.0026 of 0\.0035"):
         await model("1+4")
 
