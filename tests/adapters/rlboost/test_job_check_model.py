@@ -334,7 +334,7 @@ def test_missing_libraries_are_warnings_if_a_trainer_can_run_here(monkeypatch: p
 
 def test_own_code_that_is_too_slow_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlboost.jobs.check.check_data", lambda _: DataFindings())
-    monkeypatch.setattr("rlboost.jobs.check._LIMIT_S", 0.0)
+    monkeypatch.setattr("rlboost.jobs.model_check._LIMIT_S", 0.0)
     assert check(algorithm={"loss": "mine:loss"}) == [
         "reward.function: trying mine:score took more than 0 s",
         "algorithm.loss: trying mine:loss took more than 0 s",

@@ -491,7 +491,7 @@ def test_rows_that_pass_the_check_are_trained_as_they_are_shown(
     file = tmp_path / "train.jsonl"
     made = {name: byte_tokenizer(TEMPLATES[name]) for name in FUZZED[:-1]} | {"llama_2": llama_tokenizer()}
     checked = {name: prompt_tokenizer(tokenizer) for name, tokenizer in made.items()}
-    config = SimpleNamespace(vocab_size=2000, eos_token_id=None, max_position_embeddings=1 << 20)
+    config = SimpleNamespace(vocab_size=2000, eos_token_id=None, max_position_embeddings=1 << 20, to_dict=dict)
     config.get_text_config = lambda: config
     current = ""
     monkeypatch.setattr(data_module, "require_tokenizer", lambda _: None)
