@@ -258,7 +258,7 @@ async def test_engine_that_samples_wrongly_is_refused(
 
     monkeypatch.setattr(torch_engine_module, "sample", sample_wrongly)
     engine = TorchEngine(folder, slots=16)
-    with pytest.raises(ParityCheckFailed, match=r"version 1: .*Remove OPTION"):
+    with pytest.raises(ParityCheckFailed, match=r"version 1 of job .*: .*Remove OPTION"):
         await load(engine, referenced(folder), suspects="Remove OPTION.")
     await engine.close()
 

@@ -108,7 +108,7 @@ NO_REWARDS = [
     ("scalar", "not_a_number", "of the type float32"),
     ("number-texts", "not_a_number", "a reward is '1.0', of the type str, not a number: convert it with float()"),
     ("lists", "not_a_number", "a reward is [1.0], of the type list, not a number"),
-    ("mappings", "not_a_number", "a reward is {'score': 1.0}, of the type dict, not a number"),
+    ("mappings", "not_a_number", "{'acc': 1.0} has no 'score'"),
     ("complex", "not_a_number", "a reward is 1j, of the type complex"),
     ("one-element arrays", "not_a_number", "of the type ndarray, not a number"),
     ("huge integer", "too_large", "beyond any float"),
@@ -127,7 +127,17 @@ async def test_result_of_any_type_is_rewards_or_refused_by_name() -> None:
         scores = await pool.score(batch(result))
         assert (scores.rewards, scores.reason) == (None, reason), result
         assert detail in scores.detail
-    for result in ("booleans", "integers", "decimals", "array", "tensor", "tensors", "generator", "unprintable"):
+    for result in (
+        "booleans",
+        "integers",
+        "decimals",
+        "array",
+        "tensor",
+        "tensors",
+        "generator",
+        "scores in mappings",
+        "unprintable",
+    ):
         assert await pool.score(batch(result)) == Scores((1.0, 0.0)), result
     await pool.close()
 
