@@ -121,6 +121,8 @@ class Vision:
 
         """
         device = positions.device
+        if self.config is None:
+            return PassInputs(torch.from_numpy(tokens).to(device), positions)
         ids = torch.from_numpy(np.maximum(tokens, 0)).to(device)
         shown = {
             slot: prepared for slot, one in enumerate(requests) if isinstance(prepared := one.images, PreparedImages)
