@@ -15,8 +15,6 @@ from rlboost.shared.errors import ConfigError
 
 MODEL = "model"
 """The folder of the small model."""
-JOB_FILES = ("job.yaml", "warmup.yaml")
-_OF_PREFERENCE = ("offline.yaml", "reward_model.yaml")
 _LEFT_OUT = ("__init__.py", "make_model.py")
 _RL_RATE, _SFT_RATE = "1.0e-6", "1.0e-5"
 """Learning rates for a model given by the user; a template's are for its small model."""
@@ -47,8 +45,7 @@ def make(folder: Path, model: str | None = None, recipe: str | None = None) -> l
         folder.mkdir(parents=True, exist_ok=True)
         for file in files:
             text = file.read_text(encoding="utf-8")
-            of_init = not is_small and _OF_INIT.search(text)
-            if given is not None and file.name in (*JOB_FILES, *_OF_PREFERENCE) and not of_init:
+            if given is not None and file.suffix == ".yaml" and (is_small or not _OF_INIT.search(text)):
                 text = with_model(text, given, own_rate=not is_small)
             if file.suffix == ".md":
                 text = _without_links(text, f"{template.parent.name}/{template.name}")

@@ -23,6 +23,7 @@ from rlboost.shared.job.file import load
 
 ROOT = Path(__file__).parents[3]
 SUMS = ROOT / "examples/sums"
+JOB_FILES = ("job.yaml", "warmup.yaml")
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +47,7 @@ def content(folder: Path) -> dict[Path, bytes]:
 def test_init_new_folder_passes_config_check(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cd my-sums\n" in rlboost("init", "my-sums")
     monkeypatch.chdir(here / "my-sums")
-    for job in new_folder.JOB_FILES:
+    for job in JOB_FILES:
         found = jobcheck.check(Path(job), [])
         assert (found.problems, list(found.advice)) == ([], [])
 
@@ -85,7 +86,7 @@ def test_init_folder_in_a_file_is_refused(here: Path) -> None:
 def test_init_hub_id_fills_job_files_with_rates_for_it(here: Path) -> None:
     rlboost("init", "sums", "--model", "Qwen/Qwen3-0.6B")
     assert not (here / "sums/model").exists()
-    for name in new_folder.JOB_FILES:
+    for name in JOB_FILES:
         spec = job_spec.parse(load(f"sums/{name}"))
         assert spec.model == "Qwen/Qwen3-0.6B"
         assert spec.optimizer.name == "adamw"
