@@ -401,8 +401,9 @@ class OfferBook:
 
     def mean_workers(self, tokens_per_s: float | None) -> float:
         """Return how many mean workers generate this much; None or 0: a worker of unknown throughput."""
-        mean = self._mean_tokens_per_s()
-        return (tokens_per_s or mean or self.unit or 1.0) / self.unit if self.unit else 1.0
+        if self.unit is None:
+            return 1.0
+        return (tokens_per_s or self._mean_tokens_per_s() or self.unit) / self.unit
 
     def offers(self, fleet: Fleet, prices: Mapping[str, float], now: float) -> list[Offer]:
         """Return the offers, in the order of the pools.

@@ -270,7 +270,7 @@ SECOND = GROUP + 1
 
 
 def scored_with_own_rewards() -> ScoredGroup:
-    """Return a group of a session with three rows, of which two have their own reward, and one with a single row."""
+    """Return a group of a session with three rows, two with rewards of their own, and of one with a single row."""
     own = {turn_id(GROUP, 1): 0.25, turn_id(GROUP, 0): 3.0, turn_id(GROUP, 3): -1.0}
     messages = [
         *(opened(0, 1), made(0, 5), opened(1, 2, parent=0), made(1, 6), opened(2, 3, parent=0), made(2, 7)),
