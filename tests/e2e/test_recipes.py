@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 import yaml
 from transformers import (
     AutoModelForCausalLM,
@@ -154,7 +155,9 @@ def write_model(folder: Path, family: str, kind: Any = AutoModelForCausalLM) -> 
         config = Qwen3Config(**sizes, head_dim=16) if family == "qwen3" else Qwen2Config(**sizes)
     if kind is AutoModelForSequenceClassification:
         config.num_labels, config.pad_token_id = 1, tokenizer.eos_token_id
-    kind.from_config(config).save_pretrained(folder)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        kind.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
@@ -289,13 +292,14 @@ def test_preference_raises_the_win_rate_in_three_iterations_of_one_command(tmp_p
     changes: dict[str, dict[str, Any]] = {
         "warmup": {"steps": 60, "optimizer": {"lr": 3e-3}},
         "reward_model": {"steps": 40, "optimizer": {"lr": 3e-3}},
-        "job": {"sampling": {"max_tokens": 12}, "optimizer": {"lr": 1e-3}},
+        "job": {"sampling": {"max_tokens": 12}, "optimizer": {"lr": 5e-4}},
     }
     sizes = {"warmup": 16, "reward_model": 16, "job": 64}
     for name, change in changes.items():
         spec = {**load(str(tmp_path / f"{name}.yaml")), **change, "model": "model"}
         spec["data"] |= {"prompts_per_step": sizes[name], "max_prompt_tokens": 4096}
         spec["trainer"] |= {key: value for key, value in small.items() if key in spec["trainer"]}
+        spec["trainer"]["deterministic"] = True  # whatever order the groups are complete in
         if name == "job":
             spec["algorithm"] |= {"updates_per_step": 8, "group_size": 4}
             spec["eval"]["samples"] = 128
@@ -309,8 +313,8 @@ def test_preference_raises_the_win_rate_in_three_iterations_of_one_command(tmp_p
     found = metrics_of(tmp_path)
     assert found["preference-reward"][-1]["eval/accuracy"] > 0.9
     assert [row["step"] for row in found["preference"]] == [0, 1, 2, 3]
-    assert len(rates) == 3
-    assert max(rates) > 0.52, printed  # how far it gets depends on the order in which groups are trained
+    assert 0.5 < rates[0] < rates[1] < rates[2], printed
+    assert rates[2] > 0.7
 
 
 def metrics_of(folder: Path) -> dict[str, list[dict[str, Any]]]:
