@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlboost.shared.data.vision import vision_of
+from rlboost.shared.data.vision import FAMILIES, vision_of
 from rlboost.shared.errors import ConfigError
 from rlboost.shared.job.spec import JobSpec
 
@@ -21,13 +21,18 @@ def require_supported(spec: JobSpec, config: Mapping[str, Any]) -> None:
         ConfigError: names the key of the job file.
 
     """
-    if vision_of(config) is None:
-        return
     trainer = spec.trainer
+    if vision_of(config) is None:
+        if trainer.freeze_vision_tower:
+            raise ConfigError(
+                f"trainer.freeze_vision_tower: {config.get('model_type')} is not a model whose images are supported "
+                f"({', '.join(FAMILIES)}): remove it"
+            )
+        return
     refused = {
         "kind: reward": spec.kind == "reward",
         "trainer.backend: megatron": trainer.backend == "megatron",
-        "trainer.data_parallel and context_parallel above 1": not trainer.in_one_process,
+        "trainer.context_parallel above 1": trainer.context_parallel > 1,
         "trainer.compile": trainer.compile,
         "elastic.weights: lora": spec.adapter is not None,
         "algorithm.critic": spec.kind == "rl" and spec.algorithm.critic is not None,

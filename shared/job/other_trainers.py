@@ -187,6 +187,7 @@ NAMES: Mapping[str, Names] = {
         "`actor.gradient_checkpointing_enable`",
         "`model.ac`",
     ),
+    "trainer.freeze_vision_tower": Names("", "`actor.freeze_vision_tower`"),
     "trainer.compile": Names("`torch_compile`", "`actor.fsdp_config.use_torch_compile`", "", "`model.compile`"),
     "trainer.router_aux_loss_coef": Names("`model_init_kwargs.router_aux_loss_coef`"),
     "trainer.router_replay": Names("", "`actor.megatron.router_replay.mode`"),

@@ -69,6 +69,9 @@ class TrainerSpec(Section):
     own."""
     activation_checkpointing: bool = False
     """Store only the input of each layer for the backward pass, and recompute the rest."""
+    freeze_vision_tower: bool = False
+    """Of a model that sees images, train the language model alone: neither the vision tower nor the projection of its
+    features. Only `torch`."""
     compile: bool = False
     """Compile the layers with `torch.compile`, during the first micro-batches after each start. Only `torch` and dense
     models, not with `elastic.weights: lora`."""

@@ -18,6 +18,7 @@ from rlboost.services.rollout_worker.adapters.torch.engine import TorchEngine  #
 from rlboost.services.rollout_worker.domain.requests import Request  # noqa: E402
 from rlboost.services.rollout_worker.domain.speculation import Drafter  # noqa: E402
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy  # noqa: E402
+from rlboost.services.trainer.adapters.torch.ranks import Layout  # noqa: E402
 from rlboost.services.trainer.domain.batches import SequenceRow, TrainingRow, constant  # noqa: E402
 from rlboost.services.trainer.domain.loss.policy import PolicyLoss  # noqa: E402
 from rlboost.services.trainer.ports.engine import PolicySettings  # noqa: E402
@@ -28,6 +29,7 @@ from rlboost.shared.weights.manifest import digest_of  # noqa: E402
 from rlboost.shared.wire import F32, I32, pack, unpack  # noqa: E402
 from tests.support import tiny_models, tiny_vision  # noqa: E402
 from tests.support.engines import Collected, Collector, FreePasses, request  # noqa: E402
+from tests.support.policy_comparison import assert_trained_equally, bits, values  # noqa: E402
 from tests.support.staged_weights import Staged  # noqa: E402
 from tests.support.tiny_vision import IMAGE, picture  # noqa: E402
 
@@ -178,9 +180,15 @@ async def test_request_without_its_images_ends_with_the_reason(
     ]
 
 
+def policy_of(images: Path, n_ranks: int = 1, **settings: Any) -> TorchPolicy:
+    layout = Layout(1, 1, n_ranks, sequence_parallel=False, distributed_optimizer=False)
+    chosen = PolicySettings(optimizer=OptimizerSpec(lr=1e-2), images=str(images), **settings)
+    return TorchPolicy(chosen, layout, device="cpu")
+
+
 @pytest.fixture
 def policy(folder: Path, tmp_path: Path) -> TorchPolicy:
-    policy = TorchPolicy(PolicySettings(optimizer=OptimizerSpec(lr=1e-2), images=str(tmp_path)), device="cpu")
+    policy = policy_of(tmp_path)
     policy.load_hf(folder)
     return policy
 
@@ -233,3 +241,51 @@ def test_update_trains_the_tower(policy: TorchPolicy, folder: Path, vision: Visi
     assert all(after[name] != data for name, data in before.items() if "visual" in name and "norm" not in name)
     (later,) = policy.logprobs([[row]])
     assert unpack(later, F32).sum() > unpack(sampled, F32).sum()
+
+
+def test_frozen_tower_stays_as_it_is(folder: Path, vision: VisionConfig, tmp_path: Path) -> None:
+    policy = policy_of(tmp_path, freeze_vision_tower=True)
+    policy.load_hf(folder)
+    row = row_of(Shown(folder, vision, SHORT, picture("red")), [11, 1], tmp_path)
+    (sampled,) = policy.logprobs([[row]])
+    before = dict(bits(policy))
+    policy.accumulate([[TrainingRow.of(replace(row, sampled=sampled), constant(1.0, row))]], PolicyLoss())
+    assert policy.step(1e-2) > 0
+    after = dict(bits(policy))
+    assert {name for name, data in before.items() if after[name] == data} == {n for n in before if ".visual." in n}
+    (checkpoint := tmp_path / "checkpoint").mkdir()
+    policy.snapshot()(checkpoint)
+    resumed = policy_of(tmp_path, freeze_vision_tower=True)
+    resumed.load_hf(folder)
+    resumed.load(checkpoint)
+    assert dict(bits(resumed)) == after
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("settings", [{}, {"freeze_vision_tower": True, "activation_checkpointing": True}])
+def test_ranks_train_as_one_process_whichever_of_them_see_images(
+    folder: Path, vision: VisionConfig, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """Of the micro-batches each rank sees images in one, a rank in another, no rank in a third; one has one row."""
+    shown = [Shown(folder, vision, SHORT, picture(color)) for color in ("red", "blue")]
+    shown.append(Shown(folder, vision, [*SHORT[:5], *SHORT], picture("green"), picture("white", size=(16, 24))))
+    seeing = [row_of(one, [11, 12, 1], tmp_path) for one in shown]
+    reading = [SequenceRow(pack([2, 6, 8, n], I32), pack([11, n, 1], I32)) for n in (9, IMAGE, 12)]
+    batches = [[*seeing, reading[0]], [seeing[0], *reading], reading, seeing[2:]]
+    one, many = (policy_of(tmp_path, ranks, reference=True, **settings) for ranks in (1, 2))
+    found = []
+    for policy in (one, many):
+        policy.load_hf(folder)
+        results = []
+        for _ in range(2):
+            columns = iter(policy.logprobs(batches))
+            rows = [
+                [TrainingRow.of(replace(row, sampled=next(columns)), constant(1.0 - n, row)) for row in batch]
+                for n, batch in enumerate(batches)
+            ]
+            results += [policy.accumulate(rows, PolicyLoss(kl_coef=0.1))["loss"], policy.step(1e-3)]
+            results += np.concatenate([unpack(column, F32) for column in policy.logprobs(batches)]).tolist()
+        found.append((results, values(policy)))
+        policy.close()
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-4, abs=1e-4)
+    assert_trained_equally(found[1][1], found[0][1])

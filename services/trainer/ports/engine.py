@@ -63,6 +63,8 @@ class PolicySettings(BaseModel):
     """The shape of rows' routed experts, which replace those of the routers of policy and reference."""
     images: str = ""
     """Folder of the images of rows; empty if they have none."""
+    freeze_vision_tower: bool = False
+    """Whether a model that sees images keeps its vision tower. Not with megatron."""
     max_logits: int = MAX_LOGITS
     """Logits that a process has at a time. Not with megatron."""
 
@@ -95,6 +97,7 @@ class PolicySettings(BaseModel):
             entropies=spec.kind == "rl" and spec.algorithm.entropy_coef > 0,
             replayed=replayed,
             images=images,
+            freeze_vision_tower=trainer.freeze_vision_tower,
         )
 
 

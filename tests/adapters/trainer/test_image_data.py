@@ -15,6 +15,7 @@ from rlboost.services.trainer.adapters.data import load_data
 from rlboost.services.trainer.ports.samples import Data
 from rlboost.shared.data.vision import MARK
 from rlboost.shared.errors import ConfigError
+from rlboost.shared.job.images import require_supported
 from rlboost.shared.job.spec import parse
 from rlboost.shared.messages.requests import MAX_IMAGE_BYTES
 from rlboost.shared.weights.manifest import digest_of
@@ -203,9 +204,10 @@ def problems(model: Path, row: object, **more: Any) -> list[str]:
 def test_config_check_reads_images_and_names_what_does_not_see_them(model: Path) -> None:
     row = {"prompt": asks({"type": "image"}, "which"), "images": ["a.png"]}
     assert problems(model, row) == []
+    assert problems(model, row, trainer={"data_parallel": 2, "freeze_vision_tower": True}) == []
     assert "there is no file c.png" in "".join(problems(model, {**row, "images": ["c.png"]}))
     refused: dict[str, dict[str, Any]] = {
-        "trainer.data_parallel": {"trainer": {"data_parallel": 2}},
+        "trainer.context_parallel": {"trainer": {"context_parallel": 2}},
         "trainer.compile": {"trainer": {"compile": True}},
         "trainer.backend": {"trainer": {"backend": "megatron"}},
         "elastic.weights": {"elastic": {"weights": "lora"}, "lora": {}},
@@ -215,3 +217,9 @@ def test_config_check_reads_images_and_names_what_does_not_see_them(model: Path)
         found = "\n".join(problems(model, row, **more))
         assert key in found, found
         assert "not supported with models that see images (qwen3_vl)" in found
+
+
+def test_only_models_that_see_images_have_a_tower_to_freeze(model: Path) -> None:
+    spec = parse(job(model.parent, trainer={"freeze_vision_tower": True}))
+    with pytest.raises(ConfigError, match=r"trainer\.freeze_vision_tower: qwen3 is not a model whose images"):
+        require_supported(spec, {"model_type": "qwen3"})

@@ -449,6 +449,8 @@ class FsdpRank(RankEngine):
                 torch.compiler.reset()  # the code of earlier jobs counts towards torch's limit of variants
         else:
             module = empty_model(source, model["attention"], dtype, scores=settings.scores)
+        if settings.freeze_vision_tower:
+            module.base_model.visual.requires_grad_(False)
         head = {HEAD: initial_head(source, settings.seed)} if settings.scores else NO_TENSORS
         self.module = module
         self._adapter = Adapter(module, settings.lora, scores=settings.scores) if settings.lora else None
@@ -515,7 +517,14 @@ class FsdpRank(RankEngine):
             with_scores(module)
             forward = ScorePass(module, dtype=self._dtype, device=device, context=context)
         else:
-            forward = LogprobPass(module, self._settings, device=device, context=context, balances=balances)
+            forward = LogprobPass(
+                module,
+                self._settings,
+                device=device,
+                context=context,
+                balances=balances,
+                is_sharded=self._mesh is not None,
+            )
         return FsdpForwardBackward(forward, self._mesh, self._context, self._balancing)
 
     @property

@@ -140,6 +140,7 @@ class LogprobPass:
         device: torch.device,
         context: ContextGroup | None = None,
         balances: bool = False,
+        is_sharded: bool = False,
     ) -> None:
         """Replace the model's `forward`, which FSDP2 surrounds with hooks, and register hooks on routers of experts.
 
@@ -149,6 +150,7 @@ class LogprobPass:
             device: the model's device.
             context: the ranks that divide the tokens of each micro-batch, if any.
             balances: whether `balance` gets gradients.
+            is_sharded: whether other ranks have a part of each layer, so that all compute each layer in each pass.
 
         Raises:
             ConfigError: experts are replayed or balanced, and the model has no known routers.
@@ -167,6 +169,7 @@ class LogprobPass:
         self._replayed = settings.replayed
         self._vision = vision_of(model.config.to_dict())
         self._images = Path(settings.images)
+        self._always_sees = is_sharded and bool(settings.images)
         self._routers = Routers(model, required=balances or self._replayed is not None)
         self.balance: Balance | None = None
         """Balance of experts over this rank's tokens in the last pass; None if the model is dense, or gradients were
@@ -182,7 +185,7 @@ class LogprobPass:
             shard = context.slice_of(len(batch.ids))
         ids, positions = (torch.from_numpy(array).to(self._device) for array in (batch.ids, batch.predicts))
         targets, inputs = ids[positions + 1], model_inputs(batch, ids, packs=self._packs, context=context)
-        if any(row.images for row in rows):
+        if self._always_sees or any(row.images for row in rows):
             inputs |= self._visual(rows, batch)
         n_real = min(shard.stop, sum(row.n_tokens for row in rows)) - shard.start
         self._routers.begin(n_real if torch.is_grad_enabled() else None, self._replay(rows, batch, shard))
@@ -207,18 +210,23 @@ class LogprobPass:
         return Replay(positions, recorded.long())
 
     def _visual(self, rows: Sequence[SequenceRow], batch: Packed) -> dict[str, Any]:
-        """Return what a pass over rows with images needs in place of their positions; an image is computed once."""
+        """Return what a pass over rows with images needs in place of their positions.
+
+        An image is computed once. Without any, it is a black one of a token that is not shown.
+        """
         vision = self._vision
         assert vision is not None
         digests = list(dict.fromkeys(digest for row in rows for digest in row.images))
-        found = [patches(decode((self._images / digest).read_bytes(), vision), vision) for digest in digests]
-        grids = {digest: grid for digest, (_, grid) in zip(digests, found, strict=True)}
+        pixels = [decode((self._images / digest).read_bytes(), vision) for digest in digests]
+        found = [patches(one, vision) for one in pixels or [np.zeros((vision.factor, vision.factor, 3), np.uint8)]]
+        grids = {digest: grid for digest, (_, grid) in zip(digests or [""], found, strict=True)}
         positions, is_visual = [], np.zeros(len(batch.ids), np.bool_)
         for row, first, end in zip(rows, batch.boundaries.tolist(), batch.boundaries[1:].tolist(), strict=False):
-            after = first + length(row.prompt, I32)
+            after = first + (length(row.prompt, I32) if row.images else 0)
             prompt = rotary_positions(batch.ids[first:after], [grids[digest] for digest in row.images], vision)
-            # A token of an image in a completion is one as any other.
-            positions += [prompt, prompt.max() + 1 + np.broadcast_to(np.arange(end - after), (3, end - after))]
+            # A token of an image in a completion, or in a prompt without images, is one as any other.
+            n_text = end - after
+            positions += [prompt, prompt.max(initial=-1) + 1 + np.broadcast_to(np.arange(n_text), (3, n_text))]
             is_visual[first:after] = batch.ids[first:after] == vision.image_token_id
         return {
             "position_ids": torch.from_numpy(np.concatenate(positions, 1)).to(self._device)[:, None],
@@ -248,7 +256,9 @@ class LogprobPass:
         body = self._model.base_model
         images = body.get_image_features(pixels, grids, return_dict=True)
         seen, *deepstack = (
-            torch.cat([of_images[n] for n in shown]) for of_images in (images.pooler_output, *images.deepstack_features)
+            # With none, of the first, so that the backward pass reaches the tower.
+            torch.cat([of_images[n] for n in shown] or [of_images[0][:0]])
+            for of_images in (images.pooler_output, *images.deepstack_features)
         )
         embeddings = body.get_input_embeddings()(input_ids)
         return body.language_model(

@@ -550,8 +550,7 @@ def _checked(shards: Iterable[Shard], shapes: Mapping[str, tuple[int, ...]]) -> 
 
 def _columns_of(row: SequenceRow) -> tuple[bytes, ...]:
     """Return what a rank needs of a row, as arguments of `SequenceRow`; the loss stays here."""
-    assert not row.images, "images are trained in one process"
-    return row.prompt, row.completion, b"", row.loss_mask, row.routed_experts
+    return row.prompt, row.completion, b"", row.loss_mask, row.routed_experts, row.images
 
 
 def _flat(batches: Sequence[Sequence[R]]) -> list[R]:
