@@ -548,7 +548,7 @@ def _checked(shards: Iterable[Shard], shapes: Mapping[str, tuple[int, ...]]) -> 
         raise Fatal(f"the weights lack {len(missing)} tensors of this model, {min(missing)} among them")
 
 
-def _columns_of(row: SequenceRow) -> tuple[bytes, ...]:
+def _columns_of(row: SequenceRow) -> tuple[Any, ...]:
     """Return what a rank needs of a row, as arguments of `SequenceRow`; the loss stays here."""
     return row.prompt, row.completion, b"", row.loss_mask, row.routed_experts, row.images
 
