@@ -38,7 +38,7 @@ from rlboost.shared.streams.names import device_claims
 
 ROOT = Path(__file__).parents[1]
 _PROGRAMS = {"trainer": "trainer", "preemptible": "worker"}
-_DEVICE = {TOKEN_S: "0.00035", CHANGE_S: "0.1", DECODE_S: "0.025"}
+_DEVICE = {TOKEN_S: "0.003", CHANGE_S: "0.2", DECODE_S: "0.06"}
 
 
 def emulated(context: LaunchContext, name: str, role: ProcessRole) -> ProcessSpec:
@@ -52,8 +52,9 @@ def emulated(context: LaunchContext, name: str, role: ProcessRole) -> ProcessSpe
 def job(steps: int, seed: int) -> dict[str, Any]:
     """Return the example's job with small steps."""
     spec: dict[str, Any] = yaml.safe_load((ROOT / "examples/countdown/job.yaml").read_text(encoding="utf-8"))
-    spec["data"]["prompts_per_step"] = 8
-    spec["trainer"] |= {"seed": seed, "checkpoint_every": 100, "micro_batch_tokens": 1024}
+    spec["data"]["prompts_per_step"] = 4
+    spec["algorithm"] |= {"group_size": 4, "updates_per_step": 1}
+    spec["trainer"] |= {"seed": seed, "checkpoint_every": 100, "micro_batch_tokens": 256}
     del spec["eval"]
     return {**spec, "steps": steps, "name": f"job-{seed}"}
 
@@ -90,9 +91,9 @@ class System:
         """Return the mean seconds of the parts of a step."""
         rows = [row for job_id in jobs for row in self._client.jobs.metrics(job_id)]
         names = ("step", "wait", "train", "publish", "device_wait")
-        return {
-            f"{name}_s": round(sum(row.get(f"time/{name}_s", 0.0) for row in rows) / len(rows), 2) for name in names
-        }
+        means = {f"{name}_s": sum(row.get(f"time/{name}_s", 0.0) for row in rows) / len(rows) for name in names}
+        means["length"] = sum(row["completions/mean_length"] for row in rows) / len(rows)
+        return {name: round(mean, 2) for name, mean in means.items()}
 
 
 def one_after_the_other(system: System, steps: int) -> dict[str, Any]:
@@ -138,7 +139,7 @@ async def measure(
     makespans: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         env = {**_DEVICE, LOCK: str(Path(folder, "device")), "OMP_NUM_THREADS": "1"}
-        env |= {"RLBOOST_WORKER_SLOTS": "64"}
+        env |= {"RLBOOST_WORKER_SLOTS": "16"}
         async with LocalCluster(
             replace(options, state_dir=Path(folder, "state"), env=env), spec_of=emulated
         ) as cluster:
