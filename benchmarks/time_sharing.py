@@ -38,7 +38,7 @@ from rlboost.shared.streams.names import device_claims
 
 ROOT = Path(__file__).parents[1]
 _PROGRAMS = {"trainer": "trainer", "preemptible": "worker"}
-_DEVICE = {TOKEN_S: "0.003", CHANGE_S: "0.2", DECODE_S: "0.06"}
+_DEVICE = {TOKEN_S: "0.008", CHANGE_S: "0.2", DECODE_S: "0.04"}
 
 
 def emulated(context: LaunchContext, name: str, role: ProcessRole) -> ProcessSpec:
@@ -88,11 +88,13 @@ class System:
         return {name.decode(): json.loads(claim)["used_s"] for name, claim in claims.items()}  # type: ignore[union-attr]
 
     def phases(self, jobs: list[str]) -> dict[str, float]:
-        """Return the mean seconds of the parts of a step."""
+        """Return the mean seconds of the parts of a step, and how often a job's workers changed jobs."""
         rows = [row for job_id in jobs for row in self._client.jobs.metrics(job_id)]
         names = ("step", "wait", "train", "publish", "device_wait")
         means = {f"{name}_s": sum(row.get(f"time/{name}_s", 0.0) for row in rows) / len(rows) for name in names}
         means["length"] = sum(row["completions/mean_length"] for row in rows) / len(rows)
+        events = [event.kind for job_id in jobs for event in self._client.jobs.events(job_id, follow=False)]
+        means["reassigned"] = events.count("worker_reassigned") / len(jobs)
         return {name: round(mean, 2) for name, mean in means.items()}
 
 
