@@ -19,6 +19,8 @@ from tests.support.small_job import check, small_job
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 STEPS = 4
+MOST_OTHERS = 20
+"""Jobs during which the one that hangs must fail."""
 
 
 def kill_holder(box: BlackBox, bus: redis.Redis, victims: dict[str, str]) -> str:
@@ -81,16 +83,20 @@ def test_job_that_never_gives_the_device_up_fails_and_the_other_completes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RLBOOST_TRAINER_DEVICE_CALL_LIMIT_S", "5")
-    spec = small_job(steps=2)
     hanging = small_job(steps=2)
     hanging["algorithm"] = {"group_size": 8, "loss": "tests.support.losses:hang"}
+    spec = small_job(steps=2)
     with black_box(tmp_path / "state", time_share=True, trainers=2, workers=2) as box:
         stuck = box.submit(hanging)
-        job = box.submit(spec)
-        with closing(Observer(box.redis_url, job)) as observer:
-            box.until_completed(job, within_s=600)
-            check(box, job, observer, spec)
-        third = box.submit(small_job(steps=1))
-        box.until(lambda: box.get(f"/v1/jobs/{stuck}")["state"] == "failed", "the job fails", within_s=300)
-        assert f"a call held the device for more than 5 s while {job} waited" in box.get(f"/v1/jobs/{stuck}")["error"]
-        box.until_completed(third)
+        state, others = "", 0
+        while state != "failed":  # it may hold a device that no other job needs
+            job = box.submit(spec)
+            with closing(Observer(box.redis_url, job)) as observer:
+                box.until_completed(job, within_s=600)
+                check(box, job, observer, spec)
+            state, others = box.get(f"/v1/jobs/{stuck}")["state"], others + 1
+            assert others < MOST_OTHERS
+        error = box.get(f"/v1/jobs/{stuck}")["error"]
+        assert (
+            "its trainer died 3 times without a finished step in between: a call held the device for more than" in error
+        )
