@@ -37,8 +37,8 @@ def kill_holder(box: BlackBox, bus: redis.Redis, victims: dict[str, str]) -> str
     def sent() -> bool:
         nonlocal killed
         held: Any = bus.get(device_lease("trainers"))
-        holder = json.loads(held) if held else {"job": ""}
-        if victims.get(holder["job"]) != holder.get("trainer"):
+        holder = json.loads(held or '{"job": "", "trainer": ""}')
+        if victims.get(holder["job"], "none") != holder["trainer"]:
             return False
         for process in box.processes("trainer"):
             if process["name"] == holder["trainer"]:
