@@ -62,6 +62,9 @@ def up(  # noqa: PLR0913, PLR0917 - the options of a command
     trainers: Annotated[
         int | None, typer.Option(help="Trainers, default 1; each runs one job at a time. 0: only trainers of your own.")
     ] = None,
+    time_share: Annotated[
+        bool, typer.Option("--time-share", help="Trainers use the same device in turns, instead of one each.")
+    ] = False,
     engine: Annotated[EngineName | None, typer.Option(help="Inference engine; default torch, on GPUs vllm.")] = None,
     gpus: GpusOption = None,
     trainer_gpus: Annotated[
@@ -91,7 +94,7 @@ def up(  # noqa: PLR0913, PLR0917 - the options of a command
     """Start everything on this machine: Redis, weight store, manager, trainer and workers.
 
     With --trainers 2, two jobs run at once: reserved workers are divided among the trainers, spot workers
-    are shared.
+    are shared. With --time-share, the trainers use one device in turns, without reserved workers.
 
     With --gpus, each process sees only its own GPUs: trainers divide --trainer-gpus, reserved workers share them,
     and each spot worker has its own.
@@ -118,18 +121,19 @@ def up(  # noqa: PLR0913, PLR0917 - the options of a command
         "host": host,
         "port": port,
     }
+    flags = {"standby": standby or None, "time_share": time_share or None}
     if host is not None and not host.strip():
         raise ConfigError("--host is empty: give this machine's address, or leave it out if no other machine joins")
     StateDir(state).require_free()
     require_packages(*SERVICE_PACKAGES)
-    options = local_options(spec_file.load(spec_file.SystemSpec, file, {**given, "standby": standby or None}), state)
+    options = local_options(spec_file.load(spec_file.SystemSpec, file, {**given, **flags}), state)
     schedule = _schedule(chaos, options) if chaos else []
     if not as_json:
         _warn_of_fleet(options)
     if detach:
         arguments = [str(file)] if file else []
         arguments += [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
-        arguments += ["--standby"] if standby else []
+        arguments += [f"--{name.replace('_', '-')}" for name, value in flags.items() if value]
         arguments += [f"--chaos={chaos}"] if chaos else []
         _up_in_background(state, [*arguments, f"--state={state}"], as_json=as_json)
     else:

@@ -102,6 +102,12 @@ def _check_trainer(spec: JobSpec, model: memory.TrainedModel, devices: DeviceSum
         )
         return
     resident = memory.generating_bytes(model, trainer)
+    if (n_others := devices.n_time_sharing - 1) and needed + n_others * resident > available:
+        offload = "set it to all" if trainer.offload != "all" else "lower --trainers"
+        found.problems.append(
+            f"trainer.offload: {devices.n_time_sharing} trainers use a GPU of {_gib(available)} in turns. One of a job "
+            f"like this needs {_gib(needed)} while it trains, and each of the others keeps {_gib(resident)}: {offload}"
+        )
     if devices.shared_memory_bytes and resident + devices.shared_memory_bytes > available:
         found.advice.append(
             f"trainer.offload: the trainer keeps {_gib(resident)} on a GPU of {_gib(available)} while its engines use "

@@ -215,6 +215,8 @@ class DeviceSummary:
     """Memory that the engine with the least may use on each of its GPUs."""
     shared_memory_bytes: int
     """Memory that all engines on one GPU of the trainer may use together."""
+    n_time_sharing: int = 1
+    """Trainers that use the trainer's GPUs in turns."""
 
 
 @dataclass(frozen=True)
@@ -243,6 +245,7 @@ class Layout:
             tensor_parallel=len(engines[0].gpus) if engines else 0,
             engine_memory_bytes=min((one.memory_bytes for one in engines), default=0),
             shared_memory_bytes=int(max(shares)),
+            n_time_sharing=sum(self.placements[name] == trainer for name in self.trainers),
         )
 
     def threads(self, n_cpus: int) -> int:
@@ -272,6 +275,7 @@ def plan(
     *,
     tensor_parallel: int = 1,
     memory_fraction: float = SHARED_MEMORY_FRACTION,
+    time_share: bool = False,
 ) -> Layout:
     """Place the processes of a system.
 
@@ -283,12 +287,13 @@ def plan(
         workers: names of the spot workers.
         tensor_parallel: number of GPUs per engine.
         memory_fraction: part of a trainer's GPU for all reserved engines on it together.
+        time_share: whether each trainer has all of `trainer_gpus`, in turns.
 
     Raises:
         ConfigError: there are too few GPUs, or they cannot be divided evenly.
 
     """
-    placements = _trainers(trainer_gpus, trainers)
+    placements = _trainers(trainer_gpus, trainers, time_share=time_share)
     placements |= _reserved(placements, reserved, tensor_parallel, memory_fraction)
     others = [gpu for gpu in gpus if gpu not in trainer_gpus]
     groups = groups_of(others, tensor_parallel)
@@ -323,16 +328,18 @@ def groups_of(gpus: Sequence[Gpu], tensor_parallel: int, memory_fraction: float 
     return [Placement(tuple(gpus[i : i + tensor_parallel]), memory_fraction) for i in starts]
 
 
-def _trainers(gpus: Sequence[Gpu], trainers: Sequence[str]) -> dict[str, Placement]:
+def _trainers(gpus: Sequence[Gpu], trainers: Sequence[str], *, time_share: bool) -> dict[str, Placement]:
     if not trainers:
         return {}
     if not gpus:
         raise ConfigError("the spot workers leave no GPU to the trainer: lower --workers, or give more --gpus")
+    if time_share:
+        return dict.fromkeys(trainers, Placement(tuple(gpus)))
     each, left = divmod(len(gpus), len(trainers))
     if left:
         raise ConfigError(
             f"{len(trainers)} trainers cannot divide {n_gpus(len(gpus))} evenly: give other --trainer-gpus or "
-            "--trainers"
+            "--trainers, or --time-share, so that they use them in turns"
         )
     return {name: Placement(tuple(gpus[i * each : (i + 1) * each])) for i, name in enumerate(trainers)}
 

@@ -17,6 +17,9 @@ LOOPBACK = "127.0.0.1"
 LEAST_OPEN_FILES = 256
 """With fewer, a process cannot open its libraries, connections and log."""
 
+SHARED_DEVICE = "trainers"
+"""Name of the device that trainers of one system use in turns."""
+
 ProcessRole = Literal["redis", "weight_store", "manager", "standby", "trainer", "reserved", "preemptible"]
 
 STARTING_ORDER: tuple[tuple[ProcessRole, ...], ...] = (
@@ -85,6 +88,8 @@ class LocalOptions:
     """Start a second manager, which takes over from the first."""
     trainers: int = 1
     """Number of jobs that can run at once."""
+    time_share: bool = False
+    """The trainers use one device in turns."""
     autoscale: int = 0
     """Maximum number of spot workers, which then follows the manager's autoscaling; 0: it does not."""
     layout: Layout = field(default_factory=Layout)
@@ -231,6 +236,8 @@ def _settings(context: LaunchContext, name: str, role: ProcessRole) -> dict[str,
             "WEIGHT_STORE_URL": context.url_of("weight-store"),
             "DIR": str(context.state_dir / "runs"),
         }
+        if context.options.time_share:
+            own["SHARED_DEVICE"] = SHARED_DEVICE
         return _prefixed("RLBOOST_TRAINER_", own)
     own = {
         **here,

@@ -84,6 +84,8 @@ class SystemSpec(MachineSpec):
     """GPUs of the trainers; empty: those that no spot worker uses."""
     trainers: int = Field(1, ge=0)
     """Trainers; each runs one job at a time. 0: the jobs have trainers of your own, outside of this system."""
+    time_share: bool = False
+    """All trainers use all of the trainers' GPUs, in turns: one trains while samples of the others are generated."""
     reserved: int | None = Field(None, ge=0)
     """Workers that share a trainer's device; by default 1, on GPUs one per `tensor_parallel` GPUs of the trainers."""
     workers: int | None = Field(None, ge=0)
@@ -106,6 +108,19 @@ class SystemSpec(MachineSpec):
         for name, given in (("reserved", self.reserved), ("trainer_gpus", self.trainer_gpus)):
             if self.trainers == 0 and given:
                 raise ValueError(f"{name}: with trainers 0 there is no trainer whose device is shared: remove it")
+        return self
+
+    @model_validator(mode="after")
+    def _shares_time_among_trainers(self) -> Self:
+        if self.time_share and self.trainers < 2:
+            raise ValueError(
+                f"time_share: the only trainer has its device alone: set trainers to 2 or more, not {self.trainers}"
+            )
+        if self.time_share and self.reserved:
+            raise ValueError(
+                "reserved: a reserved worker of one job would generate on the device while another job trains on it: "
+                "with time_share set it to 0, and give the jobs spot workers (workers)"
+            )
         return self
 
     @field_validator("host")
@@ -242,7 +257,7 @@ def placed(spec: SystemSpec, state: Path, gpus: Sequence[Gpu]) -> LocalOptions:
     """
     options = LocalOptions(
         state_dir=state,
-        reserved=min(1, spec.trainers) if spec.reserved is None else spec.reserved,
+        reserved=_reserved(spec, min(1, spec.trainers)),
         workers=initial_workers(spec.workers, spec.autoscale),
         engine=spec.engine_name,
         host=spec.host or LOOPBACK,
@@ -252,6 +267,7 @@ def placed(spec: SystemSpec, state: Path, gpus: Sequence[Gpu]) -> LocalOptions:
         env=spec.settings,
         standby=spec.standby,
         trainers=spec.trainers,
+        time_share=spec.time_share,
         autoscale=spec.autoscale,
     )
     if spec.autoscale and "RLBOOST_MANAGER_POOLS" in spec.env:
@@ -272,7 +288,7 @@ def placed(spec: SystemSpec, state: Path, gpus: Sequence[Gpu]) -> LocalOptions:
     else:
         trainer_gpus = usable[: max(len(usable) - max(workers, spec.autoscale) * spec.tensor_parallel, 0)]
     n_groups = len(trainer_gpus) // max(1, spec.trainers) // spec.tensor_parallel * spec.trainers
-    options = replace(options, workers=workers, reserved=n_groups if spec.reserved is None else spec.reserved)
+    options = replace(options, workers=workers, reserved=_reserved(spec, n_groups))
     planned = layout.plan(
         usable,
         trainer_gpus,
@@ -281,6 +297,7 @@ def placed(spec: SystemSpec, state: Path, gpus: Sequence[Gpu]) -> LocalOptions:
         spot_names(options),
         tensor_parallel=spec.tensor_parallel,
         memory_fraction=spec.gpu_memory_utilization or layout.SHARED_MEMORY_FRACTION,
+        time_share=spec.time_share,
     )
     if spec.autoscale > len(planned.worker_groups):
         raise ConfigError(
@@ -288,3 +305,9 @@ def placed(spec: SystemSpec, state: Path, gpus: Sequence[Gpu]) -> LocalOptions:
             f"{len(planned.worker_groups)} workers: lower it, or give fewer --trainer-gpus"
         )
     return replace(options, layout=planned)
+
+
+def _reserved(spec: SystemSpec, default: int) -> int:
+    if spec.reserved is not None:
+        return spec.reserved
+    return 0 if spec.time_share else default

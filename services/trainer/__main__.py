@@ -55,6 +55,8 @@ async def main(config: Settings, stop: asyncio.Event) -> None:
         limits=Limits(outage_s=config.outage_limit_s, samples_s=config.samples_limit_s),
         price_per_hour=config.price_per_hour,
         last_exit=os.environ.get(LAST_EXIT, ""),
+        shared_device=config.shared_device,
+        device_call_limit_s=config.device_call_limit_s,
     )
     # The first job finds it imported.
     device.post(_import_build)
@@ -82,4 +84,7 @@ def _import_build() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_service("trainer", Settings, main))
+    code = run_service("trainer", Settings, main)
+    if code:
+        sys.stdout.flush()
+        os._exit(code)  # the interpreter would wait for a call on the device that does not end

@@ -32,6 +32,7 @@ import structlog
 
 from rlboost.services.trainer.domain.job_states import Attempts, JobStates
 from rlboost.services.trainer.job.job import LEASE_TTL_S, LEASE_WAIT_LIMIT_S, DeviceThread, Job, RetryingBus
+from rlboost.services.trainer.job.shared_device import SharedDevice
 from rlboost.services.trainer.run import Build, run_job
 from rlboost.shared.errors import (
     BusUnavailable,
@@ -99,6 +100,8 @@ class Trainer:
         timing: Timing = Timing(),
         price_per_hour: float = 0.0,
         last_exit: str = "",
+        shared_device: str = "",
+        device_call_limit_s: float = math.inf,
     ) -> None:
         """Bind to Redis and the adapters; the loops do the work.
 
@@ -113,6 +116,8 @@ class Trainer:
             timing: intervals and limits of the loops.
             price_per_hour: dollars that its jobs are charged for its machines, besides its reserved workers.
             last_exit: how the earlier process of this trainer ended, empty if unknown.
+            shared_device: name of the device that it uses in turns with other trainers; empty: it has one alone.
+            device_call_limit_s: longest call on a shared device while another job waits for it.
 
         """
         self._name = name
@@ -124,6 +129,8 @@ class Trainer:
         self._bus = RetryingBus(bus, waits, limits.outage_s)
         self._build = build
         self._device = device
+        self._shared_device = shared_device
+        self._device_call_limit_s = device_call_limit_s
         self._waits = waits
         self._samples_limit_s = limits.samples_s
         self._jobs = JobStates(name)
@@ -286,7 +293,7 @@ class Trainer:
             lease=FencedLease(self._bus.raw, names.trainer_lease(job_id), names.trainer_epoch(job_id), LEASE_TTL_S),
             trainer=self._name,
             bus=self._bus,
-            device=self._device,
+            device=self._device_of_job(),
             waits=self._waits,
             limit_s=self._samples_limit_s,
         )
@@ -300,6 +307,18 @@ class Trainer:
             await job.emit_event("job_quarantined", trainer=self._name, reason=reason)
             return None
         return job
+
+    def _device_of_job(self) -> DeviceThread:
+        if not self._shared_device:
+            return self._device
+        return SharedDevice(
+            self._device,
+            self._bus,
+            self._waits,
+            name=self._shared_device,
+            trainer=self._name,
+            call_limit_s=self._device_call_limit_s,
+        )
 
     async def _count_start(self, job: Job) -> None:
         stored = await self._bus.retry(lambda bus: bus.hash_all(names.JOB_ATTEMPTS))

@@ -209,6 +209,11 @@ def _machines(
 ) -> JobMachines | None:
     if spec.nodes == 1:
         return None
+    if config.shared_device:
+        raise ConfigError(
+            f"trainer.nodes is {spec.nodes}, but this trainer shares its device {config.shared_device} with trainers of "
+            "its machine (RLBOOST_TRAINER_SHARED_DEVICE), and no other machine takes part: set trainer.nodes to 1"
+        )
     if machines is None:
         raise ConfigError(
             f"trainer.nodes is {spec.nodes}, but no machine can join this trainer: set RLBOOST_TRAINER_MACHINES_PORT"
@@ -230,7 +235,7 @@ def _engine(
 ) -> RanksPolicy:
     if spec.offload != "none" and config.device == "cpu":
         raise ConfigError(
-            f"trainer.offload: {spec.offload} needs a GPU shared by reserved engines and the trainer, but the "
+            f"trainer.offload: {spec.offload} needs a GPU that the trainer shares, but the "
             "trainer's device is cpu (RLBOOST_TRAINER_DEVICE): leave it out"
         )
     if spec.deterministic and config.device != "cpu":

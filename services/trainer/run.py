@@ -105,10 +105,11 @@ async def run_job(job: Job, build: Build) -> None:
         job.resources = await job.device.run(lambda: build(spec, job.id, job.created))
     try:
         run = JobRun(job)
-        try:
-            await run.to_the_end()
-        finally:
-            await run.close()
+        async with job.device.turns(job):
+            try:
+                await run.to_the_end()
+            finally:
+                await run.close()
     finally:
         del job.resources  # the trainer refers to the job until its next one
 
@@ -149,7 +150,7 @@ class JobRun:
             plan.check(spec, data.n_evaluation)
         if resources.machines is not None:
             await resources.machines.gather()
-        await job.device.run(lambda: resources.engine.load_hf(resources.model))
+        await job.device.compute(lambda: resources.engine.load_hf(resources.model))
         await resources.rewards.start()
         if resources.environments is not None:
             await resources.environments.start()

@@ -39,6 +39,17 @@ class Settings(ServiceSettings):
     device: str = Field(
         "cpu", description="torch device of the trained model; with cuda, rank r uses the r-th visible GPU"
     )
+    shared_device: str = Field(
+        "",
+        description="name of a device that several trainers of one machine use in turns, the same for each of them; "
+        "if empty, this trainer has its device alone",
+    )
+    device_call_limit_s: float = Field(
+        900.0,
+        gt=0,
+        description="exit if one computation takes longer than this while a job of another trainer waits for the "
+        "shared device",
+    )
     price_per_hour: float = Field(
         0.0,
         ge=0,

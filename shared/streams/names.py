@@ -171,6 +171,21 @@ def trainer_epoch(job_id: str) -> str:
     return f"{PREFIX}job:{job_id}:trainer.epoch"
 
 
+def device_lease(device: str) -> str:
+    """Lease: the trainer that computes on a device which several use in turns, and for which job (JSON)."""
+    return f"{PREFIX}device:{device}"
+
+
+def device_epoch(device: str) -> str:
+    """Counter: incremented by each acquisition of the device's lease."""
+    return f"{PREFIX}device:{device}:epoch"
+
+
+def device_claims(device: str) -> str:
+    """Hash: job -> how much of the device it has used, and since when it waits (JSON)."""
+    return f"{PREFIX}device:{device}:claims"
+
+
 def external_trainer(job_id: str) -> str:
     """Hash: of a job of kind `external`, its trainer (JSON), and the cursor up to which samples are released."""
     return f"{PREFIX}job:{job_id}:external"

@@ -10,11 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rlboost.services.trainer import build
 from rlboost.services.trainer.adapters.machines import link
 from rlboost.services.trainer.adapters.machines.link import MACHINE, Link
 from rlboost.services.trainer.adapters.machines.registry import JobMachines, RankSession, TrainerMachines
 from rlboost.services.trainer.adapters.torch.policy import TorchPolicy
 from rlboost.services.trainer.ports.engine import PolicyEngine, PolicySettings
+from rlboost.services.trainer.settings import Settings
 from rlboost.shared.errors import ConfigError, Retryable
 from rlboost.shared.job.training import OptimizerSpec, TrainerSpec
 from rlboost.shared.process.waiting import Waits
@@ -176,3 +178,10 @@ async def test_ranks_on_two_machines_survive_a_killed_agent(tmp_path: Path) -> N
         finally:
             for agent in agents.values():
                 agent.stop(signal.SIGKILL)
+
+
+def test_job_on_several_machines_is_refused_on_a_device_of_several_trainers() -> None:
+    config = Settings(shared_device="gpu")
+    with pytest.raises(ConfigError, match=r"trainer.nodes is 2, but this trainer shares its device gpu .* set .* to 1"):
+        build._machines(config, Waits(), None, TrainerSpec(data_parallel=2, nodes=2))
+    assert build._machines(config, Waits(), None, TrainerSpec(data_parallel=2)) is None

@@ -186,10 +186,11 @@ def _client(redis_url: str) -> redis.Redis:
 class BlackBox:
     """One `rlboost up` in its own state folder. Its processes are forked, see `forking`, where that is possible."""
 
-    def __init__(self, state: Path, *, standby: bool = False, **options: int | str) -> None:
+    def __init__(self, state: Path, *, standby: bool = False, time_share: bool = False, **options: int | str) -> None:
         self.state = state
         self._flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
         self._flags += ["--standby"] if standby else []
+        self._flags += ["--time-share"] if time_share else []
         self.up()
 
     def up(self) -> None:
@@ -375,9 +376,11 @@ def start_forked(*args: str, log: Path) -> ForkedProcess | subprocess.Popen[byte
 
 
 @contextmanager
-def black_box(state: Path, *, standby: bool = False, **options: int | str) -> Iterator[BlackBox]:
+def black_box(
+    state: Path, *, standby: bool = False, time_share: bool = False, **options: int | str
+) -> Iterator[BlackBox]:
     """A system that is stopped at the end."""
-    box = BlackBox(state, standby=standby, **options)
+    box = BlackBox(state, standby=standby, time_share=time_share, **options)
     try:
         yield box
     finally:

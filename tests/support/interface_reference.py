@@ -34,6 +34,8 @@ EVENTS: Mapping[str, str] = {
     "checkpoint_saved": "a checkpoint is complete",
     "conversation_lost": "a fault of the environment ended a conversation, which begins again or is left out",
     "deadline_unreachable": "no workers within the limits finish the job by `elastic.finish_by`; when it will end",
+    "device_lost": "the trainer was suspended for longer than its lease of a [shared device](time-sharing.md), which "
+    "another job has taken",
     "disk_full": "a write of the job waits until its disk has space",
     "fleet_scaled": "autoscaling changed the number of workers of a kind",
     "group_dropped": "a group was not trained on: it could not be generated or scored",

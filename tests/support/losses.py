@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 from torch import Tensor
 
@@ -29,4 +30,10 @@ def decoupled_loss(clip_low: float, clip_high: float, tis_cap: float | None) -> 
 def segfault(batch: TokenBatch) -> Tensor:
     """End the trainer as a fault in a library does."""
     os.kill(os.getpid(), signal.SIGSEGV)
+    return batch.logprobs.sum()
+
+
+def hang(batch: TokenBatch) -> Tensor:
+    """Compute for longer than any test lasts."""
+    time.sleep(3600)
     return batch.logprobs.sum()

@@ -103,6 +103,7 @@ class Rig:
         self.n_too_long = 0
         self.samples_limit_s = 20.0
         self.outage_limit_s = 20.0
+        self.shared_device = ""
         self.waits = Waits()
         self._trainers = 0
         self.vocab_size = 100
@@ -182,6 +183,7 @@ class Rig:
             timing=self.timing,
             price_per_hour=PRICE_PER_HOUR,
             last_exit=last_exit,
+            shared_device=self.shared_device,
         )
         loops = [
             asyncio.create_task(loop(stop)) for loop in (trainer.follow_commands, trainer.run_jobs, trainer.renew_lease)

@@ -163,9 +163,22 @@ class Durations:
     not shorten it."""
     train_s: float = 0.0
     """Time of computing on the device."""
+    device_wait_s: float | None = None
+    """Time for which there was something to train on, and another job had the device; None if it is not shared."""
     publish_s: float = 0.0
     step_s: float = 0.0
     """The whole step."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return those that every step has, and the wait for a shared device if there is one."""
+        row = {
+            "time/step_s": self.step_s,
+            "time/seeding_s": self.seeding_s,
+            "time/wait_s": self.wait_s,
+            "time/train_s": self.train_s,
+            "time/publish_s": self.publish_s,
+        }
+        return row if self.device_wait_s is None else {**row, "time/device_wait_s": self.device_wait_s}
 
 
 @dataclass(slots=True)
@@ -258,13 +271,7 @@ class StepTally:
         if rollouts.resampled is not None:
             row |= {"groups/resampled": rollouts.resampled, "time/resample_s": times.resample_s}
         tokens = sum(length(s.tokens, I32) for group in (*rollouts.scored, *rollouts.evaluated) for s in group.samples)
-        row |= {
-            "time/step_s": times.step_s,
-            "time/seeding_s": times.seeding_s,
-            "time/wait_s": times.wait_s,
-            "time/train_s": times.train_s,
-            "time/publish_s": times.publish_s,
-        }
+        row |= times.metrics()
         if not self.requested_before:
             row["perf/tokens_per_s"] = tokens / times.step_s if times.step_s else 0.0
         if trained := self.loss_sums.get("all_tokens"):
@@ -421,7 +428,7 @@ class ProfileRecorder:
             self._engines[engine.role, engine.kind].append(engine)
         times, scored, scoring_s = tally.durations, tally.rollouts.scored, tally.rollouts.scoring_s
         if scored and times.train_s and not tally.requested_before:
-            waited_s = times.seeding_s + times.wait_s
+            waited_s = times.seeding_s + times.wait_s + (times.device_wait_s or 0.0)
             lengths = [length(s.tokens, I32) for group in scored for s in group.samples]
             prompt_tokens = sum(length(group.prompt, I32) * len(group.samples) for group in scored)
             self._steps.append(

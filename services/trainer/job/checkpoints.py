@@ -82,7 +82,7 @@ class Checkpoints:
             state = self._as_initial(state)
         else:
             return self.state(0)
-        await job.device.run(lambda: job.resources.engine.load(directory))
+        await job.device.compute(lambda: job.resources.engine.load(directory))
         if (fallback := await job.device.run(self._store.fallback)) is not None:
             self.covered_step = fallback.step
         begins = {"begins_with": resume} if self._starts_from_another_job else {}

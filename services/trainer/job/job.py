@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
@@ -43,8 +44,26 @@ T = TypeVar("T")
 class DeviceThread:
     """One thread for all computation: the event loop stays free, and a cancelled job never waits for a kernel."""
 
+    waited_s = 0.0
+    """How long calls have waited for other trainers' jobs on the device."""
+
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="device")
+
+    @property
+    def is_shared(self) -> bool:
+        """Return True if jobs of other trainers use the device in turns with this one's."""
+        return False
+
+    @asynccontextmanager
+    async def turns(self, job: Job) -> AsyncIterator[None]:
+        """Let a job compute until the body ends; on a shared device it takes turns."""
+        del job
+        yield
+
+    async def compute(self, call: Callable[[], T]) -> T:
+        """Run a call that uses the device, not only its thread."""
+        return await self.run(call)
 
     async def run(self, call: Callable[[], T]) -> T:
         """Return the result of the call. Calls run one at a time, in the order in which they were made.

@@ -151,7 +151,7 @@ class VersionPublisher:
             )
         if same is False:
             shards = await self._weights.fetch(version)
-            await self._job.device.run(lambda: self._engine.load_shards(shards, what))
+            await self._job.device.compute(lambda: self._engine.load_shards(shards, what))
             await self._job.emit_event("weights_restored", version=version)
 
     async def _parity_json(self) -> str:
@@ -159,7 +159,7 @@ class VersionPublisher:
         if (canaries := self._job.resources.canary_prompts) is None:
             return ""
         rows = [SequenceRow(pack(prompt, I32), pack(completion, I32)) for prompt, completion in canaries.rows]
-        return build_reference(canaries, await self._job.device.run(lambda: self._engine.logprobs([rows]))).encode()
+        return build_reference(canaries, await self._job.device.compute(lambda: self._engine.logprobs([rows]))).encode()
 
     async def _commit(self, version: int, what: Exported, parity_json: str) -> None:
         shards, epoch = self._engine.export_shards(what), self._job.lease.epoch

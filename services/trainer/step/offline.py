@@ -49,8 +49,8 @@ async def train_step(job: Job, spec: OfflineJob, step: int) -> dict[str, float]:
             rows, numbers = await _weighted(job, spec, examples, rows)
         for batch in select(rows, pack(rows, spec.trainer.micro_batch_tokens)):
             # One call per micro-batch: a cancelled job waits for one only.
-            sums.add(numbers, await device.run(partial(engine.accumulate, [batch], resources.loss)))
-        norm = await device.run(partial(engine.step, rate))
+            sums.add(numbers, await device.compute(partial(engine.accumulate, [batch], resources.loss)))
+        norm = await device.compute(partial(engine.step, rate))
     except NotFinite as error:
         path = await device.run(partial(resources.folder.dump_batch, f"not-finite-step-{step}.jsonl", rows))
         raise Fatal(
@@ -98,7 +98,7 @@ async def _weighted(
 
 
 async def _columns(job: Job, rows: Sequence[SequenceRow], call: EngineCall) -> list[bytes]:
-    return await engine_columns(rows, call, job.spec.trainer.micro_batch_tokens, job.device.run)
+    return await engine_columns(rows, call, job.spec.trainer.micro_batch_tokens, job.device.compute)
 
 
 def _rows(spec: OfflineJob, examples: Sequence[Prompt]) -> list[TrainingRow]:

@@ -55,6 +55,8 @@ class DeviceTurn:
         self.busy_s = 0.0
         """How long the device computed."""
         self._computes_since: float | None = None
+        self.shared_wait_s = 0.0
+        """How long calls waited while jobs of other trainers had the device."""
 
     @property
     def idle_s(self) -> float:
@@ -62,7 +64,7 @@ class DeviceTurn:
         now = time.monotonic()
         held_s = self.held_s + (now - self._since if self._owned.is_set() else 0.0)
         busy_s = self.busy_s + (0.0 if self._computes_since is None else now - self._computes_since)
-        return max(0.0, held_s - busy_s)
+        return max(0.0, held_s - busy_s - self.shared_wait_s)
 
     def set_owned(self, *, owned: bool) -> None:
         """Set whether the trainer has the device; without effect once the step's last turn has ended."""
@@ -102,12 +104,16 @@ class DeviceTurn:
                 await asyncio.wrap_future(offloading)
             else:
                 await self._turn()
-        began = self._computes_since = time.monotonic()
+        device = self._job.device
+        began, waited_s = time.monotonic(), device.waited_s
+        self._computes_since = began
         try:
-            return await self._job.device.run(call)
+            return await device.compute(call)
         finally:
             self._computes_since = None
-            self.busy_s += time.monotonic() - began
+            waited_s = device.waited_s - waited_s
+            self.shared_wait_s += waited_s
+            self.busy_s += time.monotonic() - began - waited_s
 
     async def _turn(self) -> None:
         because = f"the reserved engines generate for step {self._step + 1} on it"
@@ -186,6 +192,11 @@ class StepRun:
         subject = f"samples of step {self._step + 1}" if self._intake.n_train else "samples of the evaluation"
         while True:
             self._turn.set_owned(owned=groups.trainer_has_device)
+            if self._job.device.is_shared and any(engine.role == "reserved" for engine in groups.engines):
+                raise Fatal(
+                    "a reserved worker generates on the device that this trainer shares with other trainers "
+                    "(RLBOOST_TRAINER_SHARED_DEVICE), which may be training: stop it, and use spot workers"
+                )
             if self._idle_before_s is None and not self._intake.n_initial_pending:
                 self._idle_before_s = self._turn.idle_s
             waits_for_device = self._intake.n_train and not groups.trainer_has_device and not self._intake.judging
@@ -277,11 +288,12 @@ class StepRun:
             ) from error
 
     def _durations(self) -> Durations:
-        wait_s = max(0.0, self._turn.held_s - self._turn.busy_s)
+        wait_s = max(0.0, self._turn.held_s - self._turn.busy_s - self._turn.shared_wait_s)
         before_s = wait_s if not self._tally.rollouts.resampled or self._idle_before_s is None else self._idle_before_s
         return Durations(
             seeding_s=self._turn.waited_s or 0.0,
             wait_s=wait_s,
             resample_s=max(0.0, wait_s - before_s),
             train_s=self._turn.busy_s,
+            device_wait_s=self._turn.shared_wait_s if self._job.device.is_shared else None,
         )

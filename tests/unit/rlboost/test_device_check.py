@@ -159,6 +159,17 @@ def test_state_has_the_documented_bytes_per_parameter(
     assert memory.state_bytes(model, spec) == per_parameter * BILLION
 
 
+def test_states_of_trainers_that_share_time_must_fit_together(tmp_path: Path) -> None:
+    system = {"trainers": 2, "time_share": True, "workers": 0}
+    (problem,) = checked(tmp_path, 4, system, n=1).problems
+    assert problem == (
+        "trainer.offload: 2 trainers use a GPU of 79.6 GiB in turns. One of a job like this needs 59.6 GiB while it "
+        "trains, and each of the others keeps 44.7 GiB: set it to all"
+    )
+    assert checked(tmp_path, 4, system, n=1, trainer={"offload": "all"}) == Fit([], [])
+    assert checked(tmp_path, 2, system, n=1).problems == []
+
+
 @pytest.mark.parametrize(("offload", "per_parameter"), [("none", 12), ("optimizer", 4), ("all", 0)])
 def test_offload_leaves_the_documented_bytes_while_engines_generate(offload: Any, per_parameter: int) -> None:
     spec = TrainerSpec(offload=offload)

@@ -86,6 +86,28 @@ def test_trainers_divide_their_gpus_and_their_reserved_workers_follow() -> None:
     }
 
 
+def test_trainers_that_share_time_have_the_same_gpus_and_no_reserved_workers() -> None:
+    found = options(4, trainers=2, time_share=True, workers=2)
+    assert shown(found.layout) == {"trainer-1": "0,1", "trainer-2": "0,1", "worker-1": "2", "worker-2": "3"}
+    assert (found.time_share, found.reserved) == (True, 0)
+    summary = found.layout.summary()
+    assert summary is not None
+    assert (summary.n_time_sharing, summary.trainer_gpus) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"trainers": 1}, "--time-share: the only trainer has its device alone: set trainers to 2 or more, not 1"),
+        ({"trainers": 0}, "set trainers to 2 or more, not 0"),
+        ({"trainers": 2, "reserved": 1}, "--reserved: a reserved worker of one job would generate on the device while"),
+    ],
+)
+def test_time_sharing_that_is_not_possible_names_the_option_to_change(given: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        load(SystemSpec, None, {"time_share": True, **given})
+
+
 def test_engines_on_one_gpu_divide_the_engines_memory() -> None:
     found = options(2, reserved=3, gpu_memory_utilization=0.6).layout.placements
     assert {name: found[name].memory_fraction for name in ("reserved-1", "reserved-2", "reserved-3")} == {

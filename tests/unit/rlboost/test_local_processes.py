@@ -86,6 +86,13 @@ def test_the_reserved_workers_are_dealt_out_to_the_trainers_in_turn() -> None:
     assert own == ["trainer-1", "trainer-2"]
 
 
+def test_trainers_that_share_time_name_the_same_device() -> None:
+    there = replace(context(LocalOptions(trainers=2, reserved=0, time_share=True)), port_of=lambda _: 9)
+    told = [spec_of(there, name, "trainer").env["RLBOOST_TRAINER_SHARED_DEVICE"] for name in ("trainer-1", "trainer-2")]
+    assert told == ["trainers", "trainers"]
+    assert "RLBOOST_TRAINER_SHARED_DEVICE" not in spec_of(context(), "trainer", "trainer").env
+
+
 def test_a_single_trainer_needs_no_number() -> None:
     assert spec_of(context(), "trainer", "trainer").env["RLBOOST_TRAINER_NAME"] == "trainer"
     assert spec_of(context(), "reserved-1", "reserved").env["RLBOOST_WORKER_TRAINER"] == "trainer"
