@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rlboost.services.rollout_worker.domain.load import EngineStats, KvCapacity
-from rlboost.services.rollout_worker.domain.request_table import RequestTable
+from rlboost.services.rollout_worker.domain.request_table import NO_TOKEN, RequestTable
 from rlboost.services.rollout_worker.domain.requests import Emission, Request, RequestKey, uniforms
 from rlboost.services.rollout_worker.ports import (
     AdapterEngine,
@@ -77,7 +77,7 @@ class FakeEngine:
         self.hints: list[tuple[int, list[int]]] = []
         """Sample and completion of each `hint`."""
         self.vocabulary = vocabulary
-        self._new_table = partial(RequestTable, slots, max_len, vocabulary, capacity)
+        self._new_table = partial(RequestTable, slots, max_len, vocabulary, capacity, options={"forced"})
         self._table = self._new_table()
         self.returns_routed_experts = self._table.returns_routed_experts
         self.sampling_options = self._table.options
@@ -100,7 +100,8 @@ class FakeEngine:
         table.admit(budget_tokens=1 << 30)
         drawn = uniforms(table.seeds, table.offsets)
         logprobs = np.full(table.n, -np.log(self.vocabulary), np.float32)
-        table.commit((drawn * self.vocabulary).astype(np.int64), logprobs)
+        forced = table.forced(np.arange(table.n), table.offsets)
+        table.commit(np.where(forced == NO_TOKEN, (drawn * self.vocabulary).astype(np.int64), forced), logprobs)
 
     def fail(self, cause: Exception) -> None:
         """Die of `cause`."""

@@ -27,7 +27,7 @@ from rlboost.services.rollout_worker.domain.requests import (
     validation_error,
 )
 from rlboost.shared.messages import FINISH_LENGTH, FINISH_NONE, FINISH_RELEASED, FINISH_STOP, SamplingOption
-from rlboost.shared.wire import RoutedShape
+from rlboost.shared.wire import I32, RoutedShape, unpack
 
 Ints = npt.NDArray[np.int64]
 
@@ -44,6 +44,7 @@ _SLOT_DTYPE = np.dtype(
         ("min_p", "f8"),
         ("top_logprobs", "i8"),
         ("restricted", "?"),  # some tokens may not be drawn, or are drawn more or less often
+        ("forced", "?"),  # the request gives its completion
         ("aborted", "?"),
     ],
     align=True,
@@ -226,6 +227,36 @@ class RequestTable:
         """Return the tokens of a slot's completion."""
         return self.tokens(slot)[self._slot_state["prompt"][slot] :]
 
+    def forced(self, slots: Ints, offsets: Ints) -> Ints:
+        """Return the token that a slot's request gives at an offset of its completion, `NO_TOKEN` where it gives none.
+
+        Args:
+            slots: [n].
+            offsets: [n].
+
+        """
+        found = np.full(len(slots), NO_TOKEN, np.int64)
+        for row in np.flatnonzero(self._slot_state["forced"][slots]).tolist():
+            found[row] = unpack(self.requests[slots[row]].sampling.forced, I32)[offsets[row]]
+        return found
+
+    def forced_drafts(self, budget_tokens: int) -> list[list[int]] | None:
+        """Return the given tokens that may follow each slot's next one in one pass; None if no slot is given any.
+
+        Args:
+            budget_tokens: the most, divided among the slots.
+
+        """
+        slots = np.flatnonzero(self._slot_state["forced"][: self.n]).tolist()
+        if not slots:
+            return None
+        each, room, offsets = max(1, budget_tokens // len(slots)), self.room, self.offsets
+        drafts: list[list[int]] = [[] for _ in range(self.n)]
+        for slot in slots:
+            given, start = unpack(self.requests[slot].sampling.forced, I32), int(offsets[slot])
+            drafts[slot] = given[start : start + min(each, int(room[slot]))].tolist()
+        return drafts
+
     @property
     def room(self) -> Ints:
         """How many tokens after its next one each slot may get."""
@@ -348,7 +379,8 @@ class RequestTable:
         self._tokens[slot, : ids.size] = ids
         numbers = (as_u64(request.seed), len(request.prompt), ids.size, ids.size, self._limit(request))
         narrowing = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, sampling.top_logprobs)
-        self._slot_state[slot] = (*numbers, *narrowing, not _RESTRICTING.isdisjoint(sampling.options), False)
+        is_restricted = not _RESTRICTING.isdisjoint(sampling.options)
+        self._slot_state[slot] = (*numbers, *narrowing, is_restricted, bool(sampling.forced), False)
         if sampling.top_logprobs:
             self._top_logprobs[request.key] = bytearray()
         stops = sampling.stop_token_ids
@@ -548,6 +580,7 @@ class RequestTable:
             error=error,
             routed_experts=self._routed_experts(slot) if finish in {FINISH_STOP, FINISH_LENGTH} else b"",
             top_logprobs=bytes(top),
+            is_forced=bool(request.sampling.forced),
         )
         self._emissions.append(emission)
         if top:

@@ -61,6 +61,7 @@ def sample(
     top_k: Ints | None = None,
     min_p: Floats | None = None,
     restricted: torch.Tensor | None = None,
+    forced: Ints | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample a token for each request.
 
@@ -73,6 +74,7 @@ def sample(
         top_k: [n]; sample from this many of the most likely tokens, before `top_p`; 0: from all.
         min_p: [n]; sample from the tokens that are at least this fraction as likely as the most likely one.
         restricted: [n, vocabulary], the logits to draw from, if they differ from `logits`.
+        forced: [n], the token to take, where it is not `NO_TOKEN`.
 
     Returns:
         Tokens [n] (int64), and the log-probability [n] (float32) of each under the whole distribution at its
@@ -82,6 +84,9 @@ def sample(
     """
     greedy = temperature == 0
     logprobs = _log_softmax(logits, temperature)
+    if forced is not None and (forced != NO_TOKEN).all():
+        given = _column(forced, logits)
+        return given[:, 0], logprobs.gather(1, given)[:, 0]
     drawn = logprobs if restricted is None else _log_softmax(restricted, temperature)
     weights = drawn.exp()
     top_k = np.zeros_like(top_p, np.int64) if top_k is None else top_k
@@ -98,6 +103,9 @@ def sample(
     tokens = torch.searchsorted(cumulative, target, right=True).clamp_(max=logits.shape[-1] - 1)
     if greedy.any():
         tokens = torch.where(_column(greedy, logits), drawn.argmax(dim=-1, keepdim=True), tokens)
+    if forced is not None:
+        given = _column(forced, logits)
+        tokens = torch.where(given == NO_TOKEN, tokens, given)
     return tokens[:, 0], logprobs.gather(1, tokens)[:, 0]
 
 
@@ -147,6 +155,8 @@ def _column(values: npt.NDArray[np.generic], like: torch.Tensor) -> torch.Tensor
 _PREFILL_TOKENS = 4096
 """Maximum tokens of one prefill pass, including padding: bounds the memory of a pass and the delay of running requests.
 For a longer prefix a pass takes fewer, so that it has no more pairs of tokens."""
+_FORCED_TOKENS = 512
+"""Maximum given tokens that are scored in one pass, which has the logits of each: bounds its memory and its duration."""
 _ADMIT_STEPS = 4
 """Decode steps between two admissions while most slots are busy: prefilling one request costs nearly as much as ten,
 and idle slots cost little."""
@@ -458,7 +468,13 @@ class TorchEngine(ThreadedEngine):
             self._cache.reorder(order)
 
     def _decode(self, table: RequestTable) -> None:
-        drafter = self._drafter if table is self._table and not table.is_batch_invariant else None
+        if table.is_batch_invariant:
+            self._decode_one(table)
+            return
+        if (forced := table.forced_drafts(_FORCED_TOKENS)) is not None:
+            self._verify(table, None, Drafts(forced))
+            return
+        drafter = self._drafter if table is self._table else None
         if drafter is None:
             self._decode_one(table)
             return
@@ -505,8 +521,8 @@ class TorchEngine(ThreadedEngine):
             self._model, np.array(tokens, np.int64), slots, positions, self._cache, inputs_of
         )
 
-    def _verify(self, table: RequestTable, drafter: Drafter, drafts: Drafts) -> None:
-        """Decode the tokens of each slot up to the first that differs from its draft."""
+    def _verify(self, table: RequestTable, drafter: Drafter | None, drafts: Drafts) -> None:
+        """Decode the tokens of each slot up to the first that differs from its draft; `drafter` is what drafted."""
         starts, lengths = table.positions, np.array([1 + len(draft) for draft in drafts.tokens])
         self._cache.fit(starts + lengths - 1, held=table.n)
         at = self._cache.begin_verify(starts, lengths)
@@ -523,14 +539,16 @@ class TorchEngine(ThreadedEngine):
         offsets = table.offsets[slots] + np.arange(len(slots)) - firsts[slots]
         tokens, logprobs, most_likely = self._draw(table, logits, slots, offsets)
         if self._cache_is_stale:
-            # A draft may be the cause: the next pass is without.
-            drafter.on_failed(drafts)
-            return
+            if drafter is not None:
+                # A draft may be the cause: the next pass is without.
+                drafter.on_failed(drafts)
+                return
         accepted = [
             _common_length(draft, tokens[first : first + len(draft)].tolist())
             for draft, first in zip(drafts.tokens, firsts.tolist(), strict=True)
         ]
-        drafter.on_verified(drafts, accepted)
+        if drafter is not None:
+            drafter.on_verified(drafts, accepted)
         columns, last = np.arange(1 + max(accepted)), np.array(accepted)[:, None]
         rows = firsts[:, None] + np.minimum(columns, last)
         drawn = np.where(columns <= last, tokens[rows], NO_TOKEN)
@@ -543,7 +561,7 @@ class TorchEngine(ThreadedEngine):
         self, table: RequestTable, logits: Tensor, slots: Ints, offsets: Ints
     ) -> tuple[Ints, npt.NDArray[np.float32], dict[int, bytes]]:
         """Draw the token at an offset of a slot in each row of the logits [rows, vocabulary]; see `table.commit`."""
-        temperature = table.temperature[slots]
+        temperature, forced = table.temperature[slots], table.forced(slots, offsets)
         sampled = sample(
             logits,
             temperature,
@@ -552,6 +570,7 @@ class TorchEngine(ThreadedEngine):
             top_k=table.top_k[slots],
             min_p=table.min_p[slots],
             restricted=_restricted(table, logits, slots, offsets),
+            forced=forced if (forced != NO_TOKEN).any() else None,
         )
         tokens, logprobs = (tensor.cpu().numpy() for tensor in sampled)
         if not np.isfinite(logprobs).all():
