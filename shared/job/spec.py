@@ -283,8 +283,8 @@ class RlJob(_TrainingJob, _RewardedJob):
             )
         if self.models and self.held_teacher and re.fullmatch(_MODEL_NAME, self.held_teacher):
             raise ValueError(
-                f"{TEACHER}: {self.held_teacher!r} is not among models, and it has {', '.join(self.models)}: name one of "
-                f"these, or write ./{self.held_teacher} for a folder whose model the trainer is to hold"
+                f"{TEACHER}: {self.held_teacher!r} is not among models, and it has {', '.join(self.models)}: name one "
+                f"of these, or write ./{self.held_teacher} for a folder whose model the trainer is to hold"
             )
         if self.eval is not None and self.reward is None and self.conversation is None:
             raise ValueError("eval: it needs a reward, which otherwise is only logged: give reward, or remove eval")

@@ -56,7 +56,16 @@ MAX_TOP_LOGPROBS = 20
 MAX_IMAGE_BYTES = 4 << 20
 """An image is one chunk of the weight store."""
 SamplingOption = Literal[
-    "top_k", "min_p", "min_tokens", "logit_bias", "top_logprobs", "grammar", "stop", "batch_invariant", "images", "forced"
+    "top_k",
+    "min_p",
+    "min_tokens",
+    "logit_bias",
+    "top_logprobs",
+    "grammar",
+    "stop",
+    "batch_invariant",
+    "images",
+    "forced",
 ]
 """A field of `Sampling` that not every engine supports."""
 RESUMES_GRAMMAR = "resumes_grammar"

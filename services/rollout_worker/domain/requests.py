@@ -175,9 +175,7 @@ def validation_error(
         return f"a token id is outside the model's 0..{vocabulary - 1}"
     if not (sampling.temperature >= 0 and 0 < sampling.top_p <= 1):
         return f"temperature {sampling.temperature} or top_p {sampling.top_p} is outside [0, inf) or (0, 1]"
-    if error := _option_error(sampling, vocabulary, options):
-        return error
-    if sampling.forced and (error := _forced_error(request, max_len, vocabulary)):
+    if error := _option_error(sampling, vocabulary, options) or _forced_error(request, max_len, vocabulary):
         return error
     return _routing_error(sampling.routed_experts, shape) if sampling.routed_experts else ""
 
@@ -204,7 +202,8 @@ def _option_error(sampling: Sampling, vocabulary: int, options: Collection[str])
 
 
 def _forced_error(request: Request, max_len: int, vocabulary: int) -> str:
-    given = ints(request.sampling.forced)
+    if not (given := ints(request.sampling.forced)):
+        return ""
     if not request.prompt:
         return "a completion without a prompt cannot be scored"
     if len(given) != request.sampling.max_tokens or request.tokens != list(given[: len(request.tokens)]):

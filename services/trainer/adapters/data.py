@@ -147,7 +147,7 @@ def load_data(spec: JobSpec, model: Path, created: datetime | None = None, image
 
 
 def check_teacher(spec: JobSpec, data: Data, teacher: Path) -> None:
-    """Check that a teacher has as many positions as the job's samples may have tokens; sessions of agents may have more.
+    """Check that a teacher has as many positions as the job's samples may have tokens, but for sessions of agents.
 
     Raises:
         ConfigError: it has fewer.
@@ -158,9 +158,9 @@ def check_teacher(spec: JobSpec, data: Data, teacher: Path) -> None:
     longest = max((length(prompt.tokens) for prompt in data.train), default=0)
     if spec.agent is None and positions and longest + spec.sampling.max_tokens > positions:
         raise ConfigError(
-            f"{TEACHER}: {teacher} has {positions} positions, fewer than the {longest} tokens of the longest prompt and "
-            f"sampling.max_tokens {spec.sampling.max_tokens}: lower these, set data.max_prompt_tokens, or use a teacher "
-            "with more"
+            f"{TEACHER}: {teacher} has {positions} positions, fewer than the {longest} tokens of the longest prompt "
+            f"and sampling.max_tokens {spec.sampling.max_tokens}: lower these, set data.max_prompt_tokens, or use a "
+            "teacher with more"
         )
 
 

@@ -186,7 +186,7 @@ def _with_replacements(ids: TurnIds, spec: GeneratingJob) -> TurnIds:
 
 @dataclass(frozen=True, slots=True)
 class OtherModelIds:
-    """The ids of what judges and teacher of a job are asked: each a group of one sample of the serving job, of that step.
+    """The ids of what judges and teacher of a job are asked: each a group of one sample of the serving job.
 
     The teacher counts as the last judge, and the rows of a sample as tries.
     """

@@ -24,7 +24,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from operator import attrgetter
@@ -124,6 +124,10 @@ class StepIntake:
         self.judging: set[asyncio.Task[ScoredGroup | None]] = set()
         """The scoring that runs, if other models take part, whose requests reserved workers may have to generate."""
 
+    @property
+    def _asks_models(self) -> bool:
+        return self._judges is not None or self._teacher is not None
+
     # --- request ---
 
     async def request(self, *, evaluation: bool) -> None:
@@ -166,8 +170,9 @@ class StepIntake:
         for sample, conversation in self.groups.take_arrived():
             planned = self._planned[group_of(sample.sample)]
             prompt = self.turns.prompt_of(planned.id)
-            rows = [Row(prompt, sample.tokens, b"", sample.logprobs)] if conversation is None else conversation.rows(prompt)
+            whole = Row(prompt, sample.tokens, b"", sample.logprobs)
             if not planned.is_eval:
+                rows = [whole] if conversation is None else conversation.rows(prompt)
                 self._teacher.ask(self.step, planned, sample, rows, self._scoring)
 
     def take(self, outcome: GroupOutcome) -> None:
@@ -190,7 +195,7 @@ class StepIntake:
 
     def _task(self, scoring: Coroutine[Any, Any, ScoredGroup | None], name: str) -> asyncio.Task[ScoredGroup | None]:
         task = self._scoring.create_task(scoring, name=name)
-        if self._judges is not None or self._teacher is not None:
+        if self._asks_models:
             self.judging.add(task)
             task.add_done_callback(self.judging.discard)
         return task
@@ -215,11 +220,13 @@ class StepIntake:
             summaries = await asyncio.to_thread(sample_summaries, *shown)
             held_out = {"set": planned.held_out.name} if planned.held_out is not None and planned.held_out.name else {}
             await job.publish_samples([summary | held_out for summary in summaries])
-        taught, problem = ({}, "")
+        taught: Mapping[tuple[bytes, bytes], bytes] = {}
         if self._teacher is not None and not planned.is_eval:
             taught, problem = await self._teacher.columns(outcome)
-        if scores.rewards is None or problem:
-            await self._drop(outcome.group, *((scores.reason, scores.detail) if not problem else ("teacher", problem)))
+            if problem:
+                scores = replace(scores, rewards=None, reason="teacher", detail=problem)
+        if scores.rewards is None:
+            await self._drop(outcome.group, scores.reason, scores.detail)
             return None
         if not planned.is_eval:
             self._tally.scoring_s.append(took_s)
@@ -332,7 +339,7 @@ class StepIntake:
         reward = self._job.spec.reward
         # Each call has its own limit; in addition, the processes may be busy with groups of later steps.
         limit_s = self._job.limit_s + (reward.timeout_s if reward is not None else 0.0) * n_groups
-        if self._judges is not None or self._teacher is not None:  # which have a limit of their own, between two answers
+        if self._asks_models:  # which have a limit of their own, between two answers
             limit_s = MAX_JUDGING_S
         try:
             waits = self._job.waits

@@ -304,10 +304,11 @@ class Teacher:
             for task in self._asked.pop(sample.sample):
                 row, answer = await task
                 if isinstance(answer, SampleDropped):
-                    problem = problem or f"{self._serving} cannot score a completion: {answer.reason}"
+                    problem = f"{self._serving} cannot score a completion: {answer.reason}"
                 elif answer.tokens != row.completion:
-                    problem = problem or f"a worker of {self._serving} has scored another completion"
-                found[row.prompt, row.completion] = b"" if problem else answer.logprobs
+                    problem = f"a worker of {self._serving} has scored another completion"
+                else:
+                    found[row.prompt, row.completion] = answer.logprobs
         return found, problem
 
     def release(self, group: int) -> None:

@@ -162,7 +162,8 @@ class _FromRewards(TrainingRows):
         if (teacher := self._algorithm.teacher) is None:
             return found
         if self._is_served:
-            columns = iter([_of_loss(row, group.taught) for rows, group in zip(found, groups, strict=True) for row in rows])
+            pairs = zip(found, groups, strict=True)
+            columns = iter([_of_loss(row, group.taught) for rows, group in pairs for row in rows])
         else:
             columns = iter(await self._columns(_flat(found), self._engine.reference_logprobs))
         return [[_taught(row, next(columns), teacher.coef) for row in group] for group in found]

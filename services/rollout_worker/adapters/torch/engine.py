@@ -156,7 +156,7 @@ _PREFILL_TOKENS = 4096
 """Maximum tokens of one prefill pass, including padding: bounds the memory of a pass and the delay of running requests.
 For a longer prefix a pass takes fewer, so that it has no more pairs of tokens."""
 _FORCED_TOKENS = 512
-"""Maximum given tokens that are scored in one pass, which has the logits of each: bounds its memory and its duration."""
+"""Maximum given tokens that are scored in one pass, which has the logits of each: bounds its memory and duration."""
 _ADMIT_STEPS = 4
 """Decode steps between two admissions while most slots are busy: prefilling one request costs nearly as much as ten,
 and idle slots cost little."""
@@ -538,11 +538,10 @@ class TorchEngine(ThreadedEngine):
             table.record_routing(np.arange(table.n), starts, lengths, np.split(experts(1)[0], firsts[1:]))
         offsets = table.offsets[slots] + np.arange(len(slots)) - firsts[slots]
         tokens, logprobs, most_likely = self._draw(table, logits, slots, offsets)
-        if self._cache_is_stale:
-            if drafter is not None:
-                # A draft may be the cause: the next pass is without.
-                drafter.on_failed(drafts)
-                return
+        if self._cache_is_stale and drafter is not None:
+            # A draft may be the cause: the next pass is without.
+            drafter.on_failed(drafts)
+            return
         accepted = [
             _common_length(draft, tokens[first : first + len(draft)].tolist())
             for draft, first in zip(drafts.tokens, firsts.tolist(), strict=True)
