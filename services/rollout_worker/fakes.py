@@ -11,19 +11,21 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rlboost.services.rollout_worker.domain.load import EngineStats, KvCapacity
-from rlboost.services.rollout_worker.domain.request_table import NO_TOKEN, RequestTable
+from rlboost.services.rollout_worker.domain.request_table import RequestTable
 from rlboost.services.rollout_worker.domain.requests import Emission, Request, RequestKey, uniforms
 from rlboost.services.rollout_worker.ports import (
     AdapterEngine,
     Changes,
+    EngineClosed,
     EngineFailed,
     Sequences,
     StagedAdapter,
     StagedWeights,
 )
-from rlboost.shared.errors import BadSignature, Corrupt, Fatal, NotFound, UnsuitableWeights
+from rlboost.shared.errors import BadSignature, Corrupt, NotFound, UnsuitableWeights
 from rlboost.shared.model.parity_reference import ParityReference
 from rlboost.shared.process.system import run_in_thread
+from rlboost.shared.wire import ints
 
 if TYPE_CHECKING:
     import torch
@@ -100,8 +102,11 @@ class FakeEngine:
         table.admit(budget_tokens=1 << 30)
         drawn = uniforms(table.seeds, table.offsets)
         logprobs = np.full(table.n, -np.log(self.vocabulary), np.float32)
-        forced = table.forced(np.arange(table.n), table.offsets)
-        table.commit(np.where(forced == NO_TOKEN, (drawn * self.vocabulary).astype(np.int64), forced), logprobs)
+        tokens = (drawn * self.vocabulary).astype(np.int64)
+        for slot, request in enumerate(table.requests):
+            if request.sampling.forced:
+                tokens[slot] = ints(request.sampling.forced)[table.offsets[slot]]
+        table.commit(tokens, logprobs)
 
     def fail(self, cause: Exception) -> None:
         """Die of `cause`."""
@@ -221,7 +226,7 @@ class FakeEngine:
         if self._failure is not None:
             raise self._death() from self._failure
         if self._closed and not allow_closed:
-            raise Fatal("the inference engine is closed")
+            raise EngineClosed("the inference engine is closed")
         if self._interval_s is None:
             return
         now = self._clock()

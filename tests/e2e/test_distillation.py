@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from contextlib import closing
 from pathlib import Path
@@ -25,10 +26,18 @@ def taught_job(teacher: Path) -> dict[str, Any]:
     return {**job, "algorithm": algorithm, "models": {"start": {"model": str(teacher)}}}
 
 
+def write_teacher(folder: Path) -> Path:
+    """Write the model that the job starts from, as another one: a worker builds an engine to change between the two."""
+    shutil.copytree(ROOT / "examples/countdown/base", folder)
+    config = folder / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "_name_or_path": "teacher"}))
+    return folder
+
+
 @pytest.mark.parametrize(("reserved", "workers"), [(0, 1), (1, 2)])
 def test_workers_generate_and_teach_through_kills(tmp_path: Path, reserved: int, workers: int) -> None:
     with black_box(tmp_path / "state", reserved=reserved, workers=workers) as box:
-        spec = taught_job(shutil.copytree(ROOT / "examples/countdown/base", tmp_path / "state" / "start"))
+        spec = taught_job(write_teacher(tmp_path / "state" / "start"))
         job = box.submit(spec)
         teacher = f"{job}.start"
         with closing(Observer(box.redis_url, job)) as of_job, closing(Observer(box.redis_url, teacher)) as of_teacher:

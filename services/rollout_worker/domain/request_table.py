@@ -44,17 +44,18 @@ _SLOT_DTYPE = np.dtype(
         ("min_p", "f8"),
         ("top_logprobs", "i8"),
         ("restricted", "?"),  # some tokens may not be drawn, or are drawn more or less often
-        ("forced", "?"),  # the request gives its completion
         ("aborted", "?"),
     ],
     align=True,
 )
 NO_TOKEN = -1
 """Stands for no token."""
+FORCED_TOKENS = 256
+"""Maximum given tokens that are scored in one pass, which has logits and probabilities of each: bounds its memory."""
 
 
 _MISMATCH = "its tokens so far do not match its grammar"
-_RESTRICTING: frozenset[SamplingOption] = frozenset({"min_tokens", "logit_bias", "grammar"})
+_RESTRICTING: frozenset[SamplingOption] = frozenset({"min_tokens", "logit_bias", "grammar", "forced"})
 
 
 class Matcher(Protocol):
@@ -174,7 +175,7 @@ class RequestTable:
 
     @property
     def restricted(self) -> npt.NDArray[np.bool_]:
-        """Whether each slot's request has a grammar, a logit bias or a minimum of tokens."""
+        """Whether each slot's request has a grammar, a logit bias, a minimum of tokens, or gives its tokens."""
         return self._slot_state["restricted"][: self.n]
 
     @property
@@ -227,30 +228,12 @@ class RequestTable:
         """Return the tokens of a slot's completion."""
         return self.tokens(slot)[self._slot_state["prompt"][slot] :]
 
-    def forced(self, slots: Ints, offsets: Ints) -> Ints:
-        """Return the token that a slot's request gives at an offset of its completion, `NO_TOKEN` where it gives none.
-
-        Args:
-            slots: [n].
-            offsets: [n].
-
-        """
-        found = np.full(len(slots), NO_TOKEN, np.int64)
-        for row in np.flatnonzero(self._slot_state["forced"][slots]).tolist():
-            found[row] = unpack(self.requests[slots[row]].sampling.forced, I32)[offsets[row]]
-        return found
-
-    def forced_drafts(self, budget_tokens: int) -> list[list[int]] | None:
-        """Return the given tokens that may follow each slot's next one in one pass; None if no slot is given any.
-
-        Args:
-            budget_tokens: the most, divided among the slots.
-
-        """
-        slots = np.flatnonzero(self._slot_state["forced"][: self.n]).tolist()
-        if not slots:
+    def forced_drafts(self) -> list[list[int]] | None:
+        """Return the given tokens that may follow each slot's next one in a pass; None to decode one token of each."""
+        slots = [slot for slot, request in enumerate(self.requests) if request.sampling.forced]
+        if not slots or self.is_batch_invariant:
             return None
-        each, room, offsets = max(1, budget_tokens // len(slots)), self.room, self.offsets
+        each, room, offsets = max(1, FORCED_TOKENS // len(slots)), self.room, self.offsets
         drafts: list[list[int]] = [[] for _ in range(self.n)]
         for slot in slots:
             given, start = unpack(self.requests[slot].sampling.forced, I32), int(offsets[slot])
@@ -379,8 +362,7 @@ class RequestTable:
         self._tokens[slot, : ids.size] = ids
         numbers = (as_u64(request.seed), len(request.prompt), ids.size, ids.size, self._limit(request))
         narrowing = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, sampling.top_logprobs)
-        is_restricted = not _RESTRICTING.isdisjoint(sampling.options)
-        self._slot_state[slot] = (*numbers, *narrowing, is_restricted, bool(sampling.forced), False)
+        self._slot_state[slot] = (*numbers, *narrowing, not _RESTRICTING.isdisjoint(sampling.options), False)
         if sampling.top_logprobs:
             self._top_logprobs[request.key] = bytearray()
         stops = sampling.stop_token_ids

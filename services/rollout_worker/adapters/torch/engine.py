@@ -41,7 +41,7 @@ from rlboost.shared.messages import SAMPLING_OPTIONS
 from rlboost.shared.model.experts import is_mixture
 from rlboost.shared.process.system import run_in_thread
 from rlboost.shared.weights.changed_words import ChangedWords
-from rlboost.shared.wire import TOP
+from rlboost.shared.wire import I32, TOP, unpack
 
 if TYPE_CHECKING:
     from rlboost.services.rollout_worker.adapters.torch.grammar import GrammarCompiler, GrammarMatcher
@@ -61,7 +61,6 @@ def sample(
     top_k: Ints | None = None,
     min_p: Floats | None = None,
     restricted: torch.Tensor | None = None,
-    forced: Ints | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample a token for each request.
 
@@ -74,7 +73,6 @@ def sample(
         top_k: [n]; sample from this many of the most likely tokens, before `top_p`; 0: from all.
         min_p: [n]; sample from the tokens that are at least this fraction as likely as the most likely one.
         restricted: [n, vocabulary], the logits to draw from, if they differ from `logits`.
-        forced: [n], the token to take, where it is not `NO_TOKEN`.
 
     Returns:
         Tokens [n] (int64), and the log-probability [n] (float32) of each under the whole distribution at its
@@ -84,9 +82,6 @@ def sample(
     """
     greedy = temperature == 0
     logprobs = _log_softmax(logits, temperature)
-    if forced is not None and (forced != NO_TOKEN).all():
-        given = _column(forced, logits)
-        return given[:, 0], logprobs.gather(1, given)[:, 0]
     drawn = logprobs if restricted is None else _log_softmax(restricted, temperature)
     weights = drawn.exp()
     top_k = np.zeros_like(top_p, np.int64) if top_k is None else top_k
@@ -103,9 +98,6 @@ def sample(
     tokens = torch.searchsorted(cumulative, target, right=True).clamp_(max=logits.shape[-1] - 1)
     if greedy.any():
         tokens = torch.where(_column(greedy, logits), drawn.argmax(dim=-1, keepdim=True), tokens)
-    if forced is not None:
-        given = _column(forced, logits)
-        tokens = torch.where(given == NO_TOKEN, tokens, given)
     return tokens[:, 0], logprobs.gather(1, tokens)[:, 0]
 
 
@@ -155,8 +147,6 @@ def _column(values: npt.NDArray[np.generic], like: torch.Tensor) -> torch.Tensor
 _PREFILL_TOKENS = 4096
 """Maximum tokens of one prefill pass, including padding: bounds the memory of a pass and the delay of running requests.
 For a longer prefix a pass takes fewer, so that it has no more pairs of tokens."""
-_FORCED_TOKENS = 512
-"""Maximum given tokens that are scored in one pass, which has the logits of each: bounds its memory and duration."""
 _ADMIT_STEPS = 4
 """Decode steps between two admissions while most slots are busy: prefilling one request costs nearly as much as ten,
 and idle slots cost little."""
@@ -427,7 +417,8 @@ class TorchEngine(ThreadedEngine):
                 table.share_routing(pairs[:, 0], pairs[:, 1], np.array([prefill.shared for prefill in copies]))
             todo = np.array([(prefill.slot, prefill.shared, prefill.length) for prefill in turn])
             if table.is_batch_invariant:
-                slots, positions = (np.concatenate(part) for part in zip(*map(_rows_of, todo), strict=True))
+                slots = np.repeat(todo[:, 0], todo[:, 2] - todo[:, 1])
+                positions = np.concatenate([np.arange(start, end) for _, start, end in todo])
                 if len(slots):
                     self._compute_rows(table, slots, positions)
                 self.prefilled_tokens_total += len(slots)
@@ -468,13 +459,10 @@ class TorchEngine(ThreadedEngine):
             self._cache.reorder(order)
 
     def _decode(self, table: RequestTable) -> None:
-        if table.is_batch_invariant:
-            self._decode_one(table)
-            return
-        if (forced := table.forced_drafts(_FORCED_TOKENS)) is not None:
+        if (forced := table.forced_drafts()) is not None:
             self._verify(table, None, Drafts(forced))
             return
-        drafter = self._drafter if table is self._table else None
+        drafter = self._drafter if table is self._table and not table.is_batch_invariant else None
         if drafter is None:
             self._decode_one(table)
             return
@@ -560,7 +548,7 @@ class TorchEngine(ThreadedEngine):
         self, table: RequestTable, logits: Tensor, slots: Ints, offsets: Ints
     ) -> tuple[Ints, npt.NDArray[np.float32], dict[int, bytes]]:
         """Draw the token at an offset of a slot in each row of the logits [rows, vocabulary]; see `table.commit`."""
-        temperature, forced = table.temperature[slots], table.forced(slots, offsets)
+        temperature = table.temperature[slots]
         sampled = sample(
             logits,
             temperature,
@@ -569,19 +557,12 @@ class TorchEngine(ThreadedEngine):
             top_k=table.top_k[slots],
             min_p=table.min_p[slots],
             restricted=_restricted(table, logits, slots, offsets),
-            forced=forced if (forced != NO_TOKEN).any() else None,
         )
         tokens, logprobs = (tensor.cpu().numpy() for tensor in sampled)
         if not np.isfinite(logprobs).all():
             # NaN may be in the cache, where even a masked column would affect the slot's next request.
             self._cache_is_stale = True
         return tokens, logprobs, top_logprobs(logits, temperature, table.top_logprobs[slots])
-
-
-def _rows_of(todo: Ints) -> tuple[Ints, Ints]:
-    """Return the slot and the position of each token of a prefill: see `TorchEngine._prefill`."""
-    slot, start, end = todo
-    return np.full(end - start, slot), np.arange(start, end)
 
 
 def _common_length(one: Sequence[int], other: Sequence[int]) -> int:
@@ -605,6 +586,9 @@ def _restricted(table: RequestTable, logits: Tensor, slots: Ints, offsets: Ints)
     changed = logits.to(torch.float32, copy=True)
     for row_number, slot, offset in zip(rows.tolist(), slots[rows].tolist(), offsets[rows].tolist(), strict=True):
         sampling, row = table.requests[slot].sampling, changed[row_number]
+        if sampling.forced:
+            row.fill_(-torch.inf)[int(unpack(sampling.forced, I32)[offset])] = 0.0
+            continue
         for token, bias in sampling.logit_bias:
             row[token] += bias
         if offset < sampling.min_tokens:

@@ -39,8 +39,15 @@ from rlboost.services.rollout_worker.adapters.vllm.options import VllmOptions, l
 from rlboost.services.rollout_worker.domain.frames import LiveRequest, StreamedRequests
 from rlboost.services.rollout_worker.domain.load import EngineStats
 from rlboost.services.rollout_worker.domain.requests import Emission, Request, RequestKey, stream_seed
-from rlboost.services.rollout_worker.ports import AdapterEngine, Changes, EngineFailed, Sequences, StagedWeights
-from rlboost.shared.errors import ConfigError, Fatal, RLBoostError, UnsuitableWeights, leaves
+from rlboost.services.rollout_worker.ports import (
+    AdapterEngine,
+    Changes,
+    EngineClosed,
+    EngineFailed,
+    Sequences,
+    StagedWeights,
+)
+from rlboost.shared.errors import ConfigError, RLBoostError, UnsuitableWeights, leaves
 from rlboost.shared.messages import FINISH_LENGTH, FINISH_STOP
 from rlboost.shared.model.folder import require_unquantized
 from rlboost.shared.process.system import run_in_thread
@@ -476,13 +483,13 @@ class VllmEngine:
         return failure
 
     def _check_alive(self, *, allow_closed: bool = False) -> None:
-        """Raise `EngineFailed` if the engine died, `Fatal` if it was closed."""
+        """Raise `EngineFailed` if the engine died, `EngineClosed` if it was closed."""
         if self._end is None and self.llm.errored:
             self._fail(self.llm.dead_error)
         if isinstance(self._end, EngineFailed):
             raise EngineFailed(str(self._end)) from self._end.__cause__
         if self._end is not None and not allow_closed:
-            raise Fatal("the inference engine is closed")
+            raise EngineClosed("the inference engine is closed")
 
 
 def _texts_in(folder: Path) -> list[str]:
